@@ -1,0 +1,327 @@
+"""Every setting of a run: typed, bounded, documented, frozen.
+
+Names are those that users of the published sweeps know; `aliases.py` maps each key as those documents write it to the
+field here. Defaults are the published ones (paper scale); `search_spaces/presets.py` holds what another scale changes.
+"""
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from trainable.aliases import ALIASES
+
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
+]  # fmt: skip
+AdvantageEstimator = Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message says what was given, what is allowed and what to type."""
+
+
+def _sum_of_groups(value: object) -> object:
+    """Accept the documents' `n_groups=[8]` (one entry an environment kind) for a count of groups."""
+    if isinstance(value, list | tuple) and value and all(isinstance(entry, int) for entry in value):
+        return sum(value)
+    return value
+
+
+Groups = Annotated[int, BeforeValidator(_sum_of_groups), Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A part of the settings: frozen, and closed to unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class ModelConfig(Section):
+    """The policy and how it is spoken to."""
+
+    path: str = Field("Qwen/Qwen2.5-3B", description="hub id, local folder, or `sokoban-tiny` (shipped)")
+    prompt_style: Literal["full", "compact"] = Field(
+        "full", description="published prompt, or its compact form for the shipped tiny model"
+    )
+
+
+class EnvConfig(Section):
+    """Rooms, groups and the protocol's limits (published environment `CoordSokoban`: 6x6, one box)."""
+
+    env_groups: Groups = Field(8, description="P: training prompts (rooms) a step")
+    group_size: int = Field(16, ge=1, description="G: rollouts of each training room")
+    val_env_groups: Groups = Field(512, description="validation rooms; the same ones every time")
+    val_group_size: int = Field(1, ge=1, description="rollouts of each validation room")
+    test_env_groups: int = Field(512, ge=0, le=512, description="test rooms, evaluated once at the end; 0: none")
+    seed_train: int = Field(10_000, ge=0, description="first room seed of training (run seed k adds 1,000,000 k)")
+    seed_val: int = Field(123, ge=0, description="first room seed of validation")
+    max_turn: int = Field(5, ge=1, description="replies an episode")
+    max_actions_per_turn: int = Field(2, ge=1, description="actions executed of one reply")
+    max_actions_per_traj: int = Field(10, ge=1, description="actions executed in an episode")
+    format_penalty: Annotated[float, Field(le=0, allow_inf_nan=False)] = Field(
+        -0.1, description="added to the episode's score once for each turn with an invalid or empty answer"
+    )
+    observation_format: Literal["grid_coord", "grid", "coord"] = Field(
+        "grid_coord", description="how the full prompt shows a room; the compact prompt has one form"
+    )
+
+
+class RolloutConfig(Section):
+    """Sampling."""
+
+    temperature: Positive = Field(1.0, description="training; log-probs are of the tempered distribution everywhere")
+    val_temperature: NonNegative = Field(0.5, description="sampled validation and test; 0 is greedy")
+    response_length: int = Field(400, ge=1, description="new tokens a turn at most")
+    log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1, description="sequences a pass without gradients")
+    ref_log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1, description="sequences a pass of the reference")
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="share of the device given to the sampler")
+
+
+class FilterConfig(Section):
+    """Which groups of a step are trained on: the reward-variance filter."""
+
+    rollout_filter_strategy: Literal["top_p", "top_k", "top_k_abs", "top_f", "min_p"] = "top_p"
+    rollout_filter_value: Positive = Field(1.0, description="mass (top_p), fraction (top_k, top_f), count, or ratio")
+    rollout_filter_type: Literal["largest", "smallest"] = "largest"
+    rollout_filter_metric: Literal[
+        "reward_variance", "reward_std", "reward", "reward_sum", "entropy", "entropy_variance", "entropy_std", "length"
+    ] = Field("reward_variance", description="score of a group; the published name, the number is a standard deviation")
+    rollout_filter_include_zero: bool = Field(True, description="False drops groups of zero score before the strategy")
+    rollout_filter_top_p_prob_mode: Literal["softmax", "linear"] = "linear"
+    rollout_filter_selection_eps: NonNegative = Field(0.01, description="slack of the linear top_p threshold")
+
+    @model_validator(mode="after")
+    def _value_fits_strategy(self) -> "FilterConfig":
+        value, strategy = self.rollout_filter_value, self.rollout_filter_strategy
+        if strategy == "top_k_abs":
+            if value < 1 or value != int(value):
+                raise ValueError(f"rollout_filter_value {value} is not a count of groups; top_k_abs takes 1, 2, 3, ...")
+        elif value > 1:
+            raise ValueError(f"rollout_filter_value {value} is above 1; {strategy} takes a value in (0, 1]")
+        return self
+
+
+class OptimConfig(Section):
+    """What actor and critic share: AdamW and the cut of a step into mini-batches."""
+
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    weight_decay: NonNegative = 0.01
+    grad_clip: Positive = Field(1.0, description="largest total gradient norm")
+    ppo_epochs: int = Field(1, ge=1)
+    ppo_mini_batch_size: int = Field(32, ge=1, description="sequences an optimizer step")
+    ppo_micro_batch_size_per_gpu: int = Field(4, ge=1, description="sequences whose loss is averaged together")
+
+    @model_validator(mode="after")
+    def _micro_divides_mini(self) -> "OptimConfig":
+        if self.ppo_mini_batch_size % self.ppo_micro_batch_size_per_gpu:
+            raise ValueError(
+                f"ppo_micro_batch_size_per_gpu {self.ppo_micro_batch_size_per_gpu} does not divide "
+                f"ppo_mini_batch_size {self.ppo_mini_batch_size}"
+            )
+        return self
+
+
+class ActorConfig(OptimConfig):
+    """The policy's losses and optimizer."""
+
+    lr: Positive = 1e-6
+    clip_ratio_low: Share = 0.2
+    clip_ratio_high: NonNegative = 0.28
+    clip_ratio_c: Annotated[float, Field(gt=1)] = Field(3.0, description="dual clip: bound for negative advantages")
+    loss_agg_mode: LossAggMode = "token-mean"
+    entropy_coeff: Finite = Field(0.0, description="weight of the entropy bonus (full vocabulary, response tokens)")
+    entropy_from_logits_with_chunking: bool = True
+    use_kl_loss: bool = Field(False, description="penalise KL to the frozen reference in the actor loss")
+    kl_loss_coef: NonNegative = Field(0.001, description="weight of that penalty; 0 switches use_kl_loss off")
+    kl_loss_type: KLKind = Field("kl", description="estimator; the published `kl` has no anchoring gradient as a loss")
+    filter_loss_scaling: Literal["none", "linear", "sqrt"] = "none"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _zero_coefficient_is_off(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "kl_loss_coef" in data and str(data["kl_loss_coef"]).strip():
+            try:
+                zero = float(data["kl_loss_coef"]) == 0
+            except (TypeError, ValueError):
+                return data
+            if zero:
+                return {**data, "use_kl_loss": False}
+        return data
+
+
+class CriticConfig(OptimConfig):
+    """The value function's loss and optimizer."""
+
+    lr: Positive = 1e-5
+    cliprange_value: Positive = 0.5
+    shared_trunk: bool = Field(False, description="value head on the policy's own trunk: one network, one update")
+
+
+class KLControl(Section):
+    """Coefficient of the KL penalty in the reward (use_kl_in_reward)."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    kl_coef: NonNegative = 0.0
+    target_kl: Positive = 0.1
+    horizon: Positive = 10_000.0
+
+
+class AlgorithmConfig(Section):
+    """Advantages."""
+
+    adv_estimator: AdvantageEstimator = "gae"
+    gamma: Share = 1.0
+    lam: Share = 1.0
+    bi_level_gae: bool = False
+    high_level_gamma: Share = 0.95
+    norm_adv_by_std_in_grpo: bool = True
+    zero_task_advantage: bool = Field(False, description="advantages 0: only KL and entropy move the policy")
+    use_kl_in_reward: bool = False
+    kl_penalty: KLKind = "kl"
+    kl_ctrl: KLControl = KLControl()
+
+    @model_validator(mode="after")
+    def _bi_level_needs_gae(self) -> "AlgorithmConfig":
+        if self.bi_level_gae and self.adv_estimator != "gae":
+            raise ValueError(f"bi_level_gae needs adv_estimator=gae, not {self.adv_estimator}")
+        if self.use_kl_in_reward and self.kl_penalty == "full":
+            raise ValueError("kl_penalty=full needs whole distributions; in the reward use kl, abs, mse or low_var_kl")
+        return self
+
+
+class TrainerConfig(Section):
+    """Length, rhythm and place of a run."""
+
+    total_training_steps: int = Field(400, ge=1)
+    test_freq: int = Field(10, description="validate every so many steps and at the last; <= 0: never in between")
+    val_before_train: bool = True
+    save_freq: int = Field(-1, description="keep a global_step_<N> folder every so many steps; -1: none")
+    resume_every: int = Field(25, ge=1, description="steps between rolling states for recovery")
+    critic_warmup: int = Field(0, ge=0, description="steps in which only the critic is updated")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    n_gpus_per_node: NonNegative = Field(1, description="GPUs a trial: a fraction, or a whole number")
+    ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
+    logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = ("console", "tensorboard")
+
+
+class EarlyStopConfig(Section):
+    """The published stop rules' numbers."""
+
+    variance_baseline_steps: int = Field(10, ge=1, description="non-empty steps whose mean is the baseline")
+    variance_window: int = Field(10, ge=1, description="latest non-empty steps that must all be below")
+    variance_ratio: NonNegative = Field(0.1, description="share of the baseline")
+    success_threshold: NonNegative = 0.01
+    success_patience: int = Field(5, ge=1, description="validations in a row below the threshold")
+    empty_stop_steps: int = Field(5, description="steps in a row with nothing kept; <= 0: rule off")
+
+
+class RunConfig(Section):
+    """One configuration; with its seed, one run."""
+
+    seed: int = Field(0, ge=0, description="0: the published streams; k: the k-th paired repetition")
+    model: ModelConfig = ModelConfig()
+    env: EnvConfig = EnvConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    filter: FilterConfig = FilterConfig()
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    early_stop: EarlyStopConfig = EarlyStopConfig()
+
+    def config_hash(self) -> str:
+        """Twelve hex digits that name the configuration: every setting that can change a row, the seed left out."""
+        data = self.model_dump(mode="json", exclude={"seed"})
+        for setting in ("logger", "ray_num_cpus", "resume_every", "save_freq"):
+            del data["trainer"][setting]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+    """All dotted keys that `with_overrides` takes, in order of declaration."""
+    names: list[str] = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            names += field_names(kind, f"{prefix}{name}.")
+        else:
+            names.append(prefix + name)
+    return names
+
+
+def canonical_key(key: str) -> str:
+    """The dotted field that `key` names, or ConfigError with the nearest ones.
+
+    `key` is a field (`actor.kl_loss_coef`), a key of the published documents (`actor_rollout_ref.actor.kl_loss_coef`),
+    or a field's last part where only one section has it (`kl_loss_coef`).
+    """
+    fields = field_names()
+    if key in fields:
+        return key
+    if key in ALIASES:
+        return ALIASES[key]
+    bare = [name for name in fields if name.rsplit(".", 1)[-1] == key]
+    if len(bare) == 1:
+        return bare[0]
+    if bare:
+        raise ConfigError(f"`{key}` is a setting of several sections: type one of {', '.join(bare)}.")
+    tails = {name.rsplit(".", 1)[-1]: name for name in fields}
+    nearest = difflib.get_close_matches(key, [*fields, *ALIASES], n=3, cutoff=0.5)
+    nearest += [tails[tail] for tail in difflib.get_close_matches(key.rsplit(".", 1)[-1], tails, n=3, cutoff=0.6)]
+    section = key.split(".")[0]
+    listed = [name for name in fields if name.startswith(section + ".")] if section in RunConfig.model_fields else []
+    hint = f" Nearest: {', '.join(dict.fromkeys(nearest))}." if nearest else ""
+    hint += f" The section has: {', '.join(listed)}." if listed else ""
+    raise ConfigError(
+        f"There is no setting `{key}`.{hint} `python -m tune_study settings` lists all with their meaning."
+    )
+
+
+def _parse(value: object) -> object:
+    """Text from a command line as the list it spells, else unchanged: pydantic converts numbers and booleans."""
+    if isinstance(value, str) and value.strip().startswith("["):
+        try:
+            return json.loads(value.replace("'", '"'))
+        except json.JSONDecodeError:
+            return value
+    return value
+
+
+def with_overrides(config: RunConfig, overrides: Mapping[str, object]) -> RunConfig:
+    """`config` with dotted keys replaced, checked as a whole; the one override path of command line, spaces and Python.
+
+    Raises ConfigError naming each bad key or value and its bounds.
+    """
+    data = config.model_dump()
+    for key, value in overrides.items():
+        *sections, name = canonical_key(key).split(".")
+        target = data
+        for section in sections:
+            target = target[section]
+        target[name] = _parse(value)
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_explain(error)) from None
+
+
+def _explain(error: ValidationError) -> str:
+    """One sentence for each bad value."""
+    sentences = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"])
+        what = item["msg"].removeprefix("Value error, ")
+        shown = item["input"] if not isinstance(item["input"], Mapping) else None
+        given = f"`{where}={shown}`" if shown is not None else f"`{where}`"
+        sentences.append(f"{given} cannot be used: {what[0].lower()}{what[1:]}.")
+    return " ".join(sentences)

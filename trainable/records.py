@@ -1,0 +1,181 @@
+"""The columns that a run may write: name, unit, formula. docs/metrics.md has a line for each; a test compares both.
+
+A row of `steps` is one training step of one run (step 1 is the first). A row of `trials` is one run.
+`published` is the key under which the published system logs the same number, where it does.
+"""
+
+from typing import NamedTuple
+
+
+class Column(NamedTuple):
+    """One column: its name, its unit, what the number is, and the published key."""
+
+    name: str
+    unit: str
+    meaning: str
+    published: str = ""
+
+
+STEP_COLUMNS: tuple[Column, ...] = (
+    # What was collected: all P x G episodes of the step, before the filter.
+    Column("train_success", "share", "solved episodes / episodes", "train/CoordSokoban/success"),
+    Column("train_pass_at_group", "share", "groups with a solved episode / groups", "train/CoordSokoban/pass@16"),
+    Column("train_reward", "reward", "mean episode score, penalties included"),
+    Column("train_actions", "actions", "mean executed actions of an episode", "train/CoordSokoban/num_actions"),
+    Column("train_invalid_turns", "share", "turns with an invalid or no action / turns"),
+    Column("train_response_tokens", "tokens", "mean sampled tokens of an episode", "train/response_length"),
+    Column(
+        "reward_std",
+        "reward",
+        "mean over groups of the score's standard deviation (ddof 1) in the group",
+        "rollout/in_group_reward_std",
+    ),
+    Column("reward_std_max", "reward", "largest such standard deviation"),
+    Column(
+        "zero_std_groups", "groups", "groups whose filter score is at most 1e-10 in size", "rollout/filter_zero_count"
+    ),
+    # What the filter kept.
+    Column("groups", "groups", "groups collected"),
+    Column("groups_kept", "groups", "groups trained on", "rollout/filter_kept_count"),
+    Column("kept_ratio", "share", "groups_kept / groups", "rollout/filter_kept_ratio"),
+    Column(
+        "reward_std_kept", "reward", "reward_std over kept groups; 0 when none", "rollout/chosen_in_group_reward_std"
+    ),
+    Column(
+        "empty_steps_in_a_row",
+        "steps",
+        "steps up to this one with nothing kept",
+        "rollout/consecutive_empty_after_filter_steps",
+    ),
+    # What the update did. Missing in a step with nothing kept.
+    Column("batch_size", "sequences", "sequences trained on, copies included", "train/batch_size"),
+    Column("entropy", "nats", "token mean of the sampling policy's entropy over kept episodes", "actor/entropy"),
+    Column("pg_loss", "1", "policy loss, mean over micro-batches", "actor/pg_loss"),
+    Column("pg_clipfrac", "share", "tokens whose ratio is cut at the clip range", "actor/pg_clipfrac"),
+    Column(
+        "pg_clipfrac_lower", "share", "tokens with negative advantage cut by the dual clip", "actor/pg_clipfrac_lower"
+    ),
+    Column("ppo_kl", "nats", "token mean of log pi_old - log pi", "actor/ppo_kl"),
+    Column(
+        "entropy_loss", "nats", "token mean of the entropy in the update, before its coefficient", "actor/entropy_loss"
+    ),
+    Column(
+        "kl_loss",
+        "nats",
+        "token mean of the KL estimator in the loss, before its coefficient; missing when off",
+        "actor/kl_loss",
+    ),
+    Column(
+        "kl_to_reference",
+        "nats",
+        "token mean of k3 = exp(-d) + d - 1, d = log pi - log ref, at the sampled tokens, first mini-batch; "
+        "KL(pi || ref) estimated; missing when no reference pass is made",
+    ),
+    Column("actor_grad_norm", "1", "total gradient norm before clipping, mean over optimizer steps", "actor/grad_norm"),
+    Column("vf_loss", "reward^2", "value loss, mean over micro-batches", "critic/vf_loss"),
+    Column("vf_clipfrac", "share", "values cut by the value clip", "critic/vf_clipfrac"),
+    Column("critic_grad_norm", "1", "as actor_grad_norm, of the critic", "critic/grad_norm"),
+    Column("value_mean", "reward", "token mean of the values before the update", "critic/values/mean"),
+    Column(
+        "explained_variance",
+        "1",
+        "1 - Var(returns - values) / Var(returns), values before the update",
+        "critic/vf_explained_var",
+    ),
+    Column("nonfinite_updates", "optimizer steps", "optimizer steps skipped for a non-finite gradient norm"),
+    Column("kl_in_reward_coef", "1", "coefficient of the KL penalty in the reward; missing when off"),
+    # What it cost.
+    Column("optimizer_steps", "optimizer steps", "of the policy, in this step"),
+    Column("env_steps", "actions", "actions executed in this step"),
+    Column("sampled_tokens", "tokens", "tokens sampled in this step"),
+    Column("trained_tokens", "tokens", "sampled tokens in the trained batch, copies counted"),
+    Column("total_optimizer_steps", "optimizer steps", "optimizer_steps so far"),
+    Column("total_env_steps", "actions", "env_steps so far"),
+    Column("total_sampled_tokens", "tokens", "sampled_tokens so far"),
+    Column("total_trained_tokens", "tokens", "trained_tokens so far"),
+    # Validation, in the steps that have one.
+    Column(
+        "val_success",
+        "share",
+        "solved validation episodes / episodes, sampled at val_temperature",
+        "val-env/CoordSokoban/success",
+    ),
+    Column(
+        "val_success_unseen",
+        "share",
+        "val_success over rooms that share no symmetry class with a training room of the whole run",
+    ),
+    Column("val_reward", "reward", "mean validation score", "val-env/charts/avg_episode_return"),
+    Column("val_invalid_turns", "share", "validation turns with an invalid or no action / turns"),
+    Column("val_greedy_success", "share", "as val_success, always taking the likeliest token; last step only"),
+    Column("test_success", "share", "solved test episodes / episodes, sampled; last step only"),
+    Column("test_greedy_success", "share", "as test_success, greedy; last step only"),
+    # Before training; in the row of step 1.
+    Column("base_val_success", "share", "val_success of the policy before training"),
+    Column("base_val_success_unseen", "share", "val_success_unseen of the policy before training"),
+    Column("base_val_reward", "reward", "val_reward of the policy before training"),
+    Column("base_val_invalid_turns", "share", "val_invalid_turns of the policy before training"),
+    Column("base_val_greedy_success", "share", "val_greedy_success of the policy before training"),
+    # Time. Left out of every comparison for equality.
+    Column("seconds_rollout", "s", "collecting episodes", "timing_s/gen"),
+    Column("seconds_values", "s", "critic pass without gradients", "timing_s/values"),
+    Column("seconds_reference", "s", "reference pass", "timing_s/ref"),
+    Column("seconds_update_critic", "s", "critic update (with shared_trunk: none)", "timing_s/update_critic"),
+    Column("seconds_update_actor", "s", "policy update", "timing_s/update_actor"),
+    Column("seconds_validation", "s", "validation and test", "timing_s/testing"),
+    Column("seconds_step", "s", "the whole step, validation and checkpoints included", "timing_s/step"),
+    Column("cpu_seconds_step", "s", "processor time of the step in this process, all threads"),
+    Column("seconds_total", "s", "seconds_step so far, this run, across restarts", "timing_s/total"),
+    Column("tokens_per_second", "tokens/s", "sampled_tokens / seconds_rollout"),
+)
+
+# Written by the study, beside what the trial reports.
+ROW_COLUMNS: tuple[Column, ...] = (
+    Column("run_id", "", "name of the run: one configuration with one seed"),
+    Column("study", "", "name of the study"),
+    Column("arm", "", "label of the arm: the value of the axis as it was typed"),
+    Column("seed", "", "seed of the run; equal seeds pair runs across arms"),
+    Column("step", "steps", "training step, from 1"),
+)
+
+STOP_COLUMNS: tuple[Column, ...] = (
+    Column("stop_rule", "", "rule that stopped the run; empty while none has", "early_stopped/<rule>"),
+    Column("stop_value", "as the rule's", "the number that broke the rule"),
+    Column("stop_threshold", "as the rule's", "the bound that it broke"),
+    Column("stop_step", "steps", "the step at which it broke it"),
+)
+
+TRIAL_COLUMNS: tuple[Column, ...] = (
+    Column("trial_id", "", "Ray Tune's id of the trial that carried the run last"),
+    Column("config_hash", "", "name of the configuration, the seed left out"),
+    Column("experiment_name", "", "name in the layout of the published documents"),
+    Column("status", "", "completed, early_stopped, failed, interrupted or never_ran"),
+    Column("reason", "", "why the run ended so"),
+    Column("steps_done", "steps", "training steps with a row"),
+    Column("steps_total", "steps", "training steps asked for"),
+    Column("final_val_success", "share", "val_success of the last validation"),
+    Column("final_val_success_unseen", "share", "val_success_unseen of the last validation"),
+    Column("final_val_greedy_success", "share", "val_greedy_success at the end"),
+    Column("peak_val_success", "share", "largest val_success of the run: biased upwards by picking the best"),
+    Column("started_at", "UTC", "when the run first started"),
+    Column("ended_at", "UTC", "when it ended"),
+)
+
+# Columns of `trials` that are the run's last value of the step column with the same name.
+TRIAL_LAST_VALUES: tuple[str, ...] = (
+    "base_val_success", "base_val_success_unseen", "base_val_greedy_success", "test_success", "test_greedy_success",
+    "total_optimizer_steps", "total_env_steps", "total_sampled_tokens", "total_trained_tokens", "seconds_total",
+)  # fmt: skip
+
+TIME_COLUMNS: frozenset[str] = frozenset(
+    column.name for column in STEP_COLUMNS if "seconds" in column.name
+) | {"started_at", "ended_at"}  # fmt: skip
+
+STATUSES: tuple[str, ...] = ("completed", "early_stopped", "failed", "interrupted", "never_ran")
+
+
+def empty_row() -> dict[str, float | str | None]:
+    """Every step and stop column, with no value: a first row that lacks a key would lose it in Tune's csv."""
+    row: dict[str, float | str | None] = {column.name: None for column in (*STEP_COLUMNS, *STOP_COLUMNS)}
+    row["stop_rule"] = ""
+    return row

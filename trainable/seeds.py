@@ -1,0 +1,22 @@
+"""Named random streams: every draw of a run comes from (seed, purpose, indices), never from a global generator."""
+
+import numpy as np
+
+PURPOSES = {
+    "sampling": 1,
+    "validation": 2,
+    "test": 3,
+    "critic": 4,
+    "duplicates": 5,
+    "demonstrations": 6,
+    "weights": 7,
+}
+
+
+def stream(seed: int, purpose: str, *indices: int) -> np.random.Generator:
+    """The generator of one purpose of one run.
+
+    seed: the run's seed. purpose: a key of PURPOSES. indices: what tells this draw from others of its purpose,
+    such as the step. Equal arguments give equal streams in any process.
+    """
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, PURPOSES[purpose], *indices])))
