@@ -5,6 +5,7 @@ from search_spaces.sweep_common import SWEEP_SETTINGS
 
 STUDY = Study(
     name="entropy",
+    title="Entropy Sweep",
     question=__doc__,
     axis=Axis(
         setting="actor.entropy_coeff",
@@ -14,6 +15,7 @@ STUDY = Study(
             "laptop": ("0", "0.003", "0.01", "0.03", "0.1", "0.3"),
         },
     ),
+    summary_key="entropy",
     fixed={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": False,

@@ -5,6 +5,7 @@ from search_spaces.sweep_common import SWEEP_SETTINGS
 
 STUDY = Study(
     name="kl",
+    title="KL Sweep",
     question=__doc__,
     axis=Axis(
         setting="actor.kl_loss_coef",
@@ -15,6 +16,7 @@ STUDY = Study(
         },
         along={"actor.use_kl_loss": True},
     ),
+    summary_key="kl",
     fixed={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
     run="kl_sweep_{model}",
     experiment="sokoban_kl_sweep_{tag}_{label}-{model}",

@@ -37,13 +37,16 @@ class Axis:
 class Study:
     """A question and all that is needed to run it; data only.
 
+    title and summary_key are the published words of the summary log: its heading and the name of the axis value.
     Templates may use {model} (last part of the model's path), {tag} (nofilter or filter_zero, by
     rollout_filter_include_zero), {label} (the axis value without dots, lower case), {run} and {experiment}.
     """
 
     name: str
+    title: str
     question: str
     axis: Axis
+    summary_key: str
     fixed: Settings
     run: str
     experiment: str

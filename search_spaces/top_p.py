@@ -7,6 +7,7 @@ _GRID = ("1.0", "0.98", "0.95", "0.9", "0.8", "0.6", "0.4", "nofilter")
 
 STUDY = Study(
     name="top-p",
+    title="Top-p Sweep",
     question=__doc__,
     axis=Axis(
         setting="filter.rollout_filter_value",
@@ -15,6 +16,7 @@ STUDY = Study(
         along={"filter.rollout_filter_include_zero": False},
         named={"nofilter": {"filter.rollout_filter_value": 1.0, "filter.rollout_filter_include_zero": True}},
     ),
+    summary_key="value",
     fixed={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": True,

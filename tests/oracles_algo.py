@@ -1,0 +1,215 @@
+"""Slow, literal versions of the formulas in trainable/algo, on Python lists: one loop for each sum or each choice."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import pairwise
+
+Row = Sequence[float]
+RowMask = Sequence[bool]
+
+
+def whiten(x: Row, mask: RowMask) -> list[float]:
+    trained = [v for v, m in zip(x, mask, strict=True) if m]
+    if len(trained) < 2:
+        return [0.0 for _ in x]
+    mean, variance = statistics.fmean(trained), statistics.variance(trained)
+    return [(v - mean) / math.sqrt(variance + 1e-8) if m else 0.0 for v, m in zip(x, mask, strict=True)]
+
+
+def aggregate(loss: Sequence[Row], mask: Sequence[RowMask], mode: str, padded_length: int) -> float:
+    """One aggregation of a (B, T) loss, with loops."""
+    rows = [[x for x, m in zip(xs, ms, strict=True) if m] for xs, ms in zip(loss, mask, strict=True)]
+    if mode == "token-mean":
+        tokens = [x for row in rows for x in row]
+        return sum(tokens) / len(tokens) if tokens else 0.0
+    if mode == "seq-mean-token-sum-norm":
+        return sum(sum(row) for row in rows) / padded_length
+    trained_rows = [row for row in rows if row]
+    if not trained_rows:
+        return 0.0
+    if mode == "seq-mean-token-sum":
+        return sum(sum(row) for row in trained_rows) / len(trained_rows)
+    assert mode == "seq-mean-token-mean"
+    return sum(sum(row) / len(row) for row in trained_rows) / len(trained_rows)
+
+
+def aggregate_micro(loss: Sequence[Row], mask: Sequence[RowMask], mode: str, padded_length: int, size: int) -> float:
+    """Mean over micro-batches of the aggregation of each."""
+    parts = [
+        aggregate(loss[start : start + size], mask[start : start + size], mode, padded_length)
+        for start in range(0, len(loss), size)
+    ]
+    return sum(parts) / len(parts)
+
+
+def conserve_rewards(rewards: Row, mask: RowMask) -> list[float]:
+    moved = [0.0 for _ in rewards]
+    trained = [t for t, m in enumerate(mask) if m]
+    for t, reward in enumerate(rewards):
+        before = [u for u in trained if u <= t]
+        if before:
+            moved[before[-1]] += reward
+        elif trained:
+            moved[trained[0]] += reward
+    return moved
+
+
+def gae(rewards: Row, values: Row, mask: RowMask, gamma: float, lam: float) -> tuple[list[float], list[float]]:
+    """A_t = Σ_l (γλ)^l δ_{t+l}, the double sum over trained tokens; return_t = A_t + V_t."""
+    rewards = conserve_rewards(rewards, mask)
+    trained = [t for t, m in enumerate(mask) if m]
+    r, v = [rewards[t] for t in trained], [values[t] for t in trained] + [0.0]
+    delta = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(r))]
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    for i, t in enumerate(trained):
+        advantages[t] = sum((gamma * lam) ** k * delta[i + k] for k in range(len(delta) - i))
+        returns[t] = advantages[t] + values[t]
+    return advantages, returns
+
+
+def published_gae(rewards: Row, values: Row, mask: RowMask, gamma: float, lam: float) -> list[float]:
+    """The recursion over all positions with carried values; what it holds where the mask is False has no meaning."""
+    next_value = carried = 0.0
+    advantages = [0.0] * len(mask)
+    for t in reversed(range(len(mask))):
+        delta = rewards[t] + gamma * next_value - values[t]
+        if mask[t]:
+            carried = delta + gamma * lam * carried
+            next_value = values[t]
+        advantages[t] = carried
+    return advantages
+
+
+def bi_level_gae(
+    rewards: Row, values: Row, mask: RowMask, turn_ids: Sequence[int], gamma: float, lam: float, high_level_gamma: float
+) -> tuple[list[float], list[float]]:
+    rewards = conserve_rewards(rewards, mask)
+    turns: list[list[int]] = []
+    for t in [t for t, m in enumerate(mask) if m]:
+        if turns and turn_ids[turns[-1][-1]] == turn_ids[t]:
+            turns[-1].append(t)
+        else:
+            turns.append([t])
+    advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
+    turn_return = _turn_returns(turns, rewards, values, high_level_gamma, lam)
+    for turn, goal in zip(turns, turn_return, strict=True):
+        for i, t in enumerate(turn):
+            delta = [gamma * values[after] - values[before] for before, after in pairwise(turn)]
+            delta.append(goal - values[turn[-1]])
+            advantages[t] = sum((gamma * lam) ** k * delta[i + k] for k in range(len(turn) - i))
+            returns[t] = advantages[t] + values[t]
+    return advantages, returns
+
+
+def _turn_returns(turns: list[list[int]], rewards: Row, values: Row, gamma: float, lam: float) -> list[float]:
+    ends = [values[turn[-1]] for turn in turns] + [0.0]
+    delta = [sum(rewards[t] for t in turn) + gamma * ends[k + 1] - ends[k] for k, turn in enumerate(turns)]
+    return [
+        ends[k] + sum((gamma * lam) ** step * delta[k + step] for step in range(len(turns) - k))
+        for k in range(len(turns))
+    ]
+
+
+def groups_of(scores: Row, group_ids: Sequence[int]) -> list[list[float]]:
+    """For each sequence, the scores of its group, its own included."""
+    return [[s for s, g in zip(scores, group_ids, strict=True) if g == own] for own in group_ids]
+
+
+def grpo(scores: Row, group_ids: Sequence[int], norm_by_std: bool) -> list[float]:
+    advantages = []
+    for score, group in zip(scores, groups_of(scores, group_ids), strict=True):
+        std = statistics.stdev(group) if len(group) > 1 else 0.0
+        advantages.append((score - statistics.fmean(group)) / (std + 1e-6 if norm_by_std else 1.0))
+    return advantages
+
+
+def rloo(scores: Row, group_ids: Sequence[int]) -> list[float]:
+    advantages = []
+    for i, score in enumerate(scores):
+        others = [s for j, s in enumerate(scores) if group_ids[j] == group_ids[i] and j != i]
+        advantages.append(score - statistics.fmean(others) if others else 0.0)
+    return advantages
+
+
+def reward_to_go(rewards: Row, mask: RowMask, gamma: float) -> list[float]:
+    rewards = conserve_rewards(rewards, mask)
+    trained = [t for t, m in enumerate(mask) if m]
+    out = [0.0] * len(mask)
+    for i, t in enumerate(trained):
+        out[t] = sum(gamma**k * rewards[u] for k, u in enumerate(trained[i:]))
+    return out
+
+
+def ppo_clip(logprob: float, old: float, advantage: float, low: float, high: float, c: float) -> float:
+    ratio = math.exp(min(max(logprob - old, -20.0), 20.0))
+    loss = max(-advantage * ratio, -advantage * min(max(ratio, 1 - low), 1 + high))
+    return min(loss, -advantage * c) if advantage < 0 else loss
+
+
+def kl(p: Row, q: Row) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def kl_gradient(p: Row, q: Row) -> list[float]:
+    """∂KL(p‖q) / ∂z where p = softmax(z)."""
+    return [a * (math.log(a / b) - kl(p, q)) for a, b in zip(p, q, strict=True)]
+
+
+def reverse_kl_gradient(p: Row, q: Row) -> list[float]:
+    """∂KL(q‖p) / ∂z where p = softmax(z)."""
+    return [a - b for a, b in zip(p, q, strict=True)]
+
+
+def select_groups(
+    scores: Row, strategy: str, value: float, prob_mode: str, eps: float, largest: bool, include_zero: bool
+) -> tuple[list[bool], float]:
+    """The groups kept, and how near the closest decision came to a tie of real numbers."""
+    candidates = [i for i, s in enumerate(scores) if include_zero or abs(s) > 1e-10]
+    ranked = sorted(candidates, key=lambda i: (-scores[i] if largest else scores[i], i))
+    chosen, margin = _choose([scores[i] for i in ranked], strategy, value, prob_mode, eps, largest, len(scores))
+    kept = {ranked[rank] for rank in chosen}
+    return [i in kept for i in range(len(scores))], margin
+
+
+def _choose(
+    ranked: list[float], strategy: str, value: float, prob_mode: str, eps: float, largest: bool, total: int
+) -> tuple[list[int], float]:
+    """Ranks kept, and the margin."""
+    if not ranked or (strategy == "top_p" and value >= 1):
+        return list(range(len(ranked))), math.inf
+    if strategy == "top_p":
+        return _softmax_prefix(ranked, value, largest) if prob_mode == "softmax" else _linear_prefix(ranked, value, eps)
+    if strategy == "min_p":
+        return _near_best(ranked, value, largest)
+    count = int(value) if strategy == "top_k_abs" else int(value * total)
+    return list(range(max(min(count, len(ranked)), 1))), math.inf
+
+
+def _softmax_prefix(ranked: list[float], mass: float, largest: bool) -> tuple[list[int], float]:
+    logits = ranked if largest else [-s for s in ranked]
+    weights = [math.exp(x - max(logits)) for x in logits]
+    sums = [sum(weights[: k + 1]) / sum(weights) for k in range(len(weights))]
+    count = next((k + 1 for k, reached in enumerate(sums) if reached >= mass), len(sums))
+    return list(range(count)), min(abs(reached - mass) for reached in sums)
+
+
+def _linear_prefix(ranked: list[float], mass: float, eps: float) -> tuple[list[int], float]:
+    target = mass * sum(ranked) - eps
+    gathered, count, margin = 0.0, 0, abs(target)
+    for score in ranked:
+        if gathered >= target or score <= 0:
+            break
+        gathered += score
+        count += 1
+        margin = min(margin, abs(gathered - target))
+    return list(range(count if gathered >= target else 0)), margin
+
+
+def _near_best(ranked: list[float], ratio: float, largest: bool) -> tuple[list[int], float]:
+    best = ranked[0]
+    if ratio == 1:
+        return [rank for rank, s in enumerate(ranked) if s == best], math.inf
+    bound = best * ratio - 1e-10 if largest else best / (ratio + 1e-10) + 1e-10
+    chosen = [rank for rank, s in enumerate(ranked) if (s >= bound if largest else s <= bound)]
+    return chosen, min(abs(s - bound) for s in ranked)

@@ -1,0 +1,79 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.strategies_algo import examples
+from trainable.algo.batching import adjust_copy, adjust_delete, length_stratified_order
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@examples
+@given(st.lists(st.integers(1, 5), max_size=12))
+def test_the_order_is_even_ranks_up_then_odd_ranks_down(lengths: list[int]) -> None:
+    ranked = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    expected = [i for rank, i in enumerate(ranked) if rank % 2 == 0]
+    expected += reversed([i for rank, i in enumerate(ranked) if rank % 2 == 1])
+    assert length_stratified_order(torch.tensor(lengths, dtype=torch.long)).tolist() == expected
+
+
+def test_the_order_by_hand() -> None:
+    assert length_stratified_order(torch.tensor([50, 10, 40, 20, 30])).tolist() == [1, 4, 0, 2, 3]
+
+
+@examples
+@given(st.integers(0, 40), st.integers(1, 50), st.integers(0, 3))
+def test_copies_follow_the_originals_and_are_spread_evenly(n: int, multiple: int, seed: int) -> None:
+    indices = adjust_copy(n, multiple, seeded(seed)).tolist()
+    assert indices[:n] == list(range(n))
+    assert len(indices) == math.ceil(n / multiple) * multiple
+    counts = [indices.count(i) for i in range(n)]
+    assert max(counts, default=0) - min(counts, default=0) <= 1
+
+
+@examples
+@given(st.integers(0, 40), st.integers(1, 50), st.integers(0, 3))
+def test_deletion_keeps_distinct_indices_in_order(n: int, multiple: int, seed: int) -> None:
+    indices = adjust_delete(n, multiple, seeded(seed)).tolist()
+    assert len(indices) == n // multiple * multiple
+    assert indices == sorted(set(indices))
+    assert set(indices) <= set(range(n))
+
+
+@pytest.mark.parametrize(
+    ("groups", "samples", "optimizer_steps"),
+    [(8, 128, 4), (7, 128, 4), (6, 96, 3), (5, 96, 3), (4, 64, 2), (3, 64, 2), (2, 32, 1), (1, 32, 1), (0, 0, 0)],
+)
+def test_published_optimizer_steps_for_each_number_of_kept_groups(
+    groups: int, samples: int, optimizer_steps: int
+) -> None:
+    indices = adjust_copy(16 * groups, 32, seeded())
+    assert len(indices) == samples
+    assert len(indices) // 32 == optimizer_steps
+
+
+def test_the_generator_decides_which_are_copied_or_dropped() -> None:
+    for adjust in (adjust_copy, adjust_delete):
+        assert torch.equal(adjust(100, 64, seeded(1)), adjust(100, 64, seeded(1)))
+        assert not torch.equal(adjust(100, 64, seeded(1)), adjust(100, 64, seeded(2)))
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    adjust_copy(5, 4, seeded())
+    adjust_delete(5, 4, seeded())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_multiple_of_zero_is_refused() -> None:
+    generator = seeded()
+    with pytest.raises(ValueError, match=r"5 sequences to a multiple of 0; .* at least 1"):
+        adjust_copy(5, 0, generator)
+    with pytest.raises(ValueError, match="-1 sequences to a multiple of 4"):
+        adjust_delete(-1, 4, generator)

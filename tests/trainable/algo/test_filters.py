@@ -1,0 +1,279 @@
+import math
+import statistics
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tests import oracles_algo as oracle
+from tests.strategies_algo import examples, matrix, numbers, score_vectors
+from trainable.algo.filters import (
+    MinP,
+    Rule,
+    TopK,
+    TopKAbs,
+    TopP,
+    filter_loss_scale,
+    group_scores,
+    parse_rule,
+    select_groups,
+)
+
+
+def kept(scores: list[float], rule: Rule, **choices: bool) -> list[int]:
+    return select_groups(torch.tensor(scores), rule, **choices).nonzero().flatten().tolist()
+
+
+def linear(mass: float) -> TopP:
+    return TopP(mass, "linear", eps=0.01)
+
+
+def softmax(mass: float) -> TopP:
+    return TopP(mass, "softmax", eps=0.01)
+
+
+PUBLISHED = [
+    ([4, 3, 2, 1], linear(0.6), True, [0, 1]),
+    ([0, 0, 0, 0], linear(0.9), True, []),
+    ([1, 1, 1], softmax(0.6), True, [0, 1]),
+    ([10, 1, 0, 0], softmax(0.9), False, [0]),
+    ([4, 2, 0, 0], softmax(0.9), False, [0, 1]),
+    ([10, 1, 0, 0], linear(0.9), False, [0]),
+    ([4, 2, 0, 0], linear(0.9), False, [0, 1]),
+    ([3, 1, 1, 0], linear(0.9), False, [0, 1, 2]),
+    ([0, 2, 0, 1], softmax(1.0), True, [0, 1, 2, 3]),
+    ([0, 2, 0, 1], linear(1.0), False, [1, 3]),
+    ([0.002, 0.003, 0.001, 0.002, 0, 0, 0, 0], linear(0.9), False, []),
+    ([0.002, 0.003, 0.001, 0.002, 0, 0, 0, 0], softmax(0.9), False, [0, 1, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("scores", "rule", "include_zero", "expected"), PUBLISHED)
+def test_published_vectors(scores: list[float], rule: Rule, include_zero: bool, expected: list[int]) -> None:
+    assert kept([float(s) for s in scores], rule, include_zero=include_zero) == expected
+
+
+SOKOBAN = [5.5, 4.2, 3.0, 0.2, 0.15, 0.12, 0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("mass", "by_softmax", "by_linear"),
+    [(0.98, 3, 5), (0.95, 3, 3), (0.9, 2, 3), (0.8, 2, 3), (0.6, 1, 2), (0.4, 1, 1), (1.0, 7, 7)],
+)
+def test_published_counts_on_sokoban_like_scores(mass: float, by_softmax: int, by_linear: int) -> None:
+    assert len(kept(SOKOBAN, softmax(mass), include_zero=False)) == by_softmax
+    assert len(kept(SOKOBAN, linear(mass), include_zero=False)) == by_linear
+
+
+def test_no_filter_keeps_all_groups() -> None:
+    assert kept(SOKOBAN, softmax(1.0)) == list(range(8))
+
+
+RULES = [
+    *[("top_p", mass, mode) for mass in (0.1, 0.4, 0.6, 0.9, 0.98, 1.0) for mode in ("softmax", "linear")],
+    *[("top_k", fraction, "softmax") for fraction in (0.05, 0.29, 0.5, 1.0)],
+    *[("top_k_abs", count, "softmax") for count in (1.0, 3.0, 50.0)],
+    *[("min_p", ratio, "softmax") for ratio in (0.05, 0.3, 1.0)],
+]
+
+
+@examples
+@given(score_vectors(signed=True), st.sampled_from(RULES), st.booleans(), st.booleans())
+def test_every_rule_equals_the_loop(
+    scores: list[float], named: tuple[str, float, str], largest: bool, include_zero: bool
+) -> None:
+    strategy, value, mode = named
+    expected, margin = oracle.select_groups(scores, strategy, value, mode, 0.01, largest, include_zero)
+    assume(margin > 1e-4)  # nearer than this, float32 and real numbers may fall on different sides
+    rule = parse_rule(strategy, value, mode, eps=0.01)
+    assert select_groups(torch.tensor(scores), rule, largest, include_zero).tolist() == expected
+
+
+@examples
+@given(score_vectors(signed=True), st.sampled_from(RULES), st.booleans(), st.booleans(), st.randoms())
+def test_permuting_the_groups_permutes_the_answer(
+    scores: list[float], named: tuple[str, float, str], largest: bool, include_zero: bool, random: object
+) -> None:
+    assume(len(set(scores)) == len(scores))
+    rule = parse_rule(*named)
+    order = list(range(len(scores)))
+    random.shuffle(order)  # type: ignore[attr-defined]
+    keep = select_groups(torch.tensor(scores), rule, largest, include_zero)
+    assert torch.equal(select_groups(torch.tensor(scores)[order], rule, largest, include_zero), keep[order])
+
+
+@examples
+@given(score_vectors(signed=True), st.sampled_from(RULES), st.booleans(), st.booleans())
+def test_no_dropped_group_beats_a_kept_one_and_ties_go_to_the_lower_index(
+    scores: list[float], named: tuple[str, float, str], largest: bool, include_zero: bool
+) -> None:
+    chosen = kept(scores, parse_rule(*named), largest=largest, include_zero=include_zero)
+    candidates = [i for i, s in enumerate(scores) if include_zero or abs(s) > 1e-10]
+    rank = {i: (-scores[i] if largest else scores[i], i) for i in candidates}
+    assert set(chosen) <= set(candidates)
+    assert sorted(chosen, key=lambda i: rank[i]) == sorted(candidates, key=lambda i: rank[i])[: len(chosen)]
+
+
+@examples
+@given(score_vectors(), st.sampled_from(["softmax", "linear"]), st.booleans())
+def test_a_larger_mass_keeps_at_least_the_same_groups(scores: list[float], mode: str, include_zero: bool) -> None:
+    chosen = [set(kept(scores, TopP(m, mode, 0.01), include_zero=include_zero)) for m in (0.2, 0.5, 0.8, 0.95, 1.0)]
+    assert all(less <= more for less, more in pairwise(chosen))
+
+
+@examples
+@given(score_vectors(), st.sampled_from(RULES))
+def test_all_zero_scores_without_zeros_keep_nothing(scores: list[float], named: tuple[str, float, str]) -> None:
+    assert kept([0.0] * len(scores), parse_rule(*named), include_zero=False) == []
+
+
+def test_zero_means_at_most_1e_10_in_size() -> None:
+    assert kept([1e-10, -1e-10, 1.1e-10, -2e-10], TopP(1.0), include_zero=False) == [2, 3]
+
+
+def test_top_k_counts_the_groups_before_zeros_are_dropped() -> None:
+    scores = [3.0, 0.0, 2.0, 0.0, 1.0, 0.0, 0.5, 0.0]
+    assert kept(scores, TopK(0.5), include_zero=False) == [0, 2, 4, 6]
+    assert kept(scores, TopK(0.25), include_zero=False) == [0, 2]
+    assert kept(scores, TopK(1.0), include_zero=False) == [0, 2, 4, 6]
+    assert kept(scores, TopK(0.01)) == [0]
+
+
+def test_top_k_abs_caps_at_the_candidates() -> None:
+    assert kept([1.0, 3.0, 2.0], TopKAbs(2)) == [1, 2]
+    assert kept([1.0, 3.0, 2.0], TopKAbs(2), largest=False) == [0, 2]
+    assert kept([1.0, 3.0, 2.0], TopKAbs(9)) == [0, 1, 2]
+
+
+def test_ties_go_to_the_lower_index() -> None:
+    assert kept([1.0, 2.0, 2.0, 2.0], TopKAbs(2)) == [1, 2]
+    assert kept([2.0, 2.0, 1.0, 1.0], TopKAbs(3), largest=False) == [0, 2, 3]
+    assert kept([2.0, 2.0, 2.0, 2.0], softmax(0.5)) == [0, 1]
+
+
+def test_min_p_compares_with_the_best_score() -> None:
+    assert kept([4.0, 2.0, 1.9, 0.0], MinP(0.5)) == [0, 1]
+    assert kept([0.1, 0.19, 0.21], MinP(0.5), largest=False) == [0, 1]
+
+
+def test_min_p_at_one_keeps_the_minimum_because_scores_are_float32() -> None:
+    scores = torch.tensor([5.3, 5.3, 6.1], dtype=torch.float64)
+    assert select_groups(scores, MinP(1.0), largest=False).tolist() == [True, True, False]
+
+
+def test_linear_smallest_stops_at_a_zero() -> None:
+    assert kept([0.0, 1.0, 2.0], linear(0.9), largest=False) == []
+    assert kept([0.0, 1.0, 2.0], linear(0.9), largest=False, include_zero=False) == [1, 2]
+    assert kept([3.0, 1.0, 2.0], linear(0.5), largest=False) == [1, 2]
+
+
+def test_softmax_smallest_prefers_low_scores() -> None:
+    assert kept([6.0, 0.0, 6.0], softmax(0.9), largest=False) == [1]
+
+
+def test_no_groups_keep_nothing() -> None:
+    assert kept([], softmax(0.9)) == []
+
+
+def test_a_score_that_is_not_finite_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"group scores are \[1.0, nan\]; every score must be finite"):
+        kept([1.0, math.nan], softmax(0.9))
+
+
+def test_rule_names() -> None:
+    assert parse_rule("top_p", 0.9, "linear", 0.02) == TopP(0.9, "linear", 0.02)
+    assert parse_rule("top_k", 0.5) == parse_rule("top_f", 0.5) == TopK(0.5)
+    assert parse_rule("top_k_abs", 3.0) == TopKAbs(3)
+    assert parse_rule("min_p", 0.1) == MinP(0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "value", "mode", "eps", "message"),
+    [
+        ("top_q", 0.5, "softmax", 0.01, "filter strategy is 'top_q'; it must be one of top_p, top_k, top_f"),
+        ("top_p", 0.0, "softmax", 0.01, "top_p mass is 0.0; it must be above 0"),
+        ("top_p", 1.5, "softmax", 0.01, "top_p mass is 1.5"),
+        ("top_p", math.nan, "softmax", 0.01, "top_p mass is nan"),
+        ("top_p", 0.5, "sotfmax", 0.01, "top_p prob_mode is 'sotfmax'; it must be softmax or linear"),
+        ("top_p", 0.5, "linear", -1.0, "top_p eps is -1.0"),
+        ("top_k", 4.0, "softmax", 0.01, "top_k fraction is 4.0; .* for a count: top_k_abs"),
+        ("top_f", 0.0, "softmax", 0.01, "top_k fraction is 0.0"),
+        ("top_k_abs", 2.5, "softmax", 0.01, "top_k_abs count is 2.5; it must be a whole number"),
+        ("top_k_abs", 0.0, "softmax", 0.01, "top_k_abs count is 0"),
+        ("top_k_abs", math.inf, "softmax", 0.01, "top_k_abs count is inf"),
+        ("min_p", -0.1, "softmax", 0.01, "min_p ratio is -0.1; it must be between 0 and 1"),
+    ],
+)
+def test_rules_refuse_values_out_of_range(strategy: str, value: float, mode: str, eps: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_rule(strategy, value, mode, eps)
+
+
+METRICS = [
+    ("reward_variance", 0, statistics.stdev),
+    ("reward_std", 0, statistics.stdev),
+    ("reward", 0, statistics.fmean),
+    ("reward_sum", 0, math.fsum),
+    ("entropy", 1, statistics.fmean),
+    ("entropy_variance", 1, statistics.stdev),
+    ("entropy_std", 1, statistics.stdev),
+    ("length", 2, statistics.fmean),
+]
+
+
+@pytest.mark.parametrize(("metric", "source", "statistic"), METRICS)
+@examples
+@given(matrix(numbers, 3, 4), matrix(numbers, 3, 4), matrix(st.integers(1, 400), 3, 4))
+def test_group_scores_equal_the_statistics_module(
+    metric: str, source: int, statistic: object, rewards: list, entropies: list, lengths: list
+) -> None:
+    rows = (rewards, entropies, lengths)[source]
+    scores = group_scores(metric, torch.tensor(rewards), torch.tensor(entropies), torch.tensor(lengths))
+    expected = torch.tensor([statistic([float(x) for x in row]) for row in rows])  # type: ignore[operator]
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
+
+
+@examples
+@given(matrix(numbers, 2, 5), st.sampled_from([-3.0, 0.5, 10.0]))
+def test_the_reward_score_is_a_standard_deviation_and_scales_with_the_rewards(rewards: list, factor: float) -> None:
+    x = torch.tensor(rewards)
+    torch.testing.assert_close(
+        group_scores("reward_variance", factor * x), abs(factor) * group_scores("reward_variance", x)
+    )
+
+
+@pytest.mark.parametrize("reward", [10.9, -0.1, 0.3])
+def test_equal_rewards_have_a_std_of_exactly_zero(reward: float) -> None:
+    assert group_scores("reward_std", torch.full((2, 16), reward)).tolist() == [0, 0]
+
+
+def test_half_solved_is_the_largest_spread_of_a_sokoban_group() -> None:
+    rewards = torch.tensor([[10.9] * 8 + [-1.0] * 8, [10.9] + [-1.0] * 15])
+    torch.testing.assert_close(group_scores("reward_std", rewards), torch.tensor([6.145, 2.975]), rtol=1e-4, atol=0)
+
+
+def test_a_group_of_one_has_no_spread() -> None:
+    assert group_scores("reward_std", torch.tensor([[3.0], [4.0]])).tolist() == [0, 0]
+
+
+def test_group_scores_refuse_unknown_or_missing_input() -> None:
+    with pytest.raises(ValueError, match="filter metric is 'variance'; it must be one of reward_variance"):
+        group_scores("variance", torch.ones(1, 2))
+    with pytest.raises(ValueError, match="'entropy_std' needs the rollouts' entropy values"):
+        group_scores("entropy_std", torch.ones(1, 2))
+
+
+def test_filter_loss_scale() -> None:
+    assert filter_loss_scale("none", 2, 8) == 1
+    assert filter_loss_scale("linear", 2, 8) == 0.25
+    assert filter_loss_scale("sqrt", 2, 8) == 0.5
+    assert filter_loss_scale("sqrt", 0, 8) == 0
+    with pytest.raises(ValueError, match="filter_loss_scaling is 'square'; it must be one of none, linear, sqrt"):
+        filter_loss_scale("square", 2, 8)
+    with pytest.raises(ValueError, match="number of groups kept is 9; it must be between 0 and the 8 groups"):
+        filter_loss_scale("none", 9, 8)
+    with pytest.raises(ValueError, match="before the filter is 0; it must be at least 1"):
+        filter_loss_scale("none", 0, 0)

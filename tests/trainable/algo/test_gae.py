@@ -1,0 +1,203 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests import oracles_algo as oracle
+from tests.strategies_algo import Sequences, discounts, examples, sequences
+from trainable.algo.advantages import bi_level_gae, conserve_rewards, gae
+from trainable.algo.reductions import masked_whiten
+
+
+def rows(batch: Sequences) -> list[tuple[list[float], list[float], list[bool]]]:
+    return list(zip(batch.rewards.tolist(), batch.values.tolist(), batch.mask.tolist(), strict=True))
+
+
+def double(x: object) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def insert_untrained(x: Tensor, at: int, count: int, filler: float) -> Tensor:
+    """`x` (B, T) with `count` columns of `filler` before column `at`."""
+    new = torch.full((len(x), count), filler).to(x.dtype)
+    return torch.cat([x[:, :at], new, x[:, at:]], dim=1)
+
+
+@examples
+@given(sequences())
+def test_conserved_rewards_equal_the_loop(batch: Sequences) -> None:
+    expected = [oracle.conserve_rewards(r, m) for r, _, m in rows(batch)]
+    torch.testing.assert_close(conserve_rewards(batch.rewards, batch.mask), double(expected))
+
+
+@examples
+@given(sequences())
+def test_row_sums_of_rewards_are_conserved_and_untrained_tokens_hold_none(batch: Sequences) -> None:
+    moved = conserve_rewards(batch.rewards, batch.mask)
+    expected = torch.where(batch.mask.any(dim=1), batch.rewards.sum(dim=1), 0)
+    torch.testing.assert_close(moved.sum(dim=1), expected)
+    assert not moved[~batch.mask].any()
+
+
+def test_a_reward_moves_back_to_the_last_trained_token_or_else_forward_to_the_first() -> None:
+    rewards = torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 2.0, 4.0, 8.0, 16.0]])
+    mask = torch.tensor([[False, True, False, True, False], [False] * 5])
+    assert conserve_rewards(rewards, mask).tolist() == [[0, 7, 0, 24, 0], [0] * 5]
+
+
+@examples
+@given(sequences(), discounts, discounts)
+def test_gae_equals_the_literal_double_sum(batch: Sequences, gamma: float, lam: float) -> None:
+    expected = [oracle.gae(*row, gamma, lam) for row in rows(batch)]
+    advantages, returns = gae(batch.rewards, batch.values, batch.mask, gamma, lam)
+    torch.testing.assert_close(advantages, double([a for a, _ in expected]))
+    torch.testing.assert_close(returns, double([r for _, r in expected]))
+
+
+@examples
+@given(sequences(), discounts, discounts)
+def test_gae_equals_the_published_recursion_where_trained(batch: Sequences, gamma: float, lam: float) -> None:
+    rewards = torch.where(batch.mask, batch.rewards, 0)
+    expected = [
+        oracle.published_gae(r, v, m, gamma, lam)
+        for r, v, m in zip(rewards.tolist(), batch.values.tolist(), batch.mask.tolist(), strict=True)
+    ]
+    ours = gae(rewards, batch.values, batch.mask, gamma, lam).advantages
+    torch.testing.assert_close(ours[batch.mask], double(expected)[batch.mask])
+
+
+def test_published_vector() -> None:
+    nan = float("nan")
+    values = torch.tensor([[0.1, 0.2, nan, 0.3, 0.4], [0.0, 0.5, nan, 0.5, 0.0]])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 10.0], [0.0, 0.0, 0.0, 0.0, -1.0]])
+    mask = torch.tensor([[True, True, False, True, True]]).expand(2, 5)
+    advantages, returns = gae(rewards, values, mask, gamma=1.0, lam=1.0)
+    torch.testing.assert_close(advantages, torch.tensor([[9.9, 9.8, 0, 9.7, 9.6], [-1.0, -1.5, 0, -1.5, -1.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[10.0, 10, 0, 10, 10], [-1.0, -1, 0, -1, -1]]))
+    whitened = [[0.9603, 0.9433, 0, 0.9263, 0.9093], [-0.8923, -0.9773, 0, -0.9773, -0.8923]]
+    torch.testing.assert_close(masked_whiten(advantages, mask), torch.tensor(whitened), rtol=0, atol=1e-4)
+
+
+@examples
+@given(sequences(), discounts)
+def test_lambda_one_gives_return_minus_value(batch: Sequences, gamma: float) -> None:
+    advantages, returns = gae(batch.rewards, batch.values, batch.mask, gamma, lam=1.0)
+    to_go = double([oracle.reward_to_go(r, m, gamma) for r, _, m in rows(batch)])
+    torch.testing.assert_close(returns, to_go)
+    torch.testing.assert_close(advantages, torch.where(batch.mask, to_go - batch.values, 0))
+
+
+@examples
+@given(sequences(), discounts)
+def test_lambda_zero_gives_one_step_errors(batch: Sequences, gamma: float) -> None:
+    all_trained = torch.ones_like(batch.mask)
+    advantages = gae(batch.rewards, batch.values, all_trained, gamma, lam=0.0).advantages
+    next_values = torch.cat([batch.values[:, 1:], torch.zeros(len(batch.values), 1)], dim=1)
+    torch.testing.assert_close(advantages, batch.rewards + gamma * next_values - batch.values)
+
+
+@examples
+@given(sequences(), st.floats(-5, 5))
+def test_an_undiscounted_final_reward_gives_reward_minus_value(batch: Sequences, reward: float) -> None:
+    rewards = torch.zeros_like(batch.rewards)
+    rewards[:, -1] = reward
+    advantages, returns = gae(rewards, batch.values, batch.mask, gamma=1.0, lam=1.0)
+    torch.testing.assert_close(advantages, torch.where(batch.mask, reward - batch.values, 0))
+    torch.testing.assert_close(returns, torch.where(batch.mask, torch.full_like(rewards, reward), 0))
+
+
+@examples
+@given(sequences(), discounts, discounts, st.integers(0, 9), st.integers(1, 5))
+def test_inserting_untrained_tokens_changes_nothing(
+    batch: Sequences, gamma: float, lam: float, place: int, count: int
+) -> None:
+    at = min(place, batch.mask.shape[1])
+    wide = insert_untrained(batch.mask, at, count, filler=0)
+    old = torch.ones(batch.mask.shape[1], dtype=torch.bool)
+    new = insert_untrained(old[None], at, count, filler=0)[0]
+    rewards, values = (insert_untrained(x, at, count, f) for x, f in ((batch.rewards, 0.0), (batch.values, 7.0)))
+    before = gae(batch.rewards, batch.values, batch.mask, gamma, lam)
+    after = gae(rewards, values, wide, gamma, lam)
+    assert torch.equal(after.advantages[:, new], before.advantages)
+    assert torch.equal(after.returns[:, new], before.returns)
+
+
+def test_a_reward_on_an_observation_is_credited_to_the_turn_before_it() -> None:
+    mask = torch.tensor([[True, True, False, True]])
+    values = torch.zeros(1, 4)
+    on_observation = gae(torch.tensor([[0.0, 0.0, 5.0, 1.0]]), values, mask, gamma=1.0, lam=1.0)
+    assert on_observation.returns.tolist() == [[6, 6, 0, 1]]
+
+
+def test_long_sequences_keep_float32_accuracy() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 4, 1000, generator=generator, dtype=torch.float64)
+    mask = torch.rand(4, 1000, generator=generator) < 0.7
+    exact = gae(rewards, values, mask, gamma=1.0, lam=0.97).advantages
+    single = gae(rewards.float(), values.float(), mask, gamma=1.0, lam=0.97).advantages
+    torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_advantages_carry_no_gradient() -> None:
+    values = torch.zeros(1, 2, requires_grad=True)
+    advantages, returns = gae(torch.ones(1, 2), values, torch.ones(1, 2, dtype=torch.bool), 1.0, 1.0)
+    assert not advantages.requires_grad
+    assert not returns.requires_grad
+
+
+@examples
+@given(sequences(), discounts, discounts, discounts)
+def test_bi_level_gae_equals_the_loop(batch: Sequences, gamma: float, lam: float, high: float) -> None:
+    expected = [
+        oracle.bi_level_gae(*row, turns, gamma, lam, high)
+        for row, turns in zip(rows(batch), batch.turn_ids.tolist(), strict=True)
+    ]
+    advantages, returns = bi_level_gae(batch.rewards, batch.values, batch.mask, batch.turn_ids, gamma, lam, high)
+    torch.testing.assert_close(advantages, double([a for a, _ in expected]))
+    torch.testing.assert_close(returns, double([r for _, r in expected]))
+
+
+def test_bi_level_gae_by_hand() -> None:
+    rewards = torch.tensor([[0.0, 0.0, 2.0, 0.0, 3.0]])
+    values = torch.tensor([[0.5, 1.0, 9.0, 0.25, 2.0]])
+    mask = torch.tensor([[True, True, False, True, True]])
+    turn_ids = torch.tensor([[0, 0, 0, 1, 1]])
+    advantages, returns = bi_level_gae(rewards, values, mask, turn_ids, gamma=0.5, lam=1.0, high_level_gamma=0.9)
+    # Turn returns: 3 and 2 + 0.9 · 3 = 4.7; inside a turn they are discounted by 0.5 a token.
+    torch.testing.assert_close(returns, torch.tensor([[2.35, 4.7, 0.0, 1.5, 3.0]]))
+    torch.testing.assert_close(advantages, torch.tensor([[1.85, 3.7, 0.0, 1.25, 1.0]]))
+
+
+@examples
+@given(sequences(), discounts, discounts)
+def test_one_token_a_turn_is_gae_over_turns(batch: Sequences, lam: float, high: float) -> None:
+    turn_ids = torch.arange(batch.mask.shape[1]).expand_as(batch.mask)
+    ours = bi_level_gae(batch.rewards, batch.values, batch.mask, turn_ids, 0.5, lam, high)
+    plain = gae(batch.rewards, batch.values, batch.mask, high, lam)
+    torch.testing.assert_close(ours, plain)
+
+
+@examples
+@given(sequences(), discounts, discounts)
+def test_one_turn_is_gae_over_tokens(batch: Sequences, gamma: float, lam: float) -> None:
+    at_the_end = torch.zeros_like(batch.rewards)
+    at_the_end[:, -1] = batch.rewards.sum(dim=1)
+    one_turn = torch.zeros_like(batch.turn_ids)
+    ours = bi_level_gae(batch.rewards, batch.values, batch.mask, one_turn, gamma, lam, 0.5)
+    torch.testing.assert_close(ours, gae(at_the_end, batch.values, batch.mask, gamma, lam))
+
+
+def test_a_turn_of_zero_reward_is_still_a_turn() -> None:
+    """The published rule finds turn ends by non-zero reward and would join this turn to the next one."""
+    rewards, values = torch.tensor([[0.0, 0.0, 0.0, 4.0]]), torch.zeros(1, 4)
+    mask, turn_ids = torch.ones(1, 4, dtype=torch.bool), torch.tensor([[0, 0, 1, 1]])
+    returns = bi_level_gae(rewards, values, mask, turn_ids, gamma=1.0, lam=1.0, high_level_gamma=0.5).returns
+    assert returns.tolist() == [[2, 2, 4, 4]]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 8, 9])
+def test_every_width_sums_to_the_end(width: int) -> None:
+    ones, zeros = torch.ones(1, width), torch.zeros(1, width)
+    returns = gae(ones, zeros, torch.ones(1, width, dtype=torch.bool), 1.0, 1.0).returns
+    assert returns.tolist() == [[float(n) for n in range(width, 0, -1)]]

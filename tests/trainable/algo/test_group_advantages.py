@@ -1,0 +1,104 @@
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from tests import oracles_algo as oracle
+from tests.strategies_algo import Sequences, discounts, examples, grouped_scores, sequences
+from trainable.algo.advantages import grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
+
+Drawn = tuple[list[float], list[int]]
+
+
+def tensors(drawn: Drawn) -> tuple[Tensor, Tensor, Tensor]:
+    scores, group_ids = drawn
+    mask = torch.tensor([[True, False, i % 3 > 0] for i in range(len(scores))])
+    return torch.tensor(scores, dtype=torch.float64), torch.tensor(group_ids), mask
+
+
+def assert_broadcast(advantages: Tensor, per_sequence: list[float], mask: Tensor) -> None:
+    expected = torch.tensor(per_sequence, dtype=advantages.dtype)[:, None] * mask
+    torch.testing.assert_close(advantages, expected)
+
+
+@examples
+@given(grouped_scores())
+def test_grpo_equals_the_loop(drawn: Drawn) -> None:
+    scores, group_ids, mask = tensors(drawn)
+    assert_broadcast(grpo(scores, group_ids, mask, norm_by_std=True), oracle.grpo(*drawn, norm_by_std=True), mask)
+    assert_broadcast(grpo(scores, group_ids, mask, norm_by_std=False), oracle.grpo(*drawn, norm_by_std=False), mask)
+
+
+@examples
+@given(grouped_scores())
+def test_rloo_equals_the_mean_of_the_others(drawn: Drawn) -> None:
+    scores, group_ids, mask = tensors(drawn)
+    assert_broadcast(rloo(scores, group_ids, mask), oracle.rloo(*drawn), mask)
+
+
+@examples
+@given(grouped_scores())
+def test_reinforce_plus_plus_baseline_whitens_scores_less_their_group_mean(drawn: Drawn) -> None:
+    scores, group_ids, mask = tensors(drawn)
+    centred = oracle.grpo(*drawn, norm_by_std=False)
+    flat = [c for c, row in zip(centred, mask.tolist(), strict=True) for _ in row]
+    expected = torch.tensor(oracle.whiten(flat, mask.flatten().tolist()), dtype=torch.float64)
+    ours = reinforce_plus_plus_baseline(scores, group_ids, mask).flatten()
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+@examples
+@given(sequences(), discounts)
+def test_reinforce_plus_plus_whitens_the_reward_to_go(batch: Sequences, gamma: float) -> None:
+    pairs = zip(batch.rewards.tolist(), batch.mask.tolist(), strict=True)
+    to_go = [x for rewards, mask in pairs for x in oracle.reward_to_go(rewards, mask, gamma)]
+    expected = torch.tensor(oracle.whiten(to_go, batch.mask.flatten().tolist()), dtype=torch.float64)
+    ours = reinforce_plus_plus(batch.rewards, batch.mask, gamma).flatten()
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_reinforce_plus_plus_sees_rewards_of_later_turns() -> None:
+    """The published code resets the sum at untrained tokens, so the first turn would get nothing here."""
+    mask = torch.tensor([[True, False, True], [True, False, True]])
+    rewards = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, -1.0]])
+    advantages = reinforce_plus_plus(rewards, mask, gamma=1.0)
+    torch.testing.assert_close(advantages, torch.tensor([[0.75**0.5, 0, 0.75**0.5], [-(0.75**0.5), 0, -(0.75**0.5)]]))
+
+
+MASK = torch.ones(4, 2, dtype=torch.bool)
+SCORES = torch.tensor([1.0, 3.0, 10.0, 20.0])
+
+
+def test_hand_worked_group_advantages() -> None:
+    group_ids = torch.tensor([5, 5, 2, 2])
+    half = 0.5**0.5
+    assert grpo(SCORES, group_ids, MASK, norm_by_std=False)[:, 0].tolist() == [-1, 1, -5, 5]
+    torch.testing.assert_close(
+        grpo(SCORES, group_ids, MASK, norm_by_std=True)[:, 1], torch.tensor([-half, half, -half, half])
+    )
+    assert rloo(SCORES, group_ids, MASK)[:, 0].tolist() == [-2, 2, -10, 10]
+
+
+@pytest.mark.parametrize("estimate", [lambda *a: grpo(*a, True), lambda *a: grpo(*a, False), rloo])
+def test_a_group_of_one_has_advantage_zero(estimate: object) -> None:
+    advantages = estimate(SCORES, torch.tensor([0, 1, 2, 3]), MASK)  # type: ignore[operator]
+    assert not advantages.any()
+
+
+def test_groups_of_one_are_zero_after_whitening_too() -> None:
+    assert not reinforce_plus_plus_baseline(SCORES, torch.tensor([0, 1, 2, 3]), MASK).any()
+
+
+@pytest.mark.parametrize("score", [10.9, -0.1, 0.3])
+def test_equal_scores_give_exactly_zero(score: float) -> None:
+    advantages = grpo(torch.full((16,), score), torch.zeros(16, dtype=torch.long), MASK[:1].expand(16, 2), True)
+    assert not advantages.any()
+
+
+@examples
+@given(grouped_scores())
+def test_permuting_the_sequences_permutes_the_advantages(drawn: Drawn) -> None:
+    scores, group_ids, mask = tensors(drawn)
+    back = torch.arange(len(scores)).flip(0)
+    ours = grpo(scores[back], group_ids[back], mask[back], norm_by_std=True)
+    torch.testing.assert_close(ours, grpo(scores, group_ids, mask, norm_by_std=True)[back])

@@ -1,0 +1,110 @@
+"""KL estimators over a softmax of five actions, where every expectation is a sum that can be written out."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import oracles_algo as oracle
+from trainable.algo.losses import KL_ESTIMATORS, full_kl, kl_estimate
+
+LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64)
+REF_LOGITS = torch.tensor([-0.5, 0.4, 0.9, -1.0, 0.2], dtype=torch.float64)
+P, Q = LOGITS.softmax(dim=0).tolist(), REF_LOGITS.softmax(dim=0).tolist()
+D = [math.log(a / b) for a, b in zip(P, Q, strict=True)]
+SAME_AS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
+def expectation(kind: str, ref_logits: Tensor = REF_LOGITS) -> tuple[float, Tensor]:
+    """Mean of the estimator over actions drawn from the policy, and of its gradient as a loss."""
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = logits.log_softmax(dim=0)
+    drawn_with = logprobs.detach().exp()
+    mean = (drawn_with * kl_estimate(logprobs, ref_logits.log_softmax(dim=0), kind)).sum()
+    (gradient,) = torch.autograd.grad(mean, logits)
+    return mean.item(), gradient
+
+
+VALUES = {
+    "k1": oracle.kl(P, Q),
+    "abs": sum(p * abs(d) for p, d in zip(P, D, strict=True)),
+    "k2": sum(p * d * d / 2 for p, d in zip(P, D, strict=True)),
+    "k3": oracle.kl(P, Q),
+}
+SIGNS = [math.copysign(1, d) for d in D]
+MEAN_SIGN = sum(p * s for p, s in zip(P, SIGNS, strict=True))
+GRADIENTS = {
+    "k1": [0.0] * 5,
+    "abs": [p * (s - MEAN_SIGN) for p, s in zip(P, SIGNS, strict=True)],
+    "k2": oracle.kl_gradient(P, Q),
+    "k3": oracle.reverse_kl_gradient(P, Q),
+}
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+def test_value_and_gradient_of_each_estimator(kind: str) -> None:
+    value, gradient = expectation(kind)
+    assert value == pytest.approx(VALUES[SAME_AS.get(kind, kind)])
+    torch.testing.assert_close(gradient, torch.tensor(GRADIENTS[SAME_AS.get(kind, kind)], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
+    value, gradient = expectation(kind + "+")
+    assert value == pytest.approx(VALUES[SAME_AS.get(kind, kind)])
+    torch.testing.assert_close(gradient, torch.tensor(oracle.kl_gradient(P, Q), dtype=torch.float64))
+
+
+def test_the_gradient_of_k2_is_that_of_the_exact_divergence() -> None:
+    logits = LOGITS.clone().requires_grad_()
+    (exact,) = torch.autograd.grad(full_kl(logits[None], REF_LOGITS[None]).sum(), logits)
+    torch.testing.assert_close(expectation("k2")[1], exact)
+
+
+def test_the_gradient_of_k1_does_not_depend_on_the_reference() -> None:
+    torch.testing.assert_close(expectation("k1", REF_LOGITS)[1], expectation("k1", 3 * REF_LOGITS)[1])
+
+
+@pytest.mark.parametrize(("kind", "slope"), [("k1", 1.0), ("abs", 0.0), ("k2", 0.0), ("k3", 0.0), ("k1+", 0.0)])
+def test_at_the_reference_only_k1_pushes(kind: str, slope: float) -> None:
+    logprobs = torch.tensor([-0.7, -2.0], requires_grad=True)
+    loss = kl_estimate(logprobs, logprobs.detach(), kind)
+    assert loss.tolist() == [0, 0]
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert gradient.tolist() == [slope, slope]
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("k1", [0.5, -1.0]), ("abs", [0.5, 1.0]), ("k2", [0.125, 0.5]), ("k3", [0.106531, 0.718282])]
+)
+def test_values_by_hand(kind: str, expected: list[float]) -> None:
+    ours = kl_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), kind)
+    torch.testing.assert_close(ours, torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+def test_k3_clamps_the_log_ratio_and_then_the_result() -> None:
+    d = torch.tensor([30.0, 15.0, 5.0, -2.0, -3.0, -30.0])
+    result = kl_estimate(d, torch.zeros(6), "k3")
+    expected = [10.0, 10.0, math.exp(-5) + 4, math.exp(2) - 3, 10.0, 10.0]
+    torch.testing.assert_close(result, torch.tensor(expected))
+
+
+def test_k3_is_not_negative_and_keeps_its_digits_near_the_reference() -> None:
+    d = torch.tensor([1e-3, -1e-3, 1e-4, 1e-6, 0.0])
+    exact = d.double().square() / 2 - d.double() ** 3 / 6
+    torch.testing.assert_close(kl_estimate(d, torch.zeros(5), "k3").double(), exact, rtol=2e-3, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+def test_gradcheck_away_from_kinks(kind: str) -> None:
+    logprobs = torch.tensor([-1.0, -0.2, -3.0], dtype=torch.float64, requires_grad=True)
+    ref_logprobs = torch.tensor([-1.4, -2.0, -1.0], dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref_logprobs, kind), (logprobs,))
+
+
+@pytest.mark.parametrize("kind", ["low-var-kl", "k1++", "+", "full", "kl2"])
+def test_unknown_names_are_refused(kind: str) -> None:
+    one = torch.zeros(1)
+    with pytest.raises(ValueError, match=r"kl_loss_type is .*; it must be one of kl, k1, abs, mse, k2, low_var_kl, k3"):
+        kl_estimate(one, one, kind)

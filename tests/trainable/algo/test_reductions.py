@@ -1,0 +1,139 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import oracles_algo as oracle
+from tests.strategies_algo import Sequences, examples, sequences
+from trainable.algo.reductions import LOSS_AGG_MODES, loss_weights, masked_mean, masked_whiten
+
+
+@examples
+@given(sequences())
+def test_masked_mean_is_the_mean_of_the_subset(batch: Sequences) -> None:
+    x, mask = batch.values, batch.mask
+    expected = x[mask].mean() if mask.any() else torch.tensor(0.0, dtype=x.dtype)
+    torch.testing.assert_close(masked_mean(x, mask), expected)
+
+
+def test_masked_mean_of_an_empty_mask_is_zero_with_zero_gradient() -> None:
+    x = torch.tensor([3.0, float("inf")], requires_grad=True)
+    mean = masked_mean(x, torch.zeros(2, dtype=torch.bool))
+    mean.backward()
+    assert mean.item() == 0
+    assert x.grad is not None
+    assert x.grad.tolist() == [0, 0]
+
+
+def test_masked_mean_does_not_read_untrained_positions() -> None:
+    x = torch.tensor([1.0, float("nan"), 4.0], requires_grad=True)
+    masked_mean(x, torch.tensor([True, False, True])).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [0.5, 0, 0.5]
+
+
+@examples
+@given(sequences())
+def test_whitening_equals_the_literal_formula(batch: Sequences) -> None:
+    whitened = masked_whiten(batch.values, batch.mask)
+    expected = oracle.whiten(batch.values.flatten().tolist(), batch.mask.flatten().tolist())
+    torch.testing.assert_close(whitened.flatten(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [0.0, 11.0, 1000.0])
+def test_whitened_tokens_have_mean_zero_and_std_one(offset: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = offset + torch.randn(64, 100, generator=generator)
+    mask = torch.rand(64, 100, generator=generator) < 0.4
+    kept = masked_whiten(x, mask)[mask].double()
+    assert kept.mean().abs() < 1e-6
+    assert kept.std().item() == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_whitening_of_no_or_one_token_is_zero(trained: int) -> None:
+    mask = torch.tensor([[False, bool(trained), False]])
+    assert masked_whiten(torch.tensor([[5.0, 7.0, float("nan")]]), mask).tolist() == [[0, 0, 0]]
+
+
+def test_whitening_two_tokens_uses_the_unbiased_variance() -> None:
+    whitened = masked_whiten(torch.tensor([1.0, 9.0, 3.0]), torch.tensor([True, False, True]))
+    torch.testing.assert_close(whitened, torch.tensor([-(2**-0.5), 0.0, 2**-0.5]))
+
+
+def test_whitening_equal_tokens_gives_zeros() -> None:
+    assert masked_whiten(torch.full((1, 7), 0.1), torch.ones(1, 7, dtype=torch.bool)).abs().max() < 1e-6
+
+
+@examples
+@given(sequences(), st.sampled_from(LOSS_AGG_MODES), st.integers(1, 4), st.sampled_from([None, 20]))
+def test_weights_equal_the_literal_aggregation(
+    batch: Sequences, mode: str, micro_batch_size: int, padded_length: int | None
+) -> None:
+    loss, mask = batch.values, batch.mask
+    length = padded_length or mask.shape[1]
+    weighted = (loss_weights(mask, mode, micro_batch_size, padded_length) * loss).sum()
+    expected = oracle.aggregate_micro(loss.tolist(), mask.tolist(), mode, length, micro_batch_size)
+    assert weighted.item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    whole = (loss_weights(mask, mode, None, padded_length) * loss).sum()
+    assert whole.item() == pytest.approx(
+        oracle.aggregate(loss.tolist(), mask.tolist(), mode, length), rel=1e-5, abs=1e-5
+    )
+
+
+@examples
+@given(sequences(), st.sampled_from(LOSS_AGG_MODES))
+def test_only_trained_tokens_have_weight(batch: Sequences, mode: str) -> None:
+    weights = loss_weights(batch.mask, mode)
+    assert torch.equal(weights > 0, batch.mask)
+    assert weights.dtype == torch.float32
+
+
+MASK = torch.tensor([[True, True, True, True], [True, False, False, False], [False, False, False, False]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", (4 * 1.0 + 10.0) / 5),
+        ("seq-mean-token-sum", (4 * 1.0 + 10.0) / 2),
+        ("seq-mean-token-mean", (1.0 + 10.0) / 2),
+        ("seq-mean-token-sum-norm", (4 * 1.0 + 10.0) / 4),
+    ],
+)
+def test_hand_worked_aggregations_leave_out_the_fully_masked_row(mode: str, expected: float) -> None:
+    loss = torch.tensor([[1.0], [10.0], [99.0]]).expand(3, 4)
+    assert (loss_weights(MASK, mode) * loss).sum().item() == pytest.approx(expected)
+
+
+def test_micro_batches_average_their_means_not_their_tokens() -> None:
+    weights = loss_weights(MASK[:2], "token-mean", micro_batch_size=1)
+    torch.testing.assert_close(weights, torch.tensor([[0.125, 0.125, 0.125, 0.125], [0.5, 0.0, 0.0, 0.0]]))
+
+
+def test_short_and_empty_micro_batches_count_in_the_divisor() -> None:
+    weights = loss_weights(MASK, "token-mean", micro_batch_size=2)
+    assert weights.sum().item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_an_empty_mask_gives_zero_loss_and_zero_gradient(mode: str) -> None:
+    loss = torch.ones(2, 3, requires_grad=True)
+    total = (loss_weights(torch.zeros(2, 3, dtype=torch.bool), mode, micro_batch_size=1) * loss).sum()
+    total.backward()
+    assert total.item() == 0
+    assert loss.grad is not None
+    assert not loss.grad.any()
+
+
+def test_no_sequences_give_no_weights() -> None:
+    assert loss_weights(torch.zeros(0, 3, dtype=torch.bool), "token-mean").shape == (0, 3)
+
+
+def test_weights_refuse_what_they_cannot_do() -> None:
+    with pytest.raises(ValueError, match="loss_agg_mode is 'mean'; it must be one of token-mean"):
+        loss_weights(MASK, "mean")
+    with pytest.raises(ValueError, match="micro_batch_size is 0; it must be at least 1"):
+        loss_weights(MASK, "token-mean", micro_batch_size=0)
+    with pytest.raises(ValueError, match="padded_length is 0; it must be at least 1"):
+        loss_weights(MASK, "token-mean", padded_length=0)

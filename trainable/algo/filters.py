@@ -1,0 +1,291 @@
+"""Which prompt groups a training step keeps: a score for each group, and a rule that selects by score.
+
+Shapes: P prompts (groups), G rollouts in a group. Each rule is one function of the candidates' scores; `select_groups`
+is the published pipeline around them: float32 scores, optional removal of zero scores, then the rule.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ZERO_SCORE = 1e-10
+MIN_P_SLACK = 1e-10
+
+
+@dataclass(frozen=True)
+class TopP:
+    """Keep the best groups that together hold a `mass` of the total score; 1 keeps every candidate."""
+
+    mass: float
+    """Share of the total to reach, in (0, 1]."""
+    prob_mode: str = "softmax"
+    """`softmax`: shares are softmax(score). `linear`: shares are score / Σ score."""
+    eps: float = 0.01
+    """Linear mode only: subtracted from the score to reach, so a batch of near-zero scores is rejected whole."""
+
+    def __post_init__(self) -> None:
+        _require(0 < self.mass <= 1, "top_p mass", self.mass, "above 0 and at most 1, such as 0.9; 1 keeps all groups")
+        _require(self.prob_mode in ("softmax", "linear"), "top_p prob_mode", self.prob_mode, "softmax or linear")
+        _require(0 <= self.eps < math.inf, "top_p eps", self.eps, "finite and not negative, such as 0.01")
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Keep a fraction of all groups, counted before zero scores are dropped; at least one."""
+
+    fraction: float
+    """Share of the groups, in (0, 1]."""
+
+    def __post_init__(self) -> None:
+        _require(
+            0 < self.fraction <= 1, "top_k fraction", self.fraction, "above 0 and at most 1; for a count: top_k_abs"
+        )
+
+
+@dataclass(frozen=True)
+class TopKAbs:
+    """Keep a number of groups; all candidates if there are fewer."""
+
+    count: int
+    """Groups to keep, at least 1."""
+
+    def __post_init__(self) -> None:
+        _require(self.count >= 1, "top_k_abs count", self.count, "a whole number of at least 1; for a fraction: top_k")
+
+
+@dataclass(frozen=True)
+class MinP:
+    """Keep the groups whose score is within a `ratio` of the best one."""
+
+    ratio: float
+    """Share of the best score, in [0, 1]; 1 keeps only ties with the best."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.ratio <= 1, "min_p ratio", self.ratio, "between 0 and 1, such as 0.1")
+
+
+Rule = TopP | TopK | TopKAbs | MinP
+
+
+def _require(holds: bool, what: str, value: object, allowed: str) -> None:
+    if not holds:
+        raise ValueError(f"{what} is {value!r}; it must be {allowed}.")
+
+
+def _whole(value: float) -> int:
+    _require(value % 1 == 0, "top_k_abs count", value, "a whole number of at least 1; for a fraction: top_k")
+    return int(value)
+
+
+def parse_rule(strategy: str, value: float, prob_mode: str = "softmax", eps: float = 0.01) -> Rule:
+    """Turn a strategy's name and its one number into the rule that holds only its own knobs.
+
+        top_p → TopP(mass)    top_k, top_f → TopK(fraction)    top_k_abs → TopKAbs(count)    min_p → MinP(ratio)
+
+    Args:
+        strategy: a name above. `top_f` is the older name of the fraction.
+        value: the mass, fraction, count or ratio.
+        prob_mode: of top_p, `softmax` or `linear`.
+        eps: of top_p in linear mode.
+
+    Source: published code (RAGEN `rollout_filter`). A count must be whole, where the published code truncates it.
+    """
+    rules: dict[str, Callable[[], Rule]] = {
+        "top_p": lambda: TopP(value, prob_mode, eps),
+        "top_k": lambda: TopK(value),
+        "top_f": lambda: TopK(value),
+        "top_k_abs": lambda: TopKAbs(_whole(value)),
+        "min_p": lambda: MinP(value),
+    }
+    _require(strategy in rules, "filter strategy", strategy, f"one of {', '.join(rules)}")
+    return rules[strategy]()
+
+
+def group_scores(
+    metric: str, rewards: Tensor, entropies: Tensor | None = None, lengths: Tensor | None = None
+) -> Tensor:
+    """Score (P,) float32 of each group, by which groups are ranked.
+
+        reward_variance, reward_std     std_i R (divisor G − 1)     reward  mean_i R     reward_sum  Σ_i R
+        entropy_variance, entropy_std   std_i H (divisor G − 1)     entropy mean_i H     length      mean_i length
+
+    `reward_variance` is the published name of what is a standard deviation: it scales as the rewards do.
+
+    Args:
+        metric: a name above.
+        rewards: (P, G) score R of each rollout.
+        entropies: (P, G) token-mean entropy H of each rollout, in nats.
+        lengths: (P, G) response tokens of each rollout.
+
+    Source: published code (RAGEN `rollout_filter`).
+    Degenerate: the standard deviation of a group of one is 0 (published: NaN).
+    """
+    table: dict[str, tuple[Tensor | None, Callable[[Tensor], Tensor]]] = {
+        "reward_variance": (rewards, _std),
+        "reward_std": (rewards, _std),
+        "reward": (rewards, _mean),
+        "reward_sum": (rewards, _sum),
+        "entropy_variance": (entropies, _std),
+        "entropy_std": (entropies, _std),
+        "entropy": (entropies, _mean),
+        "length": (lengths, _mean),
+    }
+    _require(metric in table, "filter metric", metric, f"one of {', '.join(table)}")
+    numbers, statistic = table[metric]
+    if numbers is None:
+        raise ValueError(
+            f"filter metric {metric!r} needs the rollouts' {metric.split('_')[0]} values; none were given."
+        )
+    return statistic(numbers.float())
+
+
+def _std(x: Tensor) -> Tensor:
+    return x.std(dim=1) if x.shape[1] > 1 else x.new_zeros(len(x))
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean(dim=1)
+
+
+def _sum(x: Tensor) -> Tensor:
+    return x.sum(dim=1)
+
+
+def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero: bool = True) -> Tensor:
+    """Groups to keep, (P,) bool: drop zero scores if asked, then apply `rule` to the remaining candidates.
+
+    Args:
+        scores: (P,) score of each group; used as float32.
+        rule: a `TopP`, `TopK`, `TopKAbs` or `MinP`.
+        largest: prefer high scores; False prefers low ones.
+        include_zero: False removes groups with |score| <= 1e-10 before the rule sees them.
+
+    Source: published code (RAGEN `rollout_filter`). Ties go to the lower index. Sums run over the sorted scores, so a
+    permutation of the groups permutes the answer.
+    Degenerate: no candidate left keeps nothing.
+    """
+    scores = scores.float()
+    if not torch.isfinite(scores).all():
+        raise ValueError(f"group scores are {scores.tolist()}; every score must be finite.")
+    candidates = torch.ones_like(scores, dtype=torch.bool) if include_zero else scores.abs() > ZERO_SCORE
+    keep = torch.zeros_like(candidates)
+    if candidates.any():
+        keep[candidates] = _apply(rule, scores[candidates], largest, total=len(scores))
+    return keep
+
+
+def _apply(rule: Rule, scores: Tensor, largest: bool, total: int) -> Tensor:
+    match rule:
+        case TopP(mass=1):
+            return torch.ones_like(scores, dtype=torch.bool)
+        case TopP(prob_mode="softmax"):
+            return top_p_softmax(scores, rule.mass, largest)
+        case TopP():
+            return top_p_linear(scores, rule.mass, rule.eps, largest)
+        case TopK():
+            return top_k(scores, int(rule.fraction * total), largest)
+        case TopKAbs():
+            return top_k(scores, rule.count, largest)
+        case MinP():
+            return min_p(scores, rule.ratio, largest)
+
+
+def top_p_softmax(scores: Tensor, mass: float, largest: bool = True) -> Tensor:
+    """Keep the shortest ranked prefix whose softmax probabilities reach `mass`, (P,) bool; at least one group.
+
+        p = softmax(s) (softmax(−s) for the smallest),  k = min{k : p_(1) + … + p_(k) >= mass}
+
+    Args:
+        scores: (P,) float32, P >= 1.
+        mass: in (0, 1].
+        largest: rank high scores first.
+
+    The scale of the scores matters: nearly equal scores keep about mass · P groups, scores that differ by several
+    units keep the few best.  Degenerate: if rounding keeps the sum below `mass`, all groups are kept.
+    """
+    ranked, order = torch.sort(scores, descending=largest, stable=True)
+    probabilities = torch.softmax(ranked if largest else -ranked, dim=0)
+    first_enough = int(torch.searchsorted(probabilities.cumsum(dim=0), mass))
+    return _first(order, first_enough + 1)
+
+
+def top_p_linear(scores: Tensor, mass: float, eps: float, largest: bool = True) -> Tensor:
+    """Keep the shortest ranked prefix of positive scores whose sum reaches mass · Σ s − eps, (P,) bool.
+
+        k = min{k : s_(1) + … + s_(k) >= mass · Σ s − eps}
+
+    Args:
+        scores: (P,) float32, P >= 1.
+        mass: in (0, 1].
+        eps: slack, in units of the score.
+        largest: rank high scores first.
+
+    Degenerate: nothing is kept where the target is not positive (near-zero scores: the batch is rejected) or cannot be
+    reached before the first score that is not positive.
+    """
+    ranked, order = torch.sort(scores, descending=largest, stable=True)
+    target = mass * ranked.sum() - eps
+    # prefix_sums[k] is the sum of the k best; in float64, then float32, as the published loop compares them.
+    prefix_sums = F.pad(ranked.double().cumsum(dim=0), (1, 0)).float()
+    reached = prefix_sums >= target
+    count = int(reached.int().argmax())
+    possible = bool(reached.any()) and bool((ranked[:count] > 0).all())
+    return _first(order, count if possible else 0)
+
+
+def top_k(scores: Tensor, count: int, largest: bool = True) -> Tensor:
+    """Keep the `count` best scores, (P,) bool; at least one and at most all.
+
+    Args:
+        scores: (P,) float32, P >= 1.
+        count: groups to keep.
+        largest: prefer high scores.
+    """
+    order = torch.sort(scores, descending=largest, stable=True).indices
+    return _first(order, max(count, 1))
+
+
+def min_p(scores: Tensor, ratio: float, largest: bool = True) -> Tensor:
+    """Keep scores near the best one, (P,) bool.
+
+        largest: s >= ratio · max s − 1e-10        smallest: s <= min s / (ratio + 1e-10) + 1e-10
+
+    Args:
+        scores: (P,) float32, P >= 1. In float32 a ratio of 1 keeps the minimum itself; in float64 it would not.
+        ratio: in [0, 1].
+        largest: compare with the highest score.
+
+    Degenerate: negative scores can leave nothing, as ratio · max lies above max.
+    """
+    if largest:
+        return scores >= scores.max() * ratio - MIN_P_SLACK
+    return scores <= scores.min() / (ratio + MIN_P_SLACK) + MIN_P_SLACK
+
+
+def _first(order: Tensor, count: int) -> Tensor:
+    keep = torch.zeros_like(order, dtype=torch.bool)
+    keep[order[:count]] = True
+    return keep
+
+
+def filter_loss_scale(mode: str, kept: int, total: int) -> float:
+    """Factor on the advantages of the groups that a filter kept.
+
+        none: 1        linear: kept / total        sqrt: sqrt(kept / total)
+
+    Args:
+        mode: a name above.
+        kept: groups kept.
+        total: groups before the filter.
+
+    Source: published code (RAGEN `filter_loss_scaling`).  Degenerate: nothing kept gives 0, except for `none`.
+    """
+    _require(total >= 1, "number of groups before the filter", total, "at least 1")
+    _require(0 <= kept <= total, "number of groups kept", kept, f"between 0 and the {total} groups before the filter")
+    scales = {"none": 1.0, "linear": kept / total, "sqrt": math.sqrt(kept / total)}
+    _require(mode in scales, "filter_loss_scaling", mode, f"one of {', '.join(scales)}")
+    return scales[mode]

@@ -1,0 +1,65 @@
+"""KL in the reward instead of in the loss, and the controller of its coefficient. Shapes: B sequences, T tokens."""
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trainable.algo.losses import kl_estimate
+
+MAX_RELATIVE_ERROR = 0.2
+
+
+@torch.no_grad()
+def kl_penalised_rewards(
+    rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str, kl_coef: float
+) -> Tensor:
+    """Token rewards minus the KL penalty on trained tokens, (B, T), a constant.
+
+        r'_t = r_t − β KL_t on trained tokens,   r'_t = r_t elsewhere
+
+    Args:
+        rewards: (B, T).
+        logprobs: (B, T) log π of the sampled tokens, nats; not read where `mask` is False.
+        ref_logprobs: (B, T) log π_ref of the same tokens; likewise.
+        mask: (B, T) bool.
+        kind: estimator of `kl_estimate`.
+        kl_coef: β, reward per nat.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2 (with k1).  Degenerate: β = 0 gives the rewards.
+    """
+    penalty = kl_coef * kl_estimate(logprobs, ref_logprobs, kind)
+    return rewards - torch.where(mask, penalty, 0)
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """KL coefficient that moves with the measured KL towards a target; without a horizon it is fixed.
+
+        error = clamp(KL / target − 1, ±0.2),   β ← β (1 + error · n / horizon)
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, sec. 2.2; the horizon is of their code.
+    """
+
+    coef: float
+    """β, reward per nat; at least 0. 0 stays 0."""
+    target: float = 0.1
+    """Wanted KL in nats, reduced as the measured one is."""
+    horizon: float | None = None
+    """Steps over which an error of 1 would double β, in the unit of `n_steps`; None keeps β fixed."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.coef < math.inf:
+            raise ValueError(f"kl_coef is {self.coef}; it must be finite and at least 0, such as 0.001.")
+        if not 0 < self.target < math.inf:
+            raise ValueError(f"target KL is {self.target}; it must be finite and above 0 nats, such as 0.1.")
+        if self.horizon is not None and not self.horizon > 0:
+            raise ValueError(f"KL horizon is {self.horizon}; it must be above 0, or None for a fixed coefficient.")
+
+    def updated(self, current_kl: float, n_steps: int) -> "AdaptiveKL":
+        """Return the controller after `n_steps` sequences whose KL was `current_kl` nats."""
+        if self.horizon is None:
+            return self
+        error = min(max(current_kl / self.target - 1, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
+        return replace(self, coef=self.coef * (1 + error * n_steps / self.horizon))

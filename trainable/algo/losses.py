@@ -1,0 +1,231 @@
+"""Losses as elementwise functions: policy, value, KL estimators; and the numbers they need from logits.
+
+Every function maps tensors of one shape, flat (N,) over trained tokens or (B, T), to a tensor of that shape. The caller
+reduces: `(loss_weights(mask, mode) * loss).sum()`. Shapes: N tokens, V vocabulary entries.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+LOG_RATIO_LIMIT = 20.0
+K3_LIMIT = 10.0
+
+
+class PolicyLoss(NamedTuple):
+    """Policy loss of each token, with what its diagnostics need; all of one shape."""
+
+    loss: Tensor
+    ratio: Tensor
+    """π(a|s) / π_old(a|s), without gradient."""
+    clipped: Tensor
+    """bool: the clipped term is the larger one. Its token mean is `pg_clipfrac`."""
+    clipped_lower: Tensor
+    """bool: the dual clip's bound is the smaller one. Its token mean is `pg_clipfrac_lower`."""
+
+
+def ppo_clip(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_c: float
+) -> PolicyLoss:
+    """Clipped surrogate loss of PPO with asymmetric and dual clip, of each token.
+
+        ρ  = exp(clamp(logπ − logπ_old, ±20))
+        L₁ = −A ρ,   L₂ = −A clamp(ρ, 1 − ε_low, 1 + ε_high),   L = max(L₁, L₂);   where A < 0: L = min(L, −c A)
+
+    Args:
+        logprobs: log π of the sampled tokens, nats; the gradient flows through it.
+        old_logprobs: log π of the policy that started the update.
+        advantages: A.
+        clip_low: ε_low, in [0, 1).
+        clip_high: ε_high, >= 0.
+        clip_c: c > 1, the most that a token of negative advantage may cost, in units of |A|.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; asymmetric clip: Yu et al. 2025, arXiv:2503.14476 (DAPO);
+    dual clip: Ye et al. 2020, arXiv:1912.09729; the clamp at 20 nats: published code (verl 0.6.1).
+    Degenerate: at ρ = 1 the gradient is that of REINFORCE, −A ∇logπ; A = 0 gives 0.
+    """
+    if not (0 <= clip_low < 1 and clip_high >= 0 and clip_c > 1):
+        raise ValueError(
+            f"clip ratios are low {clip_low}, high {clip_high}, c {clip_c}; "
+            "low must be in [0, 1), high at least 0 and c above 1, such as 0.2, 0.28 and 3.0."
+        )
+    ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    pessimistic = torch.maximum(unclipped, clipped)
+    bound = -clip_c * advantages
+    negative = advantages < 0
+    loss = torch.where(negative, torch.minimum(pessimistic, bound), pessimistic)
+    return PolicyLoss(loss, ratio.detach(), clipped > unclipped, negative & (pessimistic > bound))
+
+
+class ValueLoss(NamedTuple):
+    """Value loss of each token, and where the clipped error was the larger one (bool); its mean is `vf_clipfrac`."""
+
+    loss: Tensor
+    clipped: Tensor
+
+
+def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> ValueLoss:
+    """Clipped squared error of the critic, of each token.
+
+        V_clip = clamp(V, V_old ± ε),   L = ½ max((V − R)², (V_clip − R)²)
+
+    Args:
+        values: V; the gradient flows through it.
+        old_values: V at the start of the update.
+        returns: R.
+        cliprange: ε > 0, in units of the return.
+
+    Source: published code (PPO implementations since OpenAI baselines; verl 0.6.1 `compute_value_loss`).
+    Degenerate: where clipping makes the error larger the gradient is 0, elsewhere it is V − R.
+    """
+    if not cliprange > 0:
+        raise ValueError(f"cliprange_value is {cliprange}; it must be above 0, such as 0.5.")
+    near_old = torch.clamp(values, old_values - cliprange, old_values + cliprange)
+    error, clipped_error = (values - returns).square(), (near_old - returns).square()
+    return ValueLoss(0.5 * torch.maximum(error, clipped_error), clipped_error > error)
+
+
+def _k1(d: Tensor) -> Tensor:
+    return d
+
+
+def _k2(d: Tensor) -> Tensor:
+    return 0.5 * d.square()
+
+
+def _k3(d: Tensor) -> Tensor:
+    log_ratio = (-d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    # expm1 keeps the digits that exp(x) − 1 loses where policy and reference nearly agree.
+    return (torch.expm1(log_ratio) - log_ratio).clamp(-K3_LIMIT, K3_LIMIT)
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "kl": _k1,
+    "k1": _k1,
+    "abs": torch.abs,
+    "mse": _k2,
+    "k2": _k2,
+    "low_var_kl": _k3,
+    "k3": _k3,
+}
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """Estimate of KL(π‖π_ref) from sampled tokens, of each token, in nats.
+
+        d = logπ − logπ_ref
+        kl, k1 = d        abs = |d|        mse, k2 = d²/2        low_var_kl, k3 = exp(−d) + d − 1
+        any of them with a `+`: its value, with the gradient of k2
+
+    Used as a loss on samples of π, only the gradient matters, and each estimator has its own:
+
+        E ∇k1 = 0        E ∇k2 = ∇KL(π‖π_ref)        E ∇k3 = ∇KL(π_ref‖π)        E ∇abs = E sign(d) ∇logπ
+
+    so k1 as a loss does not hold π near π_ref at all, although E k1 = E k3 = KL(π‖π_ref).
+
+    Args:
+        logprobs: log π of the sampled tokens, nats.
+        ref_logprobs: log π_ref of the same tokens.
+        kind: a name above.
+
+    Source: Schulman 2020, "Approximating KL divergence"; clamps as published (verl 0.6.1 `kl_penalty`): −d of k3 to
+    ±20, the result to [−10, 10]. The gradients are proved by enumeration in the tests.
+    Degenerate: at π = π_ref every value is 0; the gradient of k2 and k3 is 0, that of k1 is ∇logπ.
+    """
+    base = kind.removesuffix("+")
+    if base not in KL_ESTIMATORS:
+        raise ValueError(
+            f"kl_loss_type is {kind!r}; it must be one of {', '.join(KL_ESTIMATORS)}, each also with a + at its end "
+            "(the exact sum over the vocabulary is the function full_kl, which takes logits)."
+        )
+    d = logprobs - ref_logprobs
+    value = KL_ESTIMATORS[base](d)
+    if kind == base:
+        return value
+    surrogate = _k2(d)
+    return value.detach() + (surrogate - surrogate.detach())
+
+
+def full_kl(logits: Tensor, ref_logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """KL(π‖π_ref) of each row (N,), in nats: the exact sum over the vocabulary.
+
+        KL = Σ_v π_v (logπ_v − logπ_ref,v)
+
+    Args:
+        logits: (N, V) of the policy, divided by the sampling temperature.
+        ref_logits: (N, V) of the reference, likewise.
+        chunk_size: rows worked on at once; changes memory, not values.
+
+    Source: definition.  Degenerate: equal logits give 0 with zero gradient. Logits must be finite.
+    """
+    return _by_chunks(_kl_of_rows, chunk_size, logits, ref_logits)
+
+
+def entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:
+    """Entropy of the softmax of each row (N,), in nats.
+
+        H = −Σ_v π_v logπ_v = logsumexp(z) − Σ_v π_v z_v
+
+    Args:
+        logits: (N, V), divided by the sampling temperature.
+        chunk_size: rows worked on at once; changes memory, not values.
+
+    Source: definition.  Degenerate: equal logits give log V with zero gradient. Logits must be finite.
+    """
+    return _by_chunks(_entropy_of_rows, chunk_size, logits)
+
+
+def logprobs_from_logits(logits: Tensor, tokens: Tensor, chunk_size: int = 2048) -> Tensor:
+    """Log-probability of one token in each row (N,), in nats.
+
+        log π(a) = z_a − logsumexp(z)
+
+    Args:
+        logits: (N, V), divided by the sampling temperature.
+        tokens: (N,) int64, the token a of each row.
+        chunk_size: rows worked on at once; changes memory, not values.
+
+    Source: definition.  Degenerate: no row gives an empty result.
+    """
+    return _by_chunks(_logprob_of_rows, chunk_size, logits, tokens)
+
+
+def _kl_of_rows(logits: Tensor, ref_logits: Tensor) -> Tensor:
+    logprobs, ref_logprobs = _log_softmax(logits), _log_softmax(ref_logits)
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(dim=-1)
+
+
+def _entropy_of_rows(logits: Tensor) -> Tensor:
+    logprobs = _log_softmax(logits)
+    return -(logprobs.exp() * logprobs).sum(dim=-1)
+
+
+def _logprob_of_rows(logits: Tensor, tokens: Tensor) -> Tensor:
+    return -F.cross_entropy(_at_least_float32(logits), tokens, reduction="none")
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return torch.log_softmax(_at_least_float32(logits), dim=-1)
+
+
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _by_chunks(of_rows: Callable[..., Tensor], chunk_size: int, *tensors: Tensor) -> Tensor:
+    """Apply `of_rows` to runs of `chunk_size` rows; several chunks are recomputed in the backward pass.
+
+    So neither pass holds more than one chunk's (chunk_size, V) float32 intermediates.
+    """
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1 row, such as 2048.")
+    if len(tensors[0]) <= chunk_size:
+        return of_rows(*tensors)
+    chunks = zip(*(torch.split(x, chunk_size) for x in tensors), strict=True)
+    return torch.cat([checkpoint(of_rows, *rows, use_reentrant=False, preserve_rng_state=False) for rows in chunks])

@@ -1,0 +1,94 @@
+"""Every reduction of per-token numbers to one number: masked mean, whitening, and loss aggregation as weights.
+
+A loss aggregation is linear in the loss, so it is a weight for each token, and the loss to minimise is
+`(weights * loss).sum()`. Shapes: B sequences, T tokens. `mask` is True where a token is trained.
+"""
+
+import torch
+from torch import Tensor
+
+VARIANCE_FLOOR = 1e-8
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
+    """Token mean of `x` over the positions where `mask` is True, a scalar.
+
+        mean = Σ m x / Σ m
+
+    Args:
+        x: any shape.
+        mask: bool, shape of `x`.
+
+    Degenerate: an empty mask gives 0 with zero gradient. What `x` holds outside the mask, NaN included, is not read.
+    """
+    return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Centre and scale `x` over all masked positions at once; 0 where `mask` is False.
+
+        y = (x − mean) / sqrt(var + 1e-8),   var = Σ m (x − mean)² / (Σ m − 1)
+
+    Args:
+        x: any shape.
+        mask: bool, shape of `x`.
+
+    Source: published code (verl 0.6.1 `masked_whiten`).
+    Degenerate: one trained token gives its centred value 0 and none gives zeros, where the published code raises.
+    """
+    # In float32 the mean of many similar numbers is off by an amount that a small spread would magnify.
+    exact = x.double()
+    centred = torch.where(mask, exact - masked_mean(exact, mask), 0)
+    variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
+    return (centred * torch.rsqrt(variance + VARIANCE_FLOOR)).to(x.dtype)
+
+
+def loss_weights(
+    mask: Tensor, mode: str, micro_batch_size: int | None = None, padded_length: int | None = None
+) -> Tensor:
+    """Weight (B, T) of each token such that `(weights * loss).sum()` is the aggregation `mode` of the loss.
+
+        token-mean               Σ m L / Σ m                                  PPO, DAPO
+        seq-mean-token-sum       mean over sequences of Σ_t m L               Dr. GRPO
+        seq-mean-token-mean      mean over sequences of Σ_t m L / Σ_t m       GRPO
+        seq-mean-token-sum-norm  Σ m L / padded_length                        a sum over sequences, not a mean
+
+    With `micro_batch_size` each run of that many consecutive sequences is aggregated by itself and the results are
+    averaged: token-mean is then a mean of micro-batch means, not a mean over all tokens.
+
+    Args:
+        mask: (B, T) bool, the trained tokens.
+        mode: one of `LOSS_AGG_MODES`.
+        micro_batch_size: sequences in a micro-batch; None aggregates all B at once.
+        padded_length: divisor of seq-mean-token-sum-norm, in tokens; None is T.
+
+    Source: published code (verl 0.6.1 `agg_loss`, and its division by the number of accumulation steps).
+    The last micro-batch may be short: it counts as much as a full one, as in a mean over ceil(B / micro_batch_size)
+    micro-batches. The published divisor is the configured mini-batch over the micro-batch, the same whenever that
+    divides B, as it does after `adjust_copy`.
+    Degenerate: the two sequence means leave sequences without a trained token out of their mean; a micro-batch
+    without one keeps its place in the divisor; an empty mask gives zero weights.
+    """
+    if mode not in LOSS_AGG_MODES:
+        raise ValueError(f"loss_agg_mode is {mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}.")
+    if micro_batch_size is not None and micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size is {micro_batch_size}; it must be at least 1, or None for one batch.")
+    if padded_length is not None and padded_length < 1:
+        raise ValueError(
+            f"padded_length is {padded_length}; it must be at least 1 token, or None for the mask's width."
+        )
+    micro_batches = torch.split(mask.float(), micro_batch_size or max(len(mask), 1))
+    weights = [_micro_batch_weights(trained, mode, padded_length) for trained in micro_batches]
+    return torch.cat(weights) / len(weights)
+
+
+def _micro_batch_weights(trained: Tensor, mode: str, padded_length: int | None) -> Tensor:
+    """Weights (B, T) of one micro-batch; `trained` is its mask as 0.0 and 1.0."""
+    if mode == "token-mean":
+        return trained / trained.sum().clamp(min=1)
+    if mode == "seq-mean-token-sum-norm":
+        return trained / (padded_length or trained.shape[1])
+    tokens = trained.sum(dim=1, keepdim=True)  # (B, 1)
+    per_sequence = trained / tokens.clamp(min=1) if mode == "seq-mean-token-mean" else trained
+    return per_sequence / (tokens > 0).sum().clamp(min=1)

@@ -1,0 +1,79 @@
+"""Episodes as tensors: what the update reads, and the flat view of its trained tokens."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainable.rollout.episode import Episode
+
+
+class Batch(NamedTuple):
+    """B episodes padded on the right to T tokens; position t of every (B, T) tensor speaks of token t.
+
+    tokens: int64. mask: True where the token was sampled, and so is trained. logprobs: of the sampling policy, nats.
+    turns: turn number. group_ids: (B,). scores: (B,) episode scores. rewards: (B, T) turn rewards at each turn's last
+    sampled token. lengths: (B,) tokens before padding.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    logprobs: Tensor
+    turns: Tensor
+    rewards: Tensor
+    group_ids: Tensor
+    scores: Tensor
+    lengths: Tensor
+
+    def rows(self, index: Tensor) -> "Batch":
+        """The episodes at `index` (N,), cut to the longest of them."""
+        longest = int(self.lengths[index].max())
+        return Batch(*(part[index][:, :longest] if part.dim() == 2 else part[index] for part in self))
+
+    def where(self) -> Tensor:
+        """Flat positions (N,) in B * T from which the trained tokens are predicted: each token's predecessor."""
+        return self.mask.flatten().nonzero().squeeze(-1) - 1
+
+
+def collate(episodes: Sequence[Episode]) -> Batch:
+    """Pad episodes into one batch, in their order."""
+    longest = max(len(episode.tokens) for episode in episodes)
+
+    def padded(parts: Sequence[np.ndarray]) -> Tensor:
+        out = np.zeros((len(parts), longest), dtype=parts[0].dtype)
+        for row, part in enumerate(parts):
+            out[row, : len(part)] = part
+        return torch.from_numpy(out)
+
+    return Batch(
+        tokens=padded([episode.tokens for episode in episodes]),
+        mask=padded([episode.mask for episode in episodes]),
+        logprobs=padded([episode.logprobs for episode in episodes]),
+        turns=padded([episode.turns for episode in episodes]),
+        rewards=padded([turn_end_rewards(episode) for episode in episodes]),
+        group_ids=torch.tensor([episode.group for episode in episodes]),
+        scores=torch.tensor([episode.score for episode in episodes]),
+        lengths=torch.tensor([len(episode.tokens) for episode in episodes]),
+    )
+
+
+def turn_end_rewards(episode: Episode) -> np.ndarray:
+    """Each turn's reward at its last sampled token, (T,) float32."""
+    rewards = np.zeros(len(episode.tokens), dtype=np.float32)
+    for turn, reward in enumerate(episode.turn_rewards):
+        rewards[np.flatnonzero(episode.mask & (episode.turns == turn))[-1]] = reward
+    return rewards
+
+
+def last_token_scores(batch: Batch) -> Tensor:
+    """The episode's whole score at its last sampled token, (B, T): the published placement."""
+    steps = torch.arange(batch.mask.shape[1]).expand_as(batch.mask)
+    last = torch.where(batch.mask, steps, -1).max(dim=1).values
+    return torch.where(steps == last[:, None], batch.scores[:, None], 0.0)
+
+
+def mini_batches(order: Tensor, size: int) -> Iterator[Tensor]:
+    """Consecutive pieces of an order (B,)."""
+    return iter(order.split(size))

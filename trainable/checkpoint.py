@@ -1,0 +1,80 @@
+"""The whole state of a trainer on disk: weights and moments in safetensors, the rest in JSON, nothing pickled.
+
+A checkpoint is a folder. It is written under another name and renamed when it is complete, so that a folder with the
+right name is whole; checksums tell one that was damaged later.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+TENSORS, VALUES, SUMS = "state.safetensors", "state.json", "checksums.json"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
+
+
+def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Write a checkpoint at `folder`, replacing one that is there only after the new one is complete."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = folder.with_name(f".{folder.name}.writing-{os.getpid()}")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir()
+    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, beside / TENSORS)
+    (beside / VALUES).write_text(json.dumps(values, sort_keys=True), encoding="utf-8")
+    sums = {name: _sha256(beside / name) for name in (TENSORS, VALUES)}
+    (beside / SUMS).write_text(json.dumps(sums), encoding="utf-8")
+    for name in (TENSORS, VALUES, SUMS):
+        _flush(beside / name)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    beside.rename(folder)
+    _flush(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and values of the checkpoint at `folder`.
+
+    If the process died between the two renames of `write_checkpoint`, the one before is read. Raises CheckpointError
+    naming the file that is missing or damaged.
+    """
+    old = folder.with_name(f".{folder.name}.old")
+    source = old if not folder.exists() and old.exists() else folder
+    try:
+        sums = json.loads((source / SUMS).read_text(encoding="utf-8"))
+        for name in (TENSORS, VALUES):
+            if _sha256(source / name) != sums[name]:
+                raise CheckpointError(f"{source / name} is damaged: its checksum is not the one written with it.")
+        return load_file(source / TENSORS), json.loads((source / VALUES).read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise CheckpointError(f"{source} is not a whole checkpoint: {error}.") from error
+
+
+def has_checkpoint(folder: Path) -> bool:
+    """Whether there is something to read at `folder`."""
+    return folder.exists() or folder.with_name(f".{folder.name}.old").exists()
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _flush(path: Path) -> None:
+    """Ask the disk for what was written to a file or folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

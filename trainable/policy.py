@@ -1,0 +1,95 @@
+"""A policy on disk or on the hub, made ready: model, tokenizer, critic."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from trainable.qwen2 import Qwen2, Qwen2Shape, ValueModel
+from trainable.rollout.play import Codec
+
+SHIPPED = "sokoban-tiny"
+_SHIPPED_FOLDER = Path(__file__).parent / "embedded" / "sokoban_tiny"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A language model with its tokenizer, and the folder that its files are in."""
+
+    model: Qwen2
+    tokenizer: Tokenizer
+    folder: Path
+
+
+def find_model(path: str) -> Path:
+    """The local folder of a model: the shipped one, a folder, or a hub id in the local cache.
+
+    Raises ValueError with the command that fetches a hub model that is not there. Nothing is downloaded.
+    """
+    if path == SHIPPED:
+        return _SHIPPED_FOLDER
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{path} is not a model: it holds no config.json. Give a model's folder, or {SHIPPED}.")
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        raise ValueError(
+            f"{path} is neither a folder nor in the local hub cache. Fetch it with `hf download {path}`, or give "
+            f"--model {SHIPPED}."
+        ) from None
+
+
+def load_policy(path: str, device: torch.device) -> Policy:
+    """Model (float32) and tokenizer at `path`, on `device`."""
+    folder = find_model(path)
+    model = Qwen2(Qwen2Shape.read(folder))
+    weights = read_weights(folder)
+    if model.shape.tie_word_embeddings:
+        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    model.load_state_dict(weights)
+    return Policy(model.to(device), Tokenizer.from_file(str(folder / "tokenizer.json")), folder)
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the folder's safetensors files, in float32."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no .safetensors file; other weight formats are not read.")
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(os.fspath(file), framework="pt") as tensors:
+            weights.update({name: tensors.get_tensor(name).float() for name in tensors.keys()})  # noqa: SIM118
+    return weights
+
+
+def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> ValueModel:
+    """A critic whose trunk is a copy of the policy's and whose head is drawn from N(0, 0.02), bias 0."""
+    critic = ValueModel(policy.model.shape)
+    critic.model.load_state_dict(policy.model.model.state_dict())
+    with torch.no_grad():
+        critic.score.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, critic.score.weight.shape)))
+        critic.score.bias.zero_()
+    return critic.to(device)
+
+
+def make_codec(tokenizer: Tokenizer) -> Codec:
+    """Batch encoding without added tokens, and decoding to text without special tokens."""
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(ids: Sequence[Sequence[int]]) -> list[str]:
+        return tokenizer.decode_batch([list(row) for row in ids], skip_special_tokens=True)
+
+    return Codec(encode, decode)

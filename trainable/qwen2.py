@@ -1,0 +1,275 @@
+"""The Qwen2 architecture in plain torch, with the hub's parameter names, for two uses a general forward does badly.
+
+`hidden_at` runs whole sequences and finishes the last layer only where a token is trained; `extend` grows a key-value
+cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+
+
+@dataclass(frozen=True)
+class Qwen2Shape:
+    """Sizes of a model, as its config.json names them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    eos_token_id: int
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @staticmethod
+    def read(folder: Path) -> "Qwen2Shape":
+        """The shape of the model in `folder`; ValueError for another architecture, naming it."""
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = (config.get("architectures") or [config.get("model_type")])[0]
+        if found != ARCHITECTURE:
+            raise ValueError(
+                f"The model in {folder} is a {found}; the torch engine runs {ARCHITECTURE} (Qwen2 and Qwen2.5). "
+                f"Give a Qwen2 model with --model."
+            )
+        rope = config.get("rope_parameters") or {}
+        eos = config["eos_token_id"]
+        return Qwen2Shape(
+            **{name: config[name] for name in list(Qwen2Shape.__annotations__)[:7]},
+            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
+            rms_norm_eps=config["rms_norm_eps"],
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
+            eos_token_id=eos[0] if isinstance(eos, list) else eos,
+        )
+
+
+class KVCache:
+    """Keys and values of every layer, `(rows, kv_heads, slots, head_dim)`; all rows write the same slots.
+
+    A slot may be a filler for a row; `bias` (rows, slots) is 0 where the row has a token and -inf where it does not.
+    """
+
+    def __init__(self, shape: Qwen2Shape, rows: int, slots: int, like: Tensor) -> None:
+        size = (rows, shape.num_key_value_heads, slots, shape.head_dim)
+        self.keys = [like.new_empty(size) for _ in range(shape.num_hidden_layers)]
+        self.values = [like.new_empty(size) for _ in range(shape.num_hidden_layers)]
+        self.bias = like.new_full((rows, slots), -torch.inf)
+        self.used = 0
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` more."""
+        short = self.used + slots - self.bias.shape[1]
+        if short > 0:
+            grow = max(short, self.bias.shape[1] // 2)
+            self.keys = [F.pad(keys, (0, 0, 0, grow)) for keys in self.keys]
+            self.values = [F.pad(values, (0, 0, 0, grow)) for values in self.values]
+            self.bias = F.pad(self.bias, (0, grow), value=-torch.inf)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep `rows` (indices, repeats allowed), in that order."""
+        used = self.used
+        self.keys = [_selected(keys, rows, used) for keys in self.keys]
+        self.values = [_selected(values, rows, used) for values in self.values]
+        bias = self.bias.new_full((len(rows), self.bias.shape[1]), -torch.inf)
+        bias[:, :used] = self.bias[rows, :used]
+        self.bias = bias
+
+
+def _selected(store: Tensor, rows: Tensor, used: int) -> Tensor:
+    out = store.new_empty((len(rows), *store.shape[1:]))
+    out[:, :, :used] = store[rows, :, :used]
+    return out
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation with a learned gain."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` (..., size) over its root mean square, times the gain."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def rotary(positions: Tensor, shape: Qwen2Shape) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `(*positions.shape, head_dim)` of the rotary embedding."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
+    angles = positions[..., None].float() * (1.0 / shape.rope_theta**exponents)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-high, low), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim,
+        )  # fmt: skip
+        hidden, kv = shape.hidden_size, self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, hidden)
+        self.k_proj = nn.Linear(hidden, kv)
+        self.v_proj = nn.Linear(hidden, kv)
+        self.o_proj = nn.Linear(hidden, hidden, bias=False)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(B, heads, T, D)`, keys and values `(B, kv_heads, T, D)` of `x` (B, T, hidden)."""
+        batch, time, _ = x.shape
+        q = self.q_proj(x).view(batch, time, self.heads, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
+        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+    def causal(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Causal attention over whole sequences, before the output projection: `(B, T, hidden)`."""
+        q, k, v = self.project(x, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
+        return mixed.transpose(1, 2).flatten(2)
+
+    def cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
+        """Attention of `x` (B, q, hidden) over the cache, whose next q slots it fills; `bias` (B, q, used + q)."""
+        batch, new, _ = x.shape
+        q, k, v = self.project(x, cos, sin)
+        end = cache.used + new
+        cache.keys[layer][:, :, cache.used : end] = k
+        cache.values[layer][:, :, cache.used : end] = v
+        groups = self.heads // self.kv_heads
+        # Queries of the heads that share a key head become rows of one product: no key is copied.
+        folded = q.reshape(batch, self.kv_heads, groups * new, self.head_dim)
+        scores = folded @ cache.keys[layer][:, :, :end].transpose(-1, -2) * self.head_dim**-0.5
+        scores = scores.view(batch, self.kv_heads, groups, new, end) + bias[:, None, None]
+        weights = scores.softmax(-1).view(batch, self.kv_heads, groups * new, end)
+        mixed = (weights @ cache.values[layer][:, :, :end]).view(batch, self.heads, new, self.head_dim)
+        return mixed.transpose(1, 2).reshape(batch, new, -1)
+
+
+class MLP(nn.Module):
+    """Gated feed-forward block."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """down(silu(gate(x)) * up(x)), `(..., hidden)`."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The block after its attention: output projection, residuals and feed-forward, at any subset of positions."""
+        x = x + self.self_attn.o_proj(mixed)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Trunk(nn.Module):
+    """Embedding, blocks and final norm: tokens to hidden states."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def hidden_at(self, tokens: Tensor, where: Tensor) -> Tensor:
+        """Hidden states at chosen positions of whole sequences.
+
+        tokens: (B, T) from position 0 on, right-padded with anything. where: (N,) flat indices into B * T, none of
+        them padding. Returns (N, hidden). The last block is finished at `where` only, which changes no number.
+        """
+        x = self.embed_tokens(tokens)
+        cos, sin = rotary(torch.arange(tokens.shape[1], device=tokens.device), self.shape)
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            mixed = layer.self_attn.causal(layer.input_layernorm(x), cos, sin)
+            if number == last:
+                x, mixed = x.flatten(0, 1)[where], mixed.flatten(0, 1)[where]
+            x = layer.finish(x, mixed)
+        return self.norm(x)
+
+    def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
+        """Append tokens to every row of the cache; hidden state of the last one.
+
+        tokens, positions, valid: (B, q); fillers (valid False) stand on the left. Returns (B, hidden).
+        """
+        new = tokens.shape[1]
+        cache.reserve(new)
+        end = cache.used + new
+        cache.bias[:, cache.used : end] = torch.where(valid, 0.0, -torch.inf)
+        bias = cache.bias[:, None, :end]
+        if new > 1:
+            # The finite floor keeps a filler's own row of scores from being all -inf, which softmax turns into NaN.
+            later = torch.full((new, new), -torch.inf).triu(1)
+            bias = (bias + F.pad(later, (cache.used, 0))).clamp_min(-1e30)
+        x = self.embed_tokens(tokens)
+        cos, sin = rotary(positions, self.shape)
+        last = len(self.layers) - 1
+        for number, layer in enumerate(self.layers):
+            mixed = layer.self_attn.cached(layer.input_layernorm(x), cos, sin, cache, number, bias)
+            if number == last:
+                x, mixed = x[:, -1], mixed[:, -1]
+            x = layer.finish(x, mixed)
+        cache.used = end
+        return self.norm(x)
+
+
+class Qwen2(nn.Module):
+    """Trunk and language-model head; parameters named as the hub names them."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Trunk(shape)
+        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        if shape.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+
+class ValueModel(nn.Module):
+    """A trunk with a head of one output: the critic."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Trunk(shape)
+        self.score = nn.Linear(shape.hidden_size, 1)
+
+    def values_at(self, tokens: Tensor, where: Tensor) -> Tensor:
+        """Values (N,) at flat positions `where` (N,) of `tokens` (B, T)."""
+        return self.score(self.model.hidden_at(tokens, where)).squeeze(-1)

@@ -1,0 +1,203 @@
+"""The game on a batch of boards: tiles, actions, and what one action does to each board."""
+
+from enum import IntEnum
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Cells = npt.NDArray[np.int8]
+
+REWARD_ACTION = -0.1
+REWARD_BOX_ON_TARGET = 1.0
+REWARD_BOX_OFF_TARGET = -1.0
+REWARD_SOLVED = 10.0
+
+
+class Tile(IntEnum):
+    """What one cell of a board holds.
+
+    The published code writes 5 for every player and keeps the targets in a second array. Here a player on a target
+    has a code of its own, so that one array is the whole board.
+    """
+
+    WALL = 0
+    FLOOR = 1
+    TARGET = 2
+    BOX_ON_TARGET = 3
+    BOX = 4
+    PLAYER = 5
+    PLAYER_ON_TARGET = 6
+
+
+class Action(IntEnum):
+    """What a board is asked to do; the codes 1 to 4 are the published ones and all four of them push.
+
+    NONE is ours: the board does nothing and is paid nothing, so that finished boards can stay in a batch.
+    """
+
+    NONE = 0
+    UP = 1
+    DOWN = 2
+    LEFT = 3
+    RIGHT = 4
+
+
+DIRECTIONS: dict[Action, tuple[int, int]] = {
+    Action.UP: (-1, 0),
+    Action.DOWN: (1, 0),
+    Action.LEFT: (0, -1),
+    Action.RIGHT: (0, 1),
+}
+
+
+class Outcome(NamedTuple):
+    """What one action did to each of B boards.
+
+    cells: int8 (B, R, C), the boards afterwards, a new array.
+    rewards: float64 (B,).
+    moved: bool (B,), True where the player's position changed.
+    solved: bool (B,), True where every box stands on a target afterwards.
+    """
+
+    cells: Cells
+    rewards: npt.NDArray[np.float64]
+    moved: npt.NDArray[np.bool_]
+    solved: npt.NDArray[np.bool_]
+
+
+def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
+    """Do one action on each board.
+
+    The player moves one cell if that cell is free, or holds a box and the cell behind the box is free; the box then
+    moves along. Free is floor or an empty target. Anything else leaves the board as it was.
+
+    reward = -0.1  +1 if a box came onto a target  -1 if one left a target  +10 if all targets are covered,
+    and 0 for Action.NONE. A blocked action costs its -0.1. What stood on a target before the action pays nothing
+    (the published code pays +1 for it on the first action). A board that is solved already pays the +10 again for
+    a further action, as published: whoever plays ends an episode at `solved`.
+
+    cells: int8 (B, R, C), each board with a border of walls, one player, and as many boxes as targets
+        (see `check_board`; the border is not checked here).
+    actions: integers (B,), codes of `Action`.
+    Source: published code (rules and rewards). B = 0 gives empty arrays.
+    """
+    batch, _, cols = cells.shape
+    _check_actions(actions, batch)
+    after: Cells = np.array(cells, dtype=np.int8, order="C")
+    flat = after.reshape(-1)
+    player = np.flatnonzero(flat >= _PLAYER)
+    if player.size != batch:
+        raise ValueError(f"{player.size} players on {batch} boards; each board has exactly one: pass boards of `Room`")
+    path = player[:, None] + _reach(cols).take(actions, axis=0)
+    # A path leaves the array only behind a border wall, where it meets another wall: wrapping reads and writes walls.
+    code = flat.take(path, mode="wrap") @ _CODE_WEIGHTS
+    flat.put(path, _TABLES.tiles.take(code, axis=0), mode="wrap")
+    solved = is_solved(after)
+    rewards = _TABLES.rewards.take(code)
+    rewards += REWARD_SOLVED * (solved & (actions != _NONE))
+    return Outcome(after, rewards, _TABLES.moved.take(code), solved)
+
+
+def is_solved(cells: Cells) -> npt.NDArray[np.bool_]:
+    """Say of each board whether every box stands on a target.
+
+    cells: int8 (B, R, C). Returns bool (B,). A board without boxes counts as solved.
+    """
+    batch, rows, cols = cells.shape
+    unsolved: npt.NDArray[np.bool_] = (cells.reshape(batch, rows * cols) == _BOX).any(axis=1)
+    return ~unsolved
+
+
+def check_board(cells: Cells) -> None:
+    """Raise ValueError unless `cells` (R, C) is a board that `step` can play.
+
+    It needs a border of walls, exactly one player, and as many boxes as targets.
+    """
+    if cells.ndim != 2 or min(cells.shape) < 3:
+        raise ValueError(f"a board of shape {cells.shape}; a board has two axes of at least 3 cells each")
+    inner = cells[1:-1, 1:-1]
+    if np.count_nonzero(cells) != np.count_nonzero(inner):
+        raise ValueError("the border of a board must be all walls; surround the room with walls (#)")
+    players = np.count_nonzero(cells >= _PLAYER)
+    if players != 1:
+        raise ValueError(f"{players} players on the board; put exactly one (P on floor, S on a target)")
+    boxes = np.count_nonzero((cells == _BOX) | (cells == Tile.BOX_ON_TARGET))
+    targets = np.count_nonzero(np.isin(cells, _TARGETS))
+    if boxes != targets:
+        raise ValueError(f"{boxes} boxes and {targets} targets on the board; put as many boxes as targets")
+
+
+def _check_actions(actions: npt.NDArray[np.integer], batch: int) -> None:
+    if actions.shape != (batch,):
+        raise ValueError(f"actions of shape {actions.shape} for {batch} boards; pass one action a board: ({batch},)")
+    if batch and not (actions.min() >= 0 and actions.max() <= _LAST_ACTION):
+        raise ValueError(
+            f"actions from {actions.min()} to {actions.max()}; the codes are 0 to {_LAST_ACTION} (`Action`)"
+        )
+
+
+@lru_cache(maxsize=16)
+def _reach(cols: int) -> npt.NDArray[np.intp]:
+    """Flat offsets (action, 3) from the player to itself, to the cell ahead, and to the cell behind that one."""
+    ahead = np.zeros(len(Action), dtype=np.intp)
+    for action, (row_step, col_step) in DIRECTIONS.items():
+        ahead[action] = row_step * cols + col_step
+    reach: npt.NDArray[np.intp] = ahead[:, None] * np.arange(3)
+    reach.flags.writeable = False
+    return reach
+
+
+class _Tables(NamedTuple):
+    """What happens, for each triple (player, cell ahead, cell behind it) of tile codes, by triple @ _CODE_WEIGHTS."""
+
+    tiles: Cells  # (triples, 3)
+    rewards: npt.NDArray[np.float64]  # (triples,), without the bonus for a solved board
+    moved: npt.NDArray[np.bool_]  # (triples,)
+
+
+def _build_tables() -> _Tables:
+    triples = np.indices((len(Tile),) * 3, dtype=np.int8).reshape(3, -1).T.copy()
+    rewards = np.full(len(triples), REWARD_ACTION)
+    moved = np.zeros(len(triples), dtype=np.bool_)
+    for row, (player, ahead, behind) in enumerate(triples.tolist()):
+        if ahead >= Tile.PLAYER:
+            rewards[row] = 0.0  # the cell ahead is the player's own: only Action.NONE has no direction
+        elif player >= Tile.PLAYER and _is_free(ahead, behind):
+            triples[row] = _advance(player, ahead, behind)
+            rewards[row] += _box_reward(ahead, behind)
+            moved[row] = True
+    return _Tables(triples, rewards, moved)
+
+
+def _is_free(ahead: int, behind: int) -> bool:
+    if ahead in (Tile.BOX, Tile.BOX_ON_TARGET):
+        return behind in (Tile.FLOOR, Tile.TARGET)
+    return ahead in (Tile.FLOOR, Tile.TARGET)
+
+
+def _advance(player: int, ahead: int, behind: int) -> tuple[int, int, int]:
+    left = Tile.TARGET if player == Tile.PLAYER_ON_TARGET else Tile.FLOOR
+    entered = Tile.PLAYER_ON_TARGET if ahead in (Tile.TARGET, Tile.BOX_ON_TARGET) else Tile.PLAYER
+    if ahead in (Tile.BOX, Tile.BOX_ON_TARGET):
+        behind = Tile.BOX_ON_TARGET if behind == Tile.TARGET else Tile.BOX
+    return left, entered, behind
+
+
+def _box_reward(ahead: int, behind: int) -> float:
+    if ahead == Tile.BOX and behind == Tile.TARGET:
+        return REWARD_BOX_ON_TARGET
+    if ahead == Tile.BOX_ON_TARGET and behind == Tile.FLOOR:
+        return REWARD_BOX_OFF_TARGET
+    return 0.0
+
+
+# Plain integers: numpy widens an int8 array to compare it with a member of an IntEnum, and that is slow.
+_NONE = int(Action.NONE)
+_LAST_ACTION = int(max(Action))
+_BOX = int(Tile.BOX)
+_PLAYER = int(Tile.PLAYER)
+_TARGETS = (int(Tile.TARGET), int(Tile.BOX_ON_TARGET), int(Tile.PLAYER_ON_TARGET))
+_CODE_WEIGHTS = np.array([len(Tile) ** 2, len(Tile), 1], dtype=np.int16)
+_TABLES = _build_tables()

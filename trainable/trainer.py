@@ -1,0 +1,426 @@
+"""The PPO trainer: one `step` is the published step, in its published order."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainable.algo.batching import adjust_copy, length_stratified_order
+from trainable.algo.filters import filter_loss_scale, group_scores, parse_rule, select_groups
+from trainable.algo.kl_control import AdaptiveKL
+from trainable.algo.losses import kl_estimate
+from trainable.algo.reductions import masked_mean
+from trainable.batch import Batch, collate
+from trainable.config import OptimConfig, RunConfig
+from trainable.evaluate import Evaluation, number_classes, summarise
+from trainable.policy import load_policy, make_codec, make_critic
+from trainable.protocol import make_protocol
+from trainable.qwen2 import Qwen2
+from trainable.rollout.episode import Episode
+from trainable.rollout.play import Rules, play
+from trainable.rollout.sampler import SamplingParams
+from trainable.rollout.torch_sampler import TorchSampler
+from trainable.seeds import stream
+from trainable.sokoban.generate import Room
+from trainable.sokoban.room_sets import room_keys, test_rooms, training_rooms, validation_rooms
+from trainable.targets import make_targets
+from trainable.update import ActorUpdate, Meter, Targets, TokenFunction, at_trained_tokens, update_critic
+
+SHARED_VALUE_WEIGHT = 0.01  # rewards reach 10.9: the weight brings the squared error to the policy loss's size
+TOTALS = ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens")
+Row = dict[str, Any]
+T = TypeVar("T")
+
+
+class Kept(NamedTuple):
+    """What the filter decided: episodes of kept groups, in order, and the counts of the decision."""
+
+    episodes: list[Episode]
+    groups: int
+    row: Row
+
+
+class PPOTrainer:
+    """Policy, critic, reference and rooms of one run. `step()` trains once and returns the step's row.
+
+    All randomness comes from (config.seed, purpose, step): a trainer whose state was restored after step t goes on
+    exactly as one that never stopped.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        self.device = pick_device(config.trainer.device)
+        policy = load_policy(config.model.path, self.device)
+        self.model = policy.model
+        self.codec = make_codec(policy.tokenizer)
+        self.sampler = TorchSampler(self.model)
+        self.reference = _frozen_copy(self.model) if self._needs_reference() else None
+        self.critic = None
+        self.head: nn.Module | None = None
+        if config.algorithm.adv_estimator == "gae":
+            critic = make_critic(policy, stream(config.seed, "critic"), self.device)
+            self.head = critic.score if config.critic.shared_trunk else None
+            self.critic = None if config.critic.shared_trunk else critic
+        self.actor_optimizer = self._make_actor_optimizer()
+        self.critic_optimizer = None if self.critic is None else _adamw([(self.critic, config.critic.lr)], config.critic)
+        control = config.algorithm.kl_ctrl
+        horizon = control.horizon if control.type == "adaptive" else None
+        self.kl_control = AdaptiveKL(control.kl_coef, control.target_kl, horizon)
+        self.step_index = 0
+        self.empty_in_a_row = 0
+        self.seconds_total = 0.0
+        self.totals = dict.fromkeys(TOTALS, 0)
+        self._set_up_game()
+
+    def _needs_reference(self) -> bool:
+        return self.config.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
+
+    def _make_actor_optimizer(self) -> torch.optim.Optimizer:
+        groups: list[tuple[nn.Module, float]] = [(self.model, self.config.actor.lr)]
+        if self.head is not None:
+            groups.append((self.head, self.config.critic.lr))
+        return _adamw(groups, self.config.actor)
+
+    def _set_up_game(self) -> None:
+        """Protocol, limits, and every room of the run, made ahead: a step never waits for a room."""
+        config, env = self.config, self.config.env
+        self.protocol = make_protocol(
+            config.model.prompt_style, env.observation_format, env.max_actions_per_turn, env.max_actions_per_traj
+        )
+        context = self.model.shape.max_position_embeddings
+        self.rules = Rules(
+            env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj, env.format_penalty, context
+        )
+        self.test_rooms = test_rooms(env.test_env_groups)
+        self.val_rooms = validation_rooms(env.val_env_groups, env.seed_val)
+        skip = room_keys(self.test_rooms)
+        steps = range(1, config.trainer.total_training_steps + 1)
+        self.rooms = [
+            training_rooms(config.seed, step, env.env_groups, env.seed_train, skip=skip) for step in steps
+        ]
+        trained = room_keys(room for rooms in self.rooms for room in rooms)
+        self.val_unseen = [room.key not in trained for room in self.val_rooms for _ in range(env.val_group_size)]
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self) -> tuple[Row, list[Evaluation]]:
+        """Train once. The row holds every column that this step has a number for."""
+        started, cpu = time.perf_counter(), time.process_time()
+        self.step_index += 1
+        row: Row = {}
+        evaluations: list[Evaluation] = []
+        if self.step_index == 1 and self.config.trainer.val_before_train:  # 0 validate the base policy
+            evaluations += self._timed(row, "seconds_validation", lambda: self.validate_base(row))
+        episodes = self._timed(row, "seconds_rollout", self._collect)  # 1 roll out P x G episodes
+        row |= collected_columns(episodes, self.config.env.group_size)
+        kept = self._filter(episodes)  # 2 drop groups of little spread
+        row |= kept.row
+        if kept.episodes:
+            self._update(kept, row)  # 3-7 values, advantages, critic, policy
+            if self._validates():  # 8 validate
+                evaluations += self._timed(row, "seconds_validation", lambda: self.validate(row))
+        self._count(row, episodes)
+        row["seconds_step"] = time.perf_counter() - started
+        row["cpu_seconds_step"] = time.process_time() - cpu
+        self.seconds_total += row["seconds_step"]
+        row["seconds_total"] = self.seconds_total
+        return row, evaluations
+
+    def _collect(self) -> list[Episode]:
+        env, rollout = self.config.env, self.config.rollout
+        return play(
+            self.rooms[self.step_index - 1], env.group_size, self.sampler, self.protocol, self.codec, self.rules,
+            self._sampling(rollout.temperature), stream(self.config.seed, "sampling", self.step_index),
+        )  # fmt: skip
+
+    def _sampling(self, temperature: float) -> SamplingParams:
+        return SamplingParams(temperature, self.config.rollout.response_length, self.model.shape.eos_token_id)
+
+    def _filter(self, episodes: Sequence[Episode]) -> Kept:
+        """Keep whole groups by their score (see `FilterConfig`)."""
+        settings, size = self.config.filter, self.config.env.group_size
+        rewards = _by_group([episode.score for episode in episodes], size)
+        entropies = _by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], size)
+        lengths = _by_group([float(episode.response_tokens) for episode in episodes], size)
+        scores = group_scores(settings.rollout_filter_metric, rewards, entropies, lengths)
+        rule = parse_rule(
+            settings.rollout_filter_strategy, settings.rollout_filter_value,
+            settings.rollout_filter_top_p_prob_mode, settings.rollout_filter_selection_eps,
+        )  # fmt: skip
+        keep = select_groups(
+            scores, rule, settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
+        )
+        stds = group_scores("reward_std", rewards)
+        groups = int(keep.sum())
+        self.empty_in_a_row = 0 if groups else self.empty_in_a_row + 1
+        row: Row = {
+            "reward_std": float(stds.mean()),
+            "reward_std_max": float(stds.max()),
+            "zero_std_groups": int((scores.abs() <= 1e-10).sum()),
+            "groups": len(keep),
+            "groups_kept": groups,
+            "kept_ratio": groups / len(keep),
+            "reward_std_kept": float(stds[keep].mean()) if groups else 0.0,
+            "empty_steps_in_a_row": self.empty_in_a_row,
+        }
+        return Kept([episode for episode in episodes if keep[episode.group]], groups, row)
+
+    def _update(self, kept: Kept, row: Row) -> None:
+        """Make the batch, its targets, and all optimizer steps."""
+        config = self.config
+        batch = self._batch(kept.episodes)  # 3 a multiple of the mini-batch
+        order = length_stratified_order(batch.lengths)
+        values = self._timed(row, "seconds_values", lambda: self._values(batch))  # 4 critic
+        ref = self._timed(row, "seconds_reference", lambda: self._reference(batch))  # 5 reference
+        scale = filter_loss_scale(config.actor.filter_loss_scaling, kept.groups, config.env.env_groups)
+        targets = make_targets(batch, values, ref, config.algorithm, self.kl_control.coef, scale)  # 6 advantages
+        row |= self._batch_columns(batch, kept.episodes, targets)
+        meters = []
+        if self.critic is not None and self.critic_optimizer is not None:  # 7 critic, then policy
+            critic, optimizer = self.critic, self.critic_optimizer
+            meters.append(self._timed(row, "seconds_update_critic", lambda: update_critic(
+                critic, optimizer, batch, targets, order, config.critic)))  # fmt: skip
+        if config.trainer.critic_warmup <= self.step_index:
+            meter = self._timed(row, "seconds_update_actor", lambda: self._actor_update().run(batch, targets, order))
+            row["optimizer_steps"] = meter.optimizer_steps - meter.skipped
+            meters.append(meter)
+        for meter in meters:
+            row |= meter.means()
+        row["nonfinite_updates"] = sum(meter.skipped for meter in meters)
+        self._move_kl_control(row, batch, ref)
+
+    def _actor_update(self) -> ActorUpdate:
+        return ActorUpdate(
+            self.model, self.actor_optimizer, self.config.actor, self.config.rollout.temperature, self.reference,
+            self.head, SHARED_VALUE_WEIGHT, self.config.critic.cliprange_value,
+        )  # fmt: skip
+
+    def _batch(self, episodes: Sequence[Episode]) -> Batch:
+        """Kept episodes, with random ones copied up to a multiple of lcm(groups, mini-batch) (published)."""
+        multiple = math.lcm(self.config.env.env_groups, self.config.actor.ppo_mini_batch_size)
+        generator = torch.Generator().manual_seed(
+            int(stream(self.config.seed, "duplicates", self.step_index).integers(2**62))
+        )
+        index = adjust_copy(len(episodes), multiple, generator)
+        batch = collate([episodes[number] for number in index.tolist()])
+        return Batch(*(part.to(self.device) for part in batch))
+
+    def _values(self, batch: Batch) -> Tensor | None:
+        rows = self.config.rollout.log_prob_micro_batch_size_per_gpu
+        if self.critic is not None:
+            return at_trained_tokens(batch, rows, TokenFunction.values(self.critic.model, self.critic.score))
+        if self.head is not None:
+            return at_trained_tokens(batch, rows, TokenFunction.values(self.model.model, self.head))
+        return None
+
+    def _reference(self, batch: Batch) -> Tensor | None:
+        if self.reference is None:
+            return None
+        function = TokenFunction.logprobs(self.reference, self.config.rollout.temperature)
+        return at_trained_tokens(batch, self.config.rollout.ref_log_prob_micro_batch_size_per_gpu, function)
+
+    def _move_kl_control(self, row: Row, batch: Batch, ref: Tensor | None) -> None:
+        if not self.config.algorithm.use_kl_in_reward or ref is None:
+            return
+        row["kl_in_reward_coef"] = self.kl_control.coef
+        measured = masked_mean(kl_estimate(batch.logprobs, ref, self.config.algorithm.kl_penalty), batch.mask)
+        self.kl_control = self.kl_control.updated(float(measured), len(batch.lengths))
+
+    # ------------------------------------------------------------------ evaluation
+
+    def validate(self, row: Row, prefix: str = "") -> list[Evaluation]:
+        """Sampled validation on all validation rooms; columns `<prefix>val_...` of `row`."""
+        found = self._play_rooms("val", "sampled")
+        row[f"{prefix}val_success"] = found.success
+        row[f"{prefix}val_success_unseen"] = found.success_where(self.val_unseen)
+        row[f"{prefix}val_reward"] = found.score
+        row[f"{prefix}val_invalid_turns"] = found.invalid_turns
+        return [found]
+
+    def validate_base(self, row: Row) -> list[Evaluation]:
+        """Sampled and greedy validation before training."""
+        greedy = self._play_rooms("val", "greedy")
+        row["base_val_greedy_success"] = greedy.success
+        return [*self.validate(row, "base_"), greedy]
+
+    def close(self, row: Row) -> list[Evaluation]:
+        """What is measured once, at the end of a run: greedy validation, and the test rooms both ways."""
+        before = float(row.get("seconds_validation") or 0.0)
+        found = self._timed(row, "seconds_validation", lambda: self._close(row))
+        spent = row["seconds_validation"] - before
+        for name in ("seconds_step", "seconds_total"):
+            row[name] = float(row.get(name) or 0.0) + spent
+        self.seconds_total += spent
+        return found
+
+    def _close(self, row: Row) -> list[Evaluation]:
+        greedy = self._play_rooms("val", "greedy")
+        row["val_greedy_success"] = greedy.success
+        found = [greedy]
+        if self.test_rooms:
+            for mode, column in (("sampled", "test_success"), ("greedy", "test_greedy_success")):
+                found.append(self._play_rooms("test", mode))
+                row[column] = found[-1].success
+        return found
+
+    def _play_rooms(self, split: str, mode: str) -> Evaluation:
+        rooms, copies = (
+            (self.val_rooms, self.config.env.val_group_size) if split == "val" else (self.test_rooms, 1)
+        )
+        step = self.step_index - 1 if self._before_first_update() else self.step_index
+        purpose = "validation" if split == "val" else "test"
+        episodes = play(
+            rooms, copies, self.sampler, self.protocol, self.codec, self.rules,
+            self._sampling(self.config.rollout.val_temperature if mode == "sampled" else 0.0),
+            stream(self.config.seed, purpose, step),
+        )  # fmt: skip
+        return summarise(episodes, step, split, mode, number_classes([room.key for room in rooms]))
+
+    def _before_first_update(self) -> bool:
+        return self.step_index == 1 and self.totals["sampled_tokens"] == 0
+
+    def _validates(self) -> bool:
+        trainer = self.config.trainer
+        last = self.step_index == trainer.total_training_steps
+        return trainer.test_freq > 0 and (last or self.step_index % trainer.test_freq == 0)
+
+    # ------------------------------------------------------------------ accounts
+
+    def _batch_columns(self, batch: Batch, episodes: Sequence[Episode], targets: Targets) -> Row:
+        mask = batch.mask
+        row: Row = {
+            "batch_size": len(batch.lengths),
+            "trained_tokens": int(mask.sum()),
+            "entropy": sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes),
+        }
+        if targets.ref_logprobs is not None:
+            row["kl_to_reference"] = float(
+                masked_mean(kl_estimate(batch.logprobs, targets.ref_logprobs, "low_var_kl"), mask)
+            )
+        if self.config.algorithm.adv_estimator == "gae":
+            values, returns = targets.values[mask], targets.returns[mask]
+            row["value_mean"] = float(values.mean())
+            spread = float(returns.var())
+            row["explained_variance"] = 1 - float((returns - values).var()) / spread if spread > 0 else None
+        return row
+
+    def _count(self, row: Row, episodes: Sequence[Episode]) -> None:
+        """Budgets of the step and so far: a filter changes them, and a comparison must show it."""
+        row["env_steps"] = sum(episode.actions for episode in episodes)
+        row["sampled_tokens"] = sum(episode.response_tokens for episode in episodes)
+        for name in ("optimizer_steps", "trained_tokens"):
+            row.setdefault(name, 0)
+        for name in TOTALS:
+            self.totals[name] += int(row[name] or 0)
+            row[f"total_{name}"] = self.totals[name]
+        row["tokens_per_second"] = row["sampled_tokens"] / row["seconds_rollout"]
+
+    def _timed(self, row: Row, name: str, work: Callable[[], T]) -> T:
+        """Do `work` and add its seconds to a column."""
+        started = time.perf_counter()
+        result = work()
+        row[name] = float(row.get(name) or 0.0) + time.perf_counter() - started
+        return result
+
+    # ------------------------------------------------------------------ state
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """All that the next step depends on: tensors by name, and JSON values. The reference is the base model."""
+        tensors: dict[str, Tensor] = {}
+        for name, part in self._parts().items():
+            for key, value in _flat_state(part).items():
+                tensors[f"{name}/{key}"] = value
+        return tensors, {
+            "step": self.step_index,
+            "empty_in_a_row": self.empty_in_a_row,
+            "seconds_total": self.seconds_total,
+            "totals": self.totals,
+            "kl_coef": self.kl_control.coef,
+        }
+
+    def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+        """Continue from what `state` gave."""
+        for name, part in self._parts().items():
+            mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
+            _load_flat_state(part, mine)
+        self.step_index = int(values["step"])
+        self.empty_in_a_row = int(values["empty_in_a_row"])
+        self.seconds_total = float(values["seconds_total"])
+        self.totals = {name: int(values["totals"][name]) for name in TOTALS}
+        self.kl_control = replace(self.kl_control, coef=float(values["kl_coef"]))
+
+    def _parts(self) -> dict[str, nn.Module | torch.optim.Optimizer]:
+        parts: dict[str, nn.Module | torch.optim.Optimizer | None] = {
+            "actor": self.model,
+            "critic": self.critic,
+            "head": self.head,
+            "actor_optimizer": self.actor_optimizer,
+            "critic_optimizer": self.critic_optimizer,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def pick_device(wanted: str) -> torch.device:
+    """The device of a run: `auto` is the GPU that is visible, else the processor."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(wanted)
+
+
+def collected_columns(episodes: Sequence[Episode], group_size: int) -> Row:
+    """Columns about all episodes of a step, before the filter; groups are consecutive."""
+    count, turns = len(episodes), sum(len(episode.texts) for episode in episodes)
+    solved = _by_group([float(episode.solved) for episode in episodes], group_size)
+    return {
+        "train_success": float(solved.mean()),
+        "train_pass_at_group": float((solved.sum(1) > 0).float().mean()),
+        "train_reward": sum(episode.score for episode in episodes) / count,
+        "train_actions": sum(episode.actions for episode in episodes) / count,
+        "train_invalid_turns": sum(episode.invalid_turns for episode in episodes) / turns,
+        "train_response_tokens": sum(episode.response_tokens for episode in episodes) / count,
+    }
+
+
+def _by_group(numbers: Sequence[float], group_size: int) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float32).view(-1, group_size)
+
+
+def _frozen_copy(model: Qwen2) -> Qwen2:
+    copy = Qwen2(model.shape).to(next(model.parameters()).device)
+    copy.load_state_dict(model.state_dict())
+    return copy.requires_grad_(False)
+
+
+def _adamw(groups: Sequence[tuple[nn.Module, float]], settings: OptimConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        [{"params": list(module.parameters()), "lr": lr} for module, lr in groups],
+        betas=settings.betas, weight_decay=settings.weight_decay,
+    )  # fmt: skip
+
+
+def _flat_state(part: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Tensors of a module, or of an optimizer by parameter number and moment."""
+    if isinstance(part, nn.Module):
+        # A tied head is the embedding under a second name: stored once.
+        return {name: value for name, value in part.state_dict().items() if not _is_tied(part, name)}
+    state = part.state_dict()["state"]
+    return {f"{number}/{name}": value for number, moments in state.items() for name, value in moments.items()}
+
+
+def _load_flat_state(part: nn.Module | torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    if isinstance(part, nn.Module):
+        part.load_state_dict(tensors, strict=not any(_is_tied(part, name) for name in part.state_dict()))
+        return
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        number, name = key.split("/")
+        state.setdefault(int(number), {})[name] = value
+    part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
+
+
+def _is_tied(part: nn.Module, name: str) -> bool:
+    return name == "lm_head.weight" and isinstance(part, Qwen2) and part.shape.tie_word_embeddings
