@@ -1,0 +1,40 @@
+# Every target works on a fresh clone: the environment is made on first use.
+PYTHON ?= python3.11
+TORCH ?= torch==2.13.0
+BIN := .venv/bin
+
+.PHONY: setup kl entropy top-p test test-all check format bench clean
+
+setup: .venv/ready
+
+# torch first and pinned: a range would bring the newest build, with gigabytes for GPUs that may not be there.
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+kl entropy top-p: setup
+	$(BIN)/python -m tune_study run $@
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: check
+	$(BIN)/python -m pytest
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
