@@ -4,16 +4,12 @@ Run, with the project installed: python benchmarks/environment.py
 """
 
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
+from machine import describe
 
 from trainable.sokoban.board import step
 from trainable.sokoban.generate import Room, generate_rooms
@@ -47,24 +43,6 @@ def play(rooms: Sequence[Room]) -> None:
             cells = step(cells, action).cells
 
 
-def cpu_model() -> str:
-    """The processor's name, as far as the system tells it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def git_commit() -> str | None:
-    """The commit this file belongs to, or None outside a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def measure() -> dict[str, object]:
     """Run all three measurements and name the machine."""
     rooms = generate_rooms(range(123, 123 + BATCH))
@@ -75,11 +53,7 @@ def measure() -> dict[str, object]:
         "rooms_per_cpu_second": rate(lambda: generate_rooms(range(20_000, 20_000 + ROOMS)), ROOMS),
         "solver_tables_per_cpu_second": rate(lambda: [distance_table(room.cells) for room in rooms], BATCH),
         "repetitions": REPETITIONS,
-        "cpu_model": cpu_model(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "git_commit": git_commit(),
+        **describe(),
     }
 
 

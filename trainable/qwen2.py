@@ -58,15 +58,16 @@ class Qwen2Shape:
 
 
 class KVCache:
-    """Keys and values of every layer, `(rows, kv_heads, slots, head_dim)`; all rows write the same slots.
+    """Keys and values of every layer, `(rows, kv_heads, slots, head_dim)`; rows that grow together share slots.
 
     A slot may be a filler for a row; `bias` (rows, slots) is 0 where the row has a token and -inf where it does not.
     """
 
     def __init__(self, shape: Qwen2Shape, rows: int, slots: int, like: Tensor) -> None:
         size = (rows, shape.num_key_value_heads, slots, shape.head_dim)
-        self.keys = [like.new_empty(size) for _ in range(shape.num_hidden_layers)]
-        self.values = [like.new_empty(size) for _ in range(shape.num_hidden_layers)]
+        # Zeros, since memory never written may hold a NaN, which no bias hides.
+        self.keys = [like.new_zeros(size) for _ in range(shape.num_hidden_layers)]
+        self.values = [like.new_zeros(size) for _ in range(shape.num_hidden_layers)]
         self.bias = like.new_full((rows, slots), -torch.inf)
         self.used = 0
 
@@ -80,19 +81,26 @@ class KVCache:
             self.bias = F.pad(self.bias, (0, grow), value=-torch.inf)
 
     def select(self, rows: Tensor) -> None:
-        """Keep `rows` (indices, repeats allowed), in that order."""
-        used = self.used
-        self.keys = [_selected(keys, rows, used) for keys in self.keys]
-        self.values = [_selected(values, rows, used) for values in self.values]
-        bias = self.bias.new_full((len(rows), self.bias.shape[1]), -torch.inf)
-        bias[:, :used] = self.bias[rows, :used]
-        self.bias = bias
+        """Keep `rows` (indices, repeats allowed) in that order."""
+        self.keys = [keys.index_select(0, rows) for keys in self.keys]
+        self.values = [values.index_select(0, rows) for values in self.values]
+        self.bias = self.bias.index_select(0, rows)
+
+    def pack(self) -> None:
+        """Move each row's tokens into its first slots, so that fillers cost no attention."""
+        filler = self.bias != 0
+        slots = torch.argsort(filler, dim=1, stable=True)
+        self.keys = [_gathered(keys, slots) for keys in self.keys]
+        self.values = [_gathered(values, slots) for values in self.values]
+        self.bias = self.bias.gather(1, slots)
+        self.used = int((~filler).sum(1).max())
 
 
-def _selected(store: Tensor, rows: Tensor, used: int) -> Tensor:
-    out = store.new_empty((len(rows), *store.shape[1:]))
-    out[:, :, :used] = store[rows, :, :used]
-    return out
+def _gathered(store: Tensor, slots: Tensor) -> Tensor:
+    """`store` (rows, kv_heads, slots, D) with each row's slots in the order `slots` (rows, slots)."""
+    rows, heads, length, size = store.shape
+    first = torch.arange(rows * heads, device=store.device).view(rows, heads, 1) * length
+    return store.view(-1, size).index_select(0, (first + slots[:, None]).flatten()).view(store.shape)
 
 
 class RMSNorm(nn.Module):
@@ -155,15 +163,16 @@ class Attention(nn.Module):
         batch, new, _ = x.shape
         q, k, v = self.project(x, cos, sin)
         end = cache.used + new
-        cache.keys[layer][:, :, cache.used : end] = k
-        cache.values[layer][:, :, cache.used : end] = v
+        keys, values = cache.keys[layer][:batch], cache.values[layer][:batch]
+        keys[:, :, cache.used : end] = k
+        values[:, :, cache.used : end] = v
         groups = self.heads // self.kv_heads
         # Queries of the heads that share a key head become rows of one product: no key is copied.
         folded = q.reshape(batch, self.kv_heads, groups * new, self.head_dim)
-        scores = folded @ cache.keys[layer][:, :, :end].transpose(-1, -2) * self.head_dim**-0.5
+        scores = folded @ keys[:, :, :end].transpose(-1, -2) * self.head_dim**-0.5
         scores = scores.view(batch, self.kv_heads, groups, new, end) + bias[:, None, None]
         weights = scores.softmax(-1).view(batch, self.kv_heads, groups * new, end)
-        mixed = (weights @ cache.values[layer][:, :, :end]).view(batch, self.heads, new, self.head_dim)
+        mixed = (weights @ values[:, :, :end]).view(batch, self.heads, new, self.head_dim)
         return mixed.transpose(1, 2).reshape(batch, new, -1)
 
 
@@ -224,15 +233,16 @@ class Trunk(nn.Module):
         return self.norm(x)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
-        """Append tokens to every row of the cache; hidden state of the last one.
+        """Append tokens to the cache's first B rows; hidden state of the last one.
 
-        tokens, positions, valid: (B, q); fillers (valid False) stand on the left. Returns (B, hidden).
+        tokens, positions, valid: (B, q); fillers (valid False) stand on the left. Returns (B, hidden). Rows beyond the
+        first B get a filler.
         """
-        new = tokens.shape[1]
+        batch, new = tokens.shape
         cache.reserve(new)
         end = cache.used + new
-        cache.bias[:, cache.used : end] = torch.where(valid, 0.0, -torch.inf)
-        bias = cache.bias[:, None, :end]
+        cache.bias[:batch, cache.used : end] = torch.where(valid, 0.0, -torch.inf)
+        bias = cache.bias[:batch, None, :end]
         if new > 1:
             # The finite floor keeps a filler's own row of scores from being all -inf, which softmax turns into NaN.
             later = torch.full((new, new), -torch.inf).triu(1)

@@ -1,6 +1,7 @@
 """Sampling in plain torch: each prompt prefilled once for its group, the key-value cache kept across turns."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -8,6 +9,8 @@ from torch import Tensor
 
 from trainable.qwen2 import KVCache, Qwen2
 from trainable.rollout.sampler import Conversation, Sampled, SamplingParams
+
+CROWDED = 0.5  # share of talking rows below which they are moved together; moving copies the cache
 
 
 class TorchSampler:
@@ -23,8 +26,18 @@ class TorchSampler:
         return TorchConversation(self.model, prompts, copies, params, uniforms)
 
 
+class _Turn(NamedTuple):
+    """A turn while it is sampled, by place in the cache: draws, tokens and their numbers (rows, steps), lengths (rows,)."""
+
+    uniforms: Tensor
+    ids: Tensor
+    logprobs: Tensor
+    entropies: Tensor
+    counts: Tensor
+
+
 class TorchConversation:
-    """Rows in one cache, in lock-step; all write the same slots and a bias hides a row's fillers from it."""
+    """Rows in one cache, in lock-step. Rows that are still talking stand first, so that finished ones cost nothing."""
 
     def __init__(
         self, model: Qwen2, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams,
@@ -33,39 +46,37 @@ class TorchConversation:
         self.model, self.params = model, params
         self.device = model.lm_head.weight.device
         self.uniforms = uniforms.spawn(len(prompts) * copies)
-        self.rows = list(range(len(prompts) * copies))
+        self.rows = list(range(len(prompts) * copies))  # the conversation's row at each place of the cache
+        self.pending: list[int | None] = [None] * len(self.rows)  # a reply's last token, not in the cache yet
         longest = max(len(prompt) for prompt in prompts)
         self.cache = KVCache(model.shape, len(prompts), longest + 4 * params.max_new_tokens, model.lm_head.weight)
         self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=self.device)
         with torch.inference_mode():
             self.hidden = self._extend(prompts)
-            spread = torch.arange(len(prompts), device=self.device).repeat_interleave(copies)
-            self.cache.select(spread)
-            self.hidden, self.lengths = self.hidden[spread], self.lengths[spread]
-        self.pending: list[int | None] = [None] * len(self.rows)
+            self._place(torch.arange(len(prompts), device=self.device).repeat_interleave(copies))
 
     def reply(self, rows: Sequence[int], given: Sequence[Sequence[int]]) -> list[Sampled]:
         """Give `rows` new tokens and sample a reply of each (see `Conversation.reply`)."""
+        new = dict(zip(rows, given, strict=True))
         with torch.inference_mode():
-            self._keep(rows)
-            chunks = [
-                [*([] if last is None else [last]), *new] for last, new in zip(self.pending, given, strict=True)
-            ]
-            if any(chunks):
+            if any(last is not None for last in self.pending):
+                self._reorder([place for place, row in enumerate(self.rows) if row in new])
+                self.cache.pack()
+                chunks = [[last, *new[row]] for row, last in zip(self.rows, self.pending, strict=True)]
                 self.hidden = self._extend(chunks)
-            return self._sample()
+            replies = self._sample()
+        return [replies[row] for row in rows]
 
-    def _keep(self, rows: Sequence[int]) -> None:
-        """Drop the rows that are finished."""
-        if list(rows) == self.rows:
-            return
-        places = {row: place for place, row in enumerate(self.rows)}
-        chosen = [places[row] for row in rows]
-        index = torch.tensor(chosen, device=self.device)
-        self.cache.select(index)
-        self.hidden, self.lengths = self.hidden[index], self.lengths[index]
-        self.pending = [self.pending[place] for place in chosen]
-        self.rows = list(rows)
+    def _place(self, places: Tensor) -> None:
+        """Fill the places with the rows that stand at `places` now; lengths and hidden states move along."""
+        self.cache.select(places)
+        self.hidden, self.lengths = self.hidden[places], self.lengths[places]
+
+    def _reorder(self, places: Sequence[int]) -> None:
+        """Keep the rows at `places`, in that order."""
+        self._place(torch.tensor(places, device=self.device))
+        self.rows = [self.rows[place] for place in places]
+        self.pending = [self.pending[place] for place in places]
 
     def _extend(self, chunks: Sequence[Sequence[int]]) -> Tensor:
         """Append a chunk to every row, right-aligned; hidden state of the last token (rows, hidden)."""
@@ -81,35 +92,63 @@ class TorchConversation:
         self.lengths = self.lengths + counts
         return hidden
 
-    def _sample(self) -> list[Sampled]:
-        """Draw tokens in lock-step until every row has its stop token or its length."""
-        params, count = self.params, len(self.rows)
-        draws = np.stack([self.uniforms[row].random(params.max_new_tokens, dtype=np.float32) for row in self.rows])
-        uniforms = torch.from_numpy(draws).to(self.device)
-        live = torch.ones(count, dtype=torch.bool, device=self.device)
-        ids, logprobs, entropies, lives = [], [], [], []
-        for number in range(params.max_new_tokens):
-            drawn = draw(self.model.lm_head(self.hidden), params.temperature, uniforms[:, number])
-            for store, column in zip((ids, logprobs, entropies), drawn, strict=True):
-                store.append(column)
-            lives.append(live)
-            live = live & (drawn[0] != params.stop_token)
-            if number + 1 == params.max_new_tokens or not bool(live.any()):
+    def _sample(self) -> dict[int, Sampled]:
+        """Draw tokens in lock-step until every row has its stop token or its length; replies by row."""
+        turn, live = self._open_turn(), torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
+        for number in range(self.params.max_new_tokens):
+            active = len(live)  # places 0 .. active - 1 hold every row that is still talking
+            drawn = draw(
+                self.model.lm_head(self.hidden[:active]), self.params.temperature, turn.uniforms[:active, number]
+            )
+            for store, column in zip((turn.ids, turn.logprobs, turn.entropies), drawn, strict=True):
+                store[:active, number] = column
+            turn.counts[:active] += live
+            tokens, live = drawn[0], live & (drawn[0] != self.params.stop_token)
+            left = int(live.sum())
+            if number + 1 == self.params.max_new_tokens or left == 0:
                 break
-            self.hidden = self.model.model.extend(drawn[0][:, None], self.lengths[:, None], live[:, None], self.cache)
-            self.lengths = self.lengths + live.long()
-        return self._collect(*(torch.stack(store, 1).cpu().numpy() for store in (ids, logprobs, entropies, lives)))
+            if left < CROWDED * active:
+                turn, tokens, live = self._bring_forward(turn, tokens, live)
+            self._append(tokens, live)
+        return self._collect(turn)
 
-    def _collect(
-        self, ids: np.ndarray, logprobs: np.ndarray, entropies: np.ndarray, lives: np.ndarray
-    ) -> list[Sampled]:
-        """Cut each row (rows, steps) to its reply; its last token is still to be appended to the cache."""
-        replies = []
-        for row, length in enumerate(lives.sum(1)):
-            reply = ids[row, :length]
-            self.pending[row] = int(reply[-1])
-            finished = self.pending[row] == self.params.stop_token
-            replies.append(Sampled(reply, logprobs[row, :length], entropies[row, :length], finished))
+    def _open_turn(self) -> _Turn:
+        rows, steps = len(self.rows), self.params.max_new_tokens
+        draws = np.stack([self.uniforms[row].random(steps, dtype=np.float32) for row in self.rows])
+        floats = torch.zeros((2, rows, steps), device=self.device)
+        return _Turn(
+            uniforms=torch.from_numpy(draws).to(self.device),
+            ids=torch.zeros((rows, steps), dtype=torch.long, device=self.device),
+            logprobs=floats[0],
+            entropies=floats[1],
+            counts=torch.zeros(rows, dtype=torch.long, device=self.device),
+        )
+
+    def _bring_forward(self, turn: _Turn, tokens: Tensor, live: Tensor) -> tuple[_Turn, Tensor, Tensor]:
+        """Move the rows that are still talking to the first places; tokens and live are cut to them."""
+        finished = torch.cat((~live, live.new_ones(len(self.rows) - len(live))))
+        places = torch.argsort(finished, stable=True)
+        self._reorder(places.tolist())
+        return _Turn(*(part[places] for part in turn)), tokens[live], live[live]
+
+    def _append(self, tokens: Tensor, live: Tensor) -> None:
+        """Append one token to each row at the first places; a finished row among them gets a filler."""
+        active = len(live)
+        self.hidden[:active] = self.model.model.extend(
+            tokens[:, None], self.lengths[:active, None], live[:, None], self.cache
+        )
+        self.lengths[:active] += live
+
+    def _collect(self, turn: _Turn) -> dict[int, Sampled]:
+        """Cut each row to its reply; its last token is still to be appended to the cache."""
+        ids, logprobs, entropies = (part.cpu().numpy() for part in (turn.ids, turn.logprobs, turn.entropies))
+        replies = {}
+        for place, length in enumerate(turn.counts.tolist()):
+            last = self.pending[place] = int(ids[place, length - 1])
+            replies[self.rows[place]] = Sampled(
+                ids[place, :length], logprobs[place, :length], entropies[place, :length],
+                last == self.params.stop_token,
+            )  # fmt: skip
         return replies
 
 

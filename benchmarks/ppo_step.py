@@ -1,0 +1,65 @@
+"""CPU seconds of one PPO step by variant, each phase apart, as one JSON object.
+
+Variants take turns, step by step, on the same rooms, so that a drifting machine moves all of them alike.
+Run: python benchmarks/ppo_step.py
+"""
+
+import json
+import statistics
+
+import torch
+from machine import describe
+
+from search_spaces.kl import STUDY
+from search_spaces.presets import PRESETS
+from trainable.config import RunConfig, with_overrides
+from trainable.trainer import PPOTrainer
+
+STEPS = 8
+PHASES = ("rollout", "values", "reference", "update_critic", "update_actor")
+VARIANTS: dict[str, dict[str, object]] = {
+    "separate critic": {},
+    "separate critic, KL 0.1": {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
+    "shared trunk": {"critic.shared_trunk": True},
+    "shared trunk, KL 0.1": {"critic.shared_trunk": True, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
+    "GRPO": {"algorithm.adv_estimator": "grpo"},
+}
+
+
+def make_trainer(changes: dict[str, object]) -> PPOTrainer:
+    """The laptop preset's KL study at coefficient 0, changed."""
+    fixed = {"trainer.val_before_train": False, "trainer.test_freq": -1, "trainer.total_training_steps": STEPS + 1}
+    settings = {**PRESETS["laptop"], **STUDY.fixed, "actor.kl_loss_coef": 0, **fixed, **changes}
+    # A learning rate of almost 0 keeps every variant on the same policy, and so on the same lengths.
+    return PPOTrainer(with_overrides(RunConfig(), {**settings, "actor.lr": 1e-12, "critic.lr": 1e-12}))
+
+
+def main() -> None:
+    """Median CPU seconds a step, and per 1,000 trained tokens, after one step not counted."""
+    torch.set_num_threads(1)
+    trainers = {name: make_trainer(changes) for name, changes in VARIANTS.items()}
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
+    for step in range(STEPS + 1):
+        for name, trainer in trainers.items():
+            row, _ = trainer.step()
+            if step:
+                rows[name].append(row)
+    result = {}
+    for name, found in rows.items():
+        result[name] = {
+            "cpu_seconds_step": round(statistics.median(row["cpu_seconds_step"] for row in found), 3),
+            "cpu_seconds_per_1000_trained_tokens": round(
+                statistics.median(1000 * row["cpu_seconds_step"] / row["trained_tokens"] for row in found), 4
+            ),
+            "wall_seconds": {
+                phase: round(statistics.median(row.get(f"seconds_{phase}") or 0.0 for row in found), 3)
+                for phase in PHASES
+            },
+        }
+    tokens = statistics.median(row["trained_tokens"] for row in rows["separate critic"])
+    print(json.dumps({"benchmark": "ppo_step", "trained_tokens_a_step": tokens, "steps": STEPS,
+                      "variants": result, **describe()}, indent=1))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
