@@ -1,0 +1,45 @@
+"""Share of a sweep's wall time that no trial spends in a training step, as one JSON object.
+
+Runs the laptop KL sweep (minutes) by its command and reads its rows: with n trials at a time, the floor is the sum of
+all steps' seconds over n. What is above it is starting and stopping Ray, trials and their imports, waiting for the
+last wave, tables and report. Run: python benchmarks/sweep_overhead.py
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+from machine import describe
+
+import analysis
+
+
+def main() -> None:
+    """Run the sweep once and compare its wall time with its steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "tune_study", "run", "kl", "--preset", "laptop", "--output", folder]
+        started = time.perf_counter()
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        wall = time.perf_counter() - started
+        frames = analysis.load(folder)
+    at_once = min(os.cpu_count() or 1, len(frames.trials))
+    in_steps = float(frames.steps["seconds_step"].sum()) / at_once
+    print(json.dumps({
+        "benchmark": "sweep_overhead",
+        "arms": len(frames.trials),
+        "steps": len(frames.steps),
+        "trials_at_once": at_once,
+        "wall_seconds": round(wall, 1),
+        "wall_seconds_in_steps": round(in_steps, 1),
+        "cpu_seconds_in_steps": round(float(frames.steps["cpu_seconds_step"].sum()), 1),
+        "share_not_in_steps": round(1 - in_steps / wall, 3),
+        "statuses": frames.trials["status"].value_counts().to_dict(),
+        **describe(),
+    }, indent=1))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Seconds per 1,000 trained tokens of one GRPO batch: ours beside TRL's, at the same shapes, as one JSON object.
+
+One batch: 8 prompts of exactly 100 tokens x 16 completions of exactly 45, generated, then 4 optimizer steps of 32 rows;
+18,560 tokens pass through the model in training. Both use sokoban-tiny in float32 on one thread, no KL. TRL keeps its
+defaults elsewhere but for gradient checkpointing and bf16, which are slower here. Token shapes are asserted.
+Run, with the extra `bench` installed: python benchmarks/trl_grpo.py
+"""
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import numpy as np
+import torch
+from datasets import Dataset
+from machine import describe
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from trainable.algo.advantages import grpo
+from trainable.batch import Batch
+from trainable.config import ActorConfig
+from trainable.policy import find_model, load_policy
+from trainable.rollout.sampler import SamplingParams
+from trainable.rollout.torch_sampler import TorchSampler
+from trainable.seeds import stream
+from trainable.update import ActorUpdate, Targets
+
+PROMPTS, COPIES, PROMPT, COMPLETION, MINI = 8, 16, 100, 45, 32
+ROWS = PROMPTS * COPIES
+TOKENS = ROWS * (PROMPT + COMPLETION)
+BATCHES = 6
+NEVER = -1  # a stop token that no vocabulary has: every completion has its full length
+
+
+def prompt_texts(count: int) -> list[str]:
+    """Texts of exactly PROMPT tokens: two cells of a room are one token."""
+    rng = np.random.default_rng(0)
+    return ["".join(rng.choice(["##", "#_", "_#", "__"], PROMPT)) for _ in range(count)]
+
+
+def ours(encode: Sequence[list[int]]) -> list[float]:
+    """CPU seconds of each batch with our sampler and update."""
+    policy = load_policy("sokoban-tiny", torch.device("cpu"))
+    sampler = TorchSampler(policy.model)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-6)
+    settings = ActorConfig(ppo_mini_batch_size=MINI, ppo_micro_batch_size_per_gpu=MINI)
+    update = ActorUpdate(policy.model, optimizer, settings, 1.0)
+    seconds = []
+    for number in range(BATCHES + 1):
+        prompts = list(encode[number * PROMPTS : (number + 1) * PROMPTS])
+        started = time.process_time()
+        params = SamplingParams(1.0, COMPLETION, NEVER)
+        talk = sampler.converse(prompts, COPIES, params, stream(0, "sampling", number))
+        replies = talk.reply(range(ROWS), [[] for _ in range(ROWS)])
+        assert all(len(reply.ids) == COMPLETION for reply in replies)
+        batch = to_batch(prompts, replies)
+        advantages = grpo(batch.scores, batch.group_ids, batch.mask, norm_by_std=True)
+        zeros = torch.zeros_like(advantages)
+        update.run(batch, Targets(advantages, zeros, zeros, None), torch.arange(ROWS))
+        seconds.append(time.process_time() - started)
+    return seconds[1:]
+
+
+def to_batch(prompts: Sequence[list[int]], replies: Sequence) -> Batch:  # type: ignore[type-arg]
+    """Prompts and replies as a batch with random scores."""
+    tokens = np.stack([[*prompts[row // COPIES], *reply.ids] for row, reply in enumerate(replies)])
+    mask = np.zeros(tokens.shape, dtype=bool)
+    mask[:, PROMPT:] = True
+    logprobs = np.zeros(tokens.shape, dtype=np.float32)
+    logprobs[:, PROMPT:] = np.stack([reply.logprobs for reply in replies])
+    rows = torch.arange(ROWS)
+    return Batch(
+        torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(logprobs),
+        torch.zeros(tokens.shape, dtype=torch.long), torch.zeros(tokens.shape), rows // COPIES,
+        (rows * 7919 % 13).float(), torch.full((ROWS,), tokens.shape[1]),
+    )  # fmt: skip
+
+
+class StepClock(TrainerCallback):
+    """CPU time at the end of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.times = [time.process_time()]
+
+    def on_step_end(self, *_: object, **__: object) -> None:
+        """Note the time."""
+        self.times.append(time.process_time())
+
+
+def trl(texts: list[str]) -> list[float]:
+    """CPU seconds of each batch with TRL's GRPOTrainer."""
+    lengths: set[int] = set()
+
+    def reward(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+        lengths.update(len(ids) for ids in completion_ids)
+        return [float(row * 7919 % 13) for row in range(len(completions))]
+
+    steps = ROWS // MINI
+    config = GRPOConfig(
+        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
+        per_device_train_batch_size=MINI, gradient_accumulation_steps=1, num_generations=COPIES,
+        steps_per_generation=steps, max_completion_length=COMPLETION, temperature=1.0, beta=0.0, learning_rate=1e-6,
+        max_steps=steps * (BATCHES + 1), generation_kwargs={"min_new_tokens": COMPLETION, "top_k": 0},
+        report_to="none", save_strategy="no", logging_steps=10_000, disable_tqdm=True, shuffle_dataset=False,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny"), dtype=torch.float32)
+    clock = StepClock()
+    trainer = GRPOTrainer(
+        model=model, reward_funcs=reward, args=config, train_dataset=Dataset.from_dict({"prompt": texts}),
+        processing_class=AutoTokenizer.from_pretrained(find_model("sokoban-tiny"), padding_side="left"),
+        callbacks=[clock],
+    )  # fmt: skip
+    clock.times = [time.process_time()]
+    trainer.train()
+    assert lengths == {COMPLETION}, lengths
+    ends = clock.times[::steps]
+    return [after - before for before, after in zip(ends[1:], ends[2:], strict=False)]
+
+
+def main() -> None:
+    """Run both in turn, and compare medians."""
+    torch.set_num_threads(1)
+    texts = prompt_texts(PROMPTS * (BATCHES + 1))
+    tokenizer = AutoTokenizer.from_pretrained(find_model("sokoban-tiny"))
+    encoded = [tokenizer(text)["input_ids"] for text in texts]
+    assert {len(ids) for ids in encoded} == {PROMPT}
+    mine, theirs, again = ours(encoded), trl(texts), ours(encoded)
+    per_thousand = {
+        "ours": round(statistics.median([*mine, *again]) / TOKENS * 1000, 4),
+        "trl": round(statistics.median(theirs) / TOKENS * 1000, 4),
+    }
+    print(json.dumps({
+        "benchmark": "trl_grpo", "tokens_a_batch": TOKENS, "batches": BATCHES, "trl_version": version("trl"),
+        "cpu_seconds_per_1000_trained_tokens": per_thousand,
+        "ratio": round(per_thousand["trl"] / per_thousand["ours"], 2), **describe(),
+    }, indent=1))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
