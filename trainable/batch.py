@@ -69,7 +69,7 @@ def turn_end_rewards(episode: Episode) -> np.ndarray:
 
 def last_token_scores(batch: Batch) -> Tensor:
     """The episode's whole score at its last sampled token, (B, T): the published placement."""
-    steps = torch.arange(batch.mask.shape[1]).expand_as(batch.mask)
+    steps = torch.arange(batch.mask.shape[1], device=batch.mask.device).expand_as(batch.mask)
     last = torch.where(batch.mask, steps, -1).max(dim=1).values
     return torch.where(steps == last[:, None], batch.scores[:, None], 0.0)
 

@@ -26,18 +26,18 @@ class CheckpointError(RuntimeError):
 def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
     """Write a checkpoint at `folder`, replacing one that is there only after the new one is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.with_name(f".{folder.name}.writing-{os.getpid()}")
-    shutil.rmtree(beside, ignore_errors=True)
+    beside = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(beside, ignore_errors=True)  # left by a process that died while it wrote
     beside.mkdir()
     save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, beside / TENSORS)
     (beside / VALUES).write_text(json.dumps(values, sort_keys=True), encoding="utf-8")
     sums = {name: _sha256(beside / name) for name in (TENSORS, VALUES)}
     (beside / SUMS).write_text(json.dumps(sums), encoding="utf-8")
-    for name in (TENSORS, VALUES, SUMS):
-        _flush(beside / name)
+    for path in (beside / TENSORS, beside / VALUES, beside / SUMS, beside):
+        _flush(path)
     old = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     beside.rename(folder)
     _flush(folder.parent)
@@ -53,13 +53,21 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     old = folder.with_name(f".{folder.name}.old")
     source = old if not folder.exists() and old.exists() else folder
     try:
-        sums = json.loads((source / SUMS).read_text(encoding="utf-8"))
+        sums = _read_sums(source / SUMS)
         for name in (TENSORS, VALUES):
             if _sha256(source / name) != sums[name]:
                 raise CheckpointError(f"{source / name} is damaged: its checksum is not the one written with it.")
         return load_file(source / TENSORS), json.loads((source / VALUES).read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{source} is not a whole checkpoint: {error}.") from error
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    try:
+        sums: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+        return {name: sums[name] for name in (TENSORS, VALUES)}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}.") from error
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -68,7 +76,8 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:

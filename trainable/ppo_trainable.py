@@ -49,6 +49,13 @@ class PPOTrainable(tune.Trainable):
                 # A run is a function of its settings and seed: starting over gives the same rows again.
                 print(f"{self.identity['run_id']} starts over: {error}")
         self.rows = [row for row in self.rows if row["step"] <= self.trainer.step_index]
+        # The process may have died after the last row and before anybody recorded that the run had ended.
+        self.finished = self._ends_with(self.rows)
+
+    def _ends_with(self, rows: list[dict[str, Any]]) -> bool:
+        """Whether the last of `rows` is the run's last: all steps are trained, or a stop rule fires."""
+        total = self.settings.trainer.total_training_steps
+        return bool(rows) and (rows[-1]["step"] == total or decide(rows, self.settings.early_stop) is not None)
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Serve another run in this process: everything is built anew."""
@@ -62,7 +69,7 @@ class PPOTrainable(tune.Trainable):
         found, evaluations = self.trainer.step()
         row = {**empty_row(), **self.identity, "step": self.trainer.step_index, **found}
         last = self.trainer.step_index == self.settings.trainer.total_training_steps
-        if last or decide([*self.rows, row], self.settings.early_stop):
+        if self._ends_with([*self.rows, row]):
             evaluations += self.trainer.close(row)
         for evaluation in evaluations:
             append_line(self.run_dir / ROOMS, evaluation.line())

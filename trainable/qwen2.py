@@ -245,7 +245,7 @@ class Trunk(nn.Module):
         bias = cache.bias[:batch, None, :end]
         if new > 1:
             # The finite floor keeps a filler's own row of scores from being all -inf, which softmax turns into NaN.
-            later = torch.full((new, new), -torch.inf).triu(1)
+            later = torch.full((new, new), -torch.inf, device=tokens.device).triu(1)
             bias = (bias + F.pad(later, (cache.used, 0))).clamp_min(-1e30)
         x = self.embed_tokens(tokens)
         cos, sin = rotary(positions, self.shape)

@@ -110,11 +110,11 @@ class PPOTrainer:
     def step(self) -> tuple[Row, list[Evaluation]]:
         """Train once. The row holds every column that this step has a number for."""
         started, cpu = time.perf_counter(), time.process_time()
-        self.step_index += 1
         row: Row = {}
         evaluations: list[Evaluation] = []
-        if self.step_index == 1 and self.config.trainer.val_before_train:  # 0 validate the base policy
+        if self.step_index == 0 and self.config.trainer.val_before_train:  # 0 validate the base policy
             evaluations += self._timed(row, "seconds_validation", lambda: self.validate_base(row))
+        self.step_index += 1
         episodes = self._timed(row, "seconds_rollout", self._collect)  # 1 roll out P x G episodes
         row |= collected_columns(episodes, self.config.env.group_size)
         kept = self._filter(episodes)  # 2 drop groups of little spread
@@ -271,17 +271,13 @@ class PPOTrainer:
         rooms, copies = (
             (self.val_rooms, self.config.env.val_group_size) if split == "val" else (self.test_rooms, 1)
         )
-        step = self.step_index - 1 if self._before_first_update() else self.step_index
         purpose = "validation" if split == "val" else "test"
         episodes = play(
             rooms, copies, self.sampler, self.protocol, self.codec, self.rules,
             self._sampling(self.config.rollout.val_temperature if mode == "sampled" else 0.0),
-            stream(self.config.seed, purpose, step),
+            stream(self.config.seed, purpose, self.step_index),
         )  # fmt: skip
-        return summarise(episodes, step, split, mode, number_classes([room.key for room in rooms]))
-
-    def _before_first_update(self) -> bool:
-        return self.step_index == 1 and self.totals["sampled_tokens"] == 0
+        return summarise(episodes, self.step_index, split, mode, number_classes([room.key for room in rooms]))
 
     def _validates(self) -> bool:
         trainer = self.config.trainer
@@ -329,7 +325,10 @@ class PPOTrainer:
     # ------------------------------------------------------------------ state
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """All that the next step depends on: tensors by name, and JSON values. The reference is the base model."""
+        """All that the next step depends on: tensors by name, and JSON values. The reference is the base model.
+
+        The tensors are the live ones: write or clone them before the next step.
+        """
         tensors: dict[str, Tensor] = {}
         for name, part in self._parts().items():
             for key, value in _flat_state(part).items():
@@ -413,7 +412,9 @@ def _flat_state(part: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
 
 def _load_flat_state(part: nn.Module | torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     if isinstance(part, nn.Module):
-        part.load_state_dict(tensors, strict=not any(_is_tied(part, name) for name in part.state_dict()))
+        if _is_tied(part, "lm_head.weight"):
+            tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+        part.load_state_dict(tensors)
         return
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():

@@ -19,6 +19,8 @@ from trainable.qwen2 import Qwen2, Trunk, ValueModel
 
 ROWS_A_PASS = 16  # rows of one forward and backward pass; a choice of speed and memory only
 
+ENTROPY_ROWS = 2048  # tokens whose distribution is worked on at once, where chunking is on (published)
+
 
 class Targets(NamedTuple):
     """What the losses aim at, (B, T) each; ref_logprobs is None where no reference pass was made."""
@@ -52,6 +54,7 @@ class Meter:
     def __post_init__(self) -> None:
         self.by_step: dict[str, float] = {}
         self.by_token: dict[str, float] = {}
+        self.norms: dict[str, float] = {}
 
     def add(self, tokens: int, weighted: dict[str, Tensor], counted: dict[str, Tensor]) -> None:
         """Add one pass: `weighted` are shares of a mini-batch's loss, `counted` are sums over `tokens`."""
@@ -64,16 +67,15 @@ class Meter:
         """Count one mini-batch whose gradient norm was `norm`; a non-finite one made no step."""
         self.optimizer_steps += 1
         if torch.isfinite(norm):
-            self.by_step[name] = self.by_step.get(name, 0.0) + float(norm)
+            self.norms[name] = self.norms.get(name, 0.0) + float(norm)
         else:
             self.skipped += 1
 
     def means(self) -> dict[str, float]:
-        """Mean over mini-batches, or over tokens."""
-        steps, tokens = max(1, self.optimizer_steps), max(1, self.tokens)
-        return {name: value / steps for name, value in self.by_step.items()} | {
-            name: value / tokens for name, value in self.by_token.items()
-        }
+        """Means over mini-batches, over tokens, and of gradient norms over the steps that were made."""
+        made = self.optimizer_steps - self.skipped
+        stores = ((self.by_step, self.optimizer_steps), (self.by_token, self.tokens), (self.norms, made))
+        return {name: value / max(1, count) for store, count in stores for name, value in store.items()}
 
 
 def passes(
@@ -156,7 +158,8 @@ class ActorUpdate:
         pg_loss = (part.weights * policy.loss).sum()
         loss, weighted = pg_loss, {"pg_loss": pg_loss.detach()}
         with torch.set_grad_enabled(settings.entropy_coeff != 0):
-            entropy = (part.weights * entropy_from_logits(logits)).sum()
+            rows = ENTROPY_ROWS if settings.entropy_from_logits_with_chunking else max(1, len(logits))
+            entropy = (part.weights * entropy_from_logits(logits, rows)).sum()
         weighted["entropy_loss"] = entropy.detach()
         if settings.entropy_coeff != 0:
             loss = loss - settings.entropy_coeff * entropy
@@ -204,7 +207,7 @@ def _step(
 @torch.no_grad()
 def at_trained_tokens(batch: Batch, rows_a_pass: int, of: "TokenFunction") -> Tensor:
     """`of(tokens (b, t), where (n,), targets (n,)) -> (n,)` at every trained token, without gradients; (B, T)."""
-    out = torch.zeros(batch.tokens.shape)
+    out = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
     for rows in torch.argsort(batch.lengths, stable=True).split(rows_a_pass):
         part = batch.rows(rows)
         flat = out.new_zeros(part.mask.shape)

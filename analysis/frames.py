@@ -1,0 +1,187 @@
+"""The three frames of a study: their columns, types, order, files, and equality."""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from trainable.records import (
+    ROW_COLUMNS,
+    STEP_COLUMNS,
+    STOP_COLUMNS,
+    TIME_COLUMNS,
+    TRIAL_COLUMNS,
+    TRIAL_LAST_VALUES,
+    Column,
+)
+
+Study = dict[str, Any]
+
+FRAMES = ("trials", "steps", "rooms")
+TEXT, NUMBER, COUNT, COUNT_OR_MISSING = "str", "float64", "int64", "Int64"
+TIME = "datetime64[us, UTC]"
+_EXCEPTIONS = {
+    "seed": COUNT,
+    "step": COUNT,
+    "steps_done": COUNT,
+    "steps_total": COUNT_OR_MISSING,
+    "stop_step": COUNT_OR_MISSING,
+}
+
+
+def _kind(column: Column) -> str:
+    """The dtype of a column of records.py: no unit is text, UTC is a time, all else a number."""
+    if column.name in _EXCEPTIONS:
+        return _EXCEPTIONS[column.name]
+    return {"": TEXT, "UTC": TIME}.get(column.unit, NUMBER)
+
+
+def _kinds(*groups: Iterable[Column]) -> dict[str, str]:
+    return {column.name: _kind(column) for group in groups for column in group}
+
+
+_LAST_VALUES = tuple(column for name in TRIAL_LAST_VALUES for column in STEP_COLUMNS if column.name == name)
+_RUN = _kinds(column for column in ROW_COLUMNS if column.name != "step")
+SCHEMAS: dict[str, dict[str, str]] = {
+    "trials": {
+        **_RUN,
+        "axis_setting": TEXT,
+        "axis_value": NUMBER,
+        **_kinds(TRIAL_COLUMNS, STOP_COLUMNS, _LAST_VALUES),
+    },
+    "steps": _kinds(ROW_COLUMNS, STEP_COLUMNS, STOP_COLUMNS),
+    "rooms": {**_RUN, "step": COUNT, "split": TEXT, "mode": TEXT, "room": COUNT, "cluster": COUNT, "success": "bool"},
+}
+
+# Differ between two executions of one run: times, and the name that Ray Tune gave it.
+NOT_COMPARED: frozenset[str] = TIME_COLUMNS | {"tokens_per_second", "trial_id"}
+
+
+@dataclass(frozen=True)
+class StudyFrames:
+    """What a study wrote, as three tidy frames.
+
+    trials: one row a run. steps: one row a training step of a run. rooms: one row an episode of an evaluation.
+    study: study.json, or a list of them when several studies were loaded together.
+    """
+
+    trials: pd.DataFrame
+    steps: pd.DataFrame
+    rooms: pd.DataFrame
+    study: Study | list[Study]
+
+    @property
+    def studies(self) -> list[Study]:
+        """study.json of each study, always as a list."""
+        return self.study if isinstance(self.study, list) else [self.study]
+
+    def one(self, name: str) -> "StudyFrames":
+        """The frames of the study called `name` in the `study` column."""
+        names = [study["name"] for study in self.studies]
+        if name not in names:
+            raise ValueError(f"There is no study `{name}` here; there are: {', '.join(names)}.")
+        frames = (self.trials, self.steps, self.rooms)
+        trials, steps, rooms = (frame[frame["study"] == name].reset_index(drop=True) for frame in frames)
+        return StudyFrames(trials, steps, rooms, self.studies[names.index(name)])
+
+    def write_parquet(self, folder: Path | str) -> None:
+        """Write trials.parquet, steps.parquet and rooms.parquet to `folder`, each beside and then renamed."""
+        for part in FRAMES:
+            target = Path(folder) / f"{part}.parquet"
+            beside = target.with_suffix(".parquet.tmp")
+            getattr(self, part).to_parquet(beside, index=False)
+            os.replace(beside, target)
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows of a frame as dictionaries."""
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
+def typed(frame: pd.DataFrame, schema: dict[str, str]) -> pd.DataFrame:
+    """`frame` with every column of `schema`, in its type also when all missing; columns beside it come last."""
+    columns = {name: _cast(frame[name], kind) if name in frame else _missing(frame, kind)
+               for name, kind in schema.items()}  # fmt: skip
+    beside = {name: _filled(frame[name]) for name in frame.columns if name not in schema}
+    return pd.DataFrame({**columns, **beside}, index=frame.index).reset_index(drop=True)
+
+
+def _cast(values: Any, kind: str) -> Any:
+    """A pandas Series as `kind`; missing text is empty text."""
+    if kind == TEXT:
+        return values.astype(object).where(values.notna(), "").astype(TEXT)
+    if kind == TIME:
+        written = values.astype(object).where(values.notna(), None)
+        return pd.to_datetime(written, utc=True, format="ISO8601").astype(TIME)
+    if kind == COUNT_OR_MISSING:
+        return values.astype(NUMBER).astype(COUNT_OR_MISSING)
+    return values.astype(kind)
+
+
+def _missing(frame: pd.DataFrame, kind: str) -> Any:
+    return _cast(pd.Series([None] * len(frame), index=frame.index, dtype=object), kind)
+
+
+def _filled(values: Any) -> Any:
+    """A text column's gaps as empty text; other types keep their own missing value."""
+    return _cast(values, TEXT) if isinstance(values.dtype, pd.StringDtype) or values.dtype == object else values
+
+
+def setting_column(values: list[Any]) -> Any:
+    """One setting of every run as a column: boolean, Int64, float64, or text (lists as JSON) that may be missing."""
+    present = [value for value in values if value is not None]
+    if present and all(isinstance(value, bool) for value in present):
+        return pd.Series(values, dtype="boolean")
+    if present and all(isinstance(value, int) and not isinstance(value, bool) for value in present):
+        return pd.Series(values, dtype=COUNT_OR_MISSING)
+    if present and all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
+        return pd.Series(values, dtype=NUMBER)
+    return pd.Series(["" if value is None else str(value) for value in values], dtype=TEXT)
+
+
+def together(parts: list[StudyFrames]) -> StudyFrames:
+    """Several studies as one; where two have the same name, their `study` column and name become the run's name."""
+    names = [part.studies[0]["name"] for part in parts]
+    named = [_renamed(part) if names.count(name) > 1 else part for part, name in zip(parts, names, strict=True)]
+    frames = {
+        name: typed(pd.concat([getattr(part, name) for part in named], ignore_index=True), SCHEMAS[name])
+        for name in FRAMES
+    }
+    return StudyFrames(**frames, study=[part.studies[0] for part in named])
+
+
+def _renamed(part: StudyFrames) -> StudyFrames:
+    study = part.studies[0]
+    frames = {name: getattr(part, name).assign(study=study["run"]) for name in FRAMES}
+    return replace(part, **frames, study={**study, "name": study["run"]})
+
+
+def same_rows(a: pd.DataFrame, b: pd.DataFrame, leave_out: Iterable[str] = ()) -> list[str]:
+    """Differences between two frames of one kind as sentences; empty when they are equal bit for bit.
+
+    Times and Ray Tune's id are left out, and so are the columns of `leave_out`. Two missing values are equal.
+    """
+    left_out = NOT_COMPARED | set(leave_out)
+    columns_a, columns_b = ([name for name in frame.columns if name not in left_out] for frame in (a, b))
+    if columns_a != columns_b:
+        return [f"columns differ: {sorted(set(columns_a) ^ set(columns_b)) or 'in order'}"]
+    if len(a) != len(b):
+        return [f"{len(a)} rows against {len(b)}"]
+    differences = (_difference(name, a[name].reset_index(drop=True), b[name].reset_index(drop=True))
+                   for name in columns_a)  # fmt: skip
+    return [difference for difference in differences if difference]
+
+
+def _difference(name: str, a: Any, b: Any) -> str:
+    if a.dtype != b.dtype:
+        return f"{name}: type {a.dtype} against {b.dtype}"
+    both_missing = a.isna().to_numpy() & b.isna().to_numpy()
+    equal = (a == b).fillna(False).to_numpy(dtype=bool) | both_missing
+    if equal.all():
+        return ""
+    first = int(np.argmin(equal))
+    return f"{name}: {int((~equal).sum())} of {len(a)} rows differ, first {first}: {a[first]!r} against {b[first]!r}"

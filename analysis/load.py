@@ -1,0 +1,247 @@
+"""From a folder on disk to frames: the line files that every run appends to, or the parquet tables made of them."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from analysis.frames import FRAMES, SCHEMAS, Study, StudyFrames, setting_column, together, typed
+from trainable.records import STEP_COLUMNS, STOP_COLUMNS, TRIAL_LAST_VALUES
+
+Row = dict[str, Any]
+
+_FROM_STATUS = ("trial_id", "started_at", "ended_at", "stop_rule", "stop_value", "stop_threshold", "stop_step")
+_FROM_HEAD = ("config_hash", "experiment_name")
+
+
+class _Run(NamedTuple):
+    """The files of one run: run.json, the last line of each step, of each evaluation, and status.json."""
+
+    head: Row
+    rows: list[Row]
+    evaluations: list[Row]
+    status: Row
+
+
+def load(path: Path | str, *, live: bool = False) -> StudyFrames:
+    """Frames of the study or studies at `path`: an output folder, one results/<run> folder, or a folder above some.
+
+    Reads the parquet tables of a study where they are newer than each of its line files, else the line files. Several
+    studies are added up; the `study` column tells them apart. live: keep the status "running" (see `read_run`).
+    Raises ValueError when no study.json is found.
+    """
+    folders = study_folders(Path(path))
+    parts = [_read_parquet(folder, live) if _parquet_is_newest(folder) else read_run(folder, live=live)
+             for folder in folders]  # fmt: skip
+    return parts[0] if len(parts) == 1 else together(parts)
+
+
+def study_folders(path: Path) -> list[Path]:
+    """Every folder with a study.json at or below `path`, sorted; below `path`/results where there is one."""
+    if (path / "study.json").is_file():
+        return [path]
+    root = path / "results" if (path / "results").is_dir() else path
+    folders = sorted(found.parent for found in root.rglob("study.json"))
+    if not folders:
+        raise ValueError(f"There is no study at {path}: give an output folder that holds results/, or a results/<run>.")
+    return folders
+
+
+def read_run(folder: Path | str, *, live: bool = False) -> StudyFrames:
+    """Frames of one study from the line files of its runs; missing files and torn lines are no error.
+
+    The last line of a step counts, and the last of a (step, split, mode) of rooms.jsonl. A file cannot tell whether
+    the process that wrote "running" still exists: live=False reads it as "interrupted", live=True keeps it.
+    A run without a step is "never_ran", unless it failed before its first one.
+    """
+    folder = Path(folder)
+    study = _read_json(folder / "study.json")
+    if not study:
+        raise ValueError(f"{folder} holds no study.json: give a results/<run> folder that a study wrote.")
+    runs = sorted(_runs(folder, study), key=_order(study))
+    trials = [_trial(study, run, live) for run in runs]
+    frames = {
+        "trials": _trials_frame(trials, [_flat(run.head.get("config") or {}) for run in runs]),
+        "steps": pd.DataFrame([row for run in runs for row in _step_rows(study, run)], columns=list(SCHEMAS["steps"])),
+        "rooms": _rooms_frame(study, runs),
+    }
+    return StudyFrames(**{name: typed(frame, SCHEMAS[name]) for name, frame in frames.items()}, study=study)
+
+
+def _read_json(path: Path) -> Row:
+    """A JSON object, or an empty one where the file does not exist."""
+    if not path.is_file():
+        return {}
+    try:
+        found: Row = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON ({error}); it is written whole, so something else changed it.") from None
+    return found
+
+
+def _read_lines(path: Path, key: Callable[[Row], Any]) -> list[Row]:
+    """JSON lines: the last one of each key, sorted by key. A line that a kill tore is left out, wherever it is."""
+    if not path.is_file():
+        return []
+    found: dict[Any, Row] = {}
+    for line in path.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+            found[key(row)] = row
+        except (ValueError, KeyError, TypeError):
+            continue
+    return [found[name] for name in sorted(found)]
+
+
+def _runs(folder: Path, study: Study) -> list[_Run]:
+    """Every run that study.json lists or that has a folder."""
+    listed = {head["run_id"]: head for head in study.get("runs", [])}
+    on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
+    return [_read_files(folder / "runs" / run_id, listed.get(run_id, {"run_id": run_id}))
+            for run_id in dict.fromkeys((*listed, *on_disk))]  # fmt: skip
+
+
+def _read_files(folder: Path, listed: Row) -> _Run:
+    return _Run(
+        head={**listed, **_read_json(folder / "run.json")},
+        rows=_read_lines(folder / "metrics.jsonl", lambda row: int(row["step"])),
+        evaluations=_read_lines(folder / "rooms.jsonl", lambda row: (int(row["step"]), row["split"], row["mode"])),
+        status=_read_json(folder / "status.json"),
+    )
+
+
+def _order(study: Study) -> Callable[[_Run], tuple[int, str, int, str]]:
+    """Sorting key: arms in the order of study.json, then other arms by name, then seeds."""
+    rank = {arm: index for index, arm in enumerate(study.get("axis", {}).get("values", []))}
+    return lambda run: (
+        rank.get(run.head.get("arm", ""), len(rank)),
+        run.head.get("arm", ""),
+        int(run.head.get("seed", 0)),
+        run.head["run_id"],
+    )
+
+
+def _names(study: Study, run: _Run) -> Row:
+    return {
+        "run_id": run.head["run_id"],
+        "study": study["name"],
+        "arm": run.head.get("arm", ""),
+        "seed": int(run.head.get("seed", 0)),
+    }
+
+
+def _status(run: _Run, live: bool) -> tuple[str, str]:
+    """Status and reason of a run, from status.json and from whether it has a step."""
+    status, reason = run.status.get("status") or "", run.status.get("reason") or ""
+    if live and status == "running":
+        return status, reason
+    if not run.rows and status != "failed":
+        return "never_ran", reason or "no training step was recorded"
+    if status in ("", "running"):
+        return "interrupted", reason or f"no end was recorded; the last step is {run.rows[-1]['step']}"
+    return status, reason
+
+
+def _last(run: _Run, column: str) -> object:
+    """The run's last value of a step column that is not missing."""
+    return next((row[column] for row in reversed(run.rows) if row.get(column) is not None), None)
+
+
+def _trial(study: Study, run: _Run, live: bool) -> Row:
+    status, reason = _status(run, live)
+    validations = [row["val_success"] for row in run.rows if row.get("val_success") is not None]
+    return {
+        **_names(study, run),
+        "axis_setting": study.get("axis", {}).get("setting", ""),
+        "axis_value": _number(run.head.get("arm", "")),
+        **{name: run.head.get(name) for name in _FROM_HEAD},
+        **{name: run.status.get(name) for name in _FROM_STATUS},
+        "status": status,
+        "reason": reason,
+        "steps_done": len(run.rows),
+        "steps_total": (run.head.get("config") or {}).get("trainer", {}).get("total_training_steps"),
+        "final_val_success": _last(run, "val_success"),
+        "final_val_success_unseen": _last(run, "val_success_unseen"),
+        "final_val_greedy_success": _last(run, "val_greedy_success"),
+        "peak_val_success": max(validations, default=None),
+        **{name: _last(run, name) for name in TRIAL_LAST_VALUES},
+    }
+
+
+def _number(text: str) -> float:
+    """The number that `text` spells; NaN for a word such as nofilter."""
+    try:
+        return float(text)
+    except ValueError:
+        return float("nan")
+
+
+def _flat(config: Row, prefix: str = "") -> Row:
+    """A nested configuration as dotted fields; a list is kept as its JSON text."""
+    fields: Row = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            fields |= _flat(value, f"{prefix}{name}.")
+        else:
+            fields[prefix + name] = json.dumps(value) if isinstance(value, list) else value
+    return fields
+
+
+def _trials_frame(trials: list[Row], configs: list[Row]) -> pd.DataFrame:
+    frame = pd.DataFrame(trials, columns=list(SCHEMAS["trials"]))
+    fields = dict.fromkeys(field for config in configs for field in config)
+    settings = {f"config/{field}": setting_column([config.get(field) for config in configs]) for field in fields}
+    return pd.concat([frame, pd.DataFrame(settings, index=frame.index)], axis=1)
+
+
+def _step_rows(study: Study, run: _Run) -> list[Row]:
+    """The run's rows; the one at which status.json says that a rule fired carries the stop columns."""
+    names = _names(study, run)
+    stop = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
+    fired_at = stop["stop_step"] if stop["stop_rule"] else None
+    return [
+        {
+            **names,
+            "step": row["step"],
+            **{column.name: row.get(column.name) for column in STEP_COLUMNS},
+            **(stop if row["step"] == fired_at else {}),
+        }
+        for row in run.rows
+    ]
+
+
+def _rooms_frame(study: Study, runs: Iterable[_Run]) -> pd.DataFrame:
+    parts = [_evaluation_frame(_names(study, run), line) for run in runs for line in run.evaluations]
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(SCHEMAS["rooms"]))
+
+
+def _evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
+    success = np.frombuffer(line["success"].encode(), dtype=np.uint8) == ord("1")
+    if not len(line["rooms"]) == len(line["clusters"]) == len(success):
+        raise ValueError(
+            f"rooms.jsonl of {names['run_id']}, step {line['step']} {line['split']} {line['mode']}: "
+            f"{len(line['rooms'])} rooms, {len(line['clusters'])} clusters and {len(success)} outcomes; "
+            "there must be one each an episode."
+        )
+    shared = {**names, "step": line["step"], "split": line["split"], "mode": line["mode"]}
+    return pd.DataFrame({**shared, "room": line["rooms"], "cluster": line["clusters"], "success": success})
+
+
+def _parquet_is_newest(folder: Path) -> bool:
+    """Whether all tables exist and were written after every file that they are made of."""
+    tables = [folder / f"{name}.parquet" for name in FRAMES]
+    if not all(table.is_file() for table in tables):
+        return False
+    sources = [folder / "study.json", folder / "runs", *folder.glob("runs/*/*.json"), *folder.glob("runs/*/*.jsonl")]
+    written = min(table.stat().st_mtime_ns for table in tables)
+    return all(source.stat().st_mtime_ns < written for source in sources if source.exists())
+
+
+def _read_parquet(folder: Path, live: bool) -> StudyFrames:
+    frames = {name: typed(pd.read_parquet(folder / f"{name}.parquet"), SCHEMAS[name]) for name in FRAMES}
+    if not live and (frames["trials"]["status"] == "running").any():
+        return read_run(folder)
+    return StudyFrames(**frames, study=_read_json(folder / "study.json"))

@@ -1,0 +1,198 @@
+"""Figures: each function draws one table of `tables` or `series` and computes nothing of its own.
+
+Colours run along an ordered map that is told apart without colour vision and in grey; a run that a rule stopped ends in
+a vermilion cross wherever it is drawn.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+STOPPED = "#d55e00"
+WORD_COLORS = ("#555555", "#a6761d", "#999999")
+GHOST = "#dcdcdc"
+INK = "#333333"
+STYLE: Mapping[str, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 9,
+    "text.color": INK,
+    "axes.edgecolor": "#888888",
+    "axes.labelcolor": INK,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#ececec",
+    "xtick.color": "#666666",
+    "ytick.color": "#666666",
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "svg.fonttype": "path",
+}
+
+
+def arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str, str]:
+    """A colour for each arm: along the map in the order given, greys and browns for `words` such as nofilter."""
+    ordered = [arm for arm in arms if arm not in words]
+    shades = mpl.colormaps["viridis"](np.linspace(0.0, 0.82, max(len(ordered), 1)))
+    colors = {arm: mpl.colors.to_hex(shade) for arm, shade in zip(ordered, shades, strict=False)}
+    return colors | {word: WORD_COLORS[index % len(WORD_COLORS)] for index, word in enumerate(words)}
+
+
+def draw_dose_response(table: pd.DataFrame, runs: pd.DataFrame, setting: str) -> Figure:
+    """Success at the end against the axis. table: `tables.dose_response`. runs: `tables.run_outcomes`."""
+    with mpl.rc_context(dict(STYLE)):
+        figure = Figure(figsize=(8.0, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        _base_lines(axes, table)
+        colors = arm_colors(table["arm"].to_list(), table.loc[table["named"], "arm"].to_list())
+        on_scale = table[~table["named"] & ((table["axis_value"] > 0) | (table["scale"] == "rank"))]
+        axes.plot(on_scale["x"], on_scale["success"], color="#bbbbbb", linewidth=1, zorder=1)
+        for row in table.itertuples():
+            _arm_point(axes, row, colors[str(row.arm)])
+        if len(runs) > len(table):
+            axes.scatter(runs["x"], runs["outcome"], s=9, color=INK, alpha=0.55, zorder=4, label="single runs")
+        _separators(axes, table)
+        _dose_axes(axes, table, setting)
+        _dose_legend(axes, table)
+    return figure
+
+
+def _base_lines(axes: Any, table: pd.DataFrame) -> None:
+    for column, style, label in (("base", "--", "base, sampled"), ("base_greedy", ":", "base, greedy")):
+        value = float(table[column].iloc[0])
+        if not np.isnan(value):
+            axes.axhline(value, color="#777777", linestyle=style, linewidth=1.1, zorder=0, label=label)
+
+
+def _arm_point(axes: Any, row: Any, color: str) -> None:
+    """Sampled success with its interval; greedy and test beside it, open."""
+    failed = row.scored and row.early_stopped == row.scored
+    color = STOPPED if failed else color
+    if not np.isnan(row.low):
+        axes.plot([row.x, row.x], [row.low, row.high], color=color, linewidth=2, solid_capstyle="butt", zorder=2)
+    edge = STOPPED if row.early_stopped else color
+    axes.scatter(
+        row.x, row.success, s=52, marker="X" if failed else "o", color=color, edgecolor=edge, linewidth=1.6, zorder=3
+    )
+    aside = 0.012 * max(axes.get_xlim()[1] - axes.get_xlim()[0], 1.0)
+    axes.scatter(row.x + aside, row.greedy, s=34, marker="^", facecolor="none", edgecolor=color, zorder=3)
+    axes.scatter(row.x - aside, row.test, s=30, marker="s", facecolor="none", edgecolor=color, zorder=3)
+
+
+def _separators(axes: Any, table: pd.DataFrame) -> None:
+    """Dotted lines between the scale and what stands apart from it."""
+    scale, words = table[~table["named"]], table[table["named"]]
+    apart, rest = scale[scale["axis_value"] <= 0], scale[scale["axis_value"] > 0]
+    for left, right in ((apart, rest), (scale, words)):
+        if len(left) and len(right):
+            axes.axvline((left["x"].max() + right["x"].min()) / 2, color="#aaaaaa", linestyle=(0, (1, 3)), linewidth=1)
+
+
+def _dose_axes(axes: Any, table: pd.DataFrame, setting: str) -> None:
+    note = "log scale; 0 and words stand apart" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
+    axes.set_xticks(table["x"].to_list(), table["arm"].to_list())
+    axes.set_xlabel(f"{setting}  ({note})")
+    axes.set_ylabel("success (share of episodes)")
+    axes.set_ylim(bottom=min(-0.01, -0.03 * axes.get_ylim()[1]))
+    margin = 0.08 * max(table["x"].max() - table["x"].min(), 1.0)
+    axes.set_xlim(table["x"].min() - margin, table["x"].max() + margin)
+
+
+def _dose_legend(axes: Any, table: pd.DataFrame) -> None:
+    hollow = {"facecolor": "none", "edgecolor": INK}
+    stopped = table["early_stopped"] > 0
+    marks: list[tuple[str, Any, dict[str, Any]]] = [
+        ("validation, sampled", True, {"marker": "o", "color": INK}),
+        ("validation, greedy", table["greedy"].notna().any(), {"marker": "^", **hollow}),
+        ("test, sampled", table["test"].notna().any(), {"marker": "s", **hollow}),
+        (
+            "every run stopped",
+            (stopped & (table["early_stopped"] == table["scored"])).any(),
+            {"marker": "X", "color": STOPPED},
+        ),
+        (
+            "some runs stopped",
+            (stopped & (table["early_stopped"] < table["scored"])).any(),
+            {"marker": "o", "facecolor": INK, "edgecolor": STOPPED, "linewidth": 1.6},
+        ),
+    ]
+    for label, _, style in filter(lambda mark: mark[1], marks):
+        axes.scatter([], [], label=label, **style)
+    axes.figure.legend(loc="outside lower center", ncols=4, fontsize=8)
+
+
+def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, str], label: str) -> Figure:
+    """Every run's curve, a panel an arm, the other arms' runs behind it in grey, the mean of several runs on top.
+
+    table: `series.curves`. means: `series.mean_curves`. colors: arm -> colour; its order is that of the panels.
+    """
+    arms = [arm for arm in colors if (table["arm"] == arm).any()]
+    columns = 3 if len(arms) in (5, 6) else min(max(len(arms), 1), 4)
+    rows = -(-max(len(arms), 1) // columns)
+    with mpl.rc_context(dict(STYLE)):
+        figure = Figure(figsize=(8.4, 0.7 + 1.75 * rows), layout="constrained")
+        panels = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+        for panel, arm in zip(panels.flat, arms, strict=False):
+            _panel(panel, table, means, arm, colors[arm])
+        for panel in panels.flat[max(len(arms) - columns, 0) : len(arms)]:
+            panel.tick_params(labelbottom=True)
+        for panel in panels.flat[len(arms) :]:
+            panel.remove()
+        if arms:
+            panels[0, 0].set_ylim(bottom=min(0.0, 1.05 * table["value"].min()))
+        figure.supxlabel("training step", fontsize=9)
+        figure.supylabel(label, fontsize=9)
+    return figure
+
+
+def _panel(panel: Any, table: pd.DataFrame, means: pd.DataFrame, arm: str, color: str) -> None:
+    for _, run in table[table["arm"] != arm].groupby("run_id", sort=False):
+        panel.plot(run["step"], run["value"], color=GHOST, linewidth=0.8, zorder=1)
+    mean = means[means["arm"] == arm]
+    for _, run in table[table["arm"] == arm].groupby("run_id", sort=False):
+        thin = {"linewidth": 0.9, "alpha": 0.6} if len(mean) else {"linewidth": 1.8}
+        panel.plot(run["step"], run["value"], color=color, zorder=2, **thin)
+        _end_mark(panel, run)
+    if len(mean):
+        panel.plot(mean["step"], mean["value"], color=color, linewidth=2.2, zorder=3)
+    panel.set_title(arm, loc="left", color=color, fontweight="bold")
+
+
+def _end_mark(panel: Any, run: pd.DataFrame) -> None:
+    """How a run ended, where that is not by its last step."""
+    status, end = run["status"].iloc[-1], run.iloc[-1]
+    if status == "early_stopped":
+        panel.scatter(end["step"], end["value"], marker="X", s=42, color=STOPPED, zorder=4, clip_on=False)
+    elif status != "completed":
+        panel.scatter(end["step"], end["value"], marker="o", s=26, facecolor="white", edgecolor=INK, zorder=4)
+
+
+def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
+    """Share of runs not stopped against the step; arms without a stop are one line. table: `series.stop_survival`."""
+    with mpl.rc_context(dict(STYLE)):
+        figure = Figure(figsize=(8.0, 2.8), layout="constrained")
+        axes = figure.add_subplot()
+        never = table[table["stopped"] == 0]
+        if len(never):
+            names = ", ".join(dict.fromkeys(never["arm"]))
+            axes.plot([0, never["step"].max()], [1, 1], color="#999999", linewidth=1.5, label=f"never stopped: {names}")
+        for arm, rows in table[table["stopped"] > 0].groupby("arm", sort=False):
+            label = f"{arm}: {rows['stopped'].iloc[0]} of {rows['runs'].iloc[0]} stopped"
+            axes.step(rows["step"], rows["share"], where="post", color=colors[str(arm)], linewidth=2, label=label)
+            falls = rows[rows["share"].diff() < 0]
+            axes.scatter(falls["step"], falls["share"], marker="X", s=42, color=STOPPED, zorder=4, clip_on=False)
+        axes.set_ylim(-0.03, 1.06)
+        axes.set_xlim(left=0)
+        axes.set_xlabel("training step")
+        axes.set_ylabel("share of runs not stopped")
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
+    return figure

@@ -1,0 +1,222 @@
+"""Tables and figures of a study as one HTML file that opens anywhere, and an index of several."""
+
+import io
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import matplotlib as mpl
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from analysis import findings, plots, series, tables, verdicts
+from analysis.frames import Study, StudyFrames, records
+from analysis.load import load, study_folders
+
+TEMPLATES = Path(__file__).parent / "templates"
+PERMUTATION_SEED = 0
+
+BUDGET_NAMES = {
+    "total_optimizer_steps": "optimizer steps",
+    "total_env_steps": "environment steps",
+    "total_sampled_tokens": "sampled tokens",
+    "total_trained_tokens": "trained tokens",
+    "seconds_total": "run time",
+}
+_CURVES = (
+    ("validation_curves", "val_success", "validation success (share)", "Every run's validation success, sampled."),
+    ("reward_std", "reward_std", "reward std in the group (reward)", "Mean over groups of the reward's spread."),
+    ("kept_groups", "groups_kept", "groups trained on (groups)", "Groups that the filter kept, of those collected."),
+    ("entropy", "entropy", "entropy (nats a token)", "Token mean of the sampling policy's entropy."),
+)
+
+
+def write_report(folder: Path | str, *, live: bool = False) -> Path:
+    """Write report.html and figures/*.png into a results/<run> folder; returns the report's path.
+
+    The page needs no network and no script. live: the study's process still runs, so "running" is kept as a status.
+    """
+    folder = Path(folder)
+    frames = load(folder, live=live)
+    figures = draw_figures(frames)
+    (folder / "figures").mkdir(exist_ok=True)
+    for name, figure in figures.items():
+        figure.savefig(folder / "figures" / f"{name}.png", dpi=150)
+        figure.set_layout_engine("none")  # laid out once; the page's copy is the same figure
+    return _write(folder / "report.html", render_page(frames, figures))
+
+
+def render_page(frames: StudyFrames, figures: Mapping[str, Figure]) -> str:
+    """The report of a study as HTML, with the figures given (see `draw_figures`) in it."""
+    return _environment().get_template("report.html.j2").render(report_context(frames, figures))
+
+
+def write_index(output: Path | str) -> Path:
+    """Write <output>/index.html: a link to the report of every study below, and equal runs held against each other."""
+    output = Path(output)
+    folders = study_folders(output)
+    parts = [load(folder) for folder in folders]
+    studies = [
+        {
+            "study": frames.studies[0],
+            "headline": findings.headline(summary),
+            "statuses": findings.statuses(frames.trials),
+            "arms": records(summary),
+            "link": (folder / "report.html").relative_to(output).as_posix(),
+        }
+        for folder, frames, summary in ((a, b, tables.arm_summary(b)) for a, b in zip(folders, parts, strict=True))
+    ]
+    agreement = records(series.consistency(load(output)))
+    page = _environment().get_template("index.html.j2").render(studies=studies, agreement=agreement)
+    return _write(output / "index.html", page)
+
+
+def _write(path: Path, page: str) -> Path:
+    beside = path.with_suffix(".html.tmp")
+    beside.write_text(page, encoding="utf-8")
+    os.replace(beside, path)
+    return path
+
+
+def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
+    """Every figure that the study has something to show in, by name: none of kept groups where all always are."""
+    dose = tables.dose_response(frames)
+    if dose.empty:
+        return {}
+    colors = plots.arm_colors(dose["arm"].to_list(), dose.loc[dose["named"], "arm"].to_list())
+    figures = {}
+    if dose["success"].notna().any():
+        figures["dose_response"] = plots.draw_dose_response(dose, tables.run_outcomes(frames), _setting(frames))
+    for name, column, label, _ in _CURVES:
+        curves = series.curves(frames, column)
+        if len(curves) and not (name == "kept_groups" and (frames.steps["kept_ratio"].dropna() == 1).all()):
+            means = series.mean_curves(curves, carry=column == "val_success")
+            figures[name] = plots.draw_curves(curves, means, colors, label)
+    survival = series.stop_survival(frames)
+    if (survival["stopped"] > 0).any():
+        figures["stop_survival"] = plots.draw_survival(survival, colors)
+    return figures
+
+
+def _setting(frames: StudyFrames) -> str:
+    return str(frames.studies[0].get("axis", {}).get("setting", ""))
+
+
+def report_context(frames: StudyFrames, figures: Mapping[str, Figure]) -> dict[str, Any]:
+    """Everything that the template shows, by name; all numbers come from the tables."""
+    summary = tables.arm_summary(frames)
+    arms = records(summary)
+    trend, page = tables.trend(frames, np.random.default_rng(PERMUTATION_SEED))
+    return {
+        "study": frames.studies[0],
+        "arms": arms,
+        "headline": findings.headline(summary),
+        "statuses": findings.statuses(frames.trials),
+        "basis": findings.interval_basis(summary),
+        "trend": findings.trend_sentence(trend, page),
+        "learning": [line for row in arms if row["is_baseline"] for line in findings.learning_sentences(row)],
+        "caveats": findings.caveats(frames, summary),
+        "stopped": [run for run in findings.run_list(frames) if run["status"] == "early_stopped"],
+        "kept": records(series.kept_groups(frames)),
+        "budgets": _budget_rows(frames),
+        "agreement": records(series.consistency(frames)),
+        "runs": findings.run_list(frames),
+        "settings": settings_rows(frames.studies[0]),
+        "arm_settings": findings.arm_settings(frames),
+        "room_sets": findings.room_sets(frames),
+        "figures": {name: inline_svg(name, figure) for name, figure in figures.items()},
+        "captions": {name: caption for name, _, _, caption in _CURVES},
+        "budget_names": BUDGET_NAMES,
+    }
+
+
+def _budget_rows(frames: StudyFrames) -> list[dict[str, Any]]:
+    """Equal budgets, a row an arm: {"arm", budget: success, ...}, preceded by the row of amounts (arm "")."""
+    table = series.equal_budget(frames)
+    if table.empty:
+        return []
+    amounts = {"arm": "", **dict(zip(table["budget"], table["amount"], strict=True))}
+    rows = table.groupby("arm", sort=False)
+    return [amounts, *({"arm": arm, **dict(zip(each["budget"], each["success"], strict=True))} for arm, each in rows)]
+
+
+def settings_rows(study: Study) -> list[dict[str, Any]]:
+    """Every setting of the study: name, value as JSON, and whether it differs from the default.
+
+    Defaults are those of study.json's `defaults`; without them `changed` is None.
+    """
+    settings, defaults = (_dotted(study.get(name) or {}) for name in ("settings", "defaults"))
+    return [
+        {
+            "name": name,
+            "value": json.dumps(value),
+            "default": json.dumps(defaults.get(name)),
+            "changed": defaults.get(name) != value if defaults else None,
+        }
+        for name, value in settings.items()
+    ]
+
+
+def _dotted(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= _dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return found
+
+
+def inline_svg(name: str, figure: Figure) -> str:
+    """A figure as an <svg> element for a page: its ids prefixed by `name`, no prologue, no size of its own."""
+    buffer = io.BytesIO()
+    with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    text = buffer.getvalue().decode()
+    text = text[text.index("<svg") :]
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text)
+    return re.sub(r'^<svg ([^>]*?)width="[^"]*" height="[^"]*"', r'<svg role="img" \1', text, count=1)
+
+
+def count(value: float) -> str:
+    """A count with at most four digits: 240, 5 400, 12.3 k, 1.23 M."""
+    if value is None or pd.isna(value):
+        return "–"
+    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g} {unit}"
+    return f"{value:,.0f}".replace(",", " ")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `1 h 02 min`, `3 min 05 s` or `12 s`."""
+    if seconds is None or pd.isna(seconds):
+        return "–"
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "share": verdicts.share,
+        "signed": verdicts.signed,
+        "number": verdicts.number,
+        "count": count,
+        "duration": duration,
+        "word": verdicts.word,
+    }
+    environment.globals |= {"interval": verdicts.interval, "bounds": verdicts.bounds, "stop": verdicts.stop}
+    environment.tests["missing"] = lambda value: value is None or bool(pd.isna(value))
+    return environment

@@ -1,0 +1,224 @@
+"""Statistics of a sweep: arrays in, estimates with intervals out. Randomness is an argument.
+
+Estimand, fixed before any result: success on the validation rooms, sampled, at the run's last validation. Secondary:
+the area under that curve. A peak is never compared: picking the best of noisy validations is biased upwards.
+
+Over rooms or over seeds. With 3 or more paired seeds a difference is taken per seed (t interval over seeds). With
+fewer it is taken per room: that says how these very runs differ, and nothing about how other seeds would.
+"""
+
+import math
+from itertools import permutations
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
+
+Floats = NDArray[np.float64]
+NAN = float("nan")
+EXACT_PERMUTATIONS = 7
+
+
+class Estimate(NamedTuple):
+    """A number with its interval. n counts what the interval is over; p is two-sided, of "the value is 0"."""
+
+    value: float = NAN
+    low: float = NAN
+    high: float = NAN
+    n: int = 0
+    se: float = NAN
+    df: float = NAN
+    p: float = NAN
+
+
+class Trend(NamedTuple):
+    """Rank correlation of an outcome with an ordered axis; p is two-sided by permutation of the n runs."""
+
+    rho: float = NAN
+    p: float = NAN
+    n: int = 0
+
+
+def wilson(successes: float, n: float, level: float = 0.95) -> Estimate:
+    """Wilson's score interval of a share of n independent trials; n may be an effective number, thus not whole.
+
+    Interval: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). Source: Wilson 1927. n = 0: (NaN, 0, 1).
+    """
+    if n <= 0:
+        return Estimate(low=0.0, high=1.0)
+    z = float(stats.norm.ppf(0.5 + level / 2))
+    share = successes / n
+    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return Estimate(share, max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half)), n=round(n))
+
+
+def cluster_sums(values: ArrayLike, clusters: ArrayLike) -> tuple[Floats, Floats]:
+    """Sum of `values` (N,) and count in each of the C clusters named by `clusters` (N,): two arrays (C,)."""
+    _, index = np.unique(np.asarray(clusters), return_inverse=True)
+    sums = np.bincount(index, weights=np.asarray(values, dtype=float))
+    return sums.astype(float), np.bincount(index).astype(float)
+
+
+def share_over_rooms(success: ArrayLike, clusters: ArrayLike, level: float = 0.95) -> Estimate:
+    """Share of successes (N,) with Wilson's interval at the effective number of episodes.
+
+    Rooms that are one room up to symmetry, and the same room met by several runs, are not independent; `clusters` (N,)
+    names them. n_eff = p(1-p) / V with the cluster-robust V = C/(C-1) sum_c (S_c - n_c p)^2 / N^2, at most N.
+    At p = 0 or 1 there is no V: n_eff = C.
+    """
+    values = np.asarray(success, dtype=float)
+    if values.size == 0:
+        return Estimate()
+    sums, counts = cluster_sums(values, clusters)
+    share, number = float(values.mean()), len(sums)
+    variance = number / max(number - 1, 1) * float(((sums - counts * share) ** 2).sum()) / values.size**2
+    effective = share * (1 - share) / variance if variance > 0 else float(number)
+    effective = min(effective, float(values.size))
+    return wilson(share * effective, effective, level)._replace(n=number)
+
+
+def difference_over_rooms(differences: ArrayLike, clusters: ArrayLike, level: float = 0.95) -> Estimate:
+    """Mean of paired per-room differences (N,), each in [-1, 1], with a cluster-robust interval. n is C.
+
+    d = sum D / N is reported. The interval is d' +- t(C+1) s', where d' and s' are the mean and its cluster-robust
+    standard error after adding two pseudo-pairs, half +1, half -1 and one 0, to the data (Agresti and Min 2005, here in
+    a cluster-robust variance: s'^2 = [sum_c (S_c - n_c d')^2 + (1 + 2 d'^2)] / (N+2)^2).
+
+    Chosen over a cluster bootstrap (BCa) because there are hundreds of small clusters, where both agree, because it
+    needs no random numbers, and because without any discordant room a bootstrap gives an interval of width zero,
+    which no finite number of rooms supports; this one keeps about +- 2/N. tests/analysis checks its coverage.
+    """
+    values = np.asarray(differences, dtype=float)
+    if values.size == 0:
+        return Estimate()
+    sums, counts = cluster_sums(values, clusters)
+    size, number = values.size + 2, len(sums)
+    centre = float(values.sum()) / size
+    se = math.sqrt(float(((sums - counts * centre) ** 2).sum()) + 1 + 2 * centre**2) / size
+    return _interval(float(values.mean()), centre, se, number + 1, number, level)
+
+
+def mean_over_seeds(per_seed: ArrayLike, level: float = 0.95) -> Estimate:
+    """Mean of one number a seed (n,), such as a paired difference, with Student's t interval; n < 2: no interval.
+
+    Equal numbers give an interval of width zero: with a handful of seeds read it as "too few to tell".
+    """
+    values = np.asarray(per_seed, dtype=float)
+    if values.size < 2:
+        return Estimate(float(values[0]) if values.size else NAN, n=values.size)
+    se = float(values.std(ddof=1)) / math.sqrt(values.size)
+    mean = float(values.mean())
+    return _interval(mean, mean, se, values.size - 1, values.size, level)
+
+
+def _interval(value: float, centre: float, se: float, df: int, n: int, level: float) -> Estimate:
+    half = float(stats.t.ppf(0.5 + level / 2, df)) * se
+    p = 2 * float(stats.t.sf(abs(centre) / se, df)) if se > 0 else float(centre == 0)
+    return Estimate(value, centre - half, centre + half, n, se, df, p)
+
+
+def holm(p_values: ArrayLike) -> Floats:
+    """Holm's step-down adjusted p-values (m,) -> (m,): max over smaller p of (m - rank) p, cut at 1. NaN stays NaN."""
+    p = np.asarray(p_values, dtype=float)
+    adjusted = np.full(p.shape, NAN)
+    order = [int(index) for index in np.argsort(p) if not np.isnan(p[index])]
+    largest = 0.0
+    for rank, index in enumerate(order):
+        largest = max(largest, (len(order) - rank) * float(p[index]))
+        adjusted[index] = min(1.0, largest)
+    return adjusted
+
+
+def detectable_difference(se: float, df: float, comparisons: int = 1, power: float = 0.8, level: float = 0.95) -> float:
+    """Smallest true difference that a test with this standard error finds with probability `power`.
+
+    (t(1 - alpha/2m) + t(power)) se, alpha = 1 - level, m comparisons: the hardest step of Holm's procedure. It uses the
+    noise that was seen, not the effect that was seen. NaN without a standard error.
+    """
+    if not (se > 0 and df > 0):
+        return NAN
+    tail = (1 - level) / 2 / max(comparisons, 1)
+    return float(stats.t.ppf(1 - tail, df) + stats.t.ppf(power, df)) * se
+
+
+def spearman_trend(
+    axis: ArrayLike, outcome: ArrayLike, blocks: ArrayLike, generator: np.random.Generator, draws: int = 9999
+) -> Trend:
+    """Spearman's rank correlation of outcome (n,) with axis (n,); p by permuting outcomes within each block (n,).
+
+    Blocks are seeds: runs of one seed are exchangeable when the axis does nothing. One block of at most 7 runs is
+    enumerated, else p = (1 + draws at least as far from 0) / (1 + draws). Fewer than 3 runs, or no spread: NaN.
+    """
+    x, y, block = (np.asarray(values) for values in (axis, outcome, blocks))
+    if len(x) < 3 or len(np.unique(x)) < 2 or len(np.unique(y)) < 2:
+        return Trend(n=len(x))
+    ranks_x, ranks_y = (stats.rankdata(values) - (len(x) + 1) / 2 for values in (x, y))
+    norm = math.sqrt(float((ranks_x**2).sum() * (ranks_y**2).sum()))
+    rho = float(ranks_x @ ranks_y) / norm
+    if len(np.unique(block)) == 1 and len(x) <= EXACT_PERMUTATIONS:
+        shuffled, seen = np.array(list(permutations(ranks_y))), 0
+    else:
+        shuffled, seen = _within_blocks(ranks_y, block, generator, draws), 1
+    far = np.abs(shuffled @ ranks_x) / norm >= abs(rho) - 1e-12
+    return Trend(rho, (seen + int(far.sum())) / (seen + len(far)), len(x))
+
+
+def _within_blocks(values: Floats, blocks: NDArray[np.generic], generator: np.random.Generator, draws: int) -> Floats:
+    shuffled = np.tile(values, (draws, 1))
+    for block in np.unique(blocks):
+        columns = np.flatnonzero(blocks == block)
+        shuffled[:, columns] = generator.permuted(shuffled[:, columns], axis=1)
+    return shuffled
+
+
+def page_trend(outcomes: ArrayLike) -> float:
+    """Two-sided p of Page's test for an ordered alternative: outcomes (seeds, arms), arms in the order of the axis.
+
+    Twice the smaller one-sided p, cut at 1. Fewer than 2 seeds or 3 arms: NaN.
+    """
+    table = np.asarray(outcomes, dtype=float)
+    if table.ndim != 2 or table.shape[0] < 2 or table.shape[1] < 3:
+        return NAN
+    one_sided = [float(stats.page_trend_test(arms).pvalue) for arms in (table, table[:, ::-1])]
+    return min(1.0, 2 * min(one_sided))
+
+
+def area_under_curve(steps: ArrayLike, values: ArrayLike, until: float) -> float:
+    """Mean height of the curve through (steps, values) from its first step to `until`, by trapezoids.
+
+    A curve that ends early keeps its last value to `until`: a stopped run goes on at what it had. Points beyond `until`
+    are cut off. One point is that value; none is NaN. Unit: that of `values`.
+    """
+    x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
+    if x.size == 0:
+        return NAN
+    if until <= x[0]:
+        return float(y[0])
+    grid = np.append(x[x < until], until)
+    heights = np.interp(grid, x, y)
+    return float(np.trapezoid(heights, grid)) / (until - float(x[0]))
+
+
+def probability_of_improvement(arm: ArrayLike, baseline: ArrayLike) -> float:
+    """P(X > Y) + P(X = Y)/2 over all pairs of a run X (n,) of the arm and a run Y (m,) of the baseline.
+
+    Source: Agarwal et al. 2021 (arXiv 2108.13264). It ignores by how much. NaN when either is empty.
+    """
+    x, y = np.asarray(arm, dtype=float), np.asarray(baseline, dtype=float)
+    if x.size == 0 or y.size == 0:
+        return NAN
+    return float(np.mean((x[:, None] > y) + 0.5 * (x[:, None] == y)))
+
+
+def survival(ends: ArrayLike, stopped: ArrayLike) -> tuple[Floats, Floats]:
+    """Kaplan-Meier share of runs not stopped after each step at which one was: (steps, shares), from step 0.
+
+    ends (n,): last step of each run. stopped (n,): True where a rule ended it there, False where it was followed no
+    further for another reason. Without a stop the curve is the one point (0, 1).
+    """
+    ends, stopped = np.asarray(ends, dtype=float), np.asarray(stopped, dtype=bool)
+    steps = np.unique(ends[stopped])
+    factors = [1 - np.sum(stopped & (ends == step)) / np.sum(ends >= step) for step in steps]
+    return np.concatenate([[0.0], steps]), np.concatenate([[1.0], np.cumprod(factors)])

@@ -1,0 +1,24 @@
+"""docs/metrics.md has a line for every column, with its unit, meaning and published key, and no other line."""
+
+import re
+from pathlib import Path
+
+from trainable.records import ROW_COLUMNS, STEP_COLUMNS, STOP_COLUMNS, TRIAL_COLUMNS, TRIAL_LAST_VALUES, Column
+
+PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+
+
+def documented() -> list[Column]:
+    """Every line of a table with four cells, the heads left out."""
+    lines = [line for line in PAGE.splitlines() if line.startswith("| `")]
+    cells = [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return [Column(row[0].strip("`"), row[1], row[2], row[3].strip("`")) for row in cells if len(row) == 4]
+
+
+def test_the_page_lists_exactly_the_columns_of_the_records() -> None:
+    assert documented() == [*ROW_COLUMNS, *STEP_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS]
+
+
+def test_the_page_names_the_last_values_of_a_run() -> None:
+    (line,) = re.findall(r"The run's last value of these step columns: ([^.]*)\.", PAGE)
+    assert re.findall(r"`([^`]*)`", line) == list(TRIAL_LAST_VALUES)

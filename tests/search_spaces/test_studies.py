@@ -1,0 +1,158 @@
+import subprocess
+import sys
+from string import Formatter
+
+import pytest
+
+from search_spaces import STUDIES
+from search_spaces.presets import DEFAULT_SEEDS, PRESETS
+from search_spaces.study import Study, value_label
+from trainable.config import RunConfig, canonical_key, field_names, with_overrides
+from trainable.stop_rules import RULES
+
+ALL = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+
+# What the published documents say that all three sweeps share, under the names that settings have here.
+SHARED = {
+    "algorithm.adv_estimator": "gae",
+    "actor.filter_loss_scaling": "none",
+    "actor.entropy_from_logits_with_chunking": True,
+    "actor.ppo_mini_batch_size": 32,
+    "actor.ppo_micro_batch_size_per_gpu": 4,
+    "critic.ppo_mini_batch_size": 32,
+    "critic.ppo_micro_batch_size_per_gpu": 4,
+    "rollout.ref_log_prob_micro_batch_size_per_gpu": 8,
+    "rollout.log_prob_micro_batch_size_per_gpu": 8,
+    "rollout.gpu_memory_utilization": 0.5,
+    "env.env_groups": 8,
+    "env.group_size": 16,
+    "env.val_env_groups": 512,
+    "env.val_group_size": 1,
+    "filter.rollout_filter_strategy": "top_p",
+    "filter.rollout_filter_top_p_prob_mode": "softmax",
+    "filter.rollout_filter_type": "largest",
+    "filter.rollout_filter_metric": "reward_variance",
+    "trainer.total_training_steps": 400,
+    "trainer.save_freq": -1,
+    "trainer.val_before_train": True,
+    "trainer.n_gpus_per_node": 1,
+    "trainer.ray_num_cpus": 16,
+    "algorithm.kl_ctrl.kl_coef": 0.0,
+    "model.path": "Qwen/Qwen2.5-3B",
+}
+
+KL = ("actor.use_kl_loss", "actor.kl_loss_coef")
+FILTER = ("filter.rollout_filter_value", "filter.rollout_filter_include_zero")
+
+# Study -> value -> what the documents say of use_kl_loss, kl_loss_coef, entropy_coeff, filter value, include_zero.
+ARMS: dict[str, dict[str, tuple[bool, float, float, float, bool]]] = {
+    "kl": {
+        "0": (False, 0.0, 0.0, 1.0, True),
+        "0.001": (True, 0.001, 0.0, 1.0, True),
+        "0.003": (True, 0.003, 0.0, 1.0, True),
+        "0.01": (True, 0.01, 0.0, 1.0, True),
+        "0.03": (True, 0.03, 0.0, 1.0, True),
+        "0.1": (True, 0.1, 0.0, 1.0, True),
+    },
+    "entropy": {
+        "0": (False, 0.0, 0.0, 1.0, True),
+        "0.001": (False, 0.0, 0.001, 1.0, True),
+        "0.003": (False, 0.0, 0.003, 1.0, True),
+        "0.01": (False, 0.0, 0.01, 1.0, True),
+        "0.03": (False, 0.0, 0.03, 1.0, True),
+        "0.1": (False, 0.0, 0.1, 1.0, True),
+    },
+    "top-p": {
+        "1.0": (True, 0.001, 0.001, 1.0, False),
+        "0.98": (True, 0.001, 0.001, 0.98, False),
+        "0.95": (True, 0.001, 0.001, 0.95, False),
+        "0.9": (True, 0.001, 0.001, 0.9, False),
+        "0.8": (True, 0.001, 0.001, 0.8, False),
+        "0.6": (True, 0.001, 0.001, 0.6, False),
+        "0.4": (True, 0.001, 0.001, 0.4, False),
+        "nofilter": (True, 0.001, 0.001, 1.0, True),
+    },
+}
+
+
+def get(config: RunConfig, field: str) -> object:
+    value: object = config
+    for part in field.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def arm(study: Study, preset: str, value: str) -> RunConfig:
+    base = with_overrides(RunConfig(), {**PRESETS[preset], **study.fixed})
+    return with_overrides(base, study.axis.settings(value))
+
+
+@ALL
+def test_the_published_grid_is_the_default_on_paper(study: Study) -> None:
+    assert study.axis.grids["paper"] == tuple(ARMS[study.name])
+
+
+@ALL
+def test_every_published_arm_has_the_published_settings(study: Study) -> None:
+    for value, expected in ARMS[study.name].items():
+        config = arm(study, "paper", value)
+        assert tuple(get(config, field) for field in (*KL, "actor.entropy_coeff", *FILTER)) == expected
+        assert {field: get(config, field) for field in SHARED} == SHARED
+
+
+@ALL
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_point_of_every_grid_is_a_configuration_of_its_own(study: Study, preset: str) -> None:
+    hashes = {arm(study, preset, value).config_hash() for value in study.axis.grids[preset]}
+    assert len(hashes) == len(study.axis.grids[preset])
+
+
+@ALL
+@pytest.mark.parametrize("preset", PRESETS)
+def test_labels_name_the_points_of_a_grid(study: Study, preset: str) -> None:
+    labels = [value_label(value) for value in study.axis.grids[preset]]
+    assert len(set(labels)) == len(labels)
+    assert study.baseline in study.axis.grids[preset]
+
+
+@ALL
+def test_the_arms_differ_in_the_axis_alone(study: Study) -> None:
+    swept = {study.axis.setting, *study.axis.along}.union(*study.axis.named.values())
+    base = with_overrides(RunConfig(), {**PRESETS["paper"], **study.fixed})
+    for value in study.axis.grids["paper"]:
+        config = arm(study, "paper", value)
+        assert {f for f in field_names() if get(config, f) != get(base, f)} <= swept | {"actor.use_kl_loss"}
+
+
+@ALL
+def test_a_study_names_only_what_there_is(study: Study) -> None:
+    for key in (study.axis.setting, *study.fixed, *study.axis.along):
+        assert canonical_key(key) == key
+    assert set(study.stop_rules) <= set(RULES)
+    assert set(study.axis.grids) == set(PRESETS) == set(DEFAULT_SEEDS)
+    used = {name for t in (study.run, study.experiment, study.log, study.checkpoints) for name in names_in(t)}
+    assert used <= {"model", "tag", "label", "run", "experiment"}
+    assert study.question.strip().endswith("?")
+
+
+def names_in(template: str) -> set[str]:
+    return {name for _, name, _, _ in Formatter().parse(template) if name}
+
+
+def test_kl_and_entropy_share_the_arm_in_which_both_are_off() -> None:
+    assert arm(STUDIES["kl"], "paper", "0") == arm(STUDIES["entropy"], "paper", "0")
+
+
+def test_one_point_zero_and_nofilter_are_different_arms() -> None:
+    top_p = STUDIES["top-p"]
+    assert arm(top_p, "paper", "1.0").config_hash() != arm(top_p, "paper", "nofilter").config_hash()
+
+
+@pytest.mark.parametrize(("value", "label"), [("1.0", "10"), ("0.001", "0001"), ("0", "0"), ("nofilter", "nofilter")])
+def test_published_labels(value: str, label: str) -> None:
+    assert value_label(value) == label
+
+
+def test_declaring_a_study_loads_neither_torch_nor_ray() -> None:
+    code = "import sys, search_spaces; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

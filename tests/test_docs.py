@@ -1,0 +1,81 @@
+"""Every command that the documents show is run, in the order in which they show it, in an empty folder."""
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import analysis
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
+MINUTES = ("python -m trainable.embedded", "python benchmarks/")
+
+
+def commands() -> Iterator[str]:
+    seen = set()
+    for page in PAGES:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+            for line in block.splitlines():
+                command = line.split("  #")[0].strip()
+                if command and not command.startswith("#") and command not in seen:
+                    seen.add(command)
+                    yield command
+
+
+LIGHT = [command for command in commands() if not command.startswith(MINUTES)]
+HEAVY = [command for command in commands() if command.startswith(MINUTES)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reader")
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = shlex.split(command)
+    if words[0] == "make":
+        return subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+    assert words[0] == "python", f"the documents show a command that no test knows how to run: {command}"
+    if words[1].startswith("benchmarks/"):
+        words[1] = str(ROOT / words[1])
+    return subprocess.run([sys.executable, *words[1:]], cwd=folder, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("command", LIGHT)
+def test_command(command: str, folder: Path) -> None:
+    done = run(command, folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("command", HEAVY)
+def test_command_of_minutes(command: str, folder: Path) -> None:
+    done = run(command, folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_python_example_of_the_readme(folder: Path) -> None:
+    if not (folder / "out").exists():
+        pytest.skip("needs the study that test_command runs; run the whole file")
+    frames = analysis.load(folder / "out")
+    assert len(frames.trials) == 2
+    assert set(frames.trials["status"]) == {"completed"}
+    assert len(frames.steps) == 6
+    assert set(frames.rooms["split"]) == {"val", "test"}
+
+
+def test_readme_names_every_module() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    tree = re.findall(r"^  (\w+(?:\.py|/)) ", text, re.MULTILINE)
+    for package in ("search_spaces", "trainable", "tune_study", "analysis"):
+        for path in (ROOT / package).iterdir():
+            name = f"{path.name}/" if path.is_dir() else path.name
+            if path.name.startswith("__") or (path.is_dir() and not list(path.glob("*.py"))):
+                continue
+            assert name in tree, f"{package}/{path.name} is not in the README's tree"

@@ -1,0 +1,21 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.scripted import random_model
+from trainable.embedded.recipe import tiny_shape, write_model
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """As a trial trains; sums do not depend on the machine's cores then."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of the tiny shape with random weights, in the hub's format."""
+    folder: Path = tmp_path_factory.mktemp("random-model")
+    write_model(random_model(tiny_shape(), spread=0.1), folder)
+    return folder

@@ -1,0 +1,39 @@
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tune_study.run import prepare_environment
+
+HERE = Path(__file__).parent
+THIRD_PARTY = (
+    # Tune closes the files of its loggers when a trial ends, which after Ctrl-C it does not.
+    "unclosed file .*driver_artifacts:ResourceWarning",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What Ray and its loggers warn of is theirs; each is named, and every other warning is an error."""
+    for item in items:
+        if HERE in item.path.parents:
+            for warning in THIRD_PARTY:
+                item.add_marker(pytest.mark.filterwarnings(f"ignore:{warning}"))
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """One Ray for all tests: four CPUs and two GPUs that are declared, which is all that placement looks at."""
+    prepare_environment(())
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        num_gpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.CRITICAL,
+    )
+    yield
+    ray.shutdown()

@@ -1,0 +1,141 @@
+"""What the driver records as Tune reports: each run's status, its log, the summary, and the progress that is shown."""
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ray import tune
+
+from tune_study.outputs import RunStatus, append_line, now, read_status, write_status
+from tune_study.plan import RunSpec, StudyPlan
+from tune_study.progress import Progress, step_line, stop_reason
+from tune_study.resources import Allotment
+from tune_study.summary import write_summary
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_IN_SETUP = "error raised in its creation task"
+
+
+class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+    """Keeps status.json, the logs and the shown progress of every run up to date.
+
+    A trial whose config says `finished` only replays the last row of a run that ended before: of such a run nothing
+    is recorded but the id of the trial that carried it.
+    """
+
+    def __init__(self, plan: StudyPlan, allotment: Allotment, progress: Progress) -> None:
+        self._plan = plan
+        self._allotment = allotment
+        self._progress = progress
+        self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: Tune stores its callbacks beside the results, and all that these know is on disk already."""
+        return {}
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A run starts, or starts again after its process died."""
+        run_id, status = self._status(trial)
+        carry_on_files(trial, self._plan.folder / run_id)
+        if trial.config["finished"]:
+            write_status(self._plan.run_dir(run_id), replace(status, trial_id=trial.trial_id))
+            return
+        started = status.started_at or now()
+        running = RunStatus(run_id, "running", trial_id=trial.trial_id, started_at=started)
+        write_status(self._plan.run_dir(run_id), running)
+        self._log(run_id, f"=== {run_id} started {now()}, trial {trial.trial_id} ===")
+        self._progress.start(run_id)
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
+        """A training step is done; `result` is its row, with the stopper's decision in it."""
+        if trial.config["finished"]:
+            return
+        run_id = trial.config["run_id"]
+        self._log(run_id, step_line(result, self._specs[run_id].steps))
+        self._progress.row(run_id, result)
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A run failed and will be tried again."""
+        run_id, (reason, traceback) = trial.config["run_id"], failure(trial)
+        self._log(run_id, f"{traceback}\n=== failed, trying again: {reason} ===")
+        self._progress.again(run_id, reason)
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A run has trained all its steps, or a rule has stopped it."""
+        if trial.config["finished"]:
+            return
+        run_id, status = self._status(trial)
+        self._end(ended_status(status, trial.last_result, self._specs[run_id].steps))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A run has failed for the last time."""
+        run_id, status = self._status(trial)
+        reason, traceback = failure(trial)
+        self._log(run_id, traceback)
+        self._end(replace(status, status="failed", reason=reason, ended_at=now()))
+
+    def _status(self, trial: Any) -> tuple[str, RunStatus]:
+        run_id = trial.config["run_id"]
+        return run_id, read_status(self._plan.run_dir(run_id)) or RunStatus(run_id, "never_ran")
+
+    def _end(self, status: RunStatus) -> None:
+        write_status(self._plan.run_dir(status.run_id), status)
+        self._log(status.run_id, f"=== {status.status} {status.ended_at}: {status.reason} ===")
+        write_summary(self._plan, self._allotment, closing=False)
+        self._progress.end(status.run_id, status.status, status.reason)
+
+    def _log(self, run_id: str, line: str) -> None:
+        append_line(self._plan.output / self._specs[run_id].log, line)
+
+
+def ended_status(status: RunStatus, row: dict[str, Any], total: int) -> RunStatus:
+    """The final status of a run whose last row is `row`: stopped by a rule, completed, or cut short.
+
+    A rule that fires at the last step counts: the run is early_stopped.
+    """
+    step = row.get("step")
+    if row.get("stop_rule"):
+        return replace(
+            status,
+            status="early_stopped",
+            reason=stop_reason(row),
+            stop_rule=row["stop_rule"],
+            stop_value=row["stop_value"],
+            stop_threshold=row["stop_threshold"],
+            stop_step=row["stop_step"],
+            ended_at=now(),
+        )
+    if step == total:
+        return replace(status, status="completed", reason=f"trained {total} of {total} steps", ended_at=now())
+    return replace(status, status="interrupted", reason=f"ended at step {step} of {total}", ended_at=now())
+
+
+def failure(trial: Any) -> tuple[str, str]:
+    """What a trial failed with: class and message of the error in the run, not of Ray's wrapping, and the traceback."""
+    import ray.cloudpickle
+
+    # The trial's own getter reads the copy in the results folder, which may be an older failure's.
+    path = Path(trial.pickled_error_file) if trial.pickled_error_file else None
+    if path is None or not path.exists():
+        return "the trial failed before it could say why", ""
+    error = ray.cloudpickle.loads(path.read_bytes())
+    cause = getattr(error, "cause", None) or error
+    lines = [line.strip() for line in _COLOURS.sub("", str(cause)).splitlines() if line.strip()]
+    if _IN_SETUP in str(cause):
+        return f"in setup, {lines[-1]}", "\n".join(lines)
+    return f"{type(cause).__name__}: {lines[0] if lines else 'no message'}", _COLOURS.sub("", str(error))
+
+
+def carry_on_files(trial: Any, before: Path) -> None:
+    """Give Tune the rows that it wrote for this run in an earlier start, so that its files go on and lose nothing.
+
+    trial: about to start. before: the folder of the earlier start's files. Tune itself does so only on its own
+    restore, which is not used.
+    """
+    for name in ("result.json", "progress.csv"):
+        source, target = before / name, Path(trial.local_path) / name
+        if source.exists() and not target.exists():
+            trial.init_local_path()
+            shutil.copyfile(source, target)

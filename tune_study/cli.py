@@ -1,0 +1,246 @@
+"""The command line. What needs Ray is imported where it is used, so that every other command starts at once."""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from search_spaces import STUDIES
+from search_spaces.study import Study
+from trainable.config import ConfigError
+from tune_study import continuing, describe, outputs, resources
+from tune_study.models import absolute_model, check_model, check_trainable
+from tune_study.plan import PlanError, StudyPlan, collect_overrides, find_study, make_plan, parse_bool, parse_values
+from tune_study.run import choose_wandb, execute, write_results
+
+app = typer.Typer(
+    name="tune_study",
+    help="Run a study of RL fine-tuning: train every arm, stop what collapses, report what was found.",
+    epilog="\b\nExample: python -m tune_study run kl --preset laptop",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The study's folder results/<run>.")]
+Gpus = Annotated[
+    str | None, typer.Option("--gpus", metavar="LIST", help="GPU ids, like 0,1,2,3; default: all visible.")
+]
+MaxConcurrent = Annotated[
+    int | None, typer.Option("--max-concurrent", "--max_concurrent", metavar="N", help="Runs at once at most.")
+]
+Wandb = Annotated[
+    str | None,
+    typer.Option("--wandb", metavar="MODE", help="offline, online or off; default: offline if trainer.logger has it."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", "--dry_run", help="Print the plan; start and write nothing.")]
+
+
+def main() -> None:
+    """Entry point of `python -m tune_study` and of the command `tune-study`."""
+    app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)
+
+
+def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Bad input becomes one paragraph on stderr and exit code 2."""
+
+    @functools.wraps(command)
+    def checked(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except (ConfigError, PlanError) as error:
+            typer.echo(f"tune_study: {error}", err=True)
+            raise typer.Exit(2) from None
+
+    return checked
+
+
+@app.command("list", epilog="\b\nExample: python -m tune_study list")
+def list_studies() -> None:
+    """List the studies: question, axis, and grid of each preset."""
+    describe.print_studies(Console(), list(STUDIES.values()))
+
+
+@app.command("settings", epilog="\b\nExample: python -m tune_study settings | grep kl_")
+def settings() -> None:
+    """List every setting that --set takes: default, allowed values, meaning."""
+    describe.print_settings(Console())
+
+
+@app.command(
+    "run", epilog="\b\nExample: python -m tune_study run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out"
+)
+@plain_errors
+def run(
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study; see `list`.")],
+    preset: Annotated[
+        str | None, typer.Option("--preset", metavar="NAME", help="laptop or paper; default: paper with a CUDA GPU.")
+    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="sokoban-tiny, a folder, or a hub id.")] = None,
+    steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Training steps a run.")] = None,
+    kl_values: Annotated[
+        str | None, typer.Option("--kl-values", "--kl_values", metavar="LIST", help="Study kl: coefficients.")
+    ] = None,
+    entropy_values: Annotated[
+        str | None,
+        typer.Option("--entropy-values", "--entropy_values", metavar="LIST", help="Study entropy: coefficients."),
+    ] = None,
+    rollout_filter_value: Annotated[
+        str | None,
+        typer.Option(
+            "--rollout_filter_value", "--rollout-filter-value", metavar="LIST", help="Study top-p: masses, or nofilter."
+        ),
+    ] = None,
+    rollout_filter_include_zero: Annotated[
+        str | None,
+        typer.Option(
+            "--rollout_filter_include_zero",
+            "--rollout-filter-include-zero",
+            metavar="BOOL",
+            help="Studies kl and entropy: keep groups whose rewards are all equal (default True).",
+        ),
+    ] = None,
+    gpus: Gpus = None,
+    gpus_per_exp: Annotated[
+        float | None,
+        typer.Option("--gpus-per-exp", "--gpus_per_exp", metavar="N", help="GPUs a run: 1, 4, or a fraction like 0.5."),
+    ] = None,
+    ray_num_cpus: Annotated[
+        int | None, typer.Option("--ray-num-cpus", "--ray_num_cpus", metavar="N", help="CPUs that Ray may use.")
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            "--gpu-memory-utilization", "--gpu_memory_utilization", metavar="V", help="GPU share of the sampler."
+        ),
+    ] = None,
+    save_freq: Annotated[
+        int | None,
+        typer.Option("--save-freq", "--save_freq", metavar="N", help="Keep a checkpoint every N steps; -1: none."),
+    ] = None,
+    seeds: Annotated[int | None, typer.Option("--seeds", metavar="N", help="Seeds 0 to N-1 of every arm.")] = None,
+    assignments: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be given again.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where results/ and logs/ go.")] = Path(),
+    extend: Annotated[bool, typer.Option("--extend", help="Add new values or seeds to the study there.")] = False,
+    max_concurrent: MaxConcurrent = None,
+    dry_run: DryRun = False,
+    wandb: Wandb = None,
+) -> None:
+    """Run a study, or go on with it where the output folder holds it already."""
+    chosen = find_study(study)
+    options = {
+        "trainer.total_training_steps": steps,
+        "model.path": absolute_model(model) if model is not None else None,
+        "trainer.n_gpus_per_node": gpus_per_exp,
+        "trainer.ray_num_cpus": ray_num_cpus,
+        "rollout.gpu_memory_utilization": gpu_memory_utilization,
+        "trainer.save_freq": save_freq,
+        "filter.rollout_filter_include_zero": _include_zero(chosen, rollout_filter_include_zero),
+    }
+    values = _axis_values(
+        chosen,
+        {
+            "--kl-values": kl_values,
+            "--entropy-values": entropy_values,
+            "--rollout_filter_value": rollout_filter_value,
+        },
+    )
+    given = {name: value for name, value in options.items() if value is not None}
+    overrides = collect_overrides(chosen, given, assignments or [])
+    visible = resources.detect_gpus(os.environ)
+    preset, reason = resources.choose_preset(preset, visible)
+    plan = make_plan(chosen, preset, reason, overrides, values, seeds, _absolute(output))
+    _start(continuing.join(plan, extend), gpus, visible, max_concurrent, dry_run, wandb)
+
+
+@app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
+@plain_errors
+def resume(
+    folder: RunFolder,
+    gpus: Gpus = None,
+    max_concurrent: MaxConcurrent = None,
+    dry_run: DryRun = False,
+    wandb: Wandb = None,
+) -> None:
+    """Go on with the study in RUN: finished runs stay as they are, all others continue."""
+    plan = continuing.plan_from_folder(folder)
+    _start(plan, gpus, resources.detect_gpus(os.environ), max_concurrent, dry_run, wandb)
+
+
+@app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
+@plain_errors
+def status(folder: RunFolder) -> None:
+    """Show how far each run in RUN is, and why those that ended did."""
+    describe.print_status(Console(), folder, continuing.read_study(folder))
+
+
+@app.command("report", epilog="\b\nExample: python -m tune_study report results/kl_sweep_sokoban-tiny")
+@plain_errors
+def report(folder: RunFolder) -> None:
+    """Write the tables and the report of RUN again from its rows."""
+    continuing.read_study(folder)
+    outputs.check_writable(folder)
+    problem = write_results(_absolute(folder), Console())
+    if problem:
+        typer.echo(problem, err=True)
+        raise typer.Exit(1)
+
+
+def _start(
+    plan: StudyPlan,
+    gpus: str | None,
+    visible: tuple[resources.Gpu, ...],
+    max_concurrent: int | None,
+    dry_run: bool,
+    wandb: str | None,
+) -> None:
+    """Check what only this machine can answer, then print the plan or run it."""
+    console = Console()
+    allotment = resources.preflight(plan, gpus, visible, resources.cpu_count(), max_concurrent, real=not dry_run)
+    mode = choose_wandb(wandb, plan)
+    if dry_run:
+        describe.print_plan(console, plan, allotment)
+        return
+    check_model(plan.base.model.path, os.environ)
+    check_trainable(plan.study.trainable)
+    outputs.check_writable(plan.output)
+    describe.say(console, f"preset {plan.preset}: {plan.preset_reason}")
+    raise typer.Exit(execute(plan, allotment, mode, console))
+
+
+def _axis_values(study: Study, options: dict[str, str | None]) -> tuple[str, ...] | None:
+    """The values of the study's own axis option; PlanError for the option of another study."""
+    for option, text in options.items():
+        if text is not None and option != study.axis.option:
+            raise PlanError(
+                f"{option} does not belong to study {study.name}, whose axis is {study.axis.setting}: "
+                f"type {study.axis.option}."
+            )
+    own = options[study.axis.option]
+    return None if own is None else parse_values(own, study.axis.option)
+
+
+def _include_zero(study: Study, text: str | None) -> bool | None:
+    """The truth value of --rollout_filter_include_zero; PlanError in a study whose axis sets it."""
+    option = "--rollout_filter_include_zero"
+    if text is None:
+        return None
+    if not study.include_zero_option:
+        raise PlanError(
+            f"{option} does not belong to study {study.name}, whose axis sets it: type {study.axis.option} "
+            f"(the value nofilter is the arm with include_zero True)."
+        )
+    return parse_bool(text, option)
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path.expanduser()))

@@ -1,0 +1,130 @@
+"""Studies, plans, settings and statuses as tables for a terminal, and as plain lines for everything else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from search_spaces.presets import PRESETS
+from search_spaces.study import Study
+from trainable.config import RunConfig
+from tune_study import outputs
+from tune_study.plan import StudyPlan
+from tune_study.resources import Allotment
+
+
+def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table in a terminal; elsewhere one line a row, columns two blanks apart, nothing cut."""
+    if console.is_terminal:
+        table = Table(*columns, box=box.SIMPLE_HEAD)
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+        return
+    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
+    for row in [columns, *rows]:
+        say(console, "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def say(console: Console, line: str) -> None:
+    """One line as it is."""
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def print_studies(console: Console, studies: Sequence[Study]) -> None:
+    """Each study with its question, axis and grids."""
+    for study in studies:
+        say(console, f"{study.name}: {study.question.strip()}")
+        say(console, f"  setting {study.axis.setting}, chosen with {study.axis.option}")
+        for preset in PRESETS:
+            say(console, f"  {preset:<7} {','.join(study.axis.grids[preset])}")
+        say(console, "")
+
+
+def print_plan(console: Console, plan: StudyPlan, allotment: Allotment) -> None:
+    """What would run: names, resources, steps and places."""
+    trainer = plan.base.trainer
+    reserved = " + ".join(" ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in allotment.bundles)
+    lines = [
+        f"study {plan.study.name}: {plan.study.question.strip()}",
+        f"preset {plan.preset}: {plan.preset_reason}",
+        f"model {plan.base.model.path}",
+        f"{len(plan.runs)} runs: {plan.study.axis.setting} in {','.join(plan.values)}; seeds {_seeds(plan)}",
+        f"steps a run {trainer.total_training_steps}, validation every {trainer.test_freq} steps",
+        f"a run reserves {reserved}; {allotment.max_concurrent} at once on {allotment.cpus} CPUs",
+    ]
+    if allotment.slots:
+        lines.append(f"GPU slots {' '.join(allotment.slots)}")
+    lines += [*allotment.notes, f"results {plan.folder}", f"summary log {plan.summary_log}"]
+    for line in lines:
+        say(console, line)
+    rows = [
+        [spec.run_id, spec.arm, str(spec.seed), str(spec.steps), spec.log.as_posix(), spec.checkpoints.as_posix()]
+        for spec in plan.runs
+    ]
+    print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows)
+
+
+def _seeds(plan: StudyPlan) -> str:
+    return ",".join(str(seed) for seed in plan.seeds)
+
+
+def print_status(console: Console, folder: Path, study: dict[str, Any]) -> None:
+    """Every run of results/<run> with its status; one that says `running` while nobody runs it was interrupted."""
+    is_running = outputs.is_running(folder)
+    rows = []
+    for entry in study["runs"]:
+        run_dir = folder / "runs" / entry["run_id"]
+        status = outputs.read_status(run_dir) or outputs.RunStatus(entry["run_id"], "never_ran")
+        shown, reason = status.status, status.reason
+        if shown == "running" and not is_running:
+            shown, reason = "interrupted", "the process that ran the study is gone"
+        measured = outputs.last_rows(run_dir)
+        step = measured[-1]["step"] if measured else 0
+        total = study["settings"]["trainer"]["total_training_steps"]
+        success = next((row["val_success"] for row in reversed(measured) if row.get("val_success") is not None), None)
+        cells = [entry["run_id"], entry["arm"], str(entry["seed"]), shown, f"{step}/{total}"]
+        rows.append([*cells, "-" if success is None else f"{success:.3f}", reason])
+    say(console, f"{study['name']} ({study['preset']}): {'running' if is_running else 'not running'}")
+    print_table(console, ("run", "arm", "seed", "status", "step", "val_success", "reason"), rows)
+
+
+def print_settings(console: Console) -> None:
+    """Every setting with its default, what it may be, and what it means."""
+    rows = [[name, default, allowed, meaning] for name, default, allowed, meaning in settings_table()]
+    print_table(console, ("setting", "default", "allowed", "meaning"), rows)
+
+
+def settings_table(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str, str, str]]:
+    """(dotted name, default, allowed values, meaning) of every setting; the seed, which is --seeds, left out."""
+    rows: list[tuple[str, str, str, str]] = []
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            rows += settings_table(kind, f"{prefix}{name}.")
+        elif prefix:
+            rows.append((prefix + name, _text(field.default), _allowed(kind, field.metadata), field.description or ""))
+    return rows
+
+
+def _text(value: object) -> str:
+    return f"[{', '.join(str(entry) for entry in value)}]" if isinstance(value, tuple) else str(value)
+
+
+def _allowed(kind: Any, metadata: Sequence[Any]) -> str:
+    """The values that a field takes, in words."""
+    if get_origin(kind) is Literal:
+        return " | ".join(str(choice) for choice in get_args(kind))
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    found = [
+        f"{sign} {getattr(constraint, bound):g}"
+        for constraint in metadata
+        for bound, sign in signs.items()
+        if getattr(constraint, bound, None) is not None
+    ]
+    words = {bool: "True | False", int: "whole number", float: "number", str: "text"}
+    return " ".join([words.get(kind, "list"), ", ".join(found)]).strip()

@@ -1,0 +1,244 @@
+"""The run folder: what a study writes before, while and after its runs train. Every file is whole at any moment."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tune_study.plan import PlanError, RunSpec, StudyPlan
+
+ENDED = ("completed", "early_stopped")
+"""Statuses of runs that are never run again."""
+
+_PACKAGES = ("tune_study", "torch", "ray", "transformers", "numpy", "pandas", "pydantic", "safetensors", "tokenizers")
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """status.json of a run: `running`, or one of records.STATUSES with its reason."""
+
+    run_id: str
+    status: str
+    reason: str = ""
+    stop_rule: str = ""
+    stop_value: float | None = None
+    stop_threshold: float | None = None
+    stop_step: int | None = None
+    trial_id: str = ""
+    started_at: str | None = None
+    ended_at: str | None = None
+
+
+def now() -> str:
+    """The time in UTC, ISO 8601, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file beside its place and rename it there, so that no reader ever sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
+def write_json(path: Path, data: object) -> None:
+    """`data` as readable JSON, written whole."""
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no file or no object in it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl as they were written, oldest first; torn or odd lines are left out."""
+    try:
+        text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    rows: list[dict[str, Any]] = []
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+    return rows
+
+
+def last_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """One row a step, ascending: the last that was written of each."""
+    by_step = {row["step"]: row for row in read_rows(run_dir)}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def read_status(run_dir: Path) -> RunStatus | None:
+    """The status of a run; None before it has one."""
+    data = read_json(run_dir / "status.json")
+    known = set(RunStatus.__dataclass_fields__)
+    if data is None or not {"run_id", "status"} <= data.keys():
+        return None
+    return RunStatus(**{key: value for key, value in data.items() if key in known})
+
+
+def write_status(run_dir: Path, status: RunStatus) -> None:
+    """status.json of a run, whole at any moment."""
+    write_json(run_dir / "status.json", asdict(status))
+
+
+def append_line(path: Path, line: str) -> None:
+    """One more line of a log."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as log:
+        log.write(line + "\n")
+
+
+def run_entry(spec: RunSpec) -> dict[str, Any]:
+    """run.json without the settings: what names a run and where its files are."""
+    return {
+        "run_id": spec.run_id,
+        "study": spec.study,
+        "arm": spec.arm,
+        "label": spec.label,
+        "seed": spec.seed,
+        "experiment_name": spec.experiment_name,
+        "config_hash": spec.config.config_hash(),
+        "log": spec.log.as_posix(),
+        "checkpoints": spec.checkpoints.as_posix(),
+    }
+
+
+def write_study(plan: StudyPlan) -> None:
+    """study.json, every run.json, and a status for every run that has none, before anything starts."""
+    held = read_json(plan.folder / "study.json") or {}
+    for spec in plan.runs:
+        run_dir = plan.run_dir(spec.run_id)
+        write_json(run_dir / "run.json", {**run_entry(spec), "config": spec.config.model_dump(mode="json")})
+        if read_status(run_dir) is None:
+            write_status(run_dir, RunStatus(spec.run_id, "never_ran", "has not started"))
+    axis = plan.study.axis
+    same = bool(held) and held["axis"]["values"] == list(plan.values) and held["seeds"] == list(plan.seeds)
+    study = {
+        "name": plan.study.name,
+        "question": plan.study.question.strip(),
+        "run": plan.run,
+        "preset": plan.preset,
+        "preset_reason": plan.preset_reason,
+        "axis": {"setting": axis.setting, "option": axis.option, "values": list(plan.values)},
+        "baseline": plan.baseline,
+        "seeds": list(plan.seeds),
+        "runs": [run_entry(spec) for spec in plan.runs],
+        "settings": plan.base.model_dump(mode="json"),
+        "stop_rules": list(plan.study.stop_rules),
+        "versions": versions(),
+        "git": git_state(Path(__file__).parent),
+        "command": held["command"] if same else command_line(),
+        "created_at": held.get("created_at") or now(),
+        "model": plan.base.model.path,
+        "trainable": plan.study.trainable,
+    }
+    write_json(plan.folder / "study.json", study)
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that rows depend on; those that are not installed are left out."""
+    found = {"python": sys.version.split()[0]}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit of the sources and whether they differ from it; None outside a repository."""
+    try:
+        commit, changes = (
+            subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
+            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.strip(), "dirty": bool(changes.strip())}
+
+
+def command_line() -> str:
+    """The command as it would be typed again."""
+    name = Path(sys.argv[0]).name
+    shown = "python -m tune_study" if name == "__main__.py" else name
+    return f"{shown} {shlex.join(sys.argv[1:])}".strip()
+
+
+def check_writable(output: Path) -> None:
+    """PlanError unless the output folder, or the folder that it would be made in, can be written."""
+    if output.exists() and not output.is_dir():
+        raise PlanError(f"--output {output} is a file: type a folder.")
+    nearest = next(folder for folder in (output, *output.parents) if folder.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise PlanError(f"--output {output} cannot be written ({nearest} does not allow it): type another folder.")
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the study's folder, or PlanError while another process does; the hold ends with the process."""
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise PlanError(f"Another process is running the study in {folder}: wait for it, or end it.") from None
+        yield
+
+
+def is_running(folder: Path) -> bool:
+    """Whether a process holds the study's folder now."""
+    if not (folder / ".lock").exists():
+        return False
+    try:
+        with locked(folder):
+            return False
+    except PlanError:
+        return True
+
+
+def close_unfinished(plan: StudyPlan, reason: str) -> None:
+    """Give every run without a final status one: interrupted if it had started, never_ran if not."""
+    for spec in plan.runs:
+        run_dir = plan.run_dir(spec.run_id)
+        status = read_status(run_dir) or RunStatus(spec.run_id, "never_ran")
+        if status.status == "running":
+            write_status(run_dir, replace(status, status="interrupted", reason=reason, ended_at=now()))
+        elif status.status == "never_ran":
+            write_status(run_dir, replace(status, reason=f"{reason} before it started"))
+
+
+def write_tables(folder: Path) -> None:
+    """trials.parquet, steps.parquet and rooms.parquet from the rows."""
+    from analysis.load import read_run
+
+    read_run(folder).write_parquet(folder)
+
+
+def write_report(folder: Path) -> Path:
+    """report.html and its figures from the tables."""
+    from analysis.report import write_report as write
+
+    return write(folder)

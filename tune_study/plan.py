@@ -1,0 +1,246 @@
+"""From a study and what was typed to the list of its runs: names, settings, places. Pure; no Ray."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from search_spaces import STUDIES
+from search_spaces.presets import DEFAULT_SEEDS, PRESETS
+from search_spaces.study import Study, value_label
+from trainable.config import ConfigError, RunConfig, canonical_key, field_names, with_overrides
+
+TAGS = {True: "nofilter", False: "filter_zero"}
+"""The published tag of rollout_filter_include_zero."""
+
+BOOL_WORDS = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0": False, "no": False, "n": False}
+
+
+class PlanError(ValueError):
+    """A study that cannot be run as asked; the message says what was asked, what is allowed and what to type."""
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run: one arm with one seed. `log` and `checkpoints` are relative to the output folder."""
+
+    run_id: str
+    study: str
+    arm: str
+    label: str
+    seed: int
+    experiment_name: str
+    config: RunConfig
+    log: Path
+    checkpoints: Path
+
+    @property
+    def steps(self) -> int:
+        """Training steps asked for."""
+        return self.config.trainer.total_training_steps
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """All runs of a study, and where they go. `base` is what the arms share, before the axis."""
+
+    study: Study
+    preset: str
+    preset_reason: str
+    base: RunConfig
+    values: tuple[str, ...]
+    seeds: tuple[int, ...]
+    output: Path
+    run: str
+    runs: tuple[RunSpec, ...]
+
+    @property
+    def folder(self) -> Path:
+        """results/<run>: the study's own folder, and Tune's."""
+        return self.output / "results" / self.run
+
+    @property
+    def summary_log(self) -> Path:
+        """logs/<run>.log."""
+        return self.output / "logs" / f"{self.run}.log"
+
+    @property
+    def baseline(self) -> str | None:
+        """The arm that is the study's baseline, as it was typed; None where the values have none."""
+        wanted = _number(self.study.baseline)
+        same = [value for value in self.values if value == self.study.baseline or _is_equal(_number(value), wanted)]
+        return same[0] if same else None
+
+    def run_dir(self, run_id: str) -> Path:
+        """Where one run keeps its rows, status and rolling state."""
+        return self.folder / "runs" / run_id
+
+
+def find_study(name: str) -> Study:
+    """The study of that name (`top_p` finds `top-p`), or PlanError that lists all."""
+    study = STUDIES.get(name.replace("_", "-"))
+    if study is None:
+        raise PlanError(
+            f"There is no study `{name}`. The studies are {', '.join(STUDIES)}: type one of them, "
+            f"for example `python -m tune_study run kl`."
+        )
+    return study
+
+
+def parse_values(text: str, option: str) -> tuple[str, ...]:
+    """The entries of a comma list as they were typed, blanks around them removed."""
+    values = tuple(entry.strip() for entry in text.split(","))
+    if not all(values):
+        raise PlanError(f"{option} {text!r} has an empty entry: type values with one comma between, like 0,0.01,0.1.")
+    return values
+
+
+def parse_bool(text: str, option: str) -> bool:
+    """True or False from the words that the published scripts take."""
+    word = text.strip().lower()
+    if word not in BOOL_WORDS:
+        raise PlanError(f"{option} {text!r} is neither True nor False: type {option} True or {option} False.")
+    return BOOL_WORDS[word]
+
+
+def collect_overrides(study: Study, options: Mapping[str, object], assignments: Iterable[str]) -> dict[str, object]:
+    """Settings of the command line as one dict of dotted fields, each set once and none of them the study's own axis.
+
+    options: dotted field -> value for the options that were typed. assignments: the `key=value` of each --set.
+    """
+    overrides: dict[str, object] = dict(options)
+    swept = {study.axis.setting, *study.axis.along}.union(*study.axis.named.values())
+    for assignment in assignments:
+        key, sign, value = assignment.partition("=")
+        if not sign:
+            raise PlanError(f"--set {assignment!r} has no value: type --set key=value, like --set actor.lr=1e-5.")
+        name = canonical_key(key.strip())
+        if name == "seed":
+            raise PlanError("`seed` is no setting of a study: type --seeds N to run the seeds 0 to N-1.")
+        if name in overrides:
+            raise PlanError(f"`{name}` is given twice (`--set {assignment}` is the second): give it once.")
+        overrides[name] = value.strip()
+    for name in swept & overrides.keys():
+        raise PlanError(
+            f"`{name}` is what the arms of study {study.name} differ in: choose its values with {study.axis.option}."
+        )
+    return overrides
+
+
+def make_plan(
+    study: Study,
+    preset: str,
+    preset_reason: str,
+    overrides: Mapping[str, object],
+    values: Sequence[str] | None,
+    n_seeds: int | None,
+    output: Path,
+) -> StudyPlan:
+    """The plan of a new study: RunConfig's defaults, the preset, the study's fixed settings, then `overrides`.
+
+    values: axis values as typed, None for the preset's grid. n_seeds: a count, None for the preset's.
+    """
+    if preset not in PRESETS:
+        raise PlanError(f"There is no preset `{preset}`: type --preset {' or --preset '.join(PRESETS)}.")
+    count = DEFAULT_SEEDS[preset] if n_seeds is None else n_seeds
+    if count < 1:
+        raise PlanError(f"--seeds {count} leaves nothing to run: type --seeds 1 or more.")
+    base = with_overrides(RunConfig(), {**PRESETS[preset], **study.fixed})
+    base = with_overrides(base, overrides)
+    chosen = tuple(values) if values is not None else study.axis.grids[preset]
+    return build_plan(study, preset, preset_reason, base, chosen, tuple(range(count)), output)
+
+
+def build_plan(
+    study: Study,
+    preset: str,
+    preset_reason: str,
+    base: RunConfig,
+    values: tuple[str, ...],
+    seeds: tuple[int, ...],
+    output: Path,
+) -> StudyPlan:
+    """The plan of `values` x `seeds`, the first seed of every arm first, so that a study cut short is balanced."""
+    check_values(study, values)
+    model = model_name(base.model.path)
+    run = study.run.format(model=model)
+    arms = {value: arm_config(study, base, value) for value in values}
+    runs = tuple(_spec(study, run, value, arms[value], seed) for seed in seeds for value in values)
+    return StudyPlan(study, preset, preset_reason, base, values, seeds, output.absolute(), run, runs)
+
+
+def arm_config(study: Study, base: RunConfig, value: str) -> RunConfig:
+    """The settings of the arm at `value`, or ConfigError that names the option."""
+    try:
+        return with_overrides(base, study.axis.settings(value))
+    except ConfigError as error:
+        words = f" or one of the words {', '.join(study.axis.named)}" if study.axis.named else ""
+        raise ConfigError(f"{study.axis.option} {value}: {error} A value is a number{words}.") from None
+
+
+def check_values(study: Study, values: Sequence[str]) -> None:
+    """PlanError if two values are the same number, or would have the same label and so the same files."""
+    option = study.axis.option
+    for i, value in enumerate(values):
+        for other in values[:i]:
+            if value == other or _is_equal(_number(value), _number(other)):
+                raise PlanError(f"{option} has the value {value} twice ({other} and {value}): give each value once.")
+            if value_label(value) == value_label(other):
+                raise PlanError(
+                    f"{option} has {other} and {value}, whose files would share the label `{value_label(value)}` "
+                    f"(labels drop the dots): run one of them with another --output."
+                )
+
+
+def model_name(path: str) -> str:
+    """The last part of a model's path, which names its runs: Qwen/Qwen2.5-3B -> Qwen2.5-3B."""
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+def changed_settings(config: RunConfig) -> dict[str, Any]:
+    """Dotted fields of `config` that differ from RunConfig's defaults, as JSON; the seed left out."""
+    ours, defaults = flat_settings(config.model_dump(mode="json")), flat_settings(RunConfig().model_dump(mode="json"))
+    return {name: ours[name] for name in field_names() if name != "seed" and ours[name] != defaults[name]}
+
+
+def flat_settings(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings as one dict of dotted fields."""
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        flat |= flat_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
+
+
+def _spec(study: Study, run: str, value: str, config: RunConfig, seed: int) -> RunSpec:
+    """One run with its templates filled in; a seed above 0 is part of every name."""
+    words = {
+        "model": model_name(config.model.path),
+        "tag": TAGS[config.filter.rollout_filter_include_zero],
+        "label": value_label(value),
+        "run": run,
+    }
+    name = study.experiment.format(**words)
+    words["experiment"] = run_id = f"{name}-seed{seed}" if seed else name
+    return RunSpec(
+        run_id=run_id,
+        study=study.name,
+        arm=value,
+        label=words["label"],
+        seed=seed,
+        experiment_name=name,
+        config=config.model_copy(update={"seed": seed}),
+        log=Path("logs") / study.log.format(**words),
+        checkpoints=Path("model_saving") / study.checkpoints.format(**words),
+    )
+
+
+def _number(text: str) -> float | None:
+    """The number that `text` spells, or None for a word."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _is_equal(left: float | None, right: float | None) -> bool:
+    return left is not None and left == right

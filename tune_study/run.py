@@ -1,0 +1,240 @@
+"""A plan becomes a Tune experiment, and the experiment statuses, tables and a report."""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tune_study import outputs
+from tune_study.describe import say
+from tune_study.outputs import RunStatus
+from tune_study.plan import PlanError, RunSpec, StudyPlan, changed_settings
+from tune_study.progress import Progress
+from tune_study.resources import Allotment, placement
+from tune_study.summary import finished_runs, write_summary
+
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_AIR_NEW_OUTPUT": "0",
+    "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
+    "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
+    "TUNE_FORCE_TRIAL_CLEANUP_S": "60",
+}
+"""Set before Ray is imported, where the user has not set them."""
+
+WANDB_MODES = ("offline", "online", "off")
+_MAX_FAILURES = 2
+
+
+def execute(plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Console) -> int:
+    """Run what is left of `plan`, then write tables and report. The exit code: 0, 1 for a failure, 130 for Ctrl-C."""
+    with outputs.locked(plan.folder):
+        finished = finished_runs(plan)
+        outputs.write_study(plan)
+        progress = Progress(plan, allotment.max_concurrent, console)
+        _skip(plan, finished, progress, console)
+        problem = ""
+        try:
+            if len(finished) < len(plan.runs):
+                _fit(plan, allotment, finished, progress, wandb_mode, console)
+        except KeyboardInterrupt:
+            say(console, "Interrupted.")
+        except Exception as error:
+            problem = f"The study ended early: {type(error).__name__}: {error}"
+        interrupted = not problem and any(view.is_open for view in progress.views.values())
+        outputs.close_unfinished(plan, "the study was interrupted" if interrupted else "the study ended early")
+        return _conclude(plan, allotment, problem, interrupted, console)
+
+
+def choose_wandb(asked: str | None, plan: StudyPlan) -> str:
+    """--wandb, else offline where trainer.logger names wandb, else off. PlanError if it cannot be had."""
+    mode = asked or ("offline" if "wandb" in plan.base.trainer.logger else "off")
+    if mode not in WANDB_MODES:
+        raise PlanError(f"--wandb {mode} is no mode: type --wandb {', --wandb '.join(WANDB_MODES)}.")
+    if mode != "off" and find_spec("wandb") is None:
+        raise PlanError(f"--wandb {mode} needs the package wandb: install it with `pip install wandb`.")
+    return mode
+
+
+def run_config(plan: StudyPlan, spec: RunSpec, is_finished: bool) -> dict[str, Any]:
+    """What a Trainable is given: names, the settings that differ from the defaults, absolute folders."""
+    return {
+        "study": spec.study,
+        "run_id": spec.run_id,
+        "arm": spec.arm,
+        "seed": spec.seed,
+        "settings": changed_settings(spec.config),
+        "run_dir": str(plan.run_dir(spec.run_id)),
+        "checkpoint_dir": str(plan.output / spec.checkpoints),
+        "finished": is_finished,
+        "trainable": plan.study.trainable,
+    }
+
+
+def prepare_environment(gpus: tuple[str, ...]) -> None:
+    """What Ray reads from the environment when it is imported and started."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+
+
+def _fit(
+    plan: StudyPlan,
+    allotment: Allotment,
+    finished: Mapping[str, RunStatus],
+    progress: Progress,
+    wandb_mode: str,
+    console: Console,
+) -> None:
+    """Start Ray where it is not started, and train every run that is left."""
+    prepare_environment(allotment.gpus)
+    wandb_runs = _wandb(plan, wandb_mode)
+    with _ray(allotment, console), _interruptible():
+        tuner = make_tuner(plan, allotment, finished, progress, wandb_runs)
+        try:
+            with progress.shown():
+                tuner.fit()
+        finally:
+            for runs in wandb_runs:
+                if not runs.close():
+                    print(f"W&B logging is not complete: {runs.problem or 'it took too long'}", file=sys.stderr)
+
+
+@contextmanager
+def _ray(allotment: Allotment, console: Console) -> Iterator[None]:
+    """Ray on this machine alone, unless the caller started one."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    say(console, "Starting Ray ...")
+    ray.init(
+        address="local",
+        num_cpus=allotment.cpus,
+        num_gpus=len(allotment.gpus),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    # It repeats at the end, as an error, which trials did not complete; their statuses say it.
+    logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends the study as Ctrl-C does, so that a batch system's warning loses nothing; then all is as before."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def make_tuner(
+    plan: StudyPlan, allotment: Allotment, finished: Mapping[str, Any], progress: Progress, more_callbacks: list[Any]
+) -> Any:
+    """The Tune experiment of all runs of a plan; finished ones replay their last row, so that it lists every run.
+
+    Tune's own checkpoints and its restore are not used: a run goes on from the rolling state in its folder.
+    """
+    from ray import tune
+
+    from tune_study.callbacks import Recorder
+    from tune_study.carrier import Carrier
+    from tune_study.stoppers import StopRules, Watched
+
+    trainable = tune.with_resources(Carrier, placement(plan.base.trainer.n_gpus_per_node))
+    configs = [run_config(plan, spec, spec.run_id in finished) for spec in plan.runs]
+    watched = {spec.run_id: Watched(plan.run_dir(spec.run_id), spec.config.early_stop) for spec in plan.runs}
+    return tune.Tuner(
+        trainable,
+        param_space=tune.grid_search(configs),
+        tune_config=tune.TuneConfig(
+            max_concurrent_trials=allotment.max_concurrent,
+            reuse_actors=not allotment.gpus,
+            trial_name_creator=_run_id,
+            trial_dirname_creator=_run_id,
+        ),
+        run_config=tune.RunConfig(
+            name=plan.run,
+            storage_path=str(plan.folder.parent),
+            stop=StopRules(watched, plan.study.stop_rules),
+            callbacks=[Recorder(plan, allotment, progress), *more_callbacks],
+            failure_config=tune.FailureConfig(max_failures=_MAX_FAILURES),
+            checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
+            verbose=0,
+        ),
+    )
+
+
+def _run_id(trial: Any) -> str:
+    return str(trial.config["run_id"])
+
+
+def _wandb(plan: StudyPlan, mode: str) -> list[Any]:
+    """The W&B callback in a list, or an empty one; wandb is imported only when it is asked for."""
+    if mode == "off":
+        return []
+    from tune_study.wandb_logging import WandbRuns
+
+    return [WandbRuns(plan, mode)]
+
+
+def _skip(plan: StudyPlan, finished: Mapping[str, RunStatus], progress: Progress, console: Console) -> None:
+    """Name the runs that are not run again."""
+    for run_id, status in finished.items():
+        rows = outputs.last_rows(plan.run_dir(run_id))
+        progress.skip(run_id, status.status, rows[-1]["step"] if rows else 0, _last_success(rows))
+        say(console, f"{run_id} is {status.status} and is not run again")
+    if finished:
+        say(console, f"{len(plan.runs) - len(finished)} of {len(plan.runs)} runs to go")
+
+
+def _last_success(rows: list[dict[str, Any]]) -> float | None:
+    """The last val_success of a run's rows."""
+    return next((row["val_success"] for row in reversed(rows) if row.get("val_success") is not None), None)
+
+
+def _conclude(plan: StudyPlan, allotment: Allotment, problem: str, interrupted: bool, console: Console) -> int:
+    """Summary, tables and report of what there is, and what to type next. The exit code."""
+    say(console, f"Summary: {write_summary(plan, allotment, closing=True)}")
+    statuses = [outputs.read_status(plan.run_dir(spec.run_id)) for spec in plan.runs]
+    left = [status for status in statuses if status is not None and status.status not in outputs.ENDED]
+    for status in left:
+        say(console, f"{status.run_id} {status.status}: {status.reason}")
+    problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
+    if problem:
+        print(problem, file=sys.stderr)
+    if left:
+        say(console, f"Go on with: python -m tune_study resume {plan.folder}")
+    return 130 if interrupted else int(bool(problem or left))
+
+
+def write_results(folder: Path, console: Console) -> str:
+    """Tables and report of results/<run>; what went wrong, or nothing. The rows are safe whatever happens here."""
+    try:
+        outputs.write_tables(folder)
+        report = outputs.write_report(folder)
+    except Exception as error:
+        return (
+            f"The rows are safe in {folder}/runs, but the tables or the report could not be written: "
+            f"{type(error).__name__}: {error}. Try again with: python -m tune_study report {folder}"
+        )
+    say(console, f"Report: {report}")
+    return ""

@@ -1,0 +1,55 @@
+"""The stop rules in Ray Tune: per run, decided in the driver from the rows, and written into the row that ends it."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ray import tune
+
+from trainable.config import EarlyStopConfig
+from trainable.stop_rules import decide
+from tune_study.outputs import read_rows
+
+
+class Watched(NamedTuple):
+    """A run that is watched: the folder of its rows, and the numbers of its rules."""
+
+    run_dir: Path
+    settings: EarlyStopConfig
+
+
+class StopRules(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
+    """Ends each run at the first row that breaks one of `rules`; never ends the study.
+
+    runs: run_id -> what is watched. Rows are kept by run and step. The rows that a run wrote before this object
+    existed are read from its metrics.jsonl, so nothing is counted twice and nothing of this object need be stored.
+    """
+
+    def __init__(self, runs: Mapping[str, Watched], rules: tuple[str, ...]) -> None:
+        self._runs = dict(runs)
+        self._rules = rules
+        self._rows: dict[str, list[dict[str, Any]]] = {}
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Whether the run of this row ends here; the decision goes into the row's stop columns."""
+        watched = self._runs.get(str(result.get("run_id")))
+        if watched is None:
+            return False
+        rows = self._rows.setdefault(str(result["run_id"]), read_rows(watched.run_dir))
+        rows.append({name: result.get(name) for name in ("step", "reward_std", "groups_kept", "val_success")})
+        decision = decide(rows, watched.settings, self._rules)
+        if decision is None:
+            return False
+        result["stop_rule"] = decision.rule
+        result["stop_value"] = decision.value
+        result["stop_threshold"] = decision.threshold
+        result["stop_step"] = decision.step
+        return True
+
+    def stop_all(self) -> bool:
+        """Never: runs cut by it would end without a status."""
+        return False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the rows: they are read again from where they are kept."""
+        return {**self.__dict__, "_rows": {}}

@@ -1,0 +1,108 @@
+"""W&B, when asked for: one W&B run a run, written by a thread of its own so that nothing waits for the service."""
+
+import queue
+import threading
+from typing import Any, NamedTuple
+
+from ray import tune
+
+from tune_study.plan import RunSpec, StudyPlan
+
+PATIENCE_S = 30.0
+"""How long the end of a study waits for what is still to be written."""
+
+
+class _Event(NamedTuple):
+    """What happened to a run: `start`, `row` (with the numbers), or `end` (with an exit code)."""
+
+    kind: str
+    run_id: str
+    step: int = 0
+    values: dict[str, Any] | None = None
+    exit_code: int = 0
+
+
+class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+    """Hands every row to a thread that writes it to W&B. Trouble there ends the logging, never the study."""
+
+    def __init__(self, plan: StudyPlan, mode: str) -> None:
+        self.problem = ""
+        self._plan = plan
+        self._mode = mode
+        self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
+        self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="wandb", daemon=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: Tune stores its callbacks beside the results, and a thread cannot be stored."""
+        return {}
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        """The study starts."""
+        self._thread.start()
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A run starts, or starts again."""
+        if not trial.config["finished"]:
+            self._events.put(_Event("start", trial.config["run_id"]))
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
+        """A training step is done."""
+        if not trial.config["finished"]:
+            self._events.put(_Event("row", trial.config["run_id"], int(result.get("step") or 0), loggable(result)))
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A run has ended well."""
+        self._events.put(_Event("end", trial.config["run_id"]))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A run has failed."""
+        self._events.put(_Event("end", trial.config["run_id"], exit_code=1))
+
+    def close(self, patience: float = PATIENCE_S) -> bool:
+        """End what is open; whether all was written within `patience` seconds."""
+        if self._thread.is_alive():
+            self._events.put(None)
+            self._thread.join(patience)
+        return not self._thread.is_alive() and not self.problem
+
+    def _write(self) -> None:
+        """The thread: events in order, until the end or the first trouble."""
+        open_runs: dict[str, Any] = {}
+        try:
+            while (event := self._events.get()) is not None:
+                self._apply(open_runs, event)
+            for run in open_runs.values():
+                run.finish()
+        except Exception as error:  # whatever a service does must not reach the study
+            self.problem = f"{type(error).__name__}: {error}"
+
+    def _apply(self, open_runs: dict[str, Any], event: _Event) -> None:
+        if event.kind == "start" and event.run_id not in open_runs:
+            open_runs[event.run_id] = self._open(self._specs[event.run_id])
+        elif event.kind == "row":
+            open_runs[event.run_id].log(event.values, step=event.step)
+        elif event.kind == "end" and event.run_id in open_runs:
+            open_runs.pop(event.run_id).finish(exit_code=event.exit_code)
+
+    def _open(self, spec: RunSpec) -> Any:
+        """A W&B run whose id is the run's own, so that a continued run goes on in it."""
+        import wandb
+
+        return wandb.init(
+            project=self._plan.study.wandb_project,
+            group=self._plan.run,
+            name=spec.run_id,
+            id=f"{spec.run_id}-{spec.config.config_hash()}"[-128:],
+            config=spec.config.model_dump(mode="json"),
+            dir=self._plan.output,
+            mode=self._mode,  # type: ignore[arg-type]  # checked by choose_wandb
+            resume="allow",
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off", init_timeout=PATIENCE_S),
+        )
+
+
+def loggable(row: dict[str, Any]) -> dict[str, Any]:
+    """The numbers and texts of a row; Tune's own config and what was not measured left out."""
+    return {name: value for name, value in row.items() if isinstance(value, int | float | str)}
