@@ -58,5 +58,4 @@ def measure() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    json.dump(measure(), sys.stdout, indent=2)
-    sys.stdout.write("\n")
+    print(json.dumps(measure(), indent=1))

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -118,7 +119,7 @@ def trl(texts: list[str]) -> list[float]:
     trainer.train()
     assert lengths == {COMPLETION}, lengths
     ends = clock.times[::steps]
-    return [after - before for before, after in zip(ends[1:], ends[2:], strict=False)]
+    return [after - before for before, after in pairwise(ends[1:])]
 
 
 def main() -> None:

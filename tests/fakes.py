@@ -39,7 +39,7 @@ class FakeTrainable(tune.Trainable):
     def step(self) -> dict[str, Any]:
         if self.run["finished"]:
             last = json.loads((self.folder / "metrics.jsonl").read_text().splitlines()[-1])
-            return {**empty_row(), **last, "done": True, "training_iteration": last["step"]}
+            return {**empty_row(), **last, "done": True}
         self.done += 1
         self.misbehave()
         row = fake_row(self.run, self.settings, self.done)
@@ -47,7 +47,7 @@ class FakeTrainable(tune.Trainable):
             log.write(json.dumps(as_json(row)) + "\n")
         (self.folder / "state.json").write_text(json.dumps(self.done))
         done = self.done == self.settings.trainer.total_training_steps
-        return {**empty_row(), **row, "done": done, "training_iteration": self.done}
+        return {**empty_row(), **row, "done": done}
 
     def misbehave(self) -> None:
         arm = self.run["arm"]

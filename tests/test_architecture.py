@@ -1,4 +1,4 @@
-"""The import table of the design, run over the syntax trees; and the boundaries that keep start-up and reading light."""
+"""The import table of the design, run over the syntax trees, and the boundaries that keep imports light."""
 
 import ast
 import subprocess

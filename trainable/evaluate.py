@@ -44,9 +44,7 @@ class Evaluation(NamedTuple):
         }
 
 
-def summarise(
-    episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]
-) -> Evaluation:
+def summarise(episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]) -> Evaluation:
     """The evaluation that `episodes` are; clusters has the class of each group's room."""
     turns = sum(len(episode.texts) for episode in episodes)
     return Evaluation(

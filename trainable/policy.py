@@ -89,7 +89,7 @@ def make_codec(tokenizer: Tokenizer) -> Codec:
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
 
-    def decode(ids: Sequence[Sequence[int]]) -> list[str]:
+    def decode(ids: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
         return tokenizer.decode_batch([list(row) for row in ids], skip_special_tokens=True)
 
     return Codec(encode, decode)

@@ -16,7 +16,7 @@ from trainable.trainer import PPOTrainer
 IDENTITY = ("run_id", "study", "arm", "seed")
 
 
-class PPOTrainable(tune.Trainable):
+class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
     """One run as a Tune trial.
 
     config: study, run_id, arm, seed; settings (dotted fields that differ from RunConfig's defaults); run_dir (where
@@ -89,7 +89,7 @@ class PPOTrainable(tune.Trainable):
         """Write the whole state below `checkpoint_dir`, for whoever asks Tune for it."""
         write_checkpoint(Path(checkpoint_dir) / STATE, *self.trainer.state())
 
-    def load_checkpoint(self, checkpoint_dir: str) -> None:  # type: ignore[override]
+    def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Continue from what `save_checkpoint` wrote."""
         self.trainer.load_state(*read_checkpoint(Path(checkpoint_dir) / STATE))
         self.rows = [row for row in self.rows if row["step"] <= self.trainer.step_index]

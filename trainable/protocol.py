@@ -97,12 +97,8 @@ def make_protocol(style: str, observation_format: str, max_actions_per_turn: int
         return _full_state(observation, observation_format)
 
     return Protocol(
-        lambda observation: (
-            f"<|im_start|>system\n{system}{END_OF_MESSAGE}\n<|im_start|>user\n{state(observation)}"
-        ),
-        lambda observation: (
-            f"\n<|im_start|>user\nReward:\n{observation.last_reward:.1f}\n{state(observation)}"
-        ),
+        lambda observation: f"<|im_start|>system\n{system}{END_OF_MESSAGE}\n<|im_start|>user\n{state(observation)}",
+        lambda observation: f"\n<|im_start|>user\nReward:\n{observation.last_reward:.1f}\n{state(observation)}",
     )
 
 
@@ -117,14 +113,12 @@ def _system_prompt(max_actions: int) -> str:
         "of actions, for example <answer>Right || Right || Up</answer>.\n"
         f"The meaning of each symbol is:\n{legend}\n"
         f"Your available actions are:\n{names}\n"
-        f"You may take up to {max_actions} actions, separated by the action separator \" || \"."
+        f'You may take up to {max_actions} actions, separated by the action separator " || ".'
     )
 
 
 def _full_state(observation: Observation, observation_format: str) -> str:
-    warning = (
-        "Your last answer held no valid action; the state has not changed.\n" if observation.last_invalid else ""
-    )
+    warning = "Your last answer held no valid action; the state has not changed.\n" if observation.last_invalid else ""
     return (
         f"\nTurn {observation.turn}:\nState:\n{render(observation.cells, observation_format)}\n{warning}"
         f"You have {observation.actions_left} actions left. Always output: "

@@ -7,6 +7,7 @@ cache whose slots all rows share. Both give the numbers of transformers' Qwen2Fo
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -216,6 +217,11 @@ class Trunk(nn.Module):
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
+    @property
+    def blocks(self) -> list[Layer]:
+        """The blocks, typed."""
+        return cast(list[Layer], list(self.layers))
+
     def hidden_at(self, tokens: Tensor, where: Tensor) -> Tensor:
         """Hidden states at chosen positions of whole sequences.
 
@@ -225,7 +231,7 @@ class Trunk(nn.Module):
         x = self.embed_tokens(tokens)
         cos, sin = rotary(torch.arange(tokens.shape[1], device=tokens.device), self.shape)
         last = len(self.layers) - 1
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.blocks):
             mixed = layer.self_attn.causal(layer.input_layernorm(x), cos, sin)
             if number == last:
                 x, mixed = x.flatten(0, 1)[where], mixed.flatten(0, 1)[where]
@@ -250,7 +256,7 @@ class Trunk(nn.Module):
         x = self.embed_tokens(tokens)
         cos, sin = rotary(positions, self.shape)
         last = len(self.layers) - 1
-        for number, layer in enumerate(self.layers):
+        for number, layer in enumerate(self.blocks):
             mixed = layer.self_attn.cached(layer.input_layernorm(x), cos, sin, cache, number, bias)
             if number == last:
                 x, mixed = x[:, -1], mixed[:, -1]

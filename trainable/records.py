@@ -168,8 +168,9 @@ TRIAL_LAST_VALUES: tuple[str, ...] = (
 )  # fmt: skip
 
 TIME_COLUMNS: frozenset[str] = frozenset(
-    column.name for column in STEP_COLUMNS if "seconds" in column.name
-) | {"started_at", "ended_at"}  # fmt: skip
+    {column.name for column in STEP_COLUMNS if "second" in column.name} | {"started_at", "ended_at"}
+)
+
 
 STATUSES: tuple[str, ...] = ("completed", "early_stopped", "failed", "interrupted", "never_ran")
 

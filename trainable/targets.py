@@ -23,9 +23,7 @@ def make_targets(
     rewards = batch.rewards if settings.bi_level_gae else last_token_scores(batch)
     if settings.use_kl_in_reward:
         assert ref_logprobs is not None
-        rewards = kl_penalised_rewards(
-            rewards, batch.logprobs, ref_logprobs, batch.mask, settings.kl_penalty, kl_coef
-        )
+        rewards = kl_penalised_rewards(rewards, batch.logprobs, ref_logprobs, batch.mask, settings.kl_penalty, kl_coef)
     advantages, returns = _advantages(batch, rewards, values, settings)
     advantages = torch.zeros_like(advantages) if settings.zero_task_advantage else advantages * filter_scale
     return Targets(advantages, returns, torch.zeros_like(returns) if values is None else values, ref_logprobs)

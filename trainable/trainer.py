@@ -25,10 +25,10 @@ from trainable.rollout.play import Rules, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.seeds import stream
-from trainable.sokoban.generate import Room
 from trainable.sokoban.room_sets import room_keys, test_rooms, training_rooms, validation_rooms
+from trainable.state import flat_state, load_flat_state
 from trainable.targets import make_targets
-from trainable.update import ActorUpdate, Meter, Targets, TokenFunction, at_trained_tokens, update_critic
+from trainable.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
 
 SHARED_VALUE_WEIGHT = 0.01  # rewards reach 10.9: the weight brings the squared error to the policy loss's size
 TOTALS = ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens")
@@ -66,7 +66,9 @@ class PPOTrainer:
             self.head = critic.score if config.critic.shared_trunk else None
             self.critic = None if config.critic.shared_trunk else critic
         self.actor_optimizer = self._make_actor_optimizer()
-        self.critic_optimizer = None if self.critic is None else _adamw([(self.critic, config.critic.lr)], config.critic)
+        self.critic_optimizer = (
+            None if self.critic is None else _adamw([(self.critic, config.critic.lr)], config.critic)
+        )
         control = config.algorithm.kl_ctrl
         horizon = control.horizon if control.type == "adaptive" else None
         self.kl_control = AdaptiveKL(control.kl_coef, control.target_kl, horizon)
@@ -99,9 +101,7 @@ class PPOTrainer:
         self.val_rooms = validation_rooms(env.val_env_groups, env.seed_val)
         skip = room_keys(self.test_rooms)
         steps = range(1, config.trainer.total_training_steps + 1)
-        self.rooms = [
-            training_rooms(config.seed, step, env.env_groups, env.seed_train, skip=skip) for step in steps
-        ]
+        self.rooms = [training_rooms(config.seed, step, env.env_groups, env.seed_train, skip=skip) for step in steps]
         trained = room_keys(room for rooms in self.rooms for room in rooms)
         self.val_unseen = [room.key not in trained for room in self.val_rooms for _ in range(env.val_group_size)]
 
@@ -268,9 +268,7 @@ class PPOTrainer:
         return found
 
     def _play_rooms(self, split: str, mode: str) -> Evaluation:
-        rooms, copies = (
-            (self.val_rooms, self.config.env.val_group_size) if split == "val" else (self.test_rooms, 1)
-        )
+        rooms, copies = (self.val_rooms, self.config.env.val_group_size) if split == "val" else (self.test_rooms, 1)
         purpose = "validation" if split == "val" else "test"
         episodes = play(
             rooms, copies, self.sampler, self.protocol, self.codec, self.rules,
@@ -331,7 +329,7 @@ class PPOTrainer:
         """
         tensors: dict[str, Tensor] = {}
         for name, part in self._parts().items():
-            for key, value in _flat_state(part).items():
+            for key, value in flat_state(part).items():
                 tensors[f"{name}/{key}"] = value
         return tensors, {
             "step": self.step_index,
@@ -345,7 +343,7 @@ class PPOTrainer:
         """Continue from what `state` gave."""
         for name, part in self._parts().items():
             mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
-            _load_flat_state(part, mine)
+            load_flat_state(part, mine)
         self.step_index = int(values["step"])
         self.empty_in_a_row = int(values["empty_in_a_row"])
         self.seconds_total = float(values["seconds_total"])
@@ -399,29 +397,3 @@ def _adamw(groups: Sequence[tuple[nn.Module, float]], settings: OptimConfig) -> 
         [{"params": list(module.parameters()), "lr": lr} for module, lr in groups],
         betas=settings.betas, weight_decay=settings.weight_decay,
     )  # fmt: skip
-
-
-def _flat_state(part: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Tensors of a module, or of an optimizer by parameter number and moment."""
-    if isinstance(part, nn.Module):
-        # A tied head is the embedding under a second name: stored once.
-        return {name: value for name, value in part.state_dict().items() if not _is_tied(part, name)}
-    state = part.state_dict()["state"]
-    return {f"{number}/{name}": value for number, moments in state.items() for name, value in moments.items()}
-
-
-def _load_flat_state(part: nn.Module | torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    if isinstance(part, nn.Module):
-        if _is_tied(part, "lm_head.weight"):
-            tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
-        part.load_state_dict(tensors)
-        return
-    state: dict[int, dict[str, Tensor]] = {}
-    for key, value in tensors.items():
-        number, name = key.split("/")
-        state.setdefault(int(number), {})[name] = value
-    part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
-
-
-def _is_tied(part: nn.Module, name: str) -> bool:
-    return name == "lm_head.weight" and isinstance(part, Qwen2) and part.shape.tie_word_embeddings

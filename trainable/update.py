@@ -30,6 +30,12 @@ class Targets(NamedTuple):
     values: Tensor
     ref_logprobs: Tensor | None
 
+    def rows(self, index: Tensor, longest: int) -> "Targets":
+        """The targets of the episodes at `index` (N,), cut to `longest` tokens."""
+        advantages, returns, values = (part[index, :longest] for part in self[:3])
+        ref = None if self.ref_logprobs is None else self.ref_logprobs[index, :longest]
+        return Targets(advantages, returns, values, ref)
+
 
 class Pass(NamedTuple):
     """The rows of one pass: episodes, their targets, and the weight of each trained token (N,)."""
@@ -86,8 +92,8 @@ def passes(
     for start in range(0, len(rows), ROWS_A_PASS):
         index = rows[start : start + ROWS_A_PASS]
         part = batch.rows(index)
-        cut = Targets(*(None if t is None else t[index][:, : part.mask.shape[1]] for t in targets))
-        yield Pass(part, cut, weights[start : start + ROWS_A_PASS][:, : part.mask.shape[1]][part.mask])
+        longest = part.mask.shape[1]
+        yield Pass(part, targets.rows(index, longest), weights[start : start + ROWS_A_PASS, :longest][part.mask])
 
 
 def update_critic(

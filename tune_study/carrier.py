@@ -15,9 +15,9 @@ class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         self.run = getattr(importlib.import_module(module), name)(config)
 
     def step(self) -> dict[str, Any]:
-        """One training step of the run: its row."""
-        row: dict[str, Any] = self.run.step()
-        return row
+        """One training step of the run: its row. Tune counts the run's own steps, also after a restart."""
+        row = self.run.step()
+        return {**row, "training_iteration": row["step"]}
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Carry another run in the same process, if the class can."""

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -14,6 +14,7 @@ from search_spaces import STUDIES
 from search_spaces.study import Study
 from trainable.config import ConfigError
 from tune_study import continuing, describe, outputs, resources
+from tune_study import options as opt
 from tune_study.models import absolute_model, check_model, check_trainable
 from tune_study.plan import PlanError, StudyPlan, collect_overrides, find_study, make_plan, parse_bool, parse_values
 from tune_study.run import choose_wandb, execute, write_results
@@ -29,18 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="The study's folder results/<run>.")]
-Gpus = Annotated[
-    str | None, typer.Option("--gpus", metavar="LIST", help="GPU ids, like 0,1,2,3; default: all visible.")
-]
-MaxConcurrent = Annotated[
-    int | None, typer.Option("--max-concurrent", "--max_concurrent", metavar="N", help="Runs at once at most.")
-]
-Wandb = Annotated[
-    str | None,
-    typer.Option("--wandb", metavar="MODE", help="offline, online or off; default: offline if trainer.logger has it."),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", "--dry_run", help="Print the plan; start and write nothing.")]
+RUN_EXAMPLE = "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out"
 
 
 def main() -> None:
@@ -74,70 +64,33 @@ def settings() -> None:
     describe.print_settings(Console())
 
 
-@app.command(
-    "run", epilog="\b\nExample: python -m tune_study run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out"
-)
+@app.command("run", epilog=f"\b\n{RUN_EXAMPLE}")
 @plain_errors
 def run(
-    study: Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study; see `list`.")],
-    preset: Annotated[
-        str | None, typer.Option("--preset", metavar="NAME", help="laptop or paper; default: paper with a CUDA GPU.")
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", help="sokoban-tiny, a folder, or a hub id.")] = None,
-    steps: Annotated[int | None, typer.Option("--steps", metavar="N", help="Training steps a run.")] = None,
-    kl_values: Annotated[
-        str | None, typer.Option("--kl-values", "--kl_values", metavar="LIST", help="Study kl: coefficients.")
-    ] = None,
-    entropy_values: Annotated[
-        str | None,
-        typer.Option("--entropy-values", "--entropy_values", metavar="LIST", help="Study entropy: coefficients."),
-    ] = None,
-    rollout_filter_value: Annotated[
-        str | None,
-        typer.Option(
-            "--rollout_filter_value", "--rollout-filter-value", metavar="LIST", help="Study top-p: masses, or nofilter."
-        ),
-    ] = None,
-    rollout_filter_include_zero: Annotated[
-        str | None,
-        typer.Option(
-            "--rollout_filter_include_zero",
-            "--rollout-filter-include-zero",
-            metavar="BOOL",
-            help="Studies kl and entropy: keep groups whose rewards are all equal (default True).",
-        ),
-    ] = None,
-    gpus: Gpus = None,
-    gpus_per_exp: Annotated[
-        float | None,
-        typer.Option("--gpus-per-exp", "--gpus_per_exp", metavar="N", help="GPUs a run: 1, 4, or a fraction like 0.5."),
-    ] = None,
-    ray_num_cpus: Annotated[
-        int | None, typer.Option("--ray-num-cpus", "--ray_num_cpus", metavar="N", help="CPUs that Ray may use.")
-    ] = None,
-    gpu_memory_utilization: Annotated[
-        float | None,
-        typer.Option(
-            "--gpu-memory-utilization", "--gpu_memory_utilization", metavar="V", help="GPU share of the sampler."
-        ),
-    ] = None,
-    save_freq: Annotated[
-        int | None,
-        typer.Option("--save-freq", "--save_freq", metavar="N", help="Keep a checkpoint every N steps; -1: none."),
-    ] = None,
-    seeds: Annotated[int | None, typer.Option("--seeds", metavar="N", help="Seeds 0 to N-1 of every arm.")] = None,
-    assignments: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any setting; may be given again.")
-    ] = None,
-    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Where results/ and logs/ go.")] = Path(),
-    extend: Annotated[bool, typer.Option("--extend", help="Add new values or seeds to the study there.")] = False,
-    max_concurrent: MaxConcurrent = None,
-    dry_run: DryRun = False,
-    wandb: Wandb = None,
+    study: opt.StudyName,
+    preset: opt.Preset = None,
+    model: opt.Model = None,
+    steps: opt.Steps = None,
+    kl_values: opt.KLValues = None,
+    entropy_values: opt.EntropyValues = None,
+    rollout_filter_value: opt.FilterValues = None,
+    rollout_filter_include_zero: opt.IncludeZero = None,
+    gpus: opt.Gpus = None,
+    gpus_per_exp: opt.GpusPerExp = None,
+    ray_num_cpus: opt.RayNumCpus = None,
+    gpu_memory_utilization: opt.GpuMemory = None,
+    save_freq: opt.SaveFreq = None,
+    seeds: opt.Seeds = None,
+    assignments: opt.Assignments = None,
+    output: opt.Output = Path(),
+    extend: opt.Extend = False,
+    max_concurrent: opt.MaxConcurrent = None,
+    dry_run: opt.DryRun = False,
+    wandb: opt.Wandb = None,
 ) -> None:
     """Run a study, or go on with it where the output folder holds it already."""
     chosen = find_study(study)
-    options = {
+    typed = {
         "trainer.total_training_steps": steps,
         "model.path": absolute_model(model) if model is not None else None,
         "trainer.n_gpus_per_node": gpus_per_exp,
@@ -146,15 +99,13 @@ def run(
         "trainer.save_freq": save_freq,
         "filter.rollout_filter_include_zero": _include_zero(chosen, rollout_filter_include_zero),
     }
-    values = _axis_values(
-        chosen,
-        {
-            "--kl-values": kl_values,
-            "--entropy-values": entropy_values,
-            "--rollout_filter_value": rollout_filter_value,
-        },
-    )
-    given = {name: value for name, value in options.items() if value is not None}
+    axes = {
+        "--kl-values": kl_values,
+        "--entropy-values": entropy_values,
+        "--rollout_filter_value": rollout_filter_value,
+    }
+    values = _axis_values(chosen, axes)
+    given = {name: value for name, value in typed.items() if value is not None}
     overrides = collect_overrides(chosen, given, assignments or [])
     visible = resources.detect_gpus(os.environ)
     preset, reason = resources.choose_preset(preset, visible)
@@ -165,11 +116,11 @@ def run(
 @app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
 @plain_errors
 def resume(
-    folder: RunFolder,
-    gpus: Gpus = None,
-    max_concurrent: MaxConcurrent = None,
-    dry_run: DryRun = False,
-    wandb: Wandb = None,
+    folder: opt.RunFolder,
+    gpus: opt.Gpus = None,
+    max_concurrent: opt.MaxConcurrent = None,
+    dry_run: opt.DryRun = False,
+    wandb: opt.Wandb = None,
 ) -> None:
     """Go on with the study in RUN: finished runs stay as they are, all others continue."""
     plan = continuing.plan_from_folder(folder)
@@ -178,14 +129,14 @@ def resume(
 
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
 @plain_errors
-def status(folder: RunFolder) -> None:
+def status(folder: opt.RunFolder) -> None:
     """Show how far each run in RUN is, and why those that ended did."""
     describe.print_status(Console(), folder, continuing.read_study(folder))
 
 
 @app.command("report", epilog="\b\nExample: python -m tune_study report results/kl_sweep_sokoban-tiny")
 @plain_errors
-def report(folder: RunFolder) -> None:
+def report(folder: opt.RunFolder) -> None:
     """Write the tables and the report of RUN again from its rows."""
     continuing.read_study(folder)
     outputs.check_writable(folder)

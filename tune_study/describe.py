@@ -12,6 +12,7 @@ from rich.table import Table
 from search_spaces.presets import PRESETS
 from search_spaces.study import Study
 from trainable.config import RunConfig
+from trainable.run_files import METRICS, read_rows
 from tune_study import outputs
 from tune_study.plan import StudyPlan
 from tune_study.resources import Allotment
@@ -83,7 +84,7 @@ def print_status(console: Console, folder: Path, study: dict[str, Any]) -> None:
         shown, reason = status.status, status.reason
         if shown == "running" and not is_running:
             shown, reason = "interrupted", "the process that ran the study is gone"
-        measured = outputs.last_rows(run_dir)
+        measured = read_rows(run_dir / METRICS)
         step = measured[-1]["step"] if measured else 0
         total = study["settings"]["trainer"]["total_training_steps"]
         success = next((row["val_success"] for row in reversed(measured) if row.get("val_success") is not None), None)

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainable.config import RunConfig
 from tune_study.plan import PlanError, RunSpec, StudyPlan
 
 ENDED = ("completed", "early_stopped")
@@ -62,29 +63,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
-
-
-def read_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl as they were written, oldest first; torn or odd lines are left out."""
-    try:
-        text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return []
-    rows: list[dict[str, Any]] = []
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            rows.append(row)
-    return rows
-
-
-def last_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """One row a step, ascending: the last that was written of each."""
-    by_step = {row["step"]: row for row in read_rows(run_dir)}
-    return [by_step[step] for step in sorted(by_step)]
 
 
 def read_status(run_dir: Path) -> RunStatus | None:
@@ -144,6 +122,7 @@ def write_study(plan: StudyPlan) -> None:
         "seeds": list(plan.seeds),
         "runs": [run_entry(spec) for spec in plan.runs],
         "settings": plan.base.model_dump(mode="json"),
+        "defaults": RunConfig().model_dump(mode="json"),
         "stop_rules": list(plan.study.stop_rules),
         "versions": versions(),
         "git": git_state(Path(__file__).parent),
@@ -167,11 +146,12 @@ def versions() -> dict[str, str]:
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit of the sources and whether they differ from it; None outside a repository."""
+    """The commit of the sources in `folder` and whether they differ from it; None where no repository keeps them."""
+    questions = (["ls-files", "--error-unmatch", "*.py"], ["rev-parse", "HEAD"], ["status", "--porcelain"])
     try:
-        commit, changes = (
-            subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
-            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain"])
+        _, commit, changes = (
+            subprocess.run(["git", "-C", str(folder), *question], capture_output=True, text=True, check=True).stdout
+            for question in questions
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -209,14 +189,17 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process holds the study's folder now."""
-    if not (folder / ".lock").exists():
-        return False
+    """Whether a process holds the study's folder now; nothing is written to find out."""
+    import fcntl
+
     try:
-        with locked(folder):
-            return False
-    except PlanError:
+        with (folder / ".lock").open() as handle:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
+    except OSError:
+        return False
+    return False
 
 
 def close_unfinished(plan: StudyPlan, reason: str) -> None:
@@ -241,4 +224,4 @@ def write_report(folder: Path) -> Path:
     """report.html and its figures from the tables."""
     from analysis.report import write_report as write
 
-    return write(folder)
+    return write(folder, live=is_running(folder))

@@ -71,8 +71,13 @@ def _driver_gpus() -> tuple[Gpu, ...]:
     except (OSError, subprocess.SubprocessError):
         folders = sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else []
         return tuple(Gpu(str(index), "", "GPU") for index, _ in enumerate(folders))
-    rows = [[part.strip() for part in line.split(",", 2)] for line in listing.splitlines()]
-    return tuple(Gpu(*row) for row in rows if len(row) == 3)
+    return parse_listing(listing)
+
+
+def parse_listing(text: str) -> tuple[Gpu, ...]:
+    """The GPUs in nvidia-smi's lines `index, uuid, name`; other lines, such as its errors, are none."""
+    rows = [[part.strip() for part in line.split(",", 2)] for line in text.splitlines()]
+    return tuple(Gpu(*row) for row in rows if len(row) == 3 and row[0].isdecimal())
 
 
 def cpu_count() -> int:

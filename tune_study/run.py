@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from trainable.run_files import METRICS, read_rows
 from tune_study import outputs
 from tune_study.describe import say
 from tune_study.outputs import RunStatus
@@ -143,7 +144,8 @@ def _interruptible() -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:
+                signal.signal(number, handler)
 
 
 def make_tuner(
@@ -199,7 +201,7 @@ def _wandb(plan: StudyPlan, mode: str) -> list[Any]:
 def _skip(plan: StudyPlan, finished: Mapping[str, RunStatus], progress: Progress, console: Console) -> None:
     """Name the runs that are not run again."""
     for run_id, status in finished.items():
-        rows = outputs.last_rows(plan.run_dir(run_id))
+        rows = read_rows(plan.run_dir(run_id) / METRICS)
         progress.skip(run_id, status.status, rows[-1]["step"] if rows else 0, _last_success(rows))
         say(console, f"{run_id} is {status.status} and is not run again")
     if finished:
@@ -215,9 +217,10 @@ def _conclude(plan: StudyPlan, allotment: Allotment, problem: str, interrupted: 
     """Summary, tables and report of what there is, and what to type next. The exit code."""
     say(console, f"Summary: {write_summary(plan, allotment, closing=True)}")
     statuses = [outputs.read_status(plan.run_dir(spec.run_id)) for spec in plan.runs]
-    left = [status for status in statuses if status is not None and status.status not in outputs.ENDED]
-    for status in left:
+    known = [status for status in statuses if status is not None]
+    for status in known:
         say(console, f"{status.run_id} {status.status}: {status.reason}")
+    left = [status for status in known if status.status not in outputs.ENDED]
     problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
     if problem:
         print(problem, file=sys.stderr)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from ray import tune
 
 from trainable.config import EarlyStopConfig
+from trainable.run_files import METRICS, read_rows
 from trainable.stop_rules import decide
-from tune_study.outputs import read_rows
 
 
 class Watched(NamedTuple):
@@ -35,7 +35,7 @@ class StopRules(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         watched = self._runs.get(str(result.get("run_id")))
         if watched is None:
             return False
-        rows = self._rows.setdefault(str(result["run_id"]), read_rows(watched.run_dir))
+        rows = self._rows.setdefault(str(result["run_id"]), read_rows(watched.run_dir / METRICS))
         rows.append({name: result.get(name) for name in ("step", "reward_std", "groups_kept", "val_success")})
         decision = decide(rows, watched.settings, self._rules)
         if decision is None:

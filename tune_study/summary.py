@@ -4,7 +4,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tune_study.outputs import ENDED, RunStatus, last_rows, now, read_status, write_text
+from trainable.run_files import METRICS, read_rows
+from tune_study.outputs import ENDED, RunStatus, now, read_status, write_text
 from tune_study.plan import TAGS, RunSpec, StudyPlan, model_name
 from tune_study.resources import Allotment
 
@@ -30,7 +31,7 @@ def summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_l
     fields = [
         name,
         *_filter_fields(plan, spec),
-        *run_times(last_rows(plan.run_dir(spec.run_id))),
+        *run_times(read_rows(plan.run_dir(spec.run_id) / METRICS)),
         f"wall_time={wall_seconds(status)}",
         f"gpu={gpu_label}",
         f"status={_PUBLISHED_STATUS[status.status]}",
@@ -47,7 +48,7 @@ def _filter_fields(plan: StudyPlan, spec: RunSpec) -> list[str]:
     include = f"include_zero={settings.rollout_filter_include_zero}"
     if plan.study.include_zero_option:
         return [f"filter={TAGS[settings.rollout_filter_include_zero]}", include]
-    return [include, f"filter_value={settings.rollout_filter_value:g}"]
+    return [include, f"filter_value={settings.rollout_filter_value}"]
 
 
 def run_times(rows: list[dict[str, Any]]) -> list[str]:

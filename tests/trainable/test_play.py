@@ -34,9 +34,7 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text).ids
 
 
-def played(
-    script: Sequence[Sequence[str]], rules: Rules = RULES, rooms: int = 1, copies: int = 1
-) -> Played:
+def played(script: Sequence[Sequence[str]], rules: Rules = RULES, rooms: int = 1, copies: int = 1) -> Played:
     """Episodes in which row r says script[r][turn]; 512 tokens of context, 24 a reply."""
     sampler = ScriptedSampler([[ids(text) for text in row] for row in script])
     episodes = play(
@@ -110,9 +108,7 @@ def test_the_penalty_is_a_setting() -> None:
 
 def given_texts(sampler: ScriptedSampler, row: int = 0) -> list[str]:
     """What the row was told after each of its replies but the last."""
-    return [
-        TOKENIZER.decode(turn[row], skip_special_tokens=False) for turn in sampler.asked[1:] if row in turn
-    ]
+    return [TOKENIZER.decode(turn[row], skip_special_tokens=False) for turn in sampler.asked[1:] if row in turn]
 
 
 def test_the_model_is_shown_rewards_without_penalties_and_what_is_left() -> None:
@@ -226,4 +222,3 @@ def test_a_conversation_that_would_outgrow_the_context_ends() -> None:
     assert len(episode.tokens) <= context
     assert episode.mask[-1]
     assert outcome(one(*[said("R")] * 5, context=context - 1))[3] == 1
-

@@ -69,9 +69,7 @@ def test_the_first_match_counts() -> None:
     two = "a</think><answer>Up</answer>b</think><answer>Left</answer>"
     assert parse(two, 2) == Reply("a", (UP,), False)
     # A closing tag that no answer follows belongs to the thought, whose tags are then taken out.
-    assert parse("a</think> so <answer>Up</answer></think><answer>Left</answer>", 2) == Reply(
-        "a so Up", (LEFT,), False
-    )
+    assert parse("a</think> so <answer>Up</answer></think><answer>Left</answer>", 2) == Reply("a so Up", (LEFT,), False)
 
 
 def test_the_limit_is_an_argument() -> None:

@@ -95,9 +95,7 @@ def test_rloo() -> None:
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_reinforce_plus_plus(gamma: float) -> None:
-    to_go = [
-        oracle.reward_to_go(rewards, mask, gamma) for rewards, mask in zip(scores_at_the_end(), MASK, strict=True)
-    ]
+    to_go = [oracle.reward_to_go(rewards, mask, gamma) for rewards, mask in zip(scores_at_the_end(), MASK, strict=True)]
     close(targets(adv_estimator="reinforce_plus_plus", gamma=gamma).advantages, whitened(to_go))
 
 
@@ -153,6 +151,17 @@ def test_kl_in_the_reward_at_coefficient_0_or_switched_off_changes_nothing() -> 
     assert torch.equal(targets(kl_coef=0.7).advantages, plain.advantages)
     off = targets(kl_coef=0.0, use_kl_in_reward=True, kl_ctrl=KLControl())
     torch.testing.assert_close(off.advantages, plain.advantages)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_nothing_is_made_on_another_device_than_the_batch(estimator: str) -> None:
+    """As in test_qwen2: what names no device lands on `meta`."""
+    settings = {"adv_estimator": estimator, "use_kl_in_reward": True, "bi_level_gae": estimator == "gae"}
+    wanted = targets(kl_coef=0.5, **settings)
+    with torch.device("meta"):
+        found = targets(kl_coef=0.5, **settings)
+    assert torch.equal(found.advantages, wanted.advantages)
+    assert torch.equal(found.returns, wanted.returns)
 
 
 def test_without_a_critic_values_are_zero() -> None:

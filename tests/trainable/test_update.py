@@ -139,9 +139,7 @@ def test_the_batch_reaches_both_clips() -> None:
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("rows", [1, 3, 5, 64])
-def test_gradients_do_not_depend_on_where_passes_are_cut(
-    rows: int, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_do_not_depend_on_where_passes_are_cut(rows: int, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ActorConfig(**CUT, loss_agg_mode=mode, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="mse")
     usual, _ = ran(settings)
     monkeypatch.setattr(update, "ROWS_A_PASS", rows)
@@ -195,9 +193,7 @@ KL_ONLY = {"use_kl_loss": True, "kl_loss_coef": 1.0}
     ("kind", "anchors"), [("k2", True), ("k3", True), ("full", True), ("kl+", True), ("k1", False)]
 )
 def test_at_the_reference_the_kl_gradient_is_zero_but_for_k1(kind: str, anchors: bool) -> None:
-    targets = TARGETS._replace(
-        advantages=torch.zeros_like(TARGETS.advantages), ref_logprobs=at_tokens(BATCH, MODEL)
-    )
+    targets = TARGETS._replace(advantages=torch.zeros_like(TARGETS.advantages), ref_logprobs=at_tokens(BATCH, MODEL))
     recorder, meter = ran(ActorConfig(**CUT, **KL_ONLY, kl_loss_type=kind), on_policy(), targets, copy.deepcopy(MODEL))
     size = max(float(g.abs().max()) for g in recorder.steps[0])
     assert size < 1e-5 if anchors else size > 0.01

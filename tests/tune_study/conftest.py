@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{warning}"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_session() -> Iterator[None]:
     """One Ray for all tests: four CPUs and two GPUs that are declared, which is all that placement looks at."""
     prepare_environment(())

@@ -1,4 +1,5 @@
 import json
+import subprocess
 from datetime import datetime
 from pathlib import Path
 
@@ -14,11 +15,9 @@ from tune_study.outputs import (
     close_unfinished,
     git_state,
     is_running,
-    last_rows,
     locked,
     now,
     read_json,
-    read_rows,
     read_status,
     write_json,
     write_status,
@@ -55,14 +54,6 @@ def test_a_file_that_holds_no_object_is_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "file.json").write_text(text)
     assert read_json(tmp_path / "file.json") is None
     assert read_json(tmp_path / "missing.json") is None
-
-
-def test_the_last_row_of_a_step_counts_and_a_torn_one_does_not(tmp_path: Path) -> None:
-    lines = ['{"step": 1, "a": 1}', '{"step": 2, "a": 1}', "null", '{"a": 3}', '{"step": 2, "a": 2}', '{"step": 3, "a']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert read_rows(tmp_path) == [{"step": 1, "a": 1}, {"step": 2, "a": 1}, {"step": 2, "a": 2}]
-    assert last_rows(tmp_path) == [{"step": 1, "a": 1}, {"step": 2, "a": 2}]
-    assert last_rows(tmp_path / "nowhere") == []
 
 
 def test_a_status_survives_its_file(tmp_path: Path) -> None:
@@ -139,8 +130,22 @@ def test_outputs_that_can_be_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_state_of_the_sources_is_known_or_none(tmp_path: Path) -> None:
+def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+
+    (tmp_path / "code.py").write_text("")
     assert git_state(tmp_path) is None
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "nothing")
+    assert git_state(tmp_path) is None
+    git("add", "code.py")
+    git("commit", "-q", "-m", "code")
+    state = git_state(tmp_path)
+    assert state is not None
+    assert (len(state["commit"]), state["dirty"]) == (40, False)
+    (tmp_path / "code.py").write_text("x = 1")
+    assert git_state(tmp_path) == {**state, "dirty": True}
 
 
 # The summary log.
@@ -173,7 +178,7 @@ def test_a_summary_line_has_the_published_fields_of_its_study(tmp_path: Path) ->
     assert summary_line(top_p, top_p.runs[0], ended("a"), "1xH100") == (
         f"value=0.9 | include_zero=False | filter_value=0.9 | {times} | status=success | seed=0 | early_stop=none"
     )
-    assert "include_zero=True | filter_value=1 |" in summary_line(top_p, top_p.runs[1], ended("a"), "1xH100")
+    assert "include_zero=True | filter_value=1.0 |" in summary_line(top_p, top_p.runs[1], ended("a"), "1xH100")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tune_study.resources import (
     detect_gpus,
     gpu_label,
     parse_gpus,
+    parse_listing,
     preflight,
     select_visible,
     slots,
@@ -173,3 +174,15 @@ def test_published_gpu_labels(name: str, label: str) -> None:
 
 def test_a_label_of_different_gpus_is_mixed() -> None:
     assert gpu_label(1, (EIGHT[0], Gpu("9", "", "Tesla T4"))) == "1xmixed"
+
+
+def test_the_drivers_listing_is_read() -> None:
+    listing = (
+        "0, GPU-5a4b, NVIDIA H100 80GB HBM3\n1, GPU-77aa, NVIDIA H100, 94GB\n"
+        "NVIDIA-SMI has failed because it couldn't communicate, at all, with the driver\n\n"
+    )
+    assert parse_listing(listing) == (
+        Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3"),
+        Gpu("1", "GPU-77aa", "NVIDIA H100, 94GB"),
+    )
+    assert parse_listing("") == ()

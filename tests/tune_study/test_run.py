@@ -20,8 +20,9 @@ from search_spaces import STUDIES
 from search_spaces.study import Study
 from tests.fakes import COLLAPSES, CRASHES_ONCE, RAISES, Meeting, as_json, fake_row
 from trainable.records import STEP_COLUMNS, STOP_COLUMNS
+from trainable.run_files import METRICS, read_rows
 from tune_study.continuing import join, plan_from_folder
-from tune_study.outputs import RunStatus, last_rows, read_rows, read_status
+from tune_study.outputs import RunStatus, read_status
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.progress import Progress
 from tune_study.resources import Allotment, preflight
@@ -67,6 +68,16 @@ def run_id(plan: StudyPlan, arm: str) -> str:
     return next(run.run_id for run in plan.runs if run.arm == arm)
 
 
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    return read_rows(run_dir / METRICS)
+
+
+def written_steps(plan: StudyPlan, arm: str) -> list[int]:
+    """The steps of an arm's rows as they were written, repeated ones included."""
+    text = (plan.run_dir(run_id(plan, arm)) / METRICS).read_text()
+    return [json.loads(line)["step"] for line in text.splitlines()]
+
+
 @pytest.fixture(scope="module")
 def outcome(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A study with a run of every fate: completed, stopped by a rule, crashed and recovered, failed."""
@@ -96,15 +107,14 @@ def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
 
 
 def test_a_crashed_run_goes_on_from_its_own_state(outcome: Outcome) -> None:
-    rows = read_rows(outcome.plan.run_dir(run_id(outcome.plan, CRASHES_ONCE)))
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert written_steps(outcome.plan, CRASHES_ONCE) == list(range(1, STEPS + 1))
 
 
 def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
     frame = ray_frame(outcome.plan.folder)
     assert set(frame["run_id"]) == {run.run_id for run in outcome.plan.runs}
     for run in outcome.plan.runs:
-        last = last_rows(outcome.plan.run_dir(run.run_id))[-1]
+        last = rows_of(outcome.plan.run_dir(run.run_id))[-1]
         shown = frame.set_index("run_id").loc[run.run_id]
         for column in ("step", *(c.name for c in STEP_COLUMNS)):
             value = last.get(column)
@@ -227,15 +237,15 @@ def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: O
     assert "2 of 5 runs to go" in extended.text
     for arm in ("0", COLLAPSES, CRASHES_ONCE):
         name = run_id(extended.plan, arm)
-        assert read_rows(extended.plan.run_dir(name)) == read_rows(outcome.plan.run_dir(name))
+        assert rows_of(extended.plan.run_dir(name)) == rows_of(outcome.plan.run_dir(name))
+        assert written_steps(extended.plan, arm) == written_steps(outcome.plan, arm)
         assert replace(extended.arms[arm], trial_id="") == replace(outcome.arms[arm], trial_id="")
     log = (extended.plan.output / extended.plan.runs[0].log).read_text()
     assert log.count(f"step {STEPS}/{STEPS}") == 1
 
 
 def test_a_failed_run_goes_on_from_its_state(extended: Outcome) -> None:
-    rows = read_rows(extended.plan.run_dir(run_id(extended.plan, RAISES)))
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert written_steps(extended.plan, RAISES) == list(range(1, STEPS + 1))
 
 
 def test_tunes_own_views_list_every_run_of_an_extended_study(extended: Outcome) -> None:
@@ -245,7 +255,7 @@ def test_tunes_own_views_list_every_run_of_an_extended_study(extended: Outcome) 
     assert {run_id: status.trial_id for run_id, status in by_run(extended).items()} == frame["trial_id"].to_dict()
     for run in extended.plan.runs:
         history = pd.read_csv(extended.plan.folder / run.run_id / "progress.csv").drop_duplicates("step")
-        assert history["step"].tolist() == [row["step"] for row in last_rows(extended.plan.run_dir(run.run_id))]
+        assert history["step"].tolist() == [row["step"] for row in rows_of(extended.plan.run_dir(run.run_id))]
 
 
 def by_run(outcome: Outcome) -> dict[str, RunStatus]:
@@ -287,7 +297,7 @@ def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(cut: O
         steps = 20 if run.arm == COLLAPSES else 100
         config = run_config(resumed.plan, run, is_finished=False)
         straight = [as_json(fake_row(config, run.config, step)) for step in range(1, steps + 1)]
-        assert last_rows(resumed.plan.run_dir(run.run_id)) == straight
+        assert rows_of(resumed.plan.run_dir(run.run_id)) == straight
 
 
 def test_a_stop_rule_counts_nothing_twice_after_an_interruption(resumed: Outcome) -> None:
@@ -358,6 +368,6 @@ def test_a_resumed_plan_is_the_plan_that_was_run(outcome: Outcome) -> None:
 
 
 def test_numbers_that_are_not_finite_are_not_measured(outcome: Outcome) -> None:
-    rows = last_rows(outcome.plan.run_dir(run_id(outcome.plan, "0")))
+    rows = rows_of(outcome.plan.run_dir(run_id(outcome.plan, "0")))
     assert all(row["kl_loss"] is None for row in rows)
     assert not any(isinstance(value, float) and math.isnan(value) for row in rows for value in row.values())

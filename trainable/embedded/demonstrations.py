@@ -92,9 +92,7 @@ def _spot(cells: Cells, tiles: tuple[Tile, ...]) -> int:
     return next(spot for spot, tile in enumerate(cells.ravel().tolist()) if tile in tiles)
 
 
-def _plan(
-    player: int, box: int, cols: int, table: Distances, rng: np.random.Generator, detour: bool
-) -> list[Action]:
+def _plan(player: int, box: int, cols: int, table: Distances, rng: np.random.Generator, detour: bool) -> list[Action]:
     """A shortest plan with ties drawn at random, after a detour if one is asked for and there is one.
 
     The table alone tells where a move leads: a place with a distance of 0 or more can be stood on.

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from trainable.algo.losses import logprobs_from_logits
 from trainable.embedded.demonstrations import Habits, Segment, dialogues
-from trainable.embedded.tokenizer import END_OF_MESSAGE, PAD, build_tokenizer, vocabulary, write_tokenizer
-from trainable.protocol import make_protocol
+from trainable.embedded.tokenizer import PAD, build_tokenizer, vocabulary, write_tokenizer
+from trainable.protocol import END_OF_MESSAGE, make_protocol
 from trainable.qwen2 import ARCHITECTURE, Qwen2, Qwen2Shape
 from trainable.seeds import stream
 from trainable.sokoban.room_sets import demonstration_rooms
@@ -130,9 +130,7 @@ def train(model: Qwen2, shown: Sequence[Example], stage: Stage, batch: int, rng:
     return float(np.mean(losses[-max(1, steps // 10) :]))
 
 
-def _batches(
-    shown: Sequence[Example], batch: int, rng: np.random.Generator
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _batches(shown: Sequence[Example], batch: int, rng: np.random.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Tokens (B, T), the flat positions (N,) from which a learned token is predicted, and those tokens (N,)."""
     order = rng.permutation(len(shown))
     for start in range(0, len(order) - batch + 1, batch):

@@ -25,7 +25,7 @@ from trainable.sokoban.text import SYMBOLS
 
 PAD = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
-PLAN_LETTERS = {action: action.name[0] for action in Action if action != Action.NONE}
+PLAN_LETTERS: dict[Action, str] = {action: action.name[0] for action in Action if action != Action.NONE}
 ACTIONS_SHOWN = 10
 TURNS_SHOWN = 5
 

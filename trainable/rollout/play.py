@@ -17,7 +17,7 @@ class Codec:
     """Text to token ids and back, many at a time."""
 
     encode: Callable[[Sequence[str]], list[list[int]]]
-    decode: Callable[[Sequence[Sequence[int]]], list[str]]
+    decode: Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class TorchSampler:
 
 
 class _Turn(NamedTuple):
-    """A turn while it is sampled, by place in the cache: draws, tokens and their numbers (rows, steps), lengths (rows,)."""
+    """A turn while it is sampled, by place in the cache: (rows, steps) each, but for the lengths `counts` (rows,)."""
 
     uniforms: Tensor
     ids: Tensor
@@ -62,7 +62,10 @@ class TorchConversation:
             if any(last is not None for last in self.pending):
                 self._reorder([place for place, row in enumerate(self.rows) if row in new])
                 self.cache.pack()
-                chunks = [[last, *new[row]] for row, last in zip(self.rows, self.pending, strict=True)]
+                chunks = [
+                    [*([] if last is None else [last]), *new[row]]
+                    for row, last in zip(self.rows, self.pending, strict=True)
+                ]
                 self.hidden = self._extend(chunks)
             replies = self._sample()
         return [replies[row] for row in rows]

@@ -90,6 +90,15 @@ def test_k3_clamps_the_log_ratio_and_then_the_result() -> None:
     torch.testing.assert_close(result, torch.tensor(expected))
 
 
+@pytest.mark.parametrize("kind", ["k3", "k3+", "k1", "k2", "abs"])
+def test_gradients_stay_finite_far_from_the_reference(kind: str) -> None:
+    logprobs = torch.tensor([-500.0, 0.0], requires_grad=True)
+    loss = kl_estimate(logprobs, torch.tensor([0.0, -500.0]), kind)
+    (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
+    assert torch.isfinite(loss).all()
+    assert torch.isfinite(gradient).all()
+
+
 def test_k3_is_not_negative_and_keeps_its_digits_near_the_reference() -> None:
     d = torch.tensor([1e-3, -1e-3, 1e-4, 1e-6, 0.0])
     exact = d.double().square() / 2 - d.double() ** 3 / 6

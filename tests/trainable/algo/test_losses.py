@@ -87,6 +87,17 @@ def test_policy_loss_gradcheck_away_from_kinks() -> None:
     assert torch.autograd.gradcheck(lambda x: policy_loss(x, old, advantages), (logprobs,))
 
 
+def test_clips_of_zero_width_and_a_tight_dual_clip_are_allowed() -> None:
+    result = ppo_clip(torch.tensor([0.5, 0.5]), torch.zeros(2), torch.tensor([1.0, -1.0]), 0.0, 0.0, 1.5)
+    torch.testing.assert_close(result.loss, torch.tensor([-1.0, 1.5]))
+
+
+def test_diagnostics_carry_no_gradient() -> None:
+    result = ppo_clip(torch.zeros(1, requires_grad=True), torch.zeros(1), torch.ones(1), 0.2, 0.28, 3.0)
+    assert result.loss.requires_grad
+    assert not result.ratio.requires_grad
+
+
 @pytest.mark.parametrize(("low", "high", "c"), [(1.0, 0.2, 3.0), (-0.1, 0.2, 3.0), (0.2, -0.1, 3.0), (0.2, 0.2, 1.0)])
 def test_policy_loss_refuses_clips_out_of_range(low: float, high: float, c: float) -> None:
     one = torch.zeros(1)

@@ -126,6 +126,10 @@ def test_an_empty_mask_gives_zero_loss_and_zero_gradient(mode: str) -> None:
     assert not loss.grad.any()
 
 
+def test_a_padded_length_of_one_is_a_plain_sum() -> None:
+    assert torch.equal(loss_weights(MASK, "seq-mean-token-sum-norm", padded_length=1), MASK.float())
+
+
 def test_no_sequences_give_no_weights() -> None:
     assert loss_weights(torch.zeros(0, 3, dtype=torch.bool), "token-mean").shape == (0, 3)
 

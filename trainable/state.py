@@ -1,0 +1,35 @@
+"""Modules and optimizers as flat tensors by name, and back: what a checkpoint holds."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from trainable.qwen2 import Qwen2
+
+
+def flat_state(part: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Tensors of a module, or of an optimizer by parameter number and moment."""
+    if isinstance(part, nn.Module):
+        # A tied head is the embedding under a second name: stored once.
+        return {name: value for name, value in part.state_dict().items() if not _is_tied(part, name)}
+    state = part.state_dict()["state"]
+    return {f"{number}/{name}": value for number, moments in state.items() for name, value in moments.items()}
+
+
+def load_flat_state(part: nn.Module | torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `flat_state` gave of a part made in the same way."""
+    if isinstance(part, nn.Module):
+        if _is_tied(part, "lm_head.weight"):
+            tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+        part.load_state_dict(tensors)
+        return
+    state: dict[int, dict[str, Tensor]] = {}
+    for key, value in tensors.items():
+        number, name = key.split("/")
+        state.setdefault(int(number), {})[name] = value
+    part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
+
+
+def _is_tied(part: nn.Module, name: str) -> bool:
+    return name == "lm_head.weight" and isinstance(part, Qwen2) and part.shape.tie_word_embeddings

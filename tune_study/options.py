@@ -1,0 +1,69 @@
+"""The options of the command line: names in every spelling, and help."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+StudyName = Annotated[str, Argument(metavar="STUDY", help="Name of the study; see `list`.")]
+RunFolder = Annotated[Path, Argument(metavar="RUN", help="The study's folder results/<run>.")]
+
+Preset = Annotated[
+    str | None, Option("--preset", metavar="NAME", help="laptop or paper; default: paper with a CUDA GPU.")
+]
+Model = Annotated[str | None, Option("--model", metavar="PATH", help="sokoban-tiny, a folder, or a hub id.")]
+Steps = Annotated[int | None, Option("--steps", metavar="N", help="Training steps a run.")]
+KLValues = Annotated[
+    str | None, Option("--kl-values", "--kl_values", metavar="LIST", help="Study kl: coefficients, like 0,0.01.")
+]
+EntropyValues = Annotated[
+    str | None,
+    Option("--entropy-values", "--entropy_values", metavar="LIST", help="Study entropy: coefficients, like 0,0.01."),
+]
+FilterValues = Annotated[
+    str | None,
+    Option(
+        "--rollout_filter_value",
+        "--rollout-filter-value",
+        metavar="LIST",
+        help="Study top-p: masses in (0, 1], or the word nofilter.",
+    ),
+]
+IncludeZero = Annotated[
+    str | None,
+    Option(
+        "--rollout_filter_include_zero",
+        "--rollout-filter-include-zero",
+        metavar="BOOL",
+        help="Studies kl and entropy: keep groups whose rewards are all equal (default True).",
+    ),
+]
+Gpus = Annotated[str | None, Option("--gpus", metavar="LIST", help="GPU ids, like 0,1,2,3; default: all visible.")]
+GpusPerExp = Annotated[
+    float | None,
+    Option("--gpus-per-exp", "--gpus_per_exp", metavar="N", help="GPUs a run: 1, 4, or a fraction like 0.5."),
+]
+RayNumCpus = Annotated[
+    int | None, Option("--ray-num-cpus", "--ray_num_cpus", metavar="N", help="CPUs that Ray may use.")
+]
+GpuMemory = Annotated[
+    float | None,
+    Option("--gpu-memory-utilization", "--gpu_memory_utilization", metavar="V", help="GPU share of the sampler."),
+]
+SaveFreq = Annotated[
+    int | None, Option("--save-freq", "--save_freq", metavar="N", help="Keep a checkpoint every N steps; -1: none.")
+]
+Seeds = Annotated[int | None, Option("--seeds", metavar="N", help="Seeds 0 to N-1 of every arm.")]
+Assignments = Annotated[
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Any setting; may be given again. See `settings`.")
+]
+Output = Annotated[Path, Option("--output", metavar="DIR", help="Where results/, logs/ and model_saving/ go.")]
+Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to the study there.")]
+MaxConcurrent = Annotated[
+    int | None, Option("--max-concurrent", "--max_concurrent", metavar="N", help="Runs at once at most.")
+]
+DryRun = Annotated[bool, Option("--dry-run", "--dry_run", help="Print the plan; start and write nothing.")]
+Wandb = Annotated[
+    str | None,
+    Option("--wandb", metavar="MODE", help="offline, online or off; default: offline if trainer.logger has wandb."),
+]
