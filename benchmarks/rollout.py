@@ -103,7 +103,7 @@ def main() -> None:
     print(json.dumps({
         "benchmark": "rollout",
         "sampled_tokens_per_cpu_second": medians,
-        "ratio": {name: round(of(pairs), 2) for name, of in (("median", statistics.median), ("min", min), ("max", max))},
+        "ratio": {"median": round(statistics.median(pairs), 2), "range": [round(min(pairs), 2), round(max(pairs), 2)]},
         "repetitions": REPETITIONS,
         **describe(),
     }, indent=1))  # fmt: skip

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import struct
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -161,11 +162,17 @@ def reverse_kl_gradient(p: Row, q: Row) -> list[float]:
     return [a - b for a, b in zip(p, q, strict=True)]
 
 
+def is_zero(score: float) -> bool:
+    """|score| <= 1e-10, both as float32 numbers."""
+    (limit,) = struct.unpack("f", struct.pack("f", 1e-10))
+    return abs(score) <= limit
+
+
 def select_groups(
     scores: Row, strategy: str, value: float, prob_mode: str, eps: float, largest: bool, include_zero: bool
 ) -> tuple[list[bool], float]:
     """The groups kept, and how near the closest decision came to a tie of real numbers."""
-    candidates = [i for i, s in enumerate(scores) if include_zero or abs(s) > 1e-10]
+    candidates = [i for i, s in enumerate(scores) if include_zero or not is_zero(s)]
     ranked = sorted(candidates, key=lambda i: (-scores[i] if largest else scores[i], i))
     chosen, margin = _choose([scores[i] for i in ranked], strategy, value, prob_mode, eps, largest, len(scores))
     kept = {ranked[rank] for rank in chosen}

@@ -71,6 +71,8 @@ class KVCache:
         self.values = [like.new_zeros(size) for _ in range(shape.num_hidden_layers)]
         self.bias = like.new_full((rows, slots), -torch.inf)
         self.used = 0
+        self.shape = shape
+        self.angles = rotary(torch.arange(slots, device=like.device), shape)
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` more."""
@@ -80,6 +82,7 @@ class KVCache:
             self.keys = [F.pad(keys, (0, 0, 0, grow)) for keys in self.keys]
             self.values = [F.pad(values, (0, 0, 0, grow)) for values in self.values]
             self.bias = F.pad(self.bias, (0, grow), value=-torch.inf)
+            self.angles = rotary(torch.arange(self.bias.shape[1], device=self.bias.device), self.shape)
 
     def select(self, rows: Tensor) -> None:
         """Keep `rows` (indices, repeats allowed) in that order."""
@@ -254,7 +257,8 @@ class Trunk(nn.Module):
             later = torch.full((new, new), -torch.inf, device=tokens.device).triu(1)
             bias = (bias + F.pad(later, (cache.used, 0))).clamp_min(-1e30)
         x = self.embed_tokens(tokens)
-        cos, sin = rotary(positions, self.shape)
+        # A row's positions are below its slots, packed or not: the cache's table reaches all of them.
+        cos, sin = cache.angles[0][positions], cache.angles[1][positions]
         last = len(self.layers) - 1
         for number, layer in enumerate(self.blocks):
             mixed = layer.self_attn.cached(layer.input_layernorm(x), cos, sin, cache, number, bias)

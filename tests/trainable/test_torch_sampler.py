@@ -42,10 +42,11 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     assert picked([-200.0, 0.0, -200.0], [0.0, BELOW_ONE]) == [1, 1]
 
 
-def test_a_draw_near_one_stays_inside_a_large_vocabulary() -> None:
-    logits = 3 * torch.randn(8, 50_000, generator=torch.Generator().manual_seed(0))
-    tokens, logprobs, _ = draw(logits, 1.0, torch.full((8,), BELOW_ONE))
-    assert (tokens < 50_000).all()
+def test_a_draw_near_one_stays_inside_the_vocabulary() -> None:
+    logits = 3 * torch.randn(500, 60, generator=torch.Generator().manual_seed(0))
+    assert (logits.softmax(-1).double().sum(-1) < BELOW_ONE).sum() > 50  # rounding leaves a gap below 1
+    tokens, logprobs, _ = draw(logits, 1.0, torch.full((500,), BELOW_ONE))
+    assert (tokens < 60).all()
     assert torch.isfinite(logprobs).all()
 
 

@@ -110,7 +110,7 @@ def test_no_dropped_group_beats_a_kept_one_and_ties_go_to_the_lower_index(
     scores: list[float], named: tuple[str, float, str], largest: bool, include_zero: bool
 ) -> None:
     chosen = kept(scores, parse_rule(*named), largest=largest, include_zero=include_zero)
-    candidates = [i for i, s in enumerate(scores) if include_zero or abs(s) > 1e-10]
+    candidates = [i for i, s in enumerate(scores) if include_zero or not oracle.is_zero(s)]
     rank = {i: (-scores[i] if largest else scores[i], i) for i in candidates}
     assert set(chosen) <= set(candidates)
     assert sorted(chosen, key=lambda i: rank[i]) == sorted(candidates, key=lambda i: rank[i])[: len(chosen)]
@@ -163,6 +163,20 @@ def test_min_p_at_one_keeps_the_minimum_because_scores_are_float32() -> None:
     assert select_groups(scores, MinP(1.0), largest=False).tolist() == [True, True, False]
 
 
+def test_min_p_has_an_absolute_slack_of_1e_10() -> None:
+    assert kept([1e-9, 0.95e-9, 0.8e-9], MinP(1.0)) == [0, 1]
+    assert kept([1e-9, 1.05e-9, 1.2e-9], MinP(1.0), largest=False) == [0, 1]
+
+
+def test_min_p_at_zero_keeps_scores_of_any_size() -> None:
+    assert kept([4.0, 0.0, -1.0], MinP(0.0)) == [0, 1]
+    assert kept([1.0, 5.0, 2e10], MinP(0.0), largest=False) == [0, 1]
+
+
+def test_linear_without_slack_reaches_the_mass_itself() -> None:
+    assert kept([3.0, 1.0, 2.0, 2.0], TopP(0.625, "linear", eps=0.0)) == [0, 2]
+
+
 def test_linear_smallest_stops_at_a_zero() -> None:
     assert kept([0.0, 1.0, 2.0], linear(0.9), largest=False) == []
     assert kept([0.0, 1.0, 2.0], linear(0.9), largest=False, include_zero=False) == [1, 2]
@@ -198,12 +212,14 @@ def test_rule_names() -> None:
         ("top_p", math.nan, "softmax", 0.01, "top_p mass is nan"),
         ("top_p", 0.5, "sotfmax", 0.01, "top_p prob_mode is 'sotfmax'; it must be softmax or linear"),
         ("top_p", 0.5, "linear", -1.0, "top_p eps is -1.0"),
+        ("top_p", 0.5, "linear", math.inf, "top_p eps is inf"),
         ("top_k", 4.0, "softmax", 0.01, "top_k fraction is 4.0; .* for a count: top_k_abs"),
         ("top_f", 0.0, "softmax", 0.01, "top_k fraction is 0.0"),
         ("top_k_abs", 2.5, "softmax", 0.01, "top_k_abs count is 2.5; it must be a whole number"),
         ("top_k_abs", 0.0, "softmax", 0.01, "top_k_abs count is 0"),
         ("top_k_abs", math.inf, "softmax", 0.01, "top_k_abs count is inf"),
         ("min_p", -0.1, "softmax", 0.01, "min_p ratio is -0.1; it must be between 0 and 1"),
+        ("min_p", 1.5, "softmax", 0.01, "min_p ratio is 1.5"),
     ],
 )
 def test_rules_refuse_values_out_of_range(strategy: str, value: float, mode: str, eps: float, message: str) -> None:
@@ -255,8 +271,10 @@ def test_half_solved_is_the_largest_spread_of_a_sokoban_group() -> None:
     torch.testing.assert_close(group_scores("reward_std", rewards), torch.tensor([6.145, 2.975]), rtol=1e-4, atol=0)
 
 
-def test_a_group_of_one_has_no_spread() -> None:
+def test_the_smallest_groups() -> None:
+    """One rollout has no spread; two have one, with divisor 1."""
     assert group_scores("reward_std", torch.tensor([[3.0], [4.0]])).tolist() == [0, 0]
+    torch.testing.assert_close(group_scores("reward_std", torch.tensor([[3.0, 5.0]])), torch.tensor([2.0**0.5]))
 
 
 def test_group_scores_refuse_unknown_or_missing_input() -> None:
@@ -271,6 +289,7 @@ def test_filter_loss_scale() -> None:
     assert filter_loss_scale("linear", 2, 8) == 0.25
     assert filter_loss_scale("sqrt", 2, 8) == 0.5
     assert filter_loss_scale("sqrt", 0, 8) == 0
+    assert filter_loss_scale("linear", 1, 1) == 1
     with pytest.raises(ValueError, match="filter_loss_scaling is 'square'; it must be one of none, linear, sqrt"):
         filter_loss_scale("square", 2, 8)
     with pytest.raises(ValueError, match="number of groups kept is 9; it must be between 0 and the 8 groups"):
