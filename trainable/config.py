@@ -90,14 +90,18 @@ class RolloutConfig(Section):
 class FilterConfig(Section):
     """Which groups of a step are trained on: the reward-variance filter."""
 
-    rollout_filter_strategy: Literal["top_p", "top_k", "top_k_abs", "top_f", "min_p"] = "top_p"
+    rollout_filter_strategy: Literal["top_p", "top_k", "top_k_abs", "top_f", "min_p"] = Field(
+        "top_p", description="mass of scores, fraction (top_k, top_f), count of groups, or ratio to the best score"
+    )
     rollout_filter_value: Positive = Field(1.0, description="mass (top_p), fraction (top_k, top_f), count, or ratio")
-    rollout_filter_type: Literal["largest", "smallest"] = "largest"
+    rollout_filter_type: Literal["largest", "smallest"] = Field("largest", description="which scores are kept")
     rollout_filter_metric: Literal[
         "reward_variance", "reward_std", "reward", "reward_sum", "entropy", "entropy_variance", "entropy_std", "length"
     ] = Field("reward_variance", description="score of a group; the published name, the number is a standard deviation")
     rollout_filter_include_zero: bool = Field(True, description="False drops groups of zero score before the strategy")
-    rollout_filter_top_p_prob_mode: Literal["softmax", "linear"] = "linear"
+    rollout_filter_top_p_prob_mode: Literal["softmax", "linear"] = Field(
+        "linear", description="mass of softmax(scores), which depends on their scale, or of the scores themselves"
+    )
     rollout_filter_selection_eps: NonNegative = Field(0.01, description="slack of the linear top_p threshold")
 
     @model_validator(mode="after")
@@ -114,10 +118,10 @@ class FilterConfig(Section):
 class OptimConfig(Section):
     """What actor and critic share: AdamW and the cut of a step into mini-batches."""
 
-    betas: tuple[Share, Share] = (0.9, 0.999)
-    weight_decay: NonNegative = 0.01
+    betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW's decay of first and second moments")
+    weight_decay: NonNegative = Field(0.01, description="AdamW's, decoupled")
     grad_clip: Positive = Field(1.0, description="largest total gradient norm")
-    ppo_epochs: int = Field(1, ge=1)
+    ppo_epochs: int = Field(1, ge=1, description="passes over a step's batch")
     ppo_mini_batch_size: int = Field(32, ge=1, description="sequences an optimizer step")
     ppo_micro_batch_size_per_gpu: int = Field(4, ge=1, description="sequences whose loss is averaged together")
 
@@ -134,17 +138,19 @@ class OptimConfig(Section):
 class ActorConfig(OptimConfig):
     """The policy's losses and optimizer."""
 
-    lr: Positive = 1e-6
-    clip_ratio_low: Share = 0.2
-    clip_ratio_high: NonNegative = 0.28
+    lr: Positive = Field(1e-6, description="AdamW's, constant")
+    clip_ratio_low: Share = Field(0.2, description="the ratio is cut below 1 - this")
+    clip_ratio_high: NonNegative = Field(0.28, description="the ratio is cut above 1 + this")
     clip_ratio_c: Annotated[float, Field(gt=1)] = Field(3.0, description="dual clip: bound for negative advantages")
-    loss_agg_mode: LossAggMode = "token-mean"
+    loss_agg_mode: LossAggMode = Field("token-mean", description="how tokens' losses become a micro-batch's loss")
     entropy_coeff: Finite = Field(0.0, description="weight of the entropy bonus (full vocabulary, response tokens)")
-    entropy_from_logits_with_chunking: bool = True
+    entropy_from_logits_with_chunking: bool = Field(True, description="bound its memory; changes no number")
     use_kl_loss: bool = Field(False, description="penalise KL to the frozen reference in the actor loss")
     kl_loss_coef: NonNegative = Field(0.001, description="weight of that penalty; 0 switches use_kl_loss off")
     kl_loss_type: KLKind = Field("kl", description="estimator; the published `kl` has no anchoring gradient as a loss")
-    filter_loss_scaling: Literal["none", "linear", "sqrt"] = "none"
+    filter_loss_scaling: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="scale advantages by the kept share of groups, or its square root"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -162,32 +168,32 @@ class ActorConfig(OptimConfig):
 class CriticConfig(OptimConfig):
     """The value function's loss and optimizer."""
 
-    lr: Positive = 1e-5
-    cliprange_value: Positive = 0.5
+    lr: Positive = Field(1e-5, description="AdamW's, constant; with shared_trunk, of the head alone")
+    cliprange_value: Positive = Field(0.5, description="how far a value may move from the one before the update")
     shared_trunk: bool = Field(False, description="value head on the policy's own trunk: one network, one update")
 
 
 class KLControl(Section):
     """Coefficient of the KL penalty in the reward (use_kl_in_reward)."""
 
-    type: Literal["fixed", "adaptive"] = "fixed"
-    kl_coef: NonNegative = 0.0
-    target_kl: Positive = 0.1
-    horizon: Positive = 10_000.0
+    type: Literal["fixed", "adaptive"] = Field("fixed", description="keep kl_coef, or steer it to target_kl")
+    kl_coef: NonNegative = Field(0.0, description="weight of the penalty (first weight, where adaptive)")
+    target_kl: Positive = Field(0.1, description="nats a token, where adaptive")
+    horizon: Positive = Field(10_000.0, description="sequences over which an error of 1 doubles the weight")
 
 
 class AlgorithmConfig(Section):
     """Advantages."""
 
-    adv_estimator: AdvantageEstimator = "gae"
-    gamma: Share = 1.0
-    lam: Share = 1.0
-    bi_level_gae: bool = False
-    high_level_gamma: Share = 0.95
-    norm_adv_by_std_in_grpo: bool = True
+    adv_estimator: AdvantageEstimator = Field("gae", description="gae needs the critic, the others use none")
+    gamma: Share = Field(1.0, description="discount a token")
+    lam: Share = Field(1.0, description="lambda of GAE")
+    bi_level_gae: bool = Field(False, description="GAE over turns first, then over each turn's tokens")
+    high_level_gamma: Share = Field(0.95, description="discount a turn, for bi_level_gae")
+    norm_adv_by_std_in_grpo: bool = Field(True, description="divide by the group's standard deviation (off: Dr. GRPO)")
     zero_task_advantage: bool = Field(False, description="advantages 0: only KL and entropy move the policy")
-    use_kl_in_reward: bool = False
-    kl_penalty: KLKind = "kl"
+    use_kl_in_reward: bool = Field(False, description="subtract the KL penalty from each token's reward")
+    kl_penalty: KLKind = Field("kl", description="estimator of that penalty")
     kl_ctrl: KLControl = KLControl()
 
     @model_validator(mode="after")
@@ -202,16 +208,18 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """Length, rhythm and place of a run."""
 
-    total_training_steps: int = Field(400, ge=1)
+    total_training_steps: int = Field(400, ge=1, description="steps of a run")
     test_freq: int = Field(10, description="validate every so many steps and at the last; <= 0: never in between")
-    val_before_train: bool = True
+    val_before_train: bool = Field(True, description="validate the base policy first")
     save_freq: int = Field(-1, description="keep a global_step_<N> folder every so many steps; -1: none")
     resume_every: int = Field(25, ge=1, description="steps between rolling states for recovery")
     critic_warmup: int = Field(0, ge=0, description="steps in which only the critic is updated")
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where one is visible")
     n_gpus_per_node: NonNegative = Field(1, description="GPUs a trial: a fraction, or a whole number")
     ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
-    logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = ("console", "tensorboard")
+    logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = Field(
+        ("console", "tensorboard"), description="naming wandb logs to it offline; the other two are always on"
+    )
 
 
 class EarlyStopConfig(Section):
@@ -220,7 +228,7 @@ class EarlyStopConfig(Section):
     variance_baseline_steps: int = Field(10, ge=1, description="non-empty steps whose mean is the baseline")
     variance_window: int = Field(10, ge=1, description="latest non-empty steps that must all be below")
     variance_ratio: NonNegative = Field(0.1, description="share of the baseline")
-    success_threshold: NonNegative = 0.01
+    success_threshold: NonNegative = Field(0.01, description="validation success that counts as a failure below it")
     success_patience: int = Field(5, ge=1, description="validations in a row below the threshold")
     empty_stop_steps: int = Field(5, description="steps in a row with nothing kept; <= 0: rule off")
 
