@@ -56,6 +56,11 @@ class Step:
     losses: dict[str, float]
 
 
+def norm(step: Step) -> float:
+    """Total norm of the step's gradients."""
+    return float(torch.cat([gradient.flatten() for gradient in step.gradients.values()]).norm())
+
+
 def _micro_batches(rows: Tensor, size: int) -> Iterator[Tensor]:
     for start in range(0, len(rows), size):
         yield rows[start : start + size]

@@ -28,16 +28,21 @@ def tokenizer() -> Tokenizer:
     return build_tokenizer()
 
 
-def told(room: Room, habits: Habits, seed: int = 0) -> list[Segment]:
-    return dialogue(room, PROTOCOL, habits, np.random.default_rng(seed), turns=5, per_turn=2, budget=10)
+PUBLISHED = (5, 2, 10)  # turns, actions a turn, actions
 
 
-def replayed(room: Room, segments: list[Segment], tokenizer: Tokenizer) -> Episode:
+def told(room: Room, habits: Habits, seed: int = 0, limits: tuple[int, int, int] = PUBLISHED) -> list[Segment]:
+    return dialogue(room, PROTOCOL, habits, np.random.default_rng(seed), *limits)
+
+
+def replayed(
+    room: Room, segments: list[Segment], tokenizer: Tokenizer, limits: tuple[int, int, int] = PUBLISHED
+) -> Episode:
     """The same episode by the real game: the learned segments are what the model says."""
     replies = [tokenizer.encode(segment.text).ids for segment in segments if segment.learned]
     stop = tokenizer.token_to_id(END_OF_MESSAGE)
     (episode,) = play(
-        [room], 1, ScriptedSampler([replies]), PROTOCOL, make_codec(tokenizer), Rules(5, 2, 10, -0.1, 512),
+        [room], 1, ScriptedSampler([replies]), PROTOCOL, make_codec(tokenizer), Rules(*limits, -0.1, 512),
         SamplingParams(1.0, 24, stop), np.random.default_rng(0),
     )  # fmt: skip
     return episode
@@ -73,16 +78,24 @@ def distance_after(cells: np.ndarray, actions: list[Action]) -> int | None:
     return None if rest is None else len(rest)
 
 
-@pytest.mark.parametrize("habits", [Habits(), Habits(detour=0.7, careless=0.3, unfinished=0.2)], ids=["clean", "stray"])
-def test_a_dialogue_is_an_episode_of_the_real_game(habits: Habits, tokenizer: Tokenizer) -> None:
+STRAY = Habits(detour=0.7, careless=0.3, unfinished=0.2)
+
+
+@pytest.mark.parametrize(
+    ("habits", "limits"),
+    [(Habits(), PUBLISHED), (STRAY, PUBLISHED), (STRAY, (5, 3, 7)), (Habits(careless=1.0), (4, 4, 10))],
+)
+def test_a_dialogue_is_an_episode_of_the_real_game(
+    habits: Habits, limits: tuple[int, int, int], tokenizer: Tokenizer
+) -> None:
     for room in ROOMS:
-        segments = told(room, habits, room.seed)
-        episode = replayed(room, segments, tokenizer)
+        segments = told(room, habits, room.seed, limits)
+        episode = replayed(room, segments, tokenizer, limits)
         parts = [tokenizer.encode(segment.text).ids for segment in segments]
         assert episode.tokens.tolist() == [token for part in parts for token in part]
         learned = [segment.learned for segment in segments]
         assert episode.mask.tolist() == np.repeat(learned, [len(part) for part in parts]).tolist()
-        assert len(episode.texts) == 5 or episode.stop in (StopReason.SOLVED, StopReason.OUT_OF_ACTIONS)
+        assert len(episode.texts) == limits[0] or episode.stop in (StopReason.SOLVED, StopReason.OUT_OF_ACTIONS)
 
 
 def test_the_clean_demonstrator_solves_every_room_by_a_shortest_path(tokenizer: Tokenizer) -> None:

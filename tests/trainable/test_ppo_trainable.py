@@ -17,7 +17,6 @@ from trainable.trainer import PPOTrainer
 
 Row = dict[str, Any]
 Straight = tuple[Path, list[Row]]
-TIMES = TIME_COLUMNS | {"tokens_per_second"}
 FEW = {"env.val_env_groups": 4, "env.test_env_groups": 2}
 IDENTITY = {"run_id": "kl-01-s0", "study": "kl", "arm": "0.1", "seed": 0}
 
@@ -36,7 +35,7 @@ def started(folder: Path, **settings: object) -> PPOTrainable:
 
 
 def timeless(row: Row) -> Row:
-    return {name: row[name] for name in row if name not in TIMES}
+    return {name: row[name] for name in row if name not in TIME_COLUMNS}
 
 
 def run_files(folder: Path) -> tuple[list[Row], list[Row]]:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.scripted import hub_twin
 from trainable.embedded import __main__ as command
 from trainable.embedded.demonstrations import Habits
 from trainable.embedded.recipe import (
@@ -80,6 +81,20 @@ def test_training_lowers_the_loss() -> None:
         np.log(tiny_shape().vocab_size), rel=0.1
     )
     assert train(model, examples, stage, 16, rng) < 4.0
+
+
+def test_the_loss_is_that_of_the_replies_predicted_from_what_stands_before_them() -> None:
+    stage = Stage(16, 1e-12, 1e-12, Habits())
+    examples = encoded_dialogues(stage, 0, np.random.default_rng(0))
+    model = load_policy("sokoban-tiny", torch.device("cpu")).model
+    twin, losses = hub_twin(model), []
+    for example in examples:
+        tokens = torch.from_numpy(example.tokens)
+        with torch.no_grad():
+            logs = twin(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+        losses += (-logs.gather(1, tokens[1:, None])[example.learned[1:], 0]).tolist()
+    assert train(model, examples, stage, 16, np.random.default_rng(0)) == pytest.approx(np.mean(losses), rel=1e-4)
+    assert np.mean(losses) < 1.0
 
 
 def test_making_it_twice_gives_the_same_weights(made: tuple[Path, list[str]], tmp_path: Path) -> None:

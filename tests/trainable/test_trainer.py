@@ -1,3 +1,4 @@
+import copy
 import json
 import subprocess
 import sys
@@ -9,18 +10,22 @@ import pytest
 import torch
 
 from search_spaces.presets import PRESETS
-from tests.scripted import cloned, small
+from tests import oracles_update as oracle
+from tests.scripted import cloned, hub_twin, small
+from trainable.algo.batching import length_stratified_order
+from trainable.batch import collate
 from trainable.checkpoint import read_checkpoint, write_checkpoint
 from trainable.config import RunConfig, with_overrides
 from trainable.evaluate import Evaluation
+from trainable.qwen2 import Qwen2
 from trainable.records import STEP_COLUMNS, TIME_COLUMNS
 from trainable.rollout.play import play
 from trainable.seeds import stream
 from trainable.sokoban import room_sets
+from trainable.targets import make_targets
 from trainable.trainer import PPOTrainer, pick_device
 
 Row = dict[str, Any]
-TIMES = TIME_COLUMNS | {"tokens_per_second"}
 QUIET = {
     "trainer__val_before_train": False, "trainer__test_freq": 0, "env__val_env_groups": 1, "env__test_env_groups": 0,
 }  # fmt: skip
@@ -32,7 +37,7 @@ def quiet(**overrides: object) -> PPOTrainer:
 
 
 def timeless(row: Row) -> Row:
-    return {name: value for name, value in row.items() if name not in TIMES}
+    return {name: value for name, value in row.items() if name not in TIME_COLUMNS}
 
 
 def steps(trainer: PPOTrainer, count: int) -> list[Row]:
@@ -177,7 +182,7 @@ def replay(trainer: PPOTrainer, step: int) -> list[Any]:
     env = trainer.config.env
     return play(
         trainer.rooms[step - 1], env.group_size, trainer.sampler, trainer.protocol, trainer.codec, trainer.rules,
-        trainer._sampling(1.0), stream(trainer.config.seed, "sampling", step),
+        trainer._sampling(trainer.config.rollout.temperature), stream(trainer.config.seed, "sampling", step),
     )  # fmt: skip
 
 
@@ -205,6 +210,43 @@ def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
         "groups": 2, "groups_kept": 2, "batch_size": 8, "empty_steps_in_a_row": 0, "nonfinite_updates": 0,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_is_the_published_one_computed_literally() -> None:
+    """Losses and gradient norms of a step that hardly moves, from transformers' forward on the same episodes."""
+    trainer = quiet(
+        actor__lr=1e-12, critic__lr=1e-12, actor__use_kl_loss=True, actor__entropy_coeff=0.1, rollout__temperature=0.8,
+        actor__kl_loss_type="kl",
+    )  # fmt: skip
+    config, critic = trainer.config, trainer.critic
+    assert critic is not None
+    batch = collate(replay(trainer, 1))
+    trunk = Qwen2(critic.shape)
+    trunk.model.load_state_dict(critic.model.state_dict())
+    twin, critic_twin = hub_twin(trainer.model), hub_twin(trunk)
+    with torch.no_grad():
+        hidden = critic_twin.model(input_ids=batch.tokens).last_hidden_state
+        values = torch.zeros(batch.tokens.shape)
+        values[:, 1:] = critic.score(hidden)[:, :-1, 0]
+    targets = make_targets(batch, values * batch.mask, batch.logprobs, config.algorithm, 0.0, 1.0)
+    mini_batches = length_stratified_order(batch.lengths).split(4)
+    policy = [
+        oracle.actor_step(twin, twin, batch, targets, rows, config.actor, temperature=0.8) for rows in mini_batches
+    ]
+    head = copy.deepcopy(critic.score)
+    value = [oracle.critic_step(critic_twin, head, batch, targets, rows, config.critic) for rows in mini_batches]
+    expected = {
+        name: np.mean([step.losses[name] for step in part])
+        for part, names in ((policy, ("pg_loss", "entropy_loss", "kl_loss")), (value, ("vf_loss",)))
+        for name in names
+    }
+    expected["actor_grad_norm"] = np.mean([oracle.norm(step) for step in policy])
+    expected["critic_grad_norm"] = np.mean([oracle.norm(step) for step in value])
+    expected["value_mean"] = float(values[batch.mask].mean())
+    left = (targets.returns - values)[batch.mask].var() / targets.returns[batch.mask].var()
+    expected["explained_variance"] = 1 - float(left)
+    (row,) = steps(trainer, 1)
+    assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def test_totals_are_sums_of_the_steps() -> None:
@@ -240,6 +282,15 @@ def test_optimizer_steps_by_groups_kept(kept: int, batch: int, updates: int) -> 
     )  # fmt: skip
     (row,) = steps(trainer, 1)
     assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (kept, batch, updates)
+
+
+def test_the_batch_is_a_multiple_of_the_groups_too() -> None:
+    trainer = quiet(
+        env__env_groups=3, filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=2,
+    )  # fmt: skip
+    (row,) = steps(trainer, 1)
+    # Eight episodes of two groups, up to a multiple of lcm(3 groups, mini-batch 4).
+    assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (2, 12, 3)
 
 
 def test_a_step_with_nothing_kept_trains_and_validates_nothing(random_folder: Path) -> None:
@@ -376,6 +427,13 @@ def test_validation_always_plays_the_same_rooms_with_fresh_draws() -> None:
     assert len({e.solved for e in found}) == len(found) == 4
 
 
+def test_validation_has_its_own_temperature() -> None:
+    trainer = PPOTrainer(small(rollout__val_temperature=0.0, env__val_env_groups=32))
+    sampled, greedy = trainer.validate_base({})
+    assert (sampled.mode, greedy.mode) == ("sampled", "greedy")
+    assert sampled.solved == greedy.solved
+
+
 def test_rooms_that_are_alike_share_a_cluster() -> None:
     trainer = PPOTrainer(small(env__val_env_groups=64))
     (found,) = trainer.validate({})
@@ -414,7 +472,7 @@ def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     for name in ("seconds_step", "seconds_total"):
         assert row[name] == pytest.approx(before[name] + spent)
     assert trainer.seconds_total == pytest.approx(row["seconds_total"])
-    assert {name: row[name] for name in before if name not in TIMES} == timeless(before)
+    assert {name: row[name] for name in before if name not in TIME_COLUMNS} == timeless(before)
 
 
 def test_without_test_rooms_there_is_no_test() -> None:

@@ -26,6 +26,11 @@ def test_the_order_by_hand() -> None:
     assert length_stratified_order(torch.tensor([50, 10, 40, 20, 30])).tolist() == [1, 4, 0, 2, 3]
 
 
+def test_equal_lengths_keep_their_order_in_a_large_batch() -> None:
+    """An unstable sort only shows beyond sixteen numbers."""
+    assert length_stratified_order(torch.full((64,), 7)).tolist() == [*range(0, 64, 2), *range(63, 0, -2)]
+
+
 @examples
 @given(st.integers(0, 40), st.integers(1, 50), st.integers(0, 3))
 def test_copies_follow_the_originals_and_are_spread_evenly(n: int, multiple: int, seed: int) -> None:

@@ -67,8 +67,10 @@ def test_published_counts_on_sokoban_like_scores(mass: float, by_softmax: int, b
     assert len(kept(SOKOBAN, linear(mass), include_zero=False)) == by_linear
 
 
-def test_no_filter_keeps_all_groups() -> None:
-    assert kept(SOKOBAN, softmax(1.0)) == list(range(8))
+@pytest.mark.parametrize("rule", [softmax(1.0), linear(1.0)])
+@pytest.mark.parametrize("scores", [SOKOBAN, [0.0, 0.0], [100.0, 0.0, -3.0], [-1.0, -2.0]])
+def test_a_mass_of_one_keeps_all_groups_in_either_mode(rule: Rule, scores: list[float]) -> None:
+    assert kept(scores, rule) == list(range(len(scores)))
 
 
 RULES = [
@@ -153,6 +155,15 @@ def test_ties_go_to_the_lower_index() -> None:
     assert kept([2.0, 2.0, 2.0, 2.0], softmax(0.5)) == [0, 1]
 
 
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("rule", [softmax(0.5), linear(0.5), TopK(0.5)])
+def test_ties_go_to_the_lower_index_among_many_groups(rule: Rule, largest: bool) -> None:
+    """An unstable sort only shows beyond sixteen numbers."""
+    chosen = kept([1.0] * 128, rule, largest=largest)
+    assert chosen == list(range(len(chosen)))
+    assert len(chosen) == 64
+
+
 def test_min_p_compares_with_the_best_score() -> None:
     assert kept([4.0, 2.0, 1.9, 0.0], MinP(0.5)) == [0, 1]
     assert kept([0.1, 0.19, 0.21], MinP(0.5), largest=False) == [0, 1]
@@ -215,6 +226,7 @@ def test_rule_names() -> None:
         ("top_p", 0.5, "linear", math.inf, "top_p eps is inf"),
         ("top_k", 4.0, "softmax", 0.01, "top_k fraction is 4.0; .* for a count: top_k_abs"),
         ("top_f", 0.0, "softmax", 0.01, "top_k fraction is 0.0"),
+        ("top_f", 1.25, "softmax", 0.01, "top_k fraction is 1.25"),
         ("top_k_abs", 2.5, "softmax", 0.01, "top_k_abs count is 2.5; it must be a whole number"),
         ("top_k_abs", 0.0, "softmax", 0.01, "top_k_abs count is 0"),
         ("top_k_abs", math.inf, "softmax", 0.01, "top_k_abs count is inf"),

@@ -130,6 +130,16 @@ def test_a_reward_on_an_observation_is_credited_to_the_turn_before_it() -> None:
     assert on_observation.returns.tolist() == [[6, 6, 0, 1]]
 
 
+def test_long_sequences_equal_the_double_sum() -> None:
+    """Time order survives compaction: an unstable sort only shows beyond sixteen positions."""
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 2, 100, generator=generator, dtype=torch.float64)
+    mask = torch.rand(2, 100, generator=generator) < 0.6
+    advantages = gae(rewards, values, mask, gamma=0.9, lam=0.8).advantages
+    pieces = zip(rewards.tolist(), values.tolist(), mask.tolist(), strict=True)
+    torch.testing.assert_close(advantages, double([oracle.gae(*piece, 0.9, 0.8)[0] for piece in pieces]))
+
+
 def test_long_sequences_keep_float32_accuracy() -> None:
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, 4, 1000, generator=generator, dtype=torch.float64)
