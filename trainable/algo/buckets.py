@@ -1,0 +1,44 @@
+"""Buckets of groups by their reward spread: what a gradient is split by. Shape: P groups."""
+
+import torch
+from torch import Tensor
+
+FIXED_EDGES = (1.0, 2.0, 3.0, 4.0, 5.0)
+
+
+def quantile_buckets(scores: Tensor, buckets: int = 6) -> Tensor:
+    """Bucket (P,) of each group, equally many groups a bucket from the smallest score up; the rest join the last.
+
+        n = min(buckets, P),  size = floor(P / n),  bucket of rank r = min(floor(r / size), n − 1)
+
+    Args:
+        scores: (P,) score of each group, such as its reward std; equal ones rank by index.
+        buckets: how many at most.
+
+    Returns:
+        (P,) int64 from 0.
+
+    Source: published code (RAGEN `split_into_buckets`, mode quantile).  Degenerate: no group gives an empty result.
+    """
+    if buckets < 1:
+        raise ValueError(f"{buckets} buckets; it must be at least 1.")
+    count = len(scores)
+    used = min(buckets, count)
+    ranks = torch.empty(count, dtype=torch.long)
+    ranks[torch.sort(scores, stable=True).indices] = torch.arange(count)
+    return (ranks // max(1, count // max(1, used))).clamp(max=max(0, used - 1))
+
+
+def fixed_buckets(scores: Tensor, edges: tuple[float, ...] = FIXED_EDGES) -> Tensor:
+    """Bucket (P,) of each group between fixed edges: [−∞, e_1), [e_1, e_2), …, [e_n, ∞).
+
+    Args:
+        scores: (P,) score of each group.
+        edges: ascending.
+
+    Returns:
+        (P,) int64 from 0; a bucket may be empty.
+
+    Source: published code (RAGEN `split_into_buckets`, mode fixed_rv).  Degenerate: no group gives an empty result.
+    """
+    return torch.bucketize(scores, torch.tensor(edges, dtype=scores.dtype), right=True)
