@@ -159,7 +159,7 @@ def test_prompts_of_unequal_length_then_token_by_token(model: Qwen2) -> None:
 @given(st.integers(0, 2**32 - 1))
 def test_any_chunking_and_selection_equals_the_full_forward(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    model = layout(*LAYOUTS[int(rng.integers(len(LAYOUTS)))])
+    model = layout(*LAYOUTS[int(rng.integers(len(LAYOUTS)))]).double()  # so that no rounding is taken for a fault
     count = int(rng.integers(1, 5))
 
     def chunk(least: int) -> list[int]:
