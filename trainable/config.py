@@ -213,7 +213,7 @@ class TrainerConfig(Section):
     val_before_train: bool = Field(True, description="validate the base policy first")
     save_freq: int = Field(-1, description="keep a global_step_<N> folder every so many steps; -1: none")
     resume_every: int = Field(25, ge=1, description="steps between rolling states for recovery")
-    critic_warmup: int = Field(0, ge=0, description="steps in which only the critic is updated")
+    critic_warmup: int = Field(0, ge=0, description="first step that updates the policy, if above 1")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where one is visible")
     n_gpus_per_node: NonNegative = Field(1, description="GPUs a trial: a fraction, or a whole number")
     ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
@@ -246,6 +246,12 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     early_stop: EarlyStopConfig = EarlyStopConfig()
+
+    @model_validator(mode="after")
+    def _warmup_needs_a_critic_of_its_own(self) -> "RunConfig":
+        if self.critic.shared_trunk and self.trainer.critic_warmup > 1:
+            raise ValueError("critic.shared_trunk has one update for policy and critic: set trainer.critic_warmup=0")
+        return self
 
     def config_hash(self) -> str:
         """Twelve hex digits that name the configuration: every setting that can change a row, the seed left out."""

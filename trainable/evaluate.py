@@ -1,7 +1,10 @@
-"""Playing a fixed set of rooms with the current policy: validation and test."""
+"""What a set of episodes amounts to: validation and test results, and the columns of a training rollout."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from trainable.rollout.episode import Episode
 
@@ -63,3 +66,22 @@ def number_classes(keys: Sequence[bytes]) -> list[int]:
     """Number symmetry classes in order of first appearance."""
     numbers: dict[bytes, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def collected_columns(episodes: Sequence[Episode], group_size: int) -> dict[str, float]:
+    """Columns about all episodes of a step, before the filter; groups are consecutive."""
+    count, turns = len(episodes), sum(len(episode.texts) for episode in episodes)
+    solved = by_group([float(episode.solved) for episode in episodes], group_size)
+    return {
+        "train_success": float(solved.mean()),
+        "train_pass_at_group": float((solved.sum(1) > 0).float().mean()),
+        "train_reward": sum(episode.score for episode in episodes) / count,
+        "train_actions": sum(episode.actions for episode in episodes) / count,
+        "train_invalid_turns": sum(episode.invalid_turns for episode in episodes) / turns,
+        "train_response_tokens": sum(episode.response_tokens for episode in episodes) / count,
+    }
+
+
+def by_group(numbers: Sequence[float], group_size: int) -> Tensor:
+    """Numbers of consecutive episodes as (P, G) float32."""
+    return torch.tensor(numbers, dtype=torch.float32).view(-1, group_size)

@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from trainable.protocol import END_OF_MESSAGE
 from trainable.qwen2 import Qwen2, Qwen2Shape, ValueModel
 from trainable.rollout.play import Codec
 
@@ -24,6 +25,12 @@ class Policy:
     model: Qwen2
     tokenizer: Tokenizer
     folder: Path
+
+    @property
+    def stop_token(self) -> int:
+        """What ends a reply: ChatML's end marker, which base models have but do not name as their end, or their end."""
+        marker: int | None = self.tokenizer.token_to_id(END_OF_MESSAGE)
+        return self.model.shape.eos_token_id if marker is None else marker
 
 
 def find_model(path: str) -> Path:

@@ -10,7 +10,7 @@ from trainable.checkpoint import CheckpointError, has_checkpoint, read_checkpoin
 from trainable.config import RunConfig, with_overrides
 from trainable.records import empty_row
 from trainable.run_files import METRICS, ROOMS, STATE, append_line, read_rows
-from trainable.stop_rules import decide
+from trainable.stop_rules import RULES, decide
 from trainable.trainer import PPOTrainer
 
 IDENTITY = ("run_id", "study", "arm", "seed")
@@ -21,7 +21,8 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
 
     config: study, run_id, arm, seed; settings (dotted fields that differ from RunConfig's defaults); run_dir (where
     metrics, rooms and the rolling state go); checkpoint_dir (where global_step_<N> folders go); finished (the run has
-    ended in an earlier session: its last row is reported again, so that the experiment lists every run).
+    ended in an earlier session: its last row is reported again, so that the experiment lists every run). stop_rules:
+    those of the study, all if it is left out.
 
     A run continues from its rolling state by itself, whoever starts it again: no pickle is read.
     """
@@ -33,6 +34,7 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         self.identity = {key: config[key] for key in IDENTITY}
         self.settings = with_overrides(RunConfig(), {**config["settings"], "seed": config["seed"]})
         self.rows = read_rows(self.run_dir / METRICS)
+        self.stop_rules = tuple(config.get("stop_rules", RULES))
         self.finished = bool(config["finished"])
         if self.finished:
             return
@@ -55,7 +57,9 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
     def _ends_with(self, rows: list[dict[str, Any]]) -> bool:
         """Whether the last of `rows` is the run's last: all steps are trained, or a stop rule fires."""
         total = self.settings.trainer.total_training_steps
-        return bool(rows) and (rows[-1]["step"] == total or decide(rows, self.settings.early_stop) is not None)
+        return bool(rows) and (
+            rows[-1]["step"] == total or decide(rows, self.settings.early_stop, self.stop_rules) is not None
+        )
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Serve another run in this process: everything is built anew."""

@@ -87,10 +87,12 @@ class Protocol:
     following: Callable[[Observation], str]
 
 
-def make_protocol(style: str, observation_format: str, max_actions_per_turn: int, max_actions: int) -> Protocol:
-    """The protocol of a prompt style, `full` or `compact`."""
+def make_protocol(style: str, observation_format: str, max_actions: int) -> Protocol:
+    """The protocol of a prompt style, `full` or `compact`; ValueError for another."""
     if style == "compact":
         return Protocol(_compact_opening, _compact_following)
+    if style != "full":
+        raise ValueError(f"There is no prompt style `{style}`: it is full or compact.")
     system = _system_prompt(max_actions)
 
     def state(observation: Observation) -> str:

@@ -48,6 +48,9 @@ class Qwen2Shape:
                 f"Give a Qwen2 model with --model."
             )
         rope = config.get("rope_parameters") or {}
+        kind = rope.get("rope_type") or (config.get("rope_scaling") or {}).get("rope_type") or "default"
+        if kind != "default":
+            raise ValueError(f"The model in {folder} scales its rotary positions ({kind}); the torch engine does not.")
         eos = config["eos_token_id"]
         return Qwen2Shape(
             **{name: config[name] for name in list(Qwen2Shape.__annotations__)[:7]},

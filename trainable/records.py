@@ -68,7 +68,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "kl_to_reference",
         "nats",
-        "token mean of k3 = exp(-d) + d - 1, d = log pi - log ref, at the sampled tokens, first mini-batch; "
+        "token mean of k3 = exp(-d) + d - 1, d = log pi - log ref, at the trained tokens, before the update; "
         "KL(pi || ref) estimated; missing when no reference pass is made",
     ),
     Column("actor_grad_norm", "1", "total gradient norm before clipping, mean over optimizer steps", "actor/grad_norm"),
@@ -123,8 +123,12 @@ STEP_COLUMNS: tuple[Column, ...] = (
     Column("seconds_update_critic", "s", "critic update (with shared_trunk: none)", "timing_s/update_critic"),
     Column("seconds_update_actor", "s", "policy update", "timing_s/update_actor"),
     Column("seconds_validation", "s", "validation and test", "timing_s/testing"),
-    Column("seconds_step", "s", "the whole step, validation and checkpoints included", "timing_s/step"),
-    Column("cpu_seconds_step", "s", "processor time of the step in this process, all threads"),
+    Column("seconds_step", "s", "the whole step, validation included, checkpoints not", "timing_s/step"),
+    Column(
+        "cpu_seconds_step",
+        "s",
+        "processor time of the step in this process, all threads; the last validation and test left out",
+    ),
     Column("seconds_total", "s", "seconds_step so far, this run, across restarts", "timing_s/total"),
     Column("tokens_per_second", "tokens/s", "sampled_tokens / seconds_rollout"),
 )

@@ -16,9 +16,9 @@ from trainable.algo.losses import kl_estimate
 from trainable.algo.reductions import masked_mean
 from trainable.batch import Batch, collate
 from trainable.config import OptimConfig, RunConfig
-from trainable.evaluate import Evaluation, number_classes, summarise
+from trainable.evaluate import Evaluation, by_group, collected_columns, number_classes, summarise
 from trainable.policy import load_policy, make_codec, make_critic
-from trainable.protocol import make_protocol
+from trainable.protocol import Observation, make_protocol
 from trainable.qwen2 import Qwen2
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import Rules, play
@@ -56,7 +56,7 @@ class PPOTrainer:
         self.device = pick_device(config.trainer.device)
         policy = load_policy(config.model.path, self.device)
         self.model = policy.model
-        self.codec = make_codec(policy.tokenizer)
+        self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token
         self.sampler = TorchSampler(self.model)
         self.reference = _frozen_copy(self.model) if self._needs_reference() else None
         self.critic = None
@@ -90,13 +90,12 @@ class PPOTrainer:
     def _set_up_game(self) -> None:
         """Protocol, limits, and every room of the run, made ahead: a step never waits for a room."""
         config, env = self.config, self.config.env
-        self.protocol = make_protocol(
-            config.model.prompt_style, env.observation_format, env.max_actions_per_turn, env.max_actions_per_traj
-        )
+        self.protocol = make_protocol(config.model.prompt_style, env.observation_format, env.max_actions_per_traj)
         context = self.model.shape.max_position_embeddings
         self.rules = Rules(
             env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj, env.format_penalty, context
         )
+        self._check_context()
         self.test_rooms = test_rooms(env.test_env_groups)
         self.val_rooms = validation_rooms(env.val_env_groups, env.seed_val)
         skip = room_keys(self.test_rooms)
@@ -104,6 +103,18 @@ class PPOTrainer:
         self.rooms = [training_rooms(config.seed, step, env.env_groups, env.seed_train, skip=skip) for step in steps]
         trained = room_keys(room for rooms in self.rooms for room in rooms)
         self.val_unseen = [room.key not in trained for room in self.val_rooms for _ in range(env.val_group_size)]
+
+    def _check_context(self) -> None:
+        """Refuse a reply length that leaves the model's context no room for the first turn."""
+        room = validation_rooms(1, self.config.env.seed_val)[0]
+        opening = self.protocol.opening(Observation(1, room.cells, self.rules.max_actions))
+        needed = len(self.codec.encode([opening])[0]) + self.config.rollout.response_length
+        if needed > self.rules.context:
+            raise ValueError(
+                f"A first turn takes {needed} tokens (the prompt, and rollout.response_length="
+                f"{self.config.rollout.response_length}), and the model's context has {self.rules.context}: "
+                f"lower it with --set rollout.response_length=N."
+            )
 
     # ------------------------------------------------------------------ the step
 
@@ -138,14 +149,14 @@ class PPOTrainer:
         )  # fmt: skip
 
     def _sampling(self, temperature: float) -> SamplingParams:
-        return SamplingParams(temperature, self.config.rollout.response_length, self.model.shape.eos_token_id)
+        return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
 
     def _filter(self, episodes: Sequence[Episode]) -> Kept:
         """Keep whole groups by their score (see `FilterConfig`)."""
         settings, size = self.config.filter, self.config.env.group_size
-        rewards = _by_group([episode.score for episode in episodes], size)
-        entropies = _by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], size)
-        lengths = _by_group([float(episode.response_tokens) for episode in episodes], size)
+        rewards = by_group([episode.score for episode in episodes], size)
+        entropies = by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], size)
+        lengths = by_group([float(episode.response_tokens) for episode in episodes], size)
         scores = group_scores(settings.rollout_filter_metric, rewards, entropies, lengths)
         rule = parse_rule(
             settings.rollout_filter_strategy, settings.rollout_filter_value,
@@ -183,7 +194,7 @@ class PPOTrainer:
         if self.critic is not None and self.critic_optimizer is not None:  # 7 critic, then policy
             critic, optimizer = self.critic, self.critic_optimizer
             meters.append(self._timed(row, "seconds_update_critic", lambda: update_critic(
-                critic, optimizer, batch, targets, order, config.critic)))  # fmt: skip
+                critic, optimizer, batch, targets, order, config.critic, config.actor.loss_agg_mode)))  # fmt: skip
         if config.trainer.critic_warmup <= self.step_index:
             meter = self._timed(row, "seconds_update_actor", lambda: self._actor_update().run(batch, targets, order))
             row["optimizer_steps"] = meter.optimizer_steps - meter.skipped
@@ -366,24 +377,6 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(wanted)
-
-
-def collected_columns(episodes: Sequence[Episode], group_size: int) -> Row:
-    """Columns about all episodes of a step, before the filter; groups are consecutive."""
-    count, turns = len(episodes), sum(len(episode.texts) for episode in episodes)
-    solved = _by_group([float(episode.solved) for episode in episodes], group_size)
-    return {
-        "train_success": float(solved.mean()),
-        "train_pass_at_group": float((solved.sum(1) > 0).float().mean()),
-        "train_reward": sum(episode.score for episode in episodes) / count,
-        "train_actions": sum(episode.actions for episode in episodes) / count,
-        "train_invalid_turns": sum(episode.invalid_turns for episode in episodes) / turns,
-        "train_response_tokens": sum(episode.response_tokens for episode in episodes) / count,
-    }
-
-
-def _by_group(numbers: Sequence[float], group_size: int) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float32).view(-1, group_size)
 
 
 def _frozen_copy(model: Qwen2) -> Qwen2:

@@ -98,14 +98,17 @@ def passes(
 
 def update_critic(
     critic: ValueModel, optimizer: torch.optim.Optimizer, batch: Batch, targets: Targets, order: Tensor,
-    settings: CriticConfig,
+    settings: CriticConfig, loss_agg_mode: str = "token-mean",
 ) -> Meter:  # fmt: skip
-    """All optimizer steps of the critic for one training step, over mini-batches of `order` (B,)."""
+    """All optimizer steps of the critic for one training step, over mini-batches of `order` (B,).
+
+    loss_agg_mode: the policy's, as published.
+    """
     meter = Meter()
     for _ in range(settings.ppo_epochs):
         for rows in mini_batches(order, settings.ppo_mini_batch_size):
             for part in passes(
-                batch, targets, rows, "token-mean", settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
+                batch, targets, rows, loss_agg_mode, settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
             ):
                 values = critic.values_at(part.batch.tokens, part.batch.where())
                 meter.tokens += len(values)

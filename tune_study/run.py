@@ -77,6 +77,7 @@ def run_config(plan: StudyPlan, spec: RunSpec, is_finished: bool) -> dict[str, A
         "checkpoint_dir": str(plan.output / spec.checkpoints),
         "finished": is_finished,
         "trainable": plan.study.trainable,
+        "stop_rules": list(plan.study.stop_rules),
     }
 
 

@@ -18,7 +18,7 @@ from trainable.sokoban.room_sets import validation_rooms
 from trainable.sokoban.solver import distance_table, solve
 from trainable.sokoban.text import parse_grid
 
-PROTOCOL = make_protocol("compact", "grid", 2, 10)
+PROTOCOL = make_protocol("compact", "grid", 10)
 ROOMS = validation_rooms(96)
 LETTERS = {"U": Action.UP, "D": Action.DOWN, "L": Action.LEFT, "R": Action.RIGHT}
 

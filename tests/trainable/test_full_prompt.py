@@ -17,7 +17,7 @@ from trainable.trainer import PPOTrainer
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    protocol = make_protocol("full", "grid_coord", 2, 10)
+    protocol = make_protocol("full", "grid_coord", 10)
     texts = [protocol.opening(Observation(1, room.cells, 10)) for room in validation_rooms(20)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

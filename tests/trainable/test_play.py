@@ -20,7 +20,7 @@ ROOMS = validation_rooms(3)  # seed 123: solved by Down, Left, Up; seed 124: by 
 RULES = Rules(max_turn=5, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context=512)
 TOKENIZER: Tokenizer = build_tokenizer()
 STOP = TOKENIZER.token_to_id(END_OF_MESSAGE)
-PROTOCOL = make_protocol("compact", "grid", 2, 10)
+PROTOCOL = make_protocol("compact", "grid", 10)
 Played = tuple[list[Episode], ScriptedSampler]
 ACTIONS = {action.name[0]: action for action in Action if action != Action.NONE}
 

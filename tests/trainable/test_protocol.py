@@ -211,12 +211,12 @@ __##
 
 
 def test_the_full_prompt() -> None:
-    protocol = make_protocol("full", "grid_coord", 2, 10)
+    protocol = make_protocol("full", "grid_coord", 10)
     assert protocol.opening(Observation(1, ROOM_123, 10)) == FULL_OPENING
 
 
 def test_the_full_prompt_of_a_later_turn() -> None:
-    protocol = make_protocol("full", "grid", 2, 10)
+    protocol = make_protocol("full", "grid", 10)
     later = Observation(3, ROOM_123, 8, last_reward=-0.2, last_invalid=True)
     assert protocol.following(later) == FULL_FOLLOWING
     warning = "Your last answer held no valid action; the state has not changed.\n"
@@ -224,11 +224,11 @@ def test_the_full_prompt_of_a_later_turn() -> None:
 
 
 def test_the_full_prompt_names_its_own_limit_of_actions() -> None:
-    assert "You may take up to 7 actions," in make_protocol("full", "grid", 2, 7).opening(Observation(1, ROOM_123, 7))
+    assert "You may take up to 7 actions," in make_protocol("full", "grid", 7).opening(Observation(1, ROOM_123, 7))
 
 
 def test_the_compact_prompt() -> None:
-    protocol = make_protocol("compact", "grid", 2, 10)
+    protocol = make_protocol("compact", "grid", 10)
     assert protocol.opening(Observation(1, ROOM_123, 10)) == COMPACT_OPENING
     assert protocol.following(Observation(3, ROOM_123, 8, last_reward=-0.2)) == COMPACT_FOLLOWING
 
@@ -238,5 +238,5 @@ def test_the_compact_prompt() -> None:
 )
 @pytest.mark.parametrize("style", ["full", "compact"])
 def test_rewards_are_shown_with_one_digit(style: str, reward: float, shown: str) -> None:
-    text = make_protocol(style, "grid", 2, 10).following(Observation(2, ROOM_123, 9, reward))
+    text = make_protocol(style, "grid", 10).following(Observation(2, ROOM_123, 9, reward))
     assert text.startswith(f"\n<|im_start|>user\nReward:\n{shown}\n")

@@ -12,7 +12,7 @@ from trainable.sokoban.board import Action, Tile, is_solved, step
 from trainable.sokoban.room_sets import validation_rooms
 from trainable.sokoban.text import SYMBOLS
 
-PROTOCOL = make_protocol("compact", "grid", 2, 10)
+PROTOCOL = make_protocol("compact", "grid", 10)
 VALIDATION = validation_rooms()
 
 

@@ -218,7 +218,7 @@ def shipped() -> Policy:
 
 def episodes(policy: Policy, temperature: float) -> list[Episode]:
     return play(
-        training_rooms(0, 1, 4), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 2, 10),
+        training_rooms(0, 1, 4), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10),
         make_codec(policy.tokenizer), Rules(5, 2, 10, -0.1, 512),
         SamplingParams(temperature, 24, policy.model.shape.eos_token_id), np.random.default_rng(0),
     )  # fmt: skip

@@ -99,7 +99,7 @@ class Example:
 
 def encoded_dialogues(stage: Stage, first_room: int, rng: np.random.Generator) -> list[Example]:
     """The stage's dialogues on demonstration rooms `first_room`, `first_room` + 1, ..., each room once."""
-    protocol = make_protocol("compact", "grid", ACTIONS_A_TURN, ACTIONS)
+    protocol = make_protocol("compact", "grid", ACTIONS)
     rooms = demonstration_rooms(stage.dialogues, first_room)
     tokenizer = build_tokenizer()
     played = dialogues(rooms, protocol, stage.habits, rng, TURNS, ACTIONS_A_TURN, ACTIONS)
