@@ -35,7 +35,10 @@ class StopRules(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         watched = self._runs.get(str(result.get("run_id")))
         if watched is None:
             return False
-        rows = self._rows.setdefault(str(result["run_id"]), read_rows(watched.run_dir / METRICS))
+        run_id = str(result["run_id"])
+        if run_id not in self._rows:
+            self._rows[run_id] = read_rows(watched.run_dir / METRICS)
+        rows = self._rows[run_id]
         rows.append({name: result.get(name) for name in ("step", "reward_std", "groups_kept", "val_success")})
         decision = decide(rows, watched.settings, self._rules)
         if decision is None:
