@@ -7,7 +7,7 @@ BIN := .venv/bin
 
 setup: .venv/ready
 
-# torch first and pinned: a range would bring the newest build, with gigabytes for GPUs that may not be there.
+# torch first and pinned: a range would bring the newest one. TORCH names another build, such as a wheel on disk.
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip

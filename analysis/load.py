@@ -83,16 +83,21 @@ def _read_json(path: Path) -> Row:
 
 
 def _read_lines(path: Path, key: Callable[[Row], Any]) -> list[Row]:
-    """JSON lines: the last one of each key, sorted by key. A line that a kill tore is left out, wherever it is."""
+    """JSON lines: the last one of each key, sorted by key. A line that a kill tore is left out, wherever it is.
+
+    A run that went back to an earlier step gave up every later line.
+    """
     if not path.is_file():
         return []
     found: dict[Any, Row] = {}
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-            found[key(row)] = row
+            name, step = key(row), int(row["step"])
         except (ValueError, KeyError, TypeError):
             continue
+        found = {other: kept for other, kept in found.items() if int(kept["step"]) <= step}
+        found[name] = row
     return [found[name] for name in sorted(found)]
 
 

@@ -63,8 +63,10 @@ class EnvConfig(Section):
     val_env_groups: Groups = Field(512, description="validation rooms; the same ones every time")
     val_group_size: int = Field(1, ge=1, description="rollouts of each validation room")
     test_env_groups: int = Field(512, ge=0, le=512, description="test rooms, evaluated once at the end; 0: none")
-    seed_train: int = Field(10_000, ge=0, description="first room seed of training (run seed k adds 1,000,000 k)")
-    seed_val: int = Field(123, ge=0, description="first room seed of validation")
+    seed_train: int = Field(
+        10_000, ge=0, le=200_000_000, description="first room seed of training (run seed k adds 1,000,000 k)"
+    )
+    seed_val: int = Field(123, ge=0, le=200_000_000, description="first room seed of validation")
     max_turn: int = Field(5, ge=1, description="replies an episode")
     max_actions_per_turn: int = Field(2, ge=1, description="actions executed of one reply")
     max_actions_per_traj: int = Field(10, ge=1, description="actions executed in an episode")
@@ -208,7 +210,7 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Section):
     """Length, rhythm and place of a run."""
 
-    total_training_steps: int = Field(400, ge=1, description="steps of a run")
+    total_training_steps: int = Field(400, ge=1, le=100_000, description="steps of a run")
     test_freq: int = Field(10, description="validate every so many steps and at the last; <= 0: never in between")
     val_before_train: bool = Field(True, description="validate the base policy first")
     save_freq: int = Field(-1, description="keep a global_step_<N> folder every so many steps; -1: none")
@@ -236,7 +238,7 @@ class EarlyStopConfig(Section):
 class RunConfig(Section):
     """One configuration; with its seed, one run."""
 
-    seed: int = Field(0, ge=0, description="0: the published streams; k: the k-th paired repetition")
+    seed: int = Field(0, ge=0, le=400, description="0: the published streams; k: the k-th paired repetition")
     model: ModelConfig = ModelConfig()
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -246,6 +248,14 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
     early_stop: EarlyStopConfig = EarlyStopConfig()
+
+    @model_validator(mode="after")
+    def _the_tiny_model_reads_compact_prompts(self) -> "RunConfig":
+        if self.model.path == "sokoban-tiny" and self.model.prompt_style == "full":
+            raise ValueError(
+                "sokoban-tiny knows the compact prompt only: use the laptop preset, or model.prompt_style=compact"
+            )
+        return self
 
     @model_validator(mode="after")
     def _warmup_needs_a_critic_of_its_own(self) -> "RunConfig":
@@ -307,7 +317,7 @@ def _parse(value: object) -> object:
         try:
             return json.loads(value.replace("'", '"'))
         except json.JSONDecodeError:
-            return value
+            return [word.strip() for word in value.strip().strip("[]").split(",")]
     return value
 
 

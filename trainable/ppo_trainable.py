@@ -21,7 +21,7 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
 
     config: study, run_id, arm, seed; settings (dotted fields that differ from RunConfig's defaults); run_dir (where
     metrics, rooms and the rolling state go); checkpoint_dir (where global_step_<N> folders go); finished (the run has
-    ended in an earlier session: its last row is reported again, so that the experiment lists every run). stop_rules:
+    ended in an earlier start: its last row is reported again, so that the experiment lists every run). stop_rules:
     those of the study, all if it is left out.
 
     A run continues from its rolling state by itself, whoever starts it again: no pickle is read.
@@ -73,20 +73,21 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         found, evaluations = self.trainer.step()
         row = {**empty_row(), **self.identity, "step": self.trainer.step_index, **found}
         last = self.trainer.step_index == self.settings.trainer.total_training_steps
-        if self._ends_with([*self.rows, row]):
+        ends = self._ends_with([*self.rows, row])
+        if ends:
             evaluations += self.trainer.close(row)
         for evaluation in evaluations:
             append_line(self.run_dir / ROOMS, evaluation.line())
         append_line(self.run_dir / METRICS, row)
         self.rows.append(row)
-        self._save(last)
+        self._save(ends)
         return {**row, "done": last}
 
-    def _save(self, last: bool) -> None:
+    def _save(self, ends: bool) -> None:
         trainer, step = self.settings.trainer, self.trainer.step_index
-        if trainer.save_freq > 0 and (last or step % trainer.save_freq == 0):
+        if trainer.save_freq > 0 and (ends or step % trainer.save_freq == 0):
             write_checkpoint(self.checkpoint_dir / f"global_step_{step}", *self.trainer.state())
-        if last or step % trainer.resume_every == 0:
+        if ends or step % trainer.resume_every == 0:
             write_checkpoint(self.run_dir / STATE, *self.trainer.state())
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:

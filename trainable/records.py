@@ -32,7 +32,10 @@ STEP_COLUMNS: tuple[Column, ...] = (
     ),
     Column("reward_std_max", "reward", "largest such standard deviation"),
     Column(
-        "zero_std_groups", "groups", "groups whose filter score is at most 1e-10 in size", "rollout/filter_zero_count"
+        "zero_std_groups",
+        "groups",
+        "groups whose scores have a standard deviation of at most 1e-10",
+        "rollout/filter_zero_count",
     ),
     # What the filter kept.
     Column("groups", "groups", "groups collected"),
@@ -127,7 +130,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "cpu_seconds_step",
         "s",
-        "processor time of the step in this process, all threads; the last validation and test left out",
+        "processor time of the step in this process, all threads",
     ),
     Column("seconds_total", "s", "seconds_step so far, this run, across restarts", "timing_s/total"),
     Column("tokens_per_second", "tokens/s", "sampled_tokens / seconds_rollout"),

@@ -22,9 +22,17 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file in the order of their steps; a repeated step's last row counts, torn lines do not."""
-    rows = {int(row["step"]): row for row in _lines(path)} if path.exists() else {}
-    return [rows[step] for step in sorted(rows)]
+    """The rows of a metrics file in the order of their steps; torn lines do not count.
+
+    A run that went back to its rolling state writes a step again: every row from that step on is of an attempt that
+    was given up.
+    """
+    rows: list[dict[str, Any]] = []
+    for row in _lines(path) if path.exists() else ():
+        while rows and rows[-1]["step"] >= row["step"]:
+            rows.pop()
+        rows.append(row)
+    return rows
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

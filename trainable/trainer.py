@@ -53,7 +53,7 @@ class PPOTrainer:
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.device = pick_device(config.trainer.device)
+        self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
         policy = load_policy(config.model.path, self.device)
         self.model = policy.model
         self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token
@@ -171,7 +171,7 @@ class PPOTrainer:
         row: Row = {
             "reward_std": float(stds.mean()),
             "reward_std_max": float(stds.max()),
-            "zero_std_groups": int((scores.abs() <= 1e-10).sum()),
+            "zero_std_groups": int((stds <= 1e-10).sum()),
             "groups": len(keep),
             "groups_kept": groups,
             "kept_ratio": groups / len(keep),
@@ -260,11 +260,12 @@ class PPOTrainer:
 
     def close(self, row: Row) -> list[Evaluation]:
         """What is measured once, at the end of a run: greedy validation, and the test rooms both ways."""
-        before = float(row.get("seconds_validation") or 0.0)
+        before, cpu = float(row.get("seconds_validation") or 0.0), time.process_time()
         found = self._timed(row, "seconds_validation", lambda: self._close(row))
         spent = row["seconds_validation"] - before
         for name in ("seconds_step", "seconds_total"):
             row[name] = float(row.get(name) or 0.0) + spent
+        row["cpu_seconds_step"] = float(row.get("cpu_seconds_step") or 0.0) + time.process_time() - cpu
         self.seconds_total += spent
         return found
 
@@ -372,10 +373,10 @@ class PPOTrainer:
         return {name: part for name, part in parts.items() if part is not None}
 
 
-def pick_device(wanted: str) -> torch.device:
-    """The device of a run: `auto` is the GPU that is visible, else the processor."""
+def pick_device(wanted: str, gpus: float) -> torch.device:
+    """The device of a run: `auto` is the GPU where the run reserves one and one is visible, else the processor."""
     if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
     return torch.device(wanted)
 
 

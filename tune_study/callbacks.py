@@ -58,6 +58,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A run failed and will be tried again."""
+        if trial.config["finished"]:
+            return
         run_id, (reason, traceback) = trial.config["run_id"], failure(trial)
         self._log(run_id, f"{traceback}\n=== failed, trying again: {reason} ===")
         self._progress.again(run_id, reason)
@@ -70,7 +72,9 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._end(ended_status(status, trial.last_result, self._specs[run_id].steps))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run has failed for the last time."""
+        """A run has failed for the last time; the replay of one that ended before changes nothing of it."""
+        if trial.config["finished"]:
+            return
         run_id, status = self._status(trial)
         reason, traceback = failure(trial)
         self._log(run_id, traceback)

@@ -12,7 +12,11 @@ class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     def setup(self, config: dict[str, Any]) -> None:
         """Import the run's class and build it."""
         module, _, name = config["trainable"].partition(":")
-        self.run = getattr(importlib.import_module(module), name)(config)
+        carried = getattr(importlib.import_module(module), name)
+        # Ray's constructor would make a folder of its own in the user's home; this trial has its place already.
+        self.run = carried.__new__(carried)
+        self.run.config = config
+        self.run.setup(config)
 
     def step(self) -> dict[str, Any]:
         """One training step of the run: its row. Tune counts the run's own steps, also after a restart."""

@@ -92,7 +92,7 @@ def run(
     chosen = find_study(study)
     typed = {
         "trainer.total_training_steps": steps,
-        "model.path": absolute_model(model) if model is not None else None,
+        "model.path": model,
         "trainer.n_gpus_per_node": gpus_per_exp,
         "trainer.ray_num_cpus": ray_num_cpus,
         "rollout.gpu_memory_utilization": gpu_memory_utilization,
@@ -107,6 +107,8 @@ def run(
     values = _axis_values(chosen, axes)
     given = {name: value for name, value in typed.items() if value is not None}
     overrides = collect_overrides(chosen, given, assignments or [])
+    if "model.path" in overrides:
+        overrides["model.path"] = absolute_model(str(overrides["model.path"]))
     visible = resources.detect_gpus(os.environ)
     preset, reason = resources.choose_preset(preset, visible)
     plan = make_plan(chosen, preset, reason, overrides, values, seeds, _absolute(output))

@@ -21,6 +21,9 @@ def read_study(folder: Path) -> dict[str, Any]:
             f"{folder} holds no study (no study.json): type the folder results/<run> of one, "
             f"as `python -m tune_study run` printed it."
         )
+    missing = [key for key in ("name", "preset", "axis", "seeds", "runs", "settings") if key not in data]
+    if missing:
+        raise PlanError(f"{folder}/study.json is not whole: it lacks {', '.join(missing)}. Type the folder of a study.")
     return data
 
 

@@ -1,6 +1,7 @@
 """Are the model and the Trainable there? Answered without loading them, before anything starts."""
 
 import glob
+import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from tune_study.plan import PlanError
 
 SHIPPED = "sokoban-tiny"
+ARCHITECTURE = "Qwen2ForCausalLM"
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
@@ -34,13 +36,33 @@ def check_model(path: str, environ: Mapping[str, str]) -> None:
                 f"The folder {path} is no model: it has no config.json. Type --model with a folder that holds one, "
                 f"a hub id, or {SHIPPED}."
             )
+        _check_folder(Path(path))
         return
     cache = hub_cache(environ)
-    if not any(cache.glob(f"models--{glob.escape(path.replace('/', '--'))}/snapshots/*/config.json")):
+    fetched = sorted(cache.glob(f"models--{glob.escape(path.replace('/', '--'))}/snapshots/*/config.json"))
+    if not fetched:
         raise PlanError(
             f"The model {path} is not here: it is neither {SHIPPED} nor a folder, and the hub cache {cache} does not "
             f"hold it. Fetch it with `hf download {path}`, or type --model {SHIPPED} or a folder."
         )
+    _check_folder(fetched[-1].parent)
+
+
+def _check_folder(folder: Path) -> None:
+    """PlanError unless a model's folder holds what the torch engine reads: a Qwen2, its weights and its tokenizer."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = (config.get("architectures") or ["no architecture"])[0]
+    except (ValueError, AttributeError, OSError) as error:
+        raise PlanError(f"The folder {folder} is no model: its config.json cannot be read ({error}).") from None
+    if found != ARCHITECTURE:
+        raise PlanError(
+            f"The model in {folder} is {found}; the torch engine runs {ARCHITECTURE} (Qwen2 and Qwen2.5). "
+            f"Type --model with one of those, or {SHIPPED}."
+        )
+    missing = [name for name in ("*.safetensors", "tokenizer.json") if not any(folder.glob(name))]
+    if missing:
+        raise PlanError(f"The model in {folder} is not whole: it has no {' and no '.join(missing)}.")
 
 
 def check_trainable(name: str) -> None:

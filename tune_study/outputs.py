@@ -179,8 +179,12 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold the study's folder, or PlanError while another process does; the hold ends with the process."""
     import fcntl
 
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as handle:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / ".lock").open("w")
+    except OSError as error:
+        raise PlanError(f"{folder} cannot be written ({error}): type another --output.") from None
+    with lock as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -236,6 +236,8 @@ def _spec(study: Study, run: str, value: str, config: RunConfig, seed: int) -> R
 
 def _number(text: str) -> float | None:
     """The number that `text` spells, or None for a word."""
+    if "_" in text:
+        return None
     try:
         return float(text)
     except ValueError:

@@ -93,16 +93,16 @@ def test_a_line_torn_before_a_restart_is_left_out_and_its_repetition_counts(tmp_
     assert read_run(folder).steps["step"].to_list() == [1, 2, 3]
 
 
-def test_of_repeated_steps_the_last_line_counts(tmp_path: Path) -> None:
+def test_a_repeated_step_counts_and_gives_up_every_later_one(tmp_path: Path) -> None:
     run = MadeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
     path = lines_of(folder, run, "metrics.jsonl")
     again = {**json.loads(path.read_text().splitlines()[1]), "train_success": 0.875}
     path.write_text(path.read_text() + json.dumps(again) + "\n")
     frames = read_run(folder)
-    assert frames.steps["step"].to_list() == [1, 2, 3]
+    assert frames.steps["step"].to_list() == [1, 2]
     assert frames.steps.loc[1, "train_success"] == 0.875
-    assert frames.trials.loc[0, "steps_done"] == 3
+    assert frames.trials.loc[0, "steps_done"] == 2
 
 
 def test_of_repeated_evaluations_the_last_line_counts(tmp_path: Path) -> None:
@@ -110,11 +110,13 @@ def test_of_repeated_evaluations_the_last_line_counts(tmp_path: Path) -> None:
     folder = write_study(tmp_path, [run], SHORT)
     path = lines_of(folder, run, "rooms.jsonl")
     before = len(read_run(folder).rooms)
-    line = json.loads(path.read_text().splitlines()[0])
-    path.write_text(path.read_text() + json.dumps({**line, "success": "1" * 10}) + "\n")
+    line = json.loads(path.read_text().splitlines()[-1])
+    path.write_text(path.read_text() + json.dumps({**line, "success": "1" * len(line["success"])}) + "\n")
     rooms = read_run(folder).rooms
-    repeated = rooms[(rooms["step"] == 0) & (rooms["mode"] == line["mode"])]
+    names = ["step", "split", "mode"]
+    repeated = rooms[(rooms[names] == [line[name] for name in names]).all(axis=1)]
     assert len(rooms) == before
+    assert len(repeated) == len(line["success"])
     assert repeated["success"].all()
 
 

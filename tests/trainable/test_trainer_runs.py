@@ -280,8 +280,9 @@ def test_training_and_validation_rooms_are_no_test_rooms(seed: int) -> None:
 
 
 def test_the_device_is_the_one_asked_for() -> None:
-    assert pick_device("cpu") == torch.device("cpu")
-    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert pick_device("cpu", 1) == torch.device("cpu")
+    assert pick_device("auto", 1).type == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert pick_device("auto", 0) == torch.device("cpu")
 
 
 # ---------------------------------------------------------------------------- it learns

@@ -105,7 +105,9 @@ def test_a_folder_without_a_config_is_no_model(here: Path) -> None:
 def test_a_fetched_model_is_a_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fetched = here / "cache" / "models--Qwen--Qwen2.5-3B" / "snapshots" / "abc"
     fetched.mkdir(parents=True)
-    (fetched / "config.json").write_text("{}")
+    (fetched / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    (fetched / "model.safetensors").touch()
+    (fetched / "tokenizer.json").touch()
     monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
     answer = type_in("run kl --model Qwen/Qwen2.5-3B --output /dev/null")
     assert "--output /dev/null is a file" in answer.err

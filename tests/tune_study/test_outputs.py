@@ -244,12 +244,30 @@ def test_where_the_hub_cache_is() -> None:
 
 def test_the_shipped_model_and_a_folder_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text("{}")
+    (tmp_path / "mine" / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    (tmp_path / "mine" / "model-00001-of-00002.safetensors").touch()
+    (tmp_path / "mine" / "tokenizer.json").touch()
     check_model("sokoban-tiny", {})
     check_model(str(tmp_path / "mine"), {})
     monkeypatch.chdir(tmp_path)
     assert absolute_model("mine") == str(tmp_path / "mine")
     assert absolute_model("Qwen/Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{}", "no architecture"),
+        ("[]", "cannot be read"),
+        ("not json", "cannot be read"),
+        ('{"architectures": ["LlamaForCausalLM"]}', "is LlamaForCausalLM"),
+        ('{"architectures": ["Qwen2ForCausalLM"]}', r"no \*.safetensors and no tokenizer.json"),
+    ],
+)
+def test_a_folder_that_the_engine_cannot_run_is_refused(tmp_path: Path, config: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(PlanError, match=said):
+        check_model(str(tmp_path), {})
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-3B", "../up", "no*such"])
