@@ -346,6 +346,6 @@ def _explain(error: ValidationError) -> str:
         where = ".".join(str(part) for part in item["loc"])
         what = item["msg"].removeprefix("Value error, ")
         shown = item["input"] if not isinstance(item["input"], Mapping) else None
-        given = f"`{where}={shown}`" if shown is not None else f"`{where}`"
+        given = f"`{where}={shown}`" if shown is not None else f"`{where}`" if where else "This combination"
         sentences.append(f"{given} cannot be used: {what[0].lower()}{what[1:]}.")
     return " ".join(sentences)

@@ -179,9 +179,11 @@ def arm_config(study: Study, base: RunConfig, value: str) -> RunConfig:
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:
-    """PlanError if two values are the same number, or would have the same label and so the same files."""
+    """PlanError if a value holds `_`, or two are the same number or would share their files."""
     option = study.axis.option
     for i, value in enumerate(values):
+        if "_" in value and value not in study.axis.named:
+            raise PlanError(f"{option} has the value {value}: type numbers without `_`, like 0,0.1.")
         for other in values[:i]:
             if value == other or _is_equal(_number(value), _number(other)):
                 raise PlanError(f"{option} has the value {value} twice ({other} and {value}): give each value once.")
