@@ -53,7 +53,13 @@ class Qwen2Shape:
             raise ValueError(f"The model in {folder} scales its rotary positions ({kind}); the torch engine does not.")
         eos = config["eos_token_id"]
         return Qwen2Shape(
-            **{name: config[name] for name in list(Qwen2Shape.__annotations__)[:7]},
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_hidden_layers=config["num_hidden_layers"],
+            num_attention_heads=config["num_attention_heads"],
+            num_key_value_heads=config["num_key_value_heads"],
+            max_position_embeddings=config["max_position_embeddings"],
             rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
             rms_norm_eps=config["rms_norm_eps"],
             tie_word_embeddings=config.get("tie_word_embeddings", False),

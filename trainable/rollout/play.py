@@ -48,6 +48,8 @@ class _Seat:
     length: int = 0
     solved: bool = False
     out_of_context: bool = False
+    last_reward: float = 0.0  # of the environment, in the last turn: the penalty is not shown to the model
+    last_invalid: bool = False
 
     def add(self, ids: Sequence[int] | np.ndarray, sampled: Sampled | None, turn: int) -> None:
         self.tokens.append(np.asarray(ids, dtype=np.int64))
@@ -73,20 +75,18 @@ def play(
     given: list[list[int]] = [[] for _ in live]
     for turn in range(rules.max_turn):
         replies = conversation.reply(live, given)
-        observations = _act([seats[row] for row in live], replies, turn, codec, rules)
+        _act([seats[row] for row in live], replies, turn, codec, rules)
         live = [row for row in live if _goes_on(seats[row], rules)]
         if turn + 1 == rules.max_turn or not live:
             break
-        live, given = _tell(seats, live, observations, protocol, codec, rules, params)
+        live, given = _tell(seats, live, protocol, codec, rules, params)
         if not live:
             break
     return [_episode(seat, rules) for seat in seats]
 
 
-def _act(
-    seats: Sequence[_Seat], replies: Sequence[Sampled], turn: int, codec: Codec, rules: Rules
-) -> dict[int, tuple[float, bool]]:
-    """Read each reply and play its actions; (environment reward, invalid) of each seat by its id."""
+def _act(seats: Sequence[_Seat], replies: Sequence[Sampled], turn: int, codec: Codec, rules: Rules) -> None:
+    """Read each reply, play its actions, and note in its seat what came of it."""
     texts = codec.decode([reply.ids for reply in replies])
     read = [parse(text, rules.max_actions_per_turn) for text in texts]
     earned = _execute(seats, read, rules)
@@ -95,7 +95,7 @@ def _act(
         seat.texts.append(text)
         seat.invalid_turns += parsed.invalid
         seat.rewards.append(reward + rules.format_penalty * parsed.invalid)
-    return {id(seat): (reward, parsed.invalid) for seat, parsed, reward in zip(seats, read, earned, strict=True)}
+        seat.last_reward, seat.last_invalid = float(reward), parsed.invalid
 
 
 def _execute(seats: Sequence[_Seat], replies: Sequence[Reply], rules: Rules) -> np.ndarray:
@@ -126,16 +126,17 @@ def _goes_on(seat: _Seat, rules: Rules) -> bool:
 
 
 def _tell(
-    seats: Sequence[_Seat], live: Sequence[int], observations: dict[int, tuple[float, bool]], protocol: Protocol,
-    codec: Codec, rules: Rules, params: SamplingParams,
+    seats: Sequence[_Seat], live: Sequence[int], protocol: Protocol, codec: Codec, rules: Rules,
+    params: SamplingParams,
 ) -> tuple[list[int], list[list[int]]]:  # fmt: skip
     """The next turn's given tokens; rows whose conversation would outgrow the context leave."""
     texts = []
     for row in live:
         seat = seats[row]
-        reward, invalid = observations[id(seat)]
-        turn = len(seat.texts) + 1
-        text = protocol.following(Observation(turn, seat.cells, rules.max_actions - seat.actions, reward, invalid))
+        left = rules.max_actions - seat.actions
+        text = protocol.following(
+            Observation(len(seat.texts) + 1, seat.cells, left, seat.last_reward, seat.last_invalid)
+        )
         last = seat.sampled[-1]
         texts.append(text if last is not None and last.finished else END_OF_MESSAGE + text)
     stay, given = [], []
