@@ -1,6 +1,7 @@
 """From a folder on disk to frames: the line files that every run appends to, or the parquet tables made of them."""
 
 import json
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,8 +9,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.frames import FRAMES, SCHEMAS, Study, StudyFrames, setting_column, together, typed
-from trainable.records import STEP_COLUMNS, STOP_COLUMNS, TRIAL_LAST_VALUES
+from analysis.frames import (
+    COUNT,
+    COUNT_OR_MISSING,
+    FRAMES,
+    NUMBER,
+    SCHEMAS,
+    TEXT,
+    TIME,
+    Study,
+    StudyFrames,
+    setting_column,
+    together,
+    typed,
+)
+from trainable.records import STATUSES, STEP_COLUMNS, STOP_COLUMNS, TRIAL_LAST_VALUES
 
 Row = dict[str, Any]
 
@@ -51,11 +65,12 @@ def study_folders(path: Path) -> list[Path]:
 
 
 def read_run(folder: Path | str, *, live: bool = False) -> StudyFrames:
-    """Frames of one study from the line files of its runs; missing files and torn lines are no error.
+    """Frames of one study from the line files of its runs; missing files and torn or odd lines are no error.
 
     The last line of a step counts, and the last of a (step, split, mode) of rooms.jsonl. A file cannot tell whether
     the process that wrote "running" still exists: live=False reads it as "interrupted", live=True keeps it.
-    A run without a step is "never_ran", unless it failed before its first one.
+    A run without a step is "never_ran", unless it failed before its first one. ValueError names a run.json or
+    status.json, which are written whole, that is none any more.
     """
     folder = Path(folder)
     study = _read_json(folder / "study.json")
@@ -76,14 +91,58 @@ def _read_json(path: Path) -> Row:
     if not path.is_file():
         return {}
     try:
-        found: Row = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON ({error}); it is written whole, so something else changed it.") from None
-    return found
+    odd = [name for name, value in found.items() if not _fits(name, value)] if isinstance(found, dict) else ["all"]
+    if odd:
+        raise ValueError(f"{path} is damaged (in {', '.join(odd)}); it is written whole, so something else changed it.")
+    return dict(found)
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and abs(value) < 2**63
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def _is_text(value: object) -> bool:
+    """Whether `value` is text that UTF-8 has; JSON can spell half a character."""
+    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, str) and not pd.isna(pd.to_datetime(value, utc=True, format="ISO8601", errors="coerce"))
+
+
+_FITS: dict[str, Callable[[object], bool]] = {
+    TEXT: _is_text,
+    NUMBER: _is_number,
+    COUNT: _is_whole,
+    COUNT_OR_MISSING: _is_whole,
+    TIME: _is_time,
+}
+
+
+def _fits(name: str, value: object) -> bool:
+    """Whether `value` can stand in a column, or for the settings; a name that is no column takes anything."""
+    if name == "config":
+        return isinstance(value, dict) and all(_is_setting(*field) for field in _flat(value).items())
+    if name == "status":
+        return value in (*STATUSES, "running")
+    kind = SCHEMAS["trials"].get(name) or SCHEMAS["steps"].get(name)
+    return kind is None or value is None or _FITS[kind](value)
+
+
+def _is_setting(name: str, value: object) -> bool:
+    """Whether a field of run.json's `config` can stand in a column of the trials."""
+    return _is_text(name) and (value is None or isinstance(value, bool | float) or _is_whole(value) or _is_text(value))
 
 
 def _read_lines(path: Path, key: Callable[[Row], Any]) -> list[Row]:
-    """JSON lines: the last one of each key, sorted by key. A line that a kill tore is left out, wherever it is.
+    """JSON lines: the last one of each key, sorted by key. A line that a kill tore, or without a key, is left out.
 
     A run that went back to an earlier step gave up every later line.
     """
@@ -93,12 +152,32 @@ def _read_lines(path: Path, key: Callable[[Row], Any]) -> list[Row]:
     for line in path.read_bytes().splitlines():
         try:
             row = json.loads(line)
-            name, step = key(row), int(row["step"])
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, RecursionError):
             continue
-        found = {other: kept for other, kept in found.items() if int(kept["step"]) <= step}
+        name = key(row) if isinstance(row, dict) and _is_whole(row.get("step")) else None
+        if name is None:
+            continue
+        found = {other: kept for other, kept in found.items() if kept["step"] <= row["step"]}
         found[name] = row
     return [found[name] for name in sorted(found)]
+
+
+def _step(row: Row) -> int | None:
+    """The step of a line of metrics.jsonl; None below the first."""
+    return row["step"] if row["step"] > 0 else None
+
+
+def _evaluation(row: Row) -> tuple[int, str, str] | None:
+    """(step, split, mode) of a line of rooms.jsonl; None where something in it is missing or of another type."""
+    names = all(_is_text(row.get(name)) for name in ("split", "mode", "success"))
+    lists = all(isinstance(row.get(name), list) and all(map(_is_whole, row[name])) for name in ("rooms", "clusters"))
+    return (row["step"], row["split"], row["mode"]) if names and lists and row["step"] >= 0 else None
+
+
+def _measured(row: Row) -> Row:
+    """The step of a line of metrics.jsonl and its columns; a value that cannot stand in its column is missing."""
+    names = [column.name for column in STEP_COLUMNS]
+    return {"step": row["step"], **{name: row[name] for name in names if name in row and _fits(name, row[name])}}
 
 
 def _runs(folder: Path, study: Study) -> list[_Run]:
@@ -111,9 +190,9 @@ def _runs(folder: Path, study: Study) -> list[_Run]:
 
 def _read_files(folder: Path, listed: Row) -> _Run:
     return _Run(
-        head={**listed, **_read_json(folder / "run.json")},
-        rows=_read_lines(folder / "metrics.jsonl", lambda row: int(row["step"])),
-        evaluations=_read_lines(folder / "rooms.jsonl", lambda row: (int(row["step"]), row["split"], row["mode"])),
+        head={**listed, **_read_json(folder / "run.json"), "run_id": folder.name},
+        rows=[_measured(row) for row in _read_lines(folder / "metrics.jsonl", _step)],
+        evaluations=_read_lines(folder / "rooms.jsonl", _evaluation),
         status=_read_json(folder / "status.json"),
     )
 
@@ -167,13 +246,19 @@ def _trial(study: Study, run: _Run, live: bool) -> Row:
         "status": status,
         "reason": reason,
         "steps_done": len(run.rows),
-        "steps_total": (run.head.get("config") or {}).get("trainer", {}).get("total_training_steps"),
+        "steps_total": _steps_total(run),
         "final_val_success": _last(run, "val_success"),
         "final_val_success_unseen": _last(run, "val_success_unseen"),
         "final_val_greedy_success": _last(run, "val_greedy_success"),
         "peak_val_success": max(validations, default=None),
         **{name: _last(run, name) for name in TRIAL_LAST_VALUES},
     }
+
+
+def _steps_total(run: _Run) -> int | None:
+    """The steps that the run was asked for; None where its run.json does not say."""
+    total = _flat(run.head.get("config") or {}).get("trainer.total_training_steps")
+    return total if _is_whole(total) else None
 
 
 def _number(text: str) -> float:

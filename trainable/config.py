@@ -7,10 +7,11 @@ field here. Defaults are the published ones (paper scale); `search_spaces/preset
 import difflib
 import hashlib
 import json
+import unicodedata
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from trainable.aliases import ALIASES
 
@@ -24,6 +25,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
+LARGEST_WHOLE_NUMBER = 2**31 - 1
 
 
 class ConfigError(ValueError):
@@ -40,16 +42,34 @@ def _sum_of_groups(value: object) -> object:
 Groups = Annotated[int, BeforeValidator(_sum_of_groups), Field(ge=1)]
 
 
+def _printable(path: str) -> str:
+    """`path`, which names folders and stands in logs; ValueError where it is empty or holds control characters."""
+    if not path.strip() or any(unicodedata.category(sign) == "Cc" for sign in path):
+        raise ValueError("it is empty or holds control characters")
+    return path
+
+
+ModelPath = Annotated[str, Field(max_length=1024), AfterValidator(_printable)]
+
+
 class Section(BaseModel):
     """A part of the settings: frozen, and closed to unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
+    @model_validator(mode="after")
+    def _whole_numbers_can_be_counted_to(self) -> Self:
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, int) and abs(value) > LARGEST_WHOLE_NUMBER:
+                raise ValueError(f"{name} {shown(value)} is beyond {LARGEST_WHOLE_NUMBER}, the largest number")
+        return self
+
 
 class ModelConfig(Section):
     """The policy and how it is spoken to."""
 
-    path: str = Field("Qwen/Qwen2.5-3B", description="hub id, local folder, or `sokoban-tiny` (shipped)")
+    path: ModelPath = Field("Qwen/Qwen2.5-3B", description="hub id, local folder, or `sokoban-tiny` (shipped)")
     prompt_style: Literal["full", "compact"] = Field(
         "full", description="published prompt, or its compact form for the shipped tiny model"
     )
@@ -143,7 +163,9 @@ class ActorConfig(OptimConfig):
     lr: Positive = Field(1e-6, description="AdamW's, constant")
     clip_ratio_low: Share = Field(0.2, description="the ratio is cut below 1 - this")
     clip_ratio_high: NonNegative = Field(0.28, description="the ratio is cut above 1 + this")
-    clip_ratio_c: Annotated[float, Field(gt=1)] = Field(3.0, description="dual clip: bound for negative advantages")
+    clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(
+        3.0, description="dual clip: bound for negative advantages"
+    )
     loss_agg_mode: LossAggMode = Field("token-mean", description="how tokens' losses become a micro-batch's loss")
     entropy_coeff: Finite = Field(0.0, description="weight of the entropy bonus (full vocabulary, response tokens)")
     entropy_from_logits_with_chunking: bool = Field(True, description="bound its memory; changes no number")
@@ -157,10 +179,10 @@ class ActorConfig(OptimConfig):
     @model_validator(mode="before")
     @classmethod
     def _zero_coefficient_is_off(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and "kl_loss_coef" in data and str(data["kl_loss_coef"]).strip():
+        if isinstance(data, Mapping) and "kl_loss_coef" in data:
             try:
                 zero = float(data["kl_loss_coef"]) == 0
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 return data
             if zero:
                 return {**data, "use_kl_loss": False}
@@ -215,9 +237,13 @@ class TrainerConfig(Section):
     val_before_train: bool = Field(True, description="validate the base policy first")
     save_freq: int = Field(-1, description="keep a global_step_<N> folder every so many steps; -1: none")
     resume_every: int = Field(25, ge=1, description="steps between rolling states for recovery")
+    nonfinite_patience: int = Field(
+        3, ge=1, description="steps in a row with an update skipped for non-finite numbers that fail the run"
+    )
+    disk_patience: NonNegative = Field(600.0, description="seconds that a run waits for room on a full disk")
     critic_warmup: int = Field(0, ge=0, description="first step that updates the policy, if above 1")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where one is visible")
-    n_gpus_per_node: NonNegative = Field(1, description="GPUs a trial: a fraction, or a whole number")
+    n_gpus_per_node: NonNegative = Field(1, le=64, description="GPUs a trial: a fraction, or a whole number")
     ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
     logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = Field(
         ("console", "tensorboard"), description="naming wandb logs to it offline; the other two are always on"
@@ -266,7 +292,7 @@ class RunConfig(Section):
     def config_hash(self) -> str:
         """Twelve hex digits that name the configuration: every setting that can change a row, the seed left out."""
         data = self.model_dump(mode="json", exclude={"seed"})
-        for setting in ("logger", "ray_num_cpus", "resume_every", "save_freq"):
+        for setting in ("logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience"):
             del data["trainer"][setting]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -298,7 +324,7 @@ def canonical_key(key: str) -> str:
     if len(bare) == 1:
         return bare[0]
     if bare:
-        raise ConfigError(f"`{key}` is a setting of several sections: type one of {', '.join(bare)}.")
+        raise ConfigError(f"`{shown(key)}` is a setting of several sections: type one of {', '.join(bare)}.")
     tails = {name.rsplit(".", 1)[-1]: name for name in fields}
     nearest = difflib.get_close_matches(key, [*fields, *ALIASES], n=3, cutoff=0.5)
     nearest += [tails[tail] for tail in difflib.get_close_matches(key.rsplit(".", 1)[-1], tails, n=3, cutoff=0.6)]
@@ -307,7 +333,7 @@ def canonical_key(key: str) -> str:
     hint = f" Nearest: {', '.join(dict.fromkeys(nearest))}." if nearest else ""
     hint += f" The section has: {', '.join(listed)}." if listed else ""
     raise ConfigError(
-        f"There is no setting `{key}`.{hint} `python -m tune_study settings` lists all with their meaning."
+        f"There is no setting `{shown(key)}`.{hint} `python -m tune_study settings` lists all with their meaning."
     )
 
 
@@ -316,7 +342,7 @@ def _parse(value: object) -> object:
     if isinstance(value, str) and value.strip().startswith("["):
         try:
             return json.loads(value.replace("'", '"'))
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return [word.strip() for word in value.strip().strip("[]").split(",")]
     return value
 
@@ -324,7 +350,7 @@ def _parse(value: object) -> object:
 def with_overrides(config: RunConfig, overrides: Mapping[str, object]) -> RunConfig:
     """`config` with dotted keys replaced, checked as a whole; the one override path of command line, spaces and Python.
 
-    Raises ConfigError naming each bad key or value and its bounds.
+    Raises ConfigError naming each bad key or value (the first ten of them) and its bounds.
     """
     data = config.model_dump()
     for key, value in overrides.items():
@@ -336,16 +362,26 @@ def with_overrides(config: RunConfig, overrides: Mapping[str, object]) -> RunCon
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
+        raise ConfigError(explain(error)) from None
 
 
-def _explain(error: ValidationError) -> str:
-    """One sentence for each bad value."""
+def shown(value: object, most: int = 80) -> str:
+    """`value` as a message quotes it: one line, without control characters, cut after `most` characters."""
+    try:
+        text = str(value)
+    except (ValueError, RecursionError):  # A number of thousands of digits, a list in a list in a list ...
+        return f"<{type(value).__name__} too long to show>"
+    cut = text if len(text) <= most else f"{text[:most]}..."
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in cut)
+
+
+def explain(error: ValidationError, most: int = 10) -> str:
+    """One sentence for each bad value, of the first `most`."""
     sentences = []
-    for item in error.errors():
+    for item in error.errors()[:most]:
         where = ".".join(str(part) for part in item["loc"])
         what = item["msg"].removeprefix("Value error, ")
-        shown = item["input"] if not isinstance(item["input"], Mapping) else None
-        given = f"`{where}={shown}`" if shown is not None else f"`{where}`" if where else "This combination"
+        value = item["input"] if not isinstance(item["input"], Mapping) else None
+        given = f"`{where}={shown(value)}`" if value is not None else f"`{where}`" if where else "This combination"
         sentences.append(f"{given} cannot be used: {what[0].lower()}{what[1:]}.")
     return " ".join(sentences)

@@ -100,3 +100,17 @@ def make_codec(tokenizer: Tokenizer) -> Codec:
         return tokenizer.decode_batch([list(row) for row in ids], skip_special_tokens=True)
 
     return Codec(encode, decode)
+
+
+def frozen_copy(model: Qwen2) -> Qwen2:
+    """A copy of `model` on its device that no gradient reaches: the reference."""
+    copy = Qwen2(model.shape).to(next(model.parameters()).device)
+    copy.load_state_dict(model.state_dict())
+    return copy.requires_grad_(False)
+
+
+def pick_device(wanted: str, gpus: float) -> torch.device:
+    """The device of a run: `auto` is the GPU where the run reserves one and one is visible, else the processor."""
+    if wanted == "auto":
+        return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
+    return torch.device(wanted)

@@ -1,58 +1,87 @@
 """Ray Tune's view of a run: setup, step, save. No maths."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from ray import tune
 
-from trainable.checkpoint import CheckpointError, has_checkpoint, read_checkpoint, write_checkpoint
+from trainable.checkpoint import CheckpointError, numbered, read_checkpoint, write_checkpoint, write_rolling
 from trainable.config import RunConfig, with_overrides
+from trainable.full_disk import until_written
 from trainable.records import empty_row
-from trainable.run_files import METRICS, ROOMS, STATE, append_line, read_rows
+from trainable.run_files import METRICS, ROOMS, STATE, append_line, hold, read_rows
 from trainable.stop_rules import RULES, decide
 from trainable.trainer import PPOTrainer
 
 IDENTITY = ("run_id", "study", "arm", "seed")
+
+KEPT_STATES = 2
+"""Rolling states of a run that is under way: the newest, and the one before in case the newest is damaged."""
+
+_HOLD_PATIENCE_S = 60.0
 
 
 class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
     """One run as a Tune trial.
 
     config: study, run_id, arm, seed; settings (dotted fields that differ from RunConfig's defaults); run_dir (where
-    metrics, rooms and the rolling state go); checkpoint_dir (where global_step_<N> folders go); finished (the run has
+    metrics, rooms and the rolling states go); checkpoint_dir (where global_step_<N> folders go); finished (the run has
     ended in an earlier start: its last row is reported again, so that the experiment lists every run). stop_rules:
-    those of the study, all if it is left out.
+    those of the study, all if it is left out. interrupt: a file whose existence means that this step is the last one
+    for now; none if it is left out.
 
-    A run continues from its rolling state by itself, whoever starts it again: no pickle is read.
+    A run continues from its newest whole state by itself, whoever starts it again: no pickle is read. `note` of a
+    reported row, which is not in the file of rows, tells the study what the run met since its last row.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Build the trainer, and continue from the rolling state if there is one."""
+        """Build the trainer, and continue from the newest whole state if there is one."""
         self.run_dir, self.checkpoint_dir = Path(config["run_dir"]), Path(config["checkpoint_dir"])
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self.identity = {key: config[key] for key in IDENTITY}
         self.settings = with_overrides(RunConfig(), {**config["settings"], "seed": config["seed"]})
-        self.rows = read_rows(self.run_dir / METRICS)
         self.stop_rules = tuple(config.get("stop_rules", RULES))
+        self.interrupt = Path(config["interrupt"]) if config.get("interrupt") else None
         self.finished = bool(config["finished"])
+        self.notes: list[str] = []
+        self.held: BinaryIO | None = None
         if self.finished:
+            self.rows = read_rows(self.run_dir / METRICS)
             return
+        self.held = hold(self.run_dir, _HOLD_PATIENCE_S)
+        self.rows = read_rows(self.run_dir / METRICS)
         torch.set_num_threads(1)  # a trial has one core; more threads were slower on a shared machine
         self.trainer = PPOTrainer(self.settings)
         self._continue()
 
     def _continue(self) -> None:
-        state = self.run_dir / STATE
-        if has_checkpoint(state):
+        """Load the newest state that is whole and this run's; each one that is not is named in the notes."""
+        found = [*numbered(self.run_dir / STATE), *numbered(self.checkpoint_dir)]
+        for step, path in sorted(found, key=lambda pair: -pair[0]):  # of two with one step, the rolling one
             try:
-                self.trainer.load_state(*read_checkpoint(state))
-            except CheckpointError as error:
-                # A run is a function of its settings and seed: starting over gives the same rows again.
-                print(f"{self.identity['run_id']} starts over: {error}")
+                tensors, values = read_checkpoint(path)
+                self._check_own(step, values)
+                self.trainer.load_state(tensors, values)
+                break
+            except (CheckpointError, ValueError) as error:
+                self.notes.append(f"{path} is not used: {error}")
+        if self.notes:
+            # A run is a function of its settings and seed: whatever it goes back to, it writes the same rows again.
+            self.notes.append(f"the run goes on after step {self.trainer.step_index}")
         self.rows = [row for row in self.rows if row["step"] <= self.trainer.step_index]
         # The process may have died after the last row and before anybody recorded that the run had ended.
         self.finished = self._ends_with(self.rows)
+
+    def _check_own(self, step: int, values: dict[str, Any]) -> None:
+        """ValueError unless a state was written by this run, and the rows up to it are there."""
+        theirs = RunConfig.model_validate(values.get("settings"))
+        if theirs.config_hash() != self.settings.config_hash() or theirs.seed != self.settings.seed:
+            raise ValueError("it was written with other settings.")
+        if values.get("step") != step:
+            raise ValueError(f"its name says step {step} and it holds step {values.get('step')}.")
+        if [row["step"] for row in self.rows[:step]] != list(range(1, step + 1)):
+            raise ValueError(f"rows of the steps 1 to {step} are missing in {METRICS}.")
 
     def _ends_with(self, rows: list[dict[str, Any]]) -> bool:
         """Whether the last of `rows` is the run's last: all steps are trained, or a stop rule fires."""
@@ -63,13 +92,20 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Serve another run in this process: everything is built anew."""
+        self.cleanup()
         self.setup(new_config)
         return True
+
+    def cleanup(self) -> None:
+        """Let another process train the run."""
+        if self.held is not None:
+            self.held.close()
+            self.held = None
 
     def step(self) -> dict[str, Any]:
         """Train one step; the row is on disk before it is reported, and before the state that follows it."""
         if self.finished:
-            return {**empty_row(), **self.rows[-1], "done": True}
+            return {**empty_row(), **self.rows[-1], "done": True, "note": self._note()}
         found, evaluations = self.trainer.step()
         row = {**empty_row(), **self.identity, "step": self.trainer.step_index, **found}
         last = self.trainer.step_index == self.settings.trainer.total_training_steps
@@ -77,22 +113,42 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         if ends:
             evaluations += self.trainer.close(row)
         for evaluation in evaluations:
-            append_line(self.run_dir / ROOMS, evaluation.line())
-        append_line(self.run_dir / METRICS, row)
+            self._append(ROOMS, evaluation.line())
+        self._append(METRICS, row)
         self.rows.append(row)
         self._save(ends)
-        return {**row, "done": last}
+        return {**row, "done": last, "note": self._note()}
+
+    def _note(self) -> str:
+        note, self.notes = "; ".join(self.notes), []
+        return note
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        patience = self.settings.trainer.disk_patience
+        until_written(lambda: append_line(self.run_dir / name, line), patience, self.notes.append)
 
     def _save(self, ends: bool) -> None:
+        """Write what this step is due: a checkpoint to keep, and the rolling state; the last state is kept alone."""
         trainer, step = self.settings.trainer, self.trainer.step_index
+        tensors, values = self._state()
         if trainer.save_freq > 0 and (ends or step % trainer.save_freq == 0):
-            write_checkpoint(self.checkpoint_dir / f"global_step_{step}", *self.trainer.state())
-        if ends or step % trainer.resume_every == 0:
-            write_checkpoint(self.run_dir / STATE, *self.trainer.state())
+            target = self.checkpoint_dir / f"global_step_{step}"
+            until_written(lambda: write_checkpoint(target, tensors, values), trainer.disk_patience, self.notes.append)
+        is_interrupted = self.interrupt is not None and self.interrupt.exists()
+        if ends or is_interrupted or step % trainer.resume_every == 0:
+            folder, keep = self.run_dir / STATE, 1 if ends else KEPT_STATES
+            until_written(
+                lambda: write_rolling(folder, step, tensors, values, keep), trainer.disk_patience, self.notes.append
+            )
+
+    def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The trainer's state, and whose it is."""
+        tensors, values = self.trainer.state()
+        return tensors, {**values, "settings": self.settings.model_dump(mode="json")}
 
     def save_checkpoint(self, checkpoint_dir: str) -> None:
         """Write the whole state below `checkpoint_dir`, for whoever asks Tune for it."""
-        write_checkpoint(Path(checkpoint_dir) / STATE, *self.trainer.state())
+        write_checkpoint(Path(checkpoint_dir) / STATE, *self._state())
 
     def load_checkpoint(self, checkpoint_dir: str) -> None:
         """Continue from what `save_checkpoint` wrote."""

@@ -3,11 +3,44 @@
 import json
 import math
 import os
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-METRICS, ROOMS, STATE = "metrics.jsonl", "rooms.jsonl", "state"
+METRICS, ROOMS, STATE, LOCK = "metrics.jsonl", "rooms.jsonl", "state", ".lock"
+
+
+class BusyError(RuntimeError):
+    """A run that another process still trains; it may pass."""
+
+
+def hold(run_dir: Path, patience: float) -> BinaryIO:
+    """Hold a run, so that no two processes ever write its files; the hold ends when the file is closed.
+
+    It also ends with the process, whatever ended that. A process whose study was killed may live on for a moment:
+    `patience` seconds are waited, then BusyError names it.
+    """
+    import fcntl
+
+    deadline = time.monotonic() + patience
+    handle = (run_dir / LOCK).open("a+b")
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= deadline:
+                handle.seek(0)
+                holder = handle.read().decode(errors="replace").strip()
+                handle.close()
+                raise BusyError(f"{run_dir} is still held by another process ({holder or 'unknown'})") from None
+            time.sleep(0.05)
+            continue
+        handle.truncate(0)
+        handle.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+        handle.flush()
+        return handle
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
@@ -22,13 +55,13 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics file in the order of their steps; torn lines do not count.
+    """The rows of a metrics file in the order of their steps; a line counts if it is an object with a whole step.
 
     A run that went back to its rolling state writes a step again: every row from that step on is of an attempt that
     was given up.
     """
     rows: list[dict[str, Any]] = []
-    for row in _lines(path) if path.exists() else ():
+    for row in _lines(path) if path.is_file() else ():
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
         rows.append(row)
@@ -38,9 +71,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in path.read_bytes().splitlines():
         try:
-            yield json.loads(line)
-        except ValueError:
+            row = json.loads(line)
+        except (ValueError, RecursionError):  # Torn, or brackets without end.
             continue
+        if isinstance(row, dict) and type(row.get("step")) is int and 0 < row["step"] < 2**63:
+            yield row
 
 
 def _ends_with_newline(path: Path) -> bool:

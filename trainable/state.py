@@ -31,5 +31,37 @@ def load_flat_state(part: nn.Module | torch.optim.Optimizer, tensors: Mapping[st
     part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
 
 
+def check_fits(name: str, part: nn.Module | torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """ValueError unless `tensors` are what `flat_state` gives of a part made in the same way; nothing is changed.
+
+    An optimizer that has made no step has no moments: none, or two and a count of each parameter, both fit.
+    """
+    wanted = (
+        {key: value.shape for key, value in flat_state(part).items()}
+        if isinstance(part, nn.Module)
+        else _moment_shapes(part, bool(tensors))
+    )
+    given = {key: value.shape for key, value in tensors.items()}
+    differing = sorted(key for key in wanted.keys() | given.keys() if wanted.get(key) != given.get(key))
+    if differing:
+        key = differing[0]
+        shapes = [str(tuple(found[key])) if key in found else "nothing" for found in (given, wanted)]
+        raise ValueError(
+            f"{len(differing)} tensors do not fit; the first, {name}/{key}, is {shapes[0]} and should be {shapes[1]}"
+        )
+
+
+def _moment_shapes(part: torch.optim.Optimizer, has_stepped: bool) -> dict[str, torch.Size]:
+    """Shapes of AdamW's state by `flat_state`'s names."""
+    if not has_stepped:
+        return {}
+    parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+    shapes: dict[str, torch.Size] = {}
+    for number, parameter in enumerate(parameters):
+        moments = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size([])}
+        shapes |= {f"{number}/{name}": shape for name, shape in moments.items()}
+    return shapes
+
+
 def _is_tied(part: nn.Module, name: str) -> bool:
     return name == "lm_head.weight" and isinstance(part, Qwen2) and part.shape.tie_word_embeddings

@@ -17,18 +17,18 @@ from trainable.algo.reductions import masked_mean
 from trainable.batch import Batch, collate
 from trainable.config import OptimConfig, RunConfig
 from trainable.evaluate import Evaluation, by_group, collected_columns, number_classes, summarise
-from trainable.policy import load_policy, make_codec, make_critic
+from trainable.nonfinite import bad_weights, check_finite
+from trainable.policy import frozen_copy, load_policy, make_codec, make_critic, pick_device
 from trainable.protocol import Observation, make_protocol
-from trainable.qwen2 import Qwen2
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import Rules, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.seeds import stream
 from trainable.sokoban.room_sets import room_keys, test_rooms, training_rooms, validation_rooms
-from trainable.state import flat_state, load_flat_state
+from trainable.state import check_fits, flat_state, load_flat_state
 from trainable.targets import make_targets
-from trainable.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
+from trainable.update import ActorUpdate, Meter, Targets, TokenFunction, at_trained_tokens, update_critic
 
 SHARED_VALUE_WEIGHT = 0.01  # rewards reach 10.9: the weight brings the squared error to the policy loss's size
 TOTALS = ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens")
@@ -58,7 +58,7 @@ class PPOTrainer:
         self.model = policy.model
         self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token
         self.sampler = TorchSampler(self.model)
-        self.reference = _frozen_copy(self.model) if self._needs_reference() else None
+        self.reference = frozen_copy(self.model) if self._needs_reference() else None
         self.critic = None
         self.head: nn.Module | None = None
         if config.algorithm.adv_estimator == "gae":
@@ -73,7 +73,7 @@ class PPOTrainer:
         horizon = control.horizon if control.type == "adaptive" else None
         self.kl_control = AdaptiveKL(control.kl_coef, control.target_kl, horizon)
         self.step_index = 0
-        self.empty_in_a_row = 0
+        self.empty_in_a_row = self.nonfinite_in_a_row = 0
         self.seconds_total = 0.0
         self.totals = dict.fromkeys(TOTALS, 0)
         self._set_up_game()
@@ -201,8 +201,19 @@ class PPOTrainer:
             meters.append(meter)
         for meter in meters:
             row |= meter.means()
-        row["nonfinite_updates"] = sum(meter.skipped for meter in meters)
+        self._count_skipped(row, meters)
         self._move_kl_control(row, batch, ref)
+
+    def _count_skipped(self, row: Row, meters: Sequence[Meter]) -> None:
+        """Count the optimizer steps that were skipped; NonFiniteError where the run cannot go on."""
+        skipped = row["nonfinite_updates"] = sum(meter.skipped for meter in meters)
+        self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
+        modules = [(name, part) for name, part in self._parts().items() if isinstance(part, nn.Module)]
+        weights = [(f"{name}.{key}", weight) for name, part in modules for key, weight in part.named_parameters()]
+        check_finite(
+            self.step_index, self.nonfinite_in_a_row, self.config.trainer.nonfinite_patience,
+            [name for meter in meters for name in meter.nonfinite], bad_weights(weights),
+        )  # fmt: skip
 
     def _actor_update(self) -> ActorUpdate:
         return ActorUpdate(
@@ -346,21 +357,30 @@ class PPOTrainer:
         return tensors, {
             "step": self.step_index,
             "empty_in_a_row": self.empty_in_a_row,
+            "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "seconds_total": self.seconds_total,
             "totals": self.totals,
             "kl_coef": self.kl_control.coef,
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave."""
-        for name, part in self._parts().items():
-            mine = {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}
-            load_flat_state(part, mine)
-        self.step_index = int(values["step"])
-        self.empty_in_a_row = int(values["empty_in_a_row"])
-        self.seconds_total = float(values["seconds_total"])
-        self.totals = {name: int(values["totals"][name]) for name in TOTALS}
-        self.kl_control = replace(self.kl_control, coef=float(values["kl_coef"]))
+        """Continue from what `state` gave. ValueError, and nothing is changed, where it is not of such a trainer."""
+        parts = self._parts()
+        mine = {name: {key.removeprefix(f"{name}/"): value for key, value in tensors.items()
+                       if key.startswith(f"{name}/")} for name in parts}  # fmt: skip
+        for name, part in parts.items():
+            check_fits(name, part, mine[name])
+        try:
+            step, empty, nonfinite = (int(values[key]) for key in ("step", "empty_in_a_row", "nonfinite_in_a_row"))
+            seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
+            totals = {name: int(values["totals"][name]) for name in TOTALS}
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"its values do not fit ({type(error).__name__}: {error})") from error
+        for name, part in parts.items():
+            load_flat_state(part, mine[name])
+        self.step_index, self.empty_in_a_row, self.nonfinite_in_a_row = step, empty, nonfinite
+        self.seconds_total, self.totals = seconds, totals
+        self.kl_control = replace(self.kl_control, coef=coef)
 
     def _parts(self) -> dict[str, nn.Module | torch.optim.Optimizer]:
         parts: dict[str, nn.Module | torch.optim.Optimizer | None] = {
@@ -371,19 +391,6 @@ class PPOTrainer:
             "critic_optimizer": self.critic_optimizer,
         }
         return {name: part for name, part in parts.items() if part is not None}
-
-
-def pick_device(wanted: str, gpus: float) -> torch.device:
-    """The device of a run: `auto` is the GPU where the run reserves one and one is visible, else the processor."""
-    if wanted == "auto":
-        return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
-    return torch.device(wanted)
-
-
-def _frozen_copy(model: Qwen2) -> Qwen2:
-    copy = Qwen2(model.shape).to(next(model.parameters()).device)
-    copy.load_state_dict(model.state_dict())
-    return copy.requires_grad_(False)
 
 
 def _adamw(groups: Sequence[tuple[nn.Module, float]], settings: OptimConfig) -> torch.optim.AdamW:

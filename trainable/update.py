@@ -15,6 +15,7 @@ from trainable.algo.losses import entropy_from_logits, full_kl, kl_estimate, log
 from trainable.algo.reductions import loss_weights
 from trainable.batch import Batch, mini_batches
 from trainable.config import ActorConfig, CriticConfig
+from trainable.nonfinite import Named, bad_gradients, bad_losses
 from trainable.qwen2 import Qwen2, Trunk, ValueModel
 
 ROWS_A_PASS = 16  # rows of one forward and backward pass; a choice of speed and memory only
@@ -61,21 +62,28 @@ class Meter:
         self.by_step: dict[str, float] = {}
         self.by_token: dict[str, float] = {}
         self.norms: dict[str, float] = {}
+        self.nonfinite: list[str] = []
+        self.bad_losses: list[str] = []
 
     def add(self, tokens: int, weighted: dict[str, Tensor], counted: dict[str, Tensor]) -> None:
         """Add one pass: `weighted` are shares of a mini-batch's loss, `counted` are sums over `tokens`."""
         self.tokens += tokens
+        self.bad_losses += bad_losses(weighted)
         for store, parts in ((self.by_step, weighted), (self.by_token, counted)):
             for name, value in parts.items():
                 store[name] = store.get(name, 0.0) + float(value)
 
     def stepped(self, norm: Tensor, name: str) -> None:
-        """Count one mini-batch whose gradient norm was `norm`; a non-finite one made no step."""
+        """Count one mini-batch whose gradient norm was `norm`."""
         self.optimizer_steps += 1
-        if torch.isfinite(norm):
-            self.norms[name] = self.norms.get(name, 0.0) + float(norm)
-        else:
-            self.skipped += 1
+        self.norms[name] = self.norms.get(name, 0.0) + float(norm)
+
+    def passed_over(self, gradients: list[str]) -> None:
+        """Count one mini-batch that made no step, and name what was not finite in it: losses, and `gradients`."""
+        self.optimizer_steps += 1
+        self.skipped += 1
+        self.nonfinite += [*self.bad_losses, *gradients]
+        self.bad_losses = []
 
     def means(self) -> dict[str, float]:
         """Means over mini-batches, over tokens, and of gradient norms over the steps that were made."""
@@ -113,7 +121,7 @@ def update_critic(
                 values = critic.values_at(part.batch.tokens, part.batch.where())
                 meter.tokens += len(values)
                 value_loss(values, part, settings.cliprange_value, meter).backward()
-            _step(optimizer, critic.parameters(), settings.grad_clip, meter, "critic_grad_norm")
+            _step(optimizer, list(critic.named_parameters()), settings.grad_clip, meter, "critic_grad_norm")
     return meter
 
 
@@ -144,7 +152,9 @@ class ActorUpdate:
     def run(self, batch: Batch, targets: Targets, order: Tensor) -> Meter:
         """All optimizer steps of the policy for one training step, over mini-batches of `order` (B,)."""
         meter, settings = Meter(), self.settings
-        parameters = list(self.model.parameters()) + ([] if self.head is None else list(self.head.parameters()))
+        parameters = list(self.model.named_parameters())
+        if self.head is not None:
+            parameters += [(f"value_head.{name}", weight) for name, weight in self.head.named_parameters()]
         for _ in range(settings.ppo_epochs):
             for rows in mini_batches(order, settings.ppo_mini_batch_size):
                 micro, longest = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
@@ -201,16 +211,17 @@ class ActorUpdate:
         return full_kl(logits, ref_logits)
 
 
-def _step(
-    optimizer: torch.optim.Optimizer, parameters: Iterator[nn.Parameter] | list[nn.Parameter], clip: float,
-    meter: Meter, name: str,
-) -> None:  # fmt: skip
-    """Clip and step, or skip the step where the gradient is not finite (published behaviour)."""
-    norm = nn.utils.clip_grad_norm_(parameters, clip)
-    if torch.isfinite(norm):
+def _step(optimizer: torch.optim.Optimizer, parameters: Named, clip: float, meter: Meter, name: str) -> None:
+    """Clip and step, or skip the step where a loss or the gradient is not finite (published: the gradient)."""
+    weights = [weight for _, weight in parameters]
+    norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+    if torch.isfinite(norm) and not meter.bad_losses:
+        nn.utils.clip_grads_with_norm_(weights, clip, norm)
         optimizer.step()
+        meter.stepped(norm, name)
+    else:
+        meter.passed_over(bad_gradients(parameters))
     optimizer.zero_grad(set_to_none=True)
-    meter.stepped(norm, name)
 
 
 @torch.no_grad()

@@ -2,17 +2,23 @@
 
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ray import tune
 
+from trainable.failures import PROCESS_DIED, Failure, RunFailedError
+from tune_study.leftovers import end_leftovers
 from tune_study.outputs import RunStatus, append_line, now, read_status, write_status
 from tune_study.plan import RunSpec, StudyPlan
 from tune_study.progress import Progress, step_line, stop_reason
 from tune_study.resources import Allotment
 from tune_study.summary import write_summary
+
+TRIES = 3
+"""How often a run may fail in a row, without a step between, with what may pass; a run of days meets more in all."""
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _IN_SETUP = "error raised in its creation task"
@@ -22,7 +28,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     """Keeps status.json, the logs and the shown progress of every run up to date.
 
     A trial whose config says `finished` only replays the last row of a run that ended before: of such a run nothing
-    is recorded but the id of the trial that carried it.
+    is recorded but the id of the trial that carried it. given_up: ids of trials whose failure is final.
     """
 
     def __init__(self, plan: StudyPlan, allotment: Allotment, progress: Progress) -> None:
@@ -30,6 +36,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._allotment = allotment
         self._progress = progress
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
+        self._failures_in_a_row: Counter[str] = Counter()
+        self.given_up: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune stores its callbacks beside the results, and all that these know is on disk already."""
@@ -50,35 +58,56 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
         """A training step is done; `result` is its row, with the stopper's decision in it."""
+        note = result.pop("note", "")
         if trial.config["finished"]:
             return
         run_id = trial.config["run_id"]
+        if note:
+            self._log(run_id, f"=== {note} ===")
+            self._progress.remark(run_id, note)
+        self._failures_in_a_row.pop(run_id, None)
+        trial.max_failures = trial.num_failures + TRIES - 1  # what was tried before the last step does not count
         self._log(run_id, step_line(result, self._specs[run_id].steps))
         self._progress.row(run_id, result)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run failed and will be tried again."""
+        """A run failed and Tune would try it again; whether it is depends on what it failed with."""
         if trial.config["finished"]:
             return
-        run_id, (reason, traceback) = trial.config["run_id"], failure(trial)
-        self._log(run_id, f"{traceback}\n=== failed, trying again: {reason} ===")
-        self._progress.again(run_id, reason)
+        run_id, failed = trial.config["run_id"], failure(trial)
+        if not failed.is_retried:
+            self.given_up.add(trial.trial_id)
+            self._fail(trial, failed)
+            return
+        self._failures_in_a_row[run_id] += 1
+        left = end_leftovers(self._plan.run_dir(run_id))
+        self._log(run_id, f"{failed.trace}\n=== {failed.kind}, trying again: {failed.message} ===")
+        if left:
+            self._log(run_id, f"=== ended what it had started: {', '.join(left)} ===")
+        self._progress.again(run_id, f"{failed.kind}: {failed.message}")
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run has trained all its steps, or a rule has stopped it."""
+        """A run has trained all its steps, a rule has stopped it, or it was interrupted; one that never ran is not."""
         if trial.config["finished"]:
             return
         run_id, status = self._status(trial)
-        self._end(ended_status(status, trial.last_result, self._specs[run_id].steps))
+        if status.status == "running":
+            self._end(ended_status(status, trial.last_result or {}, self._specs[run_id].steps))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A run has failed for the last time; the replay of one that ended before changes nothing of it."""
         if trial.config["finished"]:
             return
+        failed, run_id = failure(trial), trial.config["run_id"]
+        end_leftovers(self._plan.run_dir(run_id))
+        times = self._failures_in_a_row.pop(run_id, 0) + 1
+        again = f" ({times} times in a row without a step between)" if times > 1 else ""
+        self._fail(trial, failed._replace(message=failed.message + again))
+
+    def _fail(self, trial: Any, failed: Failure) -> None:
         run_id, status = self._status(trial)
-        reason, traceback = failure(trial)
-        self._log(run_id, traceback)
-        self._end(replace(status, status="failed", reason=reason, ended_at=now()))
+        self._log(run_id, failed.trace)
+        self._end(replace(status, status="failed", failure_class=failed.kind, reason=failed.message, ended_at=now()))
 
     def _status(self, trial: Any) -> tuple[str, RunStatus]:
         run_id = trial.config["run_id"]
@@ -86,7 +115,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def _end(self, status: RunStatus) -> None:
         write_status(self._plan.run_dir(status.run_id), status)
-        self._log(status.run_id, f"=== {status.status} {status.ended_at}: {status.reason} ===")
+        self._log(status.run_id, f"=== {status.shown} {status.ended_at}: {status.reason} ===")
         write_summary(self._plan, self._allotment, closing=False)
         self._progress.end(status.run_id, status.status, status.reason)
 
@@ -113,23 +142,29 @@ def ended_status(status: RunStatus, row: dict[str, Any], total: int) -> RunStatu
         )
     if step == total:
         return replace(status, status="completed", reason=f"trained {total} of {total} steps", ended_at=now())
-    return replace(status, status="interrupted", reason=f"ended at step {step} of {total}", ended_at=now())
+    done = f"after step {step} of {total}" if step else "before its first step"
+    return replace(status, status="interrupted", reason=f"interrupted {done}", ended_at=now())
 
 
-def failure(trial: Any) -> tuple[str, str]:
-    """What a trial failed with: class and message of the error in the run, not of Ray's wrapping, and the traceback."""
+def failure(trial: Any) -> Failure:
+    """What a trial failed with. An error without a class of its own means that its process died."""
     import ray.cloudpickle
 
-    # The trial's own getter reads the copy in the results folder, which may be an older failure's.
+    # Written by this process, in its own session's folder. The trial's own getter reads the copy in the results
+    # folder, which may be an older failure's.
     path = Path(trial.pickled_error_file) if trial.pickled_error_file else None
     if path is None or not path.exists():
-        return "the trial failed before it could say why", ""
+        return Failure("error", "the trial failed before it could say why", is_retried=True)
     error = ray.cloudpickle.loads(path.read_bytes())
     cause = getattr(error, "cause", None) or error
-    lines = [line.strip() for line in _COLOURS.sub("", str(cause)).splitlines() if line.strip()]
+    if isinstance(cause, RunFailedError):
+        return cause.failure
+    lines = [line.strip() for line in _COLOURS.sub("", str(cause)).splitlines() if line.strip()] or ["no message"]
+    trace = _COLOURS.sub("", str(error))
     if _IN_SETUP in str(cause):
-        return f"in setup, {lines[-1]}", "\n".join(lines)
-    return f"{type(cause).__name__}: {lines[0] if lines else 'no message'}", _COLOURS.sub("", str(error))
+        return Failure("error", f"in setup, {lines[-1]}", is_retried=True, trace=trace)
+    kind = "out of memory" if "memory pressure" in trace else PROCESS_DIED
+    return Failure(kind, f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace)
 
 
 def carry_on_files(trial: Any, before: Path) -> None:

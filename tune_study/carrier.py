@@ -1,32 +1,57 @@
 """The Tune trial that carries a run. The run's class is imported where the run is: the driver needs no torch."""
 
 import importlib
+import os
 from typing import Any
 
 from ray import tune
 
+from trainable.failures import RunFailedError, classify
+from tune_study.leftovers import MARK
+
 
 class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
-    """Hands setup, step, reset and cleanup on to the Trainable that config["trainable"] names as "module:Class"."""
+    """Hands step, reset and cleanup on to the Trainable that config["trainable"] names as "module:Class".
+
+    The run is built in its first step, not in setup: what Ray says of an error in setup is text, and the study has to
+    know what kind of failure it was. Whatever the run raises leaves here as a RunFailedError.
+    """
 
     def setup(self, config: dict[str, Any]) -> None:
-        """Import the run's class and build it."""
-        module, _, name = config["trainable"].partition(":")
-        carried = getattr(importlib.import_module(module), name)
-        # Ray's constructor would make a folder of its own in the user's home; this trial has its place already.
-        self.run = carried.__new__(carried)
-        self.run.config = config
-        self.run.setup(config)
+        """Remember what to carry; whatever process the run starts inherits whose it is."""
+        self.given = config
+        self.run: Any = None
+        os.environ[MARK] = str(config["run_dir"])
 
     def step(self) -> dict[str, Any]:
         """One training step of the run: its row. Tune counts the run's own steps, also after a restart."""
-        row = self.run.step()
+        try:
+            if self.run is None:
+                self._build()
+            row = self.run.step()
+        except Exception as error:
+            has_rows = self.run is not None and bool(getattr(self.run, "rows", None))
+            raise RunFailedError(classify(error, has_rows)) from None
         return {**row, "training_iteration": row["step"]}
 
+    def _build(self) -> None:
+        """Import the run's class and set it up."""
+        module, _, name = self.given["trainable"].partition(":")
+        carried = getattr(importlib.import_module(module), name)
+        # Ray's constructor would make a folder of its own in the user's home; this trial has its place already.
+        run = carried.__new__(carried)
+        run.config = self.given
+        run.setup(self.given)
+        self.run = run
+
     def reset_config(self, new_config: dict[str, Any]) -> bool:
-        """Carry another run in the same process, if the class can."""
-        return bool(self.run.reset_config(new_config))
+        """Carry another run in the same process."""
+        self.cleanup()
+        self.setup(new_config)
+        return True
 
     def cleanup(self) -> None:
         """The run gives back what it holds."""
-        self.run.cleanup()
+        if self.run is not None:
+            self.run.cleanup()
+            self.run = None

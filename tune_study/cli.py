@@ -126,6 +126,7 @@ def resume(
 ) -> None:
     """Go on with the study in RUN: finished runs stay as they are, all others continue."""
     plan = continuing.plan_from_folder(folder)
+    continuing.check_unchanged(plan)
     _start(plan, gpus, resources.detect_gpus(os.environ), max_concurrent, dry_run, wandb)
 
 

@@ -3,48 +3,140 @@
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from search_spaces import STUDIES
-from trainable.config import RunConfig
+from trainable.config import RunConfig, explain, shown
+from trainable.stop_rules import RULES
 from tune_study.outputs import read_json
 from tune_study.plan import PlanError, StudyPlan, build_plan, flat_settings
 
+Text = Annotated[str, Field(max_length=100_000)]
+RunId = Annotated[str, Field(max_length=255, pattern=r"^[^/.\x00-\x1f][^/\x00-\x1f]*$")]
+
+
+class _Part(BaseModel):
+    """A part of study.json: types as they were written; what this version does not know is no error."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Axis(_Part):
+    setting: Text
+    option: Text
+    values: list[Text]
+
+
+class _Entry(_Part):
+    run_id: RunId
+    arm: Text
+    seed: int = Field(ge=0, le=2**31)
+
+
+class _Trainer(_Part):
+    total_training_steps: int = Field(ge=1, le=2**31)
+
+
+class _Settings(_Part):
+    trainer: _Trainer
+
+
+class _Git(_Part):
+    commit: Text
+    dirty: bool
+
+
+class _Start(_Part):
+    versions: dict[Text, Text]
+    git: _Git | None
+
+
+class _StudyFile(_Part):
+    """study.json as far as `status`, `report` and `resume` rely on it."""
+
+    name: Text
+    preset: Text
+    axis: _Axis
+    seeds: list[int]
+    runs: list[_Entry]
+    settings: _Settings
+    defaults: dict[Text, Any] = {}
+    stop_rules: list[Text]
+    trainable: Text
+    preset_reason: Text
+    command: Text
+    question: Text = ""
+    run: Text = ""
+    baseline: Text | None = None
+    versions: dict[Text, Text] = {}
+    git: _Git | None = None
+    starts: list[_Start] = []
+    created_at: Text = ""
+    model: Text = ""
+
 
 def read_study(folder: Path) -> dict[str, Any]:
-    """study.json of results/<run>, or PlanError if there is none."""
-    data = read_json(folder / "study.json")
+    """study.json of results/<run>, or PlanError if there is none, or one in which something is missing or odd."""
+    data = _object(folder / "study.json")
     if data is None:
+        what = "its study.json is damaged" if (folder / "study.json").exists() else "no study.json"
         raise PlanError(
-            f"{folder} holds no study (no study.json): type the folder results/<run> of one, "
+            f"{folder} holds no study ({what}): type the folder results/<run> of one, "
             f"as `python -m tune_study run` printed it."
         )
     missing = [key for key in ("name", "preset", "axis", "seeds", "runs", "settings") if key not in data]
     if missing:
         raise PlanError(f"{folder}/study.json is not whole: it lacks {', '.join(missing)}. Type the folder of a study.")
+    try:
+        _StudyFile.model_validate(data)
+    except ValidationError as error:
+        raise PlanError(f"{folder}/study.json is damaged, or of another version: {explain(error)}") from None
     return data
+
+
+def _object(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is no file or none in it that can be read."""
+    try:
+        return read_json(path)
+    except RecursionError:  # A list in a list in a list ...
+        return None
 
 
 def plan_from_folder(folder: Path) -> StudyPlan:
     """The plan of the study in results/<run>, as it was resolved when it was started; PlanError if there is none."""
     folder = Path(os.path.abspath(folder))
     data = read_study(folder)
-    study = STUDIES.get(str(data.get("name")))
+    study = STUDIES.get(data["name"])
     if study is None:
-        raise PlanError(f"{folder} holds the study {data.get('name')!r}, which is none of {', '.join(STUDIES)}.")
+        raise PlanError(f"{folder} holds the study '{shown(data['name'])}', which is none of {', '.join(STUDIES)}.")
     try:
         study = replace(study, trainable=data["trainable"], stop_rules=tuple(data["stop_rules"]))
+        if unknown := set(study.stop_rules) - RULES.keys():
+            raise PlanError(f"there is no stop rule {shown(unknown.pop())}.")
         base = RunConfig.model_validate(data["settings"])
         values, seeds = tuple(data["axis"]["values"]), tuple(data["seeds"])
-        reason = data["preset_reason"]
-        plan = build_plan(study, data["preset"], reason, base, values, seeds, folder.parent.parent)
-    except (KeyError, TypeError, ValidationError) as error:
-        raise PlanError(f"{folder}/study.json is not one that this version reads: {error}") from error
+        plan = build_plan(study, data["preset"], data["preset_reason"], base, values, seeds, folder.parent.parent)
+        if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in data["runs"]}:
+            raise PlanError("it lists other runs than its values and seeds give.")
+    except ValidationError as error:
+        raise PlanError(f"{folder}/study.json is not one that this version reads: {explain(error)}") from None
+    except ValueError as error:
+        raise PlanError(f"{folder}/study.json is not one that this version reads: {error}") from None
     if plan.folder != folder:
         raise PlanError(f"{folder} was moved or renamed: the study in it belongs into {plan.folder}.")
     return plan
+
+
+def check_unchanged(plan: StudyPlan) -> None:
+    """PlanError where the study, as it is declared now, would give the runs in its folder other settings."""
+    changes = _changed_arms(plan)
+    if changes:
+        raise PlanError(
+            f"The study {plan.study.name} is declared otherwise than when {plan.folder} was started:\n  "
+            + "\n  ".join(changes) + "\nGo on with the code that started it, or start anew with another --output."
+        )  # fmt: skip
 
 
 def join(plan: StudyPlan, extend: bool) -> StudyPlan:
@@ -94,9 +186,14 @@ def _changed_arms(plan: StudyPlan) -> list[str]:
     """Settings of the folder's own runs that the study, as it is declared now, would give another value."""
     found = []
     for spec in plan.runs:
-        recorded = read_json(plan.run_dir(spec.run_id) / "run.json")
+        path = plan.run_dir(spec.run_id) / "run.json"
+        recorded = _object(path)
         if recorded is not None:
-            changes = _changed(RunConfig.model_validate(recorded["config"]), spec.config)
+            try:
+                held = RunConfig.model_validate(recorded.get("config"))
+            except ValidationError as error:
+                raise PlanError(f"{path} is not one that this version reads: {explain(error)}") from None
+            changes = _changed(held, spec.config)
             found += [f"{spec.run_id} {change}" for change in changes]
     return found
 

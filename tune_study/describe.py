@@ -8,6 +8,7 @@ from pydantic import BaseModel
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from search_spaces.presets import PRESETS
 from search_spaces.study import Study
@@ -23,7 +24,7 @@ def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
     if console.is_terminal:
         table = Table(*columns, box=box.SIMPLE_HEAD)
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*(Text(_encodable(console, cell)) for cell in row))
         console.print(table)
         return
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
@@ -32,8 +33,12 @@ def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
 
 
 def say(console: Console, line: str) -> None:
-    """One line as it is."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    """One line as it is; what the terminal's encoding does not have is escaped."""
+    console.print(_encodable(console, line), markup=False, emoji=False, highlight=False, soft_wrap=True)
+
+
+def _encodable(console: Console, text: str) -> str:
+    return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
 def print_studies(console: Console, studies: Sequence[Study]) -> None:
@@ -80,18 +85,29 @@ def print_status(console: Console, folder: Path, study: dict[str, Any]) -> None:
     rows = []
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]
-        status = outputs.read_status(run_dir) or outputs.RunStatus(entry["run_id"], "never_ran")
+        status = _status(run_dir) or outputs.RunStatus(entry["run_id"], "never_ran")
         shown, reason = status.status, status.reason
         if shown == "running" and not is_running:
             shown, reason = "interrupted", "the process that ran the study is gone"
         measured = read_rows(run_dir / METRICS)
         step = measured[-1]["step"] if measured else 0
         total = study["settings"]["trainer"]["total_training_steps"]
-        success = next((row["val_success"] for row in reversed(measured) if row.get("val_success") is not None), None)
+        found = (row.get("val_success") for row in reversed(measured))
+        success = next((share for share in found if isinstance(share, int | float) and 0 <= share <= 1), None)
         cells = [entry["run_id"], entry["arm"], str(entry["seed"]), shown, f"{step}/{total}"]
         rows.append([*cells, "-" if success is None else f"{success:.3f}", reason])
     say(console, f"{study['name']} ({study['preset']}): {'running' if is_running else 'not running'}")
     print_table(console, ("run", "arm", "seed", "status", "step", "val_success", "reason"), rows)
+
+
+def _status(run_dir: Path) -> outputs.RunStatus | None:
+    """The status of a run; None where status.json has none, or something else in its place."""
+    try:
+        status = outputs.read_status(run_dir)
+    except RecursionError:  # Brackets without end.
+        return None
+    is_text = status is not None and all(isinstance(part, str) for part in (status.status, status.reason))
+    return status if is_text else None
 
 
 def print_settings(console: Console) -> None:

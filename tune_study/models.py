@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from trainable.config import shown
 from tune_study.plan import PlanError
 
 SHIPPED = "sokoban-tiny"
@@ -23,14 +24,22 @@ def hub_cache(environ: Mapping[str, str]) -> Path:
 
 def absolute_model(path: str) -> str:
     """`path`, made absolute if it is a folder here: workers run in folders of their own."""
-    return str(Path(path).expanduser().absolute()) if Path(path).expanduser().is_dir() else path
+    return str(Path(path).expanduser().absolute()) if _is_folder(path) else path
+
+
+def _is_folder(path: str) -> bool:
+    """Whether `path` is a folder here; a path that cannot be one (empty, too long, of an unknown user) is none."""
+    try:
+        return bool(path.strip()) and Path(path).expanduser().is_dir()
+    except (OSError, RuntimeError, ValueError):
+        return False
 
 
 def check_model(path: str, environ: Mapping[str, str]) -> None:
     """PlanError unless `path` is the shipped model, a folder with a config.json, or a hub id that was fetched."""
     if path == SHIPPED:
         return
-    if Path(path).is_dir():
+    if _is_folder(path):
         if not (Path(path) / "config.json").is_file():
             raise PlanError(
                 f"The folder {path} is no model: it has no config.json. Type --model with a folder that holds one, "
@@ -39,11 +48,14 @@ def check_model(path: str, environ: Mapping[str, str]) -> None:
         _check_folder(Path(path))
         return
     cache = hub_cache(environ)
-    fetched = sorted(cache.glob(f"models--{glob.escape(path.replace('/', '--'))}/snapshots/*/config.json"))
+    try:
+        fetched = sorted(cache.glob(f"models--{glob.escape(path.replace('/', '--'))}/snapshots/*/config.json"))
+    except OSError:  # A name longer than a disk allows.
+        fetched = []
     if not fetched:
         raise PlanError(
-            f"The model {path} is not here: it is neither {SHIPPED} nor a folder, and the hub cache {cache} does not "
-            f"hold it. Fetch it with `hf download {path}`, or type --model {SHIPPED} or a folder."
+            f"The model {shown(path)} is not here: it is neither {SHIPPED} nor a folder, and the hub cache {cache} "
+            f"does not hold it. Fetch it with `hf download {shown(path)}`, or type --model {SHIPPED} or a folder."
         )
     _check_folder(fetched[-1].parent)
 
@@ -53,11 +65,11 @@ def _check_folder(folder: Path) -> None:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         found = (config.get("architectures") or ["no architecture"])[0]
-    except (ValueError, AttributeError, OSError) as error:
+    except (ValueError, AttributeError, LookupError, TypeError, RecursionError, OSError) as error:
         raise PlanError(f"The folder {folder} is no model: its config.json cannot be read ({error}).") from None
     if found != ARCHITECTURE:
         raise PlanError(
-            f"The model in {folder} is {found}; the torch engine runs {ARCHITECTURE} (Qwen2 and Qwen2.5). "
+            f"The model in {folder} is {shown(found)}; the torch engine runs {ARCHITECTURE} (Qwen2 and Qwen2.5). "
             f"Type --model with one of those, or {SHIPPED}."
         )
     missing = [name for name in ("*.safetensors", "tokenizer.json") if not any(folder.glob(name))]
@@ -70,7 +82,7 @@ def check_trainable(name: str) -> None:
     module, _, attribute = name.partition(":")
     try:
         is_there = bool(attribute) and find_spec(module) is not None
-    except ModuleNotFoundError:
+    except (ImportError, AttributeError, TypeError, ValueError):  # find_spec's answers to what is no module's name
         is_there = False
     if not is_there:
-        raise PlanError(f"The Trainable {name} cannot be found: name it as module:Class, importable from here.")
+        raise PlanError(f"The Trainable {shown(name)} cannot be found: name it as module:Class, importable from here.")

@@ -29,6 +29,7 @@ class RunStatus:
     run_id: str
     status: str
     reason: str = ""
+    failure_class: str = ""
     stop_rule: str = ""
     stop_value: float | None = None
     stop_threshold: float | None = None
@@ -36,6 +37,11 @@ class RunStatus:
     trial_id: str = ""
     started_at: str | None = None
     ended_at: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The status in words: a failure with its class."""
+        return f"{self.status} ({self.failure_class})" if self.failure_class else self.status
 
 
 def now() -> str:
@@ -101,8 +107,12 @@ def run_entry(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def write_study(plan: StudyPlan) -> None:
-    """study.json, every run.json, and a status for every run that has none, before anything starts."""
+def write_study(plan: StudyPlan) -> list[str]:
+    """study.json, every run.json, and a status for every run that has none, before anything starts.
+
+    versions, git, command and created_at are those of the first start; `starts` has those of every start. Returns
+    what differs from the last start and could change a number: packages and the commit of the code.
+    """
     held = read_json(plan.folder / "study.json") or {}
     for spec in plan.runs:
         run_dir = plan.run_dir(spec.run_id)
@@ -110,6 +120,8 @@ def write_study(plan: StudyPlan) -> None:
         if read_status(run_dir) is None:
             write_status(run_dir, RunStatus(spec.run_id, "never_ran", "has not started"))
     axis = plan.study.axis
+    start = {"at": now(), "command": command_line(), "versions": versions(), "git": git_state(Path(__file__).parent)}
+    starts = [*held.get("starts", []), start]
     same = bool(held) and held["axis"]["values"] == list(plan.values) and held["seeds"] == list(plan.seeds)
     study = {
         "name": plan.study.name,
@@ -124,14 +136,22 @@ def write_study(plan: StudyPlan) -> None:
         "settings": plan.base.model_dump(mode="json"),
         "defaults": RunConfig().model_dump(mode="json"),
         "stop_rules": list(plan.study.stop_rules),
-        "versions": versions(),
-        "git": git_state(Path(__file__).parent),
+        "versions": starts[0]["versions"],
+        "git": starts[0]["git"],
         "command": held["command"] if same else command_line(),
         "created_at": held.get("created_at") or now(),
+        "starts": starts,
         "model": plan.base.model.path,
         "trainable": plan.study.trainable,
     }
     write_json(plan.folder / "study.json", study)
+    return changed_code(starts[-2], start) if len(starts) > 1 else []
+
+
+def changed_code(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """`name: old -> new` for each package, and the commit of the code, that differs between two starts."""
+    old, new = ({**start["versions"], "commit": (start["git"] or {}).get("commit")} for start in (before, now))
+    return [f"{name}: {old.get(name)} -> {new.get(name)}" for name in new | old if old.get(name) != new.get(name)]
 
 
 def versions() -> dict[str, str]:

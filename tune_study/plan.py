@@ -8,10 +8,16 @@ from typing import Any
 from search_spaces import STUDIES
 from search_spaces.presets import DEFAULT_SEEDS, PRESETS
 from search_spaces.study import Study, value_label
-from trainable.config import ConfigError, RunConfig, canonical_key, field_names, with_overrides
+from trainable.config import ConfigError, RunConfig, canonical_key, field_names, shown, with_overrides
 
 TAGS = {True: "nofilter", False: "filter_zero"}
 """The published tag of rollout_filter_include_zero."""
+
+MOST_SEEDS = 401
+"""The seeds 0 to 400, which are those that RunConfig takes."""
+
+LONGEST_NAME, LONGEST_PATH = 240, 3800
+"""Bytes of a file's name and of its path; disks allow 255 and 4096, of which some are for endings such as `.log`."""
 
 BOOL_WORDS = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0": False, "no": False, "n": False}
 
@@ -81,7 +87,7 @@ def find_study(name: str) -> Study:
     study = STUDIES.get(name.replace("_", "-"))
     if study is None:
         raise PlanError(
-            f"There is no study `{name}`. The studies are {', '.join(STUDIES)}: type one of them, "
+            f"There is no study `{shown(name)}`. The studies are {', '.join(STUDIES)}: type one of them, "
             f"for example `python -m tune_study run kl`."
         )
     return study
@@ -91,7 +97,9 @@ def parse_values(text: str, option: str) -> tuple[str, ...]:
     """The entries of a comma list as they were typed, blanks around them removed."""
     values = tuple(entry.strip() for entry in text.split(","))
     if not all(values):
-        raise PlanError(f"{option} {text!r} has an empty entry: type values with one comma between, like 0,0.01,0.1.")
+        raise PlanError(
+            f"{option} '{shown(text)}' has an empty entry: type values with one comma between, like 0,0.01,0.1."
+        )
     return values
 
 
@@ -99,7 +107,7 @@ def parse_bool(text: str, option: str) -> bool:
     """True or False from the words that the published scripts take."""
     word = text.strip().lower()
     if word not in BOOL_WORDS:
-        raise PlanError(f"{option} {text!r} is neither True nor False: type {option} True or {option} False.")
+        raise PlanError(f"{option} '{shown(text)}' is neither True nor False: type {option} True or {option} False.")
     return BOOL_WORDS[word]
 
 
@@ -113,12 +121,14 @@ def collect_overrides(study: Study, options: Mapping[str, object], assignments: 
     for assignment in assignments:
         key, sign, value = assignment.partition("=")
         if not sign:
-            raise PlanError(f"--set {assignment!r} has no value: type --set key=value, like --set actor.lr=1e-5.")
+            raise PlanError(
+                f"--set '{shown(assignment)}' has no value: type --set key=value, like --set actor.lr=1e-5."
+            )
         name = canonical_key(key.strip())
         if name == "seed":
             raise PlanError("`seed` is no setting of a study: type --seeds N to run the seeds 0 to N-1.")
         if name in overrides:
-            raise PlanError(f"`{name}` is given twice (`--set {assignment}` is the second): give it once.")
+            raise PlanError(f"`{name}` is given twice (`--set {shown(assignment)}` is the second): give it once.")
         overrides[name] = value.strip()
     for name in swept & overrides.keys():
         raise PlanError(
@@ -141,10 +151,12 @@ def make_plan(
     values: axis values as typed, None for the preset's grid. n_seeds: a count, None for the preset's.
     """
     if preset not in PRESETS:
-        raise PlanError(f"There is no preset `{preset}`: type --preset {' or --preset '.join(PRESETS)}.")
+        raise PlanError(f"There is no preset `{shown(preset)}`: type --preset {' or --preset '.join(PRESETS)}.")
     count = DEFAULT_SEEDS[preset] if n_seeds is None else n_seeds
     if count < 1:
-        raise PlanError(f"--seeds {count} leaves nothing to run: type --seeds 1 or more.")
+        raise PlanError(f"--seeds {shown(count)} leaves nothing to run: type --seeds 1 or more.")
+    if count > MOST_SEEDS:
+        raise PlanError(f"--seeds {shown(count)} is more than there are: type --seeds {MOST_SEEDS} or less.")
     base = with_overrides(RunConfig(), {**PRESETS[preset], **study.fixed})
     base = with_overrides(base, overrides)
     chosen = tuple(values) if values is not None else study.axis.grids[preset]
@@ -162,11 +174,15 @@ def build_plan(
 ) -> StudyPlan:
     """The plan of `values` x `seeds`, the first seed of every arm first, so that a study cut short is balanced."""
     check_values(study, values)
+    if not seeds or len(set(seeds)) < len(seeds) or not set(seeds) <= set(range(MOST_SEEDS)):
+        raise PlanError(f"The seeds {shown(list(seeds))} are not different numbers from 0 to {MOST_SEEDS - 1}.")
     model = model_name(base.model.path)
     run = study.run.format(model=model)
     arms = {value: arm_config(study, base, value) for value in values}
     runs = tuple(_spec(study, run, value, arms[value], seed) for seed in seeds for value in values)
-    return StudyPlan(study, preset, preset_reason, base, values, seeds, output.absolute(), run, runs)
+    plan = StudyPlan(study, preset, preset_reason, base, values, seeds, output.absolute(), run, runs)
+    _check_paths(plan)
+    return plan
 
 
 def arm_config(study: Study, base: RunConfig, value: str) -> RunConfig:
@@ -175,22 +191,46 @@ def arm_config(study: Study, base: RunConfig, value: str) -> RunConfig:
         return with_overrides(base, study.axis.settings(value))
     except ConfigError as error:
         words = f" or one of the words {', '.join(study.axis.named)}" if study.axis.named else ""
-        raise ConfigError(f"{study.axis.option} {value}: {error} A value is a number{words}.") from None
+        raise ConfigError(f"{study.axis.option} {shown(value)}: {error} A value is a number{words}.") from None
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:
-    """PlanError if a value holds `_`, or two are the same number or would share their files."""
+    """PlanError if there is none, one holds `_`, or two are the same number or would share their files."""
     option = study.axis.option
-    for i, value in enumerate(values):
+    if not values:
+        raise PlanError(f"{option} has no value: type at least one, like {study.baseline}.")
+    numbers: dict[float | str, str] = {}
+    labels: dict[str, str] = {}
+    for value in values:
+        now = shown(value)
         if "_" in value and value not in study.axis.named:
-            raise PlanError(f"{option} has the value {value}: type numbers without `_`, like 0,0.1.")
-        for other in values[:i]:
-            if value == other or _is_equal(_number(value), _number(other)):
-                raise PlanError(f"{option} has the value {value} twice ({other} and {value}): give each value once.")
-            if value_label(value) == value_label(other):
+            raise PlanError(f"{option} has the value {now}: type numbers without `_`, like 0,0.1.")
+        number, label = _number(value), value_label(value)
+        key = value if number is None else number
+        if key in numbers:
+            raise PlanError(
+                f"{option} has the value {now} twice ({shown(numbers[key])} and {now}): give each value once."
+            )
+        if label in labels:
+            raise PlanError(
+                f"{option} has {shown(labels[label])} and {now}, whose files would share the label `{shown(label)}` "
+                f"(labels drop the dots): run one of them with another --output."
+            )
+        numbers[key] = labels[label] = value
+
+
+def _check_paths(plan: StudyPlan) -> None:
+    """PlanError if a run's files would have names that a disk does not take, or that no JSON file could hold."""
+    for spec in plan.runs:
+        for place in (plan.run_dir(spec.run_id), plan.output / spec.log, plan.output / spec.checkpoints):
+            try:
+                sizes = [len(part.encode()) for part in place.parts]
+            except UnicodeEncodeError:
+                raise PlanError(f"--output {shown(plan.output)} is not in UTF-8: type another folder.") from None
+            if max(sizes) > LONGEST_NAME or sum(sizes) + len(sizes) > LONGEST_PATH:
                 raise PlanError(
-                    f"{option} has {other} and {value}, whose files would share the label `{value_label(value)}` "
-                    f"(labels drop the dots): run one of them with another --output."
+                    f"The name {shown(place.name)} or the path to it is longer than disks allow: type shorter values, "
+                    f"or a shorter --model or --output."
                 )
 
 

@@ -124,6 +124,10 @@ class Progress:
         """A run failed and will be tried again."""
         self._say(run_id, f"failed, trying again: {reason}")
 
+    def remark(self, run_id: str, note: str) -> None:
+        """Something that a person should know, such as a checkpoint that could not be used."""
+        self._say(run_id, note)
+
     def row(self, run_id: str, row: dict[str, Any]) -> None:
         """A training step is done."""
         view = self.views[run_id]

@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainable.config import shown
 from tune_study.plan import PlanError, StudyPlan
 
 if TYPE_CHECKING:
     from ray.tune import PlacementGroupFactory
 
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+_GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
+_SMALLEST_SHARE = 0.0001
 _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
 
 
@@ -95,10 +98,10 @@ def choose_preset(asked: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:
 
 
 def parse_gpus(text: str) -> tuple[str, ...]:
-    """The ids of --gpus: whole numbers, each once."""
+    """The ids of --gpus: whole numbers without leading zeros, each once."""
     ids = tuple(part.strip() for part in text.split(","))
-    if not all(part.isdecimal() for part in ids) or len(set(ids)) < len(ids):
-        raise PlanError(f"--gpus {text!r} is not a list of different GPU ids: type them like --gpus 0,1,2,3.")
+    if not all(_GPU_ID.fullmatch(part) for part in ids) or len(set(ids)) < len(ids):
+        raise PlanError(f"--gpus '{shown(text)}' is not a list of different GPU ids: type them like --gpus 0,1,2,3.")
     return ids
 
 
@@ -106,6 +109,11 @@ def bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
     """What one run reserves: a core, with no GPU, a fraction of one, or a bundle for each of several whole ones."""
     if n_gpus == 0:
         return ({"CPU": 1.0},)
+    if n_gpus < _SMALLEST_SHARE:
+        raise PlanError(
+            f"--gpus-per-exp {n_gpus:g} cannot be placed: Ray divides a GPU into shares of {_SMALLEST_SHARE:g} at "
+            f"least. Type a fraction such as 0.5, or 1, 2, 4."
+        )
     if n_gpus < 1:
         return ({"CPU": 1.0, "GPU": n_gpus},)
     if n_gpus != int(n_gpus):
@@ -161,7 +169,7 @@ def preflight(
             f"type --ray-num-cpus {len(reserved)} or more."
         )
     if limit is not None and limit < 1:
-        raise PlanError(f"--max-concurrent {limit} leaves nothing to run: type 1 or more.")
+        raise PlanError(f"--max-concurrent {shown(limit)} leaves nothing to run: type 1 or more.")
     places = slots(gpus, n_gpus)
     room = min(cpus // len(reserved), len(places) if n_gpus else cpus)
     used = tuple(gpu for gpu in visible if gpu.id in gpus)
@@ -172,7 +180,9 @@ def preflight(
 def _check_device(device: str, n_gpus: float, asked: str | None) -> None:
     """PlanError where device and GPUs contradict each other."""
     if n_gpus == 0 and asked is not None:
-        raise PlanError(f"--gpus {asked} is given but a run takes no GPU: type --gpus-per-exp 1, or leave --gpus out.")
+        raise PlanError(
+            f"--gpus {shown(asked)} is given but a run takes no GPU: type --gpus-per-exp 1, or leave --gpus out."
+        )
     if n_gpus == 0 and device == "cuda":
         raise PlanError("trainer.device is cuda but a run takes no GPU: type --gpus-per-exp 1.")
     if n_gpus > 0 and device == "cpu":

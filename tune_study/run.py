@@ -2,7 +2,6 @@
 
 import logging
 import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from rich.console import Console
 from trainable.run_files import METRICS, read_rows
 from tune_study import outputs
 from tune_study.describe import say
+from tune_study.interrupt import Interrupt
+from tune_study.leftovers import end_leftovers
 from tune_study.outputs import RunStatus
 from tune_study.plan import PlanError, RunSpec, StudyPlan, changed_settings
 from tune_study.progress import Progress
@@ -28,31 +29,57 @@ _ENVIRONMENT = {
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
     "TUNE_FORCE_TRIAL_CLEANUP_S": "60",
+    "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
 """Set before Ray is imported, where the user has not set them."""
 
 WANDB_MODES = ("offline", "online", "off")
-_MAX_FAILURES = 2
 
 
 def execute(plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Console) -> int:
     """Run what is left of `plan`, then write tables and report. The exit code: 0, 1 for a failure, 130 for Ctrl-C."""
     with outputs.locked(plan.folder):
+        for leftover in end_leftovers(plan.folder):
+            say(console, f"Ended process {leftover}, which an earlier start of this study had left behind")
         finished = finished_runs(plan)
-        outputs.write_study(plan)
+        for change in outputs.write_study(plan):
+            say(console, f"Going on with another {change}: rows before and after may differ for that")
+        interrupt = Interrupt(plan.folder / ".interrupt")
+        interrupt.clear()
         progress = Progress(plan, allotment.max_concurrent, console)
         _skip(plan, finished, progress, console)
         problem = ""
+        if len(finished) < len(plan.runs):
+            problem = _train(plan, allotment, finished, progress, wandb_mode, interrupt, console)
+        return _conclude(plan, allotment, problem, interrupt.is_requested, console)
+
+
+def _train(
+    plan: StudyPlan,
+    allotment: Allotment,
+    finished: Mapping[str, RunStatus],
+    progress: Progress,
+    wandb_mode: str,
+    interrupt: Interrupt,
+    console: Console,
+) -> str:
+    """Train what is left until it has ended or somebody interrupts; every run then has its status. What went wrong."""
+    problem = ""
+    with interrupt.handled(lambda text: say(console, text)):
         try:
-            if len(finished) < len(plan.runs):
-                _fit(plan, allotment, finished, progress, wandb_mode, console)
+            _fit(plan, allotment, finished, progress, wandb_mode, interrupt, console)
         except KeyboardInterrupt:
-            say(console, "Interrupted.")
+            say(console, "Stopped now.")
         except Exception as error:
             problem = f"The study ended early: {type(error).__name__}: {error}"
-        interrupted = not problem and any(view.is_open for view in progress.views.values())
-        outputs.close_unfinished(plan, "the study was interrupted" if interrupted else "the study ended early")
-        return _conclude(plan, allotment, problem, interrupted, console)
+    reason = (
+        "the study was interrupted" if interrupt.is_requested else problem.split("\n")[0] or "the study ended early"
+    )
+    try:
+        outputs.close_unfinished(plan, reason)
+    except OSError as error:
+        problem = f"{problem} The statuses could not be written: {error}.".strip()
+    return problem
 
 
 def choose_wandb(asked: str | None, plan: StudyPlan) -> str:
@@ -65,8 +92,8 @@ def choose_wandb(asked: str | None, plan: StudyPlan) -> str:
     return mode
 
 
-def run_config(plan: StudyPlan, spec: RunSpec, is_finished: bool) -> dict[str, Any]:
-    """What a Trainable is given: names, the settings that differ from the defaults, absolute folders."""
+def run_config(plan: StudyPlan, spec: RunSpec, is_finished: bool, interrupt: Path | None = None) -> dict[str, Any]:
+    """What a Trainable is given: names, the settings that differ from the defaults, absolute folders and files."""
     return {
         "study": spec.study,
         "run_id": spec.run_id,
@@ -78,6 +105,7 @@ def run_config(plan: StudyPlan, spec: RunSpec, is_finished: bool) -> dict[str, A
         "finished": is_finished,
         "trainable": plan.study.trainable,
         "stop_rules": list(plan.study.stop_rules),
+        "interrupt": str(interrupt) if interrupt else None,
     }
 
 
@@ -95,13 +123,14 @@ def _fit(
     finished: Mapping[str, RunStatus],
     progress: Progress,
     wandb_mode: str,
+    interrupt: Interrupt,
     console: Console,
 ) -> None:
     """Start Ray where it is not started, and train every run that is left."""
     prepare_environment(allotment.gpus)
     wandb_runs = _wandb(plan, wandb_mode)
-    with _ray(allotment, console), _interruptible():
-        tuner = make_tuner(plan, allotment, finished, progress, wandb_runs)
+    with _ray(allotment, console):
+        tuner = make_tuner(plan, allotment, finished, progress, interrupt, wandb_runs)
         try:
             with progress.shown():
                 tuner.fit()
@@ -136,21 +165,13 @@ def _ray(allotment: Allotment, console: Console) -> Iterator[None]:
         ray.shutdown()
 
 
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM ends the study as Ctrl-C does, so that a batch system's warning loses nothing; then all is as before."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
-
-
 def make_tuner(
-    plan: StudyPlan, allotment: Allotment, finished: Mapping[str, Any], progress: Progress, more_callbacks: list[Any]
+    plan: StudyPlan,
+    allotment: Allotment,
+    finished: Mapping[str, Any],
+    progress: Progress,
+    interrupt: Interrupt,
+    more_callbacks: list[Any],
 ) -> Any:
     """The Tune experiment of all runs of a plan; finished ones replay their last row, so that it lists every run.
 
@@ -158,18 +179,21 @@ def make_tuner(
     """
     from ray import tune
 
-    from tune_study.callbacks import Recorder
+    from tune_study.callbacks import TRIES, Recorder
     from tune_study.carrier import Carrier
+    from tune_study.scheduling import FirstComeFirstServed
     from tune_study.stoppers import StopRules, Watched
 
     trainable = tune.with_resources(Carrier, placement(plan.base.trainer.n_gpus_per_node))
-    configs = [run_config(plan, spec, spec.run_id in finished) for spec in plan.runs]
+    configs = [run_config(plan, spec, spec.run_id in finished, interrupt.path) for spec in plan.runs]
+    recorder = Recorder(plan, allotment, progress)
     watched = {spec.run_id: Watched(plan.run_dir(spec.run_id), spec.config.early_stop) for spec in plan.runs}
     return tune.Tuner(
         trainable,
         param_space=tune.grid_search(configs),
         tune_config=tune.TuneConfig(
             max_concurrent_trials=allotment.max_concurrent,
+            scheduler=FirstComeFirstServed(recorder.given_up, interrupt),
             reuse_actors=not allotment.gpus,
             trial_name_creator=_run_id,
             trial_dirname_creator=_run_id,
@@ -177,9 +201,9 @@ def make_tuner(
         run_config=tune.RunConfig(
             name=plan.run,
             storage_path=str(plan.folder.parent),
-            stop=StopRules(watched, plan.study.stop_rules),
-            callbacks=[Recorder(plan, allotment, progress), *more_callbacks],
-            failure_config=tune.FailureConfig(max_failures=_MAX_FAILURES),
+            stop=StopRules(watched, plan.study.stop_rules, interrupt),
+            callbacks=[recorder, *more_callbacks],
+            failure_config=tune.FailureConfig(max_failures=TRIES - 1),
             checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
             verbose=0,
         ),
@@ -216,18 +240,21 @@ def _last_success(rows: list[dict[str, Any]]) -> float | None:
 
 def _conclude(plan: StudyPlan, allotment: Allotment, problem: str, interrupted: bool, console: Console) -> int:
     """Summary, tables and report of what there is, and what to type next. The exit code."""
-    say(console, f"Summary: {write_summary(plan, allotment, closing=True)}")
+    try:
+        say(console, f"Summary: {write_summary(plan, allotment, closing=True)}")
+    except OSError as error:
+        problem = f"{problem} The summary could not be written: {error}.".strip()
     statuses = [outputs.read_status(plan.run_dir(spec.run_id)) for spec in plan.runs]
     known = [status for status in statuses if status is not None]
     for status in known:
-        say(console, f"{status.run_id} {status.status}: {status.reason}")
+        say(console, f"{status.run_id} {status.shown}: {status.reason}")
     left = [status for status in known if status.status not in outputs.ENDED]
     problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
     if problem:
         print(problem, file=sys.stderr)
     if left:
         say(console, f"Go on with: python -m tune_study resume {plan.folder}")
-    return 130 if interrupted else int(bool(problem or left))
+    return 130 if interrupted and left else int(bool(problem or left))
 
 
 def write_results(folder: Path, console: Console) -> str:

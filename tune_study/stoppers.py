@@ -9,6 +9,7 @@ from ray import tune
 from trainable.config import EarlyStopConfig
 from trainable.run_files import METRICS, read_rows
 from trainable.stop_rules import decide
+from tune_study.interrupt import Interrupt
 
 
 class Watched(NamedTuple):
@@ -19,15 +20,18 @@ class Watched(NamedTuple):
 
 
 class StopRules(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
-    """Ends each run at the first row that breaks one of `rules`; never ends the study.
+    """Ends each run at the first row that breaks one of `rules`, and at its next row once an interrupt is requested.
+
+    It never ends the study: Tune then calls what was cut complete, and tells nobody.
 
     runs: run_id -> what is watched. Rows are kept by run and step. The rows that a run wrote before this object
     existed are read from its metrics.jsonl, so nothing is counted twice and nothing of this object need be stored.
     """
 
-    def __init__(self, runs: Mapping[str, Watched], rules: tuple[str, ...]) -> None:
+    def __init__(self, runs: Mapping[str, Watched], rules: tuple[str, ...], interrupt: Interrupt | None = None) -> None:
         self._runs = dict(runs)
         self._rules = rules
+        self._interrupt = interrupt
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
@@ -42,11 +46,12 @@ class StopRules(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         rows.append({name: result.get(name) for name in ("step", "reward_std", "groups_kept", "val_success")})
         decision = decide(rows, watched.settings, self._rules)
         if decision is None:
-            return False
+            return self._interrupt is not None and self._interrupt.is_requested
         result["stop_rule"] = decision.rule
         result["stop_value"] = decision.value
         result["stop_threshold"] = decision.threshold
         result["stop_step"] = decision.step
+        del self._rows[run_id]  # ended: a study of many runs must not keep all their rows
         return True
 
     def stop_all(self) -> bool:

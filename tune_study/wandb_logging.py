@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ray import tune
 
+from tune_study.callbacks import failure
 from tune_study.plan import RunSpec, StudyPlan
 
 PATIENCE_S = 30.0
@@ -54,6 +55,11 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A run has ended well."""
         self._events.put(_Event("end", trial.config["run_id"]))
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """A run has failed; where that is final, nobody calls on_trial_error."""
+        if not failure(trial).is_retried:
+            self._events.put(_Event("end", trial.config["run_id"], exit_code=1))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A run has failed."""

@@ -1,8 +1,10 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.carried import Straight, ended, started
 from tests.scripted import random_model
 from trainable.embedded.recipe import tiny_shape, write_model
 
@@ -19,3 +21,17 @@ def random_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("random-model")
     write_model(random_model(tiny_shape(), spread=0.1), folder)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    ended()
+
+
+@pytest.fixture(scope="session")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
+    """A whole run of three steps; kept checkpoints after the second and the last."""
+    folder = tmp_path_factory.mktemp("straight")
+    trainable = started(folder, trainer__save_freq=2)
+    return folder, [trainable.step() for _ in range(3)]

@@ -1,61 +1,23 @@
 """The Trainable without Ray's driver: what Tune would call, in this process."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.scripted import SMALL, small
-from trainable import ppo_trainable
+from tests.carried import IDENTITY, Straight, config, newest, run_files, started, timeless
+from tests.scripted import small
 from trainable.checkpoint import read_checkpoint
 from trainable.ppo_trainable import PPOTrainable
-from trainable.records import STEP_COLUMNS, STOP_COLUMNS, TIME_COLUMNS
-from trainable.run_files import append_line, read_rows
+from trainable.records import STEP_COLUMNS, STOP_COLUMNS
+from trainable.run_files import append_line
 from trainable.trainer import PPOTrainer
-
-Row = dict[str, Any]
-Straight = tuple[Path, list[Row]]
-FEW = {"env.val_env_groups": 4, "env.test_env_groups": 2}
-IDENTITY = {"run_id": "kl-01-s0", "study": "kl", "arm": "0.1", "seed": 0}
-
-
-def config(folder: Path, finished: bool = False, seed: int = 0, **settings: object) -> Row:
-    changed = {**SMALL, **FEW, **{key.replace("__", "."): value for key, value in settings.items()}}
-    return {
-        **IDENTITY, "seed": seed, "settings": changed, "finished": finished,
-        "run_dir": str(folder / "runs" / "r"), "checkpoint_dir": str(folder / "saved"),
-    }  # fmt: skip
-
-
-def started(folder: Path, **settings: object) -> PPOTrainable:
-    """As Tune makes it."""
-    return PPOTrainable(config(folder, **settings))
-
-
-def timeless(row: Row) -> Row:
-    return {name: row[name] for name in row if name not in TIME_COLUMNS}
-
-
-def run_files(folder: Path) -> tuple[list[Row], list[Row]]:
-    run = folder / "runs" / "r"
-    lines = [json.loads(line) for line in (run / "rooms.jsonl").read_text().splitlines()]
-    return read_rows(run / "metrics.jsonl"), lines
-
-
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
-    """A whole run of three steps."""
-    folder = tmp_path_factory.mktemp("straight")
-    trainable = started(folder, trainer__save_freq=2)
-    return folder, [trainable.step() for _ in range(3)]
 
 
 def test_a_row_has_every_column_and_says_whose_it_is(straight: Straight) -> None:
     columns = {column.name for column in (*STEP_COLUMNS, *STOP_COLUMNS)}
     for step, row in enumerate(straight[1], start=1):
-        assert set(row) == columns | set(IDENTITY) | {"step", "done"}
+        assert set(row) == columns | set(IDENTITY) | {"step", "done", "note"}
         assert {name: row[name] for name in IDENTITY} == IDENTITY
         assert (row["step"], row["done"]) == (step, step == 3)
         assert (row["stop_rule"], row["stop_value"]) == ("", None)
@@ -63,7 +25,7 @@ def test_a_row_has_every_column_and_says_whose_it_is(straight: Straight) -> None
 
 def test_rows_are_on_disk_as_they_were_reported(straight: Straight) -> None:
     rows, _ = run_files(straight[0])
-    assert [{**row, "done": row["step"] == 3} for row in rows] == straight[1]
+    assert [{**row, "done": row["step"] == 3, "note": ""} for row in rows] == straight[1]
 
 
 def test_evaluations_are_on_disk(straight: Straight) -> None:
@@ -96,7 +58,8 @@ def test_checkpoints_are_kept_every_save_freq_steps_and_at_the_end(straight: Str
     folder, _ = straight
     assert sorted(path.name for path in (folder / "saved").iterdir()) == ["global_step_2", "global_step_3"]
     assert read_checkpoint(folder / "saved" / "global_step_2")[1]["step"] == 2
-    rolling = read_checkpoint(folder / "runs" / "r" / "state")[0]
+    assert newest(folder).name == "step_3"
+    rolling = read_checkpoint(newest(folder))[0]
     last = read_checkpoint(folder / "saved" / "global_step_3")[0]
     assert all(torch.equal(rolling[name], last[name]) for name in rolling)
 
@@ -114,100 +77,26 @@ def test_the_rolling_state_is_written_every_resume_every_steps(tmp_path: Path) -
     trainable.step()
     assert not (tmp_path / "runs" / "r" / "state").exists()
     trainable.step()
-    assert read_checkpoint(tmp_path / "runs" / "r" / "state")[1]["step"] == 2
+    assert read_checkpoint(newest(tmp_path))[1]["step"] == 2
 
 
-# ---------------------------------------------------------------------------- interrupted
+def test_two_rolling_states_are_kept_while_a_run_is_under_way_and_one_at_its_end(tmp_path: Path) -> None:
+    trainable = started(tmp_path)
+    kept = []
+    for _ in range(3):
+        trainable.step()
+        kept.append(sorted(path.name for path in (tmp_path / "runs" / "r" / "state").iterdir()))
+    assert kept == [["step_1"], ["step_1", "step_2"], ["step_3"]]
 
 
-def compare(folder: Path, straight: Straight) -> None:
-    """Rows and evaluations that count equal those of the run that was not interrupted."""
-    rows, lines = run_files(folder)
-    assert [timeless(row) for row in rows] == [timeless(row) for row in run_files(straight[0])[0]]
-
-    def counting(found: list[Row]) -> dict[tuple[Any, ...], Row]:
-        return {(line["step"], line["split"], line["mode"]): line for line in found}
-
-    assert counting(lines) == counting(run_files(straight[0])[1])
-
-
-@pytest.mark.parametrize("stop", [0, 1, 2])
-def test_interrupted_after_a_step_and_started_again(stop: int, tmp_path: Path, straight: Straight) -> None:
-    first = started(tmp_path)
-    for _ in range(stop):
-        first.step()
-    again = started(tmp_path)
-    assert [row["step"] for row in again.rows] == list(range(1, stop + 1))
-    assert [again.step()["step"] for _ in range(3 - stop)] == list(range(stop + 1, 4))
-    compare(tmp_path, straight)
-
-
-def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, straight: Straight) -> None:
-    first = started(tmp_path, trainer__resume_every=2)
-    rows = [first.step() for _ in range(3)][:2]
-    state = tmp_path / "runs" / "r" / "state"
-    for path in state.iterdir():  # as if the process had died before the last state was written
-        path.unlink()
-    state.rmdir()
-    again = started(tmp_path, trainer__resume_every=2)
-    assert again.rows == []
-    repeated = [again.step() for _ in range(2)]
-    assert [timeless(row) for row in repeated] == [timeless(row) for row in rows]
-    later = started(tmp_path, trainer__resume_every=2)
-    assert [row["step"] for row in later.rows] == [1, 2]
-    assert later.step()["done"]
-    compare(tmp_path, straight)
-
-
-def test_death_between_row_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: Straight) -> None:
-    first = started(tmp_path)
-    first.step()
-
-    def dies(*arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(ppo_trainable, "write_checkpoint", dies)
-        with pytest.raises(KeyboardInterrupt):
-            first.step()
-    assert [row["step"] for row in read_rows(tmp_path / "runs" / "r" / "metrics.jsonl")] == [1, 2]
-    again = started(tmp_path)
-    assert [row["step"] for row in again.rows] == [1]
-    assert [again.step()["step"] for _ in range(2)] == [2, 3]
-    compare(tmp_path, straight)
-
-
-def test_a_torn_last_row_is_written_again(tmp_path: Path, straight: Straight) -> None:
-    first = started(tmp_path)
-    first.step()
-    with (tmp_path / "runs" / "r" / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 2, "train_suc')
-    again = started(tmp_path)
-    again.step()
-    again.step()
-    compare(tmp_path, straight)
-
-
-def test_a_damaged_state_starts_the_run_over_and_says_so(
-    tmp_path: Path, straight: Straight, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started(tmp_path).step()
-    path = tmp_path / "runs" / "r" / "state" / "state.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    again = started(tmp_path)
-    assert f"kl-01-s0 starts over: {path} is damaged" in capsys.readouterr().out
-    assert [again.step()["step"] for _ in range(3)] == [1, 2, 3]
-    compare(tmp_path, straight)
-
-
-def test_a_run_that_ended_unrecorded_reports_its_last_row_again(tmp_path: Path) -> None:
-    """The process died after the last row and state, before anybody wrote that the run had ended."""
-    first = started(tmp_path, trainer__total_training_steps=1)
-    last = first.step()
-    before = (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes()
-    again = started(tmp_path, trainer__total_training_steps=1)
-    assert again.step() == last
-    assert (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes() == before
+def test_an_interrupted_run_writes_its_state_whatever_the_rhythm(tmp_path: Path) -> None:
+    interrupt = tmp_path / "interrupt"
+    trainable = started(tmp_path, interrupt=str(interrupt), trainer__resume_every=100)
+    trainable.step()
+    assert not (tmp_path / "runs" / "r" / "state").exists()
+    interrupt.touch()
+    trainable.step()
+    assert newest(tmp_path).name == "step_2"
 
 
 # ---------------------------------------------------------------------------- ended

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainable.failures import NonFiniteError
 from trainable.qwen2 import KVCache, Qwen2
 from trainable.rollout.sampler import Conversation, Sampled, SamplingParams
 
@@ -145,6 +146,8 @@ class TorchConversation:
     def _collect(self, turn: _Turn) -> dict[int, Sampled]:
         """Cut each row to its reply; its last token is still to be appended to the cache."""
         ids, logprobs, entropies = (part.cpu().numpy() for part in (turn.ids, turn.logprobs, turn.entropies))
+        if not np.isfinite(entropies).all():
+            raise NonFiniteError("the policy's logits were not finite while it was sampled from")
         replies = {}
         for place, length in enumerate(turn.counts.tolist()):
             last = self.pending[place] = int(ids[place, length - 1])
@@ -169,5 +172,6 @@ def draw(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, 
         heights = probs.double().cumsum(-1)
         # Scaled by the last height: rounding must not let a draw fall beyond the distribution.
         tokens = torch.searchsorted(heights, (uniforms.double() * heights[:, -1])[:, None], right=True).squeeze(-1)
+        tokens = tokens.clamp_max(logits.shape[-1] - 1)  # what is not finite is beyond every height
     entropies = -(probs * logs.clamp_min(torch.finfo(logs.dtype).min)).sum(-1)
     return tokens, logs.gather(-1, tokens[:, None]).squeeze(-1), entropies

@@ -1,0 +1,58 @@
+"""Ctrl-C: once ends the study after the steps that are under way, twice ends it now."""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""A batch system's warning and a closed terminal are answered as Ctrl-C is."""
+
+
+class Interrupt:
+    """A request to stop, as a file that the processes of the runs see too, wherever they are.
+
+    path: the file; it is there from the request until the study is started again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_requested = False
+
+    def clear(self) -> None:
+        """Forget a request of an earlier start."""
+        self.path.unlink(missing_ok=True)
+        self.is_requested = False
+
+    def request(self) -> None:
+        """Ask every run to stop after its step."""
+        self.is_requested = True
+        try:
+            self.path.touch()
+        except OSError:
+            return  # a full disk must not turn a polite end into a crash; the driver stops the runs by itself
+
+    @contextmanager
+    def handled(self, say: Callable[[str], None]) -> Iterator[None]:
+        """Within the body the first signal is a request and the second a KeyboardInterrupt; then all is as before."""
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            if self.is_requested:
+                raise KeyboardInterrupt
+            self.request()
+            say(
+                f"{signal.Signals(number).name}: no new steps; the steps under way are finished and saved. "
+                f"Once more to stop now."
+            )
+
+        before = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:  # nohup and the like
+                signal.signal(number, on_signal)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                if handler is not None:
+                    signal.signal(number, handler)

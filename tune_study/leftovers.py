@@ -1,0 +1,52 @@
+"""Processes that a run started and that outlived it: found by a mark in their environment, and ended by their id."""
+
+import os
+from pathlib import Path
+
+import psutil
+
+MARK = "TUNE_STUDY_RUN_DIR"
+"""Set in the process of a run to the run's folder; whatever that process starts inherits it."""
+
+_PATIENCE_S = 5.0
+
+
+def end_leftovers(folder: Path) -> list[str]:
+    """End every process of this user whose mark names `folder` or a folder below it; what they were, as text.
+
+    Only for a folder whose runs are known not to be under way. A process that dies hard takes along what is in its
+    process group; a child with a session of its own (an engine, a server) is what stays behind, and may hold a GPU.
+    A process that was forked without being started anew shows the environment of its parent's start and is not found.
+    """
+    found = [process for process in psutil.process_iter() if _is_of(process, folder)]
+    for process in found:
+        _ask(process)
+    _, alive = psutil.wait_procs(found, timeout=_PATIENCE_S)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=_PATIENCE_S)
+    return [f"{process.pid} ({_name(process)})" for process in found]
+
+
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    if process.pid == os.getpid():
+        return False
+    try:
+        marked = process.environ().get(MARK)
+    except (psutil.Error, OSError):
+        return False  # of another user, or gone
+    return marked is not None and (Path(marked) == folder or folder in Path(marked).parents)
+
+
+def _ask(process: psutil.Process) -> None:
+    try:
+        process.terminate()
+    except psutil.NoSuchProcess:
+        return
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.Error:
+        return "gone"

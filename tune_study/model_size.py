@@ -1,0 +1,100 @@
+"""How many parameters a run's networks have, from the model's config.json alone: neither torch nor weights are read."""
+
+import glob
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
+import trainable
+from tune_study.models import ARCHITECTURE, SHIPPED, hub_cache
+from tune_study.outputs import read_json
+
+_SHIPPED_FOLDER = Path(trainable.__file__).parent / "embedded" / "sokoban_tiny"
+
+
+class Shape(BaseModel):
+    """What of a Qwen2's config.json its parameters depend on; the other fields are ignored."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    tie_word_embeddings: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+
+def shape_of(path: str, environ: Mapping[str, str]) -> Shape | None:
+    """The shape of the model at `path`: the shipped one, a folder, or a hub id in the hub cache.
+
+    None where no such model is here, or where its config.json is not one of a Qwen2 (`check_model` says what is wrong
+    with it). Nothing is fetched.
+    """
+    file = _config_file(path, environ)
+    config = None if file is None else read_json(file)
+    if config is None or config.get("architectures") != [ARCHITECTURE]:
+        return None
+    try:
+        return Shape.model_validate(config)
+    except ValidationError:
+        return None
+
+
+def _config_file(path: str, environ: Mapping[str, str]) -> Path | None:
+    """Where the config.json of a model is; None where nothing of that name is here. Of several snapshots the last."""
+    if path == SHIPPED:
+        return _SHIPPED_FOLDER / "config.json"
+    folder = os.path.expanduser(path)
+    if os.path.isdir(folder):
+        return Path(folder) / "config.json"
+    name = glob.escape(f"{hub_cache(environ)}/models--{path.replace('/', '--')}")
+    fetched = sorted(glob.glob(f"{name}/snapshots/*/config.json"))
+    return Path(fetched[-1]) if fetched else None
+
+
+def policy_tensors(shape: Shape) -> list[int]:
+    """Elements of every parameter tensor of `trainable.qwen2.Qwen2`; a tied head is the embedding, counted once."""
+    return _trunk(shape) + ([] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size])
+
+
+def critic_tensors(shape: Shape) -> list[int]:
+    """Elements of every parameter tensor of `trainable.qwen2.ValueModel`: a trunk of its own and a head."""
+    return _trunk(shape) + head_tensors(shape)
+
+
+def head_tensors(shape: Shape) -> list[int]:
+    """Elements of the value head's tensors: weight and bias."""
+    return [shape.hidden_size, 1]
+
+
+def _trunk(shape: Shape) -> list[int]:
+    """Embedding, blocks and final norm. In Qwen2 queries, keys and values have a bias; no other projection has."""
+    hidden, wide = shape.hidden_size, shape.intermediate_size
+    kv = shape.num_key_value_heads * shape.head_dim
+    attention = [hidden * hidden, hidden, hidden * kv, kv, hidden * kv, kv, hidden * hidden]
+    block = [*attention, *[hidden * wide] * 3, hidden, hidden]
+    return [shape.vocab_size * hidden, *block * shape.num_hidden_layers, hidden]
+
+
+def policy_parameters(shape: Shape) -> int:
+    """Parameters of the policy."""
+    return sum(policy_tensors(shape))
+
+
+def critic_parameters(shape: Shape) -> int:
+    """Parameters of a critic with a trunk of its own."""
+    return sum(critic_tensors(shape))
+
+
+def head_parameters(shape: Shape) -> int:
+    """Parameters of a value head on the policy's trunk (critic.shared_trunk)."""
+    return sum(head_tensors(shape))
