@@ -12,10 +12,13 @@ import ray
 from ray import tune
 
 from trainable.config import RunConfig, with_overrides
+from trainable.failures import NonFiniteError
 from trainable.records import empty_row
 
-COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP = "0.3", "0.4", "0.5", "0.6"
-"""Arms (values of the KL axis) at which the fake misbehaves. RAISES does until its run folder has a file `mended`."""
+COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES = (
+    "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9",
+)  # fmt: skip
+"""Arms (values of the KL axis) at which the fake misbehaves, until the run's folder has a file `mended`."""
 
 
 class FakeTrainable(tune.Trainable):
@@ -24,7 +27,7 @@ class FakeTrainable(tune.Trainable):
     def setup(self, config: dict[str, Any]) -> None:
         self.run = config
         self.folder = Path(config["run_dir"])
-        if config["arm"] == FAILS_IN_SETUP:
+        if config["arm"] == FAILS_IN_SETUP and not (self.folder / "mended").exists():
             raise ValueError("the fake was told not to start")
         self.settings = with_overrides(RunConfig(), config["settings"])
         state = self.folder / "state.json"
@@ -32,9 +35,8 @@ class FakeTrainable(tune.Trainable):
         self.was_started = (self.folder / "started").exists()
         (self.folder / "started").touch()
 
-    def reset_config(self, new_config: dict[str, Any]) -> bool:
-        self.setup(new_config)
-        return True
+    def cleanup(self) -> None:
+        pass
 
     def step(self) -> dict[str, Any]:
         if self.run["finished"]:
@@ -50,9 +52,16 @@ class FakeTrainable(tune.Trainable):
         return {**empty_row(), **row, "done": done}
 
     def misbehave(self) -> None:
-        arm = self.run["arm"]
-        if arm == RAISES and self.done == 2 and not (self.folder / "mended").exists():
+        arm = "" if (self.folder / "mended").exists() else self.run["arm"]
+        if arm == RAISES and self.done == 2:
             raise RuntimeError("the fake was told to raise")
+        if arm == IS_WRONG and self.done == 2:
+            raise KeyError("the fake was told to look for what is not there")
+        if arm == DIVERGES and self.done == 3:
+            raise NonFiniteError("steps 1 to 3 skipped updates whose numbers were not finite: pg_loss")
+        if arm == DIES and self.done == 5:
+            (self.folder / "deaths").open("a").write("x")
+            os.kill(os.getpid(), signal.SIGKILL)
         if arm == CRASHES_ONCE and self.done == 3 and not self.was_started:
             os._exit(7)
         interrupt = self.folder / "interrupt.pid"

@@ -19,13 +19,15 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainable.seeds": ((), ("numpy",)),
     "trainable.stop_rules": (("trainable.config",), ()),
     "trainable.run_files": ((), ()),
+    "trainable.failures": ((), ()),
+    "trainable.full_disk": (("trainable.failures",), ()),
     "trainable.algo": (("trainable.algo",), ("torch",)),
     "trainable.sokoban": (("trainable.sokoban", "trainable.seeds"), ("numpy",)),
     "trainable.protocol": (("trainable.sokoban", "trainable.seeds"), ("numpy",)),
     "trainable.qwen2": ((), ("torch",)),
     "trainable.rollout": (
         ("trainable.rollout", "trainable.sokoban", "trainable.protocol", "trainable.seeds", "trainable.config",
-         "trainable.qwen2"),
+         "trainable.qwen2", "trainable.failures"),
         ("torch", "numpy", "transformers"),
     ),
     "trainable.checkpoint": ((), ("torch", "safetensors")),
@@ -38,7 +40,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "tune_study": (
         ("tune_study", "search_spaces", "analysis", "trainable"),
-        ("ray", "typer", "click", "rich", "wandb", "optuna", "pyarrow", "pydantic"),
+        ("ray", "typer", "click", "rich", "wandb", "optuna", "pyarrow", "pydantic", "psutil", "packaging"),
     ),
 }  # fmt: skip
 

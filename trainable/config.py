@@ -9,7 +9,7 @@ import hashlib
 import json
 import unicodedata
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -176,17 +176,11 @@ class ActorConfig(OptimConfig):
         "none", description="scale advantages by the kept share of groups, or its square root"
     )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _zero_coefficient_is_off(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and "kl_loss_coef" in data:
-            try:
-                zero = float(data["kl_loss_coef"]) == 0
-            except (TypeError, ValueError, OverflowError):
-                return data
-            if zero:
-                return {**data, "use_kl_loss": False}
-        return data
+    @model_validator(mode="after")
+    def _zero_coefficient_is_off(self) -> Self:
+        if self.kl_loss_coef == 0:
+            self.__dict__["use_kl_loss"] = False  # Frozen for others; nobody has seen it yet.
+        return self
 
 
 class CriticConfig(OptimConfig):

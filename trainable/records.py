@@ -158,6 +158,11 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column("experiment_name", "", "name in the layout of the published documents"),
     Column("status", "", "completed, early_stopped, failed, interrupted or never_ran"),
     Column("reason", "", "why the run ended so"),
+    Column(
+        "failure_class",
+        "",
+        "of a failed run: configuration, non-finite, out of memory, storage, process died or error; else empty",
+    ),
     Column("steps_done", "steps", "training steps with a row"),
     Column("steps_total", "steps", "training steps asked for"),
     Column("final_val_success", "share", "val_success of the last validation"),

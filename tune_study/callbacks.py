@@ -3,6 +3,7 @@
 import re
 import shutil
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     """Keeps status.json, the logs and the shown progress of every run up to date.
 
     A trial whose config says `finished` only replays the last row of a run that ended before: of such a run nothing
-    is recorded but the id of the trial that carried it. given_up: ids of trials whose failure is final.
+    is recorded but the id of the trial that carried it. given_up: ids of trials whose failure is final. unwritten:
+    statuses that a full disk did not take; the study goes on without them, and `settle` tries again.
     """
 
     def __init__(self, plan: StudyPlan, allotment: Allotment, progress: Progress) -> None:
@@ -38,6 +40,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
         self._failures_in_a_row: Counter[str] = Counter()
         self.given_up: set[str] = set()
+        self.unwritten: dict[str, RunStatus] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune stores its callbacks beside the results, and all that these know is on disk already."""
@@ -48,11 +51,10 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         run_id, status = self._status(trial)
         carry_on_files(trial, self._plan.folder / run_id)
         if trial.config["finished"]:
-            write_status(self._plan.run_dir(run_id), replace(status, trial_id=trial.trial_id))
+            self._put(replace(status, trial_id=trial.trial_id))
             return
         started = status.started_at or now()
-        running = RunStatus(run_id, "running", trial_id=trial.trial_id, started_at=started)
-        write_status(self._plan.run_dir(run_id), running)
+        self._put(RunStatus(run_id, "running", trial_id=trial.trial_id, started_at=started))
         self._log(run_id, f"=== {run_id} started {now()}, trial {trial.trial_id} ===")
         self._progress.start(run_id)
 
@@ -111,16 +113,31 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def _status(self, trial: Any) -> tuple[str, RunStatus]:
         run_id = trial.config["run_id"]
-        return run_id, read_status(self._plan.run_dir(run_id)) or RunStatus(run_id, "never_ran")
+        status = self.unwritten.get(run_id) or read_status(self._plan.run_dir(run_id))
+        return run_id, status or RunStatus(run_id, "never_ran")
+
+    def settle(self) -> None:
+        """Write the statuses that could not be written before; what still cannot stays in `unwritten`."""
+        for status in list(self.unwritten.values()):
+            self._put(status)
+
+    def _put(self, status: RunStatus) -> None:
+        try:
+            write_status(self._plan.run_dir(status.run_id), status)
+            self.unwritten.pop(status.run_id, None)
+        except OSError:
+            self.unwritten[status.run_id] = status
 
     def _end(self, status: RunStatus) -> None:
-        write_status(self._plan.run_dir(status.run_id), status)
+        self._put(status)
         self._log(status.run_id, f"=== {status.shown} {status.ended_at}: {status.reason} ===")
-        write_summary(self._plan, self._allotment, closing=False)
-        self._progress.end(status.run_id, status.status, status.reason)
+        with suppress(OSError):  # written again at the end
+            write_summary(self._plan, self._allotment, closing=False)
+        self._progress.end(status.run_id, status.shown, status.reason)
 
     def _log(self, run_id: str, line: str) -> None:
-        append_line(self._plan.output / self._specs[run_id].log, line)
+        with suppress(OSError):  # a line less, where the disk is full; rows are written by the runs themselves
+            append_line(self._plan.output / self._specs[run_id].log, line)
 
 
 def ended_status(status: RunStatus, row: dict[str, Any], total: int) -> RunStatus:

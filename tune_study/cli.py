@@ -13,7 +13,7 @@ from rich.console import Console
 from search_spaces import STUDIES
 from search_spaces.study import Study
 from trainable.config import ConfigError
-from tune_study import continuing, describe, outputs, resources
+from tune_study import continuing, describe, disk, outputs, resources
 from tune_study import options as opt
 from tune_study.models import absolute_model, check_model, check_trainable
 from tune_study.plan import PlanError, StudyPlan, collect_overrides, find_study, make_plan, parse_bool, parse_values
@@ -30,6 +30,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
+REPLAY_EXAMPLE = (
+    "Example: python -m tune_study replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2"
+)
 RUN_EXAMPLE = "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out"
 
 
@@ -149,6 +152,24 @@ def report(folder: opt.RunFolder) -> None:
         raise typer.Exit(1)
 
 
+@app.command("replay-stoppers", epilog=f"\b\n{REPLAY_EXAMPLE}")
+@plain_errors
+def replay_stoppers(folder: opt.RunFolder, assignments: opt.Thresholds = None) -> None:
+    """Apply the stop rules again to the rows of RUN: when each would have fired, and whether it was right to."""
+    from tune_study import replay
+
+    replay.print_replay(Console(), replay.replay_folder(folder, assignments or []))
+
+
+@app.command("doctor", epilog="\b\nExample: python -m tune_study doctor --output out")
+@plain_errors
+def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
+    """Try out what a run needs of this machine, and say what to do about each problem."""
+    from tune_study.doctor import diagnose
+
+    raise typer.Exit(diagnose(Console(), _absolute(output), preset, os.environ))
+
+
 def _start(
     plan: StudyPlan,
     gpus: str | None,
@@ -161,13 +182,16 @@ def _start(
     console = Console()
     allotment = resources.preflight(plan, gpus, visible, resources.cpu_count(), max_concurrent, real=not dry_run)
     mode = choose_wandb(wandb, plan)
+    room = disk.budget(plan, allotment, os.environ)
     if dry_run:
-        describe.print_plan(console, plan, allotment)
+        describe.print_plan(console, plan, allotment, disk.line(room))
         return
     check_model(plan.base.model.path, os.environ)
     check_trainable(plan.study.trainable)
     outputs.check_writable(plan.output)
+    disk.check(room)
     describe.say(console, f"preset {plan.preset}: {plan.preset_reason}")
+    describe.say(console, disk.line(room))
     raise typer.Exit(execute(plan, allotment, mode, console))
 
 

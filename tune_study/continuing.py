@@ -81,9 +81,9 @@ def read_study(folder: Path) -> dict[str, Any]:
     """study.json of results/<run>, or PlanError if there is none, or one in which something is missing or odd."""
     data = _object(folder / "study.json")
     if data is None:
-        what = "its study.json is damaged" if (folder / "study.json").exists() else "no study.json"
+        what = "its study.json is damaged" if os.path.exists(folder / "study.json") else "no study.json"
         raise PlanError(
-            f"{folder} holds no study ({what}): type the folder results/<run> of one, "
+            f"{shown(folder, 1000)} holds no study ({what}): type the folder results/<run> of one, "
             f"as `python -m tune_study run` printed it."
         )
     missing = [key for key in ("name", "preset", "axis", "seeds", "runs", "settings") if key not in data]

@@ -51,8 +51,8 @@ def print_studies(console: Console, studies: Sequence[Study]) -> None:
         say(console, "")
 
 
-def print_plan(console: Console, plan: StudyPlan, allotment: Allotment) -> None:
-    """What would run: names, resources, steps and places."""
+def print_plan(console: Console, plan: StudyPlan, allotment: Allotment, disk: str) -> None:
+    """What would run: names, resources, steps and places; `disk` is the line of its disk budget."""
     trainer = plan.base.trainer
     reserved = " + ".join(" ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in allotment.bundles)
     lines = [
@@ -65,7 +65,7 @@ def print_plan(console: Console, plan: StudyPlan, allotment: Allotment) -> None:
     ]
     if allotment.slots:
         lines.append(f"GPU slots {' '.join(allotment.slots)}")
-    lines += [*allotment.notes, f"results {plan.folder}", f"summary log {plan.summary_log}"]
+    lines += [*allotment.notes, disk, f"results {plan.folder}", f"summary log {plan.summary_log}"]
     for line in lines:
         say(console, line)
     rows = [
@@ -86,7 +86,7 @@ def print_status(console: Console, folder: Path, study: dict[str, Any]) -> None:
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]
         status = _status(run_dir) or outputs.RunStatus(entry["run_id"], "never_ran")
-        shown, reason = status.status, status.reason
+        shown, reason = status.shown, status.reason
         if shown == "running" and not is_running:
             shown, reason = "interrupted", "the process that ran the study is gone"
         measured = read_rows(run_dir / METRICS)

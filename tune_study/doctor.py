@@ -242,14 +242,14 @@ def check_ray_start(ray: Path, environ: Mapping[str, str], limit: float) -> Find
 
 def start_ray() -> None:
     """Start Ray, run a task of ours in a worker, stop Ray, and print the seconds; for a process of its own."""
-    from tune_study.run import _ray, prepare_environment
+    from tune_study.run import prepare_environment, started_ray
 
     gpus = tuple(gpu.id for gpu in detect_gpus(os.environ))
     prepare_environment(gpus)
     import ray
 
     start = time.monotonic()
-    with _ray(Allotment(bundles(0), cpu_count(), gpus, (), 1, ""), Console(quiet=True)):
+    with started_ray(Allotment(bundles(0), cpu_count(), gpus, (), 1, ""), Console(quiet=True)):
         ray.get(ray.remote(cpu_count).remote(), timeout=_SECONDS)
         seconds = time.monotonic() - start
     print(seconds)

@@ -57,6 +57,9 @@ Seeds = Annotated[int | None, Option("--seeds", metavar="N", help="Seeds 0 to N-
 Assignments = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="Any setting; may be given again. See `settings`.")
 ]
+Thresholds = Annotated[
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="A threshold, early_stop.…; may be given again.")
+]
 Output = Annotated[Path, Option("--output", metavar="DIR", help="Where results/, logs/ and model_saving/ go.")]
 Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to the study there.")]
 MaxConcurrent = Annotated[

@@ -24,7 +24,8 @@ _ROUNDING = 1e-9  # Floats put the mean of 1, 6 and 11 of 120 rooms below 6 of 1
 
 _NOTES = (
     "false alarm: the run recovered: the mean of its last (up to 3) validations after the alarm is at least the "
-    "val_success before training (where that was not measured, the best one up to the alarm). right: it did not.",
+    "val_success before training (where that was not measured, the best one up to the alarm) and at least "
+    "success_threshold. right: it did not.",
     "unknown: the run ended at or before the first validation after the alarm, as a run that was really stopped "
     "there did, or there is nothing to compare with.",
     "steps saved: rows after the alarm. false alarms: of the alarms whose outcome is known, with Wilson's 95 % "
@@ -127,9 +128,9 @@ def alarms_of(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, ..
     Outcome: `false alarm` if the run recovered, `right` if not. Recovered: the mean of the last (up to 3) validations
     after the alarm's step is at least the success of the policy before training (base_val_success); where that is
     missing, at least the best val_success up to the alarm. A rule says that a run is dead; one that ends where it
-    began was not, nor was one whose reward spread vanished because it solves every room. `unknown` where the run
-    ended at or before the first validation after the alarm, or there is nothing to compare with. Degenerate: with a
-    success of 0 before training no end is worse, so that every alarm of known outcome is a false one.
+    began was not, nor was one whose reward spread vanished because it solves every room. One that ends below
+    success_threshold, where success counts as failure, was dead wherever it began. `unknown` where the run ended at
+    or before the first validation after the alarm, or there is nothing to compare with.
     """
     history = History.from_rows(rows)
     measured = (finite(row.get("base_val_success")) for row in rows)
@@ -141,12 +142,16 @@ def alarms_of(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, ..
             alarms.append(Alarm(rule, None, None, 0))
             continue
         saved = sum(step > decision.step for step in history.steps)
-        alarms.append(Alarm(rule, decision, _outcome(history, base, decision.step), saved))
+        outcome = _outcome(history, base, settings.success_threshold, decision.step)
+        alarms.append(Alarm(rule, decision, outcome, saved))
     return tuple(alarms)
 
 
-def _outcome(history: History, base: float | None, alarm: int) -> Outcome:
-    """See `alarms_of`. alarm: the step at which a rule fired. base: success before training, None: not measured."""
+def _outcome(history: History, base: float | None, floor: float, alarm: int) -> Outcome:
+    """See `alarms_of`. alarm: the step at which a rule fired. base: success before training, None: not measured.
+
+    floor: success below which a run counts as failed.
+    """
     pairs = zip(history.steps, history.val_success, strict=True)
     validations = [(step, success) for step, success in pairs if success is not None]
     after = [(step, success) for step, success in validations if step > alarm]
@@ -157,7 +162,7 @@ def _outcome(history: History, base: float | None, alarm: int) -> Outcome:
     if began is None:
         return "unknown"
     ended = mean(success for _, success in after[-LAST_VALIDATIONS:])
-    return "false alarm" if ended >= began - _ROUNDING else "right"
+    return "false alarm" if ended >= max(began, floor) - _ROUNDING else "right"
 
 
 def _thresholds(assignments: Sequence[str]) -> dict[str, object]:

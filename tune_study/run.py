@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -21,6 +21,9 @@ from tune_study.plan import PlanError, RunSpec, StudyPlan, changed_settings
 from tune_study.progress import Progress
 from tune_study.resources import Allotment, placement
 from tune_study.summary import finished_runs, write_summary
+
+if TYPE_CHECKING:
+    from tune_study.callbacks import Recorder
 
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -48,10 +51,10 @@ def execute(plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Con
         interrupt.clear()
         progress = Progress(plan, allotment.max_concurrent, console)
         _skip(plan, finished, progress, console)
-        problem = ""
+        problem, unwritten = "", dict[str, RunStatus]()
         if len(finished) < len(plan.runs):
-            problem = _train(plan, allotment, finished, progress, wandb_mode, interrupt, console)
-        return _conclude(plan, allotment, problem, interrupt.is_requested, console)
+            problem, unwritten = _train(plan, allotment, finished, progress, wandb_mode, interrupt, console)
+        return _conclude(plan, allotment, problem, unwritten, interrupt.is_requested, console)
 
 
 def _train(
@@ -62,24 +65,38 @@ def _train(
     wandb_mode: str,
     interrupt: Interrupt,
     console: Console,
-) -> str:
-    """Train what is left until it has ended or somebody interrupts; every run then has its status. What went wrong."""
+) -> tuple[str, dict[str, RunStatus]]:
+    """Train what is left until it has ended or somebody interrupts; every run then has its status.
+
+    What went wrong, and the statuses that a full disk did not take.
+    """
+    prepare_environment(allotment.gpus)
+    from tune_study.callbacks import Recorder
+
+    recorder = Recorder(plan, allotment, progress)
     problem = ""
-    with interrupt.handled(lambda text: say(console, text)):
-        try:
-            _fit(plan, allotment, finished, progress, wandb_mode, interrupt, console)
-        except KeyboardInterrupt:
-            say(console, "Stopped now.")
-        except Exception as error:
-            problem = f"The study ended early: {type(error).__name__}: {error}"
-    reason = (
-        "the study was interrupted" if interrupt.is_requested else problem.split("\n")[0] or "the study ended early"
-    )
+    try:
+        _fit(plan, allotment, finished, progress, wandb_mode, interrupt, recorder, console)
+    except KeyboardInterrupt:
+        interrupt.request()  # also where it came while Ray was starting, and is the first
+        say(console, "Stopped now.")
+    except Exception as error:
+        is_over = not any(view.is_open for view in progress.views.values())
+        what = "Ray Tune could not finish its own record of the study" if is_over else "The study ended early"
+        problem = f"{what}: {_brief(error)}."
+    reason = "the study was interrupted" if interrupt.is_requested else problem or "the study ended early"
+    recorder.settle()
     try:
         outputs.close_unfinished(plan, reason)
     except OSError as error:
         problem = f"{problem} The statuses could not be written: {error}.".strip()
-    return problem
+    return problem, recorder.unwritten
+
+
+def _brief(error: Exception) -> str:
+    """The last line of an error's words, which in Tune's own errors is the cause; a full disk by its name."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    return lines[-1] if len(lines) > 1 else f"{type(error).__name__}: {lines[0]}"
 
 
 def choose_wandb(asked: str | None, plan: StudyPlan) -> str:
@@ -124,13 +141,14 @@ def _fit(
     progress: Progress,
     wandb_mode: str,
     interrupt: Interrupt,
+    recorder: "Recorder",
     console: Console,
 ) -> None:
     """Start Ray where it is not started, and train every run that is left."""
-    prepare_environment(allotment.gpus)
     wandb_runs = _wandb(plan, wandb_mode)
-    with _ray(allotment, console):
-        tuner = make_tuner(plan, allotment, finished, progress, interrupt, wandb_runs)
+    # Ray sets a handler of its own for SIGTERM when it starts, so ours come after it.
+    with started_ray(allotment, console), interrupt.handled(lambda text: say(console, text)):
+        tuner = make_tuner(plan, allotment, finished, interrupt, recorder, wandb_runs)
         try:
             with progress.shown():
                 tuner.fit()
@@ -141,7 +159,7 @@ def _fit(
 
 
 @contextmanager
-def _ray(allotment: Allotment, console: Console) -> Iterator[None]:
+def started_ray(allotment: Allotment, console: Console) -> Iterator[None]:
     """Ray on this machine alone, unless the caller started one."""
     import ray
 
@@ -169,8 +187,8 @@ def make_tuner(
     plan: StudyPlan,
     allotment: Allotment,
     finished: Mapping[str, Any],
-    progress: Progress,
     interrupt: Interrupt,
+    recorder: "Recorder",
     more_callbacks: list[Any],
 ) -> Any:
     """The Tune experiment of all runs of a plan; finished ones replay their last row, so that it lists every run.
@@ -179,14 +197,13 @@ def make_tuner(
     """
     from ray import tune
 
-    from tune_study.callbacks import TRIES, Recorder
+    from tune_study.callbacks import TRIES
     from tune_study.carrier import Carrier
     from tune_study.scheduling import FirstComeFirstServed
     from tune_study.stoppers import StopRules, Watched
 
     trainable = tune.with_resources(Carrier, placement(plan.base.trainer.n_gpus_per_node))
     configs = [run_config(plan, spec, spec.run_id in finished, interrupt.path) for spec in plan.runs]
-    recorder = Recorder(plan, allotment, progress)
     watched = {spec.run_id: Watched(plan.run_dir(spec.run_id), spec.config.early_stop) for spec in plan.runs}
     return tune.Tuner(
         trainable,
@@ -238,13 +255,20 @@ def _last_success(rows: list[dict[str, Any]]) -> float | None:
     return next((row["val_success"] for row in reversed(rows) if row.get("val_success") is not None), None)
 
 
-def _conclude(plan: StudyPlan, allotment: Allotment, problem: str, interrupted: bool, console: Console) -> int:
+def _conclude(
+    plan: StudyPlan,
+    allotment: Allotment,
+    problem: str,
+    unwritten: Mapping[str, RunStatus],
+    interrupted: bool,
+    console: Console,
+) -> int:
     """Summary, tables and report of what there is, and what to type next. The exit code."""
     try:
         say(console, f"Summary: {write_summary(plan, allotment, closing=True)}")
     except OSError as error:
         problem = f"{problem} The summary could not be written: {error}.".strip()
-    statuses = [outputs.read_status(plan.run_dir(spec.run_id)) for spec in plan.runs]
+    statuses = [unwritten.get(spec.run_id) or outputs.read_status(plan.run_dir(spec.run_id)) for spec in plan.runs]
     known = [status for status in statuses if status is not None]
     for status in known:
         say(console, f"{status.run_id} {status.shown}: {status.reason}")

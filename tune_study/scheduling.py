@@ -24,8 +24,9 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
     def choose_trial_to_run(self, tune_controller: Any, **kwargs: Any) -> Any:
         """The next trial to start, or None (see TrialScheduler)."""
         for trial in [trial for trial in tune_controller.get_trials() if trial.status == Trial.PENDING]:
-            if trial.trial_id in self._given_up:
+            is_given_up = trial.trial_id in self._given_up
+            if is_given_up or self._interrupt.is_requested:
+                tune_controller.stop_trial(trial)  # closes its files
+            if is_given_up:
                 tune_controller._set_trial_status(trial, Trial.ERROR)
-            elif self._interrupt.is_requested:
-                tune_controller.stop_trial(trial)
         return super().choose_trial_to_run(tune_controller, **kwargs)

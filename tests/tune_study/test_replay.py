@@ -86,7 +86,7 @@ def measured(value: object) -> bool:
     return isinstance(value, float) and math.isfinite(value)
 
 
-def literal_outcome(rows: list[Row], fired: int) -> str:
+def literal_outcome(rows: list[Row], fired: int, floor: float) -> str:
     """The definition, read word for word, in exact arithmetic."""
     after = [row for row in rows if row["step"] > fired and measured(row.get("val_success"))]
     if not after or rows[-1]["step"] <= after[0]["step"]:
@@ -97,7 +97,7 @@ def literal_outcome(rows: list[Row], fired: int) -> str:
     if not before:
         return "unknown"
     last = [Fraction(row["val_success"]) for row in after[max(0, len(after) - 3) :]]
-    return "right" if sum(last) / len(last) < Fraction(before[0]) else "false alarm"
+    return "right" if sum(last) / len(last) < max(Fraction(before[0]), Fraction(floor)) else "false alarm"
 
 
 @settings(max_examples=300, deadline=None)
@@ -113,7 +113,7 @@ def test_each_rule_fires_where_the_live_run_would_have_stopped(drawn: list[Row],
         if first is None:
             assert (alarm.outcome, alarm.steps_saved) == (None, 0)
         else:
-            assert alarm.outcome == literal_outcome(rows, first.step)
+            assert alarm.outcome == literal_outcome(rows, first.step, numbers.success_threshold)
             assert alarm.steps_saved == len(rows) - first.step
 
 
@@ -154,6 +154,11 @@ def test_outcomes(successes: dict[int, float | None], outcome: str) -> None:
     alarm = alarm_of(collapse(successes))
     assert alarm.decision == (VARIANCE, 0.5, 1.0, 4)
     assert (alarm.outcome, alarm.steps_saved) == (outcome, 8)
+
+
+@pytest.mark.parametrize(("end", "outcome"), [(0.0, "right"), (0.009, "right"), (0.01, "false alarm")])
+def test_a_run_that_began_at_nothing_and_ends_at_nothing_was_dead(end: float, outcome: str) -> None:
+    assert alarm_of(collapse({6: end, 8: end, 10: end}, base=0.0)).outcome == outcome
 
 
 @pytest.mark.parametrize("base", [None, math.nan])

@@ -18,10 +18,23 @@ from rich.console import Console
 
 from search_spaces import STUDIES
 from search_spaces.study import Study
-from tests.fakes import COLLAPSES, CRASHES_ONCE, RAISES, Meeting, as_json, fake_row
+from tests.fakes import (
+    COLLAPSES,
+    CRASHES_ONCE,
+    DIES,
+    DIVERGES,
+    FAILS_IN_SETUP,
+    IS_WRONG,
+    RAISES,
+    Meeting,
+    as_json,
+    fake_row,
+)
 from trainable.records import STEP_COLUMNS, STOP_COLUMNS
 from trainable.run_files import METRICS, read_rows
+from tune_study.callbacks import Recorder
 from tune_study.continuing import join, plan_from_folder
+from tune_study.interrupt import Interrupt
 from tune_study.outputs import RunStatus, read_status
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.progress import Progress
@@ -31,6 +44,8 @@ from tune_study.run import execute, make_tuner, run_config
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 STEPS = 22
+ARMS = ("0", COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES)
+FAILED = (RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES)
 
 
 def fake_study(trainable: str = "tests.fakes:FakeTrainable") -> Study:
@@ -80,8 +95,8 @@ def written_steps(plan: StudyPlan, arm: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def outcome(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """A study with a run of every fate: completed, stopped by a rule, crashed and recovered, failed."""
-    plan = plan_in(tmp_path_factory.mktemp("study"), ("0", COLLAPSES, CRASHES_ONCE, RAISES))
+    """A study with a run of every fate: completed, stopped by a rule, crashed and recovered, failed in many ways."""
+    plan = plan_in(tmp_path_factory.mktemp("study"), ARMS)
     return run_study(plan, wandb="offline")
 
 
@@ -90,12 +105,43 @@ def test_every_run_has_one_status_with_its_reason(outcome: Outcome) -> None:
         "0": "completed",
         COLLAPSES: "early_stopped",
         CRASHES_ONCE: "completed",
-        RAISES: "failed",
+        **dict.fromkeys(FAILED, "failed"),
     }
     assert outcome.arms["0"].reason == f"trained {STEPS} of {STEPS} steps"
-    assert outcome.arms[RAISES].reason == "RuntimeError: the fake was told to raise"
     assert outcome.code == 1
     assert f"Go on with: python -m tune_study resume {outcome.plan.folder}" in outcome.text
+
+
+def test_a_failure_has_its_class_and_its_words(outcome: Outcome) -> None:
+    three = " (3 times in a row without a step between)"
+    died = "ActorDiedError: The actor died unexpectedly before finishing this task."
+    found = {arm: (outcome.arms[arm].failure_class, outcome.arms[arm].reason) for arm in FAILED}
+    assert found == {
+        RAISES: ("error", "RuntimeError: the fake was told to raise" + three),
+        FAILS_IN_SETUP: ("configuration", "ValueError: the fake was told not to start"),
+        IS_WRONG: ("error", "KeyError: 'the fake was told to look for what is not there'"),
+        DIVERGES: (
+            "non-finite",
+            "NonFiniteError: steps 1 to 3 skipped updates whose numbers were not finite: pg_loss",
+        ),
+        DIES: ("process died", died + three),
+    }
+    trials = pd.read_parquet(outcome.plan.folder / "trials.parquet").set_index("arm")
+    assert trials["failure_class"].to_dict() == {arm: outcome.arms[arm].failure_class for arm in ARMS}
+
+
+def test_only_what_may_pass_is_tried_again(outcome: Outcome) -> None:
+    logs = {run.arm: (outcome.plan.output / run.log).read_text() for run in outcome.plan.runs}
+    starts = {arm: logs[arm].count(" started ") for arm in ARMS}
+    assert starts == {**dict.fromkeys(ARMS, 1), CRASHES_ONCE: 2, RAISES: 3, DIES: 3}
+    assert (outcome.plan.run_dir(run_id(outcome.plan, DIES)) / "deaths").read_text() == "xxx"
+
+
+def test_ray_calls_every_failed_run_an_error(outcome: Outcome) -> None:
+    from ray.tune import ExperimentAnalysis
+
+    ended = {trial.config["arm"]: trial.status for trial in ExperimentAnalysis(str(outcome.plan.folder)).trials}
+    assert ended == {arm: "ERROR" if arm in FAILED else "TERMINATED" for arm in ARMS}
 
 
 def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
@@ -112,8 +158,9 @@ def test_a_crashed_run_goes_on_from_its_own_state(outcome: Outcome) -> None:
 
 def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
     frame = ray_frame(outcome.plan.folder)
-    assert set(frame["run_id"]) == {run.run_id for run in outcome.plan.runs}
-    for run in outcome.plan.runs:
+    trained = [run for run in outcome.plan.runs if run.arm != FAILS_IN_SETUP]
+    assert set(frame["run_id"].dropna()) == {run.run_id for run in trained}
+    for run in trained:
         last = rows_of(outcome.plan.run_dir(run.run_id))[-1]
         shown = frame.set_index("run_id").loc[run.run_id]
         for column in ("step", *(c.name for c in STEP_COLUMNS)):
@@ -122,6 +169,7 @@ def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
     stopped = frame.set_index("run_id").loc[run_id(outcome.plan, COLLAPSES)]
     assert (stopped["stop_rule"], stopped["stop_step"]) == ("reward_variance_collapse", 20)
     trials = pd.read_parquet(outcome.plan.folder / "trials.parquet").set_index("run_id")
+    trials, frame = trials[trials["arm"] != FAILS_IN_SETUP], frame.dropna(subset="run_id")
     assert trials["trial_id"].to_dict() == frame.set_index("run_id")["trial_id"].to_dict()
     assert trials["steps_done"].to_dict() == frame.set_index("run_id")["step"].to_dict()
 
@@ -156,14 +204,15 @@ def test_logs_hold_a_line_a_step_and_why_a_run_failed(outcome: Outcome) -> None:
     assert f"step 5/{STEPS} train_success=0.833 reward_std=2.0000 groups_kept=8 val_success=0.833" in logs["0"]
     assert "early_stop=reward_variance_collapse at step 20" in logs[COLLAPSES]
     assert 'raise RuntimeError("the fake was told to raise")' in logs[RAISES]
-    assert "=== failed, trying again: ActorDiedError: The actor died unexpectedly" in logs[CRASHES_ONCE]
+    assert "=== process died, trying again: ActorDiedError: The actor died unexpectedly" in logs[CRASHES_ONCE]
+    assert "=== failed (non-finite) " in logs[DIVERGES]
     assert "\x1b" not in logs[RAISES]
 
 
 def test_the_summary_has_the_published_form(outcome: Outcome) -> None:
     lines = outcome.plan.summary_log.read_text().splitlines()
     assert lines[0].startswith("=== KL Sweep Runner (sokoban-tiny): ")
-    assert lines[1] == f"Values: 0,0.3,0.4,0.5 | Steps: {STEPS} | GPUs per exp: 0xGPU"
+    assert lines[1] == f"Values: {','.join(ARMS)} | Steps: {STEPS} | GPUs per exp: 0xGPU"
     block = lines[lines.index("=== KL Sweep Summary ===") :]
     assert block[1] == f"Project: ragen_release_kl_sweep | Steps: {STEPS} | GPU per exp: 0xGPU"
     assert block[2].startswith(
@@ -172,7 +221,7 @@ def test_the_summary_has_the_published_form(outcome: Outcome) -> None:
     assert block[2].endswith("s | gpu=0xGPU | status=success | seed=0 | early_stop=none")
     assert block[3].endswith("status=success | seed=0 | early_stop=reward_variance_collapse@20")
     assert block[5].endswith("status=fail | seed=0 | early_stop=none")
-    assert block[6] == "  error: RuntimeError: the fake was told to raise"
+    assert block[6].startswith("  error: RuntimeError: the fake was told to raise (3 times")
 
 
 def test_the_study_file_says_what_was_run(outcome: Outcome) -> None:
@@ -180,7 +229,7 @@ def test_the_study_file_says_what_was_run(outcome: Outcome) -> None:
     assert study["axis"] == {
         "setting": "actor.kl_loss_coef",
         "option": "--kl-values",
-        "values": ["0", COLLAPSES, CRASHES_ONCE, RAISES],
+        "values": list(ARMS),
     }
     assert (study["baseline"], study["seeds"], study["model"]) == ("0", [0], "sokoban-tiny")
     assert study["settings"]["trainer"]["total_training_steps"] == STEPS
@@ -216,25 +265,27 @@ def extended(outcome: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Outc
     folder = tmp_path_factory.mktemp("moved") / "study"
     shutil.copytree(outcome.plan.output, folder, symlinks=True)
     plan = join(plan_in(folder, ("0", "0.1")), extend=True)
-    (plan.run_dir(run_id(plan, RAISES)) / "mended").touch()
+    for arm in FAILED:
+        (plan.run_dir(run_id(plan, arm)) / "mended").touch()
     return run_study(plan)
 
 
 def test_an_extended_study_has_the_old_runs_and_the_new(extended: Outcome) -> None:
-    assert [run.arm for run in extended.plan.runs] == ["0", COLLAPSES, CRASHES_ONCE, RAISES, "0.1"]
+    assert [run.arm for run in extended.plan.runs] == [*ARMS, "0.1"]
     assert extended.code == 0
     assert {arm: status.status for arm, status in extended.arms.items()} == {
         "0": "completed",
         COLLAPSES: "early_stopped",
         CRASHES_ONCE: "completed",
-        RAISES: "completed",
+        **dict.fromkeys(FAILED, "completed"),
         "0.1": "completed",
     }
+    assert not any(status.failure_class for status in extended.arms.values())
 
 
 def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: Outcome) -> None:
     assert f"{run_id(extended.plan, COLLAPSES)} is early_stopped and is not run again" in extended.text
-    assert "2 of 5 runs to go" in extended.text
+    assert "6 of 9 runs to go" in extended.text
     for arm in ("0", COLLAPSES, CRASHES_ONCE):
         name = run_id(extended.plan, arm)
         assert rows_of(extended.plan.run_dir(name)) == rows_of(outcome.plan.run_dir(name))
@@ -245,7 +296,8 @@ def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: O
 
 
 def test_a_failed_run_goes_on_from_its_state(extended: Outcome) -> None:
-    assert written_steps(extended.plan, RAISES) == list(range(1, STEPS + 1))
+    for arm in FAILED:
+        assert written_steps(extended.plan, arm) == list(range(1, STEPS + 1))
 
 
 def test_tunes_own_views_list_every_run_of_an_extended_study(extended: Outcome) -> None:
@@ -324,7 +376,8 @@ def placed(plan: StudyPlan, at_once: int) -> list[dict[str, Any]]:
     for run in plan.runs:
         plan.run_dir(run.run_id).mkdir(parents=True)
     meeting = Meeting.options(name="meeting").remote(at_once)
-    grid = make_tuner(plan, allotment, {}, progress, []).fit()
+    recorder = Recorder(plan, allotment, progress)
+    grid = make_tuner(plan, allotment, {}, Interrupt(plan.folder / ".interrupt"), recorder, []).fit()
     ray.kill(meeting)
     assert not grid.errors
     return [json.loads((plan.run_dir(run.run_id) / "place.json").read_text()) for run in plan.runs]
@@ -346,20 +399,20 @@ def test_a_run_on_two_whole_gpus_is_one_group_on_one_node(tmp_path: Path) -> Non
 
 
 def test_a_folder_with_other_settings_is_refused_with_the_difference(outcome: Outcome) -> None:
-    other = plan_in(outcome.plan.output, ("0", COLLAPSES, CRASHES_ONCE, RAISES), actor__lr=1e-3)
+    other = plan_in(outcome.plan.output, ARMS, actor__lr=1e-3)
     with pytest.raises(PlanError, match=r"other settings:\n  actor\.lr: 0\.0003 -> 0\.001\n"):
         join(other, extend=True)
 
 
 def test_new_values_or_seeds_need_extend(outcome: Outcome) -> None:
-    with pytest.raises(PlanError, match=r"--kl-values: 0,0\.3,0\.4,0\.5 -> 0,0\.7\n.*--extend"):
-        join(plan_in(outcome.plan.output, ("0", "0.7")), extend=False)
+    with pytest.raises(PlanError, match=r"--kl-values: 0,0\.3,0\.4,0\.5,0\.6,0\.7,0\.8,0\.9 -> 0,0\.75\n.*--extend"):
+        join(plan_in(outcome.plan.output, ("0", "0.75")), extend=False)
     with pytest.raises(PlanError, match=r"--seeds: 1 -> 2\n"):
-        join(plan_in(outcome.plan.output, ("0", COLLAPSES, CRASHES_ONCE, RAISES), seeds=2), extend=False)
+        join(plan_in(outcome.plan.output, ARMS, seeds=2), extend=False)
 
 
 def test_settings_that_change_no_row_may_change(outcome: Outcome) -> None:
-    same_runs = plan_in(outcome.plan.output, ("0", COLLAPSES, CRASHES_ONCE, RAISES), trainer__save_freq=10)
+    same_runs = plan_in(outcome.plan.output, ARMS, trainer__save_freq=10)
     assert join(same_runs, extend=False).base.trainer.save_freq == 10
 
 

@@ -1,0 +1,290 @@
+"""Studies of the real command, killed at random moments and resumed, then compared with one that was left alone.
+
+Processes are ended by their ids only: the driver that was started here, a trial by the id that its run folder names,
+and what carries this study's own mark in its environment.
+"""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+from safetensors.torch import load_file
+
+import analysis
+from trainable.checkpoint import numbered
+from trainable.run_files import LOCK, METRICS, STATE
+
+RUN = "results/kl_sweep_sokoban-tiny"
+SMALL = [
+    "--preset=laptop", "--kl-values=0,0.1", "--set=env.val_env_groups=16", "--set=env.test_env_groups=16",
+    "--set=env.env_groups=2", "--set=env.group_size=4", "--set=actor.ppo_mini_batch_size=8",
+    "--set=critic.ppo_mini_batch_size=8",
+]  # fmt: skip
+MARK = "TUNE_STUDY_FAULTS"
+PATIENCE_S = 120.0
+POLL_S = 0.002
+
+DRIVER_KILLS = (
+    "at once",
+    "at any time",
+    "at a row",
+    "in a checkpoint",
+    "whole machine",
+    "SIGTERM to all",
+    "Ctrl-C twice",
+)
+TRIAL_KILLS = ("SIGKILL", "SIGSEGV", "in a checkpoint")
+
+
+@dataclass
+class Tally:
+    """What was done to studies and what came of it."""
+
+    kills: Counter[str] = field(default_factory=Counter)
+    studies: int = 0
+    rows: int = 0
+    rows_lost: int = 0
+    rows_duplicated: int = 0
+    rows_different: int = 0
+    states_misread: int = 0
+    weights_different: int = 0
+    steps_recomputed: int = 0
+    most_recomputed_by_a_kill: int = 0
+    processes_left: int = 0
+
+    def harm(self) -> int:
+        """Everything that must be nought."""
+        return (
+            self.rows_lost + self.rows_duplicated + self.rows_different + self.states_misread
+            + self.weights_different + self.processes_left
+        )  # fmt: skip
+
+
+class Tormented:
+    """One study in a folder of its own. Every process of it carries its mark."""
+
+    def __init__(self, output: Path, steps: int, more: Sequence[str] = ()) -> None:
+        self.output, self.folder, self.steps = output, output / RUN, steps
+        self.more = list(more)
+        self.log_folder = output
+        self.mark = uuid.uuid4().hex
+        self.environment = {**os.environ, MARK: self.mark}
+        self.started = False
+
+    def start(self) -> "subprocess.Popen[str]":
+        """`run` the first time, `resume` wherever the folder holds the study."""
+        words = ["resume", str(self.folder)] if (self.folder / "study.json").exists() else [
+            "run", "kl", *SMALL, f"--steps={self.steps}", f"--output={self.output}", *self.more,
+        ]  # fmt: skip
+        self.log = (self.log_folder / "command.log").open("a")
+        self.log.write(f"--- {words[0]}\n")
+        self.log.flush()
+        command = [sys.executable, "-m", "tune_study", *words]
+        return subprocess.Popen(
+            command, stdout=self.log, stderr=subprocess.STDOUT, text=True, env=self.environment, start_new_session=True
+        )
+
+    def run_dirs(self) -> list[Path]:
+        """The folders of the runs, as far as they are there."""
+        return sorted((self.folder / "runs").glob("*"))
+
+    def rows(self) -> int:
+        """Lines of rows on disk."""
+        return sum(path.read_bytes().count(b"\n") for path in self.folder.glob(f"runs/*/{METRICS}"))
+
+    def trial_pids(self) -> list[int]:
+        """Ids of the processes that hold a run now, if they carry this study's mark."""
+        found = []
+        for path in self.folder.glob(f"runs/*/{LOCK}"):
+            words = re.match(r"pid (\d+) ", path.read_text(errors="replace"))
+            if words and self._is_ours(int(words.group(1))):
+                found.append(int(words.group(1)))
+        return found
+
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is half-written at this moment."""
+        return any(self.folder.glob(f"runs/*/{STATE}/.step_*.writing"))
+
+    def processes(self) -> list[psutil.Process]:
+        """All live processes that carry the mark."""
+        return [process for process in psutil.process_iter() if self._is_ours(process.pid)]
+
+    def _is_ours(self, pid: int) -> bool:
+        try:
+            process = psutil.Process(pid)
+            return process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def all_gone(self) -> int:
+        """Wait for every process of the study to end; how many did not. Those are then ended, by their ids."""
+        deadline = time.monotonic() + 30
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        for process in left:
+            print("left behind:", process.pid, process.cmdline())
+            process.kill()
+        return len(left)
+
+
+def wait_for(condition: Callable[[], bool], driver: "subprocess.Popen[str]", patience: float = PATIENCE_S) -> bool:
+    """Whether the condition came true while the driver was alive."""
+    deadline = time.monotonic() + patience
+    while driver.poll() is None:
+        if condition():
+            return True
+        assert time.monotonic() < deadline, "nothing happened for too long"
+        time.sleep(POLL_S)
+    return False
+
+
+def unbroken(output: Path, steps: int, more: Sequence[str] = ()) -> Tormented:
+    """The same study, left alone."""
+    study = Tormented(output, steps, more)
+    driver = study.start()
+    assert driver.wait(PATIENCE_S) == 0, (output / "command.log").read_text()[-3000:]
+    study.log.close()
+    return study
+
+
+def kill_driver(study: Tormented, kind: str, dice: random.Random, tally: Tally) -> None:
+    """Start the study, end its driver in the given way, and see that nothing lives on; nothing where it ends first."""
+    before = study.rows()
+    driver = study.start()
+    if kind == "at once":
+        is_alive = _after(dice.uniform(0.05, 2.0), driver)
+    elif kind == "at a row":
+        target = study.rows() + dice.randint(1, 4)
+        is_alive = wait_for(lambda: study.rows() >= target, driver)
+    elif kind == "in a checkpoint":
+        skip = study.rows() + dice.randint(0, 4)
+        is_alive = wait_for(lambda: study.rows() >= skip and study.is_writing(), driver)
+    else:
+        is_alive = _after(dice.uniform(1.0, 14.0), driver)
+    if is_alive:
+        tally.kills[f"driver, {kind}"] += 1
+        _end(study, driver, kind, dice)
+    driver.wait(PATIENCE_S)
+    study.log.close()
+    tally.processes_left += study.all_gone()
+    _count_recomputed(study, tally)
+    assert study.rows() >= before, "rows were lost from the files"
+
+
+def _after(seconds: float, driver: "subprocess.Popen[str]") -> bool:
+    try:
+        driver.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return True
+    return False
+
+
+def _end(study: Tormented, driver: "subprocess.Popen[str]", kind: str, dice: random.Random) -> None:
+    if kind == "whole machine":
+        for process in study.processes():
+            _send(process, signal.SIGKILL)
+    elif kind == "SIGTERM to all":
+        for process in study.processes():
+            _send(process, signal.SIGTERM)
+    elif kind == "Ctrl-C twice":
+        driver.send_signal(signal.SIGINT)
+        time.sleep(dice.uniform(0.0, 1.0))
+        driver.send_signal(signal.SIGINT)
+    else:
+        driver.kill()
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def kill_trials(study: Tormented, kills: int, dice: random.Random, tally: Tally) -> None:
+    """Start the study and kill its trials, each time after a step since the last kill; then let it end."""
+    driver = study.start()
+    seen = -1
+    for _ in range(kills):
+        kind = dice.choice(TRIAL_KILLS)
+        if not wait_for(lambda: study.rows() > seen and bool(study.trial_pids()), driver):
+            break
+        if kind == "in a checkpoint":
+            is_alive = wait_for(study.is_writing, driver)
+        else:
+            is_alive = _after(dice.uniform(0.0, 0.4), driver)
+        pids = study.trial_pids()
+        if not is_alive or not pids:
+            continue
+        seen = study.rows()
+        os.kill(dice.choice(pids), signal.SIGSEGV if kind == "SIGSEGV" else signal.SIGKILL)
+        tally.kills[f"trial, {kind}"] += 1
+    driver.wait(PATIENCE_S)
+    study.log.close()
+    tally.processes_left += study.all_gone()
+    _count_recomputed(study, tally)
+
+
+def _raw_steps(run_dir: Path) -> Iterator[int]:
+    for line in (run_dir / METRICS).read_bytes().splitlines() if (run_dir / METRICS).exists() else ():
+        found = re.search(rb'"step": (\d+)', line)
+        if found and line.endswith(b"}"):
+            yield int(found.group(1))
+
+
+def _count_recomputed(study: Tormented, tally: Tally) -> None:
+    """Steps that were trained again, by going back in the files of rows."""
+    total = 0
+    for run_dir in study.run_dirs():
+        high = 0
+        for step in _raw_steps(run_dir):
+            if step <= high:
+                total += 1
+                tally.most_recomputed_by_a_kill = max(tally.most_recomputed_by_a_kill, high - step + 1)
+            high = max(step, high) if step > high else high
+    tally.steps_recomputed = max(tally.steps_recomputed, total)
+
+
+def finish(study: Tormented) -> None:
+    """Resume until all has ended."""
+    driver = study.start()
+    assert driver.wait(PATIENCE_S) == 0, (study.output / "command.log").read_text()[-3000:]
+    study.log.close()
+
+
+def compare(study: Tormented, straight: Tormented, tally: Tally) -> list[str]:
+    """Tables, rows and final weights against those of the study that was left alone; differences as sentences."""
+    ours, theirs = analysis.load(study.output), analysis.load(straight.output)
+    found = []
+    for name in ("trials", "steps", "rooms"):
+        differences = analysis.same_rows(getattr(ours, name), getattr(theirs, name), leave_out=("axis_label",))
+        found += [f"{name}: {difference}" for difference in differences]
+    tally.studies += 1
+    tally.rows += len(ours.steps)
+    tally.rows_different += len(found)
+    wanted = set(zip(theirs.steps["run_id"], theirs.steps["step"], strict=True))
+    got = Counter(zip(ours.steps["run_id"], ours.steps["step"], strict=True))
+    tally.rows_lost += len(wanted - set(got))
+    tally.rows_duplicated += sum(count - 1 for count in got.values())
+    tally.states_misread += (study.output / "command.log").read_text().count("is not used")
+    for mine, its in zip(study.run_dirs(), straight.run_dirs(), strict=True):
+        if not _same_weights(mine, its):
+            tally.weights_different += 1
+            found.append(f"{mine.name}: the last state differs")
+    return found
+
+
+def _same_weights(mine: Path, its: Path) -> bool:
+    newest = [next(path for _, path in numbered(folder / STATE)) for folder in (mine, its)]
+    a, b = (load_file(path / "state.safetensors") for path in newest)
+    return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)
