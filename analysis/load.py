@@ -27,7 +27,16 @@ from trainable.records import STATUSES, STEP_COLUMNS, STOP_COLUMNS, TRIAL_LAST_V
 
 Row = dict[str, Any]
 
-_FROM_STATUS = ("trial_id", "failure_class", "started_at", "ended_at", "stop_rule", "stop_value", "stop_threshold", "stop_step")
+_FROM_STATUS = (
+    "trial_id",
+    "failure_class",
+    "started_at",
+    "ended_at",
+    "stop_rule",
+    "stop_value",
+    "stop_threshold",
+    "stop_step",
+)
 _FROM_HEAD = ("config_hash", "experiment_name")
 
 

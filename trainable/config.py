@@ -373,7 +373,7 @@ def explain(error: ValidationError, most: int = 10) -> str:
     """One sentence for each bad value, of the first `most`."""
     sentences = []
     for item in error.errors()[:most]:
-        where = ".".join(str(part) for part in item["loc"])
+        where = shown(".".join(str(part) for part in item["loc"]))
         what = item["msg"].removeprefix("Value error, ")
         value = item["input"] if not isinstance(item["input"], Mapping) else None
         given = f"`{where}={shown(value)}`" if value is not None else f"`{where}`" if where else "This combination"

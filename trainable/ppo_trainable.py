@@ -31,8 +31,9 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
     those of the study, all if it is left out. interrupt: a file whose existence means that this step is the last one
     for now; none if it is left out.
 
-    A run continues from its newest whole state by itself, whoever starts it again: no pickle is read. `note` of a
-    reported row, which is not in the file of rows, tells the study what the run met since its last row.
+    A run continues from its newest whole state by itself, whoever starts it again: no pickle is read. Two entries of a
+    reported row are not in the file of rows: `note` tells the study what the run met since its last row, `saved`
+    whether the state after this step is on disk.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -105,7 +106,7 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
     def step(self) -> dict[str, Any]:
         """Train one step; the row is on disk before it is reported, and before the state that follows it."""
         if self.finished:
-            return {**empty_row(), **self.rows[-1], "done": True, "note": self._note()}
+            return {**empty_row(), **self.rows[-1], "done": True, "note": self._note(), "saved": True}
         found, evaluations = self.trainer.step()
         row = {**empty_row(), **self.identity, "step": self.trainer.step_index, **found}
         last = self.trainer.step_index == self.settings.trainer.total_training_steps
@@ -116,8 +117,8 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
             self._append(ROOMS, evaluation.line())
         self._append(METRICS, row)
         self.rows.append(row)
-        self._save(ends)
-        return {**row, "done": last, "note": self._note()}
+        is_saved = self._save(ends)
+        return {**row, "done": last, "note": self._note(), "saved": is_saved}
 
     def _note(self) -> str:
         note, self.notes = "; ".join(self.notes), []
@@ -127,19 +128,24 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         patience = self.settings.trainer.disk_patience
         until_written(lambda: append_line(self.run_dir / name, line), patience, self.notes.append)
 
-    def _save(self, ends: bool) -> None:
-        """Write what this step is due: a checkpoint to keep, and the rolling state; the last state is kept alone."""
+    def _save(self, ends: bool) -> bool:
+        """Write what this step is due: a checkpoint to keep, and the rolling state; the last state is kept alone.
+
+        Whether the rolling state was due.
+        """
         trainer, step = self.settings.trainer, self.trainer.step_index
         tensors, values = self._state()
         if trainer.save_freq > 0 and (ends or step % trainer.save_freq == 0):
             target = self.checkpoint_dir / f"global_step_{step}"
             until_written(lambda: write_checkpoint(target, tensors, values), trainer.disk_patience, self.notes.append)
         is_interrupted = self.interrupt is not None and self.interrupt.exists()
-        if ends or is_interrupted or step % trainer.resume_every == 0:
+        is_due = ends or is_interrupted or step % trainer.resume_every == 0
+        if is_due:
             folder, keep = self.run_dir / STATE, 1 if ends else KEPT_STATES
             until_written(
                 lambda: write_rolling(folder, step, tensors, values, keep), trainer.disk_patience, self.notes.append
             )
+        return is_due
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The trainer's state, and whose it is."""

@@ -58,7 +58,10 @@ def finite(value: object) -> float | None:
     """`value` as a number, or None for what is no finite number (text, NaN, infinity, None, a truth value)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # A whole number of hundreds of digits.
+        return None
     return number if math.isfinite(number) else None
 
 

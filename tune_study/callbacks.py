@@ -2,15 +2,15 @@
 
 import re
 import shutil
-from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray import tune
 
 from trainable.failures import PROCESS_DIED, Failure, RunFailedError
+from trainable.run_files import METRICS, read_rows
 from tune_study.leftovers import end_leftovers
 from tune_study.outputs import RunStatus, append_line, now, read_status, write_status
 from tune_study.plan import RunSpec, StudyPlan
@@ -19,7 +19,15 @@ from tune_study.resources import Allotment
 from tune_study.summary import write_summary
 
 TRIES = 3
-"""How often a run may fail in a row, without a step between, with what may pass; a run of days meets more in all."""
+"""How often a run may fail in a row, without a step between, with what may pass."""
+
+
+class _InARow(NamedTuple):
+    """Failures of a run after the same step."""
+
+    step: int
+    times: int
+
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _IN_SETUP = "error raised in its creation task"
@@ -38,7 +46,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._allotment = allotment
         self._progress = progress
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
-        self._failures_in_a_row: Counter[str] = Counter()
+        self._failures: dict[str, _InARow] = {}
         self.given_up: set[str] = set()
         self.unwritten: dict[str, RunStatus] = {}
 
@@ -60,33 +68,47 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
         """A training step is done; `result` is its row, with the stopper's decision in it."""
-        note = result.pop("note", "")
+        note, _ = result.pop("note", ""), result.pop("saved", None)
         if trial.config["finished"]:
             return
         run_id = trial.config["run_id"]
         if note:
             self._log(run_id, f"=== {note} ===")
             self._progress.remark(run_id, note)
-        self._failures_in_a_row.pop(run_id, None)
-        trial.max_failures = trial.num_failures + TRIES - 1  # what was tried before the last step does not count
         self._log(run_id, step_line(result, self._specs[run_id].steps))
         self._progress.row(run_id, result)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run failed and Tune would try it again; whether it is depends on what it failed with."""
-        if trial.config["finished"]:
-            return
+        """A run failed. Tune would try it again for ever; whether it is depends on what it failed with, and how often.
+
+        Failures count in a row while the last step on disk stays the same: a run of days meets more in all.
+        """
         run_id, failed = trial.config["run_id"], failure(trial)
-        if not failed.is_retried:
-            self.given_up.add(trial.trial_id)
-            self._fail(trial, failed)
+        if trial.config["finished"]:
+            if self._count(run_id) >= TRIES:  # the run has ended well, only its replay in Tune's own record fails
+                self.given_up.add(trial.trial_id)
             return
-        self._failures_in_a_row[run_id] += 1
         left = end_leftovers(self._plan.run_dir(run_id))
-        self._log(run_id, f"{failed.trace}\n=== {failed.kind}, trying again: {failed.message} ===")
         if left:
             self._log(run_id, f"=== ended what it had started: {', '.join(left)} ===")
-        self._progress.again(run_id, f"{failed.kind}: {failed.message}")
+        times = self._count(run_id)
+        if failed.is_retried and times < TRIES:
+            self._log(run_id, f"{failed.trace}\n=== {failed.kind}, trying again: {failed.message} ===")
+            self._progress.again(run_id, f"{failed.kind}: {failed.message}")
+            return
+        self.given_up.add(trial.trial_id)
+        forget_windows(trial)
+        again = f" ({times} times in a row without a step between)" if times > 1 else ""
+        self._fail(trial, failed._replace(message=failed.message + again))
+
+    def _count(self, run_id: str) -> int:
+        """One more failure: how many it makes without a step between."""
+        rows = read_rows(self._plan.run_dir(run_id) / METRICS)
+        step = rows[-1]["step"] if rows else 0
+        before = self._failures.get(run_id)
+        times = before.times + 1 if before and before.step == step else 1
+        self._failures[run_id] = _InARow(step, times)
+        return times
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A run has trained all its steps, a rule has stopped it, or it was interrupted; one that never ran is not."""
@@ -95,16 +117,12 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         run_id, status = self._status(trial)
         if status.status == "running":
             self._end(ended_status(status, trial.last_result or {}, self._specs[run_id].steps))
+        forget_windows(trial)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run has failed for the last time; the replay of one that ended before changes nothing of it."""
-        if trial.config["finished"]:
-            return
-        failed, run_id = failure(trial), trial.config["run_id"]
-        end_leftovers(self._plan.run_dir(run_id))
-        times = self._failures_in_a_row.pop(run_id, 0) + 1
-        again = f" ({times} times in a row without a step between)" if times > 1 else ""
-        self._fail(trial, failed._replace(message=failed.message + again))
+        """A run has failed in a way that Tune itself calls final; the replay of an ended one changes nothing."""
+        if not trial.config["finished"]:
+            self._fail(trial, failure(trial))
 
     def _fail(self, trial: Any, failed: Failure) -> None:
         run_id, status = self._status(trial)
@@ -182,6 +200,16 @@ def failure(trial: Any) -> Failure:
         return Failure("error", f"in setup, {lines[-1]}", is_retried=True, trace=trace)
     kind = "out of memory" if "memory pressure" in trace else PROCESS_DIED
     return Failure(kind, f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace)
+
+
+def forget_windows(trial: Any) -> None:
+    """Drop the sliding windows that Tune keeps of every metric of a trial that has ended: they serve no more.
+
+    They are half of what an ended trial takes in the driver's memory and in Tune's record of the experiment. The
+    means, minima and maxima that Tune computed with them stay.
+    """
+    trial.run_metadata.metric_n_steps.clear()
+    trial.run_metadata.invalidate_cache()
 
 
 def carry_on_files(trial: Any, before: Path) -> None:

@@ -221,4 +221,4 @@ def _include_zero(study: Study, text: str | None) -> bool | None:
 
 
 def _absolute(path: Path) -> Path:
-    return Path(os.path.abspath(path.expanduser()))
+    return Path(os.path.abspath(os.path.expanduser(path)))

@@ -85,7 +85,7 @@ def print_status(console: Console, folder: Path, study: dict[str, Any]) -> None:
     rows = []
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]
-        status = _status(run_dir) or outputs.RunStatus(entry["run_id"], "never_ran")
+        status = outputs.read_status(run_dir) or outputs.RunStatus(entry["run_id"], "never_ran")
         shown, reason = status.shown, status.reason
         if shown == "running" and not is_running:
             shown, reason = "interrupted", "the process that ran the study is gone"
@@ -98,16 +98,6 @@ def print_status(console: Console, folder: Path, study: dict[str, Any]) -> None:
         rows.append([*cells, "-" if success is None else f"{success:.3f}", reason])
     say(console, f"{study['name']} ({study['preset']}): {'running' if is_running else 'not running'}")
     print_table(console, ("run", "arm", "seed", "status", "step", "val_success", "reason"), rows)
-
-
-def _status(run_dir: Path) -> outputs.RunStatus | None:
-    """The status of a run; None where status.json has none, or something else in its place."""
-    try:
-        status = outputs.read_status(run_dir)
-    except RecursionError:  # Brackets without end.
-        return None
-    is_text = status is not None and all(isinstance(part, str) for part in (status.status, status.reason))
-    return status if is_text else None
 
 
 def print_settings(console: Console) -> None:

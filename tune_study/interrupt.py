@@ -25,6 +25,11 @@ class Interrupt:
         self.path.unlink(missing_ok=True)
         self.is_requested = False
 
+    @property
+    def is_visible(self) -> bool:
+        """Whether the processes of the runs can see the request."""
+        return self.path.exists()
+
     def request(self) -> None:
         """Ask every run to stop after its step."""
         self.is_requested = True

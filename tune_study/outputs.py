@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from trainable.config import RunConfig
 from tune_study.plan import PlanError, RunSpec, StudyPlan
 
@@ -44,6 +46,9 @@ class RunStatus:
         return f"{self.status} ({self.failure_class})" if self.failure_class else self.status
 
 
+_STATUS = TypeAdapter(RunStatus)
+
+
 def now() -> str:
     """The time in UTC, ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -66,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None where there is no file or no object in it."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):  # The last for brackets without end.
         return None
     return data if isinstance(data, dict) else None
 
@@ -77,7 +82,10 @@ def read_status(run_dir: Path) -> RunStatus | None:
     known = set(RunStatus.__dataclass_fields__)
     if data is None or not {"run_id", "status"} <= data.keys():
         return None
-    return RunStatus(**{key: value for key, value in data.items() if key in known})
+    try:
+        return _STATUS.validate_python({key: data[key] for key in known & data.keys()})
+    except ValidationError:  # Of other types than were written.
+        return None
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:

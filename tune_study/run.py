@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from trainable.config import shown
 from trainable.run_files import METRICS, read_rows
 from tune_study import outputs
 from tune_study.describe import say
@@ -103,7 +104,7 @@ def choose_wandb(asked: str | None, plan: StudyPlan) -> str:
     """--wandb, else offline where trainer.logger names wandb, else off. PlanError if it cannot be had."""
     mode = asked or ("offline" if "wandb" in plan.base.trainer.logger else "off")
     if mode not in WANDB_MODES:
-        raise PlanError(f"--wandb {mode} is no mode: type --wandb {', --wandb '.join(WANDB_MODES)}.")
+        raise PlanError(f"--wandb {shown(mode)} is no mode: type --wandb {', --wandb '.join(WANDB_MODES)}.")
     if mode != "off" and find_spec("wandb") is None:
         raise PlanError(f"--wandb {mode} needs the package wandb: install it with `pip install wandb`.")
     return mode
@@ -197,7 +198,6 @@ def make_tuner(
     """
     from ray import tune
 
-    from tune_study.callbacks import TRIES
     from tune_study.carrier import Carrier
     from tune_study.scheduling import FirstComeFirstServed
     from tune_study.stoppers import StopRules, Watched
@@ -220,7 +220,7 @@ def make_tuner(
             storage_path=str(plan.folder.parent),
             stop=StopRules(watched, plan.study.stop_rules, interrupt),
             callbacks=[recorder, *more_callbacks],
-            failure_config=tune.FailureConfig(max_failures=TRIES - 1),
+            failure_config=tune.FailureConfig(max_failures=-1),  # the recorder decides, by what failed
             checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
             verbose=0,
         ),

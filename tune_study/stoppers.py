@@ -22,7 +22,8 @@ class Watched(NamedTuple):
 class StopRules(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
     """Ends each run at the first row that breaks one of `rules`, and at its next row once an interrupt is requested.
 
-    It never ends the study: Tune then calls what was cut complete, and tells nobody.
+    A row that was on its way when the interrupt came may have no state on disk (`saved` is False): its run makes one
+    step more, which has. It never ends the study: Tune then calls what was cut complete, and tells nobody.
 
     runs: run_id -> what is watched. Rows are kept by run and step. The rows that a run wrote before this object
     existed are read from its metrics.jsonl, so nothing is counted twice and nothing of this object need be stored.
@@ -45,14 +46,20 @@ class StopRules(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         rows = self._rows[run_id]
         rows.append({name: result.get(name) for name in ("step", "reward_std", "groups_kept", "val_success")})
         decision = decide(rows, watched.settings, self._rules)
-        if decision is None:
-            return self._interrupt is not None and self._interrupt.is_requested
-        result["stop_rule"] = decision.rule
-        result["stop_value"] = decision.value
-        result["stop_threshold"] = decision.threshold
-        result["stop_step"] = decision.step
-        del self._rows[run_id]  # ended: a study of many runs must not keep all their rows
-        return True
+        if decision is not None:
+            result["stop_rule"] = decision.rule
+            result["stop_value"] = decision.value
+            result["stop_threshold"] = decision.threshold
+            result["stop_step"] = decision.step
+        ends = decision is not None or self._is_interrupted(result)
+        if ends or result.get("done"):
+            del self._rows[run_id]  # a study of many runs must not keep the rows of all that have ended
+        return ends
+
+    def _is_interrupted(self, result: Mapping[str, Any]) -> bool:
+        if self._interrupt is None or not self._interrupt.is_requested:
+            return False
+        return bool(result.get("saved", True)) or not self._interrupt.is_visible
 
     def stop_all(self) -> bool:
         """Never: runs cut by it would end without a status."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ray import tune
 
-from tune_study.callbacks import failure
+from tune_study.outputs import read_status
 from tune_study.plan import RunSpec, StudyPlan
 
 PATIENCE_S = 30.0
@@ -57,8 +57,9 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._events.put(_Event("end", trial.config["run_id"]))
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run has failed; where that is final, nobody calls on_trial_error."""
-        if not failure(trial).is_retried:
+        """A run has failed; where that was final, its status says so by now."""
+        status = read_status(self._plan.run_dir(trial.config["run_id"]))
+        if status is not None and status.status == "failed":
             self._events.put(_Event("end", trial.config["run_id"], exit_code=1))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:

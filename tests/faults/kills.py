@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 import analysis
 from trainable.checkpoint import numbered
-from trainable.run_files import LOCK, METRICS, STATE
+from trainable.run_files import LOCK, METRICS, STATE, read_rows
 
 RUN = "results/kl_sweep_sokoban-tiny"
 SMALL = [
@@ -102,13 +102,13 @@ class Tormented:
         """Lines of rows on disk."""
         return sum(path.read_bytes().count(b"\n") for path in self.folder.glob(f"runs/*/{METRICS}"))
 
-    def trial_pids(self) -> list[int]:
-        """Ids of the processes that hold a run now, if they carry this study's mark."""
-        found = []
+    def trials(self) -> dict[Path, int]:
+        """The runs that a process of this study holds now, with its id."""
+        found = {}
         for path in self.folder.glob(f"runs/*/{LOCK}"):
             words = re.match(r"pid (\d+) ", path.read_text(errors="replace"))
             if words and self._is_ours(int(words.group(1))):
-                found.append(int(words.group(1)))
+                found[path.parent] = int(words.group(1))
         return found
 
     def is_writing(self) -> bool:
@@ -135,6 +135,12 @@ class Tormented:
             print("left behind:", process.pid, process.cmdline())
             process.kill()
         return len(left)
+
+
+def last_step(run_dir: Path) -> int:
+    """The last step of a run whose row is on disk."""
+    rows = read_rows(run_dir / METRICS)
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def wait_for(condition: Callable[[], bool], driver: "subprocess.Popen[str]", patience: float = PATIENCE_S) -> bool:
@@ -212,23 +218,27 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
 
 
 def kill_trials(study: Tormented, kills: int, dice: random.Random, tally: Tally) -> None:
-    """Start the study and kill its trials, each time after a step since the last kill; then let it end."""
+    """Start the study and kill its trials, each after a step of its own since it was killed last; then let it end."""
     driver = study.start()
-    seen = -1
+    seen: dict[Path, int] = {}
+
+    def ripe() -> list[Path]:
+        return [run_dir for run_dir in study.trials() if last_step(run_dir) > seen.get(run_dir, 0)]
+
     for _ in range(kills):
         kind = dice.choice(TRIAL_KILLS)
-        if not wait_for(lambda: study.rows() > seen and bool(study.trial_pids()), driver):
+        if not wait_for(lambda: bool(ripe()), driver):
             break
-        if kind == "in a checkpoint":
-            is_alive = wait_for(study.is_writing, driver)
-        else:
-            is_alive = _after(dice.uniform(0.0, 0.4), driver)
-        pids = study.trial_pids()
-        if not is_alive or not pids:
-            continue
-        seen = study.rows()
-        os.kill(dice.choice(pids), signal.SIGSEGV if kind == "SIGSEGV" else signal.SIGKILL)
-        tally.kills[f"trial, {kind}"] += 1
+        if kind != "in a checkpoint":
+            _after(dice.uniform(0.0, 0.4), driver)
+        elif not wait_for(study.is_writing, driver):
+            break
+        chosen = dice.choice(ripe() or [Path()])
+        pid = study.trials().get(chosen)
+        if pid is not None:
+            seen[chosen] = last_step(chosen)
+            os.kill(pid, signal.SIGSEGV if kind == "SIGSEGV" else signal.SIGKILL)
+            tally.kills[f"trial, {kind}"] += 1
     driver.wait(PATIENCE_S)
     study.log.close()
     tally.processes_left += study.all_gone()
@@ -285,6 +295,8 @@ def compare(study: Tormented, straight: Tormented, tally: Tally) -> list[str]:
 
 
 def _same_weights(mine: Path, its: Path) -> bool:
-    newest = [next(path for _, path in numbered(folder / STATE)) for folder in (mine, its)]
-    a, b = (load_file(path / "state.safetensors") for path in newest)
+    newest = [next((path for _, path in numbered(folder / STATE)), None) for folder in (mine, its)]
+    if None in newest:
+        return False
+    a, b = (load_file(path / "state.safetensors") for path in newest if path is not None)
     return a.keys() == b.keys() and all(bool((a[name] == b[name]).all()) for name in a)

@@ -17,7 +17,7 @@ from trainable.trainer import PPOTrainer
 def test_a_row_has_every_column_and_says_whose_it_is(straight: Straight) -> None:
     columns = {column.name for column in (*STEP_COLUMNS, *STOP_COLUMNS)}
     for step, row in enumerate(straight[1], start=1):
-        assert set(row) == columns | set(IDENTITY) | {"step", "done", "note"}
+        assert set(row) == columns | set(IDENTITY) | {"step", "done", "note", "saved"}
         assert {name: row[name] for name in IDENTITY} == IDENTITY
         assert (row["step"], row["done"]) == (step, step == 3)
         assert (row["stop_rule"], row["stop_value"]) == ("", None)
@@ -25,7 +25,7 @@ def test_a_row_has_every_column_and_says_whose_it_is(straight: Straight) -> None
 
 def test_rows_are_on_disk_as_they_were_reported(straight: Straight) -> None:
     rows, _ = run_files(straight[0])
-    assert [{**row, "done": row["step"] == 3, "note": ""} for row in rows] == straight[1]
+    assert [{**row, "done": row["step"] == 3, "note": "", "saved": True} for row in rows] == straight[1]
 
 
 def test_evaluations_are_on_disk(straight: Straight) -> None:

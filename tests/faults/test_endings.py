@@ -1,0 +1,167 @@
+"""How a study ends when people, batch systems, disks and other studies interfere: the real command, end to end."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import analysis
+from tests.faults.kills import PATIENCE_S, Tally, Tormented, compare, finish, unbroken, wait_for
+from trainable.checkpoint import numbered
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
+
+STEPS = 24
+SELDOM = "--set=trainer.resume_every=100"
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Tormented:
+    return unbroken(tmp_path_factory.mktemp("straight"), STEPS)
+
+
+def terminal_ctrl_c(driver: "subprocess.Popen[str]") -> None:
+    """A terminal sends it to every process of the foreground group."""
+    os.killpg(driver.pid, signal.SIGINT)
+
+
+def batch_system(driver: "subprocess.Popen[str]") -> None:
+    driver.terminate()
+
+
+def closed_terminal(driver: "subprocess.Popen[str]") -> None:
+    driver.send_signal(signal.SIGHUP)
+
+
+@pytest.mark.parametrize("interrupt", [terminal_ctrl_c, batch_system, closed_terminal])
+def test_once_finishes_and_saves_the_steps_under_way(
+    tmp_path: Path, straight: Tormented, interrupt: Callable[["subprocess.Popen[str]"], None]
+) -> None:
+    study = Tormented(tmp_path, STEPS, [SELDOM, "--max-concurrent=1"])
+    driver = study.start()
+    assert wait_for(lambda: study.rows() >= 3, driver)
+    interrupt(driver)
+    assert driver.wait(PATIENCE_S) == 130
+    study.log.close()
+    assert study.all_gone() == 0
+    trials = analysis.load(tmp_path).trials.set_index("arm")
+    steps = trials.loc["0", "steps_done"]
+    assert trials.loc["0", "status"] == "interrupted"
+    assert trials.loc["0", "reason"] == f"interrupted after step {steps} of {STEPS}"
+    assert tuple(trials.loc["0.1", ["status", "reason"]]) == (
+        "never_ran", "the study was interrupted before it started",
+    )  # fmt: skip
+    saved = [step for step, _ in numbered(study.run_dirs()[0] / "state")]
+    assert saved == [steps]  # every hundred steps, and the last one before the interruption
+    said = (tmp_path / "command.log").read_text()
+    assert "no new steps; the steps under way are finished and saved" in said
+    assert f"Go on with: python -m tune_study resume {study.folder}" in said
+    finish(study)
+    tally = Tally()
+    # The settings differ in what changes no row.
+    differences = [line for line in compare(study, straight, tally) if "resume_every" not in line]
+    assert differences == []
+
+
+def status_of(folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "tune_study", "status", str(folder)], capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_a_running_study_is_shown_not_disturbed_and_not_started_twice(tmp_path: Path, straight: Tormented) -> None:
+    study = Tormented(tmp_path, STEPS)
+    driver = study.start()
+    assert wait_for(lambda: study.rows() >= 2, driver)
+    shown = status_of(study.folder)
+    assert shown.startswith("kl (laptop): running\n")
+    assert shown.count(" running ") >= 1
+    second = subprocess.run(
+        [sys.executable, "-m", "tune_study", "resume", str(study.folder)], capture_output=True, text=True
+    )
+    assert second.returncode == 2
+    assert "Another process is running the study in" in second.stderr
+    driver.kill()  # the lock must not outlive the process
+    driver.wait()
+    study.log.close()
+    assert "kl (laptop): not running" in status_of(study.folder)
+    assert " interrupted " in status_of(study.folder)
+    assert study.all_gone() == 0
+    finish(study)
+    assert compare(study, straight, Tally()) == []
+    assert status_of(study.folder).count(" completed ") == 2
+
+
+def test_two_studies_at_once_do_not_disturb_each_other(tmp_path: Path, straight: Tormented) -> None:
+    studies = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        studies.append(Tormented(tmp_path / name, STEPS))
+    codes: list[int] = []
+
+    def run(study: Tormented) -> None:
+        codes.append(study.start().wait(2 * PATIENCE_S))
+        study.log.close()
+
+    threads = [threading.Thread(target=run, args=(study,)) for study in studies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert codes == [0, 0]
+    for study in studies:
+        assert compare(study, straight, Tally()) == []
+        assert study.all_gone() == 0
+
+
+def on_a_small_disk(folder: Path, patience: float) -> dict[str, object]:
+    """What tests.faults.full_disk saw."""
+    (folder / "mount").mkdir()
+    command = ["unshare", "--map-root-user", "--mount", sys.executable, "-m", "tests.faults.full_disk"]
+    done = subprocess.run(
+        [*command, str(folder / "mount"), str(folder / "keep"), str(patience)], capture_output=True, text=True
+    )
+    if "unshare failed" in done.stderr or "permission denied" in done.stderr.lower():
+        pytest.skip("no mount namespace is allowed here")
+    assert done.returncode == 0, done.stderr[-3000:]
+    seen: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return seen
+
+
+@pytest.fixture(scope="module")
+def longer(tmp_path_factory: pytest.TempPathFactory) -> Tormented:
+    return unbroken(tmp_path_factory.mktemp("longer"), 40)
+
+
+def kept(folder: Path) -> Tormented:
+    shutil.copyfile(folder / "command.log", folder / "keep" / "command.log")
+    return Tormented(folder / "keep", 40)
+
+
+def test_a_run_waits_for_room_on_a_full_disk(tmp_path: Path, longer: Tormented) -> None:
+    seen = on_a_small_disk(tmp_path, patience=100)
+    assert seen["is_waiting"]
+    assert int(str(seen["rows_while_full"])) <= int(str(seen["rows_when_full"])) + 2
+    assert (seen["code"], seen["left"]) == (0, 0)
+    said = (tmp_path / "command.log").read_text()
+    assert "waiting up to 100 s for room on the disk: [Errno 28]" in said
+    assert "there is room on the disk again" in said
+    differences = [line for line in compare(kept(tmp_path), longer, Tally()) if "disk_patience" not in line]
+    assert differences == []
+
+
+def test_a_disk_that_stays_full_fails_the_runs_and_loses_nothing(tmp_path: Path, longer: Tormented) -> None:
+    seen = on_a_small_disk(tmp_path, patience=1)
+    assert (seen["code"], seen["code_again"], seen["left"]) == (1, 0, 0)
+    said = (tmp_path / "command.log").read_text()
+    assert "failed (storage): OSError: [Errno 28] No space left on device" in said
+    differences = [line for line in compare(kept(tmp_path), longer, Tally()) if "disk_patience" not in line]
+    assert differences == []

@@ -1,0 +1,233 @@
+"""Malformed input never gives a traceback: what was found once, and some hundred draws of every kind."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from analysis.frames import FRAMES, same_rows
+from analysis.load import read_run
+from tests.faults import malformed, malformed_folders
+from tests.faults.malformed import assert_refused, check_any_line, check_line, check_settings
+from tests.faults.malformed_folders import (
+    RUN,
+    STUDY,
+    Damage,
+    changed,
+    check_reading,
+    check_report,
+    contents,
+    write_good,
+)
+from trainable.run_files import read_rows
+from tune_study.plan import MOST_SEEDS
+
+NESTED = "[" * 5000
+FIRST = f"{RUN}/runs/sokoban_kl_sweep_nofilter_0-sokoban-tiny"
+
+FOUND = [
+    ("kl", "--set", f"actor.lr={NESTED}"),
+    ("kl", "--set", f"actor.lr=[{'1' * 5000}]"),
+    ("kl", "--set", "actor.lr=" + "1" * 100_000 + "x"),
+    ("kl", "--set", "a" * 100_000 + "=1"),
+    ("kl", "--set", "trainer.logger=['\n\n']"),
+    ("kl", "--set", "actor.clip_ratio_c=inf"),
+    ("kl", "--set", "env.group_size=" + "9" * 400),
+    ("entropy", "--set", "actor.use_kl_loss="),
+    ("kl", "--preset", "laptop", "--model", ""),
+    ("kl", "--preset", "laptop", "--model", "a\nb"),
+    ("kl", "--preset", "laptop", "--model", "a" * 5000),
+    ("kl", "--preset", "laptop", "--model", "model-\udcff"),
+    ("kl", "--preset", "laptop", "--set", "model.path= "),
+    ("kl", "--preset", "laptop", "--output", "a" * 300),
+    ("kl", "--preset", "laptop", "--output", "a/" * 2500),
+    ("kl", "--preset", "laptop", "--output", "folder-\udcff"),
+    ("kl", "--preset", "laptop", "--seeds", "402"),
+    ("kl", "--preset", "laptop", "--seeds", "9" * 18),
+    ("kl", "--preset", "laptop", "--kl-values", "0." + "0" * 300 + "1"),
+    ("kl", "--preset", "paper", "--gpus-per-exp", "1e300"),
+    ("kl", "--preset", "paper", "--gpus-per-exp", "1e9"),
+    ("kl", "--preset", "paper", "--gpus-per-exp", "1e-9"),
+    ("kl", "--preset", "paper", "--gpus", "٣"),
+    ("kl", "--preset", "paper", "--gpus", "0,00"),
+    ("kl", "--preset", "a\n\nb"),
+    ("a\n\nb",),
+]
+
+
+def name_of(line: object) -> str:
+    return ascii(line)[:60]
+
+
+@pytest.mark.parametrize("line", FOUND, ids=name_of)
+def test_lines_that_were_answered_badly_once(line: tuple[str, ...]) -> None:
+    check_line(line)
+
+
+def test_there_are_as_many_seeds_as_the_settings_take() -> None:
+    assert check_settings({"seed": MOST_SEEDS - 1}) == "RunConfig"
+    assert check_settings({"seed": MOST_SEEDS}) == "ConfigError"
+
+
+def test_a_home_folder_of_nobody_is_a_folder_of_that_name() -> None:
+    assert check_any_line(("run", "kl", "--preset", "laptop", "--dry-run", "--output", "~nobody-here")) == "planned"
+
+
+@pytest.mark.parametrize("mode", ["a\n\nb", "\x1b[2J", "a" * 5000], ids=name_of)
+def test_a_mode_of_wandb_that_is_none_is_quoted(mode: str) -> None:
+    check_line(("kl", "--preset", "laptop", "--wandb", mode))
+
+
+@pytest.mark.parametrize("model", ["~nobody-of-that-name", "a" * 300, "a/" * 500])
+def test_a_model_that_cannot_be_a_folder_is_one_that_is_not_here(model: str) -> None:
+    assert check_any_line(("run", "kl", "--preset", "laptop", "--dry-run", "--model", model)) in ("planned", "refused")
+    assert_refused(["run", "kl", "--preset", "laptop", "--model", model])
+
+
+def test_numbers_beyond_what_python_prints_are_refused() -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    for key in ("actor.kl_loss_coef", "actor.lr", "env.env_groups", "trainer.save_freq", "actor.betas", "model.path"):
+        for value in (10**400, 10**5000, [10**5000], deep, {"a": deep}):
+            assert check_settings({key: value}) == "ConfigError"
+
+
+@pytest.mark.parametrize(
+    ("check", "examples", "answers"),
+    [
+        (malformed.check_command_lines, 400, {"refused by tune_study", "refused by the parser"}),
+        (malformed.check_arbitrary_lines, 300, {"planned", "refused"}),
+        (malformed.check_configurations, 400, {"RunConfig", "ConfigError"}),
+        (malformed_folders.check_reports, 10, {"exit 0"}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_every_draw_is_answered(check: malformed.Check, examples: int, answers: set[str]) -> None:
+    tally = check(examples)
+    assert tally.examples >= examples
+    assert answers <= tally.answers.keys()
+
+
+def test_every_damaged_folder_is_answered() -> None:
+    tally = malformed_folders.check_folders(150)
+    assert tally.examples >= 150
+    assert {"status 0, resume 0, replay 0", "status 2, resume 2, replay 2"} <= tally.answers.keys()
+
+
+class Good:
+    """A good study, its plan, and its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.plan = folder, write_good(folder)
+        self.files = contents(folder)
+
+    def other(self, name: str, way: tuple[object, ...], value: object = None, is_lost: bool = False) -> Damage:
+        data = changed(json.loads(self.files[name]), way, value, is_lost)
+        return Damage(name, json.dumps(data).encode())
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Good:
+    return Good(tmp_path_factory.mktemp("good"))
+
+
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [
+        (("runs", 0, "run_id"), "../.."),
+        (("runs", 0, "run_id"), "\0"),
+        (("runs", 0, "arm"), "\ud800"),
+        (("runs",), [[]]),
+        (("settings", "trainer"), []),
+        (("seeds",), ["0"]),
+        (("axis", "values"), "0"),
+        (("versions",), []),
+    ],
+)
+def test_a_study_of_the_wrong_shape_is_refused(good: Good, way: tuple[object, ...], value: object) -> None:
+    damage = good.other(STUDY, way, value)
+    assert check_reading(good.folder, good.plan, damage) == "status 2, resume 2, replay 2"
+    assert check_report(good.folder, damage) == "exit 2"
+
+
+@pytest.mark.parametrize("text", [NESTED, '{"a":' * 5000, "", "{", "[]", "null"], ids=name_of)
+def test_a_study_json_that_is_none_is_refused(good: Good, text: str) -> None:
+    assert check_reading(good.folder, good.plan, Damage(STUDY, text.encode())) == "status 2, resume 2, replay 2"
+
+
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [
+        (("settings", "actor", "lr"), 0.5),
+        (("settings", "rollout", "response_length"), 7),
+        (("seeds",), [0, 1]),
+        (("axis", "values"), ["0"]),
+        (("stop_rules",), ["none such"]),
+    ],
+)
+def test_a_study_that_says_something_else_than_its_runs_is_not_resumed(
+    good: Good, way: tuple[object, ...], value: object
+) -> None:
+    assert check_reading(good.folder, good.plan, good.other(STUDY, way, value)).startswith("status 0, resume 2")
+
+
+def test_a_lost_setting_is_not_replaced_by_its_default(good: Good) -> None:
+    damage = good.other(STUDY, ("settings", "actor", "lr"), is_lost=True)
+    assert check_reading(good.folder, good.plan, damage).startswith("status 0, resume 2")
+
+
+def test_a_run_json_without_settings_is_named(good: Good) -> None:
+    damage = good.other(f"{FIRST}/run.json", ("config",), is_lost=True)
+    assert check_reading(good.folder, good.plan, damage).startswith("status 0, resume 2")
+
+
+@pytest.mark.parametrize("status", [[], {}, 3, None, "no status"])
+def test_a_status_that_is_none_stops_nobody(good: Good, status: object) -> None:
+    damage = good.other(f"{FIRST}/status.json", ("status",), status)
+    assert check_reading(good.folder, good.plan, damage) == "status 0, resume 0, replay 0"
+    assert check_report(good.folder, damage) == "exit 1"
+
+
+ODD_LINES = [
+    "7", "[]", "null", '"step"', "{}", '{"step": "2"}', '{"step": 2.5}', '{"step": 2.0}', '{"step": true}',
+    '{"step": NaN}', '{"step": null}', '{"step": -1}', '{"step": 1e999}', '{"step": [2]}', NESTED,
+    '{"step": ' + "9" * 30 + "}", '{"step": ' + "9" * 5000 + "}", '{"step": 3, "split": [], "mode": {}}',
+    '{"step": -3, "split": "val", "mode": "sampled"}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ODD_LINES, ids=name_of)
+def test_an_odd_line_is_left_out(tmp_path: Path, good: Good, line: str) -> None:
+    for name in ("metrics.jsonl", "rooms.jsonl"):
+        rows = good.files[f"{FIRST}/{name}"].splitlines()
+        malformed_folders.damage_in(
+            tmp_path / name, good.folder, Damage(f"{FIRST}/{name}", b"\n".join([rows[0], line.encode(), *rows[1:]]))
+        )
+        before, after = read_run(good.folder / RUN), read_run(tmp_path / name / RUN)
+        assert [same_rows(getattr(before, frame), getattr(after, frame)) for frame in FRAMES] == [[], [], []]
+        assert read_rows(tmp_path / name / FIRST / "metrics.jsonl") == read_rows(good.folder / FIRST / "metrics.jsonl")
+
+
+def test_a_status_without_end_stops_nobody(good: Good) -> None:
+    damage = Damage(f"{FIRST}/status.json", NESTED.encode())
+    assert check_reading(good.folder, good.plan, damage) == "status 0, resume 0, replay 0"
+
+
+@pytest.mark.parametrize("value", ['"many"', "[]", "{}", "NaN", "-Infinity", "9" * 400], ids=name_of)
+def test_a_value_that_is_no_number_is_missing(tmp_path: Path, good: Good, value: str) -> None:
+    name = f"{FIRST}/metrics.jsonl"
+    rows = [json.loads(line) for line in good.files[name].splitlines()]
+    text = "\n".join(json.dumps({**row, "val_success": "HERE"}) for row in rows).replace('"HERE"', value)
+    damage = Damage(name, text.encode())
+    malformed_folders.damage_in(tmp_path, good.folder, damage)
+    steps = read_run(tmp_path / RUN).steps
+    assert steps["val_success"].isna().all()
+    assert steps["entropy"].to_list() == [row["entropy"] for row in rows]
+    assert check_reading(good.folder, good.plan, damage).startswith("status 0, resume 0")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "rooms.jsonl", "status.json"])
+@pytest.mark.parametrize("found", [None, "folder", b""])
+def test_lost_and_empty_files_stop_nobody(good: Good, name: str, found: bytes | str | None) -> None:
+    assert check_reading(good.folder, good.plan, Damage(f"{FIRST}/{name}", found)) == "status 0, resume 0, replay 0"
