@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: setup kl entropy top-p test test-all check format bench clean
+.PHONY: setup kl entropy top-p test test-faults test-faults-long test-all check format bench clean
 
 setup: .venv/ready
 
@@ -24,7 +24,13 @@ check: setup
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not faults"
+
+test-faults: setup
+	$(BIN)/python -m pytest -m faults tests/faults
+
+test-faults-long: setup
+	$(BIN)/python -m tests.faults
 
 test-all: check
 	$(BIN)/python -m pytest

@@ -5,6 +5,9 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,8 @@ from trainable.config import RunConfig, with_overrides
 from trainable.failures import NonFiniteError
 from trainable.records import empty_row
 
-COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES = (
-    "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9",
+COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, HAS_A_CHILD, HANGS = (
+    "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "0.91", "0.92",
 )  # fmt: skip
 """Arms (values of the KL axis) at which the fake misbehaves, until the run's folder has a file `mended`."""
 
@@ -36,7 +39,8 @@ class FakeTrainable(tune.Trainable):
         (self.folder / "started").touch()
 
     def cleanup(self) -> None:
-        pass
+        if self.run["arm"] == HANGS:
+            time.sleep(600)
 
     def step(self) -> dict[str, Any]:
         if self.run["finished"]:
@@ -59,6 +63,10 @@ class FakeTrainable(tune.Trainable):
             raise KeyError("the fake was told to look for what is not there")
         if arm == DIVERGES and self.done == 3:
             raise NonFiniteError("steps 1 to 3 skipped updates whose numbers were not finite: pg_loss")
+        if arm == HAS_A_CHILD and self.done == 2 and not self.was_started:
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+            (self.folder / "child").write_text(str(child.pid))
+            os.kill(os.getpid(), signal.SIGKILL)
         if arm == DIES and self.done == 5:
             (self.folder / "deaths").open("a").write("x")
             os.kill(os.getpid(), signal.SIGKILL)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pandas as pd
+import psutil
 import pytest
 import ray
 from rich.console import Console
@@ -24,6 +25,8 @@ from tests.fakes import (
     DIES,
     DIVERGES,
     FAILS_IN_SETUP,
+    HANGS,
+    HAS_A_CHILD,
     IS_WRONG,
     RAISES,
     Meeting,
@@ -256,6 +259,20 @@ def test_nothing_is_counted_as_running_afterwards(outcome: Outcome) -> None:
     assert all(status.ended_at is not None for status in outcome.arms.values())
 
 
+def test_a_child_that_outlives_its_trial_is_ended_and_the_run_goes_on(tmp_path: Path) -> None:
+    ended = run_study(plan_in(tmp_path, (HAS_A_CHILD,)))
+    assert ended.arms[HAS_A_CHILD].status == "completed"
+    pid = int((ended.plan.run_dir(run_id(ended.plan, HAS_A_CHILD)) / "child").read_text())
+    assert not psutil.pid_exists(pid)
+    log = (ended.plan.output / ended.plan.runs[0].log).read_text()
+    assert f"=== ended what it had started: {pid} (python" in log
+
+
+def test_a_trial_that_hangs_at_its_end_does_not_hold_the_study(tmp_path: Path) -> None:
+    ended = run_study(plan_in(tmp_path, (HANGS,), trainer__total_training_steps=2))
+    assert (ended.code, ended.arms[HANGS].status) == (0, "completed")
+
+
 # Going on.
 
 
@@ -336,6 +353,7 @@ def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(cut: Outcome) -> 
         cut.arms["0.2"].run_id, "never_ran", "the study was interrupted before it started"
     )
     assert f"Go on with: python -m tune_study resume {cut.plan.folder}" in cut.text
+    assert cut.arms[COLLAPSES].reason.startswith("interrupted after step ")
     assert len(pd.read_parquet(cut.plan.folder / "trials.parquet")) == 3
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from trainable.config import EarlyStopConfig
 from trainable.records import empty_row
 from trainable.stop_rules import RULES
+from tune_study.interrupt import Interrupt
 from tune_study.stoppers import StopRules, Watched
 
 SETTINGS = EarlyStopConfig()
@@ -82,6 +83,32 @@ def test_a_replayed_last_row_is_given_its_rule_again(tmp_path: Path) -> None:
     replayed = dict(rows[-1])
     assert stopper(tmp_path, "a")("trial", replayed)
     assert (replayed["stop_rule"], replayed["stop_step"]) == ("reward_variance_collapse", 20)
+
+
+def test_an_interrupt_ends_a_run_at_its_next_row_with_a_state(tmp_path: Path) -> None:
+    interrupt = Interrupt(tmp_path / ".interrupt")
+    rule = StopRules({"a": Watched(tmp_path / "a", SETTINGS)}, tuple(RULES), interrupt)
+    assert not rule("trial", row("a", 1, saved=False))
+    interrupt.request()
+    on_its_way = row("a", 2, saved=False)
+    assert not rule("trial", on_its_way)
+    saved = row("a", 3, saved=True)
+    assert rule("trial", saved)
+    assert saved["stop_rule"] == ""  # no rule has stopped it
+    assert rule("trial", row("a", 4))  # a Trainable that says nothing of states
+    (tmp_path / ".interrupt").unlink()
+    assert rule("trial", row("a", 5, saved=False))  # the run cannot see the request: it would go on for ever
+
+
+def test_the_rows_of_ended_runs_are_not_kept(tmp_path: Path) -> None:
+    rule = stopper(tmp_path, "a", "b", "c")
+    for step in range(1, 20):
+        assert not rule("trial-a", row("a", step, 2.0 if step <= 10 else 0.1))
+        assert not rule("trial-b", row("b", step))
+    assert rule("trial-a", row("a", 20, 0.1))
+    assert not rule("trial-b", row("b", 20, done=True))
+    assert not rule("trial-c", row("c", 1))
+    assert list(rule._rows) == ["c"]
 
 
 def test_it_is_stored_without_rows_and_reads_them_where_they_are(tmp_path: Path) -> None:
