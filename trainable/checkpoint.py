@@ -122,11 +122,6 @@ def _step(name: str) -> int | None:
     return int(found.group(1)) if found else None
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether there is something to read at `folder`."""
-    return folder.exists() or folder.with_name(f".{folder.name}.old").exists()
-
-
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainable.checkpoint import CheckpointError, has_checkpoint, read_checkpoint, write_checkpoint
+from trainable.checkpoint import CheckpointError, numbered, read_checkpoint, write_checkpoint, write_rolling
 
 TENSORS = {
     "actor/weight": torch.arange(6.0).view(2, 3),
@@ -101,7 +101,7 @@ def test_checksums_of_another_form_are_damaged(tmp_path: Path, text: str) -> Non
 
 
 def test_there_is_nothing_where_nothing_was_written(tmp_path: Path) -> None:
-    assert not has_checkpoint(tmp_path / "state")
+    assert list(numbered(tmp_path / "state")) == []
     with pytest.raises(CheckpointError, match="state"):
         read_checkpoint(tmp_path / "state")
 
@@ -127,16 +127,44 @@ def die_at_rename(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
 def test_a_death_before_either_rename_leaves_the_old_one_to_be_read(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written(tmp_path / "state", 1)
+    written(tmp_path / "step_7", 1)
     with monkeypatch.context() as patched:
         die_at_rename(patched, number)
         with pytest.raises(Died):
-            written(tmp_path / "state", 2)
-    assert has_checkpoint(tmp_path / "state")
-    assert same(tmp_path / "state", 1)
-    written(tmp_path / "state", 3)  # whoever goes on leaves nothing lying about
-    assert same(tmp_path / "state", 3)
-    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+            written(tmp_path / "step_7", 2)
+    assert list(numbered(tmp_path)) == [(7, tmp_path / "step_7")]
+    assert same(tmp_path / "step_7", 1)
+    written(tmp_path / "step_7", 3)  # whoever goes on leaves nothing lying about
+    assert same(tmp_path / "step_7", 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_7"]
+
+
+def rolled(folder: Path, step: int, keep: int = 2) -> list[str]:
+    write_rolling(folder, step, TENSORS, {**VALUES, "step": step}, keep)
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_newest_rolling_states_are_kept(tmp_path: Path) -> None:
+    assert [rolled(tmp_path, step) for step in (5, 10, 15)] == [
+        ["step_5"], ["step_10", "step_5"], ["step_10", "step_15"],
+    ]  # fmt: skip
+    assert rolled(tmp_path, 20, keep=1) == ["step_20"]
+    assert same(tmp_path / "step_20", 20)
+
+
+def test_what_was_given_up_or_half_written_is_cleared_away(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        rolled(tmp_path, step)
+    (tmp_path / ".step_4.writing").mkdir()
+    assert rolled(tmp_path, 2) == ["step_2"]  # the run went back to step 1: 3 is of an attempt that was given up
+
+
+def test_checkpoints_are_numbered_by_their_names_the_latest_first(tmp_path: Path) -> None:
+    for name in ("step_9", "step_10", ".step_11.writing", ".step_8.old", "step_x", "other", "global_step_12"):
+        (tmp_path / name).mkdir()
+    assert [(step, path.name) for step, path in numbered(tmp_path)] == [
+        (12, "global_step_12"), (10, "step_10"), (9, "step_9"), (8, "step_8"),
+    ]  # fmt: skip
 
 
 def test_two_deaths_in_a_row_lose_nothing_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from search_spaces import STUDIES
 from trainable.records import STATUSES
-from tune_study.continuing import plan_from_folder
+from tune_study.continuing import check_unchanged, plan_from_folder
 from tune_study.models import absolute_model, check_model, check_trainable, hub_cache
 from tune_study.outputs import (
     RunStatus,
@@ -97,6 +97,40 @@ def test_a_study_file_keeps_its_date_and_command_while_its_runs_are_the_same(tmp
     assert again["command"] != "as typed"
     assert again["created_at"] == "2026-01-01T00:00:00+00:00"
     assert datetime.fromisoformat(again["created_at"]).tzinfo is not None
+
+
+def test_a_study_file_keeps_every_start_and_what_changed_between_two(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    assert write_study(plan) == []
+    path = plan.folder / "study.json"
+    first = json.loads(path.read_text())
+    assert [start["versions"] for start in first["starts"]] == [first["versions"]]
+    older = {**first["starts"][0], "versions": {**first["versions"], "torch": "2.0.0"}, "git": {"commit": "abc"}}
+    write_json(path, {**first, "starts": [older], "versions": older["versions"], "git": older["git"]})
+    changes = write_study(plan)
+    assert f"torch: 2.0.0 -> {first['versions']['torch']}" in changes
+    assert any(change.startswith("commit: abc -> ") for change in changes)
+    again = json.loads(path.read_text())
+    assert len(again["starts"]) == 2
+    assert again["versions"]["torch"] == "2.0.0"  # those of the first start
+    assert write_study(plan) == []  # as at the last start
+
+
+def test_a_study_that_is_declared_otherwise_now_is_not_gone_on_with(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    write_study(plan)
+    check_unchanged(plan_from_folder(plan.folder))
+    path = plan.run_dir(plan.runs[1].run_id) / "run.json"
+    run = json.loads(path.read_text())
+    run["config"]["actor"]["kl_loss_type"] = "mse"
+    write_json(path, run)
+    with pytest.raises(PlanError, match=r"declared otherwise(.|\n)*kl_loss_type: mse -> "):
+        check_unchanged(plan_from_folder(plan.folder))
+
+
+def test_a_failure_is_shown_with_its_class() -> None:
+    assert ended("a", "failed", failure_class="storage").shown == "failed (storage)"
+    assert ended("a").shown == "completed"
 
 
 @pytest.mark.parametrize("damage", [{"name": "unknown"}, {"settings": {"actor": {"lr": -1}}}, {"seeds": None}])
