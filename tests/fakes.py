@@ -18,8 +18,8 @@ from trainable.config import RunConfig, with_overrides
 from trainable.failures import NonFiniteError
 from trainable.records import empty_row
 
-COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, HAS_A_CHILD, HANGS = (
-    "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "0.91", "0.92",
+COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE, HAS_A_CHILD, HANGS = (
+    "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "0.91", "0.92", "0.93",
 )  # fmt: skip
 """Arms (values of the KL axis) at which the fake misbehaves, until the run's folder has a file `mended`."""
 
@@ -61,6 +61,8 @@ class FakeTrainable(tune.Trainable):
             raise RuntimeError("the fake was told to raise")
         if arm == IS_WRONG and self.done == 2:
             raise KeyError("the fake was told to look for what is not there")
+        if arm == IS_TOO_LARGE:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte too many")
         if arm == DIVERGES and self.done == 3:
             raise NonFiniteError("steps 1 to 3 skipped updates whose numbers were not finite: pg_loss")
         if arm == HAS_A_CHILD and self.done == 2 and not self.was_started:

@@ -72,8 +72,7 @@ class PPOTrainer:
         control = config.algorithm.kl_ctrl
         horizon = control.horizon if control.type == "adaptive" else None
         self.kl_control = AdaptiveKL(control.kl_coef, control.target_kl, horizon)
-        self.step_index = 0
-        self.empty_in_a_row = self.nonfinite_in_a_row = 0
+        self.step_index = self.empty_in_a_row = self.nonfinite_in_a_row = 0
         self.seconds_total = 0.0
         self.totals = dict.fromkeys(TOTALS, 0)
         self._set_up_game()

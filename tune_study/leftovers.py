@@ -19,13 +19,14 @@ def end_leftovers(folder: Path) -> list[str]:
     A process that was forked without being started anew shows the environment of its parent's start and is not found.
     """
     found = [process for process in psutil.process_iter() if _is_of(process, folder)]
+    named = [f"{process.pid} ({_name(process)})" for process in found]
     for process in found:
         _ask(process)
     _, alive = psutil.wait_procs(found, timeout=_PATIENCE_S)
     for process in alive:
         process.kill()
     psutil.wait_procs(alive, timeout=_PATIENCE_S)
-    return [f"{process.pid} ({_name(process)})" for process in found]
+    return named
 
 
 def _is_of(process: psutil.Process, folder: Path) -> bool:

@@ -9,9 +9,7 @@ import pytest
 
 from tune_study.leftovers import MARK, end_leftovers
 
-DEAF = (
-    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-)
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 QUIET = "import time; print('up', flush=True); time.sleep(600)"
 
 
@@ -48,7 +46,7 @@ def test_only_what_the_runs_of_the_folder_started_is_ended(
         start(children, None),
     ]
     named = end_leftovers(tmp_path / "study")
-    assert [name.split()[0] for name in named] == [str(mine.pid)]
+    assert named == [f"{mine.pid} ({psutil.Process().name()})"]
     assert not psutil.pid_exists(mine.pid)
     assert [child.poll() for child in others] == [None, None, None]
     assert end_leftovers(tmp_path / "study") == []

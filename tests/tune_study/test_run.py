@@ -27,6 +27,7 @@ from tests.fakes import (
     FAILS_IN_SETUP,
     HANGS,
     HAS_A_CHILD,
+    IS_TOO_LARGE,
     IS_WRONG,
     RAISES,
     Meeting,
@@ -47,8 +48,8 @@ from tune_study.run import execute, make_tuner, run_config
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 STEPS = 22
-ARMS = ("0", COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES)
-FAILED = (RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES)
+ARMS = ("0", COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE)
+FAILED = (RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE)
 
 
 def fake_study(trainable: str = "tests.fakes:FakeTrainable") -> Study:
@@ -128,6 +129,10 @@ def test_a_failure_has_its_class_and_its_words(outcome: Outcome) -> None:
             "NonFiniteError: steps 1 to 3 skipped updates whose numbers were not finite: pg_loss",
         ),
         DIES: ("process died", died + three),
+        IS_TOO_LARGE: (
+            "out of memory",
+            "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte too many",
+        ),
     }
     trials = pd.read_parquet(outcome.plan.folder / "trials.parquet").set_index("arm")
     assert trials["failure_class"].to_dict() == {arm: outcome.arms[arm].failure_class for arm in ARMS}
@@ -161,7 +166,7 @@ def test_a_crashed_run_goes_on_from_its_own_state(outcome: Outcome) -> None:
 
 def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
     frame = ray_frame(outcome.plan.folder)
-    trained = [run for run in outcome.plan.runs if run.arm != FAILS_IN_SETUP]
+    trained = [run for run in outcome.plan.runs if run.arm not in (FAILS_IN_SETUP, IS_TOO_LARGE)]
     assert set(frame["run_id"].dropna()) == {run.run_id for run in trained}
     for run in trained:
         last = rows_of(outcome.plan.run_dir(run.run_id))[-1]
@@ -172,7 +177,7 @@ def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
     stopped = frame.set_index("run_id").loc[run_id(outcome.plan, COLLAPSES)]
     assert (stopped["stop_rule"], stopped["stop_step"]) == ("reward_variance_collapse", 20)
     trials = pd.read_parquet(outcome.plan.folder / "trials.parquet").set_index("run_id")
-    trials, frame = trials[trials["arm"] != FAILS_IN_SETUP], frame.dropna(subset="run_id")
+    trials, frame = trials[trials["steps_done"] > 0], frame.dropna(subset="run_id")
     assert trials["trial_id"].to_dict() == frame.set_index("run_id")["trial_id"].to_dict()
     assert trials["steps_done"].to_dict() == frame.set_index("run_id")["step"].to_dict()
 
@@ -302,7 +307,7 @@ def test_an_extended_study_has_the_old_runs_and_the_new(extended: Outcome) -> No
 
 def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: Outcome) -> None:
     assert f"{run_id(extended.plan, COLLAPSES)} is early_stopped and is not run again" in extended.text
-    assert "6 of 9 runs to go" in extended.text
+    assert "7 of 10 runs to go" in extended.text
     for arm in ("0", COLLAPSES, CRASHES_ONCE):
         name = run_id(extended.plan, arm)
         assert rows_of(extended.plan.run_dir(name)) == rows_of(outcome.plan.run_dir(name))
@@ -423,7 +428,9 @@ def test_a_folder_with_other_settings_is_refused_with_the_difference(outcome: Ou
 
 
 def test_new_values_or_seeds_need_extend(outcome: Outcome) -> None:
-    with pytest.raises(PlanError, match=r"--kl-values: 0,0\.3,0\.4,0\.5,0\.6,0\.7,0\.8,0\.9 -> 0,0\.75\n.*--extend"):
+    with pytest.raises(
+        PlanError, match=r"--kl-values: 0,0\.3,0\.4,0\.5,0\.6,0\.7,0\.8,0\.9,0\.91 -> 0,0\.75\n.*--extend"
+    ):
         join(plan_in(outcome.plan.output, ("0", "0.75")), extend=False)
     with pytest.raises(PlanError, match=r"--seeds: 1 -> 2\n"):
         join(plan_in(outcome.plan.output, ARMS, seeds=2), extend=False)
