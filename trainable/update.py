@@ -4,8 +4,10 @@ A mini-batch is one optimizer step. Its loss is the mean over micro-batches of e
 because every aggregation is a weight a token, passes may be cut anywhere without changing the sum.
 """
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -164,40 +166,49 @@ class ActorUpdate:
         return meter
 
     def _loss(self, part: Pass, meter: Meter) -> Tensor:
-        """The whole loss of one pass: policy, entropy bonus, KL penalty, and the value loss on a shared trunk."""
+        """The whole loss of one pass."""
+        return reduce(operator.add, self.components(part, meter).values())
+
+    def components(self, part: Pass, meter: Meter) -> dict[str, Tensor]:
+        """The terms of the loss of one pass, coefficients included; their sum is the loss.
+
+        task, then, where they are on, entropy (a bonus: it is negative), kl, and value (on a shared trunk).
+        """
         settings, where = self.settings, part.batch.where()
         hidden = self.model.model.hidden_at(part.batch.tokens, where)
         logits = self.model.lm_head(hidden) / self.temperature
         logprobs = logprobs_from_logits(logits, part.flat(part.batch.tokens))
-        old = part.flat(part.batch.logprobs)
+        terms = {"task": self._task(part, logprobs, meter)}
+        with torch.set_grad_enabled(torch.is_grad_enabled() and settings.entropy_coeff != 0):
+            rows = ENTROPY_ROWS if settings.entropy_from_logits_with_chunking else max(1, len(logits))
+            entropy = (part.weights * entropy_from_logits(logits, rows)).sum()
+        meter.add(0, {"entropy_loss": entropy.detach()}, {})
+        if settings.entropy_coeff != 0:
+            terms["entropy"] = -settings.entropy_coeff * entropy
+        if settings.use_kl_loss:
+            kl = (part.weights * self._kl(part, logits, logprobs, where)).sum()
+            meter.add(0, {"kl_loss": kl.detach()}, {})
+            terms["kl"] = settings.kl_loss_coef * kl
+        if self.head is not None:
+            values = self.head(hidden).squeeze(-1)
+            terms["value"] = self.value_weight * value_loss(values, part, self.cliprange_value, meter)
+        return terms
+
+    def _task(self, part: Pass, logprobs: Tensor, meter: Meter) -> Tensor:
+        """The clipped policy loss of one pass; logprobs (N,) of its trained tokens now."""
+        settings, old = self.settings, part.flat(part.batch.logprobs)
         policy = ppo_clip(
             logprobs, old, part.flat(part.targets.advantages),
             settings.clip_ratio_low, settings.clip_ratio_high, settings.clip_ratio_c,
         )  # fmt: skip
         pg_loss = (part.weights * policy.loss).sum()
-        loss, weighted = pg_loss, {"pg_loss": pg_loss.detach()}
-        with torch.set_grad_enabled(settings.entropy_coeff != 0):
-            rows = ENTROPY_ROWS if settings.entropy_from_logits_with_chunking else max(1, len(logits))
-            entropy = (part.weights * entropy_from_logits(logits, rows)).sum()
-        weighted["entropy_loss"] = entropy.detach()
-        if settings.entropy_coeff != 0:
-            loss = loss - settings.entropy_coeff * entropy
-        if settings.use_kl_loss:
-            kl = (part.weights * self._kl(part, logits, logprobs, where)).sum()
-            weighted["kl_loss"] = kl.detach()
-            loss = loss + settings.kl_loss_coef * kl
-        meter.add(
-            len(old), weighted,
-            {
-                "pg_clipfrac": policy.clipped.sum(),
-                "pg_clipfrac_lower": policy.clipped_lower.sum(),
-                "ppo_kl": (old - logprobs.detach()).sum(),
-            },
-        )  # fmt: skip
-        if self.head is not None:
-            values = self.head(hidden).squeeze(-1)
-            loss = loss + self.value_weight * value_loss(values, part, self.cliprange_value, meter)
-        return loss
+        counted = {
+            "pg_clipfrac": policy.clipped.sum(),
+            "pg_clipfrac_lower": policy.clipped_lower.sum(),
+            "ppo_kl": (old - logprobs.detach()).sum(),
+        }
+        meter.add(len(old), {"pg_loss": pg_loss.detach()}, counted)
+        return pg_loss
 
     def _kl(self, part: Pass, logits: Tensor, logprobs: Tensor, where: Tensor) -> Tensor:
         """The KL penalty of each trained token (N,)."""
