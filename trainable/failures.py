@@ -52,9 +52,9 @@ def classify(error: BaseException, has_rows: bool) -> Failure:
     row is a setting that does not fit, and final; a full or forbidden folder is final, since the run waited for it.
     """
     kind, is_retried = _kind(error, has_rows)
-    first = next((line for line in str(error).splitlines() if line.strip()), "no message")
-    trace = "".join(traceback.format_exception(error))
-    return Failure(kind, f"{type(error).__name__}: {first.strip()}", is_retried, trace)
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    message = " ".join([f"{type(error).__name__}: {first}", *getattr(error, "__notes__", [])])
+    return Failure(kind, message, is_retried, "".join(traceback.format_exception(error)))
 
 
 def _kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:

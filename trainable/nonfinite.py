@@ -41,8 +41,8 @@ def check_finite(step: int, in_a_row: int, patience: int, skipped: Iterable[str]
         raise NonFiniteError(f"step {step} left weights that are not finite: {_listed(broken)}")
     if in_a_row >= patience:
         raise NonFiniteError(
-            f"steps {step - in_a_row + 1} to {step} skipped updates whose numbers were not finite: "
-            f"{_listed(list(dict.fromkeys(skipped)))} (trainer.nonfinite_patience={patience})"
+            f"step {step} is number {in_a_row} in a row of the steps that trained whose updates were skipped, since "
+            f"numbers were not finite: {_listed(list(dict.fromkeys(skipped)))} (trainer.nonfinite_patience={patience})"
         )
 
 

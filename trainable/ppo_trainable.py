@@ -1,5 +1,6 @@
 """Ray Tune's view of a run: setup, step, save. No maths."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -10,7 +11,7 @@ from trainable.checkpoint import CheckpointError, numbered, read_checkpoint, wri
 from trainable.config import RunConfig, with_overrides
 from trainable.full_disk import until_written
 from trainable.records import empty_row
-from trainable.run_files import METRICS, ROOMS, STATE, append_line, hold, read_rows
+from trainable.run_files import METRICS, ROOMS, STATE, append_line, hold, read_lines, read_rows
 from trainable.stop_rules import RULES, decide
 from trainable.trainer import PPOTrainer
 
@@ -83,6 +84,9 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
             raise ValueError(f"its name says step {step} and it holds step {values.get('step')}.")
         if [row["step"] for row in self.rows[:step]] != list(range(1, step + 1)):
             raise ValueError(f"rows of the steps 1 to {step} are missing in {METRICS}.")
+        validated = {row["step"] for row in self.rows[:step] if row.get("val_success") is not None}
+        if not validated <= {line.get("step") for line in read_lines(self.run_dir / ROOMS)}:
+            raise ValueError(f"evaluations up to step {step} are missing in {ROOMS}.")
 
     def _ends_with(self, rows: list[dict[str, Any]]) -> bool:
         """Whether the last of `rows` is the run's last: all steps are trained, or a stop rule fires."""
@@ -125,8 +129,14 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         return note
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
-        patience = self.settings.trainer.disk_patience
-        until_written(lambda: append_line(self.run_dir / name, line), patience, self.notes.append)
+        self._write(lambda: append_line(self.run_dir / name, line))
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Write, or wait for room on a full disk, unless the study is being interrupted."""
+        until_written(write, self.settings.trainer.disk_patience, self.notes.append, self._is_interrupted)
+
+    def _is_interrupted(self) -> bool:
+        return self.interrupt is not None and self.interrupt.exists()
 
     def _save(self, ends: bool) -> bool:
         """Write what this step is due: a checkpoint to keep, and the rolling state; the last state is kept alone.
@@ -137,14 +147,11 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         tensors, values = self._state()
         if trainer.save_freq > 0 and (ends or step % trainer.save_freq == 0):
             target = self.checkpoint_dir / f"global_step_{step}"
-            until_written(lambda: write_checkpoint(target, tensors, values), trainer.disk_patience, self.notes.append)
-        is_interrupted = self.interrupt is not None and self.interrupt.exists()
-        is_due = ends or is_interrupted or step % trainer.resume_every == 0
+            self._write(lambda: write_checkpoint(target, tensors, values))
+        is_due = ends or self._is_interrupted() or step % trainer.resume_every == 0
         if is_due:
-            folder, keep = self.run_dir / STATE, 1 if ends else KEPT_STATES
-            until_written(
-                lambda: write_rolling(folder, step, tensors, values, keep), trainer.disk_patience, self.notes.append
-            )
+            keep = 1 if ends else KEPT_STATES
+            self._write(lambda: write_rolling(self.run_dir / STATE, step, tensors, values, keep))
         return is_due
 
     def _state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,21 +38,34 @@ def hold(run_dir: Path, patience: float) -> BinaryIO:
                 raise BusyError(f"{run_dir} is still held by another process ({holder or 'unknown'})") from None
             time.sleep(0.05)
             continue
-        handle.truncate(0)
-        handle.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
-        handle.flush()
+        with suppress(OSError):  # the lock counts; who holds it is said where the disk has room for it
+            handle.truncate(0)
+            handle.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
+            handle.flush()
         return handle
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append one JSON line and ask the disk for it; a line that a crash tore is closed off first."""
     line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
+    is_new = not path.exists()
     with path.open("ab") as file:
         if file.tell() and not _ends_with_newline(path):
             file.write(b"\n")
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+    if is_new:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Ask the disk for a folder's own entry of a file that is new in it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -61,20 +75,23 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     was given up.
     """
     rows: list[dict[str, Any]] = []
-    for row in _lines(path) if path.is_file() else ():
+    for row in read_lines(path):
+        if type(row.get("step")) is not int or not 0 < row["step"] < 2**63:
+            continue
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()
         rows.append(row)
     return rows
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_bytes().splitlines():
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines, in their order; what is torn or no object does not count."""
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):  # Torn, or brackets without end.
             continue
-        if isinstance(row, dict) and type(row.get("step")) is int and 0 < row["step"] < 2**63:
+        if isinstance(row, dict):
             yield row
 
 

@@ -27,7 +27,8 @@ def load_flat_state(part: nn.Module | torch.optim.Optimizer, tensors: Mapping[st
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         number, name = key.split("/")
-        state.setdefault(int(number), {})[name] = value
+        # A copy: the loaded one is a view of the file, which would live on, unseen, after it is deleted.
+        state.setdefault(int(number), {})[name] = value.clone()
     part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
 
 

@@ -17,6 +17,7 @@ from trainable.algo.reductions import masked_mean
 from trainable.batch import Batch, collate
 from trainable.config import OptimConfig, RunConfig
 from trainable.evaluate import Evaluation, by_group, collected_columns, number_classes, summarise
+from trainable.failures import NonFiniteError
 from trainable.nonfinite import bad_weights, check_finite
 from trainable.policy import frozen_copy, load_policy, make_codec, make_critic, pick_device
 from trainable.protocol import Observation, make_protocol
@@ -248,8 +249,10 @@ class PPOTrainer:
         if not self.config.algorithm.use_kl_in_reward or ref is None:
             return
         row["kl_in_reward_coef"] = self.kl_control.coef
-        measured = masked_mean(kl_estimate(batch.logprobs, ref, self.config.algorithm.kl_penalty), batch.mask)
-        self.kl_control = self.kl_control.updated(float(measured), len(batch.lengths))
+        measured = float(masked_mean(kl_estimate(batch.logprobs, ref, self.config.algorithm.kl_penalty), batch.mask))
+        if not math.isfinite(measured):
+            raise NonFiniteError(f"step {self.step_index} measured a KL in the reward that is not finite")
+        self.kl_control = self.kl_control.updated(measured, len(batch.lengths))
 
     # ------------------------------------------------------------------ evaluation
 

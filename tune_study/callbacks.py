@@ -22,11 +22,11 @@ TRIES = 3
 """How often a run may fail in a row, without a step between, with what may pass."""
 
 
-class _InARow(NamedTuple):
-    """Failures of a run after the same step."""
+class _Failures(NamedTuple):
+    """The furthest step of a run whose row was on disk when it failed, and its failures since without another one."""
 
-    step: int
-    times: int
+    furthest: int
+    in_a_row: int
 
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -46,7 +46,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._allotment = allotment
         self._progress = progress
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
-        self._failures: dict[str, _InARow] = {}
+        self._failures: dict[str, _Failures] = {}
         self.given_up: set[str] = set()
         self.unwritten: dict[str, RunStatus] = {}
 
@@ -81,7 +81,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A run failed. Tune would try it again for ever; whether it is depends on what it failed with, and how often.
 
-        Failures count in a row while the last step on disk stays the same: a run of days meets more in all.
+        Failures count in a row until the run gets further than ever before: a run of days meets more in all.
         """
         run_id, failed = trial.config["run_id"], failure(trial)
         if trial.config["finished"]:
@@ -102,13 +102,16 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._fail(trial, failed._replace(message=failed.message + again))
 
     def _count(self, run_id: str) -> int:
-        """One more failure: how many it makes without a step between."""
-        rows = read_rows(self._plan.run_dir(run_id) / METRICS)
-        step = rows[-1]["step"] if rows else 0
-        before = self._failures.get(run_id)
-        times = before.times + 1 if before and before.step == step else 1
-        self._failures[run_id] = _InARow(step, times)
+        """One more failure: how many it makes without a step beyond the furthest that the run ever got to."""
+        step, before = self._last_step(run_id), self._failures.get(run_id, _Failures(-1, 0))
+        times = 1 if step > before.furthest else before.in_a_row + 1
+        self._failures[run_id] = _Failures(max(step, before.furthest), times)
         return times
+
+    def _last_step(self, run_id: str) -> int:
+        """The last step of a run whose row is on disk; 0 before the first."""
+        rows = read_rows(self._plan.run_dir(run_id) / METRICS)
+        return int(rows[-1]["step"]) if rows else 0
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A run has trained all its steps, a rule has stopped it, or it was interrupted; one that never ran is not."""
@@ -116,7 +119,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             return
         run_id, status = self._status(trial)
         if status.status == "running":
-            self._end(ended_status(status, trial.last_result or {}, self._specs[run_id].steps))
+            row = {**(trial.last_result or {}), "step": self._last_step(run_id)}
+            self._end(ended_status(status, row, self._specs[run_id].steps))
         forget_windows(trial)
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -163,7 +167,7 @@ def ended_status(status: RunStatus, row: dict[str, Any], total: int) -> RunStatu
 
     A rule that fires at the last step counts: the run is early_stopped.
     """
-    step = row.get("step")
+    step = row["step"]
     if row.get("stop_rule"):
         return replace(
             status,
@@ -177,8 +181,9 @@ def ended_status(status: RunStatus, row: dict[str, Any], total: int) -> RunStatu
         )
     if step == total:
         return replace(status, status="completed", reason=f"trained {total} of {total} steps", ended_at=now())
-    done = f"after step {step} of {total}" if step else "before its first step"
-    return replace(status, status="interrupted", reason=f"interrupted {done}", ended_at=now())
+    if not step:
+        return replace(status, status="never_ran", reason="interrupted before its first step", ended_at=now())
+    return replace(status, status="interrupted", reason=f"interrupted after step {step} of {total}", ended_at=now())
 
 
 def failure(trial: Any) -> Failure:
@@ -221,5 +226,6 @@ def carry_on_files(trial: Any, before: Path) -> None:
     for name in ("result.json", "progress.csv"):
         source, target = before / name, Path(trial.local_path) / name
         if source.exists() and not target.exists():
-            trial.init_local_path()
-            shutil.copyfile(source, target)
+            with suppress(OSError):  # Tune's copy of older rows; ours are where they were
+                trial.init_local_path()
+                shutil.copyfile(source, target)

@@ -2,11 +2,13 @@
 
 import importlib
 import os
+from pathlib import Path
 from typing import Any
 
 from ray import tune
 
 from trainable.failures import RunFailedError, classify
+from trainable.run_files import METRICS, read_rows
 from tune_study.leftovers import MARK
 
 
@@ -30,7 +32,7 @@ class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
                 self._build()
             row = self.run.step()
         except Exception as error:
-            has_rows = self.run is not None and bool(getattr(self.run, "rows", None))
+            has_rows = bool(read_rows(Path(self.given["run_dir"]) / METRICS))
             raise RunFailedError(classify(error, has_rows)) from None
         return {**row, "training_iteration": row["step"]}
 

@@ -18,6 +18,7 @@ from tune_study import options as opt
 from tune_study.models import absolute_model, check_model, check_trainable
 from tune_study.plan import PlanError, StudyPlan, collect_overrides, find_study, make_plan, parse_bool, parse_values
 from tune_study.run import choose_wandb, execute, write_results
+from tune_study.terminal import protect_output
 
 app = typer.Typer(
     name="tune_study",
@@ -38,6 +39,7 @@ RUN_EXAMPLE = "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --ste
 
 def main() -> None:
     """Entry point of `python -m tune_study` and of the command `tune-study`."""
+    protect_output()
     app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)
 
 

@@ -11,7 +11,7 @@ from search_spaces import STUDIES
 from trainable.config import RunConfig, explain, shown
 from trainable.stop_rules import RULES
 from tune_study.outputs import read_json
-from tune_study.plan import PlanError, StudyPlan, build_plan, flat_settings
+from tune_study.plan import PlanError, StudyPlan, arm_config, build_plan, flat_settings
 
 Text = Annotated[str, Field(max_length=100_000)]
 RunId = Annotated[str, Field(max_length=255, pattern=r"^[^/.\x00-\x1f][^/\x00-\x1f]*$")]
@@ -153,10 +153,13 @@ def join(plan: StudyPlan, extend: bool) -> StudyPlan:
             f"{plan.folder} holds this study with other settings:\n  " + "\n  ".join(changes) + "\n"
             "Type the same settings to go on with it, or another --output to start a new one."
         )
-    values = (*held.values, *(value for value in plan.values if value not in held.values))
+    # A value is the arm that it makes: 0.10 continues what was started as 0.1.
+    held_as = {arm_config(held.study, held.base, value).config_hash(): value for value in held.values}
+    asked = tuple(held_as.get(arm_config(plan.study, plan.base, value).config_hash(), value) for value in plan.values)
+    values = (*held.values, *(value for value in asked if value not in held.values))
     seeds = tuple(sorted({*held.seeds, *plan.seeds}))
     if not extend:
-        _check_same_arms(held, plan)
+        _check_same_arms(held, replace(plan, values=asked))
     return build_plan(plan.study, plan.preset, plan.preset_reason, plan.base, values, seeds, plan.output)
 
 

@@ -1,6 +1,7 @@
 """Ctrl-C: once ends the study after the steps that are under way, twice ends it now."""
 
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +9,9 @@ from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """A batch system's warning and a closed terminal are answered as Ctrl-C is."""
+
+_ONE_EVENT_S = 0.5
+"""Signals this close together are one event: a wrapper that hands Ctrl-C on, a shell and the system at a hang-up."""
 
 
 class Interrupt:
@@ -40,11 +44,18 @@ class Interrupt:
 
     @contextmanager
     def handled(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Within the body the first signal is a request and the second a KeyboardInterrupt; then all is as before."""
+        """Within the body the first signal is a request and a later one a KeyboardInterrupt; then all is as before.
+
+        A hang-up is never more than a request: nobody is there any more who could ask for haste.
+        """
+        first = [0.0]
 
         def on_signal(number: int, frame: FrameType | None) -> None:
             if self.is_requested:
-                raise KeyboardInterrupt
+                if number != signal.SIGHUP and time.monotonic() - first[0] >= _ONE_EVENT_S:
+                    raise KeyboardInterrupt
+                return
+            first[0] = time.monotonic()
             self.request()
             say(
                 f"{signal.Signals(number).name}: no new steps; the steps under way are finished and saved. "

@@ -1,6 +1,8 @@
 """Processes that a run started and that outlived it: found by a mark in their environment, and ended by their id."""
 
 import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,10 +23,10 @@ def end_leftovers(folder: Path) -> list[str]:
     found = [process for process in psutil.process_iter() if _is_of(process, folder)]
     named = [f"{process.pid} ({_name(process)})" for process in found]
     for process in found:
-        _ask(process)
+        _send(process, signal.SIGTERM)
     _, alive = psutil.wait_procs(found, timeout=_PATIENCE_S)
     for process in alive:
-        process.kill()
+        _send(process, signal.SIGKILL)
     psutil.wait_procs(alive, timeout=_PATIENCE_S)
     return named
 
@@ -39,11 +41,9 @@ def _is_of(process: psutil.Process, folder: Path) -> bool:
     return marked is not None and (Path(marked) == folder or folder in Path(marked).parents)
 
 
-def _ask(process: psutil.Process) -> None:
-    try:
-        process.terminate()
-    except psutil.NoSuchProcess:
-        return
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    with suppress(psutil.Error):  # gone by itself, or not ours to end
+        process.send_signal(number)
 
 
 def _name(process: psutil.Process) -> str:

@@ -5,6 +5,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trainable.config import RunConfig
+from trainable.run_files import METRICS, read_rows, sync_folder
 from tune_study.plan import PlanError, RunSpec, StudyPlan
 
 ENDED = ("completed", "early_stopped")
@@ -58,8 +60,16 @@ def write_text(path: Path, text: str) -> None:
     """Write a file beside its place and rename it there, so that no reader ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.part")
-    beside.write_text(text, encoding="utf-8")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     os.replace(beside, path)
+    sync_folder(path.parent)  # a power cut must not leave the old name with nothing in it
 
 
 def write_json(path: Path, data: object) -> None:
@@ -213,11 +223,22 @@ def locked(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise PlanError(f"{folder} cannot be written ({error}): type another --output.") from None
     with lock as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise PlanError(f"Another process is running the study in {folder}: wait for it, or end it.") from None
+        deadline = time.monotonic() + _GLANCE_S
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                if time.monotonic() >= deadline:
+                    raise PlanError(
+                        f"Another process is running the study in {folder}: wait for it, or end it."
+                    ) from None
+                time.sleep(0.02)
         yield
+
+
+_GLANCE_S = 1.0
+"""`status` holds the lock for a moment to see whether it is held; a start must not fail for that."""
 
 
 def is_running(folder: Path) -> bool:
@@ -240,7 +261,10 @@ def close_unfinished(plan: StudyPlan, reason: str) -> None:
         run_dir = plan.run_dir(spec.run_id)
         status = read_status(run_dir) or RunStatus(spec.run_id, "never_ran")
         if status.status == "running":
-            write_status(run_dir, replace(status, status="interrupted", reason=reason, ended_at=now()))
+            rows = read_rows(run_dir / METRICS)
+            how = "interrupted" if rows else "never_ran"
+            after = f"{reason}, after step {rows[-1]['step']}" if rows else f"{reason} before its first step"
+            write_status(run_dir, replace(status, status=how, reason=after, ended_at=now()))
         elif status.status == "never_ran":
             write_status(run_dir, replace(status, reason=f"{reason} before it started"))
 

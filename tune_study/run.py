@@ -2,9 +2,11 @@
 
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from tune_study import outputs
 from tune_study.describe import say
 from tune_study.interrupt import Interrupt
 from tune_study.leftovers import end_leftovers
+from tune_study.machine import ray_folder
 from tune_study.outputs import RunStatus
 from tune_study.plan import PlanError, RunSpec, StudyPlan, changed_settings
 from tune_study.progress import Progress
@@ -25,6 +28,7 @@ from tune_study.summary import finished_runs, write_summary
 
 if TYPE_CHECKING:
     from tune_study.callbacks import Recorder
+    from tune_study.watching import Daemon
 
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -40,55 +44,73 @@ _ENVIRONMENT = {
 WANDB_MODES = ("offline", "online", "off")
 
 
+@dataclass(frozen=True)
+class Session:
+    """One start of a study: what is run, with what, and who is told. finished: the runs that had ended before."""
+
+    plan: StudyPlan
+    allotment: Allotment
+    wandb_mode: str
+    console: Console
+    finished: Mapping[str, RunStatus]
+    interrupt: Interrupt
+    progress: Progress
+
+
 def execute(plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Console) -> int:
     """Run what is left of `plan`, then write tables and report. The exit code: 0, 1 for a failure, 130 for Ctrl-C."""
     with outputs.locked(plan.folder):
         for leftover in end_leftovers(plan.folder):
             say(console, f"Ended process {leftover}, which an earlier start of this study had left behind")
-        finished = finished_runs(plan)
-        for change in outputs.write_study(plan):
-            say(console, f"Going on with another {change}: rows before and after may differ for that")
-        interrupt = Interrupt(plan.folder / ".interrupt")
-        interrupt.clear()
-        progress = Progress(plan, allotment.max_concurrent, console)
-        _skip(plan, finished, progress, console)
+        interrupt, progress = Interrupt(plan.folder / ".interrupt"), Progress(plan, allotment.max_concurrent, console)
+        session = Session(plan, allotment, wandb_mode, console, finished_runs(plan), interrupt, progress)
+        _write_start(session)
+        _skip(plan, session.finished, progress, console)
         problem, unwritten = "", dict[str, RunStatus]()
-        if len(finished) < len(plan.runs):
-            problem, unwritten = _train(plan, allotment, finished, progress, wandb_mode, interrupt, console)
-        return _conclude(plan, allotment, problem, unwritten, interrupt.is_requested, console)
+        if len(session.finished) < len(plan.runs):
+            problem, unwritten = _train(session)
+        try:
+            return _conclude(session, problem, unwritten)
+        except KeyboardInterrupt:
+            say(console, f"The rows are safe. Tables and report: python -m tune_study report {plan.folder}")
+            return 130
 
 
-def _train(
-    plan: StudyPlan,
-    allotment: Allotment,
-    finished: Mapping[str, RunStatus],
-    progress: Progress,
-    wandb_mode: str,
-    interrupt: Interrupt,
-    console: Console,
-) -> tuple[str, dict[str, RunStatus]]:
+def _write_start(session: Session) -> None:
+    """What is on disk before anything starts; PlanError where it cannot be."""
+    try:
+        session.interrupt.clear()
+        changes = outputs.write_study(session.plan)
+    except OSError as error:
+        raise PlanError(
+            f"{session.plan.folder} cannot be written ({error}): make room there, or type another --output."
+        ) from None
+    for change in changes:
+        say(session.console, f"Going on with another {change}: rows before and after may differ for that")
+
+
+def _train(session: Session) -> tuple[str, dict[str, RunStatus]]:
     """Train what is left until it has ended or somebody interrupts; every run then has its status.
 
     What went wrong, and the statuses that a full disk did not take.
     """
-    prepare_environment(allotment.gpus)
+    prepare_environment(session.allotment.gpus)
     from tune_study.callbacks import Recorder
 
-    recorder = Recorder(plan, allotment, progress)
-    problem = ""
+    recorder, problem = Recorder(session.plan, session.allotment, session.progress), ""
     try:
-        _fit(plan, allotment, finished, progress, wandb_mode, interrupt, recorder, console)
+        _fit(session, recorder)
     except KeyboardInterrupt:
-        interrupt.request()  # also where it came while Ray was starting, and is the first
-        say(console, "Stopped now.")
+        session.interrupt.request()  # also where it came while Ray was starting, and is the first
+        say(session.console, "Stopped now.")
     except Exception as error:
-        is_over = not any(view.is_open for view in progress.views.values())
+        is_over = not any(view.is_open for view in session.progress.views.values())
         what = "Ray Tune could not finish its own record of the study" if is_over else "The study ended early"
         problem = f"{what}: {_brief(error)}."
-    reason = "the study was interrupted" if interrupt.is_requested else problem or "the study ended early"
+    reason = "the study was interrupted" if session.interrupt.is_requested else problem or "the study ended early"
     recorder.settle()
     try:
-        outputs.close_unfinished(plan, reason)
+        outputs.close_unfinished(session.plan, reason)
     except OSError as error:
         problem = f"{problem} The statuses could not be written: {error}.".strip()
     return problem, recorder.unwritten
@@ -135,23 +157,23 @@ def prepare_environment(gpus: tuple[str, ...]) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
 
-def _fit(
-    plan: StudyPlan,
-    allotment: Allotment,
-    finished: Mapping[str, RunStatus],
-    progress: Progress,
-    wandb_mode: str,
-    interrupt: Interrupt,
-    recorder: "Recorder",
-    console: Console,
-) -> None:
+def _fit(session: Session, recorder: "Recorder") -> None:
     """Start Ray where it is not started, and train every run that is left."""
-    wandb_runs = _wandb(plan, wandb_mode)
+    from tune_study.watching import Room, guarded
+
+    plan, console = session.plan, session.console
+
+    def tell(text: str) -> None:
+        say(console, text)
+
+    wandb_runs = _wandb(plan, session.wandb_mode)
     # Ray sets a handler of its own for SIGTERM when it starts, so ours come after it.
-    with started_ray(allotment, console), interrupt.handled(lambda text: say(console, text)):
-        tuner = make_tuner(plan, allotment, finished, interrupt, recorder, wandb_runs)
+    with started_ray(session.allotment, console) as daemons, session.interrupt.handled(tell):
+        folders = (plan.folder, ray_folder(os.environ))
+        room = Room(folders, plan.base.trainer.disk_patience, session.interrupt, tell)
+        tuner = make_tuner(session, recorder, [room, *wandb_runs])
         try:
-            with progress.shown():
+            with session.progress.shown(), guarded(daemons, lambda lost: _last_will(session, recorder, lost)):
                 tuner.fit()
         finally:
             for runs in wandb_runs:
@@ -159,39 +181,55 @@ def _fit(
                     print(f"W&B logging is not complete: {runs.problem or 'it took too long'}", file=sys.stderr)
 
 
+def _last_will(session: Session, recorder: "Recorder", lost: str) -> None:
+    """End the study without Ray, which cannot be asked any more: whoever waits for it waits for ever."""
+    from tune_study.watching import end_children
+
+    end_children()
+    recorder.settle()
+    problem = f"The study ended early: {lost}."
+    with suppress(OSError):
+        outputs.close_unfinished(session.plan, problem)
+    _conclude(session, problem, recorder.unwritten)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
+
+
 @contextmanager
-def started_ray(allotment: Allotment, console: Console) -> Iterator[None]:
-    """Ray on this machine alone, unless the caller started one."""
+def started_ray(allotment: Allotment, console: Console) -> Iterator["tuple[Daemon, ...]"]:
+    """Ray on this machine alone, unless the caller started one; its processes, where they were started here."""
     import ray
 
+    from tune_study.watching import ray_daemons
+
     if ray.is_initialized():
-        yield
+        yield ()
         return
     say(console, "Starting Ray ...")
-    ray.init(
-        address="local",
-        num_cpus=allotment.cpus,
-        num_gpus=len(allotment.gpus),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-    )
+    # A closed terminal tells the whole process group; Ray's processes inherit that they do not hear it, as Ray itself
+    # sees to for Ctrl-C.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        ray.init(
+            address="local",
+            num_cpus=allotment.cpus,
+            num_gpus=len(allotment.gpus),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     # It repeats at the end, as an error, which trials did not complete; their statuses say it.
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
     try:
-        yield
+        yield ray_daemons()
     finally:
         ray.shutdown()
 
 
-def make_tuner(
-    plan: StudyPlan,
-    allotment: Allotment,
-    finished: Mapping[str, Any],
-    interrupt: Interrupt,
-    recorder: "Recorder",
-    more_callbacks: list[Any],
-) -> Any:
+def make_tuner(session: Session, recorder: "Recorder", more_callbacks: list[Any]) -> Any:
     """The Tune experiment of all runs of a plan; finished ones replay their last row, so that it lists every run.
 
     Tune's own checkpoints and its restore are not used: a run goes on from the rolling state in its folder.
@@ -200,13 +238,11 @@ def make_tuner(
 
     from tune_study.carrier import Carrier
     from tune_study.scheduling import FirstComeFirstServed
-    from tune_study.stoppers import StopRules, Watched
 
-    trainable = tune.with_resources(Carrier, placement(plan.base.trainer.n_gpus_per_node))
-    configs = [run_config(plan, spec, spec.run_id in finished, interrupt.path) for spec in plan.runs]
-    watched = {spec.run_id: Watched(plan.run_dir(spec.run_id), spec.config.early_stop) for spec in plan.runs}
+    plan, allotment, interrupt = session.plan, session.allotment, session.interrupt
+    configs = [run_config(plan, spec, spec.run_id in session.finished, interrupt.path) for spec in plan.runs]
     return tune.Tuner(
-        trainable,
+        tune.with_resources(Carrier, placement(plan.base.trainer.n_gpus_per_node)),
         param_space=tune.grid_search(configs),
         tune_config=tune.TuneConfig(
             max_concurrent_trials=allotment.max_concurrent,
@@ -215,15 +251,25 @@ def make_tuner(
             trial_name_creator=_run_id,
             trial_dirname_creator=_run_id,
         ),
-        run_config=tune.RunConfig(
-            name=plan.run,
-            storage_path=str(plan.folder.parent),
-            stop=StopRules(watched, plan.study.stop_rules, interrupt),
-            callbacks=[recorder, *more_callbacks],
-            failure_config=tune.FailureConfig(max_failures=-1),  # the recorder decides, by what failed
-            checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
-            verbose=0,
-        ),
+        run_config=_tune_run(plan, interrupt, [recorder, *more_callbacks]),
+    )
+
+
+def _tune_run(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]) -> Any:
+    """Where Tune writes, who is told, and what ends a trial."""
+    from ray import tune
+
+    from tune_study.stoppers import StopRules, Watched
+
+    watched = {spec.run_id: Watched(plan.run_dir(spec.run_id), spec.config.early_stop) for spec in plan.runs}
+    return tune.RunConfig(
+        name=plan.run,
+        storage_path=str(plan.folder.parent),
+        stop=StopRules(watched, plan.study.stop_rules, interrupt),
+        callbacks=callbacks,
+        failure_config=tune.FailureConfig(max_failures=-1),  # the recorder decides, by what failed
+        checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
+        verbose=0,
     )
 
 
@@ -255,17 +301,11 @@ def _last_success(rows: list[dict[str, Any]]) -> float | None:
     return next((row["val_success"] for row in reversed(rows) if row.get("val_success") is not None), None)
 
 
-def _conclude(
-    plan: StudyPlan,
-    allotment: Allotment,
-    problem: str,
-    unwritten: Mapping[str, RunStatus],
-    interrupted: bool,
-    console: Console,
-) -> int:
+def _conclude(session: Session, problem: str, unwritten: Mapping[str, RunStatus]) -> int:
     """Summary, tables and report of what there is, and what to type next. The exit code."""
+    plan, console = session.plan, session.console
     try:
-        say(console, f"Summary: {write_summary(plan, allotment, closing=True)}")
+        say(console, f"Summary: {write_summary(plan, session.allotment, closing=True)}")
     except OSError as error:
         problem = f"{problem} The summary could not be written: {error}.".strip()
     statuses = [unwritten.get(spec.run_id) or outputs.read_status(plan.run_dir(spec.run_id)) for spec in plan.runs]
@@ -278,7 +318,7 @@ def _conclude(
         print(problem, file=sys.stderr)
     if left:
         say(console, f"Go on with: python -m tune_study resume {plan.folder}")
-    return 130 if interrupted and left else int(bool(problem or left))
+    return 130 if session.interrupt.is_requested and left else int(bool(problem or left))
 
 
 def write_results(folder: Path, console: Console) -> str:

@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pandas as pd
 import psutil
 from safetensors.torch import load_file
 
 import analysis
 from trainable.checkpoint import numbered
 from trainable.run_files import LOCK, METRICS, STATE, read_rows
+from tune_study.watching import DAEMONS
 
 RUN = "results/kl_sweep_sokoban-tiny"
 SMALL = [
@@ -42,6 +44,7 @@ DRIVER_KILLS = (
     "whole machine",
     "SIGTERM to all",
     "Ctrl-C twice",
+    *DAEMONS,
 )
 TRIAL_KILLS = ("SIGKILL", "SIGSEGV", "in a checkpoint")
 
@@ -202,9 +205,13 @@ def _end(study: Tormented, driver: "subprocess.Popen[str]", kind: str, dice: ran
     elif kind == "SIGTERM to all":
         for process in study.processes():
             _send(process, signal.SIGTERM)
+    elif kind in DAEMONS:
+        for process in study.processes():
+            if Path(process.cmdline()[0]).name == kind:
+                _send(process, signal.SIGKILL)
     elif kind == "Ctrl-C twice":
         driver.send_signal(signal.SIGINT)
-        time.sleep(dice.uniform(0.0, 1.0))
+        time.sleep(dice.uniform(0.0, 1.5))
         driver.send_signal(signal.SIGINT)
     else:
         driver.kill()
@@ -282,10 +289,10 @@ def compare(study: Tormented, straight: Tormented, tally: Tally) -> list[str]:
     tally.studies += 1
     tally.rows += len(ours.steps)
     tally.rows_different += len(found)
+    tally.rows_duplicated += int(pd.read_parquet(study.folder / "steps.parquet").duplicated(["run_id", "step"]).sum())
     wanted = set(zip(theirs.steps["run_id"], theirs.steps["step"], strict=True))
-    got = Counter(zip(ours.steps["run_id"], ours.steps["step"], strict=True))
-    tally.rows_lost += len(wanted - set(got))
-    tally.rows_duplicated += sum(count - 1 for count in got.values())
+    got = set(zip(ours.steps["run_id"], ours.steps["step"], strict=True))
+    tally.rows_lost += len(wanted - got)
     tally.states_misread += (study.output / "command.log").read_text().count("is not used")
     for mine, its in zip(study.run_dirs(), straight.run_dirs(), strict=True):
         if not _same_weights(mine, its):

@@ -1,19 +1,23 @@
 """How a study ends when people, batch systems, disks and other studies interfere: the real command, end to end."""
 
+import fcntl
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 import analysis
-from tests.faults.kills import PATIENCE_S, Tally, Tormented, compare, finish, unbroken, wait_for
+from tests.faults.kills import PATIENCE_S, SMALL, Tally, Tormented, compare, finish, unbroken, wait_for
 from trainable.checkpoint import numbered
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -36,11 +40,7 @@ def batch_system(driver: "subprocess.Popen[str]") -> None:
     driver.terminate()
 
 
-def closed_terminal(driver: "subprocess.Popen[str]") -> None:
-    driver.send_signal(signal.SIGHUP)
-
-
-@pytest.mark.parametrize("interrupt", [terminal_ctrl_c, batch_system, closed_terminal])
+@pytest.mark.parametrize("interrupt", [terminal_ctrl_c, batch_system])
 def test_once_finishes_and_saves_the_steps_under_way(
     tmp_path: Path, straight: Tormented, interrupt: Callable[["subprocess.Popen[str]"], None]
 ) -> None:
@@ -68,6 +68,75 @@ def test_once_finishes_and_saves_the_steps_under_way(
     # The settings differ in what changes no row.
     differences = [line for line in compare(study, straight, tally) if "resume_every" not in line]
     assert differences == []
+
+
+def command_of(study: Tormented) -> list[str]:
+    """The command that starts the study, for a start with other streams than a log."""
+    options = [*SMALL, f"--steps={STEPS}", f"--output={study.output}", *study.more]
+    return [sys.executable, "-m", "tune_study", "run", "kl", *options]
+
+
+def test_a_closed_terminal_is_a_request_to_stop(tmp_path: Path, straight: Tormented) -> None:
+    study = Tormented(tmp_path, STEPS, [SELDOM, "--max-concurrent=1"])
+    ours, theirs = pty.openpty()
+    driver = subprocess.Popen(
+        command_of(study), stdin=theirs, stdout=theirs, stderr=theirs, env=study.environment, start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), text=True,
+    )  # fmt: skip
+    os.close(theirs)
+    reader = threading.Thread(target=read_all, args=(ours,), daemon=True)
+    reader.start()
+    assert wait_for(lambda: study.rows() >= 3, driver)
+    os.killpg(driver.pid, signal.SIGHUP)  # as a shell does for its jobs, before the terminal goes
+    os.close(ours)
+    assert driver.wait(PATIENCE_S) == 130
+    assert study.all_gone() == 0
+    trials = analysis.load(tmp_path).trials.set_index("arm")
+    assert trials.loc["0", "status"] == "interrupted"
+    saved = [step for step, _ in numbered(study.run_dirs()[0] / "state")]
+    assert saved == [trials.loc["0", "steps_done"]]
+    assert (study.folder / "report.html").exists()
+    finish(study)
+    assert [line for line in compare(study, straight, Tally()) if "resume_every" not in line] == []
+
+
+def read_all(terminal: int) -> None:
+    """What a terminal does, until it is closed."""
+    with suppress(OSError):
+        while os.read(terminal, 4096):
+            pass
+
+
+def test_a_pipe_whose_reader_is_gone_changes_nothing(tmp_path: Path, straight: Tormented) -> None:
+    study = Tormented(tmp_path, STEPS)
+    driver = subprocess.Popen(
+        command_of(study), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=study.environment, text=True
+    )
+    assert driver.stdout is not None
+    driver.stdout.readline()
+    driver.stdout.close()  # as `| head -1` does
+    assert driver.wait(PATIENCE_S) == 0
+    (tmp_path / "command.log").touch()
+    assert compare(study, straight, Tally()) == []
+    assert study.all_gone() == 0
+
+
+def test_a_study_whose_ray_died_ends_and_says_so(tmp_path: Path, straight: Tormented) -> None:
+    daemon = "gcs_server"  # without it Ray's own calls do not come back; test_kills ends the other one too
+    study = Tormented(tmp_path, STEPS, ["--max-concurrent=1"])
+    driver = study.start()
+    assert wait_for(lambda: study.rows() >= 3, driver)
+    for process in study.processes():
+        if Path(process.cmdline()[0]).name == daemon:
+            process.kill()
+    assert driver.wait(PATIENCE_S) == 1
+    study.log.close()
+    said = (tmp_path / "command.log").read_text()
+    assert f"The study ended early: Ray's process {daemon} (" in said
+    assert f"Go on with: python -m tune_study resume {study.folder}" in said
+    assert study.all_gone() == 0
+    finish(study)
+    assert compare(study, straight, Tally()) == []
 
 
 def status_of(folder: Path) -> str:

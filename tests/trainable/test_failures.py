@@ -58,6 +58,9 @@ def test_the_message_is_one_line_and_the_trace_is_whole() -> None:
     assert "second" in found.trace
     assert "raise RuntimeError" in found.trace
     assert classify(RuntimeError(), True).message == "RuntimeError: no message"
+    noted = full()
+    noted.add_note("No room was made within 1 s.")
+    assert classify(noted, True).message.endswith("No space left on device No room was made within 1 s.")
 
 
 def test_a_failure_survives_the_way_to_another_process() -> None:

@@ -59,6 +59,12 @@ def test_without_patience_it_fails_at_once_with_what_was_tried() -> None:
     assert said == []
 
 
+def test_an_interruption_ends_the_waiting() -> None:
+    asked = iter([False, False, True])
+    with pytest.raises(OSError, match="No space left"):
+        until_written(failing(99, OSError(errno.ENOSPC, "No space left")), 60, print, lambda: next(asked))
+
+
 def test_what_waiting_does_not_mend_is_raised_at_once() -> None:
     said: list[str] = []
     for error in (PermissionError(errno.EACCES, "x"), ValueError("x")):

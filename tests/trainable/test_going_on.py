@@ -206,6 +206,31 @@ def test_a_state_without_its_rows_is_not_used(tmp_path: Path, straight: Straight
     compare(tmp_path, straight)
 
 
+def test_a_state_without_its_evaluations_is_not_used(tmp_path: Path, straight: Straight) -> None:
+    first = started(tmp_path)
+    first.step()
+    first.step()
+    (tmp_path / "runs" / "r" / "rooms.jsonl").unlink()
+    again = started(tmp_path)
+    row = again.step()
+    assert "evaluations up to step 2 are missing" in row["note"]
+    assert row["step"] == 2  # the one before was written before any evaluation but the first
+    again.step()
+    rows, _ = run_files(tmp_path)
+    assert [timeless(each) for each in rows] == [timeless(each) for each in run_files(straight[0])[0]]
+
+
+def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> None:
+    first = started(tmp_path)
+    first.step()
+    again = started(tmp_path)
+    again.step()
+    again.step()
+    assert "step_1" not in {path.name for path in (tmp_path / "runs" / "r" / "state").iterdir()}
+    mapped = Path("/proc/self/maps").read_text()
+    assert str(tmp_path) not in mapped
+
+
 def test_no_two_processes_train_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ppo_trainable, "_HOLD_PATIENCE_S", 0.0)
     started(tmp_path)

@@ -7,7 +7,12 @@ import pytest
 from tune_study.interrupt import Interrupt
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.fixture(autouse=True)
+def _slow_fingers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tune_study.interrupt._ONE_EVENT_S", 0.0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_first_signal_is_a_request_and_the_second_an_end(tmp_path: Path, number: signal.Signals) -> None:
     interrupt, said = Interrupt(tmp_path / ".interrupt"), list[str]()
     before = signal.getsignal(number)
@@ -22,6 +27,24 @@ def test_the_first_signal_is_a_request_and_the_second_an_end(tmp_path: Path, num
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
+
+
+def test_two_signals_at_once_are_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tune_study.interrupt._ONE_EVENT_S", 60.0)
+    interrupt, said = Interrupt(tmp_path / ".interrupt"), list[str]()
+    with interrupt.handled(said.append):
+        for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+    assert len(said) == 1
+
+
+def test_a_hang_up_asks_and_never_hurries(tmp_path: Path) -> None:
+    interrupt, said = Interrupt(tmp_path / ".interrupt"), list[str]()
+    with interrupt.handled(said.append):
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGHUP)
+    assert interrupt.is_requested
+    assert len(said) == 1
 
 
 def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 import json
 import subprocess
+import threading
 from datetime import datetime
 from pathlib import Path
 
@@ -70,6 +71,7 @@ def test_every_run_has_a_status_before_and_after(tmp_path: Path) -> None:
     assert {read_status(folder).status for folder in (first, second, third)} == {"never_ran"}  # type: ignore[union-attr]
     write_status(first, ended("a"))
     write_status(second, RunStatus("b", "running", started_at=now()))
+    (second / "metrics.jsonl").write_text('{"step": 3}\n')
     close_unfinished(plan, "the study was interrupted")
     found = [read_status(folder) for folder in (first, second, third)]
     assert [status.status for status in found if status] == ["completed", "interrupted", "never_ran"]
@@ -126,6 +128,19 @@ def test_a_study_that_is_declared_otherwise_now_is_not_gone_on_with(tmp_path: Pa
     write_json(path, run)
     with pytest.raises(PlanError, match=r"declared otherwise(.|\n)*kl_loss_type: mse -> "):
         check_unchanged(plan_from_folder(plan.folder))
+
+
+def test_a_glance_at_the_lock_does_not_refuse_a_start(tmp_path: Path) -> None:
+    def glance() -> None:
+        for _ in range(2000):
+            is_running(tmp_path)
+
+    watcher = threading.Thread(target=glance)
+    watcher.start()
+    for _ in range(200):
+        with locked(tmp_path):
+            pass
+    watcher.join()
 
 
 def test_a_failure_is_shown_with_its_class() -> None:

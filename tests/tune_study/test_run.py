@@ -43,7 +43,7 @@ from tune_study.outputs import RunStatus, read_status
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.progress import Progress
 from tune_study.resources import Allotment, preflight
-from tune_study.run import execute, make_tuner, run_config
+from tune_study.run import Session, execute, make_tuner, run_config
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -399,8 +399,8 @@ def placed(plan: StudyPlan, at_once: int) -> list[dict[str, Any]]:
     for run in plan.runs:
         plan.run_dir(run.run_id).mkdir(parents=True)
     meeting = Meeting.options(name="meeting").remote(at_once)
-    recorder = Recorder(plan, allotment, progress)
-    grid = make_tuner(plan, allotment, {}, Interrupt(plan.folder / ".interrupt"), recorder, []).fit()
+    session = Session(plan, allotment, "off", Console(quiet=True), {}, Interrupt(plan.folder / ".interrupt"), progress)
+    grid = make_tuner(session, Recorder(plan, allotment, progress), []).fit()
     ray.kill(meeting)
     assert not grid.errors
     return [json.loads((plan.run_dir(run.run_id) / "place.json").read_text()) for run in plan.runs]
@@ -434,6 +434,13 @@ def test_new_values_or_seeds_need_extend(outcome: Outcome) -> None:
         join(plan_in(outcome.plan.output, ("0", "0.75")), extend=False)
     with pytest.raises(PlanError, match=r"--seeds: 1 -> 2\n"):
         join(plan_in(outcome.plan.output, ARMS, seeds=2), extend=False)
+
+
+def test_a_value_typed_otherwise_is_the_same_arm(outcome: Outcome) -> None:
+    again = join(plan_in(outcome.plan.output, ("0.0", *ARMS[1:])), extend=False)
+    assert again.values == ARMS
+    more = join(plan_in(outcome.plan.output, ("0.30", "0.75")), extend=True)
+    assert more.values == (*ARMS, "0.75")
 
 
 def test_settings_that_change_no_row_may_change(outcome: Outcome) -> None:
