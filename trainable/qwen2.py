@@ -188,6 +188,17 @@ class Attention(nn.Module):
         mixed = (weights @ values[:, :, :end]).view(batch, self.heads, new, self.head_dim)
         return mixed.transpose(1, 2).reshape(batch, new, -1)
 
+    def branched(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
+        """Attention of `x` (B, q, hidden) over the cache, which stays as it is, and itself; `bias` (B, q, used + q)."""
+        batch, new, _ = x.shape
+        q, k, v = self.project(x, cos, sin)
+        keys = torch.cat((cache.keys[layer][:, :, : cache.used], k), dim=2)
+        values = torch.cat((cache.values[layer][:, :, : cache.used], v), dim=2)
+        groups = self.heads // self.kv_heads
+        folded = q.reshape(batch, self.kv_heads, groups * new, self.head_dim)  # as in `cached`
+        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias.repeat(1, groups, 1)[:, None])
+        return mixed.view(batch, self.heads, new, self.head_dim).transpose(1, 2).reshape(batch, new, -1)
+
 
 class MLP(nn.Module):
     """Gated feed-forward block."""
@@ -275,6 +286,21 @@ class Trunk(nn.Module):
                 x, mixed = x[:, -1], mixed[:, -1]
             x = layer.finish(x, mixed)
         cache.used = end
+        return self.norm(x)
+
+    def branch(self, tokens: Tensor, depths: Tensor, sees: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
+        """Hidden states of one tree of tokens after every row of the cache, which is only read.
+
+        tokens: (F,). depths: (F,), 0 for a token right after the row. sees: (F, F) bool, True at a token's own column
+        and its ancestors'. lengths: (B,) tokens of each row. Returns (B, F, hidden).
+        """
+        rows = len(lengths)
+        prefix = cache.bias[:, None, : cache.used].expand(-1, len(tokens), -1)
+        bias = torch.cat((prefix, torch.where(sees, 0.0, -torch.inf).expand(rows, -1, -1).to(prefix.dtype)), dim=-1)
+        cos, sin = rotary(lengths[:, None] + depths, self.shape)
+        x = self.embed_tokens(tokens).expand(rows, -1, -1)
+        for number, layer in enumerate(self.blocks):
+            x = layer.finish(x, layer.self_attn.branched(layer.input_layernorm(x), cos, sin, cache, number, bias))
         return self.norm(x)
 
 

@@ -1,0 +1,96 @@
+"""Slow, literal versions of the formulas in trainable/algo/mutual_information.py, on Python floats."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+Matrix = Sequence[Sequence[float]]
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def population_std(values: Sequence[float]) -> float:
+    centre = mean(values)
+    return math.sqrt(mean([(value - centre) ** 2 for value in values]))
+
+
+def log_mean_exp(scores: Sequence[float]) -> float:
+    """log (1/M) Σ exp s, with the largest taken out."""
+    top = max(scores)
+    return top + math.log(math.fsum(math.exp(score - top) for score in scores) / len(scores))
+
+
+def mutual_information(sums: Matrix, lengths: Sequence[int], own: Sequence[int]) -> dict[str, float]:
+    rows, prompts = range(len(sums)), len(sums[0])
+    per_token = [[score / lengths[i] for score in sums[i]] for i in rows]
+    matched = [per_token[i][own[i]] for i in rows]
+    marginal = [log_mean_exp(per_token[i]) for i in rows]
+    matched_seq = [sums[i][own[i]] for i in rows]
+    marginal_seq = [log_mean_exp(sums[i]) for i in rows]
+    marginal_paper = [marginal_seq[i] / lengths[i] for i in rows]
+    mi = mean([matched[i] - marginal[i] for i in rows])
+    mi_seq = mean([matched_seq[i] - marginal_seq[i] for i in rows])
+    mi_paper = mean([(sums[i][own[i]] - marginal_seq[i]) / lengths[i] for i in rows])
+    return {
+        "mi_estimate": mi,
+        "mi_seq_estimate": mi_seq,
+        "mi_upper_bound": math.log(prompts),
+        "matched_log_prob_mean": mean(matched),
+        "marginal_log_prob_mean": mean(marginal),
+        "conditional_entropy_est": -mean(matched),
+        "reasoning_entropy_est": -mean(marginal),
+        "conditional_entropy_seq_est": -mean(matched_seq),
+        "reasoning_entropy_seq_est": -mean(marginal_seq),
+        "marginal_std": population_std(marginal),
+        "marginal_std_seq": population_std(marginal_seq),
+        "mi_zscore": mean([(matched[i] - marginal[i]) / (population_std(marginal) + 1e-3) for i in rows]),
+        "mi_zscore_seq": mean(
+            [(matched_seq[i] - marginal_seq[i]) / (population_std(marginal_seq) + 1e-3) for i in rows]
+        ),
+        "mi_estimate_paper": mi_paper,
+        "mi_upper_bound_paper": mean([math.log(prompts) / length for length in lengths]),
+        "marginal_log_prob_mean_paper": mean(marginal_paper),
+        "reasoning_entropy_est_paper": -mean(marginal_paper),
+        "marginal_std_paper": population_std(marginal_paper),
+        "mi_zscore_paper": mean(
+            [(matched[i] - marginal_paper[i]) / (population_std(marginal_paper) + 1e-3) for i in rows]
+        ),
+    }
+
+
+def moving_average(values: Sequence[float]) -> list[float]:
+    """First value itself, then 0.9 old + 0.1 new; after each value."""
+    found = [values[0]]
+    for value in values[1:]:
+        found.append(0.9 * found[-1] + 0.1 * value)
+    return found
+
+
+def retrieved(scores: Sequence[float], k: int) -> list[int]:
+    """The k likeliest columns; equal scores rank by column."""
+    return sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:k]
+
+
+def accuracy(sums: Matrix, own: Sequence[int], classes: Sequence[int], k: int) -> float:
+    hits = 0
+    for scores, column in zip(sums, own, strict=True):
+        hits += any(classes[j] == classes[column] for j in retrieved(scores, k))
+    return hits / len(own)
+
+
+def retrieval(sums: Matrix, own: Sequence[int], classes: Sequence[int]) -> dict[str, float]:
+    chance = mean([sum(other == classes[column] for other in classes) / len(classes) for column in own])
+    found = {}
+    for k, suffix in ((1, ""), (2, "@2"), (4, "@4"), (8, "@8")):
+        level = min(1.0, min(k, len(classes)) * chance)
+        found[f"retrieval_accuracy{suffix}"] = accuracy(sums, own, classes, k)
+        found[f"retrieval_chance_level{suffix}"] = level
+        found[f"retrieval_above_chance{suffix}"] = accuracy(sums, own, classes, k) - level
+    return found
+
+
+def mean_shuffled_accuracy(sums: Matrix, own: Sequence[int], classes: Sequence[int]) -> float:
+    """Accuracy over every permutation of `own`."""
+    return mean([accuracy(sums, dealt, classes, 1) for dealt in itertools.permutations(own)])

@@ -1,0 +1,215 @@
+"""How much of what a policy thinks depends on what it was asked: the collapse diagnostics, from cross log-probs.
+
+Shapes: N thoughts (rows), M prompts (columns). L is (N, M), the log-prob of thought i after prompt j summed over its
+|z_i| tokens, in nats, and ℓ = L / |z|. `own` is the column that a thought really followed. Metrics come as a dict under
+their published names. The published code takes the mixture over prompts of length-normalised scores ℓ; the paper
+divides after the mixture of L. Names that end in `_paper` are the paper's. Both are estimates on the batch's own
+prompts, each as likely as the other.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+STD_EPS = 1e-3
+EMA_DECAY = 0.9
+TOP = (2, 4, 8)
+
+# Suffix of a normalisation's std and z-scores -> the name of its information.
+_INFORMATION = {"": "mi_estimate", "_seq": "mi_seq_estimate", "_paper": "mi_estimate_paper"}
+
+
+class Mixture(NamedTuple):
+    """Log-probs (N,) of each thought: after its own prompt, and under the mixture of all."""
+
+    matched: Tensor
+    marginal: Tensor
+
+    @property
+    def information(self) -> float:
+        """I(X; Z), the mean of matched − marginal."""
+        return float((self.matched - self.marginal).mean())
+
+    @property
+    def std(self) -> float:
+        """Standard deviation of the marginal, divisor N."""
+        return float(self.marginal.std(correction=0))
+
+    @property
+    def zscore(self) -> float:
+        """The information in units of that standard deviation."""
+        return self.information / (self.std + STD_EPS)
+
+
+def mixture(scores: Tensor, own: Tensor) -> Mixture:
+    """Score of each thought after its own prompt, and the log of its mean likelihood over all prompts.
+
+        matched_i = s_i,own(i)        marginal_i = log (1/M) Σ_j exp s_ij = logsumexp_j s_ij − log M
+
+    Args:
+        scores: (N, M) log-probs s, summed (L) or length-normalised (ℓ).
+        own: (N,) int64, column of each row's own prompt.
+
+    Returns:
+        matched and marginal, (N,) each. matched − marginal is at most log M, and reaches it where every other prompt
+        makes the thought impossible.
+
+    Source: published code (RAGEN `collapse_metrics`).
+    Degenerate: equal columns give matched = marginal; with one column both are the score.
+    """
+    matched = scores.gather(1, own[:, None]).squeeze(1)
+    return Mixture(matched, scores.logsumexp(dim=1) - math.log(scores.shape[1]))
+
+
+def mutual_information(sums: Tensor, lengths: Tensor, own: Tensor) -> dict[str, float]:
+    """Mutual information of prompts and thoughts, both entropies, and how far a thought stands from its mixture.
+
+        published   m_i = ℓ_i,own        g_i = logsumexp_j ℓ_ij − log M
+        sequence    m_i = L_i,own        g_i = logsumexp_j L_ij − log M
+        paper       m_i = L_i,own / |z_i|    g_i = (logsumexp_j L_ij − log M) / |z_i|
+
+        I(X; Z) = mean (m − g)    H(Z|X) = −mean m    H(Z) = −mean g    z-score = mean (m − g) / (std g + 1e-3)
+
+    Args:
+        sums: (N, M) log-probs L.
+        lengths: (N,) tokens |z|, at least 1 each.
+        own: (N,) int64, column of each row's own prompt.
+
+    Returns:
+        `mi_estimate`, `mi_seq_estimate`, `mi_upper_bound` (log M, of both), `matched_log_prob_mean`,
+        `marginal_log_prob_mean`, `conditional_entropy_est`, `reasoning_entropy_est`, `conditional_entropy_seq_est`,
+        `reasoning_entropy_seq_est`, `marginal_std`, `marginal_std_seq`, `mi_zscore`, `mi_zscore_seq`; and
+        `mi_estimate_paper`, `mi_upper_bound_paper` (mean log M / |z|), `marginal_log_prob_mean_paper`,
+        `reasoning_entropy_est_paper`, `marginal_std_paper`, `mi_zscore_paper`. The paper's matched term is the
+        published one. Nats a token, except `_seq`: nats a thought. std is the population's (divisor N).
+
+    H(Z) = I + H(Z|X) holds by construction and validates nothing. The published estimate is never below the paper's.
+
+    Source: published code (RAGEN `collapse_metrics`); RAGEN-2, arXiv 2604.06268, for the paper's.
+    Raises ValueError for fewer than 2 prompts, no thought, or scores that are not finite.
+    Degenerate: one thought, or thoughts equally likely under the mixture, have std 0 and a z-score of I / 1e-3.
+    """
+    _check(sums, own)
+    exact, tokens, log_m = sums.double(), lengths.double(), math.log(sums.shape[1])
+    token, sequence = mixture(exact / tokens[:, None], own), mixture(exact, own)
+    paper = Mixture(sequence.matched / tokens, sequence.marginal / tokens)
+    return {
+        "mi_estimate": token.information,
+        "mi_seq_estimate": sequence.information,
+        "mi_estimate_paper": paper.information,
+        "mi_upper_bound": log_m,
+        "mi_upper_bound_paper": log_m * float(tokens.reciprocal().mean()),
+        "matched_log_prob_mean": float(token.matched.mean()),
+        "marginal_log_prob_mean": float(token.marginal.mean()),
+        "marginal_log_prob_mean_paper": float(paper.marginal.mean()),
+        "conditional_entropy_est": -float(token.matched.mean()),
+        "conditional_entropy_seq_est": -float(sequence.matched.mean()),
+        "reasoning_entropy_est": -float(token.marginal.mean()),
+        "reasoning_entropy_seq_est": -float(sequence.marginal.mean()),
+        "reasoning_entropy_est_paper": -float(paper.marginal.mean()),
+        "marginal_std": token.std,
+        "marginal_std_seq": sequence.std,
+        "marginal_std_paper": paper.std,
+        "mi_zscore": token.zscore,
+        "mi_zscore_seq": sequence.zscore,
+        "mi_zscore_paper": paper.zscore,
+    }
+
+
+def smoothed_zscores(
+    metrics: Mapping[str, float], state: Mapping[str, float] | None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """One step of the moving average of the marginals' std, and the z-scores by it.
+
+        std_1 = first std        std_t = 0.9 std_t−1 + 0.1 std        z = I / (std_t + 1e-3)
+
+    Args:
+        metrics: what `mutual_information` gave at this step.
+        state: the second result of the step before, of the same kind of sample; None at the first.
+
+    Returns:
+        `marginal_std_ema`, `mi_zscore_ema`, each also with `_seq` and `_paper`; and the next state, plain numbers
+        that a checkpoint can hold.
+
+    Source: published code (RAGEN `collapse_metrics`).
+    """
+    found, following = {}, {}
+    for variant, information in _INFORMATION.items():
+        name = f"marginal_std{variant}"
+        std = metrics[name] if state is None else EMA_DECAY * state[name] + (1 - EMA_DECAY) * metrics[name]
+        following[name] = std
+        found[f"marginal_std_ema{variant}"] = std
+        found[f"mi_zscore_ema{variant}"] = metrics[information] / (std + STD_EPS)
+    return found, following
+
+
+def retrieval(sums: Tensor, own: Tensor, classes: Tensor) -> dict[str, float]:
+    """How often a thought's own prompt is the one, or among the k, that make it likeliest.
+
+        accuracy@k = share of rows with a column of the own class among the k best
+        chance = mean_i (columns of the class of own(i)) / M        chance@k = min(1, k · chance)
+
+    Args:
+        sums: (N, M) log-probs; dividing a row by its length changes nothing.
+        own: (N,) int64, column of each row's own prompt.
+        classes: (M,) int64 from 0; columns of identical prompts share a class, and either is right.
+
+    Returns:
+        `retrieval_accuracy`, `retrieval_chance_level`, `retrieval_above_chance`, and each with `@2`, `@4`, `@8`.
+
+    Source: published code (RAGEN `collapse_metrics`). Equal scores rank by column, where the published order is open.
+    Raises ValueError for fewer than 2 prompts, no thought, or scores that are not finite.
+    Degenerate: k beyond M counts all columns; chance@k is a bound where classes hold several columns.
+    """
+    _check(sums, own)
+    right = classes[_ranked(sums)] == classes[own][:, None]
+    chance = float(torch.bincount(classes)[classes[own]].double().mean()) / len(classes)
+    found = {}
+    for k, suffix in ((1, ""), *((k, f"@{k}") for k in TOP)):
+        accuracy, level = float(right[:, :k].any(dim=1).double().mean()), min(1.0, k * chance)
+        found[f"retrieval_accuracy{suffix}"] = accuracy
+        found[f"retrieval_chance_level{suffix}"] = level
+        found[f"retrieval_above_chance{suffix}"] = accuracy - level
+    return found
+
+
+def shuffled_retrieval_accuracy(
+    sums: Tensor, own: Tensor, classes: Tensor, generator: torch.Generator, shuffles: int = 100
+) -> float:
+    """Retrieval accuracy when the thoughts' prompts are dealt out anew: the control that must sit at chance.
+
+        mean over permutations π of the share of rows whose best column is of the class of own(π(i))
+
+    Args:
+        sums, own, classes: as for `retrieval`.
+        generator: what draws the permutations.
+        shuffles: permutations, at least 1.
+
+    Its expectation is Σ_c (share of rows retrieved as c) · (share of rows that are c). That is the chance level where
+    every column has equally many rows and no twin, as with trajectory samples, and close to it otherwise.
+
+    Raises ValueError for fewer than 2 prompts, no thought, or scores that are not finite.
+    Degenerate: one thought is never dealt another prompt, and gives its own accuracy.
+    """
+    _check(sums, own)
+    retrieved, true = classes[_ranked(sums)[:, 0]], classes[own]
+    dealt = [true[torch.randperm(len(own), generator=generator).to(true.device)] for _ in range(shuffles)]
+    return float((torch.stack(dealt) == retrieved).double().mean())
+
+
+def _ranked(sums: Tensor) -> Tensor:
+    """Columns (N, M) of each row, likeliest first."""
+    return torch.sort(sums, dim=1, descending=True, stable=True).indices
+
+
+def _check(sums: Tensor, own: Tensor) -> None:
+    if sums.shape[1] < 2 or not len(own):
+        raise ValueError(
+            f"{len(own)} thoughts against {sums.shape[1]} prompts: telling thoughts apart needs at least 1 thought and "
+            f"2 prompts. Leave the diagnostics of this sample out, or sample more groups or turns."
+        )
+    if not torch.isfinite(sums).all():
+        raise ValueError("the cross log-probs hold numbers that are not finite; check the policy's weights.")
