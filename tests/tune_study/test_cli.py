@@ -131,7 +131,6 @@ def test_an_output_that_cannot_be_written_is_refused(here: Path, output: str) ->
         ("--steps 3 --kl-values 0,0.2", "--kl-values: 0,0.1 -> 0,0.2"),
         ("--steps 3 --kl-values 0,0.1 --seeds 2", "--seeds: 1 -> 2"),
         ("--steps 3 --kl-values 0,0.1,0.10 --extend", "twice"),
-        ("--steps 3 --kl-values 0.10 --extend", "twice"),
     ],
 )
 def test_a_folder_with_another_study_is_left_as_it_is(here: Path, options: str, message: str) -> None:
