@@ -100,6 +100,7 @@ class Room(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._interrupt = interrupt
         self._say = say
         self._next = 0.0
+        self._has_given_up = False  # once patience is over, what fails may fail; until there has been room again
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune stores its callbacks beside the results."""
@@ -114,13 +115,15 @@ class Room(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def _wait_for_room(self) -> None:
         full = self._full()
-        if not full:
+        if not full or self._has_given_up:
+            self._has_given_up = bool(full)
             return
         self._say(f"The disk of {full[0]} is full: waiting up to {self._patience:g} s for room.")
         deadline = time.monotonic() + self._patience
         while self._full() and time.monotonic() < deadline and not self._interrupt.is_requested:
             time.sleep(_PAUSE_S)
-        self._say("There is still no room." if self._full() else "There is room again.")
+        self._has_given_up = bool(self._full())
+        self._say("There is still no room." if self._has_given_up else "There is room again.")
 
     def _full(self) -> list[Path]:
         return [folder for folder in self._folders if folder.exists() and shutil.disk_usage(folder).free < LEAST_FREE]

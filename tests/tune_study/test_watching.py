@@ -64,8 +64,19 @@ def test_the_driver_waits_while_a_disk_is_full(tmp_path: Path, monkeypatch: pyte
 def test_its_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watching, "LEAST_FREE", 10**18)
     said: list[str] = []
-    room(tmp_path, 0.05, said).on_step_begin(1, [])
+    watch = room(tmp_path, 0.05, said)
+    watch.on_step_begin(1, [])
     assert said[-1] == "There is still no room."
+    watch._next = 0.0
+    watch.on_step_begin(2, [])
+    assert len(said) == 2  # it does not begin to wait again
+    monkeypatch.setattr(watching, "LEAST_FREE", 0)
+    watch._next = 0.0
+    watch.on_step_begin(3, [])
+    monkeypatch.setattr(watching, "LEAST_FREE", 10**18)
+    watch._next = 0.0
+    watch.on_step_begin(4, [])
+    assert len(said) == 4  # there was room in between
 
 
 def test_an_interruption_ends_its_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
