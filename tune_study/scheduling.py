@@ -29,4 +29,7 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
                 tune_controller.stop_trial(trial)  # closes its files
             if is_given_up:
                 tune_controller._set_trial_status(trial, Trial.ERROR)
+            if trial.status != Trial.PENDING:
+                # Tune records a trial again only when its actor is stopped, and this one has none any more.
+                tune_controller._tune_controller._mark_trial_to_checkpoint(trial)
         return super().choose_trial_to_run(tune_controller, **kwargs)

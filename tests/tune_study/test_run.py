@@ -152,6 +152,16 @@ def test_ray_calls_every_failed_run_an_error(outcome: Outcome) -> None:
     assert ended == {arm: "ERROR" if arm in FAILED else "TERMINATED" for arm in ARMS}
 
 
+def test_ray_records_a_failed_run_as_an_error_whenever_it_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.tune import ExperimentAnalysis
+
+    monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0")  # at every turn, also between the failure and the giving up
+    ended = run_study(plan_in(tmp_path, (IS_WRONG,)))
+    assert [trial.status for trial in ExperimentAnalysis(str(ended.plan.folder)).trials] == ["ERROR"]
+
+
 def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
     status = outcome.arms[COLLAPSES]
     assert (status.stop_rule, status.stop_step) == ("reward_variance_collapse", 20)
