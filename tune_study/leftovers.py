@@ -8,7 +8,8 @@ from pathlib import Path
 import psutil
 
 MARK = "TUNE_STUDY_RUN_DIR"
-"""Set in the process of a run to the run's folder; whatever that process starts inherits it."""
+"""Set in the process of a run to the run's folder, and in what Ray starts for a study to the study's folder;
+whatever such a process starts inherits it."""
 
 _PATIENCE_S = 5.0
 

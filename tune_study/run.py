@@ -18,7 +18,7 @@ from trainable.run_files import METRICS, read_rows
 from tune_study import outputs
 from tune_study.describe import say
 from tune_study.interrupt import Interrupt
-from tune_study.leftovers import end_leftovers
+from tune_study.leftovers import MARK, end_leftovers
 from tune_study.machine import ray_folder
 from tune_study.outputs import RunStatus
 from tune_study.plan import PlanError, RunSpec, StudyPlan, changed_settings
@@ -98,6 +98,7 @@ def _train(session: Session) -> tuple[str, dict[str, RunStatus]]:
     from tune_study.callbacks import Recorder
 
     recorder, problem = Recorder(session.plan, session.allotment, session.progress), ""
+    os.environ[MARK] = str(session.plan.folder)  # whatever Ray starts inherits it, and is found if it outlives us
     try:
         _fit(session, recorder)
     except KeyboardInterrupt:
@@ -107,6 +108,8 @@ def _train(session: Session) -> tuple[str, dict[str, RunStatus]]:
         is_over = not any(view.is_open for view in session.progress.views.values())
         what = "Ray Tune could not finish its own record of the study" if is_over else "The study ended early"
         problem = f"{what}: {_brief(error)}."
+    finally:
+        os.environ.pop(MARK, None)
     reason = "the study was interrupted" if session.interrupt.is_requested else problem or "the study ended early"
     recorder.settle()
     try:
