@@ -12,9 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import damage, malformed, malformed_folders, memory
-from tests.faults.kills import DRIVER_KILLS, Tally, Tormented, compare, finish, kill_driver, kill_trials, unbroken
+from tests.faults.kills import (
+    DRIVER_KILLS,
+    STEPS,
+    Tally,
+    Tormented,
+    compare,
+    finish,
+    kill_driver,
+    kill_trials,
+    unbroken,
+)
 
-STEPS = 24
 KILLS_A_STUDY = 8
 RHYTHMS = {1: (), 3: ("--set=trainer.resume_every=3", "--save-freq=4")}
 """Steps between two rolling states, and the options that ask for them."""

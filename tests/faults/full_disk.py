@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests.faults.kills import RUN, Tormented, wait_for
+from tests.faults.kills import RUN, STEPS, Tormented, wait_for
 
 SIZE = "80m"
 FULL_S = 4.0
@@ -34,7 +34,7 @@ def watch(mount: Path, keep: Path, patience: float) -> dict[str, object]:
     """See the module."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(mount)], check=True)
     log_folder = keep.parent
-    study = Tormented(mount, 40, [f"--set=trainer.disk_patience={patience}"])
+    study = Tormented(mount, STEPS, [f"--set=trainer.disk_patience={patience}"])
     study.log_folder = log_folder
     driver = study.start()
     wait_for(lambda: study.rows() >= 4, driver)

@@ -32,6 +32,7 @@ SMALL = [
     "--set=env.env_groups=2", "--set=env.group_size=4", "--set=actor.ppo_mini_batch_size=8",
     "--set=critic.ppo_mini_batch_size=8",
 ]  # fmt: skip
+STEPS = 24
 MARK = "TUNE_STUDY_FAULTS"
 PATIENCE_S = 120.0
 POLL_S = 0.002
@@ -179,7 +180,7 @@ def kill_driver(study: Tormented, kind: str, dice: random.Random, tally: Tally) 
         skip = study.rows() + dice.randint(0, 4)
         is_alive = wait_for(lambda: study.rows() >= skip and study.is_writing(), driver)
     else:
-        is_alive = _after(dice.uniform(1.0, 14.0), driver)
+        is_alive = _after(dice.uniform(1.0, 12.0), driver)
     if is_alive:
         tally.kills[f"driver, {kind}"] += 1
         _end(study, driver, kind, dice)
