@@ -37,6 +37,10 @@ def batch_system(driver: "subprocess.Popen[str]") -> None:
 def test_once_finishes_and_saves_the_steps_under_way(tmp_path: Path, straight: Tormented) -> None:
     study = Tormented(tmp_path, STEPS, [SELDOM, "--max-concurrent=1"])
     interrupt_and_check(study, terminal_ctrl_c)
+    trials = analysis.load(tmp_path).trials.set_index("arm")
+    assert tuple(trials.loc["0.1", ["status", "reason"]]) == (
+        "never_ran", "the study was interrupted before it started",
+    )  # fmt: skip
     interrupt_and_check(study, batch_system)
     finish(study)
     # The settings differ in what changes no row.
@@ -57,9 +61,6 @@ def interrupt_and_check(study: Tormented, interrupt: Callable[["subprocess.Popen
     steps = trials.loc["0", "steps_done"]
     assert trials.loc["0", "status"] == "interrupted"
     assert trials.loc["0", "reason"] == f"interrupted after step {steps} of {STEPS}"
-    assert tuple(trials.loc["0.1", ["status", "reason"]]) == (
-        "never_ran", "the study was interrupted before it started",
-    )  # fmt: skip
     saved = [step for step, _ in numbered(study.run_dirs()[0] / "state")]
     assert saved[0] == steps  # every hundred steps, and the last one before the interruption
     said = (tmp_path / "command.log").read_text()
