@@ -30,7 +30,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
          "trainable.qwen2", "trainable.failures"),
         ("torch", "numpy", "transformers"),
     ),
-    "trainable.checkpoint": ((), ("torch", "safetensors")),
+    "trainable.checkpoint": (("trainable.run_files",), ("torch", "safetensors")),
     "trainable.ppo_trainable": (("trainable",), ("torch", "ray")),
     "trainable": (("trainable",), ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub")),
     "search_spaces": (("search_spaces", "trainable.config"), ()),

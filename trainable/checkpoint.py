@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainable.run_files import sync_path
+
 TENSORS, VALUES, SUMS = "state.safetensors", "state.json", "checksums.json"
 
 
@@ -50,7 +52,7 @@ def _write_files(beside: Path, tensors: Mapping[str, Tensor], values: Mapping[st
     sums = {name: _sha256(beside / name) for name in (TENSORS, VALUES)}
     (beside / SUMS).write_text(json.dumps(sums), encoding="utf-8")
     for path in (beside / TENSORS, beside / VALUES, beside / SUMS, beside):
-        _flush(path)
+        sync_path(path)
 
 
 def _as_os_error(error: SafetensorError) -> OSError:
@@ -66,7 +68,7 @@ def _put_in_place(beside: Path, folder: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
     beside.rename(folder)
-    _flush(folder.parent)
+    sync_path(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -125,12 +127,3 @@ def _step(name: str) -> int | None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Ask the disk for what was written to a file or folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -56,12 +56,12 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     if is_new:
-        sync_folder(path.parent)
+        sync_path(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Ask the disk for a folder's own entry of a file that is new in it."""
-    handle = os.open(folder, os.O_RDONLY)
+def sync_path(path: Path) -> None:
+    """Ask the disk for a file, or for a folder's own entries of what is new in it."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from trainable.config import RunConfig
-from trainable.run_files import METRICS, read_rows, sync_folder
+from trainable.run_files import METRICS, read_rows, sync_path
 from tune_study.plan import PlanError, RunSpec, StudyPlan
 
 ENDED = ("completed", "early_stopped")
@@ -69,7 +69,7 @@ def write_text(path: Path, text: str) -> None:
         beside.unlink(missing_ok=True)
         raise
     os.replace(beside, path)
-    sync_folder(path.parent)  # a power cut must not leave the old name with nothing in it
+    sync_path(path.parent)  # a power cut must not leave the old name with nothing in it
 
 
 def write_json(path: Path, data: object) -> None:
