@@ -4,20 +4,21 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainable.algo.batching import adjust_copy, length_stratified_order
-from trainable.algo.filters import filter_loss_scale, group_scores, parse_rule, select_groups
+from trainable.algo.filters import filter_loss_scale
 from trainable.algo.kl_control import AdaptiveKL
 from trainable.algo.losses import kl_estimate
 from trainable.algo.reductions import masked_mean
 from trainable.batch import Batch, collate
 from trainable.config import OptimConfig, RunConfig
-from trainable.evaluate import Evaluation, by_group, collected_columns, number_classes, summarise
+from trainable.evaluate import Evaluation, collected_columns, number_classes, summarise
 from trainable.failures import NonFiniteError
+from trainable.filtering import Kept, filter_episodes
 from trainable.nonfinite import bad_weights, check_finite
 from trainable.policy import frozen_copy, load_policy, make_codec, make_critic, pick_device
 from trainable.protocol import Observation, make_protocol
@@ -35,14 +36,6 @@ SHARED_VALUE_WEIGHT = 0.01  # rewards reach 10.9: the weight brings the squared 
 TOTALS = ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens")
 Row = dict[str, Any]
 T = TypeVar("T")
-
-
-class Kept(NamedTuple):
-    """What the filter decided: episodes of kept groups, in order, and the counts of the decision."""
-
-    episodes: list[Episode]
-    groups: int
-    row: Row
 
 
 class PPOTrainer:
@@ -127,9 +120,11 @@ class PPOTrainer:
             evaluations += self._timed(row, "seconds_validation", lambda: self.validate_base(row))
         self.step_index += 1
         episodes = self._timed(row, "seconds_rollout", self._collect)  # 1 roll out P x G episodes
-        row |= collected_columns(episodes, self.config.env.group_size)
-        kept = self._filter(episodes)  # 2 drop groups of little spread
-        row |= kept.row
+        size = self.config.env.group_size
+        row |= collected_columns(episodes, size)
+        kept = filter_episodes(episodes, self.config.filter, size)  # 2 drop groups of little spread
+        self.empty_in_a_row = 0 if kept.groups else self.empty_in_a_row + 1
+        row |= {**kept.row, "empty_steps_in_a_row": self.empty_in_a_row}
         if kept.episodes:
             self._update(kept, row)  # 3-7 values, advantages, critic, policy
             if self._validates():  # 8 validate
@@ -150,35 +145,6 @@ class PPOTrainer:
 
     def _sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
-
-    def _filter(self, episodes: Sequence[Episode]) -> Kept:
-        """Keep whole groups by their score (see `FilterConfig`)."""
-        settings, size = self.config.filter, self.config.env.group_size
-        rewards = by_group([episode.score for episode in episodes], size)
-        entropies = by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], size)
-        lengths = by_group([float(episode.response_tokens) for episode in episodes], size)
-        scores = group_scores(settings.rollout_filter_metric, rewards, entropies, lengths)
-        rule = parse_rule(
-            settings.rollout_filter_strategy, settings.rollout_filter_value,
-            settings.rollout_filter_top_p_prob_mode, settings.rollout_filter_selection_eps,
-        )  # fmt: skip
-        keep = select_groups(
-            scores, rule, settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
-        )
-        stds = group_scores("reward_std", rewards)
-        groups = int(keep.sum())
-        self.empty_in_a_row = 0 if groups else self.empty_in_a_row + 1
-        row: Row = {
-            "reward_std": float(stds.mean()),
-            "reward_std_max": float(stds.max()),
-            "zero_std_groups": int((stds <= 1e-10).sum()),
-            "groups": len(keep),
-            "groups_kept": groups,
-            "kept_ratio": groups / len(keep),
-            "reward_std_kept": float(stds[keep].mean()) if groups else 0.0,
-            "empty_steps_in_a_row": self.empty_in_a_row,
-        }
-        return Kept([episode for episode in episodes if keep[episode.group]], groups, row)
 
     def _update(self, kept: Kept, row: Row) -> None:
         """Make the batch, its targets, and all optimizer steps."""

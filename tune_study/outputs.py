@@ -125,23 +125,10 @@ def run_entry(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def write_study(plan: StudyPlan) -> list[str]:
-    """study.json, every run.json, and a status for every run that has none, before anything starts.
-
-    versions, git, command and created_at are those of the first start; `starts` has those of every start. Returns
-    what differs from the last start and could change a number: packages and the commit of the code.
-    """
-    held = read_json(plan.folder / "study.json") or {}
-    for spec in plan.runs:
-        run_dir = plan.run_dir(spec.run_id)
-        write_json(run_dir / "run.json", {**run_entry(spec), "config": spec.config.model_dump(mode="json")})
-        if read_status(run_dir) is None:
-            write_status(run_dir, RunStatus(spec.run_id, "never_ran", "has not started"))
+def study_entry(plan: StudyPlan) -> dict[str, Any]:
+    """study.json without its starts: what was asked, and of which runs it consists."""
     axis = plan.study.axis
-    start = {"at": now(), "command": command_line(), "versions": versions(), "git": git_state(Path(__file__).parent)}
-    starts = [*held.get("starts", []), start]
-    same = bool(held) and held["axis"]["values"] == list(plan.values) and held["seeds"] == list(plan.seeds)
-    study = {
+    return {
         "name": plan.study.name,
         "question": plan.study.question.strip(),
         "run": plan.run,
@@ -154,15 +141,34 @@ def write_study(plan: StudyPlan) -> list[str]:
         "settings": plan.base.model_dump(mode="json"),
         "defaults": RunConfig().model_dump(mode="json"),
         "stop_rules": list(plan.study.stop_rules),
-        "versions": starts[0]["versions"],
-        "git": starts[0]["git"],
-        "command": held["command"] if same else command_line(),
-        "created_at": held.get("created_at") or now(),
-        "starts": starts,
         "model": plan.base.model.path,
         "trainable": plan.study.trainable,
     }
-    write_json(plan.folder / "study.json", study)
+
+
+def write_study(plan: StudyPlan) -> list[str]:
+    """study.json, every run.json, and a status for every run that has none, before anything starts.
+
+    versions, git, command and created_at are those of the first start; `starts` has those of every start. Returns
+    what differs from the last start and could change a number: packages and the commit of the code.
+    """
+    held = read_json(plan.folder / "study.json") or {}
+    for spec in plan.runs:
+        run_dir = plan.run_dir(spec.run_id)
+        write_json(run_dir / "run.json", {**run_entry(spec), "config": spec.config.model_dump(mode="json")})
+        if read_status(run_dir) is None:
+            write_status(run_dir, RunStatus(spec.run_id, "never_ran", "has not started"))
+    start = {"at": now(), "command": command_line(), "versions": versions(), "git": git_state(Path(__file__).parent)}
+    starts = [*held.get("starts", []), start]
+    same = bool(held) and held["axis"]["values"] == list(plan.values) and held["seeds"] == list(plan.seeds)
+    history = {
+        "versions": starts[0]["versions"],
+        "git": starts[0]["git"],
+        "command": held["command"] if same else start["command"],
+        "created_at": held.get("created_at") or start["at"],
+        "starts": starts,
+    }
+    write_json(plan.folder / "study.json", {**study_entry(plan), **history})
     return changed_code(starts[-2], start) if len(starts) > 1 else []
 
 

@@ -56,7 +56,7 @@ def kill_processes(root: Path, kills: int, dice: random.Random) -> tuple[Tally, 
 
 def _kill(root: Path, kills: int, dice: random.Random, what: str) -> tuple[Tally, list[str]]:
     straight = {every: unbroken(new_folder(root, f"straight-{every}"), STEPS, more) for every, more in RHYTHMS.items()}
-    tally, found = Tally(), list[str]()
+    tally, found, studies = Tally(), list[str](), list[Tormented]()
     while tally.kills.total() < kills:
         every = list(RHYTHMS)[tally.studies % len(RHYTHMS)]
         study = Tormented(new_folder(root, f"study-{tally.studies}"), STEPS, RHYTHMS[every])
@@ -71,7 +71,9 @@ def _kill(root: Path, kills: int, dice: random.Random, what: str) -> tuple[Tally
         if tally.most_recomputed_by_a_kill > every:
             found.append(f"{tally.most_recomputed_by_a_kill} steps recomputed by a kill with a state every {every}")
         found += compare(study, straight[every], tally)
+        studies.append(study)
         say(f"{tally.kills.total()} of {kills} {what} kills, {tally.studies} studies, {len(found)} differences")
+    tally.processes_left += sum(study.agents_gone() for study in studies)
     return tally, found
 
 

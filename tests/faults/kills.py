@@ -35,6 +35,11 @@ SMALL = [
 STEPS = 24
 MARK = "TUNE_STUDY_FAULTS"
 PATIENCE_S = 120.0
+GONE_S = 60.0
+"""A worker that Ray was starting as its raylet died looks for it for half a minute before it ends."""
+AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+AGENTS_GONE_S = 90.0
+"""Two agents of Ray first report the raylet's death to a control server that is gone too; Ray gives that a minute."""
 POLL_S = 0.002
 
 DRIVER_KILLS = (
@@ -83,7 +88,7 @@ class Tormented:
         self.log_folder = output
         self.mark = uuid.uuid4().hex
         self.environment = {**os.environ, MARK: self.mark}
-        self.started = False
+        self.drivers: list[int] = []
 
     def start(self) -> "subprocess.Popen[str]":
         """`run` the first time, `resume` wherever the folder holds the study."""
@@ -94,9 +99,11 @@ class Tormented:
         self.log.write(f"--- {words[0]}\n")
         self.log.flush()
         command = [sys.executable, "-m", "tune_study", *words]
-        return subprocess.Popen(
+        driver = subprocess.Popen(
             command, stdout=self.log, stderr=subprocess.STDOUT, text=True, env=self.environment, start_new_session=True
         )
+        self.drivers.append(driver.pid)
+        return driver
 
     def run_dirs(self) -> list[Path]:
         """The folders of the runs, as far as they are there."""
@@ -120,8 +127,20 @@ class Tormented:
         return any(self.folder.glob(f"runs/*/{STATE}/.step_*.writing"))
 
     def processes(self) -> list[psutil.Process]:
-        """All live processes that carry the mark."""
-        return [process for process in psutil.process_iter() if self._is_ours(process.pid)]
+        """All live processes that carry the mark, without Ray's two agents."""
+        return [process for process in psutil.process_iter() if self._is_ours(process.pid) and not _is_agent(process)]
+
+    def agents(self) -> list[psutil.Process]:
+        """Ray's two agents of any start of this study: found by their logs, since their titles overwrite the mark."""
+        return [process for process in psutil.process_iter() if _is_agent(process) and self._logs_for_us(process)]
+
+    def _logs_for_us(self, agent: psutil.Process) -> bool:
+        try:
+            logs = [Path(file.path).parts for file in agent.open_files()]
+        except psutil.Error:
+            return False
+        sessions = {part for parts in logs for part in parts if part.startswith("session_")}
+        return any(session.endswith(f"_{driver}") for session in sessions for driver in self.drivers)
 
     def _is_ours(self, pid: int) -> bool:
         try:
@@ -132,13 +151,28 @@ class Tormented:
 
     def all_gone(self) -> int:
         """Wait for every process of the study to end; how many did not. Those are then ended, by their ids."""
-        deadline = time.monotonic() + 30
-        while (left := self.processes()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        for process in left:
-            print("left behind:", process.pid, process.cmdline())
-            process.kill()
-        return len(left)
+        return _ended(self.processes, GONE_S)
+
+    def agents_gone(self) -> int:
+        """The same for Ray's two agents."""
+        return _ended(self.agents, AGENTS_GONE_S)
+
+
+def _is_agent(process: psutil.Process) -> bool:
+    try:
+        return " ".join(process.cmdline()).strip() in AGENTS
+    except psutil.Error:
+        return False
+
+
+def _ended(alive: Callable[[], list[psutil.Process]], patience: float) -> int:
+    deadline = time.monotonic() + patience
+    while (left := alive()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in left:
+        print("left behind:", process.pid, process.cmdline())
+        process.kill()
+    return len(left)
 
 
 def last_step(run_dir: Path) -> int:
