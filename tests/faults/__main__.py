@@ -14,7 +14,6 @@ from typing import Any
 from tests.faults import damage, malformed, malformed_folders, memory
 from tests.faults.kills import (
     DRIVER_KILLS,
-    STEPS,
     Tally,
     Tormented,
     compare,
@@ -25,6 +24,8 @@ from tests.faults.kills import (
 )
 
 KILLS_A_STUDY = 8
+STEPS = 100
+"""Of a run: long enough that a study is still under way at its eighth kill."""
 RHYTHMS = {1: (), 3: ("--set=trainer.resume_every=3", "--save-freq=4")}
 """Steps between two rolling states, and the options that ask for them."""
 
