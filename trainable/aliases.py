@@ -30,6 +30,8 @@ ALIASES: dict[str, str] = {
     "actor_rollout_ref.rollout.rollout_filter_selection_eps": "filter.rollout_filter_selection_eps",
     "actor_rollout_ref.rollout.rollout_filter_empty_stop_steps": "early_stop.empty_stop_steps",
     "rollout_filter_empty_stop_steps": "early_stop.empty_stop_steps",
+    "actor_rollout_ref.rollout.gradient_analysis_num_buckets": "rollout.gradient_analysis_num_buckets",
+    "actor_rollout_ref.rollout.gradient_analysis_bucket_mode": "rollout.gradient_analysis_bucket_mode",
     "critic.optim.lr": "critic.lr",
     # The documents set one size for actor and critic; a bare key names the actor's, the critic's has its own key.
     "ppo_mini_batch_size": "actor.ppo_mini_batch_size",

@@ -107,6 +107,12 @@ class RolloutConfig(Section):
     log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1, description="sequences a pass without gradients")
     ref_log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1, description="sequences a pass of the reference")
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="share of the device given to the sampler")
+    gradient_analysis_num_buckets: int = Field(
+        6, ge=1, description="buckets of groups by reward spread, where quantile"
+    )
+    gradient_analysis_bucket_mode: Literal["quantile", "fixed_rv"] = Field(
+        "quantile", description="equally many groups a bucket, or edges at a reward std of 1, 2, 3, 4, 5"
+    )
 
 
 class FilterConfig(Section):
@@ -236,12 +242,30 @@ class TrainerConfig(Section):
     )
     disk_patience: NonNegative = Field(600.0, description="seconds that a run waits for room on a full disk")
     critic_warmup: int = Field(0, ge=0, description="first step that updates the policy, if above 1")
+    gradient_analysis_mode: bool = Field(False, description="measure the gradients of each bucket of groups")
+    gradient_analysis_every: int = Field(50, ge=1, description="at step 1 and every so many steps after it")
+    gradient_analysis_env_groups: int | None = Field(
+        None, ge=1, description="groups played for the analysis; null, for this or the next: the step's own batch"
+    )
+    gradient_analysis_group_size: int | None = Field(None, ge=2, description="rollouts of each of them")
+    gradient_analysis_log_prefilter: bool = Field(False, description="analyse the batch before the filter as well")
+    gradient_analysis_only: bool = Field(False, description="update neither policy nor critic: measure only")
+    exit_after_gradient_analysis: bool = Field(False, description="the first analysis is the run's last step")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where one is visible")
     n_gpus_per_node: NonNegative = Field(1, le=64, description="GPUs a trial: a fraction, or a whole number")
     ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
     logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = Field(
         ("console", "tensorboard"), description="naming wandb logs to it offline; the other two are always on"
     )
+
+
+class CollapseDetectionConfig(Section):
+    """The mutual information of prompts and thoughts: a diagnosis, which stops nothing."""
+
+    first_turn_enabled: bool = Field(True, description="thoughts of first turns against the openings of all groups")
+    multi_turn_enabled: bool = Field(True, description="thoughts of all turns against each other's prompts")
+    compute_freq: int = Field(5, ge=1, description="at step 1 and every so many steps")
+    num_samples: int = Field(64, ge=2, description="thoughts that are scored")
 
 
 class EarlyStopConfig(Section):
@@ -267,6 +291,7 @@ class RunConfig(Section):
     critic: CriticConfig = CriticConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()
+    collapse_detection: CollapseDetectionConfig = CollapseDetectionConfig()
     early_stop: EarlyStopConfig = EarlyStopConfig()
 
     @model_validator(mode="after")

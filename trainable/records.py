@@ -173,6 +173,63 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column("ended_at", "UTC", "when it ended"),
 )
 
+# A row of `gradients` is one component of the loss in one bucket of one analysis batch; run and step name it as well.
+GRADIENT_COLUMNS: tuple[Column, ...] = (
+    Column("source", "", "train: in the middle of training; probe: of a restored checkpoint"),
+    Column("prefilter", "", "true: the analysis batch before the filter; false: what the filter kept"),
+    Column("bucket", "", "bucket_1 (smallest reward spread) to bucket_6, or all"),
+    Column("component", "", "task, entropy, kl, value (on a shared trunk), or total, their sum"),
+    Column(
+        "norm",
+        "1",
+        "mean over mini-batches of the norm of each one's gradient, coefficient included; missing for total",
+        "grad_norm/<bucket>/<component>",
+    ),
+    Column("norm_per_sample", "1", "norm / sample_count", "grad_norm/<bucket>/per_sample/<component>"),
+    Column("norm_per_token", "1", "norm / token_count", "grad_norm/<bucket>/per_token/<component>"),
+    Column(
+        "loss",
+        "1",
+        "mean over micro-batches of the component's loss, coefficient included",
+        "grad_norm/<bucket>/loss/<component>",
+    ),
+    Column("mean_norm", "1", "norm of the bucket's mean gradient: one gradient over all of its tokens"),
+    Column("signal", "1", "unbiased estimate of the squared norm of the mean gradient's expectation; may be negative"),
+    Column("noise", "1", "unbiased estimate of the summed variance of the mean gradient, prompts being the draws"),
+    Column("snr", "1", "signal / noise"),
+    Column("snr_low", "1", "lower end of its 95 % interval, by a jackknife over folds of prompts"),
+    Column("snr_high", "1", "upper end of that interval"),
+    Column("cosine_task", "1", "cosine between the mean gradients of this component and of task"),
+    Column("cosine_entropy", "1", "the same beside entropy; missing where that is off"),
+    Column("cosine_kl", "1", "the same beside kl; missing where that is off"),
+    Column("share", "share", "signed share in the bucket's whole mean gradient; the components' shares sum to 1"),
+    Column("weight", "share", "weight of the bucket's mean gradient in that of the whole batch; the buckets' sum to 1"),
+    Column("fold_count", "folds", "folds of prompts behind signal and noise"),
+    Column("sample_count", "sequences", "sequences in the bucket, copies included", "grad_norm/<bucket>/sample_count"),
+    Column("sample_pct", "percent", "of the batch's sequences, copies included", "grad_norm/<bucket>/sample_pct"),
+    Column("token_count", "tokens", "trained tokens in the bucket, copies included"),
+    Column("group_count", "groups", "groups in the bucket", "grad_norm/<bucket>/group_rv_count"),
+    Column("reward_std_mean", "reward", "mean over groups of the reward's std", "grad_norm/<bucket>/reward_std_mean"),
+    Column("reward_std_min", "reward", "smallest of them", "grad_norm/<bucket>/reward_std_min"),
+    Column("reward_std_max", "reward", "largest of them", "grad_norm/<bucket>/reward_std_max"),
+    Column("source_env_groups", "groups", "groups played for the analysis", "grad_analysis/source_env_groups"),
+    Column("source_group_size", "episodes", "episodes of each of them", "grad_analysis/source_group_size"),
+    Column("source_batch_size", "sequences", "sequences before copies are added", "grad_analysis/source_batch_size"),
+    Column("adjusted_batch_size", "sequences", "sequences with the copies added", "grad_analysis/adjusted_batch_size"),
+    Column(
+        "uses_training_batch",
+        "",
+        "true: the step's own batch; false: one played for it",
+        "grad_analysis/uses_training_batch",
+    ),
+)
+
+# A row of `gradient_groups` is one group of an analysis batch.
+GRADIENT_GROUP_COLUMNS: tuple[Column, ...] = (
+    Column("group", "", "number of the group in the analysis batch", "grad_norm/<bucket>/group_rv_table"),
+    Column("reward_std", "reward", "standard deviation (ddof 1) of its scores", "grad_norm/<bucket>/group_rv_table"),
+)
+
 # Columns of `trials` that are the run's last value of the step column with the same name.
 TRIAL_LAST_VALUES: tuple[str, ...] = (
     "base_val_success", "base_val_success_unseen", "base_val_greedy_success", "test_success", "test_greedy_success",
