@@ -24,7 +24,7 @@ from tests.faults.kills import (
 )
 
 KILLS_A_STUDY = 8
-STEPS = 250
+STEPS = 120
 """Of a run: long enough that a study is still under way at its eighth kill."""
 RHYTHMS = {1: (), 3: ("--set=trainer.resume_every=3", "--save-freq=4")}
 """Steps between two rolling states, and the options that ask for them."""

@@ -130,6 +130,10 @@ class Tormented:
         """All live processes that carry the mark, without Ray's two agents."""
         return [process for process in psutil.process_iter() if self._is_ours(process.pid) and not _is_agent(process)]
 
+    def daemons(self, name: str) -> list[psutil.Process]:
+        """Ray's raylet or gcs_server of this study."""
+        return [process for process in self.processes() if _program(process) == name]
+
     def agents(self) -> list[psutil.Process]:
         """Ray's two agents of any start of this study: found by their logs, since their titles overwrite the mark."""
         return [process for process in psutil.process_iter() if _is_agent(process) and self._logs_for_us(process)]
@@ -156,6 +160,14 @@ class Tormented:
     def agents_gone(self) -> int:
         """The same for Ray's two agents."""
         return _ended(self.agents, AGENTS_GONE_S)
+
+
+def _program(process: psutil.Process) -> str:
+    try:
+        words = process.cmdline()
+    except psutil.Error:
+        words = []
+    return Path(words[0]).name if words else ""
 
 
 def _is_agent(process: psutil.Process) -> bool:
@@ -213,6 +225,8 @@ def kill_driver(study: Tormented, kind: str, dice: random.Random, tally: Tally) 
     elif kind == "in a checkpoint":
         skip = study.rows() + dice.randint(0, 4)
         is_alive = wait_for(lambda: study.rows() >= skip and study.is_writing(), driver)
+    elif kind in DAEMONS:  # Ray starts it some seconds after the driver
+        is_alive = wait_for(lambda: bool(study.daemons(kind)), driver) and _after(dice.uniform(0.0, 8.0), driver)
     else:
         is_alive = _after(dice.uniform(1.0, 12.0), driver)
     if is_alive:
@@ -241,9 +255,8 @@ def _end(study: Tormented, driver: "subprocess.Popen[str]", kind: str, dice: ran
         for process in study.processes():
             _send(process, signal.SIGTERM)
     elif kind in DAEMONS:
-        for process in study.processes():
-            if Path(process.cmdline()[0]).name == kind:
-                _send(process, signal.SIGKILL)
+        for process in study.daemons(kind):
+            _send(process, signal.SIGKILL)
     elif kind == "Ctrl-C twice":
         driver.send_signal(signal.SIGINT)
         time.sleep(dice.uniform(0.0, 1.5))

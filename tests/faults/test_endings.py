@@ -124,9 +124,8 @@ def test_a_study_whose_ray_died_ends_and_says_so(tmp_path: Path, straight: Torme
     study = Tormented(tmp_path, STEPS, ["--max-concurrent=1"])
     driver = study.start()
     assert wait_for(lambda: study.rows() >= 3, driver)
-    for process in study.processes():
-        if Path(process.cmdline()[0]).name == daemon:
-            process.kill()
+    for process in study.daemons(daemon):
+        process.kill()
     assert driver.wait(PATIENCE_S) == 1
     study.log.close()
     said = (tmp_path / "command.log").read_text()
