@@ -79,6 +79,12 @@ class Tally:
         )  # fmt: skip
 
 
+def hear_signals() -> None:
+    """In a new process: Ctrl-C and a closed terminal count, though a background job or nohup started the tests."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Tormented:
     """One study in a folder of its own. Every process of it carries its mark."""
 
@@ -100,8 +106,9 @@ class Tormented:
         self.log.flush()
         command = [sys.executable, "-m", "tune_study", *words]
         driver = subprocess.Popen(
-            command, stdout=self.log, stderr=subprocess.STDOUT, text=True, env=self.environment, start_new_session=True
-        )
+            command, stdout=self.log, stderr=subprocess.STDOUT, text=True, env=self.environment,
+            start_new_session=True, preexec_fn=hear_signals,
+        )  # fmt: skip
         self.drivers.append(driver.pid)
         return driver
 

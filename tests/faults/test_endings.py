@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import analysis
-from tests.faults.kills import PATIENCE_S, SMALL, STEPS, Tally, Tormented, compare, finish, wait_for
+from tests.faults.kills import PATIENCE_S, SMALL, STEPS, Tally, Tormented, compare, finish, hear_signals, wait_for
 from trainable.checkpoint import numbered
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -79,7 +79,7 @@ def test_a_closed_terminal_is_a_request_to_stop(tmp_path: Path, straight: Tormen
     ours, theirs = pty.openpty()
     driver = subprocess.Popen(
         command_of(study), stdin=theirs, stdout=theirs, stderr=theirs, env=study.environment, start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0), text=True,
+        preexec_fn=take_terminal, text=True,
     )  # fmt: skip
     os.close(theirs)
     reader = threading.Thread(target=read_all, args=(ours,), daemon=True)
@@ -96,6 +96,12 @@ def test_a_closed_terminal_is_a_request_to_stop(tmp_path: Path, straight: Tormen
     assert (study.folder / "report.html").exists()
     finish(study)
     assert [line for line in compare(study, straight, Tally()) if "resume_every" not in line] == []
+
+
+def take_terminal() -> None:
+    """In a new process: its standard input is the terminal that rules it."""
+    hear_signals()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 def read_all(terminal: int) -> None:
