@@ -41,7 +41,7 @@ def main() -> None:
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     for step in range(STEPS + 1):
         for name, trainer in trainers.items():
-            row, _ = trainer.step()
+            row = trainer.step().row
             if step:
                 rows[name].append(row)
     result = {}

@@ -13,7 +13,8 @@ STANDARD = set(sys.stdlib_module_names)
 
 # Module prefix -> (own modules it may import, other packages it may import). The longest matching prefix counts.
 TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "trainable.config": (("trainable.aliases",), ("pydantic",)),
+    "trainable.config": (("trainable.aliases", "trainable.setting_types"), ("pydantic",)),
+    "trainable.setting_types": ((), ("pydantic",)),
     "trainable.aliases": ((), ()),
     "trainable.records": ((), ()),
     "trainable.seeds": ((), ("numpy",)),

@@ -7,49 +7,28 @@ field here. Defaults are the published ones (paper scale); `search_spaces/preset
 import difflib
 import hashlib
 import json
-import unicodedata
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from trainable.aliases import ALIASES
-
-KLKind = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
-    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
-]  # fmt: skip
-AdvantageEstimator = Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
-LARGEST_WHOLE_NUMBER = 2**31 - 1
+from trainable.setting_types import (
+    LARGEST_WHOLE_NUMBER,
+    AdvantageEstimator,
+    Finite,
+    Groups,
+    KLKind,
+    LossAggMode,
+    ModelPath,
+    NonNegative,
+    Positive,
+    Share,
+)
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message says what was given, what is allowed and what to type."""
-
-
-def _sum_of_groups(value: object) -> object:
-    """Accept the documents' `n_groups=[8]` (one entry an environment kind) for a count of groups."""
-    if isinstance(value, list | tuple) and value and all(isinstance(entry, int) for entry in value):
-        return sum(value)
-    return value
-
-
-Groups = Annotated[int, BeforeValidator(_sum_of_groups), Field(ge=1)]
-
-
-def _printable(path: str) -> str:
-    """`path`, which names folders and stands in logs; ValueError where it is empty or holds control characters."""
-    if not path.strip() or any(unicodedata.category(sign) == "Cc" for sign in path):
-        raise ValueError("it is empty or holds control characters")
-    return path
-
-
-ModelPath = Annotated[str, Field(max_length=1024), AfterValidator(_printable)]
 
 
 class Section(BaseModel):
@@ -257,6 +236,12 @@ class TrainerConfig(Section):
     logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = Field(
         ("console", "tensorboard"), description="naming wandb logs to it offline; the other two are always on"
     )
+
+    @model_validator(mode="after")
+    def _the_first_analysis_is_at_step_1(self) -> Self:
+        if self.gradient_analysis_mode and self.exit_after_gradient_analysis:
+            self.__dict__["total_training_steps"] = 1  # Frozen for others; nobody has seen it yet.
+        return self
 
 
 class CollapseDetectionConfig(Section):

@@ -11,7 +11,7 @@ from trainable.checkpoint import CheckpointError, numbered, read_checkpoint, wri
 from trainable.config import RunConfig, with_overrides
 from trainable.full_disk import until_written
 from trainable.records import empty_row
-from trainable.run_files import METRICS, ROOMS, STATE, append_line, hold, read_lines, read_rows
+from trainable.run_files import GRADIENTS, METRICS, ROOMS, STATE, append_line, hold, read_lines, read_rows
 from trainable.stop_rules import RULES, decide
 from trainable.trainer import PPOTrainer
 
@@ -111,7 +111,7 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         """Train one step; the row is on disk before it is reported, and before the state that follows it."""
         if self.finished:
             return {**empty_row(), **self.rows[-1], "done": True, "note": self._note(), "saved": True}
-        found, evaluations = self.trainer.step()
+        found, evaluations, gradients = self.trainer.step()
         row = {**empty_row(), **self.identity, "step": self.trainer.step_index, **found}
         last = self.trainer.step_index == self.settings.trainer.total_training_steps
         ends = self._ends_with([*self.rows, row])
@@ -119,6 +119,8 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
             evaluations += self.trainer.close(row)
         for evaluation in evaluations:
             self._append(ROOMS, evaluation.line())
+        for line in gradients:
+            self._append(GRADIENTS, line)
         self._append(METRICS, row)
         self.rows.append(row)
         is_saved = self._save(ends)

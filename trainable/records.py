@@ -16,6 +16,67 @@ class Column(NamedTuple):
     published: str = ""
 
 
+# What is measured of each of the two collapse samples: published quantity, unit, meaning. M: prompts of the sample.
+_COLLAPSE_QUANTITIES: tuple[tuple[str, str, str], ...] = (
+    ("mi_estimate", "nats", "I(X; Z) a token: matched_log_prob_mean - marginal_log_prob_mean"),
+    ("mi_seq_estimate", "nats", "I(X; Z) a thought: reasoning_entropy_seq_est - conditional_entropy_seq_est"),
+    ("mi_estimate_paper", "nats", "I(X; Z) a token: matched_log_prob_mean - marginal_log_prob_mean_paper"),
+    ("mi_upper_bound", "nats", "log M: bound of mi_estimate and of mi_seq_estimate"),
+    ("mi_upper_bound_paper", "nats", "mean over thoughts of log M / tokens: bound of mi_estimate_paper"),
+    ("matched_log_prob_mean", "nats", "mean over thoughts of the log-prob a token after the own prompt"),
+    ("marginal_log_prob_mean", "nats", "mean of the log of the mean over prompts of exp(log-prob a token)"),
+    (
+        "marginal_log_prob_mean_paper",
+        "nats",
+        "mean of (the log of the mean over prompts of exp(log-prob of the whole thought)) / tokens",
+    ),
+    ("conditional_entropy_est", "nats", "H(Z given X) a token: -matched_log_prob_mean"),
+    ("conditional_entropy_seq_est", "nats", "H(Z given X) a thought: minus the mean log-prob of whole thoughts"),
+    ("reasoning_entropy_est", "nats", "H(Z) a token: -marginal_log_prob_mean"),
+    (
+        "reasoning_entropy_seq_est",
+        "nats",
+        "H(Z) a thought: minus the mean of the log of the mean over prompts of exp(log-prob of the whole thought)",
+    ),
+    ("reasoning_entropy_est_paper", "nats", "H(Z) a token: -marginal_log_prob_mean_paper"),
+    ("marginal_std", "nats", "standard deviation (divisor N) over thoughts of the terms of marginal_log_prob_mean"),
+    ("marginal_std_seq", "nats", "the same of the terms of reasoning_entropy_seq_est"),
+    ("marginal_std_paper", "nats", "the same of the terms of marginal_log_prob_mean_paper"),
+    ("mi_zscore", "1", "mi_estimate / (marginal_std + 1e-3)"),
+    ("mi_zscore_seq", "1", "mi_seq_estimate / (marginal_std_seq + 1e-3)"),
+    ("mi_zscore_paper", "1", "mi_estimate_paper / (marginal_std_paper + 1e-3)"),
+    ("marginal_std_ema", "nats", "marginal_std at the first diagnosis, then 0.9 old + 0.1 new"),
+    ("marginal_std_ema_seq", "nats", "the same of marginal_std_seq"),
+    ("marginal_std_ema_paper", "nats", "the same of marginal_std_paper"),
+    ("mi_zscore_ema", "1", "mi_estimate / (marginal_std_ema + 1e-3)"),
+    ("mi_zscore_ema_seq", "1", "mi_seq_estimate / (marginal_std_ema_seq + 1e-3)"),
+    ("mi_zscore_ema_paper", "1", "mi_estimate_paper / (marginal_std_ema_paper + 1e-3)"),
+    ("retrieval_accuracy", "share", "thoughts that their own prompt, or one equal to it, makes likeliest / thoughts"),
+    ("retrieval_accuracy@2", "share", "thoughts with such a prompt among the 2 that make them likeliest / thoughts"),
+    ("retrieval_accuracy@4", "share", "the same among 4"),
+    ("retrieval_accuracy@8", "share", "the same among 8"),
+    ("retrieval_chance_level", "share", "mean over thoughts of (prompts equal to the own one, and itself) / M"),
+    ("retrieval_chance_level@2", "share", "min(1, 2 retrieval_chance_level)"),
+    ("retrieval_chance_level@4", "share", "min(1, 4 retrieval_chance_level)"),
+    ("retrieval_chance_level@8", "share", "min(1, 8 retrieval_chance_level)"),
+    ("retrieval_above_chance", "share", "retrieval_accuracy - retrieval_chance_level"),
+    ("retrieval_above_chance@2", "share", "retrieval_accuracy_at_2 - retrieval_chance_level_at_2"),
+    ("retrieval_above_chance@4", "share", "retrieval_accuracy_at_4 - retrieval_chance_level_at_4"),
+    ("retrieval_above_chance@8", "share", "retrieval_accuracy_at_8 - retrieval_chance_level_at_8"),
+    ("retrieval_shuffled", "share", "retrieval_accuracy, the own prompts dealt out anew: mean of 100 deals"),
+)
+
+_COLLAPSE_COLUMNS: tuple[Column, ...] = tuple(
+    Column(
+        f"collapse_{sample}_{quantity.replace('@', '_at_')}",
+        unit,
+        meaning,
+        "" if quantity.endswith(("_paper", "_shuffled")) else f"collapse_{sample}_sample/{quantity}",
+    )
+    for sample in ("first_turn", "trajectory")
+    for quantity, unit, meaning in _COLLAPSE_QUANTITIES
+)
+
 STEP_COLUMNS: tuple[Column, ...] = (
     # What was collected: all P x G episodes of the step, before the filter.
     Column("train_success", "share", "solved episodes / episodes", "train/CoordSokoban/success"),
@@ -87,6 +148,27 @@ STEP_COLUMNS: tuple[Column, ...] = (
     ),
     Column("nonfinite_updates", "optimizer steps", "optimizer steps skipped for a non-finite gradient norm"),
     Column("kl_in_reward_coef", "1", "coefficient of the KL penalty in the reward; missing when off"),
+    # How much thoughts depend on prompts, before the update. Missing where not diagnosed, or where a sample is off.
+    Column(
+        "collapse_valid_thinking_rate",
+        "share",
+        "turns with a thought that is closed and not blank / turns",
+        "collapse/valid_thinking_rate",
+    ),
+    Column("collapse_first_turn_num_total", "episodes", "episodes collected", "collapse/first_turn_num_total"),
+    Column(
+        "collapse_first_turn_num_valid",
+        "episodes",
+        "episodes with such a thought in their first turn",
+        "collapse/first_turn_num_valid",
+    ),
+    Column(
+        "collapse_first_turn_valid_rate",
+        "share",
+        "collapse_first_turn_num_valid / collapse_first_turn_num_total",
+        "collapse/first_turn_valid_rate",
+    ),
+    *_COLLAPSE_COLUMNS,
     # What it cost.
     Column("optimizer_steps", "optimizer steps", "of the policy, in this step"),
     Column("env_steps", "actions", "actions executed in this step"),
@@ -121,10 +203,13 @@ STEP_COLUMNS: tuple[Column, ...] = (
     Column("base_val_greedy_success", "share", "val_greedy_success of the policy before training"),
     # Time. Left out of every comparison for equality.
     Column("seconds_rollout", "s", "collecting episodes", "timing_s/gen"),
+    Column("seconds_collapse_first_turn", "s", "scoring thoughts of first turns", "timing_s/collapse_first_turn_step"),
+    Column("seconds_collapse_multi_turn", "s", "scoring thoughts of all turns", "timing_s/collapse_multi_turn_step"),
     Column("seconds_values", "s", "critic pass without gradients", "timing_s/values"),
     Column("seconds_reference", "s", "reference pass", "timing_s/ref"),
     Column("seconds_update_critic", "s", "critic update (with shared_trunk: none)", "timing_s/update_critic"),
     Column("seconds_update_actor", "s", "policy update", "timing_s/update_actor"),
+    Column("seconds_gradient_analysis", "s", "gradient analysis", "timing_s/gradient_analysis"),
     Column("seconds_validation", "s", "validation and test", "timing_s/testing"),
     Column("seconds_step", "s", "the whole step, validation included, checkpoints not", "timing_s/step"),
     Column(

@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-METRICS, ROOMS, STATE, LOCK = "metrics.jsonl", "rooms.jsonl", "state", ".lock"
+METRICS, ROOMS, GRADIENTS, PROBES = "metrics.jsonl", "rooms.jsonl", "gradients.jsonl", "probes.jsonl"
+STATE, LOCK = "state", ".lock"
 
 
 class BusyError(RuntimeError):

@@ -10,6 +10,10 @@ PURPOSES = {
     "duplicates": 5,
     "demonstrations": 6,
     "weights": 7,
+    "collapse": 8,
+    "gradient_sampling": 9,
+    "gradient_duplicates": 10,
+    "gradient_folds": 11,
 }
 
 

@@ -4,8 +4,9 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,14 +20,16 @@ from trainable.config import OptimConfig, RunConfig
 from trainable.evaluate import Evaluation, collected_columns, number_classes, summarise
 from trainable.failures import NonFiniteError
 from trainable.filtering import Kept, filter_episodes
+from trainable.gradient_analysis import analyse, is_due
 from trainable.nonfinite import bad_weights, check_finite
 from trainable.policy import frozen_copy, load_policy, make_codec, make_critic, pick_device
 from trainable.protocol import Observation, make_protocol
 from trainable.rollout.episode import Episode
-from trainable.rollout.play import Rules, play
+from trainable.rollout.play import Rules, check_first_turn, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.seeds import stream
+from trainable.sokoban.generate import Room
 from trainable.sokoban.room_sets import room_keys, test_rooms, training_rooms, validation_rooms
 from trainable.state import check_fits, flat_state, load_flat_state
 from trainable.targets import make_targets
@@ -36,6 +39,22 @@ SHARED_VALUE_WEIGHT = 0.01  # rewards reach 10.9: the weight brings the squared 
 TOTALS = ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens")
 Row = dict[str, Any]
 T = TypeVar("T")
+
+
+class Step(NamedTuple):
+    """What one step gave: its row, its evaluations, and the lines of its gradient analysis, if it had one."""
+
+    row: Row
+    evaluations: list[Evaluation]
+    gradients: list[Row]
+
+
+class Prepared(NamedTuple):
+    """A batch that is ready for losses; episodes without their copies."""
+
+    batch: Batch
+    targets: Targets
+    episodes: Sequence[Episode]
 
 
 class PPOTrainer:
@@ -88,7 +107,8 @@ class PPOTrainer:
         self.rules = Rules(
             env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj, env.format_penalty, context
         )
-        self._check_context()
+        opening = Observation(1, validation_rooms(1, env.seed_val)[0].cells, env.max_actions_per_traj)
+        check_first_turn(opening, self.protocol, self.codec, context, config.rollout.response_length)
         self.test_rooms = test_rooms(env.test_env_groups)
         self.val_rooms = validation_rooms(env.val_env_groups, env.seed_val)
         skip = room_keys(self.test_rooms)
@@ -97,21 +117,9 @@ class PPOTrainer:
         trained = room_keys(room for rooms in self.rooms for room in rooms)
         self.val_unseen = [room.key not in trained for room in self.val_rooms for _ in range(env.val_group_size)]
 
-    def _check_context(self) -> None:
-        """Refuse a reply length that leaves the model's context no room for the first turn."""
-        room = validation_rooms(1, self.config.env.seed_val)[0]
-        opening = self.protocol.opening(Observation(1, room.cells, self.rules.max_actions))
-        needed = len(self.codec.encode([opening])[0]) + self.config.rollout.response_length
-        if needed > self.rules.context:
-            raise ValueError(
-                f"A first turn takes {needed} tokens (the prompt, and rollout.response_length="
-                f"{self.config.rollout.response_length}), and the model's context has {self.rules.context}: "
-                f"lower it with --set rollout.response_length=N."
-            )
-
     # ------------------------------------------------------------------ the step
 
-    def step(self) -> tuple[Row, list[Evaluation]]:
+    def step(self) -> Step:
         """Train once. The row holds every column that this step has a number for."""
         started, cpu = time.perf_counter(), time.process_time()
         row: Row = {}
@@ -125,50 +133,71 @@ class PPOTrainer:
         kept = filter_episodes(episodes, self.config.filter, size)  # 2 drop groups of little spread
         self.empty_in_a_row = 0 if kept.groups else self.empty_in_a_row + 1
         row |= {**kept.row, "empty_steps_in_a_row": self.empty_in_a_row}
-        if kept.episodes:
-            self._update(kept, row)  # 3-7 values, advantages, critic, policy
-            if self._validates():  # 8 validate
-                evaluations += self._timed(row, "seconds_validation", lambda: self.validate(row))
+        gradients = self._update(episodes, kept, row)  # 3-8 values, advantages, critic, analysis, policy
+        if kept.episodes and self._validates():  # 9 validate
+            evaluations += self._timed(row, "seconds_validation", lambda: self.validate(row))
         self._count(row, episodes)
         row["seconds_step"] = time.perf_counter() - started
         row["cpu_seconds_step"] = time.process_time() - cpu
         self.seconds_total += row["seconds_step"]
         row["seconds_total"] = self.seconds_total
-        return row, evaluations
+        return Step(row, evaluations, gradients)
 
     def _collect(self) -> list[Episode]:
-        env, rollout = self.config.env, self.config.rollout
+        rooms = self.rooms[self.step_index - 1]
+        return self.roll_out(rooms, self.config.env.group_size, stream(self.config.seed, "sampling", self.step_index))
+
+    def roll_out(self, rooms: Sequence[Room], group_size: int, draws: np.random.Generator) -> list[Episode]:
+        """Training episodes: `group_size` of each room, in the rooms' order."""
         return play(
-            self.rooms[self.step_index - 1], env.group_size, self.sampler, self.protocol, self.codec, self.rules,
-            self._sampling(rollout.temperature), stream(self.config.seed, "sampling", self.step_index),
+            rooms, group_size, self.sampler, self.protocol, self.codec, self.rules,
+            self._sampling(self.config.rollout.temperature), draws,
         )  # fmt: skip
 
     def _sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
 
-    def _update(self, kept: Kept, row: Row) -> None:
-        """Make the batch, its targets, and all optimizer steps."""
-        config = self.config
-        batch = self._batch(kept.episodes)  # 3 a multiple of the mini-batch
+    def _update(self, episodes: list[Episode], kept: Kept, row: Row) -> list[Row]:
+        """Make the batch, its targets, and all optimizer steps; the lines of the gradient analysis, where it is due."""
+        config, due = self.config, is_due(self.step_index, self.config.trainer)
+        if not kept.episodes:
+            return self._analyse(row, episodes, None) if due else []
+        draws = stream(config.seed, "duplicates", self.step_index)
+        prepared = self.prepare(kept.episodes, kept.groups, config.env.env_groups, draws, row)  # 3-6
+        batch, targets, meters = prepared.batch, prepared.targets, list[Meter]()
+        row |= self._batch_columns(prepared)
         order = length_stratified_order(batch.lengths)
-        values = self._timed(row, "seconds_values", lambda: self._values(batch))  # 4 critic
-        ref = self._timed(row, "seconds_reference", lambda: self._reference(batch))  # 5 reference
-        scale = filter_loss_scale(config.actor.filter_loss_scaling, kept.groups, config.env.env_groups)
-        targets = make_targets(batch, values, ref, config.algorithm, self.kl_control.coef, scale)  # 6 advantages
-        row |= self._batch_columns(batch, kept.episodes, targets)
-        meters = []
-        if self.critic is not None and self.critic_optimizer is not None:  # 7 critic, then policy
+        only = config.trainer.gradient_analysis_mode and config.trainer.gradient_analysis_only
+        if self.critic is not None and self.critic_optimizer is not None and not only:  # 7 critic
             critic, optimizer = self.critic, self.critic_optimizer
             meters.append(self._timed(row, "seconds_update_critic", lambda: update_critic(
                 critic, optimizer, batch, targets, order, config.critic, config.actor.loss_agg_mode)))  # fmt: skip
-        if config.trainer.critic_warmup <= self.step_index:
-            meter = self._timed(row, "seconds_update_actor", lambda: self._actor_update().run(batch, targets, order))
+        found = self._analyse(row, episodes, prepared) if due else []
+        leaves = only or (due and config.trainer.exit_after_gradient_analysis)
+        if config.trainer.critic_warmup <= self.step_index and not leaves:  # 8 policy
+            meter = self._timed(row, "seconds_update_actor", lambda: self.actor_update().run(batch, targets, order))
             row["optimizer_steps"] = meter.optimizer_steps - meter.skipped
             meters.append(meter)
         for meter in meters:
             row |= meter.means()
         self._count_skipped(row, meters)
-        self._move_kl_control(row, batch, ref)
+        self._move_kl_control(row, batch, targets.ref_logprobs)
+        return found
+
+    def prepare(
+        self, episodes: Sequence[Episode], groups_kept: int, groups: int, draws: np.random.Generator, row: Row
+    ) -> Prepared:
+        """Values, reference log-probs and advantages of the episodes of `groups_kept` of `groups` groups."""
+        config = self.config
+        batch = self._batch(episodes, groups, draws)  # 3 a multiple of the mini-batch
+        values = self._timed(row, "seconds_values", lambda: self._values(batch))  # 4 critic
+        ref = self._timed(row, "seconds_reference", lambda: self._reference(batch))  # 5 reference
+        scale = filter_loss_scale(config.actor.filter_loss_scaling, groups_kept, groups)
+        targets = make_targets(batch, values, ref, config.algorithm, self.kl_control.coef, scale)  # 6 advantages
+        return Prepared(batch, targets, episodes)
+
+    def _analyse(self, row: Row, episodes: list[Episode], prepared: Prepared | None) -> list[Row]:
+        return self._timed(row, "seconds_gradient_analysis", lambda: analyse(self, episodes, prepared))
 
     def _count_skipped(self, row: Row, meters: Sequence[Meter]) -> None:
         """Count the optimizer steps that were skipped; NonFiniteError where the run cannot go on."""
@@ -181,18 +210,17 @@ class PPOTrainer:
             [name for meter in meters for name in meter.nonfinite], bad_weights(weights),
         )  # fmt: skip
 
-    def _actor_update(self) -> ActorUpdate:
+    def actor_update(self) -> ActorUpdate:
+        """The policy's losses and optimizer, as they are now."""
         return ActorUpdate(
             self.model, self.actor_optimizer, self.config.actor, self.config.rollout.temperature, self.reference,
             self.head, SHARED_VALUE_WEIGHT, self.config.critic.cliprange_value,
         )  # fmt: skip
 
-    def _batch(self, episodes: Sequence[Episode]) -> Batch:
+    def _batch(self, episodes: Sequence[Episode], groups: int, draws: np.random.Generator) -> Batch:
         """Kept episodes, with random ones copied up to a multiple of lcm(groups, mini-batch) (published)."""
-        multiple = math.lcm(self.config.env.env_groups, self.config.actor.ppo_mini_batch_size)
-        generator = torch.Generator().manual_seed(
-            int(stream(self.config.seed, "duplicates", self.step_index).integers(2**62))
-        )
+        multiple = math.lcm(groups, self.config.actor.ppo_mini_batch_size)
+        generator = torch.Generator().manual_seed(int(draws.integers(2**62)))
         index = adjust_copy(len(episodes), multiple, generator)
         batch = collate([episodes[number] for number in index.tolist()])
         return Batch(*(part.to(self.device) for part in batch))
@@ -275,7 +303,8 @@ class PPOTrainer:
 
     # ------------------------------------------------------------------ accounts
 
-    def _batch_columns(self, batch: Batch, episodes: Sequence[Episode], targets: Targets) -> Row:
+    def _batch_columns(self, prepared: Prepared) -> Row:
+        batch, targets, episodes = prepared
         mask = batch.mask
         row: Row = {
             "batch_size": len(batch.lengths),

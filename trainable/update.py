@@ -98,7 +98,11 @@ def passes(
     batch: Batch, targets: Targets, rows: Tensor, mode: str, micro_batch_size: int, padded_length: int
 ) -> Iterator[Pass]:
     """Cut the mini-batch `rows` into passes, each with its share of the loss's weights."""
-    weights = loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
+    return weighted_passes(batch, targets, rows, loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length))
+
+
+def weighted_passes(batch: Batch, targets: Targets, rows: Tensor, weights: Tensor) -> Iterator[Pass]:
+    """Cut the episodes at `rows` (N,) into passes; weights (N, T) of their tokens in the loss."""
     for start in range(0, len(rows), ROWS_A_PASS):
         index = rows[start : start + ROWS_A_PASS]
         part = batch.rows(index)

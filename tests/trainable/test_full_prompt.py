@@ -55,7 +55,7 @@ def test_the_paper_settings_train_a_step(hub_model: Path) -> None:
     }  # fmt: skip
     trainer = PPOTrainer(with_overrides(RunConfig(), {**STUDY.fixed, **small}))
     before = trainer.model.lm_head.weight.detach().clone()
-    row, evaluations = trainer.step()
+    row, evaluations, _ = trainer.step()
     assert row["optimizer_steps"] == 2
     assert row["train_invalid_turns"] == 1.0
     assert row["train_reward"] == pytest.approx(-0.2)

@@ -122,7 +122,7 @@ def test_a_shared_trunk_trains_policy_and_value_head_together() -> None:
 
 def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> None:
     trainer = PPOTrainer(small(actor__use_kl_loss=True, trainer__total_training_steps=1))
-    row, _ = trainer.step()
+    row = trainer.step().row
     trainer.close(row)
     assert {column.name for column in STEP_COLUMNS} - set(row) == {"kl_in_reward_coef"}
     assert set(row) <= {column.name for column in STEP_COLUMNS}

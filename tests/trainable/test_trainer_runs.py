@@ -46,7 +46,7 @@ def test_the_base_policy_is_validated_before_the_first_update_only() -> None:
     trainer = PPOTrainer(small())
     fresh: Row = {}
     wanted = PPOTrainer(small()).validate_base(fresh)
-    row, found = trainer.step()
+    row, found, _ = trainer.step()
     assert found == wanted
     assert {name: row[name] for name in fresh} == fresh
     assert set(fresh) == {
@@ -96,7 +96,7 @@ def test_success_on_unseen_rooms_leaves_out_rooms_of_the_training_run() -> None:
 
 def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     trainer = PPOTrainer(small(trainer__total_training_steps=1))
-    row, _ = trainer.step()
+    row = trainer.step().row
     before = dict(row)
     found = trainer.close(row)
     assert [(e.step, e.split, e.mode) for e in found] == [

@@ -31,6 +31,18 @@ class Rules:
     context: int
 
 
+def check_first_turn(
+    opening: Observation, protocol: Protocol, codec: Codec, context: int, response_length: int
+) -> None:
+    """ValueError for a reply length that leaves the model's context no room for the first turn."""
+    needed = len(codec.encode([protocol.opening(opening)])[0]) + response_length
+    if needed > context:
+        raise ValueError(
+            f"A first turn takes {needed} tokens (the prompt, and rollout.response_length={response_length}), "
+            f"and the model's context has {context}: lower it with --set rollout.response_length=N."
+        )
+
+
 @dataclass
 class _Seat:
     """An episode while it is played."""

@@ -1,0 +1,93 @@
+"""When and on which batch gradients are analysed: the step's own, or a larger one that is played for it."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainable.algo.filters import group_scores
+from trainable.config import TrainerConfig
+from trainable.evaluate import by_group
+from trainable.filtering import filter_episodes
+from trainable.gradient_probe import Findings, probe_gradients
+from trainable.rollout.episode import Episode
+from trainable.seeds import stream
+from trainable.sokoban.room_sets import room_keys, training_rooms
+
+if TYPE_CHECKING:
+    from trainable.trainer import PPOTrainer, Prepared
+
+FIRST_ROOM = 500_000
+"""Rooms of analyses lie this far behind a run's first training room: a run would train on them after as many groups."""
+
+Row = dict[str, Any]
+
+
+def is_due(step: int, settings: TrainerConfig) -> bool:
+    """Whether gradients are analysed at `step`, from 1: at the first, and every so many after it."""
+    return settings.gradient_analysis_mode and (step - 1) % settings.gradient_analysis_every == 0
+
+
+def analyse(
+    trainer: "PPOTrainer", episodes: list[Episode], prepared: "Prepared | None", source: str = "train"
+) -> list[Row]:
+    """Analyse the gradients of the trainer's policy; nothing of the trainer is changed.
+
+    The batch is played for it where trainer.gradient_analysis_env_groups and _group_size are set, else it is the
+    step's own: `episodes` before the filter and `prepared` after it (None where nothing was kept).
+
+    Returns the lines for gradients.jsonl: before the filter (where trainer.gradient_analysis_log_prefilter is on), then
+    after it (where the filter kept anything); each has step, source, prefilter, rows (`records.GRADIENT_COLUMNS`) and
+    groups (bucket, group, reward_std).
+    """
+    config = trainer.config
+    groups, size = config.trainer.gradient_analysis_env_groups, config.trainer.gradient_analysis_group_size
+    if groups is not None and size is not None:
+        episodes, prepared, is_own = _play(trainer, groups, size), None, False
+    else:
+        groups, size, is_own = config.env.env_groups, config.env.group_size, True
+    stds = group_scores("reward_std", by_group([episode.score for episode in episodes], size))
+    kept = filter_episodes(episodes, config.filter, size)
+    wanted: list[tuple[bool, Sequence[Episode], int]] = []
+    if config.trainer.gradient_analysis_log_prefilter:
+        wanted.append((True, episodes, groups))
+    if kept.episodes:
+        wanted.append((False, kept.episodes, kept.groups))
+    lines = []
+    for prefilter, chosen, kept_groups in wanted:
+        draws = stream(config.seed, "gradient_duplicates", trainer.step_index, int(prefilter))
+        ready = prepared if prepared and not prefilter else trainer.prepare(chosen, kept_groups, groups, draws, {})
+        findings = _probe(trainer, ready, dict(enumerate(stds.tolist())))
+        about = {
+            "source_env_groups": groups, "source_group_size": size, "source_batch_size": len(chosen),
+            "adjusted_batch_size": len(ready.batch.lengths), "uses_training_batch": is_own,
+        }  # fmt: skip
+        lines.append({
+            "step": trainer.step_index, "source": source, "prefilter": prefilter,
+            "rows": [_finite({**row, **about}) for row in findings.rows], "groups": findings.groups,
+        })  # fmt: skip
+    return lines
+
+
+def _play(trainer: "PPOTrainer", groups: int, size: int) -> list[Episode]:
+    config, step = trainer.config, trainer.step_index
+    number = (max(1, step) - 1) // config.trainer.gradient_analysis_every + 1
+    base = config.env.seed_train + FIRST_ROOM
+    rooms = training_rooms(config.seed, number, groups, base, skip=room_keys(trainer.test_rooms))
+    return trainer.roll_out(rooms, size, stream(config.seed, "gradient_sampling", step))
+
+
+def _probe(trainer: "PPOTrainer", ready: "Prepared", stds: Mapping[int, float]) -> Findings:
+    config = trainer.config
+    seed = int(stream(config.seed, "gradient_folds", trainer.step_index).integers(2**62))
+    return probe_gradients(
+        trainer.actor_update(), ready.batch, ready.targets, stds, config.rollout.gradient_analysis_num_buckets,
+        config.rollout.gradient_analysis_bucket_mode, torch.Generator().manual_seed(seed),
+    )  # fmt: skip
+
+
+def _finite(row: Row) -> Row:
+    """JSON has no NaN: a number that could not be estimated is missing."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in row.items()}  # fmt: skip

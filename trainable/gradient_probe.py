@@ -1,0 +1,246 @@
+"""Gradients of each term of the policy's loss, in each bucket of groups by reward spread. No optimizer step is made.
+
+Two readings of one batch. The published one is a mean over mini-batches of the norm of each one's gradient, with the
+weights that training gives the tokens. The other one is of mean gradients: every token has its weight in a loss over
+the whole batch, so that the buckets' gradients, each with its weight, sum to the batch's own; and prompts are dealt
+into folds, from which signal and noise are told apart (`algo.gradient_signal`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainable.algo.batching import length_stratified_order
+from trainable.algo.buckets import fixed_buckets, quantile_buckets
+from trainable.algo.gradient_signal import (
+    component_cosines,
+    fold_gram,
+    gradient_signal,
+    published_norm,
+    split_folds,
+    update_shares,
+)
+from trainable.algo.reductions import loss_weights
+from trainable.batch import Batch, mini_batches
+from trainable.update import ActorUpdate, Meter, Pass, Targets, passes, weighted_passes
+
+FOLDS = 8
+Row = dict[str, Any]
+Gradients = dict[str, list[Tensor]]
+"""Of each component, one tensor a parameter of the model."""
+
+
+class Findings(NamedTuple):
+    """rows: one a bucket and component (`records.GRADIENT_COLUMNS`). groups: one a group, with its bucket."""
+
+    rows: list[Row]
+    groups: list[Row]
+
+
+def probe_gradients(
+    update: ActorUpdate, batch: Batch, targets: Targets, reward_stds: Mapping[int, float], buckets: int, mode: str,
+    generator: torch.Generator,
+) -> Findings:  # fmt: skip
+    """Measure the gradients of `batch`, the buckets in order and `all` last.
+
+    Args:
+        update: the policy's update; its model is read, and neither weights, `.grad` nor optimizer are touched.
+        batch, targets: B episodes; what the losses aim at was made for the whole batch, whitening included.
+        reward_stds: group id -> standard deviation of the group's scores.
+        buckets, mode: how many buckets at most; quantile, or fixed_rv (then empty ones are left out).
+        generator: deals the groups into folds.
+
+    Held at once: (2 x folds x components + components) copies of the model's parameters.
+    """
+    probe = _Probe(update, batch, targets)
+    groups, where = torch.unique(batch.group_ids, return_inverse=True)
+    stds = torch.tensor([reward_stds[int(group)] for group in groups], dtype=torch.float32)
+    numbers = quantile_buckets(stds, buckets) if mode == "quantile" else fixed_buckets(stds)
+    folds = split_folds(batch.group_ids, FOLDS, generator)
+    order = length_stratified_order(batch.lengths)
+    rows: list[Row] = []
+    whole: _FoldSums | None = None
+    for number in sorted(set(numbers.tolist())):
+        members = order[numbers[where[order]] == number]
+        sums = probe.fold_sums(members, folds)
+        whole = sums if whole is None else whole.plus(sums)
+        rows += probe.rows(f"bucket_{number + 1}", members, sums, stds[numbers == number])
+    assert whole is not None
+    rows += probe.rows("all", order, whole, stds)
+    table = [
+        {"bucket": f"bucket_{number + 1}", "group": group, "reward_std": std}
+        for group, number, std in zip(groups.tolist(), numbers.tolist(), stds.tolist(), strict=True)
+    ]
+    return Findings(rows, table)
+
+
+class _FoldSums(NamedTuple):
+    """blocks: per parameter the summed gradients (K, C, ...). counts: (K,) what each fold adds to the divisor."""
+
+    components: tuple[str, ...]
+    blocks: list[Tensor]
+    counts: Tensor
+
+    def plus(self, other: "_FoldSums") -> "_FoldSums":
+        blocks = [one + two for one, two in zip(self.blocks, other.blocks, strict=True)]
+        return _FoldSums(self.components, blocks, self.counts + other.counts)
+
+    def gram(self) -> tuple[Tensor, Tensor]:
+        """Products of the folds' mean gradients with `total` as the last component, (K, C + 1, K, C + 1); counts."""
+        used = self.counts > 0
+        counts = self.counts[used]
+        gram = fold_gram(_mean(block[used], counts) for block in self.blocks)
+        gram = torch.cat((gram, gram.sum(1, keepdim=True)), dim=1)
+        return torch.cat((gram, gram.sum(3, keepdim=True)), dim=3), counts
+
+
+def _mean(block: Tensor, counts: Tensor) -> Tensor:
+    """Sums (K, C, ...) as means over each fold's share of the divisor."""
+    return block / counts.to(block).view(-1, *[1] * (block.dim() - 1))
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """One batch under one update."""
+
+    update: ActorUpdate
+    batch: Batch
+    targets: Targets
+
+    @property
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return list(self.update.model.parameters())
+
+    def rows(self, bucket: str, members: Tensor, sums: _FoldSums, stds: Tensor) -> list[Row]:
+        """The rows of one bucket; members (N,) its episodes in the order of their mini-batches."""
+        shared = self._counts(members, stds) | {
+            "bucket": bucket, "weight": float(sums.counts.sum() / self._divisors().sum()),
+        }  # fmt: skip
+        published, trusted = self._published(members), _trusted(sums)
+        return [
+            {**shared, "component": name, **published.get(name, {}), **trusted[name]}
+            for name in (*sums.components, "total")
+        ]
+
+    def _counts(self, members: Tensor, stds: Tensor) -> Row:
+        return {
+            "sample_count": len(members),
+            "sample_pct": 100 * len(members) / len(self.batch.lengths),
+            "token_count": int(self.batch.mask[members].sum()),
+            "group_count": len(stds),
+            "reward_std_mean": float(stds.mean()),
+            "reward_std_min": float(stds.min()),
+            "reward_std_max": float(stds.max()),
+        }
+
+    # ------------------------------------------------------------------ the published reading
+
+    def _published(self, members: Tensor) -> dict[str, Row]:
+        """Norms and losses by component, mini-batch by mini-batch."""
+        settings = self.update.settings
+        mini, micro = settings.ppo_mini_batch_size, settings.ppo_micro_batch_size_per_gpu
+        norms: dict[str, list[float]] = {}
+        losses: dict[str, float] = {}
+        sizes = []
+        for index in mini_batches(members, mini):
+            gradients, terms = self._of_mini_batch(index)
+            sizes.append(len(index))
+            for name, parts in gradients.items():
+                norms.setdefault(name, []).append(float(torch.nn.utils.get_total_norm(parts)))
+                losses[name] = losses.get(name, 0.0) + terms[name] * -(-len(index) // micro)
+        tokens, sequences = int(self.batch.mask[members].sum()), torch.tensor(sizes)
+        parts_made = sum(-(-size // micro) for size in sizes)
+        found: dict[str, Row] = {"total": {"loss": sum(losses.values()) / parts_made}}
+        for name, values in norms.items():
+            norm = published_norm(torch.tensor(values), sequences, tokens, mini, micro)
+            found[name] = {
+                "norm": norm.norm, "norm_per_sample": norm.per_sample, "norm_per_token": norm.per_token,
+                "loss": losses[name] / parts_made,
+            }  # fmt: skip
+        return found
+
+    def _of_mini_batch(self, index: Tensor) -> tuple[Gradients, dict[str, float]]:
+        """Gradient and value of each term of one mini-batch's loss."""
+        settings, longest = self.update.settings, self.batch.tokens.shape[1]
+        micro = settings.ppo_micro_batch_size_per_gpu
+        cut = passes(self.batch, self.targets, index, settings.loss_agg_mode, micro, longest)
+        total: Gradients = {}
+        losses: dict[str, float] = {}
+        for gradients, terms in map(self._gradients, cut):
+            for name, parts in gradients.items():
+                total[name] = [a + b for a, b in zip(total[name], parts, strict=True)] if name in total else parts
+                losses[name] = losses.get(name, 0.0) + terms[name]
+        return total, losses
+
+    def _gradients(self, part: Pass) -> tuple[Gradients, dict[str, float]]:
+        """Gradient and value of each term in one pass. `.grad` stays as it is."""
+        terms = self.update.components(part, Meter())
+        parameters, last = self._parameters, len(terms) - 1
+        gradients = {
+            name: list(torch.autograd.grad(
+                term, parameters, retain_graph=number < last, allow_unused=True, materialize_grads=True
+            ))
+            for number, (name, term) in enumerate(terms.items())
+        }  # fmt: skip
+        return gradients, {name: float(term.detach()) for name, term in terms.items()}
+
+    # ------------------------------------------------------------------ the mean gradient
+
+    def _divisors(self) -> Tensor:
+        """What each episode (B,) adds to the divisor of the batch's loss: its trained tokens, or itself."""
+        tokens = self.batch.mask.sum(1)
+        return (tokens if self.update.settings.loss_agg_mode == "token-mean" else (tokens > 0)).double()
+
+    def fold_sums(self, members: Tensor, folds: Tensor) -> _FoldSums:
+        """Summed gradients of the episodes `members` (N,), by fold; folds (B,) the fold of each episode.
+
+        Sums of all episodes of the batch are K times C gradients that add up to those of the batch's whole loss, times
+        the divisor.
+        """
+        divisors = self._divisors()
+        weights = divisors.sum() * loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
+        made: list[tuple[Gradients, float]] = []
+        for fold in range(FOLDS):
+            index = members[folds[members] == fold]
+            made.append((self._sum(index, weights[index].float()), float(divisors[index].sum())))
+        names = next(tuple(gradients) for gradients, _ in made if gradients)
+        zeros = [torch.zeros_like(parameter) for parameter in self._parameters]
+        blocks = [
+            torch.stack([torch.stack([gradients.get(name, zeros)[number] for name in names]) for gradients, _ in made])
+            for number in range(len(zeros))
+        ]
+        return _FoldSums(names, blocks, torch.tensor([count for _, count in made], dtype=torch.float64))
+
+    def _sum(self, index: Tensor, weights: Tensor) -> Gradients:
+        """Gradients of the episodes `index` (N,), whose tokens have `weights` (N, T); none for no episode."""
+        by_length = torch.argsort(self.batch.lengths[index], stable=True)  # less padding; a sum has no order
+        total: Gradients = {}
+        for gradients, _ in map(
+            self._gradients, weighted_passes(self.batch, self.targets, index[by_length], weights[by_length])
+        ):
+            for name, parts in gradients.items():
+                total[name] = [a + b for a, b in zip(total[name], parts, strict=True)] if name in total else parts
+        return total
+
+
+def _trusted(sums: _FoldSums) -> dict[str, Row]:
+    """Norm, signal, noise, cosines and share of each component's mean gradient, `total` included."""
+    gram, counts = sums.gram()
+    names = (*sums.components, "total")
+    cosines, shares = component_cosines(gram, counts), update_shares(gram[:, :-1, :, :-1], counts)
+    found: dict[str, Row] = {}
+    for number, name in enumerate(names):
+        signal = gradient_signal(gram[:, number, :, number], counts)
+        beside = {
+            f"cosine_{other}": float(cosines[number, names.index(other)]) if other in names else None
+            for other in ("task", "entropy", "kl")
+        }
+        found[name] = {
+            "mean_norm": signal.norm, "signal": signal.signal, "noise": signal.noise, "snr": signal.snr,
+            "snr_low": signal.low, "snr_high": signal.high, **beside,
+            "share": 1.0 if name == "total" else float(shares[number]), "fold_count": len(counts),
+        }  # fmt: skip
+    return found

@@ -1,0 +1,38 @@
+"""What a single setting may hold: bounds and choices with a name."""
+
+import unicodedata
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
+    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
+]  # fmt: skip
+AdvantageEstimator = Literal["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, le=1)]
+LARGEST_WHOLE_NUMBER = 2**31 - 1
+
+
+def _sum_of_groups(value: object) -> object:
+    """Accept the documents' `n_groups=[8]` (one entry an environment kind) for a count of groups."""
+    if isinstance(value, list | tuple) and value and all(isinstance(entry, int) for entry in value):
+        return sum(value)
+    return value
+
+
+Groups = Annotated[int, BeforeValidator(_sum_of_groups), Field(ge=1)]
+
+
+def _printable(path: str) -> str:
+    """`path`, which names folders and stands in logs; ValueError where it is empty or holds control characters."""
+    if not path.strip() or any(unicodedata.category(sign) == "Cc" for sign in path):
+        raise ValueError("it is empty or holds control characters")
+    return path
+
+
+ModelPath = Annotated[str, Field(max_length=1024), AfterValidator(_printable)]
