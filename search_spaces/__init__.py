@@ -1,6 +1,8 @@
 """All studies by name."""
 
-from search_spaces import entropy, kl, top_p
+from search_spaces import entropy, gradient_analysis, kl, top_p
 from search_spaces.study import Study
 
-STUDIES: dict[str, Study] = {study.name: study for study in (kl.STUDY, entropy.STUDY, top_p.STUDY)}
+STUDIES: dict[str, Study] = {
+    study.name: study for study in (kl.STUDY, entropy.STUDY, top_p.STUDY, gradient_analysis.STUDY)
+}

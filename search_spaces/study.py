@@ -39,7 +39,10 @@ class Study:
 
     title and summary_key are the published words of the summary log: its heading and the name of the axis value.
     Templates may use {model} (last part of the model's path), {tag} (nofilter or filter_zero, by
-    rollout_filter_include_zero), {label} (the axis value without dots, lower case), {run} and {experiment}.
+    rollout_filter_include_zero), {arm} (the axis value), {label} (the same without dots, lower case), {run} and
+    {experiment}; and, of the settings, {mass} (rollout_filter_value without dots), {train} and {analysis} (groups x
+    rollouts of a step and of a gradient analysis) and {every} (steps between two analyses). probe_log also has {seed}
+    (-seed1, or nothing for seed 0), {step} (of the checkpoint) and {val} (withval or noval).
     """
 
     name: str
@@ -54,6 +57,7 @@ class Study:
     checkpoints: str
     wandb_project: str
     baseline: str
+    probe_log: str = "gradient_analysis_probe_sokoban_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
     trainable: str = "trainable.ppo_trainable:PPOTrainable"
     stop_rules: tuple[str, ...] = ("reward_variance_collapse", "low_validation_success", "empty_filtered_steps")
     include_zero_option: bool = True

@@ -6,7 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trainable.algo.losses import kl_estimate
+from trainable.algo.reductions import masked_mean
+from trainable.batch import Batch
 from trainable.rollout.episode import Episode
+from trainable.update import Targets
 
 
 class Evaluation(NamedTuple):
@@ -80,6 +84,31 @@ def collected_columns(episodes: Sequence[Episode], group_size: int) -> dict[str,
         "train_invalid_turns": sum(episode.invalid_turns for episode in episodes) / turns,
         "train_response_tokens": sum(episode.response_tokens for episode in episodes) / count,
     }
+
+
+def trained_columns(
+    batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool
+) -> dict[str, float | None]:
+    """Columns about the trained batch before the update.
+
+    episodes: what the filter kept, without the batch's copies. has_values: whether `targets` has those of a critic.
+    """
+    mask = batch.mask
+    row: dict[str, float | None] = {
+        "batch_size": len(batch.lengths),
+        "trained_tokens": int(mask.sum()),
+        "entropy": sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes),
+    }
+    if targets.ref_logprobs is not None:
+        row["kl_to_reference"] = float(
+            masked_mean(kl_estimate(batch.logprobs, targets.ref_logprobs, "low_var_kl"), mask)
+        )
+    if has_values:
+        values, returns = targets.values[mask], targets.returns[mask]
+        row["value_mean"] = float(values.mean())
+        spread = float(returns.var())
+        row["explained_variance"] = 1 - float((returns - values).var()) / spread if spread > 0 else None
+    return row
 
 
 def by_group(numbers: Sequence[float], group_size: int) -> Tensor:

@@ -16,8 +16,10 @@ from trainable.algo.kl_control import AdaptiveKL
 from trainable.algo.losses import kl_estimate
 from trainable.algo.reductions import masked_mean
 from trainable.batch import Batch, collate
+from trainable.collapse import diagnose
+from trainable.collapse import is_due as diagnosis_is_due
 from trainable.config import OptimConfig, RunConfig
-from trainable.evaluate import Evaluation, collected_columns, number_classes, summarise
+from trainable.evaluate import Evaluation, collected_columns, number_classes, summarise, trained_columns
 from trainable.failures import NonFiniteError
 from trainable.filtering import Kept, filter_episodes
 from trainable.gradient_analysis import analyse, is_due
@@ -87,6 +89,7 @@ class PPOTrainer:
         self.kl_control = AdaptiveKL(control.kl_coef, control.target_kl, horizon)
         self.step_index = self.empty_in_a_row = self.nonfinite_in_a_row = 0
         self.seconds_total = 0.0
+        self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
         self.totals = dict.fromkeys(TOTALS, 0)
         self._set_up_game()
 
@@ -130,6 +133,7 @@ class PPOTrainer:
         episodes = self._timed(row, "seconds_rollout", self._collect)  # 1 roll out P x G episodes
         size = self.config.env.group_size
         row |= collected_columns(episodes, size)
+        self._diagnose(row, episodes)
         kept = filter_episodes(episodes, self.config.filter, size)  # 2 drop groups of little spread
         self.empty_in_a_row = 0 if kept.groups else self.empty_in_a_row + 1
         row |= {**kept.row, "empty_steps_in_a_row": self.empty_in_a_row}
@@ -165,7 +169,7 @@ class PPOTrainer:
         draws = stream(config.seed, "duplicates", self.step_index)
         prepared = self.prepare(kept.episodes, kept.groups, config.env.env_groups, draws, row)  # 3-6
         batch, targets, meters = prepared.batch, prepared.targets, list[Meter]()
-        row |= self._batch_columns(prepared)
+        row |= trained_columns(batch, targets, prepared.episodes, config.algorithm.adv_estimator == "gae")
         order = length_stratified_order(batch.lengths)
         only = config.trainer.gradient_analysis_mode and config.trainer.gradient_analysis_only
         if self.critic is not None and self.critic_optimizer is not None and not only:  # 7 critic
@@ -190,11 +194,20 @@ class PPOTrainer:
         """Values, reference log-probs and advantages of the episodes of `groups_kept` of `groups` groups."""
         config = self.config
         batch = self._batch(episodes, groups, draws)  # 3 a multiple of the mini-batch
-        values = self._timed(row, "seconds_values", lambda: self._values(batch))  # 4 critic
+        values = self._timed(row, "seconds_values", lambda: self.values(batch))  # 4 critic
         ref = self._timed(row, "seconds_reference", lambda: self._reference(batch))  # 5 reference
         scale = filter_loss_scale(config.actor.filter_loss_scaling, groups_kept, groups)
         targets = make_targets(batch, values, ref, config.algorithm, self.kl_control.coef, scale)  # 6 advantages
         return Prepared(batch, targets, episodes)
+
+    def _diagnose(self, row: Row, episodes: Sequence[Episode]) -> None:
+        """Mutual information of prompts and thoughts, under the policy that played `episodes`; it stops nothing."""
+        settings = self.config.collapse_detection
+        if diagnosis_is_due(self.step_index, settings):
+            draws = stream(self.config.seed, "collapse", self.step_index)
+            found = diagnose(self.model, self.codec, episodes, settings, self.collapse_averages, draws)
+            row |= found.row
+            self.collapse_averages = found.averages
 
     def _analyse(self, row: Row, episodes: list[Episode], prepared: Prepared | None) -> list[Row]:
         return self._timed(row, "seconds_gradient_analysis", lambda: analyse(self, episodes, prepared))
@@ -225,7 +238,8 @@ class PPOTrainer:
         batch = collate([episodes[number] for number in index.tolist()])
         return Batch(*(part.to(self.device) for part in batch))
 
-    def _values(self, batch: Batch) -> Tensor | None:
+    def values(self, batch: Batch) -> Tensor | None:
+        """The critic's values (B, T) at the trained tokens, without gradients; None without a critic."""
         rows = self.config.rollout.log_prob_micro_batch_size_per_gpu
         if self.critic is not None:
             return at_trained_tokens(batch, rows, TokenFunction.values(self.critic.model, self.critic.score))
@@ -252,7 +266,7 @@ class PPOTrainer:
 
     def validate(self, row: Row, prefix: str = "") -> list[Evaluation]:
         """Sampled validation on all validation rooms; columns `<prefix>val_...` of `row`."""
-        found = self._play_rooms("val", "sampled")
+        found = self.evaluate("val", "sampled")
         row[f"{prefix}val_success"] = found.success
         row[f"{prefix}val_success_unseen"] = found.success_where(self.val_unseen)
         row[f"{prefix}val_reward"] = found.score
@@ -261,7 +275,7 @@ class PPOTrainer:
 
     def validate_base(self, row: Row) -> list[Evaluation]:
         """Sampled and greedy validation before training."""
-        greedy = self._play_rooms("val", "greedy")
+        greedy = self.evaluate("val", "greedy")
         row["base_val_greedy_success"] = greedy.success
         return [*self.validate(row, "base_"), greedy]
 
@@ -277,16 +291,17 @@ class PPOTrainer:
         return found
 
     def _close(self, row: Row) -> list[Evaluation]:
-        greedy = self._play_rooms("val", "greedy")
+        greedy = self.evaluate("val", "greedy")
         row["val_greedy_success"] = greedy.success
         found = [greedy]
         if self.test_rooms:
             for mode, column in (("sampled", "test_success"), ("greedy", "test_greedy_success")):
-                found.append(self._play_rooms("test", mode))
+                found.append(self.evaluate("test", mode))
                 row[column] = found[-1].success
         return found
 
-    def _play_rooms(self, split: str, mode: str) -> Evaluation:
+    def evaluate(self, split: str, mode: str) -> Evaluation:
+        """Play all rooms of `split` (val, test) in `mode` (sampled, greedy); the policy is left alone."""
         rooms, copies = (self.val_rooms, self.config.env.val_group_size) if split == "val" else (self.test_rooms, 1)
         purpose = "validation" if split == "val" else "test"
         episodes = play(
@@ -302,25 +317,6 @@ class PPOTrainer:
         return trainer.test_freq > 0 and (last or self.step_index % trainer.test_freq == 0)
 
     # ------------------------------------------------------------------ accounts
-
-    def _batch_columns(self, prepared: Prepared) -> Row:
-        batch, targets, episodes = prepared
-        mask = batch.mask
-        row: Row = {
-            "batch_size": len(batch.lengths),
-            "trained_tokens": int(mask.sum()),
-            "entropy": sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes),
-        }
-        if targets.ref_logprobs is not None:
-            row["kl_to_reference"] = float(
-                masked_mean(kl_estimate(batch.logprobs, targets.ref_logprobs, "low_var_kl"), mask)
-            )
-        if self.config.algorithm.adv_estimator == "gae":
-            values, returns = targets.values[mask], targets.returns[mask]
-            row["value_mean"] = float(values.mean())
-            spread = float(returns.var())
-            row["explained_variance"] = 1 - float((returns - values).var()) / spread if spread > 0 else None
-        return row
 
     def _count(self, row: Row, episodes: Sequence[Episode]) -> None:
         """Budgets of the step and so far: a filter changes them, and a comparison must show it."""
@@ -358,6 +354,7 @@ class PPOTrainer:
             "seconds_total": self.seconds_total,
             "totals": self.totals,
             "kl_coef": self.kl_control.coef,
+            "collapse_averages": self.collapse_averages,
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
@@ -371,12 +368,14 @@ class PPOTrainer:
             step, empty, nonfinite = (int(values[key]) for key in ("step", "empty_in_a_row", "nonfinite_in_a_row"))
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
             totals = {name: int(values["totals"][name]) for name in TOTALS}
-        except (KeyError, TypeError) as error:
+            averages = {label: {name: float(std) for name, std in stds.items()}
+                        for label, stds in values["collapse_averages"].items()}  # fmt: skip
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"its values do not fit ({type(error).__name__}: {error})") from error
         for name, part in parts.items():
             load_flat_state(part, mine[name])
         self.step_index, self.empty_in_a_row, self.nonfinite_in_a_row = step, empty, nonfinite
-        self.seconds_total, self.totals = seconds, totals
+        self.seconds_total, self.totals, self.collapse_averages = seconds, totals, averages
         self.kl_control = replace(self.kl_control, coef=coef)
 
     def _parts(self) -> dict[str, nn.Module | torch.optim.Optimizer]:

@@ -190,8 +190,14 @@ def arm_config(study: Study, base: RunConfig, value: str) -> RunConfig:
     try:
         return with_overrides(base, study.axis.settings(value))
     except ConfigError as error:
-        words = f" or one of the words {', '.join(study.axis.named)}" if study.axis.named else ""
-        raise ConfigError(f"{study.axis.option} {shown(value)}: {error} A value is a number{words}.") from None
+        raise ConfigError(f"{study.axis.option} {shown(value)}: {error} {_kinds_of_values(study)}") from None
+
+
+def _kinds_of_values(study: Study) -> str:
+    words = ", ".join(study.axis.named)
+    if not any(_number(value) is not None for grid in study.axis.grids.values() for value in grid):
+        return f"A value is one of {words}."
+    return f"A value is a number or one of the words {words}." if words else "A value is a number."
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:
@@ -255,14 +261,9 @@ def flat_settings(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _spec(study: Study, run: str, value: str, config: RunConfig, seed: int) -> RunSpec:
     """One run with its templates filled in; a seed above 0 is part of every name."""
-    words = {
-        "model": model_name(config.model.path),
-        "tag": TAGS[config.filter.rollout_filter_include_zero],
-        "label": value_label(value),
-        "run": run,
-    }
+    words = template_words(run, value, config, seed)
     name = study.experiment.format(**words)
-    words["experiment"] = run_id = f"{name}-seed{seed}" if seed else name
+    words["experiment"] = run_id = name + words["seed"]
     return RunSpec(
         run_id=run_id,
         study=study.name,
@@ -274,6 +275,25 @@ def _spec(study: Study, run: str, value: str, config: RunConfig, seed: int) -> R
         log=Path("logs") / study.log.format(**words),
         checkpoints=Path("model_saving") / study.checkpoints.format(**words),
     )
+
+
+def template_words(run: str, value: str, config: RunConfig, seed: int) -> dict[str, str]:
+    """What the templates of a study may use; see `Study`. value: of the axis, as it was typed."""
+    env, trainer = config.env, config.trainer
+    train = f"{env.env_groups}x{env.group_size}"
+    groups, size = trainer.gradient_analysis_env_groups, trainer.gradient_analysis_group_size
+    return {
+        "run": run,
+        "arm": value,
+        "label": value_label(value),
+        "seed": f"-seed{seed}" if seed else "",
+        "model": model_name(config.model.path),
+        "tag": TAGS[config.filter.rollout_filter_include_zero],
+        "mass": value_label(f"{config.filter.rollout_filter_value:g}"),
+        "train": train,
+        "analysis": f"{groups}x{size}" if groups and size else train,
+        "every": str(trainer.gradient_analysis_every),
+    }
 
 
 def _number(text: str) -> float | None:

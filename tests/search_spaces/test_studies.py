@@ -11,6 +11,7 @@ from trainable.config import RunConfig, canonical_key, field_names, with_overrid
 from trainable.stop_rules import RULES
 
 ALL = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
+SWEEPS = pytest.mark.parametrize("study", [STUDIES[name] for name in ("kl", "entropy", "top-p")], ids=lambda s: s.name)
 
 # What the published documents say that all three sweeps share, under the names that settings have here.
 SHARED = {
@@ -87,12 +88,12 @@ def arm(study: Study, preset: str, value: str) -> RunConfig:
     return with_overrides(base, study.axis.settings(value))
 
 
-@ALL
+@SWEEPS
 def test_the_published_grid_is_the_default_on_paper(study: Study) -> None:
     assert study.axis.grids["paper"] == tuple(ARMS[study.name])
 
 
-@ALL
+@SWEEPS
 def test_every_published_arm_has_the_published_settings(study: Study) -> None:
     for value, expected in ARMS[study.name].items():
         config = arm(study, "paper", value)
@@ -130,8 +131,10 @@ def test_a_study_names_only_what_there_is(study: Study) -> None:
         assert canonical_key(key) == key
     assert set(study.stop_rules) <= set(RULES)
     assert set(study.axis.grids) == set(PRESETS) == set(DEFAULT_SEEDS)
-    used = {name for t in (study.run, study.experiment, study.log, study.checkpoints) for name in names_in(t)}
-    assert used <= {"model", "tag", "label", "run", "experiment"}
+    templates = (study.run, study.experiment, study.log, study.checkpoints)
+    words = {"model", "tag", "arm", "label", "run", "experiment", "mass", "train", "analysis", "every", "seed"}
+    assert {name for template in templates for name in names_in(template)} <= words
+    assert names_in(study.probe_log) <= words | {"step", "val"}
     assert study.question.strip().endswith("?")
 
 
@@ -156,3 +159,42 @@ def test_published_labels(value: str, label: str) -> None:
 def test_declaring_a_study_loads_neither_torch_nor_ray() -> None:
     code = "import sys, search_spaces; print(sorted({'torch', 'ray', 'vllm', 'transformers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# What the documents say of the gradient analysis, under the names that settings have here.
+ANALYSIS: dict[str, object] = {
+    **SHARED,
+    "trainer.total_training_steps": 101,
+    "trainer.save_freq": 100,
+    "trainer.test_freq": 10,
+    "trainer.gradient_analysis_mode": True,
+    "trainer.gradient_analysis_every": 50,
+    "trainer.gradient_analysis_env_groups": 128,
+    "trainer.gradient_analysis_group_size": 16,
+    "trainer.gradient_analysis_log_prefilter": True,
+    "trainer.gradient_analysis_only": False,
+    "trainer.exit_after_gradient_analysis": False,
+    "rollout.gradient_analysis_num_buckets": 6,
+    "rollout.gradient_analysis_bucket_mode": "quantile",
+    "rollout.gpu_memory_utilization": 0.3,
+    "rollout.log_prob_micro_batch_size_per_gpu": 4,
+    "rollout.ref_log_prob_micro_batch_size_per_gpu": 4,
+    "filter.rollout_filter_value": 0.9,
+    "filter.rollout_filter_top_p_prob_mode": "linear",
+    "filter.rollout_filter_include_zero": False,
+    "actor.use_kl_loss": False,
+    "actor.kl_loss_type": "low_var_kl",
+    "actor.kl_loss_coef": 0.001,
+    "actor.entropy_coeff": 0.001,
+}
+
+
+def test_the_gradient_analysis_has_the_published_settings() -> None:
+    study = STUDIES["gradient-analysis"]
+    ppo, grpo = (arm(study, "paper", algo) for algo in ("PPO", "GRPO"))
+    assert {field: get(ppo, field) for field in ANALYSIS} == ANALYSIS
+    assert ppo.actor.loss_agg_mode == "token-mean"
+    assert grpo.algorithm.adv_estimator == "grpo"
+    assert grpo.algorithm.norm_adv_by_std_in_grpo
+    assert grpo.actor.loss_agg_mode == "seq-mean-token-mean"
+    assert study.axis.grids["paper"] == ("PPO",)

@@ -124,7 +124,7 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
     trainer = PPOTrainer(small(actor__use_kl_loss=True, trainer__total_training_steps=1))
     row = trainer.step().row
     trainer.close(row)
-    assert {column.name for column in STEP_COLUMNS} - set(row) == {"kl_in_reward_coef"}
+    assert {column.name for column in STEP_COLUMNS} - set(row) == {"kl_in_reward_coef", "seconds_gradient_analysis"}
     assert set(row) <= {column.name for column in STEP_COLUMNS}
 
 
@@ -242,7 +242,7 @@ def test_a_step_with_nothing_kept_trains_and_validates_nothing(random_folder: Pa
     )
     before = weights(trainer)
     found = [trainer.step() for _ in range(3)]
-    for number, (row, evaluations) in enumerate(found, start=1):
+    for number, (row, evaluations, _) in enumerate(found, start=1):
         assert (row["groups_kept"], row["kept_ratio"], row["reward_std_kept"], row["zero_std_groups"]) == (0, 0, 0, 2)
         assert row["empty_steps_in_a_row"] == number
         assert (row["optimizer_steps"], row["trained_tokens"], row["total_trained_tokens"]) == (0, 0, 0)

@@ -45,10 +45,23 @@ TOP_P = [
     )
     for label in ("10", "098", "095", "09", "08", "06", "04", "nofilter")
 ]
+ANALYSIS_NAME = "sokoban-PPO-filter-topp09-Qwen2.5-3B-train8x16-analysis128x16-grad-every50"
+ANALYSIS = [
+    (
+        ANALYSIS_NAME,
+        f"logs/gradient_analysis_sokoban_Qwen2.5-3B/{ANALYSIS_NAME}.log",
+        f"model_saving/gradient_analysis/sokoban/PPO/filter/{ANALYSIS_NAME}",
+    )
+]
 PLACES = {
     "kl": ("results/kl_sweep_Qwen2.5-3B", "logs/kl_sweep_Qwen2.5-3B.log", KL),
     "entropy": ("results/entropy_sweep_Qwen2.5-3B", "logs/entropy_sweep_Qwen2.5-3B.log", ENTROPY),
     "top-p": ("results/top_p_sweep_Qwen2.5-3B", "logs/top_p_sweep_Qwen2.5-3B.log", TOP_P),
+    "gradient-analysis": (
+        "results/gradient_analysis_sokoban_Qwen2.5-3B",
+        "logs/gradient_analysis_sokoban_Qwen2.5-3B.log",
+        ANALYSIS,
+    ),
 }
 
 
@@ -72,7 +85,7 @@ def test_names_and_places_are_the_published_ones(name: str) -> None:
     assert plan.summary_log == Path("/out") / summary
     assert [(r.run_id, r.log.as_posix(), r.checkpoints.as_posix()) for r in plan.runs] == runs
     assert [r.experiment_name for r in plan.runs] == [run[0] for run in runs]
-    assert [r.steps for r in plan.runs] == [400] * len(runs)
+    assert {r.steps for r in plan.runs} == {101 if name == "gradient-analysis" else 400}
 
 
 def test_leaving_zero_spread_groups_out_changes_the_tag() -> None:

@@ -1,0 +1,212 @@
+"""A run restored from its checkpoint in this process, to be questioned or analysed. Nothing is trained."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+
+from trainable.checkpoint import CheckpointError, numbered, read_checkpoint
+from trainable.config import ConfigError, RunConfig, shown, with_overrides
+from trainable.gradient_analysis import analyse
+from trainable.run_files import PROBES, STATE, append_line
+from trainable.trainer import PPOTrainer
+from tune_study import outputs
+from tune_study.continuing import plan_from_folder
+from tune_study.describe import say
+from tune_study.models import check_model
+from tune_study.plan import PlanError, RunSpec, StudyPlan, template_words
+
+Settings = Mapping[str, object]
+NOTHING: Settings = MappingProxyType({})
+SAME_TRAINER = ("env", "filter", "rollout", "trainer", "actor.use_kl_loss", "actor.kl_loss", "actor.entropy_coeff")
+"""What a probe may set otherwise than the run did: all else would make another trainer of the checkpoint."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is probed: a run of a study, and one of its checkpoints."""
+
+    plan: StudyPlan
+    spec: RunSpec
+    step: int
+    path: Path
+
+
+def restore(
+    run: Path | str, trial: str | None = None, step: int | None = None, *, path: Path | str | None = None,
+    settings: Settings = NOTHING,
+) -> PPOTrainer:  # fmt: skip
+    """A run's trainer as its checkpoint left it.
+
+    `trainer.roll_out` and `trainer.evaluate` play, `trainable.questions` reads transcripts, log-probs, entropies and
+    values; a `trainer.step()` would train on, in this process alone, and write nothing.
+
+    Args:
+        run: the study's folder, results/<run>.
+        trial: run_id or arm; may be left out where there is one run.
+        step: of the checkpoint; the newest if it is left out.
+        path: the very folder of the checkpoint, instead of `step`.
+        settings: dotted fields to set otherwise than in the run, such as {"trainer.device": "cpu"}.
+
+    Raises PlanError (a ValueError) that says what there is, for a name, a step or a folder that cannot be used.
+    """
+    return _trainer(find(run, trial, step, path), settings)
+
+
+def checkpoint_path(root: Path | None, step: int | None, path: Path | None) -> Path | None:
+    """The checkpoint's folder: `path`, or that of `step` (or the newest) below `root`; None for the run's own."""
+    if path is not None or root is None:
+        return path
+    steps = [number for number, _ in numbered(root)]
+    if not steps:
+        raise PlanError(f"{shown(str(root), 1000)} holds no folder global_step_<N>: type --checkpoint-root of a run.")
+    return root / f"global_step_{max(steps) if step is None else step}"
+
+
+def find(
+    run: Path | str, trial: str | None, step: int | None, path: Path | str | None, algo: str | None = None
+) -> Target:
+    """The run and the checkpoint that are meant; PlanError that lists what there is. algo: the arm, of its study."""
+    plan = plan_from_folder(Path(run))
+    if algo is not None and plan.study.axis.option != "--algo":
+        raise PlanError(f"--algo does not belong to study {plan.study.name}: type --trial and the name of a run.")
+    spec = _find_run(plan, algo if trial is None else trial)
+    if path is not None:
+        wanted = Path(os.path.abspath(os.path.expanduser(path)))
+        found = [(number, place) for number, place in numbered(wanted.parent) if place == wanted]
+        if not found or not wanted.is_dir():
+            raise PlanError(f"{shown(str(path), 1000)} is no checkpoint: type a folder global_step_<N> that exists.")
+        return Target(plan, spec, *found[0])
+    kept = {
+        **dict(_newest_last(plan.run_dir(spec.run_id) / STATE)),
+        **dict(_newest_last(plan.output / spec.checkpoints)),
+    }
+    if step is None and kept:
+        step = max(kept)
+    if step not in kept:
+        there = ", ".join(map(str, sorted(kept))) or "none: run the study with --save-freq N"
+        asked = "" if step is None else f" of step {step}"
+        raise PlanError(f"Run {spec.run_id} has no checkpoint{asked}. There are: {there}.")
+    return Target(plan, spec, step, kept[step])
+
+
+def _newest_last(folder: Path) -> list[tuple[int, Path]]:
+    return sorted(numbered(folder))
+
+
+def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
+    found = [spec for spec in plan.runs if trial in (None, spec.run_id)] or [
+        spec for spec in plan.runs if spec.arm == trial
+    ]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(spec.run_id for spec in plan.runs)
+    what = "There are several runs" if trial is None or found else f"There is no run `{shown(trial)}`"
+    raise PlanError(f"{what} in {plan.folder}: type --trial and one of {names}.")
+
+
+def _trainer(target: Target, settings: Settings) -> PPOTrainer:
+    """The restored trainer; PlanError for a checkpoint of another run, or one that is damaged."""
+    check_model(target.spec.config.model.path, os.environ)
+    config = with_overrides(target.spec.config, settings)
+    odd = [name for name in settings if not name.startswith(SAME_TRAINER)]
+    if odd:
+        raise PlanError(
+            f"`{odd[0]}` cannot be set for a probe: another trainer would be made of the checkpoint. "
+            f"What can be set: env, filter, rollout, trainer, the actor's KL loss and entropy_coeff."
+        )
+    try:
+        tensors, values = read_checkpoint(target.path)
+        theirs = RunConfig.model_validate(values.get("settings"))
+        if (theirs.config_hash(), theirs.seed) != (target.spec.config.config_hash(), target.spec.config.seed):
+            raise CheckpointError(f"{target.path} was written by another run than {target.spec.run_id}.")
+        trainer = PPOTrainer(config)
+        trainer.load_state(tensors, values)
+    except (CheckpointError, ConfigError, ValueError) as error:
+        raise PlanError(f"The checkpoint cannot be used: {error}") from None
+    return trainer
+
+
+def probe_settings(config: RunConfig, settings: Settings) -> dict[str, object]:
+    """What a probe sets beside the run's own settings: KL and entropy on, 128 x 16 episodes unless the run has its own.
+
+    The coefficients are the published 0.001 where the run had none: a gradient of a term scales with its coefficient.
+    """
+    trainer = config.trainer
+    found: dict[str, object] = {
+        "trainer.gradient_analysis_mode": True,
+        "trainer.gradient_analysis_log_prefilter": True,
+        "trainer.gradient_analysis_env_groups": trainer.gradient_analysis_env_groups or 128,
+        "trainer.gradient_analysis_group_size": trainer.gradient_analysis_group_size or 16,
+        "actor.entropy_coeff": config.actor.entropy_coeff or 0.001,
+    }
+    if not config.actor.use_kl_loss:
+        found |= {"actor.use_kl_loss": True, "actor.kl_loss_type": "low_var_kl", "actor.kl_loss_coef": 0.001}
+    return {**found, **settings}
+
+
+def probe(target: Target, settings: Settings, with_val: bool, console: Console) -> None:
+    """Analyse the gradients of one checkpoint, add the rows to the study's tables, and print them."""
+    outputs.check_writable(target.plan.folder)
+    trainer = _trainer(target, probe_settings(target.spec.config, settings))
+    say(console, f"{target.spec.run_id} restored from {target.path}, after step {target.step}; nothing is trained")
+    parts: list[Any] = [f"probe of {target.spec.run_id}, step {target.step}"]
+    if with_val:
+        say(console, f"Playing {len(trainer.val_rooms)} validation rooms, sampled and greedy ...")
+        for mode in ("sampled", "greedy"):
+            found = trainer.evaluate("val", mode)
+            parts.append(f"validation, {mode}: success {found.success:.3f}, mean score {found.score:.3f}")
+    env = trainer.config.trainer
+    count = (env.gradient_analysis_env_groups or 0) * (env.gradient_analysis_group_size or 0)
+    say(console, f"Playing {count} episodes and measuring their gradients ...")
+    lines = analyse(trainer, [], None, source="probe")
+    for line in lines:
+        append_line(target.plan.run_dir(target.spec.run_id) / PROBES, line)
+    outputs.write_tables(target.plan.folder)
+    parts += [_table(line) for line in lines]
+    console.print(Group(*parts))
+    log = _log(target, with_val)
+    _write_log(log, parts)
+    say(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log}")
+    say(console, f"Pictures: python -m tune_study plot-gradients {target.plan.folder} --source probe")
+
+
+def _log(target: Target, with_val: bool) -> Path:
+    words = template_words(target.plan.run, target.spec.arm, target.spec.config, target.spec.seed)
+    name = target.plan.study.probe_log.format(
+        **words, experiment=target.spec.run_id, step=target.step, val="withval" if with_val else "noval"
+    )
+    return target.plan.output / "logs" / name
+
+
+def _write_log(path: Path, parts: Sequence[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        Console(file=file, width=140).print(Group(*parts))
+
+
+def _table(line: Mapping[str, Any]) -> Table:
+    """One analysed batch, a row a bucket: the task's gradient, and what the regularisers' are beside it."""
+    which = "before the filter" if line["prefilter"] else "what the filter kept"
+    table = Table(title=f"gradients of {which}", box=None, title_justify="left", padding=(0, 1, 0, 0))
+    for head in ("bucket", "reward std", "task norm", "of mean", "signal/noise", "95 %", "entropy", "kl"):
+        table.add_column(head, justify="left" if head == "bucket" else "right", no_wrap=True)
+    rows = {(row["bucket"], row["component"]): row for row in line["rows"]}
+    for bucket in dict.fromkeys(row["bucket"] for row in line["rows"]):
+        task = rows[bucket, "task"]
+        interval = f"{_short(task['snr_low'])} to {_short(task['snr_high'])}"
+        others = [_short(rows[bucket, name]["mean_norm"]) for name in ("entropy", "kl")]
+        table.add_row(
+            bucket, _short(task["reward_std_mean"]), _short(task["norm"]), _short(task["mean_norm"]),
+            _short(task["snr"]), interval, *others,
+        )  # fmt: skip
+    return table
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2g}"
