@@ -34,6 +34,10 @@ app = typer.Typer(
 REPLAY_EXAMPLE = (
     "Example: python -m tune_study replay-stoppers results/kl_sweep_sokoban-tiny --set early_stop.variance_ratio=0.2"
 )
+PROBE_EXAMPLE = "Example: python -m tune_study probe results/gradient_analysis_sokoban_sokoban-tiny --with-val"
+PICTURES_EXAMPLE = (
+    "Example: python -m tune_study plot-gradients results/gradient_analysis_sokoban_sokoban-tiny --step 1,51,101"
+)
 RUN_EXAMPLE = "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --steps 60 --seeds 3 --output out"
 
 
@@ -80,6 +84,9 @@ def run(
     entropy_values: opt.EntropyValues = None,
     rollout_filter_value: opt.FilterValues = None,
     rollout_filter_include_zero: opt.IncludeZero = None,
+    algo: opt.Algo = None,
+    ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None,
+    log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None,
     gpus: opt.Gpus = None,
     gpus_per_exp: opt.GpusPerExp = None,
     ray_num_cpus: opt.RayNumCpus = None,
@@ -102,12 +109,17 @@ def run(
         "trainer.ray_num_cpus": ray_num_cpus,
         "rollout.gpu_memory_utilization": gpu_memory_utilization,
         "trainer.save_freq": save_freq,
+        "actor.ppo_micro_batch_size_per_gpu": ppo_micro_batch_size_per_gpu,
+        "critic.ppo_micro_batch_size_per_gpu": ppo_micro_batch_size_per_gpu,
+        "rollout.log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
+        "rollout.ref_log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
         "filter.rollout_filter_include_zero": _include_zero(chosen, rollout_filter_include_zero),
     }
     axes = {
         "--kl-values": kl_values,
         "--entropy-values": entropy_values,
         "--rollout_filter_value": rollout_filter_value,
+        "--algo": algo,
     }
     values = _axis_values(chosen, axes)
     given = {name: value for name, value in typed.items() if value is not None}
@@ -161,6 +173,64 @@ def replay_stoppers(folder: opt.RunFolder, assignments: opt.Thresholds = None) -
     from tune_study import replay
 
     replay.print_replay(Console(), replay.replay_folder(folder, assignments or []))
+
+
+@app.command("probe", epilog=f"\b\n{PROBE_EXAMPLE}")
+@plain_errors
+def probe(
+    folder: opt.RunFolder,
+    trial: opt.Trial = None,
+    algo: opt.ProbeAlgo = None,
+    checkpoint_step: opt.CheckpointStep = None,
+    checkpoint_root: opt.CheckpointRoot = None,
+    resume_from_path: opt.ResumeFromPath = None,
+    with_val: opt.WithVal = False,
+    ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None,
+    log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None,
+    gpus: opt.Gpus = None,
+    gpu_memory_utilization: opt.GpuMemory = None,
+    ray_num_cpus: opt.RayNumCpus = None,
+    assignments: opt.Assignments = None,
+) -> None:
+    """Measure the gradients of one checkpoint of a run, in this process; nothing is trained."""
+    typed = {
+        "actor.ppo_micro_batch_size_per_gpu": ppo_micro_batch_size_per_gpu,
+        "rollout.log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
+        "rollout.ref_log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
+        "rollout.gpu_memory_utilization": gpu_memory_utilization,
+        "trainer.ray_num_cpus": ray_num_cpus,
+    }
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # before torch looks
+    from tune_study import probe as probing
+
+    path = probing.checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
+    target = probing.find(folder, trial, checkpoint_step, path, algo)
+    given = {name: value for name, value in typed.items() if value is not None}
+    settings = collect_overrides(target.plan.study, given, assignments or [])
+    probing.probe(target, settings, with_val, Console())
+
+
+@app.command("plot-gradients", epilog=f"\b\n{PICTURES_EXAMPLE}")
+@plain_errors
+def plot_gradients(
+    folder: opt.RunFolder,
+    list_steps: opt.ListSteps = False,
+    steps: opt.AnalysedSteps = None,
+    output_dir: opt.Pictures = None,
+    trial: opt.Trial = None,
+    source: opt.Source = None,
+) -> None:
+    """Draw the gradients that were measured in RUN: pictures and numbers of each analysed step."""
+    continuing.read_study(folder)
+    from tune_study import gradients
+
+    frames = gradients.read_analyses(folder)
+    chosen = gradients.choose(frames, trial, source, gradients.parse_steps(steps or []))
+    if list_steps:
+        gradients.print_steps(Console(), frames, chosen)
+    else:
+        gradients.write_pictures(Console(), folder, frames, chosen, output_dir)
 
 
 @app.command("doctor", epilog="\b\nExample: python -m tune_study doctor --output out")

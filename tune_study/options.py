@@ -38,6 +38,25 @@ IncludeZero = Annotated[
         help="Studies kl and entropy: keep groups whose rewards are all equal (default True).",
     ),
 ]
+Algo = Annotated[str | None, Option("--algo", metavar="LIST", help="Study gradient-analysis: PPO, GRPO, or both.")]
+UpdateMicroBatch = Annotated[
+    int | None,
+    Option(
+        "--ppo-micro-batch-size-per-gpu",
+        "--ppo_micro_batch_size_per_gpu",
+        metavar="N",
+        help="Sequences whose loss is averaged together, of policy and critic.",
+    ),
+]
+LogProbMicroBatch = Annotated[
+    int | None,
+    Option(
+        "--log-prob-micro-batch-size-per-gpu",
+        "--log_prob_micro_batch_size_per_gpu",
+        metavar="N",
+        help="Sequences a pass without gradients, of policy and reference.",
+    ),
+]
 Gpus = Annotated[str | None, Option("--gpus", metavar="LIST", help="GPU ids, like 0,1,2,3; default: all visible.")]
 GpusPerExp = Annotated[
     float | None,
@@ -59,6 +78,38 @@ Assignments = Annotated[
 ]
 Thresholds = Annotated[
     list[str] | None, Option("--set", metavar="KEY=VALUE", help="A threshold, early_stop.…; may be given again.")
+]
+Trial = Annotated[
+    str | None, Option("--trial", metavar="NAME", help="Name of the run, or its arm; not needed where there is one.")
+]
+ProbeAlgo = Annotated[
+    str | None, Option("--algo", metavar="NAME", help="Of study gradient-analysis: the run of PPO or of GRPO.")
+]
+CheckpointStep = Annotated[
+    int | None,
+    Option("--checkpoint-step", "--checkpoint_step", metavar="N", help="Step of the checkpoint; default: the newest."),
+]
+CheckpointRoot = Annotated[
+    Path | None,
+    Option(
+        "--checkpoint-root", "--checkpoint_root", metavar="DIR", help="Folder of global_step_<N>; default: the run's."
+    ),
+]
+ResumeFromPath = Annotated[
+    Path | None,
+    Option("--resume-from-path", "--resume_from_path", metavar="DIR", help="The very folder global_step_<N>."),
+]
+WithVal = Annotated[bool, Option("--with-val", "--with_val", help="Validate first, sampled and greedy.")]
+ListSteps = Annotated[bool, Option("--list-steps", "--list_steps", help="Print what was analysed; draw nothing.")]
+AnalysedSteps = Annotated[
+    list[str] | None, Option("--step", metavar="N", help="Analysed step, or some like 1,51; may be given again.")
+]
+Pictures = Annotated[
+    Path | None,
+    Option("--output-dir", "--output_dir", metavar="DIR", help="Default: RUN/figures/gradients/<run>."),
+]
+Source = Annotated[
+    str | None, Option("--source", metavar="NAME", help="train or probe: while training, or of a checkpoint.")
 ]
 Output = Annotated[Path, Option("--output", metavar="DIR", help="Where results/, logs/ and model_saving/ go.")]
 Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to the study there.")]
