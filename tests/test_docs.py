@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import analysis
+from tune_study import probe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
@@ -68,6 +69,8 @@ def test_the_python_example_of_the_readme(folder: Path) -> None:
     assert set(frames.trials["status"]) == {"completed"}
     assert len(frames.steps) == 6
     assert set(frames.rooms["split"]) == {"val", "test"}
+    trainer = probe.restore(folder / "out" / "results" / "kl_sweep_sokoban-tiny", trial="0.1")
+    assert 0 < trainer.evaluate("val", "greedy").success < 1
 
 
 def test_readme_names_every_module() -> None:

@@ -56,11 +56,12 @@ def probe_gradients(
     Held at once: (2 x folds x components + components) copies of the model's parameters.
     """
     probe = _Probe(update, batch, targets)
-    groups, where = torch.unique(batch.group_ids, return_inverse=True)
+    # Indices stay on the processor: a batch on any device can be indexed by them.
+    groups, where = torch.unique(batch.group_ids.cpu(), return_inverse=True)
     stds = torch.tensor([reward_stds[int(group)] for group in groups], dtype=torch.float32)
     numbers = quantile_buckets(stds, buckets) if mode == "quantile" else fixed_buckets(stds)
-    folds = split_folds(batch.group_ids, FOLDS, generator)
-    order = length_stratified_order(batch.lengths)
+    folds = split_folds(where, FOLDS, generator)
+    order = length_stratified_order(batch.lengths.cpu())
     rows: list[Row] = []
     whole: _FoldSums | None = None
     for number in sorted(set(numbers.tolist())):
@@ -216,7 +217,7 @@ class _Probe:
 
     def _sum(self, index: Tensor, weights: Tensor) -> Gradients:
         """Gradients of the episodes `index` (N,), whose tokens have `weights` (N, T); none for no episode."""
-        by_length = torch.argsort(self.batch.lengths[index], stable=True)  # less padding; a sum has no order
+        by_length = torch.argsort(self.batch.lengths[index].cpu(), stable=True)  # less padding; a sum has no order
         total: Gradients = {}
         for gradients, _ in map(
             self._gradients, weighted_passes(self.batch, self.targets, index[by_length], weights[by_length])

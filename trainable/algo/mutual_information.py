@@ -189,7 +189,7 @@ def shuffled_retrieval_accuracy(
         shuffles: permutations, at least 1.
 
     Its expectation is Σ_c (share of rows retrieved as c) · (share of rows that are c). That is the chance level where
-    every column has equally many rows and no twin, as with trajectory samples, and close to it otherwise.
+    every column has equally many rows and no twin, and close to it otherwise.
 
     Raises ValueError for fewer than 2 prompts, no thought, or scores that are not finite.
     Degenerate: one thought is never dealt another prompt, and gives its own accuracy.
