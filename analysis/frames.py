@@ -1,8 +1,8 @@
-"""The three frames of a study: their columns, types, order, files, and equality."""
+"""The frames of a study: their columns, types, order, files, and equality."""
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,8 @@ import numpy as np
 import pandas as pd
 
 from trainable.records import (
+    GRADIENT_COLUMNS,
+    GRADIENT_GROUP_COLUMNS,
     ROW_COLUMNS,
     STEP_COLUMNS,
     STOP_COLUMNS,
@@ -21,8 +23,8 @@ from trainable.records import (
 
 Study = dict[str, Any]
 
-FRAMES = ("trials", "steps", "rooms")
-TEXT, NUMBER, COUNT, COUNT_OR_MISSING = "str", "float64", "int64", "Int64"
+FRAMES = ("trials", "steps", "rooms", "gradients", "gradient_groups")
+TEXT, NUMBER, COUNT, COUNT_OR_MISSING, TRUTH = "str", "float64", "int64", "Int64", "bool"
 TIME = "datetime64[us, UTC]"
 _EXCEPTIONS = {
     "seed": COUNT,
@@ -30,6 +32,9 @@ _EXCEPTIONS = {
     "steps_done": COUNT,
     "steps_total": COUNT_OR_MISSING,
     "stop_step": COUNT_OR_MISSING,
+    "group": COUNT,
+    "prefilter": TRUTH,
+    "uses_training_batch": TRUTH,
 }
 
 
@@ -54,18 +59,33 @@ SCHEMAS: dict[str, dict[str, str]] = {
         **_kinds(TRIAL_COLUMNS, STOP_COLUMNS, _LAST_VALUES),
     },
     "steps": _kinds(ROW_COLUMNS, STEP_COLUMNS, STOP_COLUMNS),
-    "rooms": {**_RUN, "step": COUNT, "split": TEXT, "mode": TEXT, "room": COUNT, "cluster": COUNT, "success": "bool"},
+    "rooms": {**_RUN, "step": COUNT, "split": TEXT, "mode": TEXT, "room": COUNT, "cluster": COUNT, "success": TRUTH},
+    "gradients": _kinds(ROW_COLUMNS, GRADIENT_COLUMNS),
+    "gradient_groups": {
+        **_kinds(ROW_COLUMNS),
+        "source": TEXT,
+        "prefilter": TRUTH,
+        "bucket": TEXT,
+        **_kinds(GRADIENT_GROUP_COLUMNS),
+    },
 }
 
 # Differ between two executions of one run: times, and the name that Ray Tune gave it.
 NOT_COMPARED: frozenset[str] = TIME_COLUMNS | {"tokens_per_second", "trial_id"}
 
 
+def empty(name: str) -> pd.DataFrame:
+    """The frame called `name` without a row, every column in its type."""
+    return typed(pd.DataFrame(columns=list(SCHEMAS[name])), SCHEMAS[name])
+
+
 @dataclass(frozen=True)
 class StudyFrames:
-    """What a study wrote, as three tidy frames.
+    """What a study wrote, as tidy frames.
 
     trials: one row a run. steps: one row a training step of a run. rooms: one row an episode of an evaluation.
+    gradients: one row a loss component in a bucket of an analysis batch. gradient_groups: one row a group of one. Both
+    are empty where no gradients were analysed.
     study: study.json, or a list of them when several studies were loaded together.
     """
 
@@ -73,6 +93,8 @@ class StudyFrames:
     steps: pd.DataFrame
     rooms: pd.DataFrame
     study: Study | list[Study]
+    gradients: pd.DataFrame = field(default_factory=lambda: empty("gradients"))
+    gradient_groups: pd.DataFrame = field(default_factory=lambda: empty("gradient_groups"))
 
     @property
     def studies(self) -> list[Study]:
@@ -84,12 +106,12 @@ class StudyFrames:
         names = [study["name"] for study in self.studies]
         if name not in names:
             raise ValueError(f"There is no study `{name}` here; there are: {', '.join(names)}.")
-        frames = (self.trials, self.steps, self.rooms)
-        trials, steps, rooms = (frame[frame["study"] == name].reset_index(drop=True) for frame in frames)
-        return StudyFrames(trials, steps, rooms, self.studies[names.index(name)])
+        frames = {part: getattr(self, part) for part in FRAMES}
+        rows = {part: frame[frame["study"] == name].reset_index(drop=True) for part, frame in frames.items()}
+        return StudyFrames(**rows, study=self.studies[names.index(name)])
 
     def write_parquet(self, folder: Path | str) -> None:
-        """Write trials.parquet, steps.parquet and rooms.parquet to `folder`, each beside and then renamed."""
+        """Write every frame to `folder` as <name>.parquet, each beside and then renamed."""
         for part in FRAMES:
             target = Path(folder) / f"{part}.parquet"
             beside = target.with_suffix(".parquet.tmp")

@@ -1,31 +1,27 @@
 """From a folder on disk to frames: the line files that every run appends to, or the parquet tables made of them."""
 
-import json
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from analysis.frames import (
-    COUNT,
-    COUNT_OR_MISSING,
-    FRAMES,
-    NUMBER,
-    SCHEMAS,
-    TEXT,
-    TIME,
-    Study,
-    StudyFrames,
-    setting_column,
-    together,
-    typed,
+from analysis.frames import FRAMES, SCHEMAS, Study, StudyFrames, setting_column, together, typed
+from analysis.line_files import (
+    Row,
+    analysis_of,
+    evaluation_of,
+    flat,
+    gradient_rows,
+    group_rows,
+    is_whole,
+    measured,
+    read_json,
+    read_lines,
+    step_of,
 )
-from trainable.records import STATUSES, STEP_COLUMNS, STOP_COLUMNS, TRIAL_LAST_VALUES
-
-Row = dict[str, Any]
+from trainable.records import STEP_COLUMNS, STOP_COLUMNS, TRIAL_LAST_VALUES
 
 _FROM_STATUS = (
     "trial_id",
@@ -41,11 +37,12 @@ _FROM_HEAD = ("config_hash", "experiment_name")
 
 
 class _Run(NamedTuple):
-    """The files of one run: run.json, the last line of each step, of each evaluation, and status.json."""
+    """The files of one run: run.json, the last line of each step, evaluation and analysis, and status.json."""
 
     head: Row
     rows: list[Row]
     evaluations: list[Row]
+    analyses: list[Row]
     status: Row
 
 
@@ -76,117 +73,26 @@ def study_folders(path: Path) -> list[Path]:
 def read_run(folder: Path | str, *, live: bool = False) -> StudyFrames:
     """Frames of one study from the line files of its runs; missing files and torn or odd lines are no error.
 
-    The last line of a step counts, and the last of a (step, split, mode) of rooms.jsonl. A file cannot tell whether
-    the process that wrote "running" still exists: live=False reads it as "interrupted", live=True keeps it.
+    The last line of a step counts, the last of a (step, split, mode) of rooms.jsonl, and the last of a (step, source,
+    prefilter) of gradients.jsonl and of probes.jsonl. A file cannot tell whether the process that wrote "running" still
+    exists: live=False reads it as "interrupted", live=True keeps it.
     A run without a step is "never_ran", unless it failed before its first one. ValueError names a run.json or
     status.json, which are written whole, that is none any more.
     """
     folder = Path(folder)
-    study = _read_json(folder / "study.json")
+    study = read_json(folder / "study.json")
     if not study:
         raise ValueError(f"{folder} holds no study.json: give a results/<run> folder that a study wrote.")
     runs = sorted(_runs(folder, study), key=_order(study))
     trials = [_trial(study, run, live) for run in runs]
     frames = {
-        "trials": _trials_frame(trials, [_flat(run.head.get("config") or {}) for run in runs]),
+        "trials": _trials_frame(trials, [flat(run.head.get("config") or {}) for run in runs]),
         "steps": pd.DataFrame([row for run in runs for row in _step_rows(study, run)], columns=list(SCHEMAS["steps"])),
         "rooms": _rooms_frame(study, runs),
+        "gradients": _analysis_frame("gradients", gradient_rows, study, runs),
+        "gradient_groups": _analysis_frame("gradient_groups", group_rows, study, runs),
     }
     return StudyFrames(**{name: typed(frame, SCHEMAS[name]) for name, frame in frames.items()}, study=study)
-
-
-def _read_json(path: Path) -> Row:
-    """A JSON object, or an empty one where the file does not exist."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); it is written whole, so something else changed it.") from None
-    odd = [name for name, value in found.items() if not _fits(name, value)] if isinstance(found, dict) else ["all"]
-    if odd:
-        raise ValueError(f"{path} is damaged (in {', '.join(odd)}); it is written whole, so something else changed it.")
-    return dict(found)
-
-
-def _is_whole(value: object) -> bool:
-    return type(value) is int and abs(value) < 2**63
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def _is_text(value: object) -> bool:
-    """Whether `value` is text that UTF-8 has; JSON can spell half a character."""
-    return isinstance(value, str) and value.encode(errors="ignore").decode() == value
-
-
-def _is_time(value: object) -> bool:
-    return isinstance(value, str) and not pd.isna(pd.to_datetime(value, utc=True, format="ISO8601", errors="coerce"))
-
-
-_FITS: dict[str, Callable[[object], bool]] = {
-    TEXT: _is_text,
-    NUMBER: _is_number,
-    COUNT: _is_whole,
-    COUNT_OR_MISSING: _is_whole,
-    TIME: _is_time,
-}
-
-
-def _fits(name: str, value: object) -> bool:
-    """Whether `value` can stand in a column, or for the settings; a name that is no column takes anything."""
-    if name == "config":
-        return isinstance(value, dict) and all(_is_setting(*field) for field in _flat(value).items())
-    if name == "status":
-        return value in (*STATUSES, "running")
-    kind = SCHEMAS["trials"].get(name) or SCHEMAS["steps"].get(name)
-    return kind is None or value is None or _FITS[kind](value)
-
-
-def _is_setting(name: str, value: object) -> bool:
-    """Whether a field of run.json's `config` can stand in a column of the trials."""
-    return _is_text(name) and (value is None or isinstance(value, bool | float) or _is_whole(value) or _is_text(value))
-
-
-def _read_lines(path: Path, key: Callable[[Row], Any]) -> list[Row]:
-    """JSON lines: the last one of each key, sorted by key. A line that a kill tore, or without a key, is left out.
-
-    A run that went back to an earlier step gave up every later line.
-    """
-    if not path.is_file():
-        return []
-    found: dict[Any, Row] = {}
-    for line in path.read_bytes().splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        name = key(row) if isinstance(row, dict) and _is_whole(row.get("step")) else None
-        if name is None:
-            continue
-        found = {other: kept for other, kept in found.items() if kept["step"] <= row["step"]}
-        found[name] = row
-    return [found[name] for name in sorted(found)]
-
-
-def _step(row: Row) -> int | None:
-    """The step of a line of metrics.jsonl; None below the first."""
-    return row["step"] if row["step"] > 0 else None
-
-
-def _evaluation(row: Row) -> tuple[int, str, str] | None:
-    """(step, split, mode) of a line of rooms.jsonl; None where something in it is missing or of another type."""
-    names = all(_is_text(row.get(name)) for name in ("split", "mode", "success"))
-    lists = all(isinstance(row.get(name), list) and all(map(_is_whole, row[name])) for name in ("rooms", "clusters"))
-    return (row["step"], row["split"], row["mode"]) if names and lists and row["step"] >= 0 else None
-
-
-def _measured(row: Row) -> Row:
-    """The step of a line of metrics.jsonl and its columns; a value that cannot stand in its column is missing."""
-    names = [column.name for column in STEP_COLUMNS]
-    return {"step": row["step"], **{name: row[name] for name in names if name in row and _fits(name, row[name])}}
 
 
 def _runs(folder: Path, study: Study) -> list[_Run]:
@@ -199,10 +105,14 @@ def _runs(folder: Path, study: Study) -> list[_Run]:
 
 def _read_files(folder: Path, listed: Row) -> _Run:
     return _Run(
-        head={**listed, **_read_json(folder / "run.json"), "run_id": folder.name},
-        rows=[_measured(row) for row in _read_lines(folder / "metrics.jsonl", _step)],
-        evaluations=_read_lines(folder / "rooms.jsonl", _evaluation),
-        status=_read_json(folder / "status.json"),
+        head={**listed, **read_json(folder / "run.json"), "run_id": folder.name},
+        rows=[measured(row) for row in read_lines(folder / "metrics.jsonl", step_of)],
+        evaluations=read_lines(folder / "rooms.jsonl", evaluation_of),
+        analyses=[
+            *read_lines(folder / "gradients.jsonl", analysis_of),
+            *read_lines(folder / "probes.jsonl", analysis_of, goes_back=False),
+        ],
+        status=read_json(folder / "status.json"),
     )
 
 
@@ -266,8 +176,8 @@ def _trial(study: Study, run: _Run, live: bool) -> Row:
 
 def _steps_total(run: _Run) -> int | None:
     """The steps that the run was asked for; None where its run.json does not say."""
-    total = _flat(run.head.get("config") or {}).get("trainer.total_training_steps")
-    return total if _is_whole(total) else None
+    total = flat(run.head.get("config") or {}).get("trainer.total_training_steps")
+    return total if is_whole(total) else None
 
 
 def _number(text: str) -> float:
@@ -276,17 +186,6 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return float("nan")
-
-
-def _flat(config: Row, prefix: str = "") -> Row:
-    """A nested configuration as dotted fields; a list is kept as its JSON text."""
-    fields: Row = {}
-    for name, value in config.items():
-        if isinstance(value, dict):
-            fields |= _flat(value, f"{prefix}{name}.")
-        else:
-            fields[prefix + name] = json.dumps(value) if isinstance(value, list) else value
-    return fields
 
 
 def _trials_frame(trials: list[Row], configs: list[Row]) -> pd.DataFrame:
@@ -317,6 +216,13 @@ def _rooms_frame(study: Study, runs: Iterable[_Run]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(SCHEMAS["rooms"]))
 
 
+def _analysis_frame(
+    name: str, rows_of: Callable[[Iterable[Row]], list[Row]], study: Study, runs: Iterable[_Run]
+) -> pd.DataFrame:
+    rows = [{**_names(study, run), **row} for run in runs for row in rows_of(run.analyses)]
+    return pd.DataFrame(rows, columns=list(SCHEMAS[name]))
+
+
 def _evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
     success = np.frombuffer(line["success"].encode(), dtype=np.uint8) == ord("1")
     if not len(line["rooms"]) == len(line["clusters"]) == len(success):
@@ -343,4 +249,4 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     frames = {name: typed(pd.read_parquet(folder / f"{name}.parquet"), SCHEMAS[name]) for name in FRAMES}
     if not live and (frames["trials"]["status"] == "running").any():
         return read_run(folder)
-    return StudyFrames(**frames, study=_read_json(folder / "study.json"))
+    return StudyFrames(**frames, study=read_json(folder / "study.json"))

@@ -11,11 +11,13 @@ import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 STOPPED = "#d55e00"
 WORD_COLORS = ("#555555", "#a6761d", "#999999")
 GHOST = "#dcdcdc"
 INK = "#333333"
+MOST_NAMES = 12
 STYLE: Mapping[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -174,6 +176,40 @@ def _end_mark(panel: Any, run: pd.DataFrame) -> None:
         panel.scatter(end["step"], end["value"], marker="X", s=42, color=STOPPED, zorder=4, clip_on=False)
     elif status != "completed":
         panel.scatter(end["step"], end["value"], marker="o", s=26, facecolor="white", edgecolor=INK, zorder=4)
+
+
+def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
+    """A panel a measure with the arms as lines, so that a hundred of them fit. table: `series.arm_lines`.
+
+    A dashed line is what chance alone gives. colors: arm -> colour.
+    """
+    measures = list(dict.fromkeys(table["measure"]))
+    with mpl.rc_context(dict(STYLE)):
+        figure = Figure(figsize=(8.4, 0.6 + 2.2 * len(measures)), layout="constrained")
+        panels = figure.subplots(len(measures), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, measure in zip(panels, measures, strict=True):
+            rows = table[table["measure"] == measure]
+            for arm, own in rows.groupby("arm", sort=False):
+                axes.plot(own["step"], own["value"], color=colors[arm], linewidth=1.4, marker=".", markersize=3)
+            chance = rows.dropna(subset="chance").drop_duplicates("step").sort_values("step")
+            if len(chance):
+                axes.plot(chance["step"], chance["chance"], color="#777777", linestyle="--", linewidth=1.1, marker=".")
+            axes.set_ylabel(measure)
+            axes.set_ylim(bottom=0)
+        panels[-1].set_xlabel("training step")
+        name_lines(figure, {arm: color for arm, color in colors.items() if (table["arm"] == arm).any()})
+    return figure
+
+
+def name_lines(figure: Figure, colors: Mapping[str, str]) -> None:
+    """A legend of lines by colour, right of the panels; where there are many, of some of them, evenly spaced."""
+    names = list(colors)
+    shown = names
+    if len(names) > MOST_NAMES:
+        shown = [names[index] for index in np.linspace(0, len(names) - 1, MOST_NAMES).round().astype(int)]
+    handles = [Line2D([], [], color=colors[name], linewidth=2, label=name) for name in shown]
+    title = "" if len(shown) == len(names) else f"{len(shown)} of {len(names)}"
+    figure.legend(handles=handles, loc="outside right upper", fontsize=8, title=title, title_fontsize=8)
 
 
 def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import findings, plots, series, tables, verdicts
+from analysis import findings, gradient_plots, gradients, plots, series, tables, verdicts
 from analysis.frames import Study, StudyFrames, records
 from analysis.load import load, study_folders
 
@@ -100,6 +100,25 @@ def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
     survival = series.stop_survival(frames)
     if (survival["stopped"] > 0).any():
         figures["stop_survival"] = plots.draw_survival(survival, colors)
+    lines = series.arm_lines(frames)
+    if len(lines):
+        figures["retrieval"] = plots.draw_arm_lines(lines, colors)
+    return figures | _gradient_figures(frames, colors)
+
+
+def _gradient_figures(frames: StudyFrames, arms: Mapping[str, str]) -> dict[str, Figure]:
+    """Signal-to-noise and the regularizer's share against the reward spread, where gradients were analysed."""
+    drawn = (
+        ("gradient_signal", gradients.signal_lines, "signal / noise of the task gradient (1)", True),
+        ("regularizer_share", gradients.share_lines, "signed share of KL + entropy (share)", False),
+    )
+    figures = {}
+    for name, table_of, label, log in drawn:
+        table = table_of(frames.gradients)
+        names = list(dict.fromkeys(table["line"]))
+        colors = {arm: color for arm, color in arms.items() if arm in names} or plots.arm_colors(names)
+        if len(table):
+            figures[name] = gradient_plots.draw_lines(table, colors, label, log=log)
     return figures
 
 
@@ -125,6 +144,7 @@ def report_context(frames: StudyFrames, figures: Mapping[str, Figure]) -> dict[s
         "kept": records(series.kept_groups(frames)),
         "budgets": _budget_rows(frames),
         "agreement": records(series.consistency(frames)),
+        **_gradient_tables(frames),
         "runs": findings.run_list(frames),
         "settings": settings_rows(frames.studies[0]),
         "arm_settings": findings.arm_settings(frames),
@@ -132,6 +152,16 @@ def report_context(frames: StudyFrames, figures: Mapping[str, Figure]) -> dict[s
         "figures": {name: inline_svg(name, figure) for name, figure in figures.items()},
         "captions": {name: caption for name, _, _, caption in _CURVES},
         "budget_names": BUDGET_NAMES,
+    }
+
+
+def _gradient_tables(frames: StudyFrames) -> dict[str, list[dict[str, Any]]]:
+    """The trends of every arm, and the whole batches of the analyses that the figures show."""
+    generator = np.random.default_rng(PERMUTATION_SEED)
+    shown = gradients.trusted(gradients.report_lines(frames.gradients))
+    return {
+        "gradient_trends": records(gradients.trend_summary(frames.gradients, generator, ("mean_norm",))),
+        "gradient_batches": records(shown[shown["bucket"] == gradients.WHOLE]),
     }
 
 
@@ -216,7 +246,9 @@ def _environment() -> jinja2.Environment:
         "count": count,
         "duration": duration,
         "word": verdicts.word,
+        "p_value": lambda p: "–" if np.isnan(p) else verdicts.p_value(p),
     }
     environment.globals |= {"interval": verdicts.interval, "bounds": verdicts.bounds, "stop": verdicts.stop}
+    environment.globals["when"] = gradient_plots.WHEN
     environment.tests["missing"] = lambda value: value is None or bool(pd.isna(value))
     return environment

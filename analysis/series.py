@@ -11,6 +11,10 @@ from analysis.stats import survival
 from trainable.records import STEP_COLUMNS
 
 BUDGETS = ("total_optimizer_steps", "total_env_steps", "total_sampled_tokens", "total_trained_tokens", "seconds_total")
+RETRIEVALS = {
+    "collapse_trajectory_retrieval_accuracy": "retrieval, all turns (share)",
+    "collapse_first_turn_retrieval_accuracy": "retrieval, first turns (share)",
+}
 _STEP_NAMES = frozenset(column.name for column in STEP_COLUMNS)
 
 
@@ -50,6 +54,29 @@ def mean_curves(table: pd.DataFrame, *, carry: bool = False) -> pd.DataFrame:
             wide[stopped] = wide[stopped].ffill()
         parts.append(pd.DataFrame({"arm": arm, "step": wide.index, "value": wide.mean(axis=1).to_numpy()}))
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["arm", "step", "value"])
+
+
+def arm_lines(frames: StudyFrames) -> pd.DataFrame:
+    """Retrieval accuracy and entropy of every arm by step: arm, measure, step, value, chance. Means over an arm's runs.
+
+    Retrieval: the share of thoughts that are likelier after their own prompt than after all others. chance is what
+    thoughts that depend on no prompt would reach, a mean over all runs at the step (missing for entropy). Empty where
+    no run measured a retrieval.
+    """
+    names = [*RETRIEVALS, "entropy"]
+    found = {name: frames.steps[name] for name in names if name in frames.steps and frames.steps[name].notna().any()}
+    columns = ["arm", "measure", "step", "value", "chance"]
+    if not found.keys() & RETRIEVALS.keys():
+        return pd.DataFrame(columns=columns)
+    parts = []
+    for name, values in found.items():
+        level = name.replace("_accuracy", "_chance_level")
+        chance = frames.steps[level] if name != "entropy" and level in frames.steps else np.nan
+        rows = frames.steps[["arm", "step"]].assign(value=values, chance=chance).dropna(subset="value")
+        rows["chance"] = rows.groupby("step")["chance"].transform("mean")
+        means = rows.groupby(["arm", "step"], sort=False, as_index=False).mean().sort_values("step", kind="stable")
+        parts.append(means.assign(measure=RETRIEVALS.get(name, "entropy (nats a token)")))
+    return pd.concat(parts, ignore_index=True)[columns]
 
 
 def kept_groups(frames: StudyFrames) -> pd.DataFrame:

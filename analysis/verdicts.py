@@ -35,9 +35,9 @@ def signed(value: float, decimals: int = 3) -> str:
     return "–" if np.isnan(value) else f"{value:+.{decimals}f}".replace("-", "−")
 
 
-def interval(low: float, high: float) -> str:
+def interval(low: float, high: float, decimals: int = 3) -> str:
     """An interval of a difference in brackets, or nothing where there is none."""
-    return "" if np.isnan(low) else f"[{signed(low)}, {signed(high)}]"
+    return "" if np.isnan(low) else f"[{signed(low, decimals)}, {signed(high, decimals)}]"
 
 
 def bounds(low: float, high: float) -> str:

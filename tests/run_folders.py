@@ -195,7 +195,7 @@ def _rows(run: MadeRun, made: MadeStudy, evaluations: Sequence[Mapping[str, Any]
 
 
 def _numbers(run: MadeRun, step: int, generator: np.random.Generator) -> dict[str, float | None]:
-    """Every step column; counts are whole, totals are sums."""
+    """Every step column, nothing of collapse detection; counts are whole, totals are sums."""
     kept = 8 if run.success[1] > 0.01 else max(1, 8 - step // 6)
     fixed: dict[str, float | None] = {
         "groups": 8,
@@ -216,7 +216,7 @@ def _numbers(run: MadeRun, step: int, generator: np.random.Generator) -> dict[st
         "seconds_total": 1.5 * step,
         "kl_loss": None if run.arm == "0" else 0.01 * step,
     }
-    return {column.name: None if "success" in column.name or column.name.startswith(("base_", "test_"))
+    return {column.name: None if "success" in column.name or column.name.startswith(("base_", "test_", "collapse_"))
             else fixed.get(column.name, round(float(generator.random()), 6)) for column in STEP_COLUMNS}  # fmt: skip
 
 
@@ -244,3 +244,67 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write JSON lines, replacing the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class MadeAnalysis:
+    """One line of gradients.jsonl or probes.jsonl: task gradients grow with the reward spread, the others do not.
+
+    components: what is on in the loss; total is added. folds: below 3 there is no interval. buckets: of 4 groups each.
+    """
+
+    step: int = 1
+    source: str = "train"
+    prefilter: bool = False
+    components: tuple[str, ...] = ("task", "entropy")
+    buckets: int = 6
+    folds: int = 8
+    seed: int = 0
+
+    def line(self) -> dict[str, Any]:
+        """The line, as a run writes it."""
+        draws = np.random.default_rng([self.seed, self.step, self.prefilter, *self.source.encode()])
+        stds = np.sort(draws.uniform(0 if self.prefilter else 1, 5, 4 * self.buckets))
+        cut = [("all", stds), *((f"bucket_{k + 1}", stds[4 * k : 4 * k + 4]) for k in range(self.buckets))]
+        groups = [{"bucket": f"bucket_{n // 4 + 1}", "group": n, "reward_std": std} for n, std in enumerate(stds)]
+        rows = [row for name, members in [*cut[1:], cut[0]] for row in self._bucket(name, members, len(stds), draws)]
+        names = {"step": self.step, "source": self.source, "prefilter": self.prefilter}
+        return {**names, "rows": rows, "groups": groups}
+
+    def _bucket(self, name: str, stds: np.ndarray, groups: int, draws: np.random.Generator) -> list[dict[str, Any]]:
+        count = 16 * len(stds)
+        shared = {
+            "bucket": name, "weight": len(stds) / groups, "fold_count": self.folds, "sample_count": count,
+            "sample_pct": 100 * len(stds) / groups, "token_count": 20 * count, "group_count": len(stds),
+            "reward_std_mean": float(stds.mean()), "reward_std_min": float(stds.min()),
+            "reward_std_max": float(stds.max()), "source_env_groups": 4 * self.buckets, "source_group_size": 16,
+            "source_batch_size": 16 * groups, "adjusted_batch_size": 16 * groups + 32, "uses_training_batch": False,
+        }  # fmt: skip
+        noise = {part: float(draws.uniform(0.01, 0.02)) for part in self.components}
+        signal = {part: float(stds.mean()) ** 2 / 50 if part == "task" else 0.03 for part in self.components}
+        means = {part: math.sqrt(noise[part] + signal[part]) for part in self.components}
+        rows = [self._row(part, signal[part], noise[part], count) for part in self.components]
+        shares = [{"share": mean / sum(means.values())} for mean in means.values()]
+        total = self._row("total", sum(signal.values()), sum(noise.values()), count)
+        losses = {"norm": None, "norm_per_sample": None, "norm_per_token": None, "share": 1.0}
+        total |= losses | {"loss": sum(row["loss"] for row in rows)}
+        return [{**shared, **row, **share} for row, share in zip([*rows, total], [*shares, {}], strict=True)]
+
+    def _row(self, component: str, signal: float, noise: float, count: int) -> dict[str, Any]:
+        norm, snr, tokens = 2 * math.sqrt(signal + noise), signal / noise, 20 * count
+        half = 1.5 if self.folds >= 3 else None
+        on = {"task": 1.0, "entropy": 0.1, "kl": -0.2}
+        return {
+            "component": component, "norm": norm, "norm_per_sample": norm / count, "norm_per_token": norm / tokens,
+            "loss": -0.01 * len(component), "mean_norm": math.sqrt(signal + noise), "signal": signal, "noise": noise,
+            "snr": snr, "snr_low": half and snr - half, "snr_high": half and snr + half,
+            **{f"cosine_{name}": value if name in self.components else None for name, value in on.items()},
+        }  # fmt: skip
+
+
+def write_analyses(folder: Path, run: MadeRun, analyses: Sequence[MadeAnalysis]) -> None:
+    """Write the lines of `analyses` into the folder of `run` in results/<run>, each to the file of its source."""
+    for source, name in (("train", "gradients.jsonl"), ("probe", "probes.jsonl")):
+        lines = [made.line() for made in analyses if made.source == source]
+        if lines:
+            write_lines(folder / "runs" / run.run_id / name, lines)

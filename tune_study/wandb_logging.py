@@ -2,10 +2,12 @@
 
 import queue
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ray import tune
 
+from trainable.run_files import GRADIENTS
 from tune_study.outputs import read_status
 from tune_study.plan import RunSpec, StudyPlan
 
@@ -88,7 +90,10 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         if event.kind == "start" and event.run_id not in open_runs:
             open_runs[event.run_id] = self._open(self._specs[event.run_id])
         elif event.kind == "row":
-            open_runs[event.run_id].log(event.values, step=event.step)
+            values = event.values or {}
+            if "seconds_gradient_analysis" in values:
+                values |= published_gradients(self._plan.run_dir(event.run_id) / GRADIENTS, event.step)
+            open_runs[event.run_id].log(values, step=event.step)
         elif event.kind == "end" and event.run_id in open_runs:
             open_runs.pop(event.run_id).finish(exit_code=event.exit_code)
 
@@ -108,6 +113,19 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             reinit="create_new",
             settings=wandb.Settings(silent=True, console="off", init_timeout=PATIENCE_S),
         )
+
+
+def published_gradients(path: Path, step: int) -> dict[str, float]:
+    """What a run's gradients.jsonl says of `step`, under the published keys; nothing where it says nothing."""
+    import pandas as pd
+
+    from analysis.frames import SCHEMAS, typed
+    from analysis.gradients import published_metrics
+    from analysis.line_files import analysis_of, gradient_rows, read_lines
+
+    rows = gradient_rows(line for line in read_lines(path, analysis_of) if line["step"] == step)
+    frame = pd.DataFrame(rows).assign(run_id=path.parent.name, seed=0)
+    return published_metrics(typed(frame, SCHEMAS["gradients"])) if rows else {}
 
 
 def loggable(row: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,16 @@
 import re
 from pathlib import Path
 
-from trainable.records import ROW_COLUMNS, STEP_COLUMNS, STOP_COLUMNS, TRIAL_COLUMNS, TRIAL_LAST_VALUES, Column
+from trainable.records import (
+    GRADIENT_COLUMNS,
+    GRADIENT_GROUP_COLUMNS,
+    ROW_COLUMNS,
+    STEP_COLUMNS,
+    STOP_COLUMNS,
+    TRIAL_COLUMNS,
+    TRIAL_LAST_VALUES,
+    Column,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
 
@@ -16,7 +25,8 @@ def documented() -> list[Column]:
 
 
 def test_the_page_lists_exactly_the_columns_of_the_records() -> None:
-    assert documented() == [*ROW_COLUMNS, *STEP_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS]
+    runs = [*ROW_COLUMNS, *STEP_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS]
+    assert documented() == [*runs, *GRADIENT_COLUMNS, *GRADIENT_GROUP_COLUMNS]
 
 
 def test_the_page_names_the_last_values_of_a_run() -> None:

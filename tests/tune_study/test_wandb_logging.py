@@ -5,9 +5,10 @@ import pytest
 
 from search_spaces import STUDIES
 from trainable.records import empty_row
+from trainable.run_files import append_line
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.run import choose_wandb
-from tune_study.wandb_logging import WandbRuns, loggable
+from tune_study.wandb_logging import WandbRuns, loggable, published_gradients
 
 
 class Carrier(NamedTuple):
@@ -51,6 +52,20 @@ def test_a_study_that_never_started_has_nothing_to_end(tmp_path: Path) -> None:
 def test_numbers_and_words_are_logged() -> None:
     row = {"a": 1.5, "b": 2, "c": "x", "d": None, "config": {"lr": 1}, "e": True}
     assert loggable(row) == {"a": 1.5, "b": 2, "c": "x", "e": True}
+
+
+def test_an_analysis_is_logged_under_the_published_keys(tmp_path: Path) -> None:
+    path = tmp_path / "gradients.jsonl"
+    assert published_gradients(path, 1) == {}
+    row = {"bucket": "all", "component": "task", "uses_training_batch": False, "norm": 2.0, "sample_count": 4}
+    for step, prefilter, norm in ((1, True, 2.0), (1, False, 3.0), (51, False, 5.0)):
+        line = {"step": step, "source": "train", "prefilter": prefilter, "rows": [{**row, "norm": norm}], "groups": []}
+        append_line(path, line)
+    found = published_gradients(path, 1)
+    assert (found["grad_norm/all/task"], found["grad_norm_prefilter/all/task"]) == (3.0, 2.0)
+    assert found["actor/grad_norm/task"] == 3.0
+    assert published_gradients(path, 51)["grad_norm/all/task"] == 5.0
+    assert published_gradients(path, 2) == {}
 
 
 def test_wandb_is_off_unless_asked_for(tmp_path: Path) -> None:

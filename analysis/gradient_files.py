@@ -1,0 +1,68 @@
+"""The pictures and numbers of one run's gradient analyses as files, under the names of the published system."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from analysis import gradient_plots as plots
+from analysis import gradients as tables
+
+DPI = 150
+COMPARED = 3
+
+
+def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequence[int], folder: Path) -> list[Path]:
+    """Write the files of each of `steps`, and gradient_analysis_steps.png of at most three of them; return their paths.
+
+    gradients, groups: the rows of `StudyFrames.gradients` and `.gradient_groups` of one run and source. folder: made
+    where it is not there; files of these names in it are replaced. OSError where it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [
+        path
+        for step in steps
+        for path in _write_step(gradients[gradients["step"] == step], groups[groups["step"] == step], folder)
+    ]
+    compared = tables.steps_table(gradients, tables.some_of(list(steps), COMPARED))
+    last = folder / "gradient_analysis_steps.png"
+    _save(plots.draw_steps(compared, str(gradients["run_id"].iloc[0])), last)
+    return [*written, last]
+
+
+def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[Path]:
+    """The files of one step: six pictures, the published numbers, and the reward spread of every group."""
+    names = {what: folder / f"gradient_analysis_{what}_step_{rows['step'].iloc[0]}" for what in (
+        "plots", "loss_plots", "reward_std", "normed_grads", "summary", "signal", "metrics", "bucket_rv_table"
+    )}  # fmt: skip
+    written = []
+    for what, figure in draw_step(rows, groups).items():
+        written.append(names[what].with_suffix(".png"))
+        _save(figure, written[-1])
+    metrics, table = names["metrics"].with_suffix(".json"), names["bucket_rv_table"].with_suffix(".csv")
+    metrics.write_text(json.dumps(tables.published_metrics(rows), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    tables.as_trained(groups)[["bucket", "reward_std"]].to_csv(table, index=False)
+    return [*written, metrics, table]
+
+
+def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
+    """The six pictures of one run, source and step by the middle of their names; the first five as trained on."""
+    shown = tables.as_trained(rows)
+    buckets, summary = tables.bucket_table(shown), tables.summary_table(shown)
+    first = rows.iloc[0]
+    name = f"{first['run_id']}, {'probe of ' * (first['source'] == 'probe')}step {first['step']}"
+    title = f"{name}, {plots.WHEN[bool(shown['prefilter'].iloc[0])]}"
+    return {
+        "plots": plots.draw_norms(buckets, title),
+        "loss_plots": plots.draw_losses(buckets, title),
+        "reward_std": plots.draw_reward_std(summary, title),
+        "normed_grads": plots.draw_normed(buckets, title),
+        "summary": plots.draw_summary(summary, tables.as_trained(groups), title),
+        "signal": plots.draw_signal(tables.trusted(rows), tables.shares(rows), name),
+    }
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, dpi=DPI)
