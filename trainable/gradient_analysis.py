@@ -60,7 +60,7 @@ def analyse(
         ready = prepared if prepared and not prefilter else trainer.prepare(chosen, kept_groups, groups, draws, {})
         findings = _probe(trainer, ready, dict(enumerate(stds.tolist())))
         about = {
-            "source_env_groups": groups, "source_group_size": size, "source_batch_size": len(chosen),
+            "source_env_groups": groups, "source_group_size": size, "source_batch_size": groups * size,
             "adjusted_batch_size": len(ready.batch.lengths), "uses_training_batch": is_own,
         }  # fmt: skip
         lines.append({

@@ -121,7 +121,7 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
             self._append(ROOMS, evaluation.line())
         for line in gradients:
             self._append(GRADIENTS, line)
-        self._append(METRICS, row)
+        self._append(METRICS, {name: value for name, value in row.items() if value is not None})
         self.rows.append(row)
         is_saved = self._save(ends)
         return {**row, "done": last, "note": self._note(), "saved": is_saved}

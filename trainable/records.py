@@ -299,7 +299,7 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
     Column("reward_std_max", "reward", "largest of them", "grad_norm/<bucket>/reward_std_max"),
     Column("source_env_groups", "groups", "groups played for the analysis", "grad_analysis/source_env_groups"),
     Column("source_group_size", "episodes", "episodes of each of them", "grad_analysis/source_group_size"),
-    Column("source_batch_size", "sequences", "sequences before copies are added", "grad_analysis/source_batch_size"),
+    Column("source_batch_size", "sequences", "sequences before the filter", "grad_analysis/source_batch_size"),
     Column("adjusted_batch_size", "sequences", "sequences with the copies added", "grad_analysis/adjusted_batch_size"),
     Column(
         "uses_training_batch",

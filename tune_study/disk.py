@@ -25,14 +25,16 @@ _IN_FLIGHT = 2
 """While a run trains: the rolling state before the last one, and the one that is being written."""
 
 # Measured on studies of the laptop preset: 60 steps x 3, 6 and 8 runs, of which these figures are 10 to 23 % above.
-_STEP = 12_000
-"""A step: metrics.jsonl 2.1 kB, result.json 3.4, TensorBoard 3.4, progress.csv 0.9, logs 0.3, tables and report 1.4."""
+_STEP = 21_000
+"""A step: metrics.jsonl 2.7 kB, result.json 7.7, TensorBoard 5.0, progress.csv 1.2, logs 0.4, tables and report 2.2."""
+_ANALYSIS = 100_000
+"""A gradient analysis of 128 groups, before and after the filter: its lines and its share of the tables."""
 _ROOM, _EVALUATION = 18, 150
 """A line of rooms.jsonl: 11.4 bytes a validation room, 17 a test room; the rest of the line."""
-_RUN = 200_000
-"""What a run takes without a step: its share of Tune's experiment state (70 kB) and of the figures (110), settings."""
-_STUDY = 300_000
-"""What a study takes without a run: trials.parquet (80 kB), the frames of report and figures."""
+_RUN = 250_000
+"""What a run takes without a step: its share of Tune's experiment state (70 kB) and of the figures (150), settings."""
+_STUDY = 550_000
+"""What a study takes without a run: trials.parquet (90 kB), empty tables (40), the frames of report and figures."""
 
 
 class Budget(NamedTuple):
@@ -84,7 +86,14 @@ def row_bytes(config: RunConfig) -> int:
     # The base policy sampled and greedy, then every validation, and a greedy one at the end.
     validations = 2 * trainer.val_before_train + times(trainer.total_training_steps, trainer.test_freq) + 1
     rooms = validations * env.val_env_groups * env.val_group_size + 2 * env.test_env_groups
-    return _RUN + trainer.total_training_steps * _STEP + rooms * _ROOM + (validations + 2) * _EVALUATION
+    analyses = -(-trainer.total_training_steps // trainer.gradient_analysis_every) * trainer.gradient_analysis_mode
+    return (
+        _RUN
+        + trainer.total_training_steps * _STEP
+        + analyses * _ANALYSIS
+        + rooms * _ROOM
+        + (validations + 2) * _EVALUATION
+    )
 
 
 def budget(plan: StudyPlan, allotment: Allotment, environ: Mapping[str, str]) -> Budget:

@@ -276,7 +276,7 @@ def close_unfinished(plan: StudyPlan, reason: str) -> None:
 
 
 def write_tables(folder: Path) -> None:
-    """trials.parquet, steps.parquet and rooms.parquet from the rows."""
+    """The tables of `analysis.frames.FRAMES` as parquet, from the rows."""
     from analysis.load import read_run
 
     read_run(folder).write_parquet(folder)

@@ -22,6 +22,7 @@ import psutil
 from safetensors.torch import load_file
 
 import analysis
+from analysis.frames import FRAMES
 from trainable.checkpoint import numbered
 from trainable.run_files import LOCK, METRICS, STATE, read_rows
 from tune_study.watching import DAEMONS
@@ -338,7 +339,7 @@ def compare(study: Tormented, straight: Tormented, tally: Tally) -> list[str]:
     """Tables, rows and final weights against those of the study that was left alone; differences as sentences."""
     ours, theirs = analysis.load(study.output), analysis.load(straight.output)
     found = []
-    for name in ("trials", "steps", "rooms"):
+    for name in FRAMES:
         differences = analysis.same_rows(getattr(ours, name), getattr(theirs, name), leave_out=("axis_label",))
         found += [f"{name}: {difference}" for difference in differences]
     tally.studies += 1

@@ -186,7 +186,9 @@ def fields(section: str = "", prefix: str = "") -> dict[str, Mapping[str, Any]]:
     found: dict[str, Mapping[str, Any]] = {}
     for name, field in (schema["$defs"][section] if section else schema)["properties"].items():
         kind = field.get("$ref", "").rsplit("/", 1)[-1]
-        found |= fields(kind, f"{prefix}{name}.") if kind else {prefix + name: field}
+        # A field that may be null has two forms: the wrong values are those of the other one.
+        bounded = {**field, **field["anyOf"][0]} if "anyOf" in field else field
+        found |= fields(kind, f"{prefix}{name}.") if kind else {prefix + name: bounded}
     return found
 
 

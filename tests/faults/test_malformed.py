@@ -205,7 +205,7 @@ def test_an_odd_line_is_left_out(tmp_path: Path, good: Good, line: str) -> None:
             tmp_path / name, good.folder, Damage(f"{FIRST}/{name}", b"\n".join([rows[0], line.encode(), *rows[1:]]))
         )
         before, after = read_run(good.folder / RUN), read_run(tmp_path / name / RUN)
-        assert [same_rows(getattr(before, frame), getattr(after, frame)) for frame in FRAMES] == [[], [], []]
+        assert [same_rows(getattr(before, frame), getattr(after, frame)) for frame in FRAMES] == [[]] * len(FRAMES)
         assert read_rows(tmp_path / name / FIRST / "metrics.jsonl") == read_rows(good.folder / FIRST / "metrics.jsonl")
 
 

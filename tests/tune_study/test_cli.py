@@ -17,7 +17,18 @@ from tune_study.cli import app
 from tune_study.outputs import RunStatus, locked, write_status, write_study
 from tune_study.plan import StudyPlan, make_plan
 
-COMMANDS = ("list", "settings", "run", "resume", "status", "report")
+COMMANDS = (
+    "list",
+    "settings",
+    "run",
+    "resume",
+    "status",
+    "report",
+    "replay-stoppers",
+    "probe",
+    "plot-gradients",
+    "doctor",
+)
 
 
 class Answer(NamedTuple):
