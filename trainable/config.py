@@ -22,6 +22,7 @@ from trainable.setting_types import (
     LossAggMode,
     ModelPath,
     NonNegative,
+    OrNull,
     Positive,
     Share,
 )
@@ -223,10 +224,12 @@ class TrainerConfig(Section):
     critic_warmup: int = Field(0, ge=0, description="first step that updates the policy, if above 1")
     gradient_analysis_mode: bool = Field(False, description="measure the gradients of each bucket of groups")
     gradient_analysis_every: int = Field(50, ge=1, description="at step 1 and every so many steps after it")
-    gradient_analysis_env_groups: int | None = Field(
+    gradient_analysis_env_groups: Annotated[int | None, OrNull] = Field(
         None, ge=1, description="groups played for the analysis; null, for this or the next: the step's own batch"
     )
-    gradient_analysis_group_size: int | None = Field(None, ge=2, description="rollouts of each of them")
+    gradient_analysis_group_size: Annotated[int | None, OrNull] = Field(
+        None, ge=2, description="rollouts of each of them"
+    )
     gradient_analysis_log_prefilter: bool = Field(False, description="analyse the batch before the filter as well")
     gradient_analysis_only: bool = Field(False, description="update neither policy nor critic: measure only")
     exit_after_gradient_analysis: bool = Field(False, description="the first analysis is the run's last step")

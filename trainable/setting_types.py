@@ -28,6 +28,14 @@ def _sum_of_groups(value: object) -> object:
 Groups = Annotated[int, BeforeValidator(_sum_of_groups), Field(ge=1)]
 
 
+def _null(value: object) -> object:
+    """Accept `null` and `None`, as they are typed, for no value."""
+    return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
+
+
+OrNull = BeforeValidator(_null)
+
+
 def _printable(path: str) -> str:
     """`path`, which names folders and stands in logs; ValueError where it is empty or holds control characters."""
     if not path.strip() or any(unicodedata.category(sign) == "Cc" for sign in path):

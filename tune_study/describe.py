@@ -134,4 +134,7 @@ def _allowed(kind: Any, metadata: Sequence[Any]) -> str:
         if getattr(constraint, bound, None) is not None
     ]
     words = {bool: "True | False", int: "whole number", float: "number", str: "text"}
+    forms = get_args(kind)
+    if type(None) in forms:
+        return f"{_allowed(forms[0], metadata)}, or null"
     return " ".join([words.get(kind, "list"), ", ".join(found)]).strip()

@@ -160,7 +160,8 @@ def outside(schema: Mapping[str, Any]) -> st.SearchStrategy[str]:
         "string": st.sampled_from(["", " ", "\t", "a\nb", "\x1b[2J", "a" * 1025, "\udcff", "~/\x7f", "x" * 100_000]),
         "integer": beyond(schema),
     }
-    return kinds[schema["type"]] if schema["type"] in kinds else st.one_of(no_finite_numbers, beyond(schema))
+    wrong = kinds[schema["type"]] if schema["type"] in kinds else st.one_of(no_finite_numbers, beyond(schema))
+    return wrong.filter(lambda text: text.strip().lower() not in ("null", "none")) if "anyOf" in schema else wrong
 
 
 def beyond(schema: Mapping[str, Any]) -> st.SearchStrategy[str]:

@@ -172,3 +172,11 @@ def test_a_config_is_frozen() -> None:
     config = RunConfig()
     with pytest.raises(ValueError, match="frozen"):
         config.actor.lr = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("word", ["null", "None", " NULL "])
+def test_null_is_a_word_where_a_setting_may_have_no_value(word: str) -> None:
+    config = with_overrides(RunConfig(), {"trainer.gradient_analysis_env_groups": "128"})
+    assert with_overrides(config, {"trainer.gradient_analysis_env_groups": word}).trainer == RunConfig().trainer
+    with pytest.raises(ConfigError):
+        with_overrides(config, {"trainer.total_training_steps": word})
