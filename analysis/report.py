@@ -160,7 +160,11 @@ def _gradient_tables(frames: StudyFrames) -> dict[str, list[dict[str, Any]]]:
     generator = np.random.default_rng(PERMUTATION_SEED)
     shown = gradients.trusted(gradients.report_lines(frames.gradients))
     return {
-        "gradient_trends": records(gradients.trend_summary(frames.gradients, generator, ("mean_norm",))),
+        "gradient_trends": [
+            {**row, "step": step}
+            for step, rows in frames.gradients[frames.gradients["step"].isin(set(shown["step"]))].groupby("step")
+            for row in records(gradients.trend_summary(rows, generator, ("mean_norm",)))
+        ],
         "gradient_batches": records(shown[shown["bucket"] == gradients.WHOLE]),
     }
 

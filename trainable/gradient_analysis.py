@@ -29,13 +29,11 @@ def is_due(step: int, settings: TrainerConfig) -> bool:
     return settings.gradient_analysis_mode and (step - 1) % settings.gradient_analysis_every == 0
 
 
-def analyse(
-    trainer: "PPOTrainer", episodes: list[Episode], prepared: "Prepared | None", source: str = "train"
-) -> list[Row]:
+def analyse(trainer: "PPOTrainer", episodes: list[Episode], source: str = "train") -> list[Row]:
     """Analyse the gradients of the trainer's policy; nothing of the trainer is changed.
 
     The batch is played for it where trainer.gradient_analysis_env_groups and _group_size are set, else it is the
-    step's own: `episodes` before the filter and `prepared` after it (None where nothing was kept).
+    step's own `episodes`. Values and advantages are made anew, for both batches by the critic as it is now.
 
     Returns the lines for gradients.jsonl: before the filter (where trainer.gradient_analysis_log_prefilter is on), then
     after it (where the filter kept anything); each has step, source, prefilter, rows (`records.GRADIENT_COLUMNS`) and
@@ -44,7 +42,7 @@ def analyse(
     config = trainer.config
     groups, size = config.trainer.gradient_analysis_env_groups, config.trainer.gradient_analysis_group_size
     if groups is not None and size is not None:
-        episodes, prepared, is_own = _play(trainer, groups, size), None, False
+        episodes, is_own = _play(trainer, groups, size), False
     else:
         groups, size, is_own = config.env.env_groups, config.env.group_size, True
     stds = group_scores("reward_std", by_group([episode.score for episode in episodes], size))
@@ -57,7 +55,7 @@ def analyse(
     lines = []
     for prefilter, chosen, kept_groups in wanted:
         draws = stream(config.seed, "gradient_duplicates", trainer.step_index, int(prefilter))
-        ready = prepared if prepared and not prefilter else trainer.prepare(chosen, kept_groups, groups, draws, {})
+        ready = trainer.prepare(chosen, kept_groups, groups, draws, {})
         findings = _probe(trainer, ready, dict(enumerate(stds.tolist())))
         about = {
             "source_env_groups": groups, "source_group_size": size, "source_batch_size": groups * size,

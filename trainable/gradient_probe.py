@@ -28,6 +28,8 @@ from trainable.batch import Batch, mini_batches
 from trainable.update import ActorUpdate, Meter, Pass, Targets, passes, weighted_passes
 
 FOLDS = 8
+NOTHING = 1e-6
+"""A gradient that is a smaller part of the whole one is rounding, as that of k3 where policy and reference agree."""
 Row = dict[str, Any]
 Gradients = dict[str, list[Tensor]]
 """Of each component, one tensor a parameter of the model."""
@@ -53,7 +55,9 @@ def probe_gradients(
         buckets, mode: how many buckets at most; quantile, or fixed_rv (then empty ones are left out).
         generator: deals the groups into folds.
 
-    Held at once: (2 x folds x components + components) copies of the model's parameters.
+    Held at once on the model's device: (2 x folds x components + 3 x components) copies of its parameters in float32,
+    and (folds x components) of its largest one in float64. Time: three passes over the batch, each with a backward
+    pass a component.
     """
     probe = _Probe(update, batch, targets)
     # Indices stay on the processor: a batch on any device can be indexed by them.
@@ -63,13 +67,11 @@ def probe_gradients(
     folds = split_folds(where, FOLDS, generator)
     order = length_stratified_order(batch.lengths.cpu())
     rows: list[Row] = []
-    whole: _FoldSums | None = None
+    whole = probe.no_sums()
     for number in sorted(set(numbers.tolist())):
         members = order[numbers[where[order]] == number]
-        sums = probe.fold_sums(members, folds)
-        whole = sums if whole is None else whole.plus(sums)
+        sums = probe.fold_sums(members, folds, whole)
         rows += probe.rows(f"bucket_{number + 1}", members, sums, stds[numbers == number])
-    assert whole is not None
     rows += probe.rows("all", order, whole, stds)
     table = [
         {"bucket": f"bucket_{number + 1}", "group": group, "reward_std": std}
@@ -85,9 +87,10 @@ class _FoldSums(NamedTuple):
     blocks: list[Tensor]
     counts: Tensor
 
-    def plus(self, other: "_FoldSums") -> "_FoldSums":
-        blocks = [one + two for one, two in zip(self.blocks, other.blocks, strict=True)]
-        return _FoldSums(self.components, blocks, self.counts + other.counts)
+    def add(self, fold: int, gradients: Gradients) -> None:
+        for number, name in enumerate(self.components):
+            for block, part in zip(self.blocks, gradients[name], strict=True):
+                block[fold, number] += part
 
     def gram(self) -> tuple[Tensor, Tensor]:
         """Products of the folds' mean gradients with `total` as the last component, (K, C + 1, K, C + 1); counts."""
@@ -121,8 +124,11 @@ class _Probe:
             "bucket": bucket, "weight": float(sums.counts.sum() / self._divisors().sum()),
         }  # fmt: skip
         published, trusted = self._published(members), _trusted(sums)
+        least = NOTHING * trusted["total"]["mean_norm"]
+        rounding = [f"cosine_{name}" for name in sums.components if trusted[name]["mean_norm"] <= least]
+        beside = {name: None for name in rounding if name != "cosine_value"}
         return [
-            {**shared, "component": name, **published.get(name, {}), **trusted[name]}
+            _cleared({**shared, "component": name, **published.get(name, {}), **trusted[name], **beside}, least)
             for name in (*sums.components, "total")
         ]
 
@@ -195,36 +201,42 @@ class _Probe:
         tokens = self.batch.mask.sum(1)
         return (tokens if self.update.settings.loss_agg_mode == "token-mean" else (tokens > 0)).double()
 
-    def fold_sums(self, members: Tensor, folds: Tensor) -> _FoldSums:
-        """Summed gradients of the episodes `members` (N,), by fold; folds (B,) the fold of each episode.
+    def no_sums(self) -> _FoldSums:
+        """Nothing in any fold of any term of the loss."""
+        settings = self.update.settings
+        on = {"task": True, "entropy": settings.entropy_coeff != 0, "kl": settings.use_kl_loss}
+        names = tuple(name for name, is_on in {**on, "value": self.update.head is not None}.items() if is_on)
+        blocks = [parameter.new_zeros((FOLDS, len(names), *parameter.shape)) for parameter in self._parameters]
+        return _FoldSums(names, blocks, torch.zeros(FOLDS, dtype=torch.float64))
 
-        Sums of all episodes of the batch are K times C gradients that add up to those of the batch's whole loss, times
-        the divisor.
+    def fold_sums(self, members: Tensor, folds: Tensor, whole: _FoldSums) -> _FoldSums:
+        """Summed gradients of the episodes `members` (N,), by fold, which are added to `whole` as well.
+
+        folds (B,): the fold of each episode. Sums over all episodes of the batch are gradients that add up to that of
+        the batch's whole loss, times the divisor.
         """
-        divisors = self._divisors()
+        divisors, sums = self._divisors(), self.no_sums()
         weights = divisors.sum() * loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
-        made: list[tuple[Gradients, float]] = []
         for fold in range(FOLDS):
             index = members[folds[members] == fold]
-            made.append((self._sum(index, weights[index].float()), float(divisors[index].sum())))
-        names = next(tuple(gradients) for gradients, _ in made if gradients)
-        zeros = [torch.zeros_like(parameter) for parameter in self._parameters]
-        blocks = [
-            torch.stack([torch.stack([gradients.get(name, zeros)[number] for name in names]) for gradients, _ in made])
-            for number in range(len(zeros))
-        ]
-        return _FoldSums(names, blocks, torch.tensor([count for _, count in made], dtype=torch.float64))
+            index = index[torch.argsort(self.batch.lengths[index].cpu(), stable=True)]  # less padding; sums are sums
+            for part in weighted_passes(self.batch, self.targets, index, weights[index].float()):
+                gradients, _ = self._gradients(part)
+                sums.add(fold, gradients)
+                whole.add(fold, gradients)
+            for each in (sums, whole):
+                each.counts[fold] += divisors[index].sum().cpu()
+        return sums
 
-    def _sum(self, index: Tensor, weights: Tensor) -> Gradients:
-        """Gradients of the episodes `index` (N,), whose tokens have `weights` (N, T); none for no episode."""
-        by_length = torch.argsort(self.batch.lengths[index].cpu(), stable=True)  # less padding; a sum has no order
-        total: Gradients = {}
-        for gradients, _ in map(
-            self._gradients, weighted_passes(self.batch, self.targets, index[by_length], weights[by_length])
-        ):
-            for name, parts in gradients.items():
-                total[name] = [a + b for a, b in zip(total[name], parts, strict=True)] if name in total else parts
-        return total
+
+def _cleared(row: Row, least: float) -> Row:
+    """`row`, or where its gradient is no larger than `least`, and so is rounding, the row of a gradient of 0."""
+    if row["mean_norm"] > least:
+        return row
+    unknown = ("snr", "snr_low", "snr_high", "cosine_task", "cosine_entropy", "cosine_kl")
+    norms = [name for name in ("norm", "norm_per_sample", "norm_per_token") if name in row]
+    nothing: Row = dict.fromkeys((*norms, "mean_norm", "signal", "noise", "share"), 0.0)
+    return {**row, **nothing, **dict.fromkeys(unknown)}
 
 
 def _trusted(sums: _FoldSums) -> dict[str, Row]:

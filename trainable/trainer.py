@@ -165,7 +165,7 @@ class PPOTrainer:
         """Make the batch, its targets, and all optimizer steps; the lines of the gradient analysis, where it is due."""
         config, due = self.config, is_due(self.step_index, self.config.trainer)
         if not kept.episodes:
-            return self._analyse(row, episodes, None) if due else []
+            return self._analyse(row, episodes) if due else []
         draws = stream(config.seed, "duplicates", self.step_index)
         prepared = self.prepare(kept.episodes, kept.groups, config.env.env_groups, draws, row)  # 3-6
         batch, targets, meters = prepared.batch, prepared.targets, list[Meter]()
@@ -176,7 +176,7 @@ class PPOTrainer:
             critic, optimizer = self.critic, self.critic_optimizer
             meters.append(self._timed(row, "seconds_update_critic", lambda: update_critic(
                 critic, optimizer, batch, targets, order, config.critic, config.actor.loss_agg_mode)))  # fmt: skip
-        found = self._analyse(row, episodes, prepared) if due else []
+        found = self._analyse(row, episodes) if due else []
         leaves = only or (due and config.trainer.exit_after_gradient_analysis)
         if config.trainer.critic_warmup <= self.step_index and not leaves:  # 8 policy
             meter = self._timed(row, "seconds_update_actor", lambda: self.actor_update().run(batch, targets, order))
@@ -185,7 +185,8 @@ class PPOTrainer:
         for meter in meters:
             row |= meter.means()
         self._count_skipped(row, meters)
-        self._move_kl_control(row, batch, targets.ref_logprobs)
+        if not only:
+            self._move_kl_control(row, batch, targets.ref_logprobs)
         return found
 
     def prepare(
@@ -209,8 +210,8 @@ class PPOTrainer:
             row |= found.row
             self.collapse_averages = found.averages
 
-    def _analyse(self, row: Row, episodes: list[Episode], prepared: Prepared | None) -> list[Row]:
-        return self._timed(row, "seconds_gradient_analysis", lambda: analyse(self, episodes, prepared))
+    def _analyse(self, row: Row, episodes: list[Episode]) -> list[Row]:
+        return self._timed(row, "seconds_gradient_analysis", lambda: analyse(self, episodes))
 
     def _count_skipped(self, row: Row, meters: Sequence[Meter]) -> None:
         """Count the optimizer steps that were skipped; NonFiniteError where the run cannot go on."""
@@ -369,7 +370,7 @@ class PPOTrainer:
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
             totals = {name: int(values["totals"][name]) for name in TOTALS}
             averages = {label: {name: float(std) for name, std in stds.items()}
-                        for label, stds in values["collapse_averages"].items()}  # fmt: skip
+                        for label, stds in values.get("collapse_averages", {}).items()}  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"its values do not fit ({type(error).__name__}: {error})") from error
         for name, part in parts.items():

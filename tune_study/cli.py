@@ -207,7 +207,7 @@ def probe(
     path = probing.checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
     target = probing.find(folder, trial, checkpoint_step, path, algo)
     given = {name: value for name, value in typed.items() if value is not None}
-    settings = collect_overrides(target.plan.study, given, assignments or [])
+    settings = collect_overrides(target.plan.study, given, assignments or [], axis_is_free=True)
     probing.probe(target, settings, with_val, Console())
 
 

@@ -111,10 +111,13 @@ def parse_bool(text: str, option: str) -> bool:
     return BOOL_WORDS[word]
 
 
-def collect_overrides(study: Study, options: Mapping[str, object], assignments: Iterable[str]) -> dict[str, object]:
+def collect_overrides(
+    study: Study, options: Mapping[str, object], assignments: Iterable[str], axis_is_free: bool = False
+) -> dict[str, object]:
     """Settings of the command line as one dict of dotted fields, each set once and none of them the study's own axis.
 
     options: dotted field -> value for the options that were typed. assignments: the `key=value` of each --set.
+    axis_is_free: the axis may be set as well, as for a probe, which has no option for it.
     """
     overrides: dict[str, object] = dict(options)
     swept = {study.axis.setting, *study.axis.along}.union(*study.axis.named.values())
@@ -130,7 +133,7 @@ def collect_overrides(study: Study, options: Mapping[str, object], assignments: 
         if name in overrides:
             raise PlanError(f"`{name}` is given twice (`--set {shown(assignment)}` is the second): give it once.")
         overrides[name] = value.strip()
-    for name in swept & overrides.keys():
+    for name in set() if axis_is_free else swept & overrides.keys():
         raise PlanError(
             f"`{name}` is what the arms of study {study.name} differ in: choose its values with {study.axis.option}."
         )

@@ -1,5 +1,6 @@
 """A run restored from its checkpoint in this process, to be questioned or analysed. Nothing is trained."""
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from rich.table import Table
 from trainable.checkpoint import CheckpointError, numbered, read_checkpoint
 from trainable.config import ConfigError, RunConfig, shown, with_overrides
 from trainable.gradient_analysis import analyse
-from trainable.run_files import PROBES, STATE, append_line
+from trainable.run_files import PROBES, STATE, read_lines
 from trainable.trainer import PPOTrainer
 from tune_study import outputs
 from tune_study.continuing import plan_from_folder
@@ -23,7 +24,10 @@ from tune_study.plan import PlanError, RunSpec, StudyPlan, template_words
 
 Settings = Mapping[str, object]
 NOTHING: Settings = MappingProxyType({})
-SAME_TRAINER = ("env", "filter", "rollout", "trainer", "actor.use_kl_loss", "actor.kl_loss", "actor.entropy_coeff")
+SAME_TRAINER = (
+    "env.", "filter.", "rollout.", "trainer.", "actor.use_kl_loss", "actor.kl_loss", "actor.entropy_coeff",
+    "actor.ppo_micro_batch_size_per_gpu",
+)  # fmt: skip
 """What a probe may set otherwise than the run did: all else would make another trainer of the checkpoint."""
 
 
@@ -62,6 +66,7 @@ def checkpoint_path(root: Path | None, step: int | None, path: Path | None) -> P
     """The checkpoint's folder: `path`, or that of `step` (or the newest) below `root`; None for the run's own."""
     if path is not None or root is None:
         return path
+    root = Path(os.path.abspath(os.path.expanduser(root)))
     steps = [number for number, _ in numbered(root)]
     if not steps:
         raise PlanError(f"{shown(str(root), 1000)} holds no folder global_step_<N>: type --checkpoint-root of a run.")
@@ -73,8 +78,9 @@ def find(
 ) -> Target:
     """The run and the checkpoint that are meant; PlanError that lists what there is. algo: the arm, of its study."""
     plan = plan_from_folder(Path(run))
-    if algo is not None and plan.study.axis.option != "--algo":
-        raise PlanError(f"--algo does not belong to study {plan.study.name}: type --trial and the name of a run.")
+    if algo is not None and (trial is not None or plan.study.axis.option != "--algo"):
+        why = "--trial names the run already" if trial else f"it does not belong to study {plan.study.name}"
+        raise PlanError(f"--algo cannot be used here ({why}): type --trial and the name of a run.")
     spec = _find_run(plan, algo if trial is None else trial)
     if path is not None:
         wanted = Path(os.path.abspath(os.path.expanduser(path)))
@@ -127,7 +133,8 @@ def _trainer(target: Target, settings: Settings) -> PPOTrainer:
             raise CheckpointError(f"{target.path} was written by another run than {target.spec.run_id}.")
         trainer = PPOTrainer(config)
         trainer.load_state(tensors, values)
-    except (CheckpointError, ConfigError, ValueError) as error:
+    except (CheckpointError, ConfigError, ValueError, AssertionError, RuntimeError) as error:
+        # torch raises the last two for a device that is not there.
         raise PlanError(f"The checkpoint cannot be used: {error}") from None
     return trainer
 
@@ -147,12 +154,15 @@ def probe_settings(config: RunConfig, settings: Settings) -> dict[str, object]:
     }
     if not config.actor.use_kl_loss:
         found |= {"actor.use_kl_loss": True, "actor.kl_loss_type": "low_var_kl", "actor.kl_loss_coef": 0.001}
-    return {**found, **settings}
+    sizes = [f"trainer.gradient_analysis_{name}" for name in ("env_groups", "group_size")]
+    unset = [name for name in sizes if str(settings.get(name)).strip().lower() in ("null", "none")]
+    return {**found, **{name: value for name, value in settings.items() if name not in unset}}
 
 
 def probe(target: Target, settings: Settings, with_val: bool, console: Console) -> None:
     """Analyse the gradients of one checkpoint, add the rows to the study's tables, and print them."""
-    outputs.check_writable(target.plan.folder)
+    run_dir, log = target.plan.run_dir(target.spec.run_id), _log(target, with_val)
+    _check_places(run_dir, log)
     trainer = _trainer(target, probe_settings(target.spec.config, settings))
     say(console, f"{target.spec.run_id} restored from {target.path}, after step {target.step}; nothing is trained")
     parts: list[Any] = [f"probe of {target.spec.run_id}, step {target.step}"]
@@ -161,19 +171,33 @@ def probe(target: Target, settings: Settings, with_val: bool, console: Console) 
         for mode in ("sampled", "greedy"):
             found = trainer.evaluate("val", mode)
             parts.append(f"validation, {mode}: success {found.success:.3f}, mean score {found.score:.3f}")
-    env = trainer.config.trainer
-    count = (env.gradient_analysis_env_groups or 0) * (env.gradient_analysis_group_size or 0)
-    say(console, f"Playing {count} episodes and measuring their gradients ...")
-    lines = analyse(trainer, [], None, source="probe")
-    for line in lines:
-        append_line(target.plan.run_dir(target.spec.run_id) / PROBES, line)
+    groups, size = (
+        getattr(trainer.config.trainer, f"gradient_analysis_{name}") for name in ("env_groups", "group_size")
+    )
+    say(console, f"Playing {groups} x {size} episodes and measuring their gradients ...")
+    lines = analyse(trainer, [], source="probe")
+    # The last probe of a step counts, whole: what an earlier one said of the step goes.
+    others = [line for line in read_lines(run_dir / PROBES) if line.get("step") != target.step]
+    outputs.write_text(run_dir / PROBES, "".join(json.dumps(line) + "\n" for line in [*others, *lines]))
     outputs.write_tables(target.plan.folder)
     parts += [_table(line) for line in lines]
-    console.print(Group(*parts))
-    log = _log(target, with_val)
+    console.print(Group(*parts), width=max(console.width, 100), crop=False)
     _write_log(log, parts)
     say(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log}")
     say(console, f"Pictures: python -m tune_study plot-gradients {target.plan.folder} --source probe")
+
+
+def _check_places(run_dir: Path, log: Path) -> None:
+    """PlanError unless a probe's rows and its log can be written: measuring takes minutes."""
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(
+            f"{log.parent} cannot be made ({error.strerror}): make room for the probe's log there."
+        ) from None
+    for folder in (run_dir, log.parent):
+        if not os.access(folder, os.W_OK):
+            raise PlanError(f"{folder} cannot be written: a probe adds its rows and its log to the study.")
 
 
 def _log(target: Target, with_val: bool) -> Path:
@@ -192,15 +216,15 @@ def _write_log(path: Path, parts: Sequence[Any]) -> None:
 
 def _table(line: Mapping[str, Any]) -> Table:
     """One analysed batch, a row a bucket: the task's gradient, and what the regularisers' are beside it."""
-    which = "before the filter" if line["prefilter"] else "what the filter kept"
-    table = Table(title=f"gradients of {which}", box=None, title_justify="left", padding=(0, 1, 0, 0))
+    which = "before the filter" if line["prefilter"] else "of what the filter kept"
+    table = Table(title=f"gradients {which}", box=None, title_justify="left", padding=(0, 1, 0, 0))
     for head in ("bucket", "reward std", "task norm", "of mean", "signal/noise", "95 %", "entropy", "kl"):
         table.add_column(head, justify="left" if head == "bucket" else "right", no_wrap=True)
     rows = {(row["bucket"], row["component"]): row for row in line["rows"]}
     for bucket in dict.fromkeys(row["bucket"] for row in line["rows"]):
         task = rows[bucket, "task"]
         interval = f"{_short(task['snr_low'])} to {_short(task['snr_high'])}"
-        others = [_short(rows[bucket, name]["mean_norm"]) for name in ("entropy", "kl")]
+        others = [_short(rows.get((bucket, name), {}).get("mean_norm")) for name in ("entropy", "kl")]
         table.add_row(
             bucket, _short(task["reward_std_mean"]), _short(task["norm"]), _short(task["mean_norm"]),
             _short(task["snr"]), interval, *others,

@@ -127,8 +127,10 @@ def main() -> int:
             tally, found = kill(new_folder(root, title), count, dice)
             harm += tally.harm() + len(found)
             report[f"{title} kills"] = {**asdict(tally), "kills": dict(tally.kills), "differences": found}
+            say(json.dumps(report[f"{title} kills"]))
         report["checkpoints"] = damage_checkpoints(root / "driver" / "straight-1", options.checkpoints, root)
         harm += len(report["checkpoints"]["not_refused"])
+        say(json.dumps(report["checkpoints"]))
         report["inputs"] = mistype(options.inputs)
         report["memory"] = remember(options.trials, root)
         harm += report["memory"]["kilobytes_a_trial"] > MOST_KILOBYTES_A_TRIAL

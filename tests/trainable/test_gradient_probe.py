@@ -199,10 +199,14 @@ def test_fixed_edges_leave_empty_buckets_out() -> None:
 def test_the_kl_gradient_where_policy_and_reference_are_one(kind: str, is_zero: bool) -> None:
     trainer = quiet(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, "actor__kl_loss_type": kind})
     _, findings = probed(trainer)
-    norm = by_name(findings)["all", "kl"]["mean_norm"]
-    assert (norm < 1e-6) == is_zero
-    if not is_zero:
-        assert norm > 1e-3
+    rows = by_name(findings)
+    kl, task = rows["all", "kl"], rows["all", "task"]
+    if is_zero:  # what is left is rounding, and has no ratio and no direction
+        assert (kl["mean_norm"], kl["norm"], kl["share"], kl["snr"], kl["cosine_task"]) == (0, 0, 0, None, None)
+        assert task["cosine_kl"] is None
+    else:
+        assert kl["mean_norm"] > 1e-3
+        assert task["cosine_kl"] is not None
 
 
 def test_a_component_that_is_off_has_no_row() -> None:
@@ -217,7 +221,7 @@ def test_an_analysis_leaves_weights_optimizers_gradients_and_streams_alone() -> 
     trainer = analysed()
     before, values = weights(trainer), dict(trainer.totals)
     state, old = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
-    analyse(trainer, [], None)
+    analyse(trainer, [])
     after = weights(trainer)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert trainer.totals == values

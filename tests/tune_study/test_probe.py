@@ -96,13 +96,29 @@ def test_a_probe_adds_rows_and_leaves_every_other_byte(study: StudyPlan) -> None
 
 
 def test_the_same_probe_gives_the_same_numbers(study: StudyPlan) -> None:
+    path, found = study.run_dir(study.runs[1].run_id) / "probes.jsonl", []
     for _ in range(2):
-        assert command(str(study.folder), "--trial", "GRPO", "--checkpoint-step", "2").returncode == 0
-    lines = list(read_lines(study.run_dir(study.runs[1].run_id) / "probes.jsonl"))
-    assert len(lines) % 2 == 0
-    half = len(lines) // 2
-    assert lines[:half] == lines[half:]
-    assert {line["step"] for line in lines} == {2}
+        assert command(str(study.folder), "--algo", "GRPO", "--checkpoint-step", "2").returncode == 0
+        found.append(list(read_lines(path)))
+    assert found[0] == found[1]  # the second replaced the first, and said the same
+    assert {line["step"] for line in found[1]} == {2}
+
+
+def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyPlan) -> None:
+    path = study.run_dir(study.runs[0].run_id) / "probes.jsonl"
+    words = [
+        str(study.folder), "--trial", "PPO", "--checkpoint-step", "2", "--ppo-micro-batch-size-per-gpu", "2",
+        "--log-prob-micro-batch-size-per-gpu", "2", "--gpu-memory-utilization", "0.4", "--ray-num-cpus", "2",
+    ]  # fmt: skip
+    assert command(*words).returncode == 0
+    assert next(line["prefilter"] for line in read_lines(path) if line["step"] == 2)
+    more = ["--set", "trainer.gradient_analysis_log_prefilter=False", "--set", "actor.entropy_coeff=0",
+            "--set", "trainer.gradient_analysis_env_groups=4"]  # fmt: skip
+    done = command(*words, *more)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in read_lines(path) if line["step"] == 2]
+    assert [line["prefilter"] for line in lines] == [False] * len(lines)
+    assert {row["component"] for line in lines for row in line["rows"]} <= {"task", "kl", "total"}
 
 
 def test_training_wrote_the_analyses_that_were_due(study: StudyPlan) -> None:
@@ -180,7 +196,8 @@ def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: Stu
     before = hashes(study.output)
     bad = (
         ["--trial", "nobody"], ["--algo", "PPO", "--checkpoint-step", "17"], ["--checkpoint-root", "/nowhere"],
-        ["--trial", "PPO", "--set", "actor.lr=1"],
+        ["--trial", "PPO", "--set", "actor.lr=1"], ["--algo", "PPO", "--trial", "GRPO"],
+        ["--trial", "PPO", "--set", "trainer.device=cuda", "--set", "trainer.n_gpus_per_node=1"],
     )  # fmt: skip
     for words in bad:
         done = command(str(study.folder), *words)
