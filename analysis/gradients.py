@@ -7,13 +7,15 @@ Buckets are ordered by reward spread; the bucket `all` is the whole batch.
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from analysis.compare import SEEDS_FOR_SEEDS
-from analysis.frames import records
+from analysis.frames import SCHEMAS, records, typed
+from analysis.line_files import analysis_of, gradient_rows, read_lines
 from analysis.stats import Estimate, mean_over_seeds, spearman_trend
 
 T = TypeVar("T")
@@ -92,6 +94,13 @@ def published_metrics(frame: pd.DataFrame) -> dict[str, float]:
         if name != "total":
             found[f"actor/grad_norm/{name}"] = found.get(f"grad_norm/{WHOLE}/{name}", math.nan)
     return {key: value for key, value in found.items() if not math.isnan(value)}
+
+
+def published_of_step(path: Path, step: int) -> dict[str, float]:
+    """`published_metrics` of one step in a run's gradients.jsonl; nothing where it says nothing of the step."""
+    rows = gradient_rows(line for line in read_lines(path, analysis_of) if line["step"] == step)
+    frame = pd.DataFrame(rows).assign(run_id=path.parent.name, seed=0)
+    return published_metrics(typed(frame, SCHEMAS["gradients"])) if rows else {}
 
 
 def _published(components: pd.DataFrame) -> dict[str, float]:

@@ -2,7 +2,6 @@
 
 import queue
 import threading
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from ray import tune
@@ -92,7 +91,9 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         elif event.kind == "row":
             values = event.values or {}
             if "seconds_gradient_analysis" in values:
-                values |= published_gradients(self._plan.run_dir(event.run_id) / GRADIENTS, event.step)
+                from analysis.gradients import published_of_step
+
+                values |= published_of_step(self._plan.run_dir(event.run_id) / GRADIENTS, event.step)
             open_runs[event.run_id].log(values, step=event.step)
         elif event.kind == "end" and event.run_id in open_runs:
             open_runs.pop(event.run_id).finish(exit_code=event.exit_code)
@@ -113,19 +114,6 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             reinit="create_new",
             settings=wandb.Settings(silent=True, console="off", init_timeout=PATIENCE_S),
         )
-
-
-def published_gradients(path: Path, step: int) -> dict[str, float]:
-    """What a run's gradients.jsonl says of `step`, under the published keys; nothing where it says nothing."""
-    import pandas as pd
-
-    from analysis.frames import SCHEMAS, typed
-    from analysis.gradients import published_metrics
-    from analysis.line_files import analysis_of, gradient_rows, read_lines
-
-    rows = gradient_rows(line for line in read_lines(path, analysis_of) if line["step"] == step)
-    frame = pd.DataFrame(rows).assign(run_id=path.parent.name, seed=0)
-    return published_metrics(typed(frame, SCHEMAS["gradients"])) if rows else {}
 
 
 def loggable(row: dict[str, Any]) -> dict[str, Any]:

@@ -3,12 +3,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from analysis.gradients import published_of_step
 from search_spaces import STUDIES
 from trainable.records import empty_row
 from trainable.run_files import append_line
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.run import choose_wandb
-from tune_study.wandb_logging import WandbRuns, loggable, published_gradients
+from tune_study.wandb_logging import WandbRuns, loggable
 
 
 class Carrier(NamedTuple):
@@ -56,16 +57,16 @@ def test_numbers_and_words_are_logged() -> None:
 
 def test_an_analysis_is_logged_under_the_published_keys(tmp_path: Path) -> None:
     path = tmp_path / "gradients.jsonl"
-    assert published_gradients(path, 1) == {}
+    assert published_of_step(path, 1) == {}
     row = {"bucket": "all", "component": "task", "uses_training_batch": False, "norm": 2.0, "sample_count": 4}
     for step, prefilter, norm in ((1, True, 2.0), (1, False, 3.0), (51, False, 5.0)):
         line = {"step": step, "source": "train", "prefilter": prefilter, "rows": [{**row, "norm": norm}], "groups": []}
         append_line(path, line)
-    found = published_gradients(path, 1)
+    found = published_of_step(path, 1)
     assert (found["grad_norm/all/task"], found["grad_norm_prefilter/all/task"]) == (3.0, 2.0)
     assert found["actor/grad_norm/task"] == 3.0
-    assert published_gradients(path, 51)["grad_norm/all/task"] == 5.0
-    assert published_gradients(path, 2) == {}
+    assert published_of_step(path, 51)["grad_norm/all/task"] == 5.0
+    assert published_of_step(path, 2) == {}
 
 
 def test_wandb_is_off_unless_asked_for(tmp_path: Path) -> None:
