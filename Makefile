@@ -3,7 +3,7 @@ PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 
-.PHONY: setup kl entropy top-p test test-faults test-faults-long test-all check format bench clean
+.PHONY: setup kl entropy top-p test test-kills test-faults test-faults-long test-all check format bench clean
 
 setup: .venv/ready
 
@@ -25,6 +25,10 @@ check: setup
 
 test: check
 	$(BIN)/python -m pytest -m "not slow and not faults"
+
+# The kills alone, which CI has time for.
+test-kills: setup
+	$(BIN)/python -m pytest -m faults tests/faults/test_kills.py tests/faults/test_damage.py
 
 test-faults: setup
 	$(BIN)/python -m pytest -m faults tests/faults
