@@ -52,11 +52,10 @@ class Step(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """A batch that is ready for losses; episodes without their copies."""
+    """A batch that is ready for losses."""
 
     batch: Batch
     targets: Targets
-    episodes: Sequence[Episode]
 
 
 class PPOTrainer:
@@ -167,9 +166,9 @@ class PPOTrainer:
         if not kept.episodes:
             return self._analyse(row, episodes) if due else []
         draws = stream(config.seed, "duplicates", self.step_index)
-        prepared = self.prepare(kept.episodes, kept.groups, config.env.env_groups, draws, row)  # 3-6
-        batch, targets, meters = prepared.batch, prepared.targets, list[Meter]()
-        row |= trained_columns(batch, targets, prepared.episodes, config.algorithm.adv_estimator == "gae")
+        batch, targets = self.prepare(kept.episodes, kept.groups, config.env.env_groups, draws, row)  # 3-6
+        meters: list[Meter] = []
+        row |= trained_columns(batch, targets, kept.episodes, config.algorithm.adv_estimator == "gae")
         order = length_stratified_order(batch.lengths)
         only = config.trainer.gradient_analysis_mode and config.trainer.gradient_analysis_only
         if self.critic is not None and self.critic_optimizer is not None and not only:  # 7 critic
@@ -199,7 +198,7 @@ class PPOTrainer:
         ref = self._timed(row, "seconds_reference", lambda: self._reference(batch))  # 5 reference
         scale = filter_loss_scale(config.actor.filter_loss_scaling, groups_kept, groups)
         targets = make_targets(batch, values, ref, config.algorithm, self.kl_control.coef, scale)  # 6 advantages
-        return Prepared(batch, targets, episodes)
+        return Prepared(batch, targets)
 
     def _diagnose(self, row: Row, episodes: Sequence[Episode]) -> None:
         """Mutual information of prompts and thoughts, under the policy that played `episodes`; it stops nothing."""

@@ -88,10 +88,7 @@ def find(
         if not found or not wanted.is_dir():
             raise PlanError(f"{shown(str(path), 1000)} is no checkpoint: type a folder global_step_<N> that exists.")
         return Target(plan, spec, *found[0])
-    kept = {
-        **dict(_newest_last(plan.run_dir(spec.run_id) / STATE)),
-        **dict(_newest_last(plan.output / spec.checkpoints)),
-    }
+    kept = {**dict(numbered(plan.run_dir(spec.run_id) / STATE)), **dict(numbered(plan.output / spec.checkpoints))}
     if step is None and kept:
         step = max(kept)
     if step not in kept:
@@ -99,10 +96,6 @@ def find(
         asked = "" if step is None else f" of step {step}"
         raise PlanError(f"Run {spec.run_id} has no checkpoint{asked}. There are: {there}.")
     return Target(plan, spec, step, kept[step])
-
-
-def _newest_last(folder: Path) -> list[tuple[int, Path]]:
-    return sorted(numbered(folder))
 
 
 def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
