@@ -2,8 +2,9 @@
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+PARALLEL := --numprocesses 2
 
-.PHONY: setup kl entropy top-p test test-kills test-faults test-faults-long test-all check format bench clean
+.PHONY: setup kl entropy top-p test test-faults test-faults-long test-all check format bench clean
 
 setup: .venv/ready
 
@@ -24,14 +25,11 @@ check: setup
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -m "not slow and not faults"
+	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile -m "not slow and not faults"
 
-# The kills alone, which CI has time for.
-test-kills: setup
-	$(BIN)/python -m pytest -m faults tests/faults/test_kills.py tests/faults/test_damage.py
-
+# The longest first, so that both processes end together.
 test-faults: setup
-	$(BIN)/python -m pytest -m faults tests/faults
+	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal -m faults tests/faults/test_kills.py tests/faults/test_endings.py
 
 test-faults-long: setup
 	$(BIN)/python -m tests.faults

@@ -335,6 +335,12 @@ def finish(study: Tormented) -> None:
     study.log.close()
 
 
+def status_of(folder: Path) -> str:
+    """What `status` prints about the study in a folder."""
+    command = [sys.executable, "-m", "tune_study", "status", str(folder)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def compare(study: Tormented, straight: Tormented, tally: Tally) -> list[str]:
     """Tables, rows and final weights against those of the study that was left alone; differences as sentences."""
     ours, theirs = analysis.load(study.output), analysis.load(straight.output)

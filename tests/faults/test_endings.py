@@ -17,7 +17,18 @@ from pathlib import Path
 import pytest
 
 import analysis
-from tests.faults.kills import PATIENCE_S, SMALL, STEPS, Tally, Tormented, compare, finish, hear_signals, wait_for
+from tests.faults.kills import (
+    PATIENCE_S,
+    SMALL,
+    STEPS,
+    Tally,
+    Tormented,
+    compare,
+    finish,
+    hear_signals,
+    status_of,
+    wait_for,
+)
 from trainable.checkpoint import numbered
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -142,17 +153,24 @@ def test_a_study_whose_ray_died_ends_and_says_so(tmp_path: Path, straight: Torme
     assert compare(study, straight, Tally()) == []
 
 
-def status_of(folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "tune_study", "status", str(folder)], capture_output=True, text=True, check=True
-    )
-    return done.stdout
+def test_two_studies_at_once_do_not_disturb_each_other(tmp_path: Path, straight: Tormented) -> None:
+    studies = []
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        studies.append(Tormented(tmp_path / name, STEPS))
+    drivers = [study.start() for study in studies]
+    assert wait_for(lambda: studies[0].rows() >= 2, drivers[0])
+    shown_and_not_started_twice(studies[0])
+    assert [driver.wait(2 * PATIENCE_S) for driver in drivers] == [0, 0]
+    for study in studies:
+        study.log.close()
+        assert compare(study, straight, Tally()) == []
+        assert study.all_gone() == 0
+    assert status_of(studies[0].folder).count(" completed ") == 2
 
 
-def test_a_running_study_is_shown_not_disturbed_and_not_started_twice(tmp_path: Path, straight: Tormented) -> None:
-    study = Tormented(tmp_path, STEPS)
-    driver = study.start()
-    assert wait_for(lambda: study.rows() >= 2, driver)
+def shown_and_not_started_twice(study: Tormented) -> None:
+    """What other terminals see of a study that runs, and that they cannot start it."""
     shown = status_of(study.folder)
     assert shown.startswith("kl (laptop): running\n")
     assert shown.count(" running ") >= 1
@@ -161,37 +179,6 @@ def test_a_running_study_is_shown_not_disturbed_and_not_started_twice(tmp_path: 
     )
     assert second.returncode == 2
     assert "Another process is running the study in" in second.stderr
-    driver.kill()  # the lock must not outlive the process
-    driver.wait()
-    study.log.close()
-    assert "kl (laptop): not running" in status_of(study.folder)
-    assert " interrupted " in status_of(study.folder)
-    assert study.all_gone() == 0
-    finish(study)
-    assert compare(study, straight, Tally()) == []
-    assert status_of(study.folder).count(" completed ") == 2
-
-
-def test_two_studies_at_once_do_not_disturb_each_other(tmp_path: Path, straight: Tormented) -> None:
-    studies = []
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        studies.append(Tormented(tmp_path / name, STEPS))
-    codes: list[int] = []
-
-    def run(study: Tormented) -> None:
-        codes.append(study.start().wait(2 * PATIENCE_S))
-        study.log.close()
-
-    threads = [threading.Thread(target=run, args=(study,)) for study in studies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert codes == [0, 0]
-    for study in studies:
-        assert compare(study, straight, Tally()) == []
-        assert study.all_gone() == 0
 
 
 def on_a_small_disk(folder: Path, patience: float) -> dict[str, object]:

@@ -6,20 +6,34 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.kills import DRIVER_KILLS, STEPS, Tally, Tormented, compare, finish, kill_driver, kill_trials
+from tests.faults.conftest import Watch
+from tests.faults.kills import (
+    DRIVER_KILLS,
+    STEPS,
+    Tally,
+    Tormented,
+    compare,
+    finish,
+    kill_driver,
+    kill_trials,
+    status_of,
+)
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
 TRIAL_KILLS = 8
 
 
-def test_a_killed_driver_loses_nothing(tmp_path: Path, straight: Tormented) -> None:
+def test_a_killed_driver_loses_nothing(tmp_path: Path, straight: Tormented, must_lose_its_agents: Watch) -> None:
     dice, tally, study = random.Random(20), Tally(), Tormented(tmp_path, STEPS)
+    must_lose_its_agents(study)
     for kind in DRIVER_KILLS:
         kill_driver(study, kind, dice, tally)
+    shown = status_of(study.folder)
+    assert "kl (laptop): not running" in shown
+    assert " interrupted " in shown
     finish(study)
     assert compare(study, straight, tally) == []
-    tally.processes_left += study.agents_gone()
     assert tally.harm() == 0
     assert tally.most_recomputed_by_a_kill <= 1  # trainer.resume_every of the laptop preset
     assert tally.kills.total() >= 7

@@ -144,7 +144,7 @@ def test_a_repeated_step_replaces_and_drops_what_came_after() -> None:
     assert History.from_rows(rows + again) == History((1, 2), (2.0, 3.0), (8, 4), (None, 0.1))
 
 
-@pytest.mark.parametrize("odd", ODD_VALUES, ids=repr)
+@pytest.mark.parametrize("odd", ODD_VALUES, ids=lambda odd: type(odd).__name__ if type(odd) is object else repr(odd))
 def test_odd_values_are_not_measured(odd: object) -> None:
     assert finite(odd) is None
     rows: list[dict[str, Any]] = [{"step": odd, "reward_std": 1.0}, {"step": 1, "reward_std": odd, "groups_kept": odd}]
