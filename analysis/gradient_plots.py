@@ -103,9 +103,7 @@ def _label(axes: Any, drawn: Any, values: "pd.Series[float]", digits: int = 3) -
 
 
 def _say_off(axes: Any, name: str) -> None:
-    axes.text(
-        0.5, 0.5, f"{name} is off:\nthe loss has no such term", ha="center", va="center", transform=axes.transAxes
-    )
+    _say(axes, f"{name} is off:\nthe loss has no such term")
     axes.set_xticks([])
     axes.set_yticks([])
     axes.grid(visible=False)
@@ -176,7 +174,7 @@ def draw_steps(table: pd.DataFrame, title: str) -> Figure:
             rows = table[table["step"] == step]
             _ranges(spread, rows)
             spread.set_yscale("symlog", linthresh=0.1)
-            spread.set_title(f"step {step}: reward spread", loc="left")
+            spread.set_title(f"step {step}, {WHEN[bool(rows['prefilter'].iloc[0])]}: reward spread", loc="left")
             spread.set_ylabel("reward std (reward)")
             for axes, name in ((task, "task"), (regularizer, "regularizer")):
                 _against_spread(axes, rows, name)
@@ -231,8 +229,15 @@ def draw_signal(trusted: pd.DataFrame, shares: pd.DataFrame, title: str) -> Figu
     return figure
 
 
+def _say(axes: Any, text: str) -> None:
+    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
+
+
 def _ratios(axes: Any, rows: pd.DataFrame) -> None:
     """The ratio of each component with a bar over its interval, where it has one."""
+    if rows["snr"].isna().all():
+        _say(axes, "no ratio: a bucket needs\ntwo groups with a gradient")
+        return
     for name, color in COLORS.items():
         own = rows[rows["component"] == name]
         if own["snr"].notna().any():

@@ -180,9 +180,12 @@ def summary_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def steps_table(gradients: pd.DataFrame, steps: Sequence[int]) -> pd.DataFrame:
-    """`summary_table` of each of the `steps` of one run and source, as trained on, with a column step before it."""
-    parts = [summary_table(as_trained(gradients[gradients["step"] == step])) for step in steps]
-    return pd.concat([part.assign(step=step) for step, part in zip(steps, parts, strict=True)], ignore_index=True)
+    """`summary_table` of each of the `steps` of one run and source, as trained on, with columns step and prefilter."""
+    shown = {step: as_trained(gradients[gradients["step"] == step]) for step in steps}
+    parts = [
+        summary_table(rows).assign(step=step, prefilter=bool(rows["prefilter"].iloc[0])) for step, rows in shown.items()
+    ]
+    return pd.concat(parts, ignore_index=True)
 
 
 def trusted(gradients: pd.DataFrame) -> pd.DataFrame:

@@ -22,6 +22,8 @@ PRESETS: dict[str, Settings] = {
             "rollout.val_temperature": 1.0,
             # The published `kl` does not anchor when it is used as a loss.
             "actor.kl_loss_type": "low_var_kl",
+            # The tiny model's gradients can be kept whole.
+            "trainer.gradient_analysis_sketch": None,
             # One core, no GPU.
             "trainer.device": "cpu",
             "trainer.n_gpus_per_node": 0,

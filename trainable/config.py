@@ -230,6 +230,9 @@ class TrainerConfig(Section):
     gradient_analysis_group_size: Annotated[int | None, OrNull] = Field(
         None, ge=2, description="rollouts of each of them"
     )
+    gradient_analysis_sketch: Annotated[int | None, OrNull] = Field(
+        2**18, ge=2**8, le=2**24, description="entries that stand for a gradient; null: all of it, dozens of times"
+    )
     gradient_analysis_log_prefilter: bool = Field(False, description="analyse the batch before the filter as well")
     gradient_analysis_only: bool = Field(False, description="update neither policy nor critic: measure only")
     exit_after_gradient_analysis: bool = Field(False, description="the first analysis is the run's last step")

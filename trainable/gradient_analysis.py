@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainable.algo.filters import group_scores
-from trainable.config import TrainerConfig
+from trainable.config import RunConfig, TrainerConfig
 from trainable.evaluate import by_group
 from trainable.filtering import filter_episodes
 from trainable.gradient_probe import Findings, probe_gradients
@@ -60,12 +60,26 @@ def analyse(trainer: "PPOTrainer", episodes: list[Episode], source: str = "train
         about = {
             "source_env_groups": groups, "source_group_size": size, "source_batch_size": groups * size,
             "adjusted_batch_size": len(ready.batch.lengths), "uses_training_batch": is_own,
+            "bucket_mode": config.rollout.gradient_analysis_bucket_mode,
+            "sketch": config.trainer.gradient_analysis_sketch, "form": None, "coefficient": None,
         }  # fmt: skip
+        terms = _terms(config)
+        rows = [_finite({**row, **about, **terms.get(row["component"], {})}) for row in findings.rows]
         lines.append({
-            "step": trainer.step_index, "source": source, "prefilter": prefilter,
-            "rows": [_finite({**row, **about}) for row in findings.rows], "groups": findings.groups,
+            "step": trainer.step_index, "source": source, "prefilter": prefilter, "rows": rows,
+            "groups": findings.groups,
         })  # fmt: skip
     return lines
+
+
+def _terms(config: RunConfig) -> dict[str, Row]:
+    """What each component of the loss is, and what it is multiplied with."""
+    actor = config.actor
+    return {
+        "task": {"form": config.algorithm.adv_estimator, "coefficient": 1.0},
+        "entropy": {"coefficient": actor.entropy_coeff},
+        "kl": {"form": actor.kl_loss_type, "coefficient": actor.kl_loss_coef},
+    }
 
 
 def _play(trainer: "PPOTrainer", groups: int, size: int) -> list[Episode]:
@@ -82,6 +96,7 @@ def _probe(trainer: "PPOTrainer", ready: "Prepared", stds: Mapping[int, float]) 
     return probe_gradients(
         trainer.actor_update(), ready.batch, ready.targets, stds, config.rollout.gradient_analysis_num_buckets,
         config.rollout.gradient_analysis_bucket_mode, torch.Generator().manual_seed(seed),
+        config.trainer.gradient_analysis_sketch,
     )  # fmt: skip
 
 

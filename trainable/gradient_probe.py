@@ -6,7 +6,7 @@ the whole batch, so that the buckets' gradients, each with its weight, sum to th
 into folds, from which signal and noise are told apart (`algo.gradient_signal`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from trainable.algo.gradient_signal import (
     update_shares,
 )
 from trainable.algo.reductions import loss_weights
+from trainable.algo.sketch import count_sketch
 from trainable.batch import Batch, mini_batches
 from trainable.update import ActorUpdate, Meter, Pass, Targets, passes, weighted_passes
 
@@ -32,7 +33,7 @@ NOTHING = 1e-6
 """A gradient that is a smaller part of the whole one is rounding, as that of k3 where policy and reference agree."""
 Row = dict[str, Any]
 Gradients = dict[str, list[Tensor]]
-"""Of each component, one tensor a parameter of the model."""
+"""Of each component, one tensor a parameter of the model; where gradients are sketched, one tensor in all."""
 
 
 class Findings(NamedTuple):
@@ -44,7 +45,7 @@ class Findings(NamedTuple):
 
 def probe_gradients(
     update: ActorUpdate, batch: Batch, targets: Targets, reward_stds: Mapping[int, float], buckets: int, mode: str,
-    generator: torch.Generator,
+    generator: torch.Generator, sketch: int | None = None,
 ) -> Findings:  # fmt: skip
     """Measure the gradients of `batch`, the buckets in order and `all` last.
 
@@ -54,17 +55,19 @@ def probe_gradients(
         reward_stds: group id -> standard deviation of the group's scores.
         buckets, mode: how many buckets at most; quantile, or fixed_rv (then empty ones are left out).
         generator: deals the groups into folds.
+        sketch: entries of the sketch that stands for each gradient (`algo.sketch`); None keeps gradients whole.
 
-    Held at once on the model's device: (2 x folds x components + 3 x components) copies of its parameters in float32,
-    and (folds x components) of its largest one in float64. Time: three passes over the batch, each with a backward
-    pass a component.
+    Held at once on the model's device, whole: (2 x folds x components + 3 x components) copies of its parameters in
+    float32, and (folds x components) of its largest one in float64. Sketched: one gradient, and (2 x folds x
+    components + 3 x components) sketches in float64. Time: three passes over the batch, each with a backward pass a
+    component.
     """
-    probe = _Probe(update, batch, targets)
     # Indices stay on the processor: a batch on any device can be indexed by them.
     groups, where = torch.unique(batch.group_ids.cpu(), return_inverse=True)
     stds = torch.tensor([reward_stds[int(group)] for group in groups], dtype=torch.float32)
     numbers = quantile_buckets(stds, buckets) if mode == "quantile" else fixed_buckets(stds)
     folds = split_folds(where, FOLDS, generator)
+    probe = _Probe(update, batch, targets, sketch, int(torch.randint(2**62, (1,), generator=generator)))
     order = length_stratified_order(batch.lengths.cpu())
     rows: list[Row] = []
     whole = probe.no_sums()
@@ -81,7 +84,7 @@ def probe_gradients(
 
 
 class _FoldSums(NamedTuple):
-    """blocks: per parameter the summed gradients (K, C, ...). counts: (K,) what each fold adds to the divisor."""
+    """blocks: per kept tensor the summed gradients (K, C, ...). counts: (K,) what each fold adds to the divisor."""
 
     components: tuple[str, ...]
     blocks: list[Tensor]
@@ -113,6 +116,8 @@ class _Probe:
     update: ActorUpdate
     batch: Batch
     targets: Targets
+    sketch: int | None
+    seed: int
 
     @property
     def _parameters(self) -> list[torch.nn.Parameter]:
@@ -187,12 +192,18 @@ class _Probe:
         terms = self.update.components(part, Meter())
         parameters, last = self._parameters, len(terms) - 1
         gradients = {
-            name: list(torch.autograd.grad(
+            name: self._kept(torch.autograd.grad(
                 term, parameters, retain_graph=number < last, allow_unused=True, materialize_grads=True
             ))
             for number, (name, term) in enumerate(terms.items())
         }  # fmt: skip
         return gradients, {name: float(term.detach()) for name, term in terms.items()}
+
+    def _kept(self, gradient: Sequence[Tensor]) -> list[Tensor]:
+        """What is kept of a gradient: itself in float32, or its sketch."""
+        if self.sketch is None:
+            return [part.float() for part in gradient]
+        return [count_sketch(gradient, self.sketch, self.seed)]
 
     # ------------------------------------------------------------------ the mean gradient
 
@@ -206,7 +217,9 @@ class _Probe:
         settings = self.update.settings
         on = {"task": True, "entropy": settings.entropy_coeff != 0, "kl": settings.use_kl_loss}
         names = tuple(name for name, is_on in {**on, "value": self.update.head is not None}.items() if is_on)
-        blocks = [parameter.new_zeros((FOLDS, len(names), *parameter.shape)) for parameter in self._parameters]
+        shapes = [part.shape for part in self._parameters] if self.sketch is None else [torch.Size((self.sketch,))]
+        kind, device = torch.float32 if self.sketch is None else torch.float64, self._parameters[0].device
+        blocks = [torch.zeros((FOLDS, len(names), *shape), dtype=kind, device=device) for shape in shapes]
         return _FoldSums(names, blocks, torch.zeros(FOLDS, dtype=torch.float64))
 
     def fold_sums(self, members: Tensor, folds: Tensor, whole: _FoldSums) -> _FoldSums:

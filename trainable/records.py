@@ -307,6 +307,15 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
         "true: the step's own batch; false: one played for it",
         "grad_analysis/uses_training_batch",
     ),
+    Column("form", "", "task: the advantage's estimator; kl: the loss's form; missing for others"),
+    Column("coefficient", "1", "what the component's loss is multiplied with, in this very analysis"),
+    Column("bucket_mode", "", "quantile: equally many groups a bucket; fixed_rv: edges at a reward std of 1 to 5"),
+    Column(
+        "sketch",
+        "entries",
+        "of the sketch that stood for each gradient (relative error of a norm about "
+        "1 / sqrt(2 sketch)); missing where gradients were kept whole",
+    ),
 )
 
 # A row of `gradient_groups` is one group of an analysis batch.

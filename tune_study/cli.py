@@ -201,7 +201,7 @@ def probe(
         "trainer.ray_num_cpus": ray_num_cpus,
     }
     if gpus is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus  # before torch looks
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(resources.parse_gpus(gpus))  # before torch looks
     from tune_study import probe as probing
 
     path = probing.checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)

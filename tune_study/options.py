@@ -63,7 +63,8 @@ GpusPerExp = Annotated[
     Option("--gpus-per-exp", "--gpus_per_exp", metavar="N", help="GPUs a run: 1, 4, or a fraction like 0.5."),
 ]
 RayNumCpus = Annotated[
-    int | None, Option("--ray-num-cpus", "--ray_num_cpus", metavar="N", help="CPUs that Ray may use.")
+    int | None,
+    Option("--ray-num-cpus", "--ray_num_cpus", metavar="N", help="CPUs that Ray may use; a probe needs no Ray."),
 ]
 GpuMemory = Annotated[
     float | None,

@@ -178,6 +178,7 @@ def probe(target: Target, settings: Settings, with_val: bool, console: Console) 
     _write_log(log, parts)
     say(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log}")
     say(console, f"Pictures: python -m tune_study plot-gradients {target.plan.folder} --source probe")
+    say(console, f"The report has them after: python -m tune_study report {target.plan.folder}")
 
 
 def _check_places(run_dir: Path, log: Path) -> None:

@@ -122,7 +122,7 @@ def test_a_summary_without_groups_or_regularizer_says_what_it_has(tmp_path: Path
 def test_groups_of_one_spread_are_no_error(tmp_path: Path) -> None:
     table = gradients.summary_table(frames_of(tmp_path, AFTER).gradients)
     rounded = table.assign(reward_std_min=table["reward_std_mean"] * (1 + 1e-9))
-    assert len(gradient_plots.draw_steps(rounded.assign(step=1), "title").axes) == 3
+    assert len(gradient_plots.draw_steps(rounded.assign(step=1, prefilter=True), "title").axes) == 3
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -134,7 +134,7 @@ def test_the_comparison_has_a_row_a_step_and_a_scale_a_column(tmp_path: Path, co
     for number, step in enumerate(steps):
         made = replace(WITH_KL, step=step)
         spread, task, regularizer = axes[3 * number : 3 * number + 3]
-        assert spread.get_title("left") == f"step {step}: reward spread"
+        assert spread.get_title("left") == f"step {step}, after the filter: reward spread"
         assert curves(task) == [(column_of(made, "task", "reward_std_mean"), column_of(made, "task", "norm"))]
         assert (spread.get_yscale(), task.get_xscale(), regularizer.get_xscale()) == ("symlog",) * 3
     for column in (1, 2):
@@ -167,6 +167,17 @@ def test_signal_without_an_interval_is_drawn_without(tmp_path: Path) -> None:
     axes = gradient_plots.draw_signal(gradients.trusted(rows), gradients.shares(rows), "title").axes[0]
     assert curves(axes)[1][1] == column_of(AFTER, "task", "snr")
     assert [len(segment) for segment in axes.collections[0].get_segments()] == [0] * 6
+
+
+def test_a_batch_without_any_ratio_says_so(tmp_path: Path) -> None:
+    rows = frames_of(tmp_path, AFTER).gradients.assign(snr=np.nan, snr_low=np.nan, snr_high=np.nan)
+    axes = gradient_plots.draw_signal(gradients.trusted(rows), gradients.shares(rows), "title").axes[0]
+    assert "no ratio" in texts(axes)
+    assert "no ratio" not in texts(
+        gradient_plots.draw_signal(
+            gradients.trusted(frames_of(tmp_path / "b", AFTER).gradients), gradients.shares(rows), "title"
+        ).axes[0]
+    )
 
 
 def test_report_lines_are_coloured_by_name(tmp_path: Path) -> None:

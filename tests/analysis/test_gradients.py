@@ -159,6 +159,7 @@ def test_steps_are_shown_as_trained_on(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, empty_after, BEFORE, AFTER)
     table = gradients.steps_table(rows, [1, 51])
     assert table["step"].to_list() == [1] * 6 + [51] * 6
+    assert table["prefilter"].to_list() == [True] * 6 + [False] * 6
     for made, step in ((empty_after, 1), (AFTER, 51)):
         spread = [row["reward_std_mean"] for row in made.line()["rows"] if row["component"] == "task"][:6]
         assert table.loc[table["step"] == step, "reward_std_mean"].to_list() == spread

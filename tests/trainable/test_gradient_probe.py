@@ -44,10 +44,14 @@ def prepared(trainer: PPOTrainer) -> tuple[Prepared, dict[int, float]]:
     return ready, spread
 
 
-def probed(trainer: PPOTrainer, buckets: int = 3, mode: str = "quantile") -> tuple[Prepared, Findings]:
+def probed(
+    trainer: PPOTrainer, buckets: int = 3, mode: str = "quantile", sketch: int | None = None
+) -> tuple[Prepared, Findings]:
     ready, stds = prepared(trainer)
     generator = torch.Generator().manual_seed(1)
-    return ready, probe_gradients(trainer.actor_update(), ready.batch, ready.targets, stds, buckets, mode, generator)
+    return ready, probe_gradients(
+        trainer.actor_update(), ready.batch, ready.targets, stds, buckets, mode, generator, sketch
+    )
 
 
 def by_name(findings: Findings) -> dict[tuple[str, str], dict[str, Any]]:
@@ -165,6 +169,35 @@ def test_signal_and_noise_are_of_the_folds_mean_gradients() -> None:
     mean = share_of @ gradients
     noise = float((share_of * (gradients - mean).square().sum(1)).sum() / (len(shares) - 1))
     assert row["noise"] == pytest.approx(noise, rel=1e-4)
+
+
+def test_sketches_give_nearly_the_numbers_of_whole_gradients() -> None:
+    trainer, size = analysed(), 2**16
+    whole, sketched = (by_name(probed(trainer, sketch=entries)[1]) for entries in (None, size))
+    assert whole.keys() == sketched.keys()
+    deviation = 5 / (2 * size) ** 0.5  # of a norm: five standard ones
+    for name, row in whole.items():
+        other, total = sketched[name], whole[name[0], "total"]["mean_norm"]
+        for number in ("norm", "mean_norm", "norm_per_sample", "norm_per_token"):
+            if number in row:
+                assert other[number] == pytest.approx(row[number], rel=deviation)
+        assert other["signal"] == pytest.approx(row["signal"], abs=4 * deviation * (row["mean_norm"] ** 2))
+        assert other["share"] == pytest.approx(row["share"], abs=4 * deviation * row["mean_norm"] / total)
+        for beside in ("task", "entropy", "kl"):
+            assert other[f"cosine_{beside}"] == pytest.approx(row[f"cosine_{beside}"], abs=2 * deviation)
+        assert {key: other[key] for key in COUNTED} == {key: row[key] for key in COUNTED}
+
+
+COUNTED = ("loss", "weight", "fold_count", "sample_count", "token_count", "group_count", "reward_std_mean")
+
+
+def test_rows_say_what_was_measured_and_how() -> None:
+    trainer = analysed(actor__kl_loss_type="mse", trainer__gradient_analysis_sketch=1024)
+    rows = {row["component"]: row for row in analyse(trainer, [])[0]["rows"]}
+    assert {name: (row["form"], row["coefficient"]) for name, row in rows.items()} == {
+        "task": ("gae", 1.0), "entropy": (None, 0.1), "kl": ("mse", 0.5), "total": (None, None),
+    }  # fmt: skip
+    assert {(row["bucket_mode"], row["sketch"]) for row in rows.values()} == {("quantile", 1024)}
 
 
 def test_the_buckets_are_of_groups_in_order_of_their_spread() -> None:

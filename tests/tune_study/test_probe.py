@@ -198,6 +198,7 @@ def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: Stu
         ["--trial", "nobody"], ["--algo", "PPO", "--checkpoint-step", "17"], ["--checkpoint-root", "/nowhere"],
         ["--trial", "PPO", "--set", "actor.lr=1"], ["--algo", "PPO", "--trial", "GRPO"],
         ["--trial", "PPO", "--set", "trainer.device=cuda", "--set", "trainer.n_gpus_per_node=1"],
+        ["--trial", "PPO", "--gpus", "all"],
     )  # fmt: skip
     for words in bad:
         done = command(str(study.folder), *words)
