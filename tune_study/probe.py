@@ -174,7 +174,7 @@ def probe(target: Target, settings: Settings, with_val: bool, console: Console) 
     outputs.write_text(run_dir / PROBES, "".join(json.dumps(line) + "\n" for line in [*others, *lines]))
     outputs.write_tables(target.plan.folder)
     parts += [_table(line) for line in lines]
-    console.print(Group(*parts), width=max(console.width, 100), crop=False)
+    Console(file=console.file, width=max(console.width, 100)).print(Group(*parts))
     _write_log(log, parts)
     say(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log}")
     say(console, f"Pictures: python -m tune_study plot-gradients {target.plan.folder} --source probe")
