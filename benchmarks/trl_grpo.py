@@ -23,10 +23,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trainable.algo.advantages import grpo
 from trainable.batch import Batch
-from trainable.config import ActorConfig
 from trainable.policy import find_model, load_policy
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
+from trainable.sections import ActorConfig
 from trainable.seeds import stream
 from trainable.update import ActorUpdate, Targets
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainable.batch import Batch
-from trainable.config import ActorConfig, CriticConfig
+from trainable.sections import ActorConfig, CriticConfig
 from trainable.update import Targets
 
 

@@ -13,12 +13,13 @@ STANDARD = set(sys.stdlib_module_names)
 
 # Module prefix -> (own modules it may import, other packages it may import). The longest matching prefix counts.
 TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "trainable.config": (("trainable.aliases", "trainable.setting_types"), ("pydantic",)),
+    "trainable.config": (("trainable.aliases", "trainable.sections", "trainable.setting_types"), ("pydantic",)),
+    "trainable.sections": (("trainable.setting_types",), ("pydantic",)),
     "trainable.setting_types": ((), ("pydantic",)),
     "trainable.aliases": ((), ()),
     "trainable.records": ((), ()),
     "trainable.seeds": ((), ("numpy",)),
-    "trainable.stop_rules": (("trainable.config",), ()),
+    "trainable.stop_rules": (("trainable.sections",), ()),
     "trainable.run_files": ((), ()),
     "trainable.failures": ((), ()),
     "trainable.full_disk": (("trainable.failures",), ()),

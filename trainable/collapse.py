@@ -17,11 +17,11 @@ from trainable.algo.mutual_information import (
     shuffled_retrieval_accuracy,
     smoothed_zscores,
 )
-from trainable.config import CollapseDetectionConfig
 from trainable.cross_scores import cross_scores
 from trainable.qwen2 import Qwen2
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import Codec
+from trainable.sections import CollapseDetectionConfig
 from trainable.thoughts import Pairs, Turn, first_turn_pairs, read_turns, thought_coverage, trajectory_pairs
 
 State = Mapping[str, float]

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainable.algo.filters import group_scores, parse_rule, select_groups
-from trainable.config import FilterConfig
 from trainable.evaluate import by_group
 from trainable.rollout.episode import Episode
+from trainable.sections import FilterConfig
 
 
 class Kept(NamedTuple):

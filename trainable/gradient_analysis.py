@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainable.algo.filters import group_scores
-from trainable.config import RunConfig, TrainerConfig
+from trainable.config import RunConfig
 from trainable.evaluate import by_group
 from trainable.filtering import filter_episodes
 from trainable.gradient_probe import Findings, probe_gradients
 from trainable.rollout.episode import Episode
+from trainable.sections import TrainerConfig
 from trainable.seeds import stream
 from trainable.sokoban.room_sets import room_keys, training_rooms
 

@@ -44,3 +44,13 @@ def _printable(path: str) -> str:
 
 
 ModelPath = Annotated[str, Field(max_length=1024), AfterValidator(_printable)]
+
+
+def shown(value: object, most: int = 80) -> str:
+    """`value` as a message quotes it: one line, without control characters, cut after `most` characters."""
+    try:
+        text = str(value)
+    except (ValueError, RecursionError):  # A number of thousands of digits, a list in a list in a list ...
+        return f"<{type(value).__name__} too long to show>"
+    cut = text if len(text) <= most else f"{text[:most]}..."
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in cut)

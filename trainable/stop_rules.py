@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from typing import Any, NamedTuple
 
-from trainable.config import EarlyStopConfig
+from trainable.sections import EarlyStopConfig
 
 Row = Mapping[str, Any]
 """One training step: `step` and the columns of `trainable.records`."""

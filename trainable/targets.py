@@ -7,7 +7,7 @@ from trainable.algo.advantages import bi_level_gae, gae, grpo, reinforce_plus_pl
 from trainable.algo.kl_control import kl_penalised_rewards
 from trainable.algo.reductions import masked_whiten
 from trainable.batch import Batch, last_token_scores
-from trainable.config import AlgorithmConfig
+from trainable.sections import AlgorithmConfig
 from trainable.update import Targets
 
 

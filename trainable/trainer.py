@@ -18,7 +18,7 @@ from trainable.algo.reductions import masked_mean
 from trainable.batch import Batch, collate
 from trainable.collapse import diagnose
 from trainable.collapse import is_due as diagnosis_is_due
-from trainable.config import OptimConfig, RunConfig
+from trainable.config import RunConfig
 from trainable.evaluate import Evaluation, collected_columns, number_classes, summarise, trained_columns
 from trainable.failures import NonFiniteError
 from trainable.filtering import Kept, filter_episodes
@@ -30,6 +30,7 @@ from trainable.rollout.episode import Episode
 from trainable.rollout.play import Rules, check_first_turn, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
+from trainable.sections import OptimConfig
 from trainable.seeds import stream
 from trainable.sokoban.generate import Room
 from trainable.sokoban.room_sets import room_keys, test_rooms, training_rooms, validation_rooms

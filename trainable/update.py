@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from trainable.algo.losses import entropy_from_logits, full_kl, kl_estimate, logprobs_from_logits, ppo_clip, value_clip
 from trainable.algo.reductions import loss_weights
 from trainable.batch import Batch, mini_batches
-from trainable.config import ActorConfig, CriticConfig
 from trainable.nonfinite import Named, bad_gradients, bad_losses
 from trainable.qwen2 import Qwen2, Trunk, ValueModel
+from trainable.sections import ActorConfig, CriticConfig
 
 ROWS_A_PASS = 16  # rows of one forward and backward pass; a choice of speed and memory only
 

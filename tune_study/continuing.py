@@ -8,7 +8,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from search_spaces import STUDIES
-from trainable.config import RunConfig, explain, shown
+from trainable.config import RunConfig, explain
+from trainable.setting_types import shown
 from trainable.stop_rules import RULES
 from tune_study.outputs import read_json
 from tune_study.plan import PlanError, StudyPlan, arm_config, build_plan, flat_settings

@@ -19,7 +19,8 @@ import psutil
 from rich.console import Console
 
 from search_spaces.presets import PRESETS
-from trainable.config import RunConfig, shown, with_overrides
+from trainable.config import RunConfig, with_overrides
+from trainable.setting_types import shown
 from tune_study import machine
 from tune_study.describe import print_table, say
 from tune_study.machine import Finding

@@ -12,7 +12,7 @@ from analysis.gradient_plots import WHEN
 from analysis.gradients import analyses
 from analysis.line_files import SOURCES
 from analysis.load import load
-from trainable.config import shown
+from trainable.setting_types import shown
 from tune_study.describe import print_table, say
 from tune_study.plan import PlanError, parse_values
 

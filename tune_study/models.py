@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from trainable.config import shown
+from trainable.setting_types import shown
 from tune_study.plan import PlanError
 
 SHIPPED = "sokoban-tiny"

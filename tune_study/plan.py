@@ -8,7 +8,8 @@ from typing import Any
 from search_spaces import STUDIES
 from search_spaces.presets import DEFAULT_SEEDS, PRESETS
 from search_spaces.study import Study, value_label
-from trainable.config import ConfigError, RunConfig, canonical_key, field_names, shown, with_overrides
+from trainable.config import ConfigError, RunConfig, canonical_key, field_names, with_overrides
+from trainable.setting_types import shown
 
 TAGS = {True: "nofilter", False: "filter_zero"}
 """The published tag of rollout_filter_include_zero."""

@@ -12,9 +12,10 @@ from rich.console import Console, Group
 from rich.table import Table
 
 from trainable.checkpoint import CheckpointError, numbered, read_checkpoint
-from trainable.config import ConfigError, RunConfig, shown, with_overrides
+from trainable.config import ConfigError, RunConfig, with_overrides
 from trainable.gradient_analysis import analyse
 from trainable.run_files import PROBES, STATE, read_lines
+from trainable.setting_types import shown
 from trainable.trainer import PPOTrainer
 from tune_study import outputs
 from tune_study.continuing import plan_from_folder

@@ -8,8 +8,10 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 from rich.console import Console
 
-from trainable.config import ConfigError, EarlyStopConfig, RunConfig, canonical_key, explain, shown, with_overrides
+from trainable.config import ConfigError, RunConfig, canonical_key, explain, with_overrides
 from trainable.run_files import METRICS, read_rows
+from trainable.sections import EarlyStopConfig
+from trainable.setting_types import shown
 from trainable.stop_rules import RULES, Decision, History, Row, finite
 from tune_study.continuing import read_study
 from tune_study.describe import print_table, say

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainable.config import shown
+from trainable.setting_types import shown
 from tune_study.plan import PlanError, StudyPlan
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from trainable.config import shown
 from trainable.run_files import METRICS, read_rows
+from trainable.setting_types import shown
 from tune_study import outputs
 from tune_study.describe import say
 from tune_study.interrupt import Interrupt

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 from ray import tune
 
-from trainable.config import EarlyStopConfig
 from trainable.run_files import METRICS, read_rows
+from trainable.sections import EarlyStopConfig
 from trainable.stop_rules import decide
 from tune_study.interrupt import Interrupt
 

@@ -20,7 +20,8 @@ from search_spaces import STUDIES
 from search_spaces.presets import PRESETS
 from search_spaces.study import Study
 from trainable.aliases import ALIASES
-from trainable.config import LARGEST_WHOLE_NUMBER, ConfigError, RunConfig, field_names, with_overrides
+from trainable.config import ConfigError, RunConfig, field_names, with_overrides
+from trainable.setting_types import LARGEST_WHOLE_NUMBER
 from tune_study.cli import app
 from tune_study.plan import MOST_SEEDS
 from tune_study.run import WANDB_MODES

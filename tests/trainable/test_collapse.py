@@ -11,7 +11,6 @@ import torch
 from tests import oracles_mutual_information as oracle
 from tests.trainers import quiet, replay, steps, timeless
 from trainable.collapse import Diagnosis, diagnose, is_due
-from trainable.config import CollapseDetectionConfig
 from trainable.policy import load_policy, make_codec
 from trainable.protocol import make_protocol
 from trainable.qwen2 import Qwen2
@@ -20,6 +19,7 @@ from trainable.rollout.episode import Episode
 from trainable.rollout.play import Codec, Rules, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
+from trainable.sections import CollapseDetectionConfig
 from trainable.sokoban.room_sets import training_rooms
 from trainable.thoughts import Pairs, first_turn_pairs, read_turns, trajectory_pairs
 

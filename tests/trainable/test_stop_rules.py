@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.oracles_stop_rules import LiveLoop
-from trainable.config import EarlyStopConfig
+from trainable.sections import EarlyStopConfig
 from trainable.stop_rules import RULES, Decision, History, decide, finite
 
 SETTINGS = EarlyStopConfig()

@@ -7,7 +7,7 @@ from torch import Tensor
 from tests import oracles_algo as oracle
 from tests.scripted import random_episodes
 from trainable.batch import Batch, collate
-from trainable.config import AlgorithmConfig, KLControl
+from trainable.sections import AlgorithmConfig, KLControl
 from trainable.targets import make_targets
 from trainable.update import Targets
 

@@ -13,8 +13,8 @@ from trainable import update
 from trainable.algo.batching import length_stratified_order
 from trainable.algo.reductions import LOSS_AGG_MODES
 from trainable.batch import Batch, collate
-from trainable.config import ActorConfig, CriticConfig
 from trainable.qwen2 import Qwen2, ValueModel
+from trainable.sections import ActorConfig, CriticConfig
 from trainable.update import ActorUpdate, Meter, Targets, TokenFunction, at_trained_tokens, update_critic
 
 TEMPERATURE = 0.8

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.run_folders import MadeRun, MadeStudy, write_lines, write_study
-from trainable.config import ConfigError, EarlyStopConfig, RunConfig
+from trainable.config import ConfigError, RunConfig
 from trainable.run_files import METRICS
+from trainable.sections import EarlyStopConfig
 from trainable.stop_rules import RULES, decide
 from tune_study.plan import PlanError
 from tune_study.replay import Alarm, Replay, RuleSummary, Skipped, alarms_of, print_replay, replay_folder

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainable.config import EarlyStopConfig
 from trainable.records import empty_row
+from trainable.sections import EarlyStopConfig
 from trainable.stop_rules import RULES
 from tune_study.interrupt import Interrupt
 from tune_study.stoppers import StopRules, Watched
