@@ -11,6 +11,10 @@ PRESETS: dict[str, Settings] = {
             # The model, its prompt and its learning rates.
             "model.path": "sokoban-tiny",
             "model.prompt_style": "compact",
+            "model.dtype": "float32",
+            "model.enable_gradient_checkpointing": False,
+            "rollout.name": "torch",
+            "rollout.max_model_len": None,
             "rollout.response_length": 24,
             "actor.lr": 3e-4,
             "critic.lr": 1e-3,

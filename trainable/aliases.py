@@ -32,6 +32,11 @@ ALIASES: dict[str, str] = {
     "rollout_filter_empty_stop_steps": "early_stop.empty_stop_steps",
     "actor_rollout_ref.rollout.gradient_analysis_num_buckets": "rollout.gradient_analysis_num_buckets",
     "actor_rollout_ref.rollout.gradient_analysis_bucket_mode": "rollout.gradient_analysis_bucket_mode",
+    "actor_rollout_ref.rollout.name": "rollout.name",
+    "actor_rollout_ref.rollout.enforce_eager": "rollout.enforce_eager",
+    "actor_rollout_ref.rollout.free_cache_engine": "rollout.free_cache_engine",
+    "actor_rollout_ref.rollout.max_model_len": "rollout.max_model_len",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing",
     "critic.optim.lr": "critic.lr",
     # The documents set one size for actor and critic; a bare key names the actor's, the critic's has its own key.
     "ppo_mini_batch_size": "actor.ppo_mini_batch_size",

@@ -41,6 +41,10 @@ class ModelConfig(Section):
     prompt_style: Literal["full", "compact"] = Field(
         "full", description="published prompt, or its compact form for the shipped tiny model"
     )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        "bfloat16", description="what passes compute in; weights, optimizer and sums are float32"
+    )
+    enable_gradient_checkpointing: bool = Field(True, description="recompute each block in the backward pass")
 
 
 class EnvConfig(Section):
@@ -69,12 +73,21 @@ class EnvConfig(Section):
 class RolloutConfig(Section):
     """Sampling."""
 
+    name: Literal["torch", "vllm"] = Field("vllm", description="the engine that samples")
     temperature: Positive = Field(1.0, description="training; log-probs are of the tempered distribution everywhere")
     val_temperature: NonNegative = Field(0.5, description="sampled validation and test; 0 is greedy")
     response_length: int = Field(400, ge=1, description="new tokens a turn at most")
     log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1, description="sequences a pass without gradients")
     ref_log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1, description="sequences a pass of the reference")
-    gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="share of the device given to the sampler")
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="share of the device given to vLLM")
+    enforce_eager: bool = Field(True, description="vLLM without CUDA graphs: starts faster, samples slower")
+    free_cache_engine: bool = Field(True, description="vLLM's weights and cache leave the device during the update")
+    max_model_len: Annotated[int | None, OrNull] = Field(
+        3600, ge=1, description="tokens of a conversation at most; null: the model's own context"
+    )
+    logprob_tolerance: Positive = Field(
+        0.05, description="mean difference of vLLM's and the trainer's log-probs, in nats, that ends a run"
+    )
     gradient_analysis_num_buckets: int = Field(
         6, ge=1, description="buckets of groups by reward spread, where quantile"
     )
@@ -146,6 +159,12 @@ class ActorConfig(OptimConfig):
     use_kl_loss: bool = Field(False, description="penalise KL to the frozen reference in the actor loss")
     kl_loss_coef: NonNegative = Field(0.001, description="weight of that penalty; 0 switches use_kl_loss off")
     kl_loss_type: KLKind = Field("kl", description="estimator; the published `kl` has no anchoring gradient as a loss")
+    tis_imp_ratio_cap: Annotated[float | None, OrNull] = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="truncated importance sampling of vLLM's tokens: largest weight of one, such as 2; null: off",
+    )
     filter_loss_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="scale advantages by the kept share of groups, or its square root"
     )
@@ -226,6 +245,12 @@ class TrainerConfig(Section):
     exit_after_gradient_analysis: bool = Field(False, description="the first analysis is the run's last step")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where one is visible")
     n_gpus_per_node: NonNegative = Field(1, le=64, description="GPUs a trial: a fraction, or a whole number")
+    strategy: Literal["auto", "torch", "deepspeed"] = Field(
+        "auto", description="who updates; auto: torch on one device, DeepSpeed over several"
+    )
+    zero_stage: int = Field(2, ge=0, le=3, description="what DeepSpeed deals out: 1 optimizer, 2 gradients, 3 weights")
+    offload_optimizer: bool = Field(False, description="DeepSpeed keeps the optimizer in the host's memory")
+    offload_parameters: bool = Field(False, description="DeepSpeed keeps the weights there too; zero_stage 3")
     ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
     logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = Field(
         ("console", "tensorboard"), description="naming wandb logs to it offline; the other two are always on"

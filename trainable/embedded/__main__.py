@@ -12,6 +12,10 @@ from trainable.trainer import PPOTrainer
 
 LAPTOP_GAME = {
     "model.prompt_style": "compact",
+    "model.dtype": "float32",
+    "model.enable_gradient_checkpointing": False,
+    "rollout.name": "torch",
+    "rollout.max_model_len": None,
     "rollout.response_length": 24,
     "rollout.val_temperature": 1.0,
     "trainer.total_training_steps": 1,
