@@ -248,7 +248,7 @@ class TrainerConfig(Section):
     strategy: Literal["auto", "torch", "deepspeed"] = Field(
         "auto", description="who updates; auto: torch on one device, DeepSpeed over several"
     )
-    zero_stage: int = Field(2, ge=0, le=3, description="what DeepSpeed deals out: 1 optimizer, 2 gradients, 3 weights")
+    zero_stage: int = Field(2, ge=1, le=2, description="what DeepSpeed deals out: 1 the optimizer, 2 gradients too")
     offload_optimizer: bool = Field(False, description="DeepSpeed keeps the optimizer in the host's memory")
     offload_parameters: bool = Field(False, description="DeepSpeed keeps the weights there too; zero_stage 3")
     ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")

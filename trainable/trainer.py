@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -15,6 +16,9 @@ from trainable.algo.filters import filter_loss_scale
 from trainable.algo.kl_control import AdaptiveKL
 from trainable.algo.losses import kl_estimate
 from trainable.algo.reductions import masked_mean
+from trainable.backend.make import make_backend
+from trainable.backend.one_device import Backend
+from trainable.backend.world import ALONE, World, in_order, my_block, skipped_children
 from trainable.batch import Batch, collate
 from trainable.collapse import diagnose
 from trainable.collapse import is_due as diagnosis_is_due
@@ -23,6 +27,7 @@ from trainable.evaluate import Evaluation, collected_columns, number_classes, su
 from trainable.failures import NonFiniteError
 from trainable.filtering import Kept, filter_episodes
 from trainable.gradient_analysis import analyse, is_due
+from trainable.meter import Meter
 from trainable.nonfinite import bad_weights, check_finite
 from trainable.policy import frozen_copy, load_policy, make_codec, make_critic, pick_device
 from trainable.protocol import Observation, make_protocol
@@ -30,13 +35,11 @@ from trainable.rollout.episode import Episode
 from trainable.rollout.play import Rules, check_first_turn, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from trainable.sections import OptimConfig
 from trainable.seeds import stream
 from trainable.sokoban.generate import Room
 from trainable.sokoban.room_sets import room_keys, test_rooms, training_rooms, validation_rooms
-from trainable.state import check_fits, flat_state, load_flat_state
 from trainable.targets import make_targets
-from trainable.update import ActorUpdate, Meter, Targets, TokenFunction, at_trained_tokens, update_critic
+from trainable.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
 
 SHARED_VALUE_WEIGHT = 0.01  # rewards reach 10.9: the weight brings the squared error to the policy loss's size
 TOTALS = ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens")
@@ -66,8 +69,8 @@ class PPOTrainer:
     exactly as one that never stopped.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, world: World = ALONE) -> None:
+        self.config, self.world = config, world
         self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
         policy = load_policy(config.model.path, self.device)
         self.model = policy.model
@@ -80,10 +83,7 @@ class PPOTrainer:
             critic = make_critic(policy, stream(config.seed, "critic"), self.device)
             self.head = critic.score if config.critic.shared_trunk else None
             self.critic = None if config.critic.shared_trunk else critic
-        self.actor_optimizer = self._make_actor_optimizer()
-        self.critic_optimizer = (
-            None if self.critic is None else _adamw([(self.critic, config.critic.lr)], config.critic)
-        )
+        self.backends = self._make_backends()
         control = config.algorithm.kl_ctrl
         horizon = control.horizon if control.type == "adaptive" else None
         self.kl_control = AdaptiveKL(control.kl_coef, control.target_kl, horizon)
@@ -96,11 +96,17 @@ class PPOTrainer:
     def _needs_reference(self) -> bool:
         return self.config.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
 
-    def _make_actor_optimizer(self) -> torch.optim.Optimizer:
-        groups: list[tuple[nn.Module, float]] = [(self.model, self.config.actor.lr)]
+    def _make_backends(self) -> dict[str, Backend]:
+        """Who owns the optimizer of policy (with the head on its trunk) and of a critic of its own."""
+        actor, critic = self.config.actor, self.config.critic
+        policy: dict[str, nn.Module] = {"actor": self.model}
         if self.head is not None:
-            groups.append((self.head, self.config.critic.lr))
-        return _adamw(groups, self.config.actor)
+            policy["head"] = self.head
+        make = partial(make_backend, self.config.trainer, self.world)
+        found = {"actor": make("actor_optimizer", policy, (actor.lr, critic.lr)[: len(policy)], actor)}
+        if self.critic is not None:
+            found["critic"] = make("critic_optimizer", {"critic": self.critic}, (critic.lr,), critic)
+        return found
 
     def _set_up_game(self) -> None:
         """Protocol, limits, and every room of the run, made ahead: a step never waits for a room."""
@@ -153,10 +159,21 @@ class PPOTrainer:
 
     def roll_out(self, rooms: Sequence[Room], group_size: int, draws: np.random.Generator) -> list[Episode]:
         """Training episodes: `group_size` of each room, in the rooms' order."""
-        return play(
-            rooms, group_size, self.sampler, self.protocol, self.codec, self.rules,
-            self._sampling(self.config.rollout.temperature), draws,
-        )  # fmt: skip
+        return self._play(rooms, group_size, self.config.rollout.temperature, draws)
+
+    def _play(
+        self, rooms: Sequence[Room], copies: int, temperature: float, draws: np.random.Generator
+    ) -> list[Episode]:
+        """Every room `copies` times. Each rank plays some of the rooms, with the draws that one rank would give them."""
+        block = my_block(len(rooms), self.world)
+        mine = [rooms[number] for number in block]
+        draws = skipped_children(draws, block.start * copies)
+        played = play(
+            mine, copies, self.sampler, self.protocol, self.codec, self.rules, self._sampling(temperature), draws
+        ) if mine else []  # fmt: skip
+        return [*in_order(self.world.gather(
+            [episode._replace(group=episode.group + block.start) for episode in played]
+        ))]  # fmt: skip
 
     def _sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
@@ -172,10 +189,10 @@ class PPOTrainer:
         row |= trained_columns(batch, targets, kept.episodes, config.algorithm.adv_estimator == "gae")
         order = length_stratified_order(batch.lengths)
         only = config.trainer.gradient_analysis_mode and config.trainer.gradient_analysis_only
-        if self.critic is not None and self.critic_optimizer is not None and not only:  # 7 critic
-            critic, optimizer = self.critic, self.critic_optimizer
+        if self.critic is not None and not only:  # 7 critic
+            critic, backend = self.critic, self.backends["critic"]
             meters.append(self._timed(row, "seconds_update_critic", lambda: update_critic(
-                critic, optimizer, batch, targets, order, config.critic, config.actor.loss_agg_mode)))  # fmt: skip
+                critic, backend, batch, targets, order, config.critic, config.actor.loss_agg_mode)))  # fmt: skip
         found = self._analyse(row, episodes) if due else []
         leaves = only or (due and config.trainer.exit_after_gradient_analysis)
         if config.trainer.critic_warmup <= self.step_index and not leaves:  # 8 policy
@@ -217,8 +234,10 @@ class PPOTrainer:
         """Count the optimizer steps that were skipped; NonFiniteError where the run cannot go on."""
         skipped = row["nonfinite_updates"] = sum(meter.skipped for meter in meters)
         self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
-        modules = [(name, part) for name, part in self._parts().items() if isinstance(part, nn.Module)]
-        weights = [(f"{name}.{key}", weight) for name, part in modules for key, weight in part.named_parameters()]
+        networks = {name: part for backend in self.backends.values() for name, part in backend.networks.items()}
+        weights = [
+            (f"{name}.{key}", weight) for name, part in networks.items() for key, weight in part.named_parameters()
+        ]
         check_finite(
             self.step_index, self.nonfinite_in_a_row, self.config.trainer.nonfinite_patience,
             [name for meter in meters for name in meter.nonfinite], bad_weights(weights),
@@ -227,7 +246,7 @@ class PPOTrainer:
     def actor_update(self) -> ActorUpdate:
         """The policy's losses and optimizer, as they are now."""
         return ActorUpdate(
-            self.model, self.actor_optimizer, self.config.actor, self.config.rollout.temperature, self.reference,
+            self.model, self.backends["actor"], self.config.actor, self.config.rollout.temperature, self.reference,
             self.head, SHARED_VALUE_WEIGHT, self.config.critic.cliprange_value,
         )  # fmt: skip
 
@@ -243,16 +262,19 @@ class PPOTrainer:
         """The critic's values (B, T) at the trained tokens, without gradients; None without a critic."""
         rows = self.config.rollout.log_prob_micro_batch_size_per_gpu
         if self.critic is not None:
-            return at_trained_tokens(batch, rows, TokenFunction.values(self.critic.model, self.critic.score))
-        if self.head is not None:
-            return at_trained_tokens(batch, rows, TokenFunction.values(self.model.model, self.head))
-        return None
+            values = TokenFunction.values(self.critic.model, self.critic.score)
+        elif self.head is not None:
+            values = TokenFunction.values(self.model.model, self.head)
+        else:
+            return None
+        return at_trained_tokens(batch, rows, values, self.world)
 
     def _reference(self, batch: Batch) -> Tensor | None:
         if self.reference is None:
             return None
         function = TokenFunction.logprobs(self.reference, self.config.rollout.temperature)
-        return at_trained_tokens(batch, self.config.rollout.ref_log_prob_micro_batch_size_per_gpu, function)
+        rows = self.config.rollout.ref_log_prob_micro_batch_size_per_gpu
+        return at_trained_tokens(batch, rows, function, self.world)
 
     def _move_kl_control(self, row: Row, batch: Batch, ref: Tensor | None) -> None:
         if not self.config.algorithm.use_kl_in_reward or ref is None:
@@ -305,11 +327,8 @@ class PPOTrainer:
         """Play all rooms of `split` (val, test) in `mode` (sampled, greedy); the policy is left alone."""
         rooms, copies = (self.val_rooms, self.config.env.val_group_size) if split == "val" else (self.test_rooms, 1)
         purpose = "validation" if split == "val" else "test"
-        episodes = play(
-            rooms, copies, self.sampler, self.protocol, self.codec, self.rules,
-            self._sampling(self.config.rollout.val_temperature if mode == "sampled" else 0.0),
-            stream(self.config.seed, purpose, self.step_index),
-        )  # fmt: skip
+        temperature = self.config.rollout.val_temperature if mode == "sampled" else 0.0
+        episodes = self._play(rooms, copies, temperature, stream(self.config.seed, purpose, self.step_index))
         return summarise(episodes, self.step_index, split, mode, number_classes([room.key for room in rooms]))
 
     def _validates(self) -> bool:
@@ -344,10 +363,7 @@ class PPOTrainer:
 
         The tensors are the live ones: write or clone them before the next step.
         """
-        tensors: dict[str, Tensor] = {}
-        for name, part in self._parts().items():
-            for key, value in flat_state(part).items():
-                tensors[f"{name}/{key}"] = value
+        tensors = {name: value for backend in self.backends.values() for name, value in backend.state().items()}
         return tensors, {
             "step": self.step_index,
             "empty_in_a_row": self.empty_in_a_row,
@@ -360,11 +376,8 @@ class PPOTrainer:
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Continue from what `state` gave. ValueError, and nothing is changed, where it is not of such a trainer."""
-        parts = self._parts()
-        mine = {name: {key.removeprefix(f"{name}/"): value for key, value in tensors.items()
-                       if key.startswith(f"{name}/")} for name in parts}  # fmt: skip
-        for name, part in parts.items():
-            check_fits(name, part, mine[name])
+        for backend in self.backends.values():
+            backend.check_fits(tensors)
         try:
             step, empty, nonfinite = (int(values[key]) for key in ("step", "empty_in_a_row", "nonfinite_in_a_row"))
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
@@ -373,25 +386,8 @@ class PPOTrainer:
                         for label, stds in values.get("collapse_averages", {}).items()}  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"its values do not fit ({type(error).__name__}: {error})") from error
-        for name, part in parts.items():
-            load_flat_state(part, mine[name])
+        for backend in self.backends.values():
+            backend.load_state(tensors)
         self.step_index, self.empty_in_a_row, self.nonfinite_in_a_row = step, empty, nonfinite
         self.seconds_total, self.totals, self.collapse_averages = seconds, totals, averages
         self.kl_control = replace(self.kl_control, coef=coef)
-
-    def _parts(self) -> dict[str, nn.Module | torch.optim.Optimizer]:
-        parts: dict[str, nn.Module | torch.optim.Optimizer | None] = {
-            "actor": self.model,
-            "critic": self.critic,
-            "head": self.head,
-            "actor_optimizer": self.actor_optimizer,
-            "critic_optimizer": self.critic_optimizer,
-        }
-        return {name: part for name, part in parts.items() if part is not None}
-
-
-def _adamw(groups: Sequence[tuple[nn.Module, float]], settings: OptimConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
-        [{"params": list(module.parameters()), "lr": lr} for module, lr in groups],
-        betas=settings.betas, weight_decay=settings.weight_decay,
-    )  # fmt: skip

@@ -5,9 +5,9 @@ because every aggregation is a weight a token, passes may be cut anywhere withou
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import NamedTuple
 
 import torch
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from trainable.algo.losses import entropy_from_logits, full_kl, kl_estimate, logprobs_from_logits, ppo_clip, value_clip
 from trainable.algo.reductions import loss_weights
+from trainable.backend.one_device import Backend
+from trainable.backend.world import ALONE, World, my_rows
 from trainable.batch import Batch, mini_batches
-from trainable.nonfinite import Named, bad_gradients, bad_losses
+from trainable.meter import Meter
 from trainable.qwen2 import Qwen2, Trunk, ValueModel
-from trainable.sections import ActorConfig, CriticConfig
+from trainable.sections import ActorConfig, CriticConfig, OptimConfig
 
 ROWS_A_PASS = 16  # rows of one forward and backward pass; a choice of speed and memory only
 
@@ -52,53 +54,23 @@ class Pass(NamedTuple):
         return part[self.batch.mask]
 
 
-@dataclass
-class Meter:
-    """Sums of one update: weighted losses a mini-batch, and plain sums over tokens."""
-
-    optimizer_steps: int = 0
-    skipped: int = 0
-    tokens: int = 0
-
-    def __post_init__(self) -> None:
-        self.by_step: dict[str, float] = {}
-        self.by_token: dict[str, float] = {}
-        self.norms: dict[str, float] = {}
-        self.nonfinite: list[str] = []
-        self.bad_losses: list[str] = []
-
-    def add(self, tokens: int, weighted: dict[str, Tensor], counted: dict[str, Tensor]) -> None:
-        """Add one pass: `weighted` are shares of a mini-batch's loss, `counted` are sums over `tokens`."""
-        self.tokens += tokens
-        self.bad_losses += bad_losses(weighted)
-        for store, parts in ((self.by_step, weighted), (self.by_token, counted)):
-            for name, value in parts.items():
-                store[name] = store.get(name, 0.0) + float(value)
-
-    def stepped(self, norm: Tensor, name: str) -> None:
-        """Count one mini-batch whose gradient norm was `norm`."""
-        self.optimizer_steps += 1
-        self.norms[name] = self.norms.get(name, 0.0) + float(norm)
-
-    def passed_over(self, gradients: list[str]) -> None:
-        """Count one mini-batch that made no step, and name what was not finite in it: losses, and `gradients`."""
-        self.optimizer_steps += 1
-        self.skipped += 1
-        self.nonfinite += [*self.bad_losses, *gradients]
-        self.bad_losses = []
-
-    def means(self) -> dict[str, float]:
-        """Means over mini-batches, over tokens, and of gradient norms over the steps that were made."""
-        made = self.optimizer_steps - self.skipped
-        stores = ((self.by_step, self.optimizer_steps), (self.by_token, self.tokens), (self.norms, made))
-        return {name: value / max(1, count) for store, count in stores for name, value in store.items()}
-
-
 def passes(
-    batch: Batch, targets: Targets, rows: Tensor, mode: str, micro_batch_size: int, padded_length: int
-) -> Iterator[Pass]:
-    """Cut the mini-batch `rows` into passes, each with its share of the loss's weights."""
-    return weighted_passes(batch, targets, rows, loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length))
+    batch: Batch, targets: Targets, rows: Tensor, mode: str, micro_batch_size: int, padded_length: int,
+    world: World = ALONE,
+) -> Iterator[Pass]:  # fmt: skip
+    """Cut this rank's part of the mini-batch `rows` into passes, each with its share of the whole loss's weights.
+
+    Every rank gets equally many passes; one that has less to do is given rows without a trained token.
+    """
+    weights = loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
+    if world.size == 1:
+        return weighted_passes(batch, targets, rows, weights)
+    mine, counts = my_rows(batch.lengths[rows], world)
+    index = rows[mine.to(rows.device)]
+    part = Batch(*(field[index] for field in batch))
+    part = part._replace(mask=part.mask & counts.to(part.mask.device)[:, None])
+    everyone = torch.arange(len(index), device=rows.device)
+    return weighted_passes(part, targets.rows(index, batch.tokens.shape[1]), everyone, weights[mine.to(weights.device)])
 
 
 def weighted_passes(batch: Batch, targets: Targets, rows: Tensor, weights: Tensor) -> Iterator[Pass]:
@@ -111,24 +83,36 @@ def weighted_passes(batch: Batch, targets: Targets, rows: Tensor, weights: Tenso
 
 
 def update_critic(
-    critic: ValueModel, optimizer: torch.optim.Optimizer, batch: Batch, targets: Targets, order: Tensor,
-    settings: CriticConfig, loss_agg_mode: str = "token-mean",
+    critic: ValueModel, backend: Backend, batch: Batch, targets: Targets, order: Tensor, settings: CriticConfig,
+    loss_agg_mode: str = "token-mean",
 ) -> Meter:  # fmt: skip
     """All optimizer steps of the critic for one training step, over mini-batches of `order` (B,).
 
     loss_agg_mode: the policy's, as published.
     """
     meter = Meter()
+
+    def loss(part: Pass) -> Tensor:
+        values = critic.values_at(part.batch.tokens, part.batch.where())
+        meter.tokens += len(values)
+        return value_loss(values, part, settings.cliprange_value, meter)
+
+    return _descend(backend, batch, targets, order, settings, loss_agg_mode, loss, meter, "critic_grad_norm")
+
+
+def _descend(
+    backend: Backend, batch: Batch, targets: Targets, order: Tensor, settings: OptimConfig, mode: str,
+    loss: Callable[[Pass], Tensor], meter: Meter, norm: str,
+) -> Meter:  # fmt: skip
+    """An optimizer step for each mini-batch of `order`, each over passes whose losses sum to that of the mini-batch."""
+    micro, longest = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
     for _ in range(settings.ppo_epochs):
         for rows in mini_batches(order, settings.ppo_mini_batch_size):
-            for part in passes(
-                batch, targets, rows, loss_agg_mode, settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
-            ):
-                values = critic.values_at(part.batch.tokens, part.batch.where())
-                meter.tokens += len(values)
-                value_loss(values, part, settings.cliprange_value, meter).backward()
-            _step(optimizer, list(critic.named_parameters()), settings.grad_clip, meter, "critic_grad_norm")
-    return meter
+            cut = list(passes(batch, targets, rows, mode, micro, longest, backend.world))
+            for number, part in enumerate(cut, 1):
+                backend.backward(partial(loss, part), number == len(cut))
+            backend.step(meter, norm)
+    return meter.over(backend.world)
 
 
 def value_loss(values: Tensor, part: Pass, cliprange: float, meter: Meter) -> Tensor:
@@ -147,7 +131,7 @@ class ActorUpdate:
     """
 
     model: Qwen2
-    optimizer: torch.optim.Optimizer
+    backend: Backend
     settings: ActorConfig
     temperature: float
     reference: Qwen2 | None = None
@@ -158,16 +142,12 @@ class ActorUpdate:
     def run(self, batch: Batch, targets: Targets, order: Tensor) -> Meter:
         """All optimizer steps of the policy for one training step, over mini-batches of `order` (B,)."""
         meter, settings = Meter(), self.settings
-        parameters = list(self.model.named_parameters())
-        if self.head is not None:
-            parameters += [(f"value_head.{name}", weight) for name, weight in self.head.named_parameters()]
-        for _ in range(settings.ppo_epochs):
-            for rows in mini_batches(order, settings.ppo_mini_batch_size):
-                micro, longest = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
-                for part in passes(batch, targets, rows, settings.loss_agg_mode, micro, longest):
-                    self._loss(part, meter).backward()
-                _step(self.optimizer, parameters, settings.grad_clip, meter, "actor_grad_norm")
-        return meter
+
+        def loss(part: Pass) -> Tensor:
+            return self._loss(part, meter)
+
+        mode = settings.loss_agg_mode
+        return _descend(self.backend, batch, targets, order, settings, mode, loss, meter, "actor_grad_norm")
 
     def _loss(self, part: Pass, meter: Meter) -> Tensor:
         """The whole loss of one pass."""
@@ -226,29 +206,19 @@ class ActorUpdate:
         return full_kl(logits, ref_logits)
 
 
-def _step(optimizer: torch.optim.Optimizer, parameters: Named, clip: float, meter: Meter, name: str) -> None:
-    """Clip and step, or skip the step where a loss or the gradient is not finite (published: the gradient)."""
-    weights = [weight for _, weight in parameters]
-    norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
-    if torch.isfinite(norm) and not meter.bad_losses:
-        nn.utils.clip_grads_with_norm_(weights, clip, norm)
-        optimizer.step()
-        meter.stepped(norm, name)
-    else:
-        meter.passed_over(bad_gradients(parameters))
-    optimizer.zero_grad(set_to_none=True)
-
-
 @torch.no_grad()
-def at_trained_tokens(batch: Batch, rows_a_pass: int, of: "TokenFunction") -> Tensor:
-    """`of(tokens (b, t), where (n,), targets (n,)) -> (n,)` at every trained token, without gradients; (B, T)."""
+def at_trained_tokens(batch: Batch, rows_a_pass: int, of: "TokenFunction", world: World = ALONE) -> Tensor:
+    """`of(tokens (b, t), where (n,), targets (n,)) -> (n,)` at every trained token, without gradients; (B, T).
+
+    Ranks work on a part each, and all get the whole.
+    """
     out = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
-    for rows in torch.argsort(batch.lengths, stable=True).split(rows_a_pass):
+    for rows in torch.argsort(batch.lengths, stable=True)[world.rank :: world.size].split(rows_a_pass):
         part = batch.rows(rows)
         flat = out.new_zeros(part.mask.shape)
         flat[part.mask] = of(part.tokens, part.where(), part.tokens[part.mask]).to(flat.dtype)
         out[rows, : part.mask.shape[1]] = flat
-    return out
+    return world.total(out)
 
 
 class TokenFunction:

@@ -1,0 +1,112 @@
+"""Who owns the optimizer of some networks: what an update needs of it, and plain torch on one device."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainable.backend.world import ALONE, World
+from trainable.meter import Meter
+from trainable.nonfinite import Named, bad_gradients
+from trainable.sections import OptimConfig
+from trainable.state import check_fits, flat_state, load_flat_state
+
+
+class Backend(Protocol):
+    """Owns the optimizer of some networks, whose gradients are summed over the ranks of `world`."""
+
+    networks: Mapping[str, nn.Module]
+    world: World
+
+    def backward(self, work: Callable[[], Tensor], is_last: bool) -> None:
+        """Add the gradient of the loss that `work` computes; is_last: nothing is added before the next `step`."""
+        ...
+
+    def step(self, meter: Meter, norm: str) -> None:
+        """Clip and step, or skip the step where a loss or the gradient is not finite; `norm` names its column."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Networks and optimizer as tensors by name, the same ones for every backend and number of ranks."""
+        ...
+
+    def check_fits(self, tensors: Mapping[str, Tensor]) -> None:
+        """ValueError unless `tensors` holds what `state` gives; nothing is changed."""
+        ...
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back what `state` gave."""
+        ...
+
+
+class OneDevice:
+    """AdamW in torch on one device.
+
+    name: of the optimizer in checkpoints. networks: by name. rates: learning rate of each of them.
+    """
+
+    def __init__(
+        self, name: str, networks: Mapping[str, nn.Module], rates: Sequence[float], settings: OptimConfig
+    ) -> None:
+        self.name, self.networks, self.clip = name, networks, settings.grad_clip
+        self.world: World = ALONE
+        self.optimizer = adamw(networks.values(), rates, settings)
+
+    def backward(self, work: Callable[[], Tensor], is_last: bool) -> None:
+        """Add a gradient (see `Backend.backward`)."""
+        work().backward()
+
+    def step(self, meter: Meter, norm: str) -> None:
+        """Clip and step, or skip (see `Backend.step`; published: where the gradient is not finite)."""
+        named = named_parameters(self.networks)
+        weights = [weight for _, weight in named]
+        found = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+        if torch.isfinite(found) and not meter.bad_losses:
+            nn.utils.clip_grads_with_norm_(weights, self.clip, found)
+            self.optimizer.step()
+            meter.stepped(found, norm)
+        else:
+            meter.passed_over(bad_gradients(named))
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """The live tensors: write or clone them before the next step."""
+        return {
+            f"{name}/{key}": value for name, part in self._parts().items() for key, value in flat_state(part).items()
+        }
+
+    def check_fits(self, tensors: Mapping[str, Tensor]) -> None:
+        """ValueError unless they fit (see `Backend.check_fits`)."""
+        for name, part in self._parts().items():
+            check_fits(name, part, below(name, tensors))
+
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put back (see `Backend.load_state`)."""
+        for name, part in self._parts().items():
+            load_flat_state(part, below(name, tensors))
+
+    def _parts(self) -> dict[str, nn.Module | torch.optim.Optimizer]:
+        return {**self.networks, self.name: self.optimizer}
+
+
+def adamw(networks: Iterable[nn.Module], rates: Sequence[float], settings: OptimConfig) -> torch.optim.AdamW:
+    """AdamW with a constant rate for each network."""
+    return torch.optim.AdamW(
+        [{"params": list(network.parameters()), "lr": rate} for network, rate in zip(networks, rates, strict=True)],
+        betas=settings.betas, weight_decay=settings.weight_decay,
+    )  # fmt: skip
+
+
+def named_parameters(networks: Mapping[str, nn.Module]) -> Named:
+    """All parameters; those of the first network by their own names, those of others behind their network's."""
+    first = next(iter(networks))
+    return [
+        (key if name == first else f"{name}.{key}", weight)
+        for name, network in networks.items() for key, weight in network.named_parameters()
+    ]  # fmt: skip
+
+
+def below(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of one part by their names in it."""
+    return {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}

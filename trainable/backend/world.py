@@ -1,0 +1,134 @@
+"""The ranks of a run: processes that all run the same program, each on its share of episodes."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class World(Protocol):
+    """All ranks of a run, seen from one of them. Every method is called by all ranks, in the same order."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, from 0."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of processes."""
+        ...
+
+    def gather(self, mine: T) -> list[T]:
+        """The objects of all ranks, in the order of ranks."""
+        ...
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over ranks of a tensor of one shape."""
+        ...
+
+    def spread(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Rank 0's tensors by name, on the processor; the others give None."""
+        ...
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A run of one process."""
+
+    rank: int = 0
+    size: int = 1
+
+    def gather(self, mine: T) -> list[T]:
+        """What this rank has."""
+        return [mine]
+
+    def total(self, part: Tensor) -> Tensor:
+        """The part itself."""
+        return part
+
+    def spread(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """The tensors themselves."""
+        return tensors or {}
+
+
+@dataclass(frozen=True)
+class Connected:
+    """Ranks of torch's default process group, which has been set up."""
+
+    rank: int
+    size: int
+
+    def gather(self, mine: T) -> list[T]:
+        """All ranks' objects. They travel as pickles between the processes of one run, through its own sockets."""
+        found: list[T | None] = [None] * self.size
+        torch.distributed.all_gather_object(found, mine)
+        return [entry for entry in found if entry is not None]
+
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        torch.distributed.all_reduce(part)
+        return part
+
+    def spread(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+        """Rank 0's tensors, one after the other."""
+        mine = tensors or {}
+        about = self.gather({name: (value.shape, value.dtype) for name, value in mine.items()})[0]
+        found = {}
+        for name, (shape, dtype) in about.items():
+            value = mine[name].cpu().contiguous() if self.rank == 0 else torch.empty(shape, dtype=dtype)
+            torch.distributed.broadcast(value, 0)
+            found[name] = value
+        return found
+
+
+ALONE = Alone()
+
+
+def my_block(count: int, world: World) -> range:
+    """Which of `count` things in a row this rank takes: consecutive ones, as equally many as can be."""
+    base, more = divmod(count, world.size)
+    start = world.rank * base + min(world.rank, more)
+    return range(start, start + base + (world.rank < more))
+
+
+def skipped_children(draws: np.random.Generator, count: int) -> np.random.Generator:
+    """`draws`, whose next children are those after the first `count`: as if other ranks' had been spawned here."""
+    sequence = draws.bit_generator.seed_seq
+    assert isinstance(sequence, np.random.SeedSequence)
+    sequence.spawn(count)
+    return draws
+
+
+def my_rows(lengths: Tensor, world: World) -> tuple[Tensor, Tensor]:
+    """Which rows of a mini-batch this rank works on, so that ranks have equally many rows and nearly as many tokens.
+
+    Args:
+        lengths: (N,) tokens of each row, N at least 1.
+
+    Returns:
+        rows: (ceil(N / size),) indices, in their order; the same count for every rank.
+        counts: bool of the same shape, False for a row that only fills up.
+
+    Rows are dealt by length, back and forth. One rank takes all, in their order. Source: definition.
+    """
+    everyone = torch.arange(len(lengths))
+    if world.size == 1:
+        return everyone, torch.ones(len(lengths), dtype=torch.bool)
+    order = torch.argsort(lengths.cpu(), stable=True)
+    there_and_back = [*range(world.size), *reversed(range(world.size))]
+    holder = torch.tensor([there_and_back[number % (2 * world.size)] for number in range(len(order))])
+    mine = order[holder == world.rank].sort().values
+    fill = -(-len(lengths) // world.size) - len(mine)
+    rows = torch.cat((mine, everyone[:1].expand(fill)))
+    return rows, torch.arange(len(rows)) < len(mine)
+
+
+def in_order(parts: Sequence[Sequence[T]]) -> Iterator[T]:
+    """What ranks hold in blocks, as one row of things."""
+    return (entry for part in parts for entry in part)

