@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trainable.algo.advantages import grpo
+from trainable.backend.one_device import OneDevice
 from trainable.batch import Batch
 from trainable.policy import find_model, load_policy
 from trainable.rollout.sampler import SamplingParams
@@ -49,7 +50,8 @@ def ours(encode: Sequence[list[int]]) -> list[float]:
     sampler = TorchSampler(policy.model)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-6)
     settings = ActorConfig(ppo_mini_batch_size=MINI, ppo_micro_batch_size_per_gpu=MINI)
-    update = ActorUpdate(policy.model, optimizer, settings, 1.0)
+    backend = OneDevice("actor_optimizer", {"actor": policy.model}, optimizer, settings.grad_clip)
+    update = ActorUpdate(policy.model, backend, settings, 1.0)
     seconds = []
     for number in range(BATCHES + 1):
         prompts = list(encode[number * PROMPTS : (number + 1) * PROMPTS])

@@ -34,6 +34,12 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
     "trainable.checkpoint": (("trainable.run_files",), ("torch", "safetensors")),
     "trainable.ppo_trainable": (("trainable",), ("torch", "ray")),
+    "trainable.backend.ranks": (("trainable",), ("torch", "ray")),
+    "trainable.backend.zero": (("trainable",), ("torch", "deepspeed")),
+    "trainable.backend": (
+        ("trainable.backend", "trainable.meter", "trainable.nonfinite", "trainable.state", "trainable.sections"),
+        ("torch", "numpy"),
+    ),
     "trainable": (("trainable",), ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub")),
     "search_spaces": (("search_spaces", "trainable.config"), ()),
     "analysis": (

@@ -7,13 +7,13 @@ from typing import Any, BinaryIO
 import torch
 from ray import tune
 
+from trainable.backend.ranks import make_trainer
 from trainable.checkpoint import CheckpointError, numbered, read_checkpoint, write_checkpoint, write_rolling
 from trainable.config import RunConfig, with_overrides
 from trainable.full_disk import until_written
 from trainable.records import empty_row
 from trainable.run_files import GRADIENTS, METRICS, ROOMS, STATE, append_line, hold, read_lines, read_rows
 from trainable.stop_rules import RULES, decide
-from trainable.trainer import PPOTrainer
 
 IDENTITY = ("run_id", "study", "arm", "seed")
 
@@ -54,7 +54,7 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         self.held = hold(self.run_dir, _HOLD_PATIENCE_S)
         self.rows = read_rows(self.run_dir / METRICS)
         torch.set_num_threads(1)  # a trial has one core; more threads were slower on a shared machine
-        self.trainer = PPOTrainer(self.settings)
+        self.trainer = make_trainer(self.settings)
         self._continue()
 
     def _continue(self) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tests.carried import newest, started
 from tests.trainers import quiet, weights
+from trainable.backend.one_device import OneDevice
 from trainable.checkpoint import read_checkpoint
 from trainable.failures import NonFiniteError, classify
 from trainable.nonfinite import bad_gradients, bad_losses, bad_weights, check_finite
@@ -71,12 +72,12 @@ def test_the_count_goes_on_in_another_process() -> None:
 def test_weights_that_a_step_broke_end_the_run_and_the_state_before_is_kept(tmp_path: Path) -> None:
     trainable = started(tmp_path)
     trainable.step()
-    critic, optimizer = trainable.trainer.critic, trainable.trainer.critic_optimizer
+    critic, backend = trainable.trainer.critic, trainable.trainer.backends["critic"]
     assert critic is not None
-    assert optimizer is not None
+    assert isinstance(backend, OneDevice)
     with torch.no_grad():
         critic.model.embed_tokens.weight[-1] = 3e38  # of a token that is never read
-    optimizer.param_groups[0]["weight_decay"] = -1e9
+    backend.optimizer.param_groups[0]["weight_decay"] = -1e9
     with pytest.raises(NonFiniteError, match="step 2 left weights that are not finite: weight critic"):
         trainable.step()
     assert [row["step"] for row in trainable.rows] == [1]

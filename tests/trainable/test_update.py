@@ -12,10 +12,12 @@ from tests.scripted import hub_twin, random_episodes, random_model, shape
 from trainable import update
 from trainable.algo.batching import length_stratified_order
 from trainable.algo.reductions import LOSS_AGG_MODES
+from trainable.backend.one_device import OneDevice
 from trainable.batch import Batch, collate
+from trainable.meter import Meter
 from trainable.qwen2 import Qwen2, ValueModel
 from trainable.sections import ActorConfig, CriticConfig
-from trainable.update import ActorUpdate, Meter, Targets, TokenFunction, at_trained_tokens, update_critic
+from trainable.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
 
 TEMPERATURE = 0.8
 CUT = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 4, "grad_clip": 1e9}
@@ -30,6 +32,11 @@ class Recorder(torch.optim.SGD):
 
     def step(self, closure: None = None) -> None:
         self.steps.append([weight.grad.clone() for group in self.param_groups for weight in group["params"]])
+
+
+def owning(network: nn.Module, optimizer: torch.optim.Optimizer) -> OneDevice:
+    """The backend of one network."""
+    return OneDevice("optimizer", {"network": network}, optimizer, CUT["grad_clip"])
 
 
 def drawn(like: Tensor, seed: int, spread: float = 1.0) -> Tensor:
@@ -71,9 +78,10 @@ def ran(
     settings: ActorConfig, batch: Batch = BATCH, targets: Targets = TARGETS, reference: Qwen2 | None = REFERENCE,
     head: nn.Module | None = None,
 ) -> tuple[Recorder, Meter]:  # fmt: skip
-    parameters = [*MODEL.parameters(), *([] if head is None else head.parameters())]
-    recorder = Recorder(parameters)
-    actor = ActorUpdate(MODEL, recorder, settings, TEMPERATURE, reference, head, 0.01, 0.5)
+    networks: dict[str, nn.Module] = {"actor": MODEL, **({} if head is None else {"head": head})}
+    recorder = Recorder(weight for network in networks.values() for weight in network.parameters())
+    backend = OneDevice("actor_optimizer", networks, recorder, settings.grad_clip)
+    actor = ActorUpdate(MODEL, backend, settings, TEMPERATURE, reference, head, 0.01, 0.5)
     return recorder, actor.run(batch, targets, length_stratified_order(batch.lengths))
 
 
@@ -242,7 +250,7 @@ def with_bad_advantage(value: float, row: int) -> Targets:
 def test_a_gradient_that_is_not_finite_makes_no_step_and_is_counted(bad: float) -> None:
     model = copy.deepcopy(MODEL)
     optimizer = adam(model)
-    actor = ActorUpdate(model, optimizer, ActorConfig(**CUT), TEMPERATURE)
+    actor = ActorUpdate(model, owning(model, optimizer), ActorConfig(**CUT), TEMPERATURE)
     spoiled = ORDER[:8]
     meter = actor.run(BATCH, with_bad_advantage(bad, int(spoiled[0])), spoiled)
     assert (meter.optimizer_steps, meter.skipped) == (1, 1)
@@ -254,11 +262,12 @@ def test_a_gradient_that_is_not_finite_makes_no_step_and_is_counted(bad: float) 
 
 def test_a_skipped_step_leaves_the_others_alone() -> None:
     model = copy.deepcopy(MODEL)
-    actor = ActorUpdate(model, adam(model), ActorConfig(**CUT), TEMPERATURE)
+    actor = ActorUpdate(model, owning(model, adam(model)), ActorConfig(**CUT), TEMPERATURE)
     meter = actor.run(BATCH, with_bad_advantage(float("nan"), int(ORDER[0])), ORDER)
     assert (meter.optimizer_steps, meter.skipped) == (2, 1)
     alone = copy.deepcopy(MODEL)
-    only = ActorUpdate(alone, adam(alone), ActorConfig(**CUT), TEMPERATURE).run(BATCH, TARGETS, ORDER[8:])
+    update = ActorUpdate(alone, owning(alone, adam(alone)), ActorConfig(**CUT), TEMPERATURE)
+    only = update.run(BATCH, TARGETS, ORDER[8:])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
     assert meter.means()["actor_grad_norm"] == pytest.approx(only.means()["actor_grad_norm"])
 
@@ -279,7 +288,7 @@ def hub_critic(critic: ValueModel) -> tuple[nn.Module, nn.Linear]:
 
 def test_the_value_loss_is_the_published_one() -> None:
     recorder = Recorder(CRITIC.parameters())
-    meter = update_critic(CRITIC, recorder, BATCH, TARGETS, ORDER, CRITIC_CUT)
+    meter = update_critic(CRITIC, owning(CRITIC, recorder), BATCH, TARGETS, ORDER, CRITIC_CUT)
     twin, head = hub_critic(CRITIC)
     wanted = [oracle.critic_step(twin, head, BATCH, TARGETS, rows, CRITIC_CUT) for rows in ORDER.split(8)]
     for found, step in zip(named(recorder, CRITIC), wanted, strict=True):
@@ -297,7 +306,9 @@ def test_a_critics_step_that_is_not_finite_is_skipped_too() -> None:
     critic = copy.deepcopy(CRITIC)
     returns = TARGETS.returns.clone()
     returns[BATCH.mask] = float("nan")
-    meter = update_critic(critic, adam(critic), BATCH, TARGETS._replace(returns=returns), ORDER, CRITIC_CUT)
+    meter = update_critic(
+        critic, owning(critic, adam(critic)), BATCH, TARGETS._replace(returns=returns), ORDER, CRITIC_CUT
+    )
     assert (meter.optimizer_steps, meter.skipped) == (2, 2)
     assert all(torch.equal(a, b) for a, b in zip(critic.parameters(), CRITIC.parameters(), strict=True))
 
@@ -344,7 +355,7 @@ def test_nothing_is_made_on_another_device_than_the_batch() -> None:
     rows = torch.arange(len(BATCH.lengths))
     with torch.device("meta"):
         found, _ = ran(settings, head=CRITIC.score)
-        update_critic(CRITIC, Recorder(CRITIC.parameters()), BATCH, TARGETS, rows, CRITIC_CUT)
+        update_critic(CRITIC, owning(CRITIC, Recorder(CRITIC.parameters())), BATCH, TARGETS, rows, CRITIC_CUT)
         logprobs = at_tokens(BATCH, MODEL)
     assert all(torch.equal(a, b) for a, b in zip(found.steps[0], wanted.steps[0], strict=True))
     assert logprobs.device.type == "cpu"

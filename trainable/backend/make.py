@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from trainable.backend.one_device import Backend, OneDevice
-from trainable.backend.world import World
+from trainable.backend.one_device import Backend, OneDevice, adamw
+from trainable.backend.world import Connected, World
 from trainable.sections import OptimConfig, TrainerConfig
 
 
@@ -13,12 +13,12 @@ def make_backend(
     trainer: TrainerConfig, world: World, name: str, networks: Mapping[str, nn.Module], rates: Sequence[float],
     settings: OptimConfig,
 ) -> Backend:  # fmt: skip
-    """Torch on one device, or DeepSpeed where it is asked for or there are several ranks.
+    """DeepSpeed where this process is a rank among others (or made one by itself), else torch on one device.
 
     name: of the optimizer in checkpoints. networks: by name. rates: learning rate of each of them.
     """
-    if trainer.strategy == "deepspeed" or world.size > 1:
+    if isinstance(world, Connected):
         from trainable.backend.zero import Zero
 
         return Zero(name, networks, rates, settings, trainer, world)
-    return OneDevice(name, networks, rates, settings)
+    return OneDevice(name, networks, adamw(networks.values(), rates, settings), settings.grad_clip)

@@ -41,17 +41,17 @@ class Backend(Protocol):
 
 
 class OneDevice:
-    """AdamW in torch on one device.
+    """An optimizer in torch on one device.
 
-    name: of the optimizer in checkpoints. networks: by name. rates: learning rate of each of them.
+    name: of the optimizer in checkpoints. networks: by name, whose parameters it has, in their order. clip: largest
+    total norm of a gradient.
     """
 
     def __init__(
-        self, name: str, networks: Mapping[str, nn.Module], rates: Sequence[float], settings: OptimConfig
+        self, name: str, networks: Mapping[str, nn.Module], optimizer: torch.optim.Optimizer, clip: float
     ) -> None:
-        self.name, self.networks, self.clip = name, networks, settings.grad_clip
+        self.name, self.networks, self.optimizer, self.clip = name, networks, optimizer, clip
         self.world: World = ALONE
-        self.optimizer = adamw(networks.values(), rates, settings)
 
     def backward(self, work: Callable[[], Tensor], is_last: bool) -> None:
         """Add a gradient (see `Backend.backward`)."""

@@ -1,14 +1,21 @@
 """The ranks of a run: processes that all run the same program, each on its share of episodes."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its stubs
 
 T = TypeVar("T")
+
+PATIENCE = timedelta(hours=1)
+"""How long a rank waits for the others: one may play long episodes while the others have ended theirs."""
 
 
 class World(Protocol):
@@ -88,6 +95,20 @@ class Connected:
 
 
 ALONE = Alone()
+
+
+def connect(rank: int, size: int, meeting: Path) -> Connected:
+    """Join the ranks that meet at a file of this machine: no port is opened for it, so none can be taken.
+
+    Sockets between ranks stay on the loopback device. meeting: a file that no other run uses; rank 0 may delete it
+    when all have come.
+    """
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+    store = FileStore(str(meeting), size)
+    kinds = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(kinds, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    return Connected(rank, size)
 
 
 def my_block(count: int, world: World) -> range:

@@ -42,6 +42,7 @@ class Zero:
         self.name, self.networks, self.world = name, networks, world
         self.unwrapped = adamw(networks.values(), rates, settings)  # its parameters stay the networks' own
         self.optimizer = adamw(networks.values(), rates, settings)
+        self.linked = False
         self.engine, *_ = _deepspeed().initialize(
             model=_Networks(networks), optimizer=self.optimizer, config=_settings(settings, trainer),
             dist_init_required=False,
@@ -56,6 +57,7 @@ class Zero:
         """Clip and step, or skip (see `Backend.step`): a loss that is not finite makes the gradient so on all ranks."""
         self.engine.step()
         if self.engine.was_step_applied():
+            self._link_moments()
             meter.stepped(float(self.engine.get_global_grad_norm()), norm)
         else:
             meter.passed_over(["gradient"])
@@ -80,14 +82,23 @@ class Zero:
         if self.world.rank == 0:
             found[name] = value.detach().cpu().clone()
 
+    def _link_moments(self) -> None:
+        """Link every group's moments to its weights: DeepSpeed 0.19 does it when the first group alone has any."""
+        zero = self.engine.optimizer
+        if not self.linked and len(self.optimizer.param_groups) > 1:
+            zero._hp_optimizer_states_linked = False
+            zero._lazy_init_hp_params_optimizer_state()
+        self.linked = True
+
     def _steps(self) -> int:
         """Optimizer steps made so far."""
         return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
 
     def check_fits(self, tensors: Mapping[str, Tensor]) -> None:
         """ValueError unless they fit (see `Backend.check_fits`)."""
-        for name, part in {**self.networks, self.name: self.unwrapped}.items():
-            check_fits(name, part, below(name, tensors))
+        for name, network in self.networks.items():
+            check_fits(name, network, below(name, tensors))
+        check_fits(self.name, self.unwrapped, below(self.name, tensors))
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back (see `Backend.load_state`); each rank keeps its part."""
@@ -99,11 +110,26 @@ class Zero:
                 safe_set_full_fp32_param(weight, value)
                 weight.data.copy_(value)
         moments = below(self.name, tensors)
-        for number, (_, weight) in enumerate(named_parameters(self.networks) if moments else []):
+        if moments and not self._steps():
+            self._make_moments()
+        for number, (_, weight) in enumerate(named_parameters(self.networks) if self._steps() else []):
             for moment in MOMENTS:
-                safe_set_full_optimizer_state(weight, moments[f"{number}/{moment}"].to(weight.device), moment)
+                value = moments[f"{number}/{moment}"] if moments else torch.zeros_like(weight)
+                safe_set_full_optimizer_state(weight, value.to(weight.device), moment)
         for state in self.optimizer.state.values():
             state["step"] = moments["0/step"].clone() if moments else torch.tensor(0.0)
+
+    def _make_moments(self) -> None:
+        """A step of rate 0 along a gradient of 0: the optimizer has none of its state before its first step."""
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        weights = [weight for _, weight in named_parameters(self.networks)]
+        self.backward(lambda: torch.stack([0 * weight.sum() for weight in weights]).sum(), True)
+        self.engine.step()
+        self._link_moments()
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def _settings(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:
@@ -121,6 +147,7 @@ def _settings(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:
 
 def _deepspeed() -> Any:
     """The package, which on a machine without a GPU is kept from compiling what it has a plain form of."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # a rank sees its own GPU only
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:

@@ -1,0 +1,33 @@
+"""One rank of a small run: trains from a state, or from the start, and writes what it has. `python -m` starts it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.scripted import small
+from tests.trainers import QUIET
+from trainable.backend.world import ALONE, connect
+from trainable.checkpoint import read_checkpoint, write_checkpoint
+from trainable.trainer import PPOTrainer
+
+
+def train(folder: Path, rank: int, size: int, steps: int, overrides: dict[str, Any], start: Path | None) -> None:
+    """`size` 0 is plain torch. Rank 0 writes rows.json and the state below `folder`."""
+    torch.set_num_threads(1)
+    world = connect(rank, size, folder / "meeting") if size else ALONE
+    trainer = PPOTrainer(small(**{**QUIET, **overrides}), world)
+    if start is not None:
+        trainer.load_state(*read_checkpoint(start))
+    rows = [trainer.step().row for _ in range(steps)]
+    tensors, values = trainer.state()
+    if rank == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
+        write_checkpoint(folder / "state", tensors, values)
+
+
+if __name__ == "__main__":
+    place, number, count, length, given, begin = sys.argv[1:]
+    train(Path(place), int(number), int(count), int(length), json.loads(given), Path(begin) if begin else None)

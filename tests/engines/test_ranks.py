@@ -1,0 +1,104 @@
+"""A Tune trial of several ranks on declared GPUs: its bundles, its rows, and what becomes of it when a rank dies."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.scripted import SMALL
+from tests.trainers import QUIET
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed: make test-engines"),
+]
+
+SETTINGS = {
+    **SMALL, **{key.replace("__", "."): value for key, value in QUIET.items()}, "trainer.total_training_steps": 2,
+    "trainer.n_gpus_per_node": 2, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def gpus() -> Iterator[None]:
+    """Two GPUs that are only declared: Ray deals them out, the run computes on the processor."""
+    import ray
+
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
+    """Rows on disk and Tune's result of one trial of two ranks."""
+    from ray import tune
+
+    from trainable.ppo_trainable import PPOTrainable
+    from tune_study.resources import placement
+
+    config = {
+        "study": "kl", "run_id": "run", "arm": "0", "seed": 0, "settings": {**SETTINGS, **overrides},
+        "run_dir": str(folder / "run"), "checkpoint_dir": str(folder / "kept"), "finished": False,
+    }  # fmt: skip
+    tuner = tune.Tuner(
+        tune.with_resources(PPOTrainable, placement(2)), param_space=config,
+        run_config=tune.RunConfig(
+            storage_path=str(folder / "tune"), verbose=0,
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
+        ),
+    )  # fmt: skip
+    result = tuner.fit()[0]
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines], result
+
+
+def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None) -> None:
+    from tests.trainers import quiet
+    from trainable.backend.one_device import OneDevice
+
+    rows, result = run(tmp_path)
+    assert result.error is None
+    alone = quiet(
+        trainer__total_training_steps=2, trainer__n_gpus_per_node=2, actor__use_kl_loss=True, actor__kl_loss_coef=0.1
+    )
+    assert isinstance(alone.backends["actor"], OneDevice)
+    for row in rows:
+        wanted = alone.step().row
+        for name in ("train_success", "reward_std", "pg_loss", "kl_loss", "entropy", "vf_loss", "sampled_tokens"):
+            assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
+
+
+def test_a_rank_that_dies_ends_the_trial_with_its_cause_and_the_rows_stay(tmp_path: Path, gpus: None) -> None:
+    killed = threading.Event()
+
+    def kill() -> None:
+        path = tmp_path / "run" / "metrics.jsonl"
+        while not killed.is_set():
+            if path.exists() and path.read_text().count("\n") >= 2:
+                for process in psutil.process_iter():
+                    if "ray::Rank" in " ".join(_words(process)):
+                        os.kill(process.pid, signal.SIGKILL)
+                        killed.set()
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    rows, result = run(tmp_path, **{"trainer.total_training_steps": 200})
+    killed.set()
+    killer.join()
+    assert result.error is not None
+    assert 2 <= len(rows) < 200
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
