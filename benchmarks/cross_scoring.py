@@ -90,7 +90,7 @@ def rolled_out(trainer: PPOTrainer) -> list[Episode]:
     """One rollout of the preset's rooms."""
     config = trainer.config
     return play(
-        trainer.rooms[0], config.env.group_size, trainer.sampler, trainer.protocol, trainer.codec, trainer.rules,
+        trainer.rooms[0], config.env.group_size, trainer.engine.sampler, trainer.protocol, trainer.codec, trainer.rules,
         SamplingParams(1.0, config.rollout.response_length, trainer.stop_token), stream(0, "sampling", 1),
     )  # fmt: skip
 

@@ -94,7 +94,7 @@ def main() -> None:
     peer = GenerateSampler(AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny")).eval())
     rates: dict[str, list[float]] = {"ours": [], "generate": []}
     for step in range(REPETITIONS + 1):
-        for name, sampler in (("ours", trainer.sampler), ("generate", peer)):
+        for name, sampler in (("ours", trainer.engine.sampler), ("generate", peer)):
             seconds, tokens = timed_play(trainer, sampler, step)
             if step:
                 rates[name].append(tokens / seconds)

@@ -32,10 +32,15 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
          "trainable.qwen2", "trainable.failures"),
         ("torch", "numpy", "transformers"),
     ),
+    "trainable.rollout.vllm_sampler": (
+        ("trainable.rollout", "trainable.failures", "trainable.qwen2"),
+        ("torch", "numpy", "safetensors", "vllm"),
+    ),
     "trainable.checkpoint": (("trainable.run_files",), ("torch", "safetensors")),
     "trainable.ppo_trainable": (("trainable",), ("torch", "ray")),
     "trainable.backend.ranks": (("trainable",), ("torch", "ray")),
     "trainable.backend.zero": (("trainable",), ("torch", "deepspeed")),
+    "trainable.backend.make": (("trainable",), ("torch",)),
     "trainable.backend": (
         ("trainable.backend", "trainable.meter", "trainable.nonfinite", "trainable.state", "trainable.sections"),
         ("torch", "numpy"),

@@ -55,6 +55,6 @@ def replay(trainer: PPOTrainer, step: int) -> list[Episode]:
     """The step's episodes, played again with the weights that the trainer has now."""
     env = trainer.config.env
     return play(
-        trainer.rooms[step - 1], env.group_size, trainer.sampler, trainer.protocol, trainer.codec, trainer.rules,
+        trainer.rooms[step - 1], env.group_size, trainer.engine.sampler, trainer.protocol, trainer.codec, trainer.rules,
         trainer._sampling(trainer.config.rollout.temperature), stream(trainer.config.seed, "sampling", step),
     )  # fmt: skip

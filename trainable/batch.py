@@ -15,7 +15,8 @@ class Batch(NamedTuple):
 
     tokens: int64. mask: True where the token was sampled, and so is trained. logprobs: of the sampling policy, nats.
     turns: turn number. group_ids: (B,). scores: (B,) episode scores. rewards: (B, T) turn rewards at each turn's last
-    sampled token. lengths: (B,) tokens before padding.
+    sampled token. lengths: (B,) tokens before padding. engine_logprobs: what the engine gave where it has weights of
+    its own, else `logprobs`.
     """
 
     tokens: Tensor
@@ -26,6 +27,7 @@ class Batch(NamedTuple):
     group_ids: Tensor
     scores: Tensor
     lengths: Tensor
+    engine_logprobs: Tensor
 
     def rows(self, index: Tensor) -> "Batch":
         """The episodes at `index` (N,), cut to the longest of them."""
@@ -56,6 +58,9 @@ def collate(episodes: Sequence[Episode]) -> Batch:
         group_ids=torch.tensor([episode.group for episode in episodes]),
         scores=torch.tensor([episode.score for episode in episodes]),
         lengths=torch.tensor([len(episode.tokens) for episode in episodes]),
+        engine_logprobs=padded([
+            episode.logprobs if episode.engine_logprobs is None else episode.engine_logprobs for episode in episodes
+        ]),
     )
 
 

@@ -103,6 +103,8 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
 
     def cleanup(self) -> None:
         """Let another process train the run."""
+        if not self.finished and hasattr(self, "trainer"):
+            self.trainer.release()
         if self.held is not None:
             self.held.close()
             self.held = None

@@ -113,6 +113,17 @@ STEP_COLUMNS: tuple[Column, ...] = (
     ),
     # What the update did. Missing in a step with nothing kept.
     Column("batch_size", "sequences", "sequences trained on, copies included", "train/batch_size"),
+    Column(
+        "engine_gap_mean",
+        "nats",
+        "mean difference, without sign, of the trainer's and the engine's log-probs of all "
+        "sampled tokens; missing where they share weights",
+    ),
+    Column("engine_gap_max", "nats", "largest of these differences"),
+    Column("engine_kl", "nats", "KL of the engine's distribution from the trainer's a token, k3 estimate"),
+    Column(
+        "engine_effective_share", "share", "effective sample size of the weights exp(trainer - engine), over tokens"
+    ),
     Column("entropy", "nats", "token mean of the sampling policy's entropy over kept episodes", "actor/entropy"),
     Column("pg_loss", "1", "policy loss, mean over micro-batches", "actor/pg_loss"),
     Column("pg_clipfrac", "share", "tokens whose ratio is cut at the clip range", "actor/pg_clipfrac"),
@@ -207,6 +218,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
     Column("seconds_collapse_multi_turn", "s", "scoring thoughts of all turns", "timing_s/collapse_multi_turn_step"),
     Column("seconds_values", "s", "critic pass without gradients", "timing_s/values"),
     Column("seconds_reference", "s", "reference pass", "timing_s/ref"),
+    Column("seconds_push", "s", "weights to the engine that samples, where it has its own"),
     Column("seconds_update_critic", "s", "critic update (with shared_trunk: none)", "timing_s/update_critic"),
     Column("seconds_update_actor", "s", "policy update", "timing_s/update_actor"),
     Column("seconds_gradient_analysis", "s", "gradient analysis", "timing_s/gradient_analysis"),
@@ -278,7 +290,11 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
         "mean over micro-batches of the component's loss, coefficient included",
         "grad_norm/<bucket>/loss/<component>",
     ),
-    Column("mean_norm", "1", "norm of the bucket's mean gradient: one gradient over all of its tokens"),
+    Column(
+        "mean_norm",
+        "1",
+        "norm of the bucket's mean gradient: one gradient over all of its tokens; its square is signal + noise",
+    ),
     Column("signal", "1", "unbiased estimate of the squared norm of the mean gradient's expectation; may be negative"),
     Column("noise", "1", "unbiased estimate of the summed variance of the mean gradient, prompts being the draws"),
     Column("snr", "1", "signal / noise"),
@@ -287,9 +303,21 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
     Column("cosine_task", "1", "cosine between the mean gradients of this component and of task"),
     Column("cosine_entropy", "1", "the same beside entropy; missing where that is off"),
     Column("cosine_kl", "1", "the same beside kl; missing where that is off"),
-    Column("share", "share", "signed share in the bucket's whole mean gradient; the components' shares sum to 1"),
+    Column(
+        "share",
+        "share",
+        "signed share of the sampled step: in the bucket's whole mean gradient, noise included; shares sum to 1",
+    ),
+    Column(
+        "signal_share",
+        "share",
+        "signed share of the expected step, from products of different folds; shares sum to 1; "
+        "missing where the bucket's total has no signal",
+    ),
+    Column("signal_share_low", "share", "lower end of its 95 % interval, by a jackknife over folds of prompts"),
+    Column("signal_share_high", "share", "upper end of that interval"),
     Column("weight", "share", "weight of the bucket's mean gradient in that of the whole batch; the buckets' sum to 1"),
-    Column("fold_count", "folds", "folds of prompts behind signal and noise"),
+    Column("fold_count", "folds", "folds of prompts behind signal and noise: 8, or one a group where there are fewer"),
     Column("sample_count", "sequences", "sequences in the bucket, copies included", "grad_norm/<bucket>/sample_count"),
     Column("sample_pct", "percent", "of the batch's sequences, copies included", "grad_norm/<bucket>/sample_pct"),
     Column("token_count", "tokens", "trained tokens in the bucket, copies included"),
@@ -315,6 +343,34 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
         "entries",
         "of the sketch that stood for each gradient (relative error of a norm about "
         "1 / sqrt(2 sketch)); missing where gradients were kept whole",
+    ),
+    Column("overrides", "", "what a probe has set otherwise than the run; empty where nothing"),
+    Column(
+        "empty_after_filter",
+        "1",
+        "1: the filter kept nothing, and the line is one row without a gradient; else 0",
+        "grad_analysis/empty_after_filter",
+    ),
+    Column(
+        "analysis_only",
+        "1",
+        "1: neither policy nor critic is updated, as in every probe; else 0",
+        "trainer/gradient_analysis_only",
+    ),
+    Column("source_groups_kept", "groups", "groups played that the filter kept", "grad_analysis/filter_kept_count"),
+    Column("source_kept_ratio", "share", "source_groups_kept / source_env_groups", "grad_analysis/filter_kept_ratio"),
+    Column(
+        "source_zero_std_groups",
+        "groups",
+        "groups played whose scores have a standard deviation of at most 1e-10",
+        "grad_analysis/filter_zero_count",
+    ),
+    Column("source_reward_std", "reward", "mean reward std of the groups played", "grad_analysis/in_group_reward_std"),
+    Column(
+        "source_reward_std_kept",
+        "reward",
+        "the same of the groups kept; 0 when none",
+        "grad_analysis/chosen_in_group_reward_std",
     ),
 )
 

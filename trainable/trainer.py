@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -16,25 +15,24 @@ from trainable.algo.filters import filter_loss_scale
 from trainable.algo.kl_control import AdaptiveKL
 from trainable.algo.losses import kl_estimate
 from trainable.algo.reductions import masked_mean
-from trainable.backend.make import make_backend
-from trainable.backend.one_device import Backend
+from trainable.backend.make import make_backends
 from trainable.backend.world import ALONE, World, in_order, my_block, skipped_children
 from trainable.batch import Batch, collate
 from trainable.collapse import diagnose
 from trainable.collapse import is_due as diagnosis_is_due
 from trainable.config import RunConfig
+from trainable.engine import make_engine
 from trainable.evaluate import Evaluation, collected_columns, number_classes, summarise, trained_columns
 from trainable.failures import NonFiniteError
 from trainable.filtering import Kept, filter_episodes
 from trainable.gradient_analysis import analyse, is_due
 from trainable.meter import Meter
 from trainable.nonfinite import bad_weights, check_finite
-from trainable.policy import frozen_copy, load_policy, make_codec, make_critic, pick_device
+from trainable.policy import Policy, frozen_copy, load_policy, make_codec, make_critic, pass_settings, pick_device
 from trainable.protocol import Observation, make_protocol
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import Rules, check_first_turn, play
 from trainable.rollout.sampler import SamplingParams
-from trainable.rollout.torch_sampler import TorchSampler
 from trainable.seeds import stream
 from trainable.sokoban.generate import Room
 from trainable.sokoban.room_sets import room_keys, test_rooms, training_rooms, validation_rooms
@@ -72,10 +70,9 @@ class PPOTrainer:
     def __init__(self, config: RunConfig, world: World = ALONE) -> None:
         self.config, self.world = config, world
         self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
-        policy = load_policy(config.model.path, self.device)
+        policy = load_policy(config.model.path, self.device, pass_settings(config.model))
         self.model = policy.model
         self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token
-        self.sampler = TorchSampler(self.model)
         self.reference = frozen_copy(self.model) if self._needs_reference() else None
         self.critic = None
         self.head: nn.Module | None = None
@@ -83,7 +80,7 @@ class PPOTrainer:
             critic = make_critic(policy, stream(config.seed, "critic"), self.device)
             self.head = critic.score if config.critic.shared_trunk else None
             self.critic = None if config.critic.shared_trunk else critic
-        self.backends = self._make_backends()
+        self.backends = make_backends(config, world, self.model, self.head, self.critic)
         control = config.algorithm.kl_ctrl
         horizon = control.horizon if control.type == "adaptive" else None
         self.kl_control = AdaptiveKL(control.kl_coef, control.target_kl, horizon)
@@ -91,33 +88,24 @@ class PPOTrainer:
         self.seconds_total = 0.0
         self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
         self.totals = dict.fromkeys(TOTALS, 0)
-        self._set_up_game()
+        self._set_up_game(policy)
 
     def _needs_reference(self) -> bool:
         return self.config.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
 
-    def _make_backends(self) -> dict[str, Backend]:
-        """Who owns the optimizer of policy (with the head on its trunk) and of a critic of its own."""
-        actor, critic = self.config.actor, self.config.critic
-        policy: dict[str, nn.Module] = {"actor": self.model}
-        if self.head is not None:
-            policy["head"] = self.head
-        make = partial(make_backend, self.config.trainer, self.world)
-        found = {"actor": make("actor_optimizer", policy, (actor.lr, critic.lr)[: len(policy)], actor)}
-        if self.critic is not None:
-            found["critic"] = make("critic_optimizer", {"critic": self.critic}, (critic.lr,), critic)
-        return found
-
-    def _set_up_game(self) -> None:
+    def _set_up_game(self, policy: Policy) -> None:
         """Protocol, limits, and every room of the run, made ahead: a step never waits for a room."""
         config, env = self.config, self.config.env
         self.protocol = make_protocol(config.model.prompt_style, env.observation_format, env.max_actions_per_traj)
-        context = self.model.shape.max_position_embeddings
+        own = self.model.shape.max_position_embeddings
+        context = min(own, config.rollout.max_model_len or own)
         self.rules = Rules(
             env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj, env.format_penalty, context
         )
         opening = Observation(1, validation_rooms(1, env.seed_val)[0].cells, env.max_actions_per_traj)
         check_first_turn(opening, self.protocol, self.codec, context, config.rollout.response_length)
+        prompt = self.codec.encode([self.protocol.opening(opening)])[0]
+        self.engine = make_engine(config, policy, self.device, prompt, context)
         self.test_rooms = test_rooms(env.test_env_groups)
         self.val_rooms = validation_rooms(env.val_env_groups, env.seed_val)
         skip = room_keys(self.test_rooms)
@@ -138,7 +126,7 @@ class PPOTrainer:
         self.step_index += 1
         episodes = self._timed(row, "seconds_rollout", self._collect)  # 1 roll out P x G episodes
         size = self.config.env.group_size
-        row |= collected_columns(episodes, size)
+        row |= collected_columns(episodes, size) | self.engine.compared(episodes, self.step_index)
         self._diagnose(row, episodes)
         kept = filter_episodes(episodes, self.config.filter, size)  # 2 drop groups of little spread
         self.empty_in_a_row = 0 if kept.groups else self.empty_in_a_row + 1
@@ -159,18 +147,22 @@ class PPOTrainer:
 
     def roll_out(self, rooms: Sequence[Room], group_size: int, draws: np.random.Generator) -> list[Episode]:
         """Training episodes: `group_size` of each room, in the rooms' order."""
-        return self._play(rooms, group_size, self.config.rollout.temperature, draws)
+        return self._play(rooms, group_size, self.config.rollout.temperature, draws, is_trained=True)
 
     def _play(
-        self, rooms: Sequence[Room], copies: int, temperature: float, draws: np.random.Generator
-    ) -> list[Episode]:
-        """Every room `copies` times. Each rank plays some of the rooms, with the draws that one rank would give them."""
+        self, rooms: Sequence[Room], copies: int, temperature: float, draws: np.random.Generator,
+        is_trained: bool = False,
+    ) -> list[Episode]:  # fmt: skip
+        """Every room `copies` times. Ranks play some rooms each, with the draws that one rank alone would give them."""
+        self.engine.wake()
         block = my_block(len(rooms), self.world)
         mine = [rooms[number] for number in block]
         draws = skipped_children(draws, block.start * copies)
         played = play(
-            mine, copies, self.sampler, self.protocol, self.codec, self.rules, self._sampling(temperature), draws
+            mine, copies, self.engine.sampler, self.protocol, self.codec, self.rules, self._sampling(temperature), draws
         ) if mine else []  # fmt: skip
+        if is_trained:
+            played = self.engine.reread(played)
         return [*in_order(self.world.gather(
             [episode._replace(group=episode.group + block.start) for episode in played]
         ))]  # fmt: skip
@@ -183,6 +175,7 @@ class PPOTrainer:
         config, due = self.config, is_due(self.step_index, self.config.trainer)
         if not kept.episodes:
             return self._analyse(row, episodes) if due else []
+        self.engine.rest()
         draws = stream(config.seed, "duplicates", self.step_index)
         batch, targets = self.prepare(kept.episodes, kept.groups, config.env.env_groups, draws, row)  # 3-6
         meters: list[Meter] = []
@@ -195,6 +188,7 @@ class PPOTrainer:
                 critic, backend, batch, targets, order, config.critic, config.actor.loss_agg_mode)))  # fmt: skip
         found = self._analyse(row, episodes) if due else []
         leaves = only or (due and config.trainer.exit_after_gradient_analysis)
+        self.engine.rest()  # an analysis plays
         if config.trainer.critic_warmup <= self.step_index and not leaves:  # 8 policy
             meter = self._timed(row, "seconds_update_actor", lambda: self.actor_update().run(batch, targets, order))
             row["optimizer_steps"] = meter.optimizer_steps - meter.skipped
@@ -202,6 +196,7 @@ class PPOTrainer:
         for meter in meters:
             row |= meter.means()
         self._count_skipped(row, meters)
+        self._timed(row, "seconds_push", lambda: self.engine.follow(self.step_index))
         if not only:
             self._move_kl_control(row, batch, targets.ref_logprobs)
         return found
@@ -356,6 +351,10 @@ class PPOTrainer:
         row[name] = float(row.get(name) or 0.0) + time.perf_counter() - started
         return result
 
+    def release(self) -> None:
+        """Give back what the engine holds: the trainer can sample no more."""
+        self.engine.close()
+
     # ------------------------------------------------------------------ state
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
@@ -391,3 +390,4 @@ class PPOTrainer:
         self.step_index, self.empty_in_a_row, self.nonfinite_in_a_row = step, empty, nonfinite
         self.seconds_total, self.totals, self.collapse_averages = seconds, totals, averages
         self.kl_control = replace(self.kl_control, coef=coef)
+        self.engine.follow(step)

@@ -93,6 +93,12 @@ class RankedTrainer:
         """Continue from a state of any number of ranks (see `PPOTrainer.load_state`)."""
         self._together("load_state", tensors, values)
 
+    def release(self) -> None:
+        """End the other ranks, and what the engine of this one holds."""
+        for other in self.others:
+            ray.kill(other)
+        self.trainer.release()
+
     def _together(self, name: str, *arguments: Any) -> Any:
         """The method on all ranks at once; what rank 0 got. An error of another rank is this one's."""
         doing = [other.do.remote(name) for other in self.others]

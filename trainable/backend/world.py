@@ -136,12 +136,12 @@ def my_rows(lengths: Tensor, world: World) -> tuple[Tensor, Tensor]:
         rows: (ceil(N / size),) indices, in their order; the same count for every rank.
         counts: bool of the same shape, False for a row that only fills up.
 
-    Rows are dealt by length, back and forth. One rank takes all, in their order. Source: definition.
+    Rows are dealt back and forth, the longest first. One rank takes all, in their order. Source: definition.
     """
     everyone = torch.arange(len(lengths))
     if world.size == 1:
         return everyone, torch.ones(len(lengths), dtype=torch.bool)
-    order = torch.argsort(lengths.cpu(), stable=True)
+    order = torch.argsort(lengths.cpu(), descending=True, stable=True)
     there_and_back = [*range(world.size), *reversed(range(world.size))]
     holder = torch.tensor([there_and_back[number % (2 * world.size)] for number in range(len(order))])
     mine = order[holder == world.rank].sort().values

@@ -24,7 +24,8 @@ class Episode(NamedTuple):
     mask: (T,) bool, True where the token was sampled.
     logprobs, entropies: (T,) float32, of the sampling distribution at each sampled token, in nats; 0 elsewhere.
     turns: (T,) int64, number of the turn from 0.
-    score: sum of rewards and penalties. turn_rewards: the same, by turn.
+    score: sum of rewards and penalties. turn_rewards: the same, by turn. engine_logprobs: (T,) as logprobs, what the
+    engine gave its tokens where the trainer has read them again since; None where the two are one.
     """
 
     room_seed: int
@@ -39,6 +40,7 @@ class Episode(NamedTuple):
     invalid_turns: int
     stop: StopReason
     texts: tuple[str, ...]
+    engine_logprobs: npt.NDArray[np.float32] | None = None
 
     @property
     def score(self) -> float:

@@ -1,0 +1,412 @@
+"""VllmSampler on real vLLM, on the processor, with the shipped model and models of its shape."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from scipy import stats
+from torch import Tensor
+
+from tests.scripted import random_model
+from trainable.embedded.recipe import tiny_shape, write_model
+from trainable.policy import Policy, load_policy, make_codec
+from trainable.protocol import make_protocol
+from trainable.qwen2 import Qwen2
+from trainable.rollout.agreement import EngineMismatchError, check_agreement, compare
+from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.play import Rules, play
+from trainable.rollout.sampler import Sampled, Sampler, SamplingParams
+from trainable.rollout.torch_sampler import TorchSampler
+from trainable.rollout.vllm_sampler import HEAD, EngineSettings, VllmSampler
+from trainable.sokoban.room_sets import training_rooms
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed: make test-engines"),
+    # vLLM's own imports warn.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+CPU = torch.device("cpu")
+CONTEXT, STOP, LENGTH = 512, 2, 24
+SETTINGS = EngineSettings(CPU, "float32", CONTEXT, kv_cache_memory_bytes=64 << 20)
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Policy:
+    torch.set_num_threads(1)
+    return load_policy("sokoban-tiny", CPU)
+
+
+@pytest.fixture(scope="module")
+def other() -> Qwen2:
+    """Random weights of the shipped model's shape, tied head."""
+    return random_model(tiny_shape(), seed=3, spread=0.1)
+
+
+@pytest.fixture(scope="module")
+def engine(shipped: Policy) -> Iterator[VllmSampler]:
+    sampler = VllmSampler(shipped.folder, SETTINGS)
+    yield sampler
+    sampler.close()
+
+
+@pytest.fixture
+def vllm(engine: VllmSampler, shipped: Policy) -> Iterator[VllmSampler]:
+    """The engine with the shipped weights, whatever the test before pushed."""
+    engine.push(shipped.model.state_dict().items())
+    return engine
+
+
+# ---------------------------------------------------------------------------- what both samplers are asked
+
+Turn = dict[int, Sampled]
+PROMPTS = [list(range(5, 45)), [9, 9, 150], list(range(100, 171))]
+GIVEN = [[3, 4], [5], [6, 7, 8], [9, 9], [1], [3, 3, 3, 3]]
+KEPT = [range(6), [0, 2, 3, 5], [2, 5]]  # rows of each turn after the first
+
+
+def talk(
+    sampler: Sampler, temperature: float, kept: Sequence[Sequence[int]] = KEPT, seed: int = 7, stop: int = STOP
+) -> list[Turn]:
+    """Replies by row, a turn each, of two copies of PROMPTS; `kept` are the rows of the turns after the first."""
+    conversation = sampler.converse(PROMPTS, 2, SamplingParams(temperature, LENGTH, stop), np.random.default_rng(seed))
+    turns = [dict(enumerate(conversation.reply(range(6), [[]] * 6)))]
+    given = ([GIVEN[row] for row in rows] for rows in kept)
+    return turns + [
+        dict(zip(rows, conversation.reply(rows, new), strict=True)) for rows, new in zip(kept, given, strict=True)
+    ]
+
+
+def ids(turns: Sequence[Turn]) -> list[dict[int, list[int]]]:
+    return [{row: reply.ids.tolist() for row, reply in turn.items()} for turn in turns]
+
+
+def seen(turns: Sequence[Turn], row: int) -> tuple[list[int], list[bool], list[float]]:
+    """The row's whole conversation: tokens, which were sampled, and the log-probs of those."""
+    tokens, mask, logprobs = list(PROMPTS[row // 2]), [False] * len(PROMPTS[row // 2]), []
+    for number, turn in enumerate(turns):
+        if row not in turn:
+            break
+        new = GIVEN[row] if number else []
+        reply = turn[row]
+        tokens += [*new, *reply.ids.tolist()]
+        mask += [False] * len(new) + [True] * len(reply.ids)
+        logprobs += reply.logprobs.tolist()
+    return tokens, mask, logprobs
+
+
+@torch.no_grad()
+def trainers(model: Qwen2, tokens: Sequence[int], mask: Sequence[bool], temperature: float) -> Tensor:
+    """The trainer's log-probs (N,) of the N tokens where `mask` is True."""
+    sequence = torch.tensor(tokens)
+    where = torch.tensor(mask).nonzero().squeeze(-1)
+    logits = model.lm_head(model.model.hidden_at(sequence[None], where - 1)) / temperature
+    return logits.log_softmax(-1).gather(-1, sequence[where][:, None]).squeeze(-1)
+
+
+def episodes(sampler: Sampler, policy: Policy, temperature: float) -> list[Episode]:
+    return play(
+        training_rooms(0, 1, 4), 6, sampler, make_protocol("compact", "grid", 10), make_codec(policy.tokenizer),
+        Rules(5, 2, 10, -0.1, CONTEXT), SamplingParams(temperature, LENGTH, policy.stop_token),
+        np.random.default_rng(0),
+    )  # fmt: skip
+
+
+def played(model: Qwen2, found: Sequence[Episode], temperature: float) -> tuple[Tensor, Tensor]:
+    """The trainer's and the sampler's log-probs (N,) of all sampled tokens."""
+    ours = [trainers(model, episode.tokens.tolist(), episode.mask.tolist(), temperature) for episode in found]
+    theirs = [torch.from_numpy(episode.logprobs[episode.mask]) for episode in found]
+    return torch.cat(ours), torch.cat(theirs)
+
+
+# ---------------------------------------------------------------------------- tokens
+
+
+def test_greedy_tokens_are_the_torch_samplers(vllm: VllmSampler, shipped: Policy, other: Qwen2) -> None:
+    assert ids(talk(vllm, 0.0)) == ids(talk(TorchSampler(shipped.model), 0.0))
+    vllm.push(other.state_dict().items())
+    found = ids(talk(vllm, 0.0))
+    assert found == ids(talk(TorchSampler(other), 0.0))
+    assert len({token for turn in found for reply in turn.values() for token in reply}) > 5
+
+
+def test_greedy_episodes_are_the_torch_samplers(vllm: VllmSampler, shipped: Policy) -> None:
+    ours, theirs = episodes(TorchSampler(shipped.model), shipped, 0.0), episodes(vllm, shipped, 0.0)
+    assert any(episode.solved for episode in ours)
+    for one, two in zip(ours, theirs, strict=True):
+        assert one.tokens.tolist() == two.tokens.tolist()
+        assert (one.mask.tolist(), one.stop, one.turn_rewards) == (two.mask.tolist(), two.stop, two.turn_rewards)
+
+
+def test_sampled_episodes_are_whole(vllm: VllmSampler, shipped: Policy) -> None:
+    found = episodes(vllm, shipped, 1.0)
+    assert len({episode.stop for episode in found}) > 1
+    assert StopReason.SOLVED in {episode.stop for episode in found}
+    assert len({episode.texts for episode in found}) > 12
+    for episode in found:
+        assert np.isnan(episode.entropies[episode.mask]).all()
+        assert not episode.entropies[~episode.mask].any()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+def test_first_tokens_follow_the_tempered_distribution(vllm: VllmSampler, other: Qwen2, temperature: float) -> None:
+    vllm.push(other.state_dict().items())
+    rows = 3000
+    talker = vllm.converse(PROMPTS[:1], rows, SamplingParams(temperature, 1, STOP), np.random.default_rng(0))
+    drawn = [int(reply.ids[0]) for reply in talker.reply(range(rows), [[]] * rows)]
+    with torch.no_grad():
+        hidden = other.model.hidden_at(torch.tensor(PROMPTS[:1]), torch.tensor([len(PROMPTS[0]) - 1]))
+        probs = (other.lm_head(hidden)[0].double() / temperature).softmax(-1).numpy()
+    bins = np.searchsorted(np.linspace(0, 1, 13)[1:-1], np.cumsum(probs))  # of at least one token each
+    wanted = rows * np.bincount(bins, probs, 12)
+    counts = np.bincount(bins[drawn], minlength=12)
+    assert wanted[wanted > 0].min() > 5
+    assert stats.chisquare(counts[wanted > 0], wanted[wanted > 0]).pvalue > 0.01
+
+
+def test_draws_belong_to_the_generator_and_the_row(vllm: VllmSampler, other: Qwen2) -> None:
+    vllm.push(other.state_dict().items())
+    everyone = ids(talk(vllm, 1.0, kept=[range(6), range(6), range(6)]))
+    assert ids(talk(vllm, 1.0, kept=[range(6), range(6), range(6)])) == everyone
+    assert ids(talk(vllm, 1.0, kept=[], seed=8))[0] != everyone[0]
+    for turn, full in zip(ids(talk(vllm, 1.0)), everyone, strict=True):
+        for row, reply in turn.items():
+            assert reply == full[row]
+    replies = [tuple(reply) for turn in everyone for reply in turn.values()]
+    assert len(set(replies)) == len(replies)  # copies of a prompt differ, and a row's turns
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_replies_end_with_the_stop_token_or_at_their_length(
+    vllm: VllmSampler, shipped: Policy, temperature: float
+) -> None:
+    replies = [reply for turn in talk(vllm, temperature) for reply in turn.values()]
+    for reply in replies:
+        assert STOP not in reply.ids[:-1]
+        assert reply.finished == (reply.ids[-1] == STOP)
+        assert reply.finished or len(reply.ids) == LENGTH
+        assert len(reply.ids) == len(reply.logprobs) == len(reply.entropies)
+        assert (reply.ids.dtype, reply.logprobs.dtype, reply.entropies.dtype) == (np.int64, np.float32, np.float32)
+    assert any(reply.finished for reply in replies)
+
+
+def test_only_the_given_token_stops_a_reply(vllm: VllmSampler, shipped: Policy) -> None:
+    """The model's own end does not: base models name another than the one that ends a message."""
+    assert shipped.model.shape.eos_token_id == STOP
+    unused = 4
+    replies = [reply for turn in talk(vllm, 1.0, stop=unused) for reply in turn.values()]
+    assert any(STOP in reply.ids[:-1] for reply in replies)
+    assert all(len(reply.ids) == LENGTH or reply.ids[-1] == unused for reply in replies)
+
+
+def test_a_conversation_may_fill_the_context_and_no_more(vllm: VllmSampler, shipped: Policy) -> None:
+    params = SamplingParams(1.0, LENGTH, stop_token=4)
+    longest = [5 + number % 150 for number in range(CONTEXT - LENGTH)]
+    (reply,) = vllm.converse([longest], 1, params, np.random.default_rng(0)).reply([0], [[]])
+    assert len(reply.ids) == LENGTH
+    talker = vllm.converse([longest], 1, params, np.random.default_rng(0))
+    with pytest.raises(ValueError, match=r"take 513, and vLLM was started for 512.*rollout.max_model_len=513"):
+        talker.reply([0], [[7]])
+
+
+@pytest.mark.parametrize("temperature", [0.001, 2.5])
+def test_temperatures_that_vllm_changes_are_refused(vllm: VllmSampler, temperature: float) -> None:
+    with pytest.raises(ValueError, match=r"give 0 or one from 0.01 to 2"):
+        vllm.converse(PROMPTS, 1, SamplingParams(temperature, 1, STOP), np.random.default_rng(0))
+
+
+# ---------------------------------------------------------------------------- log-probs
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 0.0])
+def test_logprobs_are_the_trainers(vllm: VllmSampler, shipped: Policy, other: Qwen2, temperature: float) -> None:
+    ours, theirs = played(shipped.model, episodes(vllm, shipped, temperature), temperature or 1.0)
+    torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
+    vllm.push(other.state_dict().items())
+    turns = talk(vllm, temperature)
+    for row in range(6):
+        tokens, mask, logprobs = seen(turns, row)
+        wanted = trainers(other, tokens, mask, temperature or 1.0)
+        torch.testing.assert_close(torch.tensor(logprobs), wanted, rtol=0, atol=1e-4)
+
+
+def test_logprobs_of_given_tokens_are_the_trainers(vllm: VllmSampler, shipped: Policy) -> None:
+    rows = [*PROMPTS, [5 + number % 150 for number in range(CONTEXT - 1)]]
+    for row, found in zip(rows, vllm.logprobs(rows), strict=True):
+        wanted = trainers(shipped.model, row, [False] + [True] * (len(row) - 1), 1.0)
+        torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-5, atol=1e-4)
+
+
+# ---------------------------------------------------------------------------- weights
+
+
+def moved(model: Qwen2) -> Qwen2:
+    """A copy one small step away."""
+    copy = Qwen2(model.shape)
+    copy.load_state_dict(model.state_dict())
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in copy.parameters():
+            weight += 0.02 * torch.randn(weight.shape, generator=generator)
+    return copy
+
+
+def test_logprobs_follow_a_push_and_nothing_else(vllm: VllmSampler, shipped: Policy) -> None:
+    trained = moved(shipped.model)
+    before = compare(*played(trained, episodes(vllm, shipped, 1.0), 1.0))
+    with pytest.raises(EngineMismatchError, match="samples from other weights"):
+        check_agreement(before.mean, 0.05, step=3)
+    vllm.push(trained.state_dict().items())
+    after = compare(*played(trained, episodes(vllm, shipped, 1.0), 1.0))
+    check_agreement(after.mean, 1e-4, step=3)
+    assert after.effective_share > 0.999 > before.effective_share
+
+
+def test_a_push_forgets_the_keys_of_the_old_weights(vllm: VllmSampler, other: Qwen2) -> None:
+    """One long prompt, before and after: the engine would take its keys from the prefix cache."""
+    prompt = [5 + number % 150 for number in range(400)]
+    params = SamplingParams(0.0, 4, STOP)
+
+    def reply() -> Sampled:
+        return vllm.converse([prompt], 1, params, np.random.default_rng(0)).reply([0], [[]])[0]
+
+    reply()
+    vllm.push(other.state_dict().items())
+    found = reply()
+    tokens, mask = [*prompt, *found.ids.tolist()], [False] * len(prompt) + [True] * len(found.ids)
+    torch.testing.assert_close(torch.from_numpy(found.logprobs), trainers(other, tokens, mask, 1.0), rtol=0, atol=1e-4)
+
+
+def test_a_push_takes_any_order_and_precision(vllm: VllmSampler, shipped: Policy, other: Qwen2) -> None:
+    weights = [(name, weight.double()) for name, weight in reversed(other.state_dict().items())]
+    vllm.push(iter(weights))
+    (found,) = vllm.logprobs(PROMPTS[:1])
+    wanted = trainers(other, PROMPTS[0], [False] + [True] * (len(PROMPTS[0]) - 1), 1.0)
+    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-5, atol=1e-4)
+
+
+Weights = list[tuple[str, Tensor]]
+BIAS = "model.layers.1.self_attn.k_proj.bias"
+SPOILED: dict[str, Callable[[Weights], Weights]] = {
+    f"{HEAD} was left out": lambda weights: [pair for pair in weights if pair[0] != HEAD],
+    f"{BIAS} was left out": lambda weights: [pair for pair in weights if pair[0] != BIAS],
+    f"{BIAS} has shape (31,), not (32,)": lambda weights: [(n, w[:31] if n == BIAS else w) for n, w in weights],
+    "model.embed_tokens.weight came twice": lambda weights: [*weights, weights[0]],
+    "actor.lm_head.weight is not of this model": lambda weights: [*weights, ("actor.lm_head.weight", weights[0][1])],
+}
+
+
+@pytest.mark.parametrize("amiss", SPOILED)
+def test_a_push_that_is_not_whole_is_refused_and_the_next_one_mends_it(
+    vllm: VllmSampler, other: Qwen2, amiss: str
+) -> None:
+    """vLLM alone accepts a tensor too few, a tied head above all, and samples from a mixture."""
+    wanted = trainers(other, PROMPTS[0], [False] + [True] * (len(PROMPTS[0]) - 1), 1.0)
+    weights = [*other.state_dict().items()]
+    with pytest.raises(ValueError, match=rf"old values of 1 tensors \({re.escape(amiss)}\)"):
+        vllm.push(SPOILED[amiss](weights))
+    if "left out" in amiss:
+        (mixed,) = vllm.logprobs(PROMPTS[:1])
+        assert np.abs(mixed - wanted.numpy()).max() > 1e-2
+    vllm.push(weights)
+    (found,) = vllm.logprobs(PROMPTS[:1])
+    torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_sleeping_changes_no_token(vllm: VllmSampler) -> None:
+    before = ids(talk(vllm, 1.0))
+    vllm.sleep()
+    vllm.wake()
+    assert ids(talk(vllm, 1.0)) == before
+
+
+# ---------------------------------------------------------------------------- the engine's life
+
+LIFE = """
+import sys, torch
+from pathlib import Path
+from trainable.policy import find_model, load_policy
+from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
+cpu = torch.device("cpu")
+settings = EngineSettings(cpu, "float32", 512, kv_cache_memory_bytes=16 << 20)
+tokens = torch.arange(5, 25)
+for folder in (find_model("sokoban-tiny"), Path(sys.argv[1])):  # of two engines in a row, the second with its own head
+    sampler, model = VllmSampler(folder, settings), load_policy(str(folder), cpu).model
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight *= 0.9
+        logits = model.lm_head(model.model.hidden_at(tokens[None], torch.arange(19)))
+    sampler.push(model.state_dict().items())
+    found = torch.from_numpy(sampler.logprobs([tokens.tolist()])[0])
+    torch.testing.assert_close(found, logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0], rtol=1e-5, atol=1e-4)
+    sampler.close()
+    sampler.close()
+    assert not torch.distributed.is_initialized()
+"""
+
+
+@pytest.fixture
+def untied_folder(tmp_path: Path) -> Path:
+    """A model on disk whose head is its own, in a second file."""
+    model = random_model(replace(tiny_shape(), tie_word_embeddings=False), seed=5, spread=0.1)
+    write_model(model, tmp_path)
+    save_file({HEAD: model.lm_head.weight.detach()}, tmp_path / "head.safetensors")
+    return tmp_path
+
+
+RANK = """
+import sys, torch
+from trainable.policy import find_model, load_policy
+from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
+rank, rendezvous = int(sys.argv[1]), sys.argv[2]
+torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+cpu = torch.device("cpu")
+sampler = VllmSampler(find_model("sokoban-tiny"), EngineSettings(cpu, "float32", 512, kv_cache_memory_bytes=16 << 20))
+if rank == 0:  # the other rank takes no part in what this one samples and is given
+    before = sampler.logprobs([[5, 6, 7]])
+    sampler.push(load_policy("sokoban-tiny", cpu).model.state_dict().items())
+    assert (sampler.logprobs([[5, 6, 7]])[0] == before[0]).all()
+total = torch.ones(1)
+torch.distributed.all_reduce(total)
+assert total.item() == 2
+sampler.close()
+"""
+
+
+def started(code: str, *arguments: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+
+
+def check_ended(process: "subprocess.Popen[str]") -> None:
+    errors = process.communicate(timeout=240)[1]
+    assert process.returncode == 0, errors[-3000:]
+
+
+def test_an_engine_can_be_closed_and_another_opened(untied_folder: Path) -> None:
+    check_ended(started(LIFE, str(untied_folder)))
+
+
+def test_every_rank_of_a_process_group_has_an_engine_of_its_own(tmp_path: Path) -> None:
+    ranks = [started(RANK, str(rank), str(tmp_path / "rendezvous")) for rank in range(2)]
+    try:
+        for process in ranks:
+            check_ended(process)
+    finally:
+        for process in ranks:
+            process.kill()
+
+
+def test_the_build_for_processors_is_refused_on_a_gpu(shipped: Policy) -> None:
+    with pytest.raises(ValueError, match=r"does not sample on cuda. Install .*pip install vllm==0.32.0"):
+        VllmSampler(shipped.folder, EngineSettings(torch.device("cuda"), "bfloat16", CONTEXT))

@@ -1,0 +1,32 @@
+"""A trainer whose rollouts are vLLM's: it learns from tokens that both agree on, and notices where they do not."""
+
+from importlib.util import find_spec
+
+import pytest
+
+pytestmark = [
+    pytest.mark.engines,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: make test-engines"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def test_rows_have_the_agreement_and_old_weights_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.trainers import quiet
+    from trainable.rollout.agreement import EngineMismatchError
+
+    trainer = quiet(rollout__name="vllm", rollout__max_model_len=256, trainer__total_training_steps=4)
+    for _ in range(2):
+        row = trainer.step().row
+        assert row["engine_gap_mean"] < 1e-4
+        assert row["engine_effective_share"] > 0.999
+        assert row["seconds_push"] > 0
+    saved = trainer.state()
+    monkeypatch.setattr(trainer.engine.sampler, "push", lambda weights: list(weights))  # the engine keeps its weights
+    for group in trainer.backends["actor"].optimizer.param_groups:  # type: ignore[attr-defined]
+        group["lr"] = 0.05
+    with pytest.raises(EngineMismatchError, match="samples from other weights"):
+        trainer.step()
+    monkeypatch.undo()
+    trainer.load_state(*saved)
+    trainer.release()

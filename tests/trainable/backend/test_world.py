@@ -1,0 +1,109 @@
+"""How ranks share work: every thing has one holder, and their parts sum to the whole."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.trainers import quiet
+from trainable.algo.batching import length_stratified_order
+from trainable.backend.world import ALONE, Alone, in_order, my_block, my_rows, skipped_children
+from trainable.meter import Meter
+from trainable.seeds import stream
+from trainable.trainer import PPOTrainer
+from trainable.update import passes
+
+SIZES = st.integers(1, 7)
+
+
+def ranks(size: int) -> list[Alone]:
+    """Worlds that know their number and speak to nobody."""
+    return [Alone(rank, size) for rank in range(size)]
+
+
+@given(st.integers(0, 40), SIZES)
+def test_blocks_are_consecutive_and_as_equal_as_can_be(count: int, size: int) -> None:
+    blocks = [my_block(count, world) for world in ranks(size)]
+    assert [number for block in blocks for number in block] == list(range(count))
+    assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), SIZES)
+def test_rows_have_one_holder_and_every_rank_equally_many(lengths: list[int], size: int) -> None:
+    dealt = [my_rows(torch.tensor(lengths), world) for world in ranks(size)]
+    held = sorted(int(row) for rows, counts in dealt for row in rows[counts])
+    assert held == list(range(len(lengths)))
+    assert {len(rows) for rows, _ in dealt} == {-(-len(lengths) // size)}
+    assert all(bool((rows < len(lengths)).all()) for rows, _ in dealt)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), SIZES)
+def test_ranks_have_nearly_as_many_tokens(lengths: list[int], size: int) -> None:
+    tokens = [
+        int(torch.tensor(lengths)[rows[counts]].sum())
+        for rows, counts in (my_rows(torch.tensor(lengths), world) for world in ranks(size))
+    ]
+    assert max(tokens) - min(tokens) <= max(lengths)  # dealt back and forth, nobody is ahead by more than the longest
+
+
+def test_one_rank_takes_all_in_their_order() -> None:
+    rows, counts = my_rows(torch.tensor([5, 3, 9]), ALONE)
+    assert rows.tolist() == [0, 1, 2]
+    assert counts.all()
+
+
+@given(st.integers(0, 30), st.integers(1, 5))
+def test_skipped_children_are_those_of_the_ranks_before(count: int, mine: int) -> None:
+    whole = np.random.default_rng(3).spawn(count + mine)
+    own = skipped_children(np.random.default_rng(3), count).spawn(mine)
+    assert [draws.random() for draws in own] == [draws.random() for draws in whole[count:]]
+
+
+def test_what_alone_gathers_is_its_own() -> None:
+    assert list(in_order(ALONE.gather([1, 2]))) == [1, 2]
+    part = torch.ones(2)
+    assert ALONE.total(part) is part
+    assert ALONE.spread({"a": part}) == {"a": part}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 9])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_gradients_and_sums_of_all_ranks_are_those_of_one(size: int, mode: str) -> None:
+    trainer = quiet(actor__use_kl_loss=True, actor__kl_loss_coef=0.5, actor__entropy_coeff=0.1)
+    rooms = trainer.val_rooms * 2
+    episodes = trainer.roll_out(rooms, 4, stream(0, "sampling", 1))
+    batch, targets = trainer.prepare(episodes, 2, 2, stream(0, "duplicates", 1), {})
+    order = length_stratified_order(batch.lengths)
+    whole, alone = gradient(trainer, passes(batch, targets, order, mode, 2, batch.tokens.shape[1]))
+    parts = [
+        gradient(trainer, passes(batch, targets, order, mode, 2, batch.tokens.shape[1], world)) for world in ranks(size)
+    ]
+    summed = torch.stack([part for part, _ in parts]).sum(0)
+    assert float((summed - whole).norm()) < 1e-5 * float(whole.norm())
+    assert sum(meter.tokens for _, meter in parts) == alone.tokens
+    for name, value in alone.by_step.items():
+        assert sum(meter.by_step[name] for _, meter in parts) == pytest.approx(value, abs=1e-5)
+
+
+def gradient(trainer: PPOTrainer, cut: object) -> tuple[torch.Tensor, Meter]:
+    """Of the whole loss, and the meter that read it."""
+    meter, update = Meter(), trainer.actor_update()
+    trainer.model.zero_grad(set_to_none=True)
+    for part in cut:  # type: ignore[attr-defined]
+        sum(update.components(part, meter).values()).backward()  # type: ignore[union-attr]
+    found = torch.cat([weight.grad.flatten() for weight in trainer.model.parameters() if weight.grad is not None])
+    trainer.model.zero_grad(set_to_none=True)
+    return found, meter
+
+
+def test_rooms_played_by_ranks_are_the_episodes_of_one() -> None:
+    trainer = quiet()
+    rooms = [*trainer.rooms[0], *trainer.rooms[1]]
+    whole = trainer.roll_out(rooms, 3, stream(0, "sampling", 7))
+    shared = []
+    for world in ranks(3):
+        trainer.world = world
+        shared += trainer.roll_out(rooms, 3, stream(0, "sampling", 7))
+    assert [(one.group, one.tokens.tolist()) for one in shared] == [(one.group, one.tokens.tolist()) for one in whole]
+    assert all(np.allclose(a.logprobs, b.logprobs, atol=1e-5) for a, b in zip(shared, whole, strict=True))
