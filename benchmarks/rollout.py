@@ -14,6 +14,7 @@ import torch
 from machine import describe
 from transformers import AutoModelForCausalLM
 
+from search_spaces.presets import PRESETS
 from trainable.config import RunConfig, with_overrides
 from trainable.policy import find_model
 from trainable.rollout.play import play
@@ -22,13 +23,7 @@ from trainable.seeds import stream
 from trainable.trainer import PPOTrainer
 
 REPETITIONS = 7
-GAME = {
-    "model.path": "sokoban-tiny",
-    "model.prompt_style": "compact",
-    "rollout.response_length": 24,
-    "trainer.total_training_steps": REPETITIONS + 1,
-    "trainer.device": "cpu",
-}
+GAME = {**PRESETS["laptop"], "trainer.total_training_steps": REPETITIONS + 1}
 
 
 class GenerateConversation:

@@ -250,7 +250,6 @@ class TrainerConfig(Section):
     )
     zero_stage: int = Field(2, ge=1, le=2, description="what DeepSpeed deals out: 1 the optimizer, 2 gradients too")
     offload_optimizer: bool = Field(False, description="DeepSpeed keeps the optimizer in the host's memory")
-    offload_parameters: bool = Field(False, description="DeepSpeed keeps the weights there too; zero_stage 3")
     ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
     logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = Field(
         ("console", "tensorboard"), description="naming wandb logs to it offline; the other two are always on"

@@ -13,7 +13,7 @@ from rich.console import Console
 from search_spaces import STUDIES
 from search_spaces.study import Study
 from trainable.config import ConfigError
-from tune_study import continuing, describe, disk, outputs, resources
+from tune_study import continuing, describe, disk, memory_plan, outputs, resources
 from tune_study import options as opt
 from tune_study.models import absolute_model, check_model, check_trainable
 from tune_study.plan import PlanError, StudyPlan, collect_overrides, find_study, make_plan, parse_bool, parse_values
@@ -91,6 +91,7 @@ def run(
     gpus_per_exp: opt.GpusPerExp = None,
     ray_num_cpus: opt.RayNumCpus = None,
     gpu_memory_utilization: opt.GpuMemory = None,
+    gpu_memory_gib: opt.GpuMemoryGib = None,
     save_freq: opt.SaveFreq = None,
     seeds: opt.Seeds = None,
     assignments: opt.Assignments = None,
@@ -129,7 +130,7 @@ def run(
     visible = resources.detect_gpus(os.environ)
     preset, reason = resources.choose_preset(preset, visible)
     plan = make_plan(chosen, preset, reason, overrides, values, seeds, _absolute(output))
-    _start(continuing.join(plan, extend), gpus, visible, max_concurrent, dry_run, wandb)
+    _start(continuing.join(plan, extend), gpus, gpu_memory_gib, visible, max_concurrent, dry_run, wandb)
 
 
 @app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
@@ -137,6 +138,7 @@ def run(
 def resume(
     folder: opt.RunFolder,
     gpus: opt.Gpus = None,
+    gpu_memory_gib: opt.GpuMemoryGib = None,
     max_concurrent: opt.MaxConcurrent = None,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
@@ -144,7 +146,7 @@ def resume(
     """Go on with the study in RUN: finished runs stay as they are, all others continue."""
     plan = continuing.plan_from_folder(folder)
     continuing.check_unchanged(plan)
-    _start(plan, gpus, resources.detect_gpus(os.environ), max_concurrent, dry_run, wandb)
+    _start(plan, gpus, gpu_memory_gib, resources.detect_gpus(os.environ), max_concurrent, dry_run, wandb)
 
 
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
@@ -245,6 +247,7 @@ def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
 def _start(
     plan: StudyPlan,
     gpus: str | None,
+    gpu_memory_gib: float | None,
     visible: tuple[resources.Gpu, ...],
     max_concurrent: int | None,
     dry_run: bool,
@@ -255,11 +258,17 @@ def _start(
     allotment = resources.preflight(plan, gpus, visible, resources.cpu_count(), max_concurrent, real=not dry_run)
     mode = choose_wandb(wandb, plan)
     room = disk.budget(plan, allotment, os.environ)
+    used = tuple(gpu for gpu in visible if gpu.id in allotment.gpus)
+    memory = memory_plan.plan_memory(plan, allotment, memory_plan.find_card(gpu_memory_gib, used), os.environ)
     if dry_run:
-        describe.print_plan(console, plan, allotment, disk.line(room))
+        names = tuple(gpu.name for gpu in used)
+        describe.print_plan(console, plan, allotment, disk.line(room), memory, names)
         return
     check_model(plan.base.model.path, os.environ)
     check_trainable(plan.study.trainable)
+    resources.check_engines(plan)
+    if memory is not None:
+        memory_plan.check(memory, plan, used)
     outputs.check_writable(plan.output)
     disk.check(room)
     describe.say(console, f"preset {plan.preset}: {plan.preset_reason}")

@@ -14,7 +14,8 @@ from search_spaces.presets import PRESETS
 from search_spaces.study import Study
 from trainable.config import RunConfig
 from trainable.run_files import METRICS, read_rows
-from tune_study import outputs
+from tune_study import memory_plan, outputs, time_estimate
+from tune_study.memory_plan import MemoryPlan
 from tune_study.plan import StudyPlan
 from tune_study.resources import Allotment
 
@@ -51,8 +52,31 @@ def print_studies(console: Console, studies: Sequence[Study]) -> None:
         say(console, "")
 
 
-def print_plan(console: Console, plan: StudyPlan, allotment: Allotment, disk: str) -> None:
-    """What would run: names, resources, steps and places; `disk` is the line of its disk budget."""
+def print_plan(
+    console: Console,
+    plan: StudyPlan,
+    allotment: Allotment,
+    disk: str,
+    memory: MemoryPlan | None,
+    cards: tuple[str, ...],
+) -> None:
+    """What would run: names, resources, steps, places and memory.
+
+    disk: the line of its disk budget. memory: of the run that takes most of its GPUs. cards: names of the GPUs in use.
+    """
+    for line in [*_plan_lines(plan, allotment), disk, f"results {plan.folder}", f"summary log {plan.summary_log}"]:
+        say(console, line)
+    if allotment.slots:
+        print_memory(console, plan, allotment, memory, cards)
+    rows = [
+        [spec.run_id, spec.arm, str(spec.seed), str(spec.steps), spec.log.as_posix(), spec.checkpoints.as_posix()]
+        for spec in plan.runs
+    ]
+    print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows)
+
+
+def _plan_lines(plan: StudyPlan, allotment: Allotment) -> list[str]:
+    """What is run, how often, and what each run reserves."""
     trainer = plan.base.trainer
     reserved = " + ".join(" ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in allotment.bundles)
     lines = [
@@ -65,14 +89,22 @@ def print_plan(console: Console, plan: StudyPlan, allotment: Allotment, disk: st
     ]
     if allotment.slots:
         lines.append(f"GPU slots {' '.join(allotment.slots)}")
-    lines += [*allotment.notes, disk, f"results {plan.folder}", f"summary log {plan.summary_log}"]
-    for line in lines:
+    return [*lines, *allotment.notes]
+
+
+def print_memory(
+    console: Console, plan: StudyPlan, allotment: Allotment, memory: MemoryPlan | None, cards: tuple[str, ...]
+) -> None:
+    """The memory of a run part by part, whether it fits, and an estimate of time for cards whose rates are known."""
+    if memory is None:
+        say(console, f"memory: not known, since neither a config.json nor the sizes of {plan.base.model.path} are here")
+        return
+    for line in memory_plan.lines(memory, plan.study):
         say(console, line)
-    rows = [
-        [spec.run_id, spec.arm, str(spec.seed), str(spec.steps), spec.log.as_posix(), spec.checkpoints.as_posix()]
-        for spec in plan.runs
-    ]
-    print_table(console, ("run", "arm", "seed", "steps", "log", "checkpoints"), rows)
+    print_table(console, *memory_plan.table(memory))
+    estimate = time_estimate.line(memory, plan, allotment, cards)
+    if estimate is not None:
+        say(console, estimate)
 
 
 def _seeds(plan: StudyPlan) -> str:

@@ -21,7 +21,7 @@ def end_leftovers(folder: Path) -> list[str]:
     process group; a child with a session of its own (an engine, a server) is what stays behind, and may hold a GPU.
     A process that was forked without being started anew shows the environment of its parent's start and is not found.
     """
-    found = [process for process in psutil.process_iter() if _is_of(process, folder)]
+    found = leftovers(folder)
     named = [f"{process.pid} ({_name(process)})" for process in found]
     for process in found:
         _send(process, signal.SIGTERM)
@@ -30,6 +30,11 @@ def end_leftovers(folder: Path) -> list[str]:
         _send(process, signal.SIGKILL)
     psutil.wait_procs(alive, timeout=_PATIENCE_S)
     return named
+
+
+def leftovers(folder: Path) -> list[psutil.Process]:
+    """The processes that `end_leftovers` would end."""
+    return [process for process in psutil.process_iter() if _is_of(process, folder)]
 
 
 def _is_of(process: psutil.Process, folder: Path) -> bool:

@@ -285,8 +285,7 @@ def check_gpus(gpus: Sequence[Gpu], on_machine: int) -> list[Finding]:
     if not gpus:
         advice = "--preset laptop needs none. For --preset paper see what `nvidia-smi` says."
         return [Finding("GPU", "remark", "no NVIDIA GPU is visible", advice)]
-    memory = parse_memory(_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total"))
-    holders = parse_processes(_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory"))
+    memory, holders = gpu_memory(), gpu_processes()
     return [
         judge_gpu(
             gpu,
@@ -295,6 +294,16 @@ def check_gpus(gpus: Sequence[Gpu], on_machine: int) -> list[Finding]:
         )
         for gpu in gpus
     ]
+
+
+def gpu_memory() -> tuple[GpuMemory, ...]:
+    """The memory of every GPU of this machine, as nvidia-smi says; none where it says nothing."""
+    return parse_memory(_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total"))
+
+
+def gpu_processes() -> tuple[GpuProcess, ...]:
+    """The processes that hold memory of a GPU and are visible here, as nvidia-smi says."""
+    return parse_processes(_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory"))
 
 
 def _nvidia_smi(query: str) -> str:
@@ -332,9 +341,15 @@ def judge_gpu(gpu: Gpu, memory: GpuMemory | None, holders: Sequence[GpuProcess])
         is_held = memory.total - memory.free > _HELD_SHARE * memory.total
     if not holders and not is_held:
         return Finding(name, "ok", found)
+    return Finding(
+        name, "remark", f"{found}, {holder_words(holders)}", "Wait until they end, or choose others with --gpus."
+    )
+
+
+def holder_words(holders: Sequence[GpuProcess]) -> str:
+    """Who holds a GPU's memory, each process with its share where that is known."""
     shares = [f"{each.pid}" + (f" ({each.used / 1024:.1f} GiB)" if each.used else "") for each in holders]
-    found += f", held by PID {', '.join(shares)}" if shares else ", held by processes that are not visible here"
-    return Finding(name, "remark", found, "Wait until they end, or choose others with --gpus.")
+    return f"held by PID {', '.join(shares)}" if shares else "held by processes that are not visible here"
 
 
 def _size(count: float) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 import trainable
+from tune_study.model_shapes import published_sizes
 from tune_study.models import ARCHITECTURE, SHIPPED, hub_cache
 from tune_study.outputs import read_json
 
@@ -34,13 +35,16 @@ class Shape(BaseModel):
 
 
 def shape_of(path: str, environ: Mapping[str, str]) -> Shape | None:
-    """The shape of the model at `path`: the shipped one, a folder, or a hub id in the hub cache.
+    """The shape of the model at `path`: the shipped one, a folder, a hub id in the hub cache, or a Qwen2.5 of the hub.
 
-    None where no such model is here, or where its config.json is not one of a Qwen2 (`check_model` says what is wrong
-    with it). Nothing is fetched.
+    None where no such model is here and its sizes are not known, or where its config.json is not one of a Qwen2
+    (`check_model` says what is wrong with it). Nothing is fetched.
     """
     file = _config_file(path, environ)
-    config = None if file is None else read_json(file)
+    if file is None:
+        sizes = published_sizes(path)
+        return None if sizes is None else Shape.model_validate(sizes)
+    config = read_json(file)
     if config is None or config.get("architectures") != [ARCHITECTURE]:
         return None
     try:

@@ -70,6 +70,15 @@ GpuMemory = Annotated[
     float | None,
     Option("--gpu-memory-utilization", "--gpu_memory_utilization", metavar="V", help="GPU share of the sampler."),
 ]
+GpuMemoryGib = Annotated[
+    float | None,
+    Option(
+        "--gpu-memory-gib",
+        "--gpu_memory_gib",
+        metavar="N",
+        help="Plan for cards of N GiB; default: the visible ones, else 80.",
+    ),
+]
 SaveFreq = Annotated[
     int | None, Option("--save-freq", "--save_freq", metavar="N", help="Keep a checkpoint every N steps; -1: none.")
 ]

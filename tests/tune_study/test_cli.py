@@ -1,3 +1,5 @@
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -14,6 +16,7 @@ from analysis import load
 from search_spaces import STUDIES
 from trainable.config import field_names
 from tune_study.cli import app
+from tune_study.model_shapes import published_sizes
 from tune_study.outputs import RunStatus, locked, write_status, write_study
 from tune_study.plan import StudyPlan, make_plan
 
@@ -224,6 +227,81 @@ def test_every_published_option_is_taken_in_every_spelling(here: Path) -> None:
     underscored = [(f"--{name[2:].replace('-', '_')}", value) for name, value in options.items()]
     for spelled in (options.items(), dashed, underscored):
         assert type_in(start + " ".join(f"{name}={value}" for name, value in spelled)) == plain
+
+
+HALF = "run kl --preset paper --kl-values 0.01 --seeds 1 --gpus 0 --gpus-per-exp 0.5"
+
+
+def test_a_dry_run_marks_what_does_not_fit_and_says_what_would(here: Path) -> None:
+    answer = type_in(f"{HALF} --dry-run")
+    assert (answer.code, answer.err) == (0, "")
+    assert "memory: a card of 80.0 GiB (assumed, since no GPU is visible" in answer.out
+    assert "DOES NOT FIT: policy backward takes " in answer.out
+    assert type_in(f"{HALF.replace('0.5', '1')} --gpu_memory_gib=288 --dry-run").out.count("fits: ") == 1
+    assert "time:" not in answer.out, "a card without a name has no rates"
+    assert list(here.iterdir()) == []
+
+
+def test_the_documents_show_the_plan_as_it_is_printed(here: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"```bash\npython -m tune_study (.*?)\n```", page)
+    (shown,) = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
+    assert command == f"{HALF} --dry-run"
+    assert shown in type_in(command).out
+
+
+def machine_with_an_h100(here: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """GPU 0 of 81559 MiB, `free` of them free and the rest held by process 4242, and a fetched Qwen2.5-0.5B."""
+    uuid = "GPU-5a4b"
+    answers = (
+        f"*memory.free*) echo '0, {uuid}, {free}, 81559';; *compute-apps*) echo '{uuid}, 4242, {81559 - free}';; "
+        f"*query-gpu=index,uuid,name*) echo '0, {uuid}, NVIDIA H100 80GB HBM3';;"
+    )
+    script = here / "bin" / "nvidia-smi"
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\ncase $1 in {answers} esac\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    fetched = here / "cache" / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "abc"
+    fetched.mkdir(parents=True)
+    sizes = {"architectures": ["Qwen2ForCausalLM"], **(published_sizes("Qwen/Qwen2.5-0.5B") or {})}
+    (fetched / "config.json").write_text(json.dumps(sizes))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (fetched / name).touch()
+    monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
+
+
+SMALL = (
+    "run kl --preset paper --model Qwen/Qwen2.5-0.5B --set rollout.name=torch --set env.val_env_groups=64 --output o"
+)
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "message"),
+    [
+        (81000, "--gpus-per-exp 0.1", "The runs do not fit: "),
+        (81000, "--gpu-memory-gib 8", "The runs do not fit: "),
+        (1024, "--set env.test_env_groups=64", "held by PID 4242 (78.6 GiB). End them"),
+    ],
+)
+def test_a_real_run_that_does_not_fit_is_refused_and_writes_nothing(
+    here: Path, free: int, options: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_with_an_h100(here, monkeypatch, free)
+    before = snapshot(here)
+    answer = type_in(f"{SMALL} {options}")
+    assert (answer.code, answer.out) == (2, "")
+    assert message in answer.err
+    assert answer.err.count("\n") == 1
+    assert snapshot(here) == before
+
+
+def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with_an_h100(here, monkeypatch, 81000)
+    out = type_in(f"{SMALL} --dry-run").out
+    assert "memory: a card of 79.6 GiB (as nvidia-smi says)" in out
+    assert re.search(r"^time: at most about [\d.]+ (s|min) a step, .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
 
 
 def test_a_dry_run_names_every_run_and_writes_nothing(here: Path) -> None:

@@ -30,6 +30,9 @@ PUBLISHED = [
     ((1536, 8960, 28, 12, 2), 151_936, True, 1_543_714_304),
     ((2048, 11008, 36, 16, 2), 151_936, True, 3_085_938_688),
     ((3584, 18944, 28, 28, 4), 152_064, False, 7_615_616_512),
+    ((5120, 13824, 48, 40, 8), 152_064, False, 14_770_033_664),
+    ((5120, 27648, 64, 40, 8), 152_064, False, 32_763_876_352),
+    ((8192, 29568, 80, 64, 8), 152_064, False, 72_706_203_648),
 ]
 
 
@@ -83,6 +86,43 @@ def test_the_hubs_models_have_their_published_parameters(
 ) -> None:
     shape = Shape(**dict(zip(SIZES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied)
     assert policy_parameters(shape) == parameters
+
+
+# Parameters, and those without embeddings, in 1e9, as the models' cards on the hub say (rounded or cut).
+CARDS = {"0.5": (0.49, 0.36), "1.5": (1.54, 1.31), "3": (3.09, 2.77), "7": (7.61, 6.53), "14": (14.7, 13.1),
+         "32": (32.5, 31.0), "72": (72.7, 70.0)}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", CARDS)
+def test_a_model_that_is_not_here_has_its_published_shape(size: str) -> None:
+    nowhere = {"HF_HUB_CACHE": "/nowhere"}
+    shape = shape_of(f"Qwen/Qwen2.5-{size}B", nowhere)
+    assert shape is not None
+    total, inside = CARDS[size]
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    assert policy_parameters(shape) / 1e9 == pytest.approx(total, rel=0.01)
+    assert (policy_parameters(shape) - embeddings) / 1e9 == pytest.approx(inside, rel=0.01)
+    assert shape_of(f"Qwen/Qwen2.5-{size}B-Instruct", nowhere) == shape
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-Math-7B", "Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"])
+def test_variants_have_the_sizes_of_their_base(path: str) -> None:
+    assert shape_of(path, {"HF_HUB_CACHE": "/nowhere"}) == shape_of("Qwen/Qwen2.5-7B", {"HF_HUB_CACHE": "/nowhere"})
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["Qwen/Qwen2.5-4B", "Qwen/Qwen2.5-Math-3B", "Qwen/Qwen2.5-7B-Instruct-AWQ", "Qwen/Qwen2.5-7B ", "Qwen2.5-7B"],
+)
+def test_what_was_not_released_has_no_shape(path: str) -> None:
+    assert shape_of(path, {"HF_HUB_CACHE": "/nowhere"}) is None
+
+
+def test_a_config_that_is_here_comes_before_the_published_sizes(tmp_path: Path) -> None:
+    write_config(tmp_path / "models--Qwen--Qwen2.5-3B" / "snapshots" / "aaa", vocab_size=5)
+    shape = shape_of("Qwen/Qwen2.5-3B", {"HF_HUB_CACHE": str(tmp_path)})
+    assert shape is not None
+    assert shape.vocab_size == 5
 
 
 def test_the_shipped_model() -> None:

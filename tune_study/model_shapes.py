@@ -1,0 +1,35 @@
+"""Sizes of the Qwen2.5 family, so that a study can be planned before its model is fetched. Data; no imports of ours."""
+
+import re
+
+# hidden, intermediate, blocks, query heads, key heads, vocabulary, tied head; each from the hub's config.json.
+_SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
+    "0.5": (896, 4864, 24, 14, 2, 151_936, True),
+    "1.5": (1536, 8960, 28, 12, 2, 151_936, True),
+    "3": (2048, 11_008, 36, 16, 2, 151_936, True),
+    "7": (3584, 18_944, 28, 28, 4, 152_064, False),
+    "14": (5120, 13_824, 48, 40, 8, 152_064, False),
+    "32": (5120, 27_648, 64, 40, 8, 152_064, False),
+    "72": (8192, 29_568, 80, 64, 8, 152_064, False),
+}
+_RELEASED = {
+    "": ("0.5", "1.5", "3", "7", "14", "32", "72"),
+    "Math-": ("1.5", "7", "72"),
+    "Coder-": ("0.5", "1.5", "3", "7", "14", "32"),
+}
+_FIELDS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
+_HUB_ID = re.compile(r"Qwen/Qwen2\.5-(|Math-|Coder-)(0\.5|1\.5|3|7|14|32|72)B(?:-Instruct)?")
+
+
+def published_sizes(path: str) -> dict[str, int | bool] | None:
+    """The fields of config.json that a model's shape depends on; None for what is no Qwen2.5 of the hub.
+
+    Math, Coder and Instruct have the sizes of the base model of their size. Quantised ones are not listed.
+    """
+    found = _HUB_ID.fullmatch(path)
+    if found is None or found[2] not in _RELEASED[found[1]]:
+        return None
+    return dict(zip(_FIELDS, _SIZES[found[2]], strict=True))
