@@ -12,10 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainable.algo.vocabulary import CHUNK_ELEMENTS
 from trainable.qwen2 import KVCache, Qwen2
 
 TREE_TOKENS = 256  # of one tree: what its tokens see of each other grows with the square
-LOGITS = 2**25  # that are held at once
+PASS_TOKENS, PASS_TOKENS_CUDA = 2048, 2**16
+"""Rows times length of a pass: few fit a processor's caches; a GPU reads all weights once a pass, so it takes many."""
 
 
 class CrossScores(NamedTuple):
@@ -46,7 +48,7 @@ class Tree(NamedTuple):
 
 
 def cross_scores(
-    model: Qwen2, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]], max_tokens: int = 2048
+    model: Qwen2, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]], max_tokens: int | None = None
 ) -> CrossScores:
     """Score every one of N thoughts after every one of M prompts, without gradients.
 
@@ -56,15 +58,17 @@ def cross_scores(
         model: what scores, on its own device; its weights and mode are left alone.
         prompts, thoughts: token ids, at least one of each; lengths may differ.
         max_tokens: rows times length of a pass at most, when prompts are read and when trees are scored: a bound on
-            memory. One prompt, and one thought after one prompt, make a pass whatever their length. The default is
-            what a processor's caches like; a large GPU is busier with more.
+            memory. One prompt, and one thought after one prompt, make a pass whatever their length. None:
+            `PASS_TOKENS`, on a GPU `PASS_TOKENS_CUDA`.
 
     Raises ValueError for an empty prompt or thought, and where a prompt and a thought outgrow the model's context.
     """
+    device = model.lm_head.weight.device
+    if max_tokens is None:
+        max_tokens = PASS_TOKENS_CUDA if device.type == "cuda" else PASS_TOKENS
     _check(model, prompts, thoughts, max_tokens)
     columns, column_of = _distinct(prompts)
     rows, row_of = _distinct(thoughts)
-    device = model.lm_head.weight.device
     trees = list(_trees(rows, min(TREE_TOKENS, max_tokens), device))
     sums = torch.zeros((len(rows), len(columns)), dtype=torch.float64, device=device)
     with torch.inference_mode():
@@ -166,8 +170,14 @@ def _after(model: Qwen2, prompts: Sequence[Sequence[int]], trees: Sequence[Tree]
 
 def _token_logprobs(model: Qwen2, hidden: Tensor, tree: Tree) -> Tensor:
     """Log-probs (B, T) of a tree's tokens from the states (B, 1 + F, hidden) that predict them."""
-    found = []
-    for part in hidden.split(max(1, LOGITS // (hidden.shape[1] * model.shape.vocab_size))):
-        logits = model.lm_head(part).float()
-        found.append(logits[:, tree.parents, tree.tokens] - logits.logsumexp(-1)[:, tree.parents])
-    return torch.cat(found)
+    found = torch.empty((len(hidden), len(tree.tokens)), device=hidden.device)
+    states = max(1, min(hidden.shape[1], CHUNK_ELEMENTS // model.shape.vocab_size))
+    prompts = max(1, CHUNK_ELEMENTS // (states * model.shape.vocab_size))
+    for first in range(0, hidden.shape[1], states):
+        # The tokens that these states predict: each token has one parent.
+        here = ((tree.parents >= first) & (tree.parents < first + states)).nonzero().squeeze(-1)
+        parents, tokens = tree.parents[here] - first, tree.tokens[here]
+        for start in range(0, len(hidden), prompts):
+            logits = model.lm_head(hidden[start : start + prompts, first : first + states]).float()
+            found[start : start + prompts, here] = logits[:, parents, tokens] - logits.logsumexp(-1)[:, parents]
+    return found

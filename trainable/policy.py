@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,11 +10,14 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from tokenizers import Tokenizer
+from torch import nn
 
 from trainable.protocol import END_OF_MESSAGE
-from trainable.qwen2 import Qwen2, Qwen2Shape, ValueModel
+from trainable.qwen2 import PassSettings, Qwen2, Qwen2Shape, ValueModel
 from trainable.rollout.play import Codec
+from trainable.sections import ModelConfig
 
+PLAIN = PassSettings()
 SHIPPED = "sokoban-tiny"
 _SHIPPED_FOLDER = Path(__file__).parent / "embedded" / "sokoban_tiny"
 
@@ -57,14 +61,15 @@ def find_model(path: str) -> Path:
         ) from None
 
 
-def load_policy(path: str, device: torch.device) -> Policy:
-    """Model (float32) and tokenizer at `path`, on `device`."""
+def load_policy(path: str, device: torch.device, passes: PassSettings = PLAIN) -> Policy:
+    """Model (float32 weights, whose passes are computed as `passes` says) and tokenizer at `path`, on `device`."""
     folder = find_model(path)
     model = Qwen2(Qwen2Shape.read(folder))
     weights = read_weights(folder)
     if model.shape.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     model.load_state_dict(weights)
+    model.model.passes = passes
     return Policy(model.to(device), Tokenizer.from_file(str(folder / "tokenizer.json")), folder)
 
 
@@ -81,8 +86,9 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> ValueModel:
-    """A critic whose trunk is a copy of the policy's and whose head is drawn from N(0, 0.02), bias 0."""
+    """A critic whose trunk is a copy of the policy's, passes included, and whose head is from N(0, 0.02), bias 0."""
     critic = ValueModel(policy.model.shape)
+    critic.model.passes = policy.model.model.passes
     critic.model.load_state_dict(policy.model.model.state_dict())
     with torch.no_grad():
         critic.score.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, critic.score.weight.shape)))
@@ -102,11 +108,22 @@ def make_codec(tokenizer: Tokenizer) -> Codec:
     return Codec(encode, decode)
 
 
+def pass_settings(settings: ModelConfig) -> PassSettings:
+    """How the networks of a run compute."""
+    return PassSettings(getattr(torch, settings.dtype), settings.enable_gradient_checkpointing)
+
+
 def frozen_copy(model: Qwen2) -> Qwen2:
-    """A copy of `model` on its device that no gradient reaches: the reference."""
-    copy = Qwen2(model.shape).to(next(model.parameters()).device)
-    copy.load_state_dict(model.state_dict())
-    return copy.requires_grad_(False)
+    """A copy of `model` on its device that no gradient reaches: the reference.
+
+    Its linear layers hold their weights in the type that passes compute in, which gives the same numbers to the last
+    bit, since that is what a pass would make of them. Embedding and norms, which passes read in float32, keep it.
+    """
+    frozen = deepcopy(model).requires_grad_(False)
+    for layer in frozen.modules():
+        if isinstance(layer, nn.Linear) and layer.weight is not frozen.model.embed_tokens.weight:
+            layer.to(model.model.passes.dtype)
+    return frozen
 
 
 def pick_device(wanted: str, gpus: float) -> torch.device:

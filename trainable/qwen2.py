@@ -5,13 +5,16 @@ cache whose slots all rows share. Both give the numbers of transformers' Qwen2Fo
 """
 
 import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 
@@ -67,21 +70,44 @@ class Qwen2Shape:
         )
 
 
+class PassSettings(NamedTuple):
+    """How a network's passes are computed; its weights are float32 whatever they say.
+
+    dtype: of products; in bfloat16, under torch.autocast, residuals, norms and rotary positions stay float32.
+    recompute: in passes with gradients keep each block's input only, and run the block again in the backward pass.
+    """
+
+    dtype: torch.dtype = torch.float32
+    recompute: bool = False
+
+
 class KVCache:
     """Keys and values of every layer, `(rows, kv_heads, slots, head_dim)`; rows that grow together share slots.
 
     A slot may be a filler for a row; `bias` (rows, slots) is 0 where the row has a token and -inf where it does not.
+    Keys and values are made when they are first written, in the type that the network computes in.
     """
 
     def __init__(self, shape: Qwen2Shape, rows: int, slots: int, like: Tensor) -> None:
-        size = (rows, shape.num_key_value_heads, slots, shape.head_dim)
-        # Zeros, since memory never written may hold a NaN, which no bias hides.
-        self.keys = [like.new_zeros(size) for _ in range(shape.num_hidden_layers)]
-        self.values = [like.new_zeros(size) for _ in range(shape.num_hidden_layers)]
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
         self.bias = like.new_full((rows, slots), -torch.inf)
         self.used = 0
         self.shape = shape
         self.angles = rotary(torch.arange(slots, device=like.device), shape)
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Fill a layer's next q slots with `k`, `v` (B, kv_heads, q, D); all of its first B rows (..., used + q, D)."""
+        if layer == len(self.keys):
+            size = (self.bias.shape[0], k.shape[1], self.bias.shape[1], k.shape[3])
+            # Zeros, since memory never written may hold a NaN, which no bias hides.
+            self.keys.append(k.new_zeros(size))
+            self.values.append(v.new_zeros(size))
+        end = self.used + k.shape[2]
+        keys, values = self.keys[layer][: len(k)], self.values[layer][: len(k)]
+        keys[:, :, self.used : end] = k
+        values[:, :, self.used : end] = v
+        return keys[:, :, :end], values[:, :, :end]
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` more."""
@@ -126,7 +152,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` (..., size) over its root mean square, times the gain."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        kind = x.device.type  # what autocast's products want is cast once here, and not for each of them
+        return normed.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else normed
 
 
 def rotary(positions: Tensor, shape: Qwen2Shape) -> tuple[Tensor, Tensor]:
@@ -139,7 +167,7 @@ def rotary(positions: Tensor, shape: Qwen2Shape) -> tuple[Tensor, Tensor]:
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-high, low), dim=-1) * sin
+    return (x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -175,17 +203,16 @@ class Attention(nn.Module):
         """Attention of `x` (B, q, hidden) over the cache, whose next q slots it fills; `bias` (B, q, used + q)."""
         batch, new, _ = x.shape
         q, k, v = self.project(x, cos, sin)
-        end = cache.used + new
-        keys, values = cache.keys[layer][:batch], cache.values[layer][:batch]
-        keys[:, :, cache.used : end] = k
-        values[:, :, cache.used : end] = v
+        keys, values = cache.write(layer, k, v)
         groups = self.heads // self.kv_heads
         # Queries of the heads that share a key head become rows of one product: no key is copied.
         folded = q.reshape(batch, self.kv_heads, groups * new, self.head_dim)
-        scores = folded @ keys[:, :, :end].transpose(-1, -2) * self.head_dim**-0.5
-        scores = scores.view(batch, self.kv_heads, groups, new, end) + bias[:, None, None]
-        weights = scores.softmax(-1).view(batch, self.kv_heads, groups * new, end)
-        mixed = (weights @ values[:, :, :end]).view(batch, self.heads, new, self.head_dim)
+        if q.dtype == torch.bfloat16:  # whose scores only the fused attention keeps in float32
+            return self._fused(folded, keys, values, bias)
+        scores = folded @ keys.transpose(-1, -2) * self.head_dim**-0.5
+        scores = scores.view(batch, self.kv_heads, groups, new, -1) + bias[:, None, None]
+        weights = scores.softmax(-1).view(batch, self.kv_heads, groups * new, -1)
+        mixed = (weights @ values).view(batch, self.heads, new, self.head_dim)
         return mixed.transpose(1, 2).reshape(batch, new, -1)
 
     def branched(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
@@ -195,8 +222,13 @@ class Attention(nn.Module):
         keys = torch.cat((cache.keys[layer][:, :, : cache.used], k), dim=2)
         values = torch.cat((cache.values[layer][:, :, : cache.used], v), dim=2)
         groups = self.heads // self.kv_heads
-        folded = q.reshape(batch, self.kv_heads, groups * new, self.head_dim)  # as in `cached`
-        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=bias.repeat(1, groups, 1)[:, None])
+        return self._fused(q.reshape(batch, self.kv_heads, groups * new, self.head_dim), keys, values, bias)
+
+    def _fused(self, folded: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        """Attention of queries folded as in `cached` under `bias` (B, q, slots): `(B, q, hidden)`."""
+        batch, new, _ = bias.shape
+        mask = bias.repeat(1, self.heads // self.kv_heads, 1)[:, None].to(folded.dtype)
+        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
         return mixed.view(batch, self.heads, new, self.head_dim).transpose(1, 2).reshape(batch, new, -1)
 
 
@@ -224,6 +256,13 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
+    def whole(self, x: Tensor, cos: Tensor, sin: Tensor, where: Tensor | None) -> Tensor:
+        """The block over whole sequences `x` (B, T, hidden), finished at flat positions `where` only, if given."""
+        mixed = self.self_attn.causal(self.input_layernorm(x), cos, sin)
+        if where is not None:
+            x, mixed = x.flatten(0, 1)[where], mixed.flatten(0, 1)[where]
+        return self.finish(x, mixed)
+
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
         """The block after its attention: output projection, residuals and feed-forward, at any subset of positions."""
         x = x + self.self_attn.o_proj(mixed)
@@ -231,11 +270,12 @@ class Layer(nn.Module):
 
 
 class Trunk(nn.Module):
-    """Embedding, blocks and final norm: tokens to hidden states."""
+    """Embedding, blocks and final norm: tokens to hidden states, which are in the type of `passes`."""
 
     def __init__(self, shape: Qwen2Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.passes = PassSettings()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
@@ -245,21 +285,32 @@ class Trunk(nn.Module):
         """The blocks, typed."""
         return cast(list[Layer], list(self.layers))
 
+    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """What every pass runs under: nothing, where it computes in the type of its weights."""
+        dtype = self.passes.dtype
+        # A pass uses each weight once: casts that are kept for a second use would only hold memory.
+        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
+
+    def _through(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, where: Tensor | None) -> Tensor:
+        """`layer.whole`, of which a pass with gradients keeps only the input where blocks are recomputed."""
+        if not (self.passes.recompute and torch.is_grad_enabled()):
+            return layer.whole(x, cos, sin, where)
+        # No block draws random numbers, so their state need not be kept.
+        return checkpoint(layer.whole, x, cos, sin, where, use_reentrant=False, preserve_rng_state=False)
+
     def hidden_at(self, tokens: Tensor, where: Tensor) -> Tensor:
         """Hidden states at chosen positions of whole sequences.
 
         tokens: (B, T) from position 0 on, right-padded with anything. where: (N,) flat indices into B * T, none of
         them padding. Returns (N, hidden). The last block is finished at `where` only, which changes no number.
         """
-        x = self.embed_tokens(tokens)
-        cos, sin = rotary(torch.arange(tokens.shape[1], device=tokens.device), self.shape)
-        last = len(self.layers) - 1
-        for number, layer in enumerate(self.blocks):
-            mixed = layer.self_attn.causal(layer.input_layernorm(x), cos, sin)
-            if number == last:
-                x, mixed = x.flatten(0, 1)[where], mixed.flatten(0, 1)[where]
-            x = layer.finish(x, mixed)
-        return self.norm(x)
+        *blocks, last = self.blocks
+        with self._autocast(tokens.device):
+            x = self.embed_tokens(tokens)
+            cos, sin = rotary(torch.arange(tokens.shape[1], device=tokens.device), self.shape)
+            for layer in blocks:
+                x = self._through(layer, x, cos, sin, None)
+            return self.norm(self._through(last, x, cos, sin, where))
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens to the cache's first B rows; hidden state of the last one.
@@ -276,17 +327,18 @@ class Trunk(nn.Module):
             # The finite floor keeps a filler's own row of scores from being all -inf, which softmax turns into NaN.
             later = torch.full((new, new), -torch.inf, device=tokens.device).triu(1)
             bias = (bias + F.pad(later, (cache.used, 0))).clamp_min(-1e30)
-        x = self.embed_tokens(tokens)
         # A row's positions are below its slots, packed or not: the cache's table reaches all of them.
         cos, sin = cache.angles[0][positions], cache.angles[1][positions]
         last = len(self.layers) - 1
-        for number, layer in enumerate(self.blocks):
-            mixed = layer.self_attn.cached(layer.input_layernorm(x), cos, sin, cache, number, bias)
-            if number == last:
-                x, mixed = x[:, -1], mixed[:, -1]
-            x = layer.finish(x, mixed)
-        cache.used = end
-        return self.norm(x)
+        with self._autocast(tokens.device):
+            x = self.embed_tokens(tokens)
+            for number, layer in enumerate(self.blocks):
+                mixed = layer.self_attn.cached(layer.input_layernorm(x), cos, sin, cache, number, bias)
+                if number == last:
+                    x, mixed = x[:, -1], mixed[:, -1]
+                x = layer.finish(x, mixed)
+            cache.used = end
+            return self.norm(x)
 
     def branch(self, tokens: Tensor, depths: Tensor, sees: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
         """Hidden states of one tree of tokens after every row of the cache, which is only read.
@@ -298,10 +350,27 @@ class Trunk(nn.Module):
         prefix = cache.bias[:, None, : cache.used].expand(-1, len(tokens), -1)
         bias = torch.cat((prefix, torch.where(sees, 0.0, -torch.inf).expand(rows, -1, -1).to(prefix.dtype)), dim=-1)
         cos, sin = rotary(lengths[:, None] + depths, self.shape)
-        x = self.embed_tokens(tokens).expand(rows, -1, -1)
-        for number, layer in enumerate(self.blocks):
-            x = layer.finish(x, layer.self_attn.branched(layer.input_layernorm(x), cos, sin, cache, number, bias))
-        return self.norm(x)
+        with self._autocast(tokens.device):
+            x = self.embed_tokens(tokens).expand(rows, -1, -1)
+            for number, layer in enumerate(self.blocks):
+                x = layer.finish(x, layer.self_attn.branched(layer.input_layernorm(x), cos, sin, cache, number, bias))
+            return self.norm(x)
+
+
+class LanguageHead(nn.Linear):
+    """Hidden states to the vocabulary, in the type of the hidden states."""
+
+    def forward(self, hidden: Tensor, of: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+        """Logits (..., V) of `hidden` (..., h); or `of(hidden, weight)`, which need not make them whole."""
+        return F.linear(hidden, self.weight.to(hidden.dtype)) if of is None else of(hidden, self.weight)
+
+
+class ValueHead(nn.Linear):
+    """Hidden states to one value each, in float32: it costs nothing, and returns are not rounded."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values (..., 1) of `hidden` (..., h)."""
+        return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
 
 
 class Qwen2(nn.Module):
@@ -311,7 +380,7 @@ class Qwen2(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Trunk(shape)
-        self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.lm_head = LanguageHead(shape.hidden_size, shape.vocab_size, bias=False)
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
@@ -323,7 +392,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.shape = shape
         self.model = Trunk(shape)
-        self.score = nn.Linear(shape.hidden_size, 1)
+        self.score = ValueHead(shape.hidden_size, 1)
 
     def values_at(self, tokens: Tensor, where: Tensor) -> Tensor:
         """Values (N,) at flat positions `where` (N,) of `tokens` (B, T)."""

@@ -13,18 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainable.algo.losses import entropy_from_logits, full_kl, kl_estimate, logprobs_from_logits, ppo_clip, value_clip
+from trainable.algo.losses import kl_estimate, ppo_clip, value_clip
 from trainable.algo.reductions import loss_weights
+from trainable.algo.vocabulary import CHUNK_ELEMENTS, TokenNumbers, logprobs_from_hidden, token_numbers
 from trainable.backend.one_device import Backend
 from trainable.backend.world import ALONE, World, my_rows
 from trainable.batch import Batch, mini_batches
 from trainable.meter import Meter
 from trainable.qwen2 import Qwen2, Trunk, ValueModel
+from trainable.rollout.agreement import importance_weights
 from trainable.sections import ActorConfig, CriticConfig, OptimConfig
 
-ROWS_A_PASS = 16  # rows of one forward and backward pass; a choice of speed and memory only
-
-ENTROPY_ROWS = 2048  # tokens whose distribution is worked on at once, where chunking is on (published)
+ROWS_A_PASS = 16  # rows of one forward and backward pass at most; a choice of speed and memory only
+TOKENS_A_PASS = 16_384  # tokens of one, padding included: what keeps a GPU busy, and bounds what it has to remember
 
 
 class Targets(NamedTuple):
@@ -75,11 +76,13 @@ def passes(
 
 def weighted_passes(batch: Batch, targets: Targets, rows: Tensor, weights: Tensor) -> Iterator[Pass]:
     """Cut the episodes at `rows` (N,) into passes; weights (N, T) of their tokens in the loss."""
-    for start in range(0, len(rows), ROWS_A_PASS):
-        index = rows[start : start + ROWS_A_PASS]
+    # By the batch's longest episode, which all ranks know: they must make equally many passes.
+    size = max(1, min(ROWS_A_PASS, TOKENS_A_PASS // batch.tokens.shape[1]))
+    for start in range(0, len(rows), size):
+        index = rows[start : start + size]
         part = batch.rows(index)
         longest = part.mask.shape[1]
-        yield Pass(part, targets.rows(index, longest), weights[start : start + ROWS_A_PASS, :longest][part.mask])
+        yield Pass(part, targets.rows(index, longest), weights[start : start + size, :longest][part.mask])
 
 
 def update_critic(
@@ -160,17 +163,18 @@ class ActorUpdate:
         """
         settings, where = self.settings, part.batch.where()
         hidden = self.model.model.hidden_at(part.batch.tokens, where)
-        logits = self.model.lm_head(hidden) / self.temperature
-        logprobs = logprobs_from_logits(logits, part.flat(part.batch.tokens))
-        terms = {"task": self._task(part, logprobs, meter)}
-        with torch.set_grad_enabled(torch.is_grad_enabled() and settings.entropy_coeff != 0):
-            rows = ENTROPY_ROWS if settings.entropy_from_logits_with_chunking else max(1, len(logits))
-            entropy = (part.weights * entropy_from_logits(logits, rows)).sum()
+        numbers = self.model.lm_head(hidden, partial(
+            token_numbers, tokens=part.flat(part.batch.tokens), temperature=self.temperature,
+            entropy_gradient=settings.entropy_coeff != 0, reference=self._whole_reference(part, where),
+            elements=CHUNK_ELEMENTS if settings.entropy_from_logits_with_chunking else None,
+        ))  # fmt: skip
+        terms = {"task": self._task(part, numbers.logprobs, meter)}
+        entropy = (part.weights * numbers.entropies).sum()
         meter.add(0, {"entropy_loss": entropy.detach()}, {})
         if settings.entropy_coeff != 0:
             terms["entropy"] = -settings.entropy_coeff * entropy
         if settings.use_kl_loss:
-            kl = (part.weights * self._kl(part, logits, logprobs, where)).sum()
+            kl = (part.weights * self._kl(part, numbers)).sum()
             meter.add(0, {"kl_loss": kl.detach()}, {})
             terms["kl"] = settings.kl_loss_coef * kl
         if self.head is not None:
@@ -185,7 +189,12 @@ class ActorUpdate:
             logprobs, old, part.flat(part.targets.advantages),
             settings.clip_ratio_low, settings.clip_ratio_high, settings.clip_ratio_c,
         )  # fmt: skip
-        pg_loss = (part.weights * policy.loss).sum()
+        weights = part.weights
+        if settings.tis_imp_ratio_cap is not None:
+            weights = weights * importance_weights(
+                old, part.flat(part.batch.engine_logprobs), settings.tis_imp_ratio_cap
+            )
+        pg_loss = (weights * policy.loss).sum()
         counted = {
             "pg_clipfrac": policy.clipped.sum(),
             "pg_clipfrac_lower": policy.clipped_lower.sum(),
@@ -194,16 +203,20 @@ class ActorUpdate:
         meter.add(len(old), {"pg_loss": pg_loss.detach()}, counted)
         return pg_loss
 
-    def _kl(self, part: Pass, logits: Tensor, logprobs: Tensor, where: Tensor) -> Tensor:
+    def _kl(self, part: Pass, numbers: TokenNumbers) -> Tensor:
         """The KL penalty of each trained token (N,)."""
-        if self.settings.kl_loss_type != "full":
-            assert part.targets.ref_logprobs is not None
-            return kl_estimate(logprobs, part.flat(part.targets.ref_logprobs), self.settings.kl_loss_type)
+        if numbers.full_kl is not None:
+            return numbers.full_kl
+        assert part.targets.ref_logprobs is not None
+        return kl_estimate(numbers.logprobs, part.flat(part.targets.ref_logprobs), self.settings.kl_loss_type)
+
+    def _whole_reference(self, part: Pass, where: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Hidden states (N, hidden) and head of the reference, where the exact KL needs its whole distributions."""
+        if not (self.settings.use_kl_loss and self.settings.kl_loss_type == "full"):
+            return None
         assert self.reference is not None
         with torch.no_grad():
-            hidden = self.reference.model.hidden_at(part.batch.tokens, where)
-            ref_logits = self.reference.lm_head(hidden) / self.temperature
-        return full_kl(logits, ref_logits)
+            return self.reference.model.hidden_at(part.batch.tokens, where), self.reference.lm_head.weight
 
 
 @torch.no_grad()
@@ -239,5 +252,9 @@ class TokenFunction:
 
     def __call__(self, tokens: Tensor, where: Tensor, targets: Tensor) -> Tensor:
         """Evaluate at flat positions `where` (n,), whose next tokens are `targets` (n,)."""
-        out = self.head(self.trunk.hidden_at(tokens, where))
-        return out.squeeze(-1) if self.temperature is None else logprobs_from_logits(out / self.temperature, targets)
+        hidden = self.trunk.hidden_at(tokens, where)
+        if self.temperature is None:
+            return self.head(hidden).squeeze(-1)
+        return self.head(hidden, partial(
+            logprobs_from_hidden, tokens=targets, temperature=self.temperature, elements=CHUNK_ELEMENTS
+        ))  # fmt: skip

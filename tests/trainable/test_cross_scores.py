@@ -144,15 +144,22 @@ def test_a_pass_stays_below_the_limit_or_has_one_row(grouped: Qwen2, max_tokens:
     assert len(sizes) > len(passes(grouped, prompts, thoughts))
 
 
-def test_long_vocabularies_are_scored_piece_by_piece(grouped: Qwen2, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("elements", "most"), [(1, 1), (23 * 3, 3), (23 * 11, 11), (10**9, 100)])
+def test_long_vocabularies_are_scored_piece_by_piece(
+    grouped: Qwen2, elements: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = np.random.default_rng(3)
-    prompts, thoughts = drawn(rng, 4, 9), drawn(rng, 5, 6)
-    monkeypatch.setattr("trainable.cross_scores.LOGITS", 1)
+    prompts, thoughts = drawn(rng, 4, 9), [*drawn(rng, 5, 6), *alike(rng, 4, 5)]
+    wanted = cross_scores(grouped, prompts, thoughts).sums
+    monkeypatch.setattr("trainable.cross_scores.CHUNK_ELEMENTS", elements)
     held: list[int] = []
-    hook = grouped.lm_head.register_forward_hook(lambda _, inputs, __: held.append(len(inputs[0])))
+    hook = grouped.lm_head.register_forward_hook(lambda _, inputs, out: held.append(out.numel() // 23))
     found = cross_scores(grouped, prompts, thoughts)
     hook.remove()
-    assert held == [1] * 4
+    states = sum(held)
+    assert most >= max(held) > most // 3
+    assert states % 4 == 0  # each state of the tree, after each prompt, once
+    close(found.sums, wanted)
     close(found.sums, naive(grouped, prompts, thoughts))
 
 

@@ -156,12 +156,19 @@ def test_gradients_do_not_depend_on_where_passes_are_cut(rows: int, mode: str, m
 
 
 @pytest.mark.parametrize("chunking", [True, False])
-def test_gradients_do_not_depend_on_chunks_of_the_entropy(chunking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual, _ = ran(ActorConfig(**CUT, entropy_coeff=0.5))
-    monkeypatch.setattr(update, "ENTROPY_ROWS", 7)
-    cut, _ = ran(ActorConfig(**CUT, entropy_coeff=0.5, entropy_from_logits_with_chunking=chunking))
+@pytest.mark.parametrize("kind", ["full", "low_var_kl"])
+def test_gradients_do_not_depend_on_chunks_of_the_vocabulary(
+    kind: str, chunking: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ActorConfig(
+        **CUT, entropy_coeff=0.5, use_kl_loss=True, kl_loss_type=kind, entropy_from_logits_with_chunking=chunking
+    )
+    usual, meter = ran(settings)
+    monkeypatch.setattr(update, "CHUNK_ELEMENTS", 7 * 23)
+    cut, cut_meter = ran(settings)
     for one, other in zip(named(usual, MODEL), named(cut, MODEL), strict=True):
         close(one, other)
+    assert cut_meter.means() == pytest.approx(meter.means(), rel=1e-4, abs=1e-6)
 
 
 def test_the_means_of_micro_batches_are_not_the_mean_over_tokens() -> None:

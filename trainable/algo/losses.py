@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0
@@ -152,7 +151,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     return value.detach() + (surrogate - surrogate.detach())
 
 
-def full_kl(logits: Tensor, ref_logits: Tensor, chunk_size: int = 2048) -> Tensor:
+def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     """KL(π‖π_ref) of each row (N,), in nats: the exact sum over the vocabulary.
 
         KL = Σ_v π_v (logπ_v − logπ_ref,v)
@@ -160,28 +159,28 @@ def full_kl(logits: Tensor, ref_logits: Tensor, chunk_size: int = 2048) -> Tenso
     Args:
         logits: (N, V) of the policy, divided by the sampling temperature.
         ref_logits: (N, V) of the reference, likewise.
-        chunk_size: rows worked on at once; changes memory, not values.
 
     Source: definition.  Degenerate: equal logits give 0 with zero gradient. Logits must be finite.
     """
-    return _by_chunks(_kl_of_rows, chunk_size, logits, ref_logits)
+    logprobs, ref_logprobs = _log_softmax(logits), _log_softmax(ref_logits)
+    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(dim=-1)
 
 
-def entropy_from_logits(logits: Tensor, chunk_size: int = 2048) -> Tensor:
+def entropy_from_logits(logits: Tensor) -> Tensor:
     """Entropy of the softmax of each row (N,), in nats.
 
         H = −Σ_v π_v logπ_v = logsumexp(z) − Σ_v π_v z_v
 
     Args:
         logits: (N, V), divided by the sampling temperature.
-        chunk_size: rows worked on at once; changes memory, not values.
 
     Source: definition.  Degenerate: equal logits give log V with zero gradient. Logits must be finite.
     """
-    return _by_chunks(_entropy_of_rows, chunk_size, logits)
+    logprobs = _log_softmax(logits)
+    return -(logprobs.exp() * logprobs).sum(dim=-1)
 
 
-def logprobs_from_logits(logits: Tensor, tokens: Tensor, chunk_size: int = 2048) -> Tensor:
+def logprobs_from_logits(logits: Tensor, tokens: Tensor) -> Tensor:
     """Log-probability of one token in each row (N,), in nats.
 
         log π(a) = z_a − logsumexp(z)
@@ -189,24 +188,9 @@ def logprobs_from_logits(logits: Tensor, tokens: Tensor, chunk_size: int = 2048)
     Args:
         logits: (N, V), divided by the sampling temperature.
         tokens: (N,) int64, the token a of each row.
-        chunk_size: rows worked on at once; changes memory, not values.
 
     Source: definition.  Degenerate: no row gives an empty result.
     """
-    return _by_chunks(_logprob_of_rows, chunk_size, logits, tokens)
-
-
-def _kl_of_rows(logits: Tensor, ref_logits: Tensor) -> Tensor:
-    logprobs, ref_logprobs = _log_softmax(logits), _log_softmax(ref_logits)
-    return (logprobs.exp() * (logprobs - ref_logprobs)).sum(dim=-1)
-
-
-def _entropy_of_rows(logits: Tensor) -> Tensor:
-    logprobs = _log_softmax(logits)
-    return -(logprobs.exp() * logprobs).sum(dim=-1)
-
-
-def _logprob_of_rows(logits: Tensor, tokens: Tensor) -> Tensor:
     return -F.cross_entropy(_at_least_float32(logits), tokens, reduction="none")
 
 
@@ -216,16 +200,3 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 def _at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def _by_chunks(of_rows: Callable[..., Tensor], chunk_size: int, *tensors: Tensor) -> Tensor:
-    """Apply `of_rows` to runs of `chunk_size` rows; several chunks are recomputed in the backward pass.
-
-    So neither pass holds more than one chunk's (chunk_size, V) float32 intermediates.
-    """
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; it must be at least 1 row, such as 2048.")
-    if len(tensors[0]) <= chunk_size:
-        return of_rows(*tensors)
-    chunks = zip(*(torch.split(x, chunk_size) for x in tensors), strict=True)
-    return torch.cat([checkpoint(of_rows, *rows, use_reentrant=False, preserve_rng_state=False) for rows in chunks])

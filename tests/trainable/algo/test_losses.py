@@ -207,46 +207,31 @@ def test_full_kl_of_equal_policies_is_zero_with_zero_gradient() -> None:
 
 
 OF_ROWS = {
-    "entropy": lambda logits, size: entropy_from_logits(logits, size),
-    "logprobs": lambda logits, size: logprobs_from_logits(logits, torch.arange(len(logits)) % 7, size),
-    "full_kl": lambda logits, size: full_kl(logits, random_logits(len(logits), seed=9).to(logits.dtype), size),
+    "entropy": entropy_from_logits,
+    "logprobs": lambda logits: logprobs_from_logits(logits, torch.arange(len(logits)) % 7),
+    "full_kl": lambda logits: full_kl(logits, random_logits(len(logits), seed=9).to(logits.dtype)),
 }
-
-
-@pytest.mark.parametrize("name", OF_ROWS)
-@pytest.mark.parametrize("chunk_size", [1, 3, 10, 11])
-def test_chunks_change_neither_values_nor_gradients(name: str, chunk_size: int) -> None:
-    logits = random_logits(10, seed=5).float().requires_grad_()
-    weights = torch.linspace(-1, 1, 10)
-    whole, chunked = OF_ROWS[name](logits, 1000), OF_ROWS[name](logits, chunk_size)
-    assert torch.equal(chunked, whole)
-    assert torch.equal(gradient_of((weights * chunked).sum(), logits), gradient_of((weights * whole).sum(), logits))
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_numbers_from_logits_gradcheck(name: str) -> None:
     logits = random_logits(4, seed=6).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: OF_ROWS[name](x, 3), (logits,))
+    assert torch.autograd.gradcheck(OF_ROWS[name], (logits,))
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_half_precision_logits_are_reduced_in_float32(name: str) -> None:
     logits = random_logits(4, seed=7).bfloat16()
-    assert OF_ROWS[name](logits, 2).dtype == torch.float32
-    torch.testing.assert_close(OF_ROWS[name](logits, 2), OF_ROWS[name](logits.float(), 2), rtol=0, atol=2e-2)
+    assert OF_ROWS[name](logits).dtype == torch.float32
+    torch.testing.assert_close(OF_ROWS[name](logits), OF_ROWS[name](logits.float()), rtol=0, atol=2e-2)
 
 
 @pytest.mark.parametrize("name", OF_ROWS)
 def test_no_rows_give_an_empty_result(name: str) -> None:
-    assert OF_ROWS[name](torch.zeros(0, 7), 4).shape == (0,)
+    assert OF_ROWS[name](torch.zeros(0, 7)).shape == (0,)
 
 
 def test_large_logits_do_not_overflow() -> None:
     logits = torch.tensor([[1e4, 0.0, -1e4]])
     assert entropy_from_logits(logits).item() == 0
     assert logprobs_from_logits(logits, torch.tensor([1])).item() == -1e4
-
-
-def test_a_chunk_has_at_least_one_row() -> None:
-    with pytest.raises(ValueError, match="chunk_size is 0; it must be at least 1 row"):
-        entropy_from_logits(torch.zeros(2, 3), chunk_size=0)

@@ -1,0 +1,74 @@
+"""The benchmark of a whole step runs on a processor, and counts operations as they are made."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.scripted import random_model, shape
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+PHASES = ["rollout_stand_in", "collapse", "values", "reference", "update_critic", "update_actor"]
+
+
+@pytest.fixture
+def gpu_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("gpu_step")
+
+
+def run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", str(FOLDER / "gpu_step.py"), "--shape", "tiny", "--device", "cpu"]
+    return subprocess.run([*command, *options], capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_of_the_tiny_shape_is_measured_phase_by_phase(dtype: str) -> None:
+    done = run("--episodes", "16", "--tokens", "4", "--dtype", dtype)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert list(found["phases"]) == PHASES
+    assert found["episodes"] == 16
+    assert 16 * 5 <= found["trained_tokens"] <= 16 * 5 * 4
+    for row in found["phases"].values():
+        assert row["seconds"] > 0
+        assert 0 < row["utilisation"] < 1
+        assert row["peak_gib"] is None
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    (("--episodes", "20"), "--episodes is 20; it must be a multiple of 16"),
+    (("--tokens", "1"), "--tokens is 1; it must be at least 2"),
+])  # fmt: skip
+def test_what_cannot_be_measured_is_refused(options: tuple[str, ...], message: str) -> None:
+    done = run(*options)
+    assert done.returncode == 2
+    assert message in done.stderr
+
+
+def test_counted_operations_are_those_that_torch_counts(gpu_step: ModuleType) -> None:
+    """Products by torch's own counter; attention, of which causal ones do half, by a sum over pairs."""
+    model = random_model(shape(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3))
+    tokens, where = torch.zeros(2, 11, dtype=torch.long), torch.tensor([3, 10, 15])
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.lm_head(model.model.hidden_at(tokens, where))
+    counts = counter.get_flop_counts()["Global"]
+    products = sum(count for operation, count in counts.items() if "mm" in str(operation))
+    attention = 3 * 2 * sum(4 * 32 * (position + 1) for position in range(11))
+    assert gpu_step.forward_flops(model.shape, [11, 11], 3, 23) == products + attention
+    after_five = gpu_step.forward_flops(model.shape, [11, 11], 3, 23, read=5)
+    assert after_five == products + attention + 3 * 2 * 11 * 4 * 32 * 5
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("tiny", 111_232), ("0.5b", 494_032_768), ("3b", 3_085_938_688)])
+def test_shapes_are_those_of_the_models_they_are_named_for(gpu_step: ModuleType, name: str, parameters: int) -> None:
+    sizes = gpu_step.shape_of(name)
+    with torch.device("meta"):
+        model = gpu_step.Qwen2(sizes)
+    assert sum(weight.numel() for weight in model.parameters()) == parameters
