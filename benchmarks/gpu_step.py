@@ -9,7 +9,6 @@ Run: python benchmarks/gpu_step.py --shape 3b --device cuda; python benchmarks/g
 
 import argparse
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -21,6 +20,7 @@ from trainable.algo.batching import length_stratified_order
 from trainable.algo.mutual_information import mutual_information
 from trainable.backend.one_device import OneDevice
 from trainable.batch import Batch, collate
+from trainable.cost import clocked, forward_flops, matrix_rate
 from trainable.cross_scores import cross_scores
 from trainable.policy import find_model, frozen_copy
 from trainable.qwen2 import PassSettings, Qwen2, Qwen2Shape, ValueModel
@@ -114,24 +114,6 @@ def make_episodes(count: int, scale: Scale, vocabulary: int) -> list[Episode]:
 # ---------------------------------------------------------------------------- what is counted
 
 
-def block_weights(shape: Qwen2Shape) -> tuple[int, int]:
-    """Weights of one block's products: before its attention, and after it, where the last block is finished."""
-    hidden, kv = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
-    return hidden * (hidden + 2 * kv), hidden * (hidden + 3 * shape.intermediate_size)
-
-
-def forward_flops(shape: Qwen2Shape, lengths: Sequence[int], finished: int, outputs: int, read: int = 0) -> float:
-    """Operations of a forward pass over sequences, each after `read` tokens whose keys are kept.
-
-    finished: tokens at which the last block is finished and the head, of `outputs` entries, is applied.
-    """
-    before, after = block_weights(shape)
-    blocks, tokens = shape.num_hidden_layers, sum(lengths)
-    products = tokens * (blocks * before + (blocks - 1) * after) + finished * (after + outputs * shape.hidden_size)
-    pairs = sum(length * (length + 1) / 2 + read * length for length in lengths)
-    return 2.0 * products + 4.0 * blocks * shape.hidden_size * pairs
-
-
 def scoring_flops(shape: Qwen2Shape, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]) -> float:
     """Operations of every thought after every prompt, each prompt read once."""
     total, tokens = 0.0, [len(thought) for thought in thoughts]
@@ -139,25 +121,6 @@ def scoring_flops(shape: Qwen2Shape, prompts: Sequence[Sequence[int]], thoughts:
         total += forward_flops(shape, [len(prompt)], 1, 0)
         total += forward_flops(shape, tokens, sum(tokens), shape.vocab_size, len(prompt))
     return total
-
-
-def matrix_rate(device: torch.device) -> float:
-    """Operations a second of large matrix products, the best of several."""
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-    left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    torch.mm(left, right)
-    return 2 * size**3 / min(clocked(lambda: torch.mm(left, right), device) for _ in range(10))
-
-
-def clocked(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of `work`, with all that it left the device to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 # ---------------------------------------------------------------------------- the step
@@ -235,7 +198,7 @@ def measured(phase: Phase, device: torch.device, rate: float) -> dict[str, float
     """Seconds, utilisation and the most memory held of one phase."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = clocked(phase.run, device)
+    seconds = clocked(phase.run, device.type)
     return {
         "seconds": round(seconds, 3),
         "tflop": round(phase.flops / 1e12, 4),
@@ -278,7 +241,7 @@ def main() -> None:
     phases |= {"collapse": collapse_phase(networks.policy, episodes), **training_phases(networks, batch)}
     for phase in phases.values():  # not counted: kernels are chosen and moments made
         phase.run()
-    rate = matrix_rate(device)
+    rate = matrix_rate(device.type, torch.bfloat16 if device.type == "cuda" else torch.float32)
     found = {name: measured(phase, device, rate) for name, phase in phases.items()}
     print(json.dumps({
         "benchmark": "gpu_step", "shape": given.shape, "dtype": dtype, "episodes": len(episodes),

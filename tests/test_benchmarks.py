@@ -9,9 +9,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
-
-from tests.scripted import random_model, shape
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 PHASES = ["rollout_stand_in", "collapse", "values", "reference", "update_critic", "update_actor"]
@@ -50,20 +47,6 @@ def test_what_cannot_be_measured_is_refused(options: tuple[str, ...], message: s
     done = run(*options)
     assert done.returncode == 2
     assert message in done.stderr
-
-
-def test_counted_operations_are_those_that_torch_counts(gpu_step: ModuleType) -> None:
-    """Products by torch's own counter; attention, of which causal ones do half, by a sum over pairs."""
-    model = random_model(shape(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3))
-    tokens, where = torch.zeros(2, 11, dtype=torch.long), torch.tensor([3, 10, 15])
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.lm_head(model.model.hidden_at(tokens, where))
-    counts = counter.get_flop_counts()["Global"]
-    products = sum(count for operation, count in counts.items() if "mm" in str(operation))
-    attention = 3 * 2 * sum(4 * 32 * (position + 1) for position in range(11))
-    assert gpu_step.forward_flops(model.shape, [11, 11], 3, 23) == products + attention
-    after_five = gpu_step.forward_flops(model.shape, [11, 11], 3, 23, read=5)
-    assert after_five == products + attention + 3 * 2 * 11 * 4 * 32 * 5
 
 
 @pytest.mark.parametrize(("name", "parameters"), [("tiny", 111_232), ("0.5b", 494_032_768), ("3b", 3_085_938_688)])

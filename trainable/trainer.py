@@ -21,6 +21,7 @@ from trainable.batch import Batch, collate
 from trainable.collapse import diagnose
 from trainable.collapse import is_due as diagnosis_is_due
 from trainable.config import RunConfig
+from trainable.cost import matrix_rate, rollout_flops, training_flops, utilisation
 from trainable.engine import make_engine
 from trainable.evaluate import Evaluation, collected_columns, number_classes, summarise, trained_columns
 from trainable.failures import NonFiniteError
@@ -127,6 +128,7 @@ class PPOTrainer:
         episodes = self._timed(row, "seconds_rollout", self._collect)  # 1 roll out P x G episodes
         size = self.config.env.group_size
         row |= collected_columns(episodes, size) | self.engine.compared(episodes, self.step_index)
+        row |= self._utilisation({"rollout": rollout_flops(self.model.shape, episodes)}, row)
         self._diagnose(row, episodes)
         kept = filter_episodes(episodes, self.config.filter, size)  # 2 drop groups of little spread
         self.empty_in_a_row = 0 if kept.groups else self.empty_in_a_row + 1
@@ -195,6 +197,7 @@ class PPOTrainer:
             meters.append(meter)
         for meter in meters:
             row |= meter.means()
+        row |= self._utilisation(training_flops(self.model.shape, config, batch), row)
         self._count_skipped(row, meters)
         self._timed(row, "seconds_push", lambda: self.engine.follow(self.step_index))
         if not only:
@@ -343,6 +346,10 @@ class PPOTrainer:
             self.totals[name] += int(row[name] or 0)
             row[f"total_{name}"] = self.totals[name]
         row["tokens_per_second"] = row["sampled_tokens"] / row["seconds_rollout"]
+
+    def _utilisation(self, flops: Mapping[str, float], row: Row) -> Row:
+        rate = matrix_rate(self.device.type, self.model.model.passes.dtype)
+        return {"matrix_rate": rate, **utilisation(flops, row, rate * self.world.size)}
 
     def _timed(self, row: Row, name: str, work: Callable[[], T]) -> T:
         """Do `work` and add its seconds to a column."""

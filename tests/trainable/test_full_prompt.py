@@ -51,7 +51,7 @@ def test_the_paper_settings_train_a_step(hub_model: Path) -> None:
         "model.path": str(hub_model), "rollout.response_length": 6, "env.env_groups": 2, "env.group_size": 4,
         "env.val_env_groups": 4, "env.test_env_groups": 2, "env.max_turn": 2, "actor.ppo_mini_batch_size": 4,
         "critic.ppo_mini_batch_size": 4, "trainer.total_training_steps": 1, "trainer.device": "cpu",
-        "actor.lr": 1e-3, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.01,
+        "actor.lr": 1e-3, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.01, "rollout.name": "torch",
     }  # fmt: skip
     trainer = PPOTrainer(with_overrides(RunConfig(), {**STUDY.fixed, **small}))
     before = trainer.model.lm_head.weight.detach().clone()
@@ -67,6 +67,7 @@ def test_sampled_log_probs_are_the_models_own(hub_model: Path) -> None:
     settings = {
         "model.path": str(hub_model), "rollout.response_length": 6, "env.env_groups": 2, "env.group_size": 3,
         "env.max_turn": 3, "trainer.total_training_steps": 1, "trainer.device": "cpu", "env.val_env_groups": 2,
+        "rollout.name": "torch", "model.dtype": "float32",
     }  # fmt: skip
     trainer = PPOTrainer(with_overrides(RunConfig(), settings))
     trainer.step_index = 1

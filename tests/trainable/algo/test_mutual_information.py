@@ -144,7 +144,7 @@ def test_the_order_of_thoughts_and_of_prompts_does_not_matter(given_: Scored, ra
         given_.sums[rows][:, columns], given_.lengths[rows], place[given_.own[rows]], given_.classes[columns]
     )
     before, after = (mutual_information(*those[:3]) for those in (given_, moved))
-    assert after == pytest.approx(before, abs=1e-9)
+    assert after == pytest.approx(before, rel=1e-9, abs=1e-9)  # with abs alone, rel is not looked at
     if all(len(set(row)) == len(set(given_.classes.tolist())) for row in given_.sums.tolist()):  # ties rank by column
         found = [retrieval(those.sums, those.own, those.classes)["retrieval_accuracy"] for those in (given_, moved)]
         assert found[0] == pytest.approx(found[1])
