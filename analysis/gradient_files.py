@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from analysis import gradient_plots as plots
 from analysis import gradients as tables
+from analysis.gradient_keys import TABLE_COLUMNS, published_metrics, published_tables
 
 DPI = 150
 COMPARED = 3
@@ -28,7 +29,8 @@ def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequenc
     ]
     compared = tables.steps_table(gradients, tables.some_of(list(steps), COMPARED))
     last = folder / "gradient_analysis_steps.png"
-    _save(plots.draw_steps(compared, str(gradients["run_id"].iloc[0])), last)
+    first = gradients.iloc[0]
+    _save(plots.draw_steps(compared, f"{first['run_id']}{', probes' * (first['source'] == 'probe')}"), last)
     return [*written, last]
 
 
@@ -42,16 +44,22 @@ def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[
         written.append(names[what].with_suffix(".png"))
         _save(figure, written[-1])
     metrics, table = names["metrics"].with_suffix(".json"), names["bucket_rv_table"].with_suffix(".csv")
-    metrics.write_text(json.dumps(tables.published_metrics(rows), indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    metrics.write_text(_metrics(rows, groups), encoding="utf-8")
     tables.as_trained(groups)[["bucket", "reward_std"]].to_csv(table, index=False)
     return [*written, metrics, table]
+
+
+def _metrics(rows: pd.DataFrame, groups: pd.DataFrame) -> str:
+    """Every published key of one step as JSON, tables as W&B writes them: columns, and rows of data."""
+    listed = {key: {"columns": TABLE_COLUMNS, "data": data} for key, data in published_tables(groups).items()}
+    return json.dumps({**published_metrics(rows), **listed}, indent=2, sort_keys=True) + "\n"
 
 
 def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
     """The six pictures of one run, source and step by the middle of their names; the first five as trained on."""
     shown = tables.as_trained(rows)
     buckets, summary = tables.bucket_table(shown), tables.summary_table(shown)
-    first = rows.iloc[0]
+    first, column = rows.iloc[0], tables.share_column(rows)
     name = f"{first['run_id']}, {'probe of ' * (first['source'] == 'probe')}step {first['step']}"
     title = f"{name}, {plots.WHEN[bool(shown['prefilter'].iloc[0])]}"
     return {
@@ -60,7 +68,7 @@ def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
         "reward_std": plots.draw_reward_std(summary, title),
         "normed_grads": plots.draw_normed(buckets, title),
         "summary": plots.draw_summary(summary, tables.as_trained(groups), title),
-        "signal": plots.draw_signal(tables.trusted(rows), tables.shares(rows), name),
+        "signal": plots.draw_signal(tables.trusted(rows), tables.shares(rows, column), name, plots.SHARES[column]),
     }
 
 

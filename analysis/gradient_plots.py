@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import AutoLocator, FormatStrFormatter, SymmetricalLogLocator
+from matplotlib.ticker import AutoLocator, FormatStrFormatter, NullLocator, SymmetricalLogLocator
 
 from analysis.plots import INK, STYLE, name_lines
 
@@ -21,6 +21,9 @@ NAMES: Mapping[str, str] = {
     "regularizer": "regularizer: KL + entropy",
 }  # fmt: skip
 SPREAD = "mean reward std of the bucket (reward)"
+SHARES: Mapping[str, str] = {
+    "signal_share": "signed share of the expected step (share)", "share": "signed share of the sampled step (share)",
+}  # fmt: skip
 WHEN: Mapping[bool, str] = {True: "before the filter", False: "after the filter"}
 
 
@@ -182,8 +185,8 @@ def draw_steps(table: pd.DataFrame, title: str) -> Figure:
                 axes.set_title(f"step {step}: {axes.get_title(loc='left')}", loc="left")
         for axes in (axes for row in grid[:-1] for axes in row):
             axes.set_xlabel("")
-        for column in (1, 2):
-            _share_height([row[column] for row in grid])
+        for column, is_from_zero in enumerate((False, True, True)):
+            _share_height([row[column] for row in grid], is_from_zero)
         for spread, *others in grid:
             for axis in (spread.yaxis, *(axes.xaxis for axes in others)):
                 _log_ticks(axis)
@@ -191,26 +194,32 @@ def draw_steps(table: pd.DataFrame, title: str) -> Figure:
     return figure
 
 
-def _log_ticks(axis: Any) -> None:
-    """Numbers at 1, 2 and 5 times the powers of ten, or evenly where the panel shows less than a power."""
+def _log_ticks(axis: Any, linear: float = 0.1) -> None:
+    """Numbers at 1, 2 and 5 times the powers of ten, or evenly where the panel shows too little for these.
+
+    linear: up to where the axis is linear on both sides of 0.
+    """
     low, high = axis.get_view_interval()
-    wide = high > 10 * max(low, 0)
-    axis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=0.1, subs=(1, 2, 5)) if wide else AutoLocator())
+    wide = max(high, -low) > 5 * max(low, linear)
+    subs = (1, 2, 5) if max(high, -low) < 1e3 * linear else (1,)
+    locator = SymmetricalLogLocator(base=10, linthresh=linear, subs=subs) if wide else AutoLocator()
+    axis.set_major_locator(locator)
+    axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FormatStrFormatter("%g"))
 
 
-def _share_height(panels: Sequence[Any]) -> None:
-    """One scale from 0 for panels of one column, so that steps compare; panels that are off have none."""
-    drawn = [axes for axes in panels if axes.lines]
-    top = max((axes.get_ylim()[1] for axes in drawn), default=1.0)
+def _share_height(panels: Sequence[Any], is_from_zero: bool) -> None:
+    """One scale for panels of one column, so that steps compare; panels that are off have none."""
+    drawn = [axes for axes in panels if axes.lines or axes.containers]
+    ends = [axes.get_ylim() for axes in drawn]
     for axes in drawn:
-        axes.set_ylim(0, top)
+        axes.set_ylim(0 if is_from_zero else min(low for low, _ in ends), max(high for _, high in ends))
 
 
-def draw_signal(trusted: pd.DataFrame, shares: pd.DataFrame, title: str) -> Figure:
+def draw_signal(trusted: pd.DataFrame, shares: pd.DataFrame, title: str, label: str) -> Figure:
     """Signal-to-noise with its interval and signed shares, against the spread; before and after the filter apart.
 
-    trusted, shares: the tables of `gradients`, their rows of one run, source and step.
+    trusted, shares: the tables of `gradients`, their rows of one run, source and step. label: which shares they are.
     """
     states = sorted(set(trusted["prefilter"]), reverse=True)
     with mpl.rc_context(dict(STYLE)):
@@ -222,8 +231,10 @@ def draw_signal(trusted: pd.DataFrame, shares: pd.DataFrame, title: str) -> Figu
             axes.set_title(WHEN[bool(prefilter)], loc="left")
             _parts(below, shares[shares["prefilter"] == prefilter])
             below.set_xlabel(SPREAD)
+        for axes in (ratios[0], parts[0]):  # the others of a row share them
+            _log_ticks(axes.yaxis, 1)
         ratios[0].set_ylabel("signal / noise (1)")
-        parts[0].set_ylabel("signed share of the update (share)")
+        parts[0].set_ylabel(label)
         _title(figure, "Signal and shares", title)
         _name_components(figure, trusted, shares)
     return figure
@@ -248,11 +259,14 @@ def _ratios(axes: Any, rows: pd.DataFrame) -> None:
 
 
 def _parts(axes: Any, rows: pd.DataFrame) -> None:
-    """The share of each component, the regularizer's drawn thick."""
+    """The share of each component, the regularizer's drawn thick and with a bar over its interval, where it has one."""
     for name in ("regularizer", "task", "entropy", "kl", "value"):
         if rows[name].notna().any():
             thick = 2.4 if name == "regularizer" else 1.0
             axes.plot(rows["reward_std_mean"], rows[name], "o-", color=COLORS[name], linewidth=thick)
+    ends = (rows["regularizer_low"], rows["regularizer_high"])
+    axes.vlines(rows["reward_std_mean"], *ends, color=COLORS["regularizer"], linewidth=1.6, alpha=0.6)
+    axes.set_yscale("symlog", linthresh=1)
     for height in (0, 1):
         axes.axhline(height, color="#888888", linewidth=0.8)
 
@@ -264,10 +278,11 @@ def _name_components(figure: Figure, trusted: pd.DataFrame, shares: pd.DataFrame
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
 
 
-def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str, *, log: bool = False) -> Figure:
+def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> Figure:
     """A curve for each run and step of a report's lines against the spread, before and after the filter apart.
 
-    table: `gradients.signal_lines` or `share_lines`. colors: line -> colour. log: logarithmic from 1 on.
+    table: `gradients.signal_lines` or `share_lines`; probes are dashed. colors: line -> colour. Linear up to 1 on both
+    sides of 0, logarithmic from there on.
     """
     states = sorted(set(table["prefilter"]), reverse=True)
     with mpl.rc_context(dict(STYLE)):
@@ -275,14 +290,15 @@ def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str, *, lo
         panels = figure.subplots(1, len(states), squeeze=False, sharey=True)[0]
         for axes, prefilter in zip(panels, states, strict=True):
             axes.axhline(0, color="#888888", linewidth=0.8)
-            curves = table[table["prefilter"] == prefilter].groupby(["line", "run_id", "step"], sort=False)
-            for (line, _, _), rows in curves:
-                axes.plot(rows["spread"], rows["value"], "o-", color=colors[line], linewidth=1.3, markersize=4)
+            curves = table[table["prefilter"] == prefilter].groupby(["line", "run_id", "step", "source"], sort=False)
+            for (line, _, _, source), rows in curves:
+                style = "o--" if source == "probe" else "o-"
+                axes.plot(rows["spread"], rows["value"], style, color=colors[line], linewidth=1.3, markersize=4)
                 axes.vlines(rows["spread"], rows["low"], rows["high"], color=colors[line], linewidth=1.4, alpha=0.5)
             axes.set_title(WHEN[bool(prefilter)], loc="left")
             axes.set_xlabel(SPREAD)
-            if log:
-                axes.set_yscale("symlog", linthresh=1)
+            axes.set_yscale("symlog", linthresh=1)
+        _log_ticks(panels[0].yaxis, 1)
         panels[0].set_ylabel(label)
         name_lines(figure, colors)
     return figure

@@ -1,21 +1,20 @@
-"""Tables of gradient analyses: the published numbers, those behind each picture, the trusted ones, and trends.
+"""Tables of gradient analyses: the numbers behind each picture, signal told from noise, and trends.
 
 One analysis is what a run measured on one batch: at one step, while training or as a probe of a checkpoint, before the
 filter or after it. Its rows of `StudyFrames.gradients` are one component of the loss in one bucket of groups each.
-Buckets are ordered by reward spread; the bucket `all` is the whole batch.
+Buckets are ordered by reward spread; the bucket `all` is the whole batch. A batch of which the filter kept nothing is
+one row without a gradient, which the tables leave out.
 """
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
 
 from analysis.compare import SEEDS_FOR_SEEDS
-from analysis.frames import SCHEMAS, records, typed
-from analysis.line_files import analysis_of, gradient_rows, read_lines
+from analysis.frames import records
 from analysis.stats import Estimate, mean_over_seeds, spearman_trend
 
 T = TypeVar("T")
@@ -27,15 +26,10 @@ COMPONENTS = ("task", *REGULARIZERS)
 MEASURES = ("norm", "mean_norm", "signal")
 TRUSTED = (
     "reward_std_mean", "group_count", "fold_count", "norm", "mean_norm", "signal", "noise", "snr", "snr_low",
-    "snr_high", "share", "weight", "cosine_task", "cosine_entropy", "cosine_kl",
+    "snr_high", "share", "signal_share", "signal_share_low", "signal_share_high", "weight", "cosine_task",
+    "cosine_entropy", "cosine_kl",
 )  # fmt: skip
 DRAWS = 1999
-_PUBLISHED_NORMS = {"norm": "", "norm_per_sample": "per_sample/", "norm_per_token": "per_token/"}
-_PUBLISHED_LOSSES = {"task": "policy", "entropy": "entropy", "kl": "kl", "total": "total"}
-_PUBLISHED_COUNTS = {
-    "sample_count": "sample_count", "sample_pct": "sample_pct", "group_count": "group_rv_count",
-    "reward_std_mean": "reward_std_mean", "reward_std_min": "reward_std_min", "reward_std_max": "reward_std_max",
-}  # fmt: skip
 
 
 def some_of(values: Sequence[T], at_most: int) -> list[T]:
@@ -68,65 +62,20 @@ def of_step(frame: pd.DataFrame, run_id: str, source: str, step: int) -> pd.Data
     return frame[(frame["run_id"] == run_id) & (frame["source"] == source) & (frame["step"] == step)]
 
 
+def measured(gradients: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `gradients` with a gradient: without those that say that the filter kept nothing."""
+    return gradients[~(gradients["empty_after_filter"] > 0)]
+
+
 def as_trained(frame: pd.DataFrame) -> pd.DataFrame:
     """The rows after the filter, which the update sees; those before it where the filter kept nothing."""
-    after = frame[~frame["prefilter"]]
-    return after if len(after) else frame
+    rows = measured(frame) if "empty_after_filter" in frame else frame
+    after = rows[~rows["prefilter"]]
+    return after if len(after) else rows
 
 
-def published_metrics(frame: pd.DataFrame) -> dict[str, float]:
-    """The numbers of one run, source and step under the keys of the published system; a missing one has no key.
-
-    `grad_norm/…` is after the filter and `grad_norm_prefilter/…` before it. The value loss of a shared trunk has no
-    published key; it is in `loss/total`. ValueError where the rows are of more than one step, source or run.
-    """
-    _check_one(frame, ["study", "run_id", "source", "step"])
-    found: dict[str, float] = {}
-    for prefilter, rows in frame.groupby("prefilter"):
-        ending = "_prefilter" if prefilter else ""
-        for bucket, components in rows.groupby("bucket", sort=False):
-            found |= {f"grad_norm{ending}/{bucket}/{key}": value for key, value in _published(components).items()}
-        found |= {
-            f"grad_analysis{ending}/{key}": value for key, value in _published_batch(rows, bool(prefilter)).items()
-        }
-    for name, key in _PUBLISHED_LOSSES.items():  # the published system logs the whole batch after the filter twice
-        found[f"actor/loss/{key}"] = found.get(f"grad_norm/{WHOLE}/loss/{key}", math.nan)
-        if name != "total":
-            found[f"actor/grad_norm/{name}"] = found.get(f"grad_norm/{WHOLE}/{name}", math.nan)
-    return {key: value for key, value in found.items() if not math.isnan(value)}
-
-
-def published_of_step(path: Path, step: int) -> dict[str, float]:
-    """`published_metrics` of one step in a run's gradients.jsonl; nothing where it says nothing of the step."""
-    rows = gradient_rows(line for line in read_lines(path, analysis_of) if line["step"] == step)
-    frame = pd.DataFrame(rows).assign(run_id=path.parent.name, seed=0)
-    return published_metrics(typed(frame, SCHEMAS["gradients"])) if rows else {}
-
-
-def _published(components: pd.DataFrame) -> dict[str, float]:
-    """Keys below grad_norm/<bucket>/ of one bucket. components: its rows."""
-    found = {key: float(components[column].iloc[0]) for column, key in _PUBLISHED_COUNTS.items()}
-    for row in records(components):
-        name = row["component"]
-        if name in COMPONENTS:
-            found |= {f"{place}{name}": float(row[column]) for column, place in _PUBLISHED_NORMS.items()}
-        if name in _PUBLISHED_LOSSES:
-            found[f"loss/{_PUBLISHED_LOSSES[name]}"] = float(row["loss"])
-    return found
-
-
-def _published_batch(rows: pd.DataFrame, prefilter: bool) -> dict[str, float]:
-    """Keys below grad_analysis/ or grad_analysis_prefilter/; the published source batch is what was played for both."""
-    groups, size = (float(rows[name].iloc[0]) for name in ("source_env_groups", "source_group_size"))
-    sizes = {"source_batch_size": groups * size, "adjusted_batch_size": float(rows["adjusted_batch_size"].iloc[0])}
-    if prefilter:
-        return sizes
-    own = float(rows["uses_training_batch"].iloc[0])
-    more = {"source_env_groups": groups, "source_group_size": size, "empty_after_filter": 0.0}
-    return sizes | more | {"uses_training_batch": own}
-
-
-def _check_one(frame: pd.DataFrame, names: list[str]) -> None:
+def check_one(frame: pd.DataFrame, names: list[str]) -> None:
+    """ValueError unless the rows of `frame` agree in `names`."""
     found = frame[names].drop_duplicates()
     if len(found) != 1:
         listed = "; ".join(", ".join(f"{name} {value}" for name, value in row.items()) for row in records(found))
@@ -146,13 +95,22 @@ def of_buckets(frame: pd.DataFrame) -> pd.DataFrame:
 def bucket_table(frame: pd.DataFrame) -> pd.DataFrame:
     """One row a bucket and component (task, kl, entropy, total) of one analysis; what is off has `on` False, no number.
 
-    Columns: bucket, component, on, norm, norm_per_sample, norm_per_token, loss, reward_std_mean, reward_std_min,
-    reward_std_max, sample_count, group_count. frame: rows of `gradients`; ValueError where several analyses have them.
+    Columns: bucket, component, on, norm, norm_per_sample, norm_per_token, loss, bucket_mode, reward_std_mean,
+    reward_std_min, reward_std_max, sample_count, group_count. frame: rows of `gradients`; ValueError where several
+    analyses have them.
     """
-    _check_one(frame, ANALYSIS)
+    check_one(frame, ANALYSIS)
     own = ["norm", "norm_per_sample", "norm_per_token", "loss"]
-    shared = ["bucket", "reward_std_mean", "reward_std_min", "reward_std_max", "sample_count", "group_count"]
-    rows = of_buckets(frame)
+    shared = [
+        "bucket",
+        "bucket_mode",
+        "reward_std_mean",
+        "reward_std_min",
+        "reward_std_max",
+        "sample_count",
+        "group_count",
+    ]
+    rows = of_buckets(measured(frame))
     grid = (
         rows[shared].drop_duplicates("bucket").merge(pd.DataFrame({"component": [*COMPONENTS, "total"]}), how="cross")
     )
@@ -164,16 +122,19 @@ def bucket_table(frame: pd.DataFrame) -> pd.DataFrame:
 def summary_table(frame: pd.DataFrame) -> pd.DataFrame:
     """One row a bucket of one analysis, with its reward spread and two norms: behind the summary.
 
-    Columns: bucket, reward_std_mean, reward_std_min, reward_std_max, label (Q1, Q2, ...), task, regularizer, terms. The
-    norms are the published ones: that of task, and the sum of those of `terms`, "KL + entropy" where both are on.
+    Columns: bucket, reward_std_mean, reward_std_min, reward_std_max, label (the bucket's number, Q1, Q2, ... of
+    quantiles), task, regularizer, terms. The norms are the published ones: that of task, and the sum of those of
+    `terms`, "KL + entropy" where both are on.
     """
     table = bucket_table(frame)
-    spread = table.drop_duplicates("bucket")[["bucket", "reward_std_mean", "reward_std_min", "reward_std_max"]]
+    single = table.drop_duplicates("bucket")
+    spread = single[["bucket", "reward_std_mean", "reward_std_min", "reward_std_max"]]
+    letter = np.where(single["bucket_mode"] == "quantile", "Q", "")
     norms = table.pivot_table(index="bucket", columns="component", values="norm", dropna=False)
     norms = norms.reindex(index=spread["bucket"], columns=list(COMPONENTS))
     terms = [name for name in REGULARIZERS if norms[name].notna().any()]
     return spread.assign(
-        label=[f"Q{number}" for number in range(1, len(spread) + 1)], task=norms["task"].to_numpy(),
+        label=letter + spread["bucket"].str.removeprefix("bucket_"), task=norms["task"].to_numpy(),
         regularizer=norms[list(REGULARIZERS)].sum(axis=1, min_count=1).to_numpy(),
         terms=" + ".join("KL" if name == "kl" else name for name in terms),
     ).reset_index(drop=True)  # fmt: skip
@@ -189,48 +150,73 @@ def steps_table(gradients: pd.DataFrame, steps: Sequence[int]) -> pd.DataFrame:
 
 
 def trusted(gradients: pd.DataFrame) -> pd.DataFrame:
-    """One row a bucket and component of every analysis, the bucket `all` last: what noise and sample size do not bias.
+    """One row a bucket and component of every analysis, the bucket `all` last: signal told from noise.
 
     The analysis's names, bucket, component, the columns TRUSTED (docs/metrics.md), and `above_noise`: whether the whole
-    interval of the signal-to-noise ratio is above 0. The published norm stands beside mean_norm to compare.
+    interval of the signal-to-noise ratio is above 0. Noise does not bias `signal`, and raises the published norm and
+    mean_norm, which stand beside it to compare.
     """
-    rows = pd.concat([of_buckets(gradients), gradients[gradients["bucket"] == WHOLE]])
+    rows = measured(pd.concat([of_buckets(gradients), gradients[gradients["bucket"] == WHOLE]]))
     table = rows[[*ANALYSIS, "bucket", "component", *TRUSTED]].reset_index(drop=True)
     return table.assign(above_noise=table["snr_low"] > 0)
 
 
-def shares(gradients: pd.DataFrame) -> pd.DataFrame:
-    """One row a bucket of every analysis: its names, bucket, reward_std_mean, and the share of each part in the update.
+def share_column(gradients: pd.DataFrame) -> str:
+    """Which shares to show: `signal_share`, those in the expected step, or `share` where no row has one."""
+    return "signal_share" if gradients["signal_share"].notna().any() else "share"
 
-    task, kl, entropy, value (missing where off) and regularizer = kl + entropy are signed shares; task, regularizer and
-    value sum to 1.
+
+def shares(gradients: pd.DataFrame, column: str = "share") -> pd.DataFrame:
+    """One row a bucket of every analysis: its names, bucket, reward_std_mean, and the share of each part.
+
+    column: `share`, those in the step as it was sampled, or `signal_share`, those in the expected step. task, kl,
+    entropy, value (missing where off) and regularizer = kl + entropy are signed shares; task, regularizer and value sum
+    to 1. regularizer_low and regularizer_high are the interval of a signal_share; missing on a shared trunk with both
+    terms on.
     """
-    parts = [*COMPONENTS, "value"]
-    rows = of_buckets(gradients)
-    keys = [*ANALYSIS, "bucket", "reward_std_mean"]
-    wide = rows[rows["component"].isin(parts)].set_index([*keys, "component"])["share"].unstack("component")
-    wide = wide.reindex(index=pd.MultiIndex.from_frame(rows[keys].drop_duplicates()), columns=parts)
-    wide["regularizer"] = wide[list(REGULARIZERS)].sum(axis=1, min_count=1)
+    rows = measured(of_buckets(gradients))
+    wide = _by_component(rows, column)
+    on, alone = wide[list(REGULARIZERS)].notna(), wide["value"].isna()
+    wide["regularizer"] = wide[list(REGULARIZERS)].sum(axis=1, min_count=1).where(wide["task"].notna())
+    for end, other in (("low", "high"), ("high", "low")):
+        if column == "share":
+            wide[f"regularizer_{end}"] = np.nan
+            continue
+        own = _by_component(rows, f"{column}_{end}")[list(REGULARIZERS)].where(on)
+        rest = 1 - _by_component(rows, f"{column}_{other}")["task"].where(alone)  # all that the task does not have
+        wide[f"regularizer_{end}"] = own.max(axis=1).where(on.sum(axis=1) == 1, rest.where(on.all(axis=1)))
     return wide.reset_index().rename_axis(columns=None)
+
+
+def _by_component(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """A column of `gradients` with a row a bucket and a column a component."""
+    parts, keys = [*COMPONENTS, "value"], [*ANALYSIS, "bucket", "reward_std_mean"]
+    wide = rows[rows["component"].isin(parts)].set_index([*keys, "component"])[column].unstack("component")
+    return wide.reindex(index=pd.MultiIndex.from_frame(rows[keys].drop_duplicates()), columns=parts)
 
 
 def report_lines(gradients: pd.DataFrame, at_most: int = 6) -> pd.DataFrame:
     """The rows of `gradients` that a report draws, with `line`, the name of the line that they belong to.
 
-    One arm: a line a step, of at most so many steps, evenly spaced. Several arms: a line an arm, the last step of each
-    of its runs, while training where that was analysed, else of probes.
+    While training: of one arm a line a step, of at most so many steps, evenly spaced; of several arms a line an arm,
+    the last analysis of each of its runs. Every probe is on a line of its own.
     """
-    if gradients["arm"].nunique() > 1:
-        training = gradients[gradients["source"] == "train"]
-        rows = training if len(training) else gradients
-        return rows[rows["step"] == rows.groupby(["study", "run_id"])["step"].transform("max")].assign(
-            line=lambda found: found["arm"]
-        )
-    moments = sorted(set(gradients[["step", "source"]].itertuples(index=False, name=None)))
-    names = {moment: f"step {moment[0]}{', probe' * (moment[1] == 'probe')}" for moment in some_of(moments, at_most)}
-    line = pd.Series([names.get(moment) for moment in zip(gradients["step"], gradients["source"], strict=True)],
-                     index=gradients.index, dtype=object)  # fmt: skip
-    return gradients.assign(line=line).dropna(subset="line").sort_values(["step", "source"], kind="stable")
+    rows, several = measured(gradients), gradients["arm"].nunique() > 1
+    training, probes = rows[rows["source"] == "train"], rows[rows["source"] == "probe"]
+    last = training.groupby(["study", "run_id"])["step"].transform("max")
+    steps = some_of(sorted(set(training["step"])), at_most)
+    training = training[training["step"] == last] if several else training[training["step"].isin(steps)]
+    probed = probes.groupby("arm")["step"].nunique().to_dict()
+
+    def name(arm: str, step: int, source: str) -> str:
+        if not several:
+            return f"step {step}{', probe' * (source == 'probe')}"
+        return f"{arm}, probe{f' of step {step}' * (probed[arm] > 1)}" if source == "probe" else arm
+
+    parts = [part if several else part.sort_values("step", kind="stable") for part in (training, probes)]
+    found = pd.concat(parts)
+    names = [name(*row) for row in found[["arm", "step", "source"]].itertuples(index=False, name=None)]
+    return found.assign(line=pd.Series(names, index=found.index, dtype=object))
 
 
 def signal_lines(gradients: pd.DataFrame) -> pd.DataFrame:
@@ -246,13 +232,14 @@ def signal_lines(gradients: pd.DataFrame) -> pd.DataFrame:
 
 
 def share_lines(gradients: pd.DataFrame) -> pd.DataFrame:
-    """The regularizer's signed share in the update on the lines of `report_lines`, as `signal_lines`; no interval."""
+    """The regularizer's signed share on the lines of `report_lines`, as `signal_lines`: that of `share_column`."""
     lines = report_lines(gradients)
     names = lines[[*ANALYSIS, "line"]].drop_duplicates()
-    rows = shares(lines)[[*ANALYSIS, "bucket", "reward_std_mean", "regularizer"]].merge(names, on=ANALYSIS)
-    rows = rows.rename(columns={"reward_std_mean": "spread", "regularizer": "value"}).dropna(subset="value")
-    rows = rows.assign(low=np.nan, high=np.nan)
-    return rows[[*ANALYSIS, "line", "bucket", "spread", "value", "low", "high"]]
+    found = shares(lines, share_column(lines)).merge(names, on=ANALYSIS).drop(columns="value")
+    found = found.rename(columns={
+        "reward_std_mean": "spread", "regularizer": "value", "regularizer_low": "low", "regularizer_high": "high",
+    })  # fmt: skip
+    return found.dropna(subset="value")[[*ANALYSIS, "line", "bucket", "spread", "value", "low", "high"]]
 
 
 def trends(gradients: pd.DataFrame, generator: np.random.Generator, measures: Sequence[str] = MEASURES) -> pd.DataFrame:

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 STOPPED = "#d55e00"
 WORD_COLORS = ("#555555", "#a6761d", "#999999")
@@ -47,6 +48,11 @@ def arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str, str]
     shades = mpl.colormaps["viridis"](np.linspace(0.0, 0.82, max(len(ordered), 1)))
     colors = {arm: mpl.colors.to_hex(shade) for arm, shade in zip(ordered, shades, strict=False)}
     return colors | {word: WORD_COLORS[index % len(WORD_COLORS)] for index, word in enumerate(words)}
+
+
+def lighter(color: str, part: float) -> str:
+    """`color` with that part of white in it, from 0 to 1."""
+    return mpl.colors.to_hex([part + (1 - part) * own for own in mpl.colors.to_rgb(color)])
 
 
 def draw_dose_response(table: pd.DataFrame, runs: pd.DataFrame, setting: str) -> Figure:
@@ -197,6 +203,7 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
             axes.set_ylabel(measure)
             axes.set_ylim(bottom=0)
         panels[-1].set_xlabel("training step")
+        panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
         name_lines(figure, {arm: color for arm, color in colors.items() if (table["arm"] == arm).any()})
     return figure
 

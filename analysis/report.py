@@ -108,18 +108,29 @@ def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
 
 def _gradient_figures(frames: StudyFrames, arms: Mapping[str, str]) -> dict[str, Figure]:
     """Signal-to-noise and the regularizer's share against the reward spread, where gradients were analysed."""
+    share = gradient_plots.SHARES[gradients.share_column(gradients.report_lines(frames.gradients))]
     drawn = (
-        ("gradient_signal", gradients.signal_lines, "signal / noise of the task gradient (1)", True),
-        ("regularizer_share", gradients.share_lines, "signed share of KL + entropy (share)", False),
+        ("gradient_signal", gradients.signal_lines, "signal / noise of the task gradient (1)"),
+        ("regularizer_share", gradients.share_lines, f"KL + entropy:\n{share}"),
     )
-    figures = {}
-    for name, table_of, label, log in drawn:
+    figures, several = {}, frames.gradients["arm"].nunique() > 1
+    for name, table_of, label in drawn:
         table = table_of(frames.gradients)
-        names = list(dict.fromkeys(table["line"]))
-        colors = {arm: color for arm, color in arms.items() if arm in names} or plots.arm_colors(names)
         if len(table):
-            figures[name] = gradient_plots.draw_lines(table, colors, label, log=log)
+            figures[name] = gradient_plots.draw_lines(table, _line_colors(table, arms, several), label)
     return figures
+
+
+def _line_colors(table: pd.DataFrame, arms: Mapping[str, str], several: bool) -> dict[str, str]:
+    """A colour for each line: of several arms the arm's own, for its probes lighter ones; else one a line."""
+    lines = list(dict.fromkeys(zip(table["line"], table["arm"], strict=True)))
+    if not several:
+        return plots.arm_colors([line for line, _ in lines])
+    probes = {arm: [line for line, own in lines if own == arm != line] for _, arm in lines}
+    return {
+        line: plots.lighter(arms[arm], 0 if line == arm else (1 + probes[arm].index(line)) / (2 + len(probes[arm])))
+        for line, arm in lines
+    }
 
 
 def _setting(frames: StudyFrames) -> str:
@@ -156,17 +167,25 @@ def report_context(frames: StudyFrames, figures: Mapping[str, Figure]) -> dict[s
 
 
 def _gradient_tables(frames: StudyFrames) -> dict[str, list[dict[str, Any]]]:
-    """The trends of every arm, and the whole batches of the analyses that the figures show."""
+    """The trends of every arm and the whole batches of the analyses that the figures show; and the empty batches."""
     generator = np.random.default_rng(PERMUTATION_SEED)
-    shown = gradients.trusted(gradients.report_lines(frames.gradients))
+    lines = gradients.report_lines(frames.gradients)
+    shown = gradients.trusted(lines)
+    empty = frames.gradients[frames.gradients["empty_after_filter"] > 0]
     return {
-        "gradient_trends": [
-            {**row, "step": step}
-            for step, rows in frames.gradients[frames.gradients["step"].isin(set(shown["step"]))].groupby("step")
-            for row in records(gradients.trend_summary(rows, generator, ("mean_norm",)))
-        ],
+        "gradient_trends": [row for step, rows in lines.groupby("step") for row in _trend_rows(rows, step, generator)],
         "gradient_batches": records(shown[shown["bucket"] == gradients.WHOLE]),
+        "gradient_empty": records(empty[["run_id", "source", "step"]]),
     }
+
+
+def _trend_rows(rows: pd.DataFrame, step: Any, generator: np.random.Generator) -> list[dict[str, Any]]:
+    """The trends at one step: of mean_norm, and beside it those of signal, which have no ratio."""
+    found = gradients.trend_summary(rows, generator, ("mean_norm", "signal")).assign(step=step)
+    names = ["study", "arm", "source", "prefilter", "component"]
+    signal = found.loc[found["measure"] == "signal", [*names, "rho", "rho_low", "rho_high", "p"]]
+    norm = found[found["measure"] == "mean_norm"]
+    return records(norm.merge(signal, on=names, how="left", suffixes=("", "_of_signal")))
 
 
 def _budget_rows(frames: StudyFrames) -> list[dict[str, Any]]:

@@ -82,6 +82,42 @@ def interval(vectors: Sequence[Vector], counts: Sequence[float], level: float) -
     return ratio - half, ratio + half
 
 
+def cross_products(folds: Sequence[Sequence[Vector]], counts: Sequence[float]) -> list[float]:
+    """For each component <G_c, G> without the noise that both share: folds (K, C, D). Entry by entry, fold by fold."""
+    total, found = math.fsum(counts), []
+    wholes = [[math.fsum(entries) for entries in zip(*parts, strict=True)] for parts in folds]
+    centre = mean(wholes, counts)
+    for parts in zip(*folds, strict=True):
+        own = mean(parts, counts)
+        shared = math.fsum(
+            n / total * (x - a) * (y - b)
+            for n, one, whole in zip(counts, parts, wholes, strict=True)
+            for x, a, y, b in zip(one, own, whole, centre, strict=True)
+        )
+        found.append(dot(own, centre) - shared / (len(folds) - 1))
+    return found
+
+
+def share_intervals(
+    folds: Sequence[Sequence[Vector]], counts: Sequence[float], level: float
+) -> list[tuple[float, float, float]]:
+    """(share, low, high) of each component: delete one fold, divide anew, put it back."""
+
+    def shares(kept: Sequence[int]) -> list[float]:
+        products = cross_products([folds[k] for k in kept], [counts[k] for k in kept])
+        return [product / math.fsum(products) for product in products]
+
+    every = range(len(folds))
+    deleted = [shares([k for k in every if k != left_out]) for left_out in every]
+    found = []
+    for share, values in zip(shares(every), zip(*deleted, strict=True), strict=True):
+        centre = math.fsum(values) / len(values)
+        error = math.sqrt((len(values) - 1) / len(values) * math.fsum((x - centre) ** 2 for x in values))
+        half = float(stats.t.ppf(0.5 + level / 2, len(values) - 1)) * error
+        found.append((share, share - half, share + half))
+    return found
+
+
 class Outcome(NamedTuple):
     """One prompt's draw: its probability, and the gradient (C, 3) of its task, entropy and KL loss."""
 
@@ -126,6 +162,18 @@ def bandit_draws(component: str, prompts: int) -> Iterator[tuple[float, Tensor]]
     weights = torch.tensor(BANDIT_COMPONENTS[component], dtype=torch.float64)
     for draw in product(_outcomes(), repeat=prompts):
         yield math.prod(o.probability for o in draw), torch.stack([weights @ o.gradients for o in draw])
+
+
+def bandit_component_draws(prompts: int) -> Iterator[tuple[float, Tensor]]:
+    """Every draw of that many prompts: its probability, and each prompt's gradients by component (prompts, 3, 3)."""
+    for draw in product(_outcomes(), repeat=prompts):
+        yield math.prod(o.probability for o in draw), torch.stack([o.gradients for o in draw])
+
+
+def bandit_products() -> Tensor:
+    """<E g_c, E g> of task, entropy and KL, (3,), by differentiating the expected objectives."""
+    gradients = _true_gradients()
+    return gradients @ gradients.sum(dim=0)
 
 
 def bandit_moments(component: str) -> tuple[float, float]:

@@ -246,11 +246,22 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+EMPTY: Mapping[str, Any] = {
+    "bucket": "all", "component": "task", "form": "gae", "coefficient": 1.0, "sample_count": 0, "group_count": 0,
+    "source_env_groups": 24, "source_group_size": 16, "source_batch_size": 384, "adjusted_batch_size": 0,
+    "uses_training_batch": False, "bucket_mode": "quantile", "empty_after_filter": 1, "analysis_only": 0,
+    "source_groups_kept": 0, "source_kept_ratio": 0.0, "source_zero_std_groups": 24, "source_reward_std": 0.0,
+    "source_reward_std_kept": 0.0,
+}  # fmt: skip
+"""The row of a batch of which the filter kept nothing."""
+
+
 @dataclass(frozen=True)
 class MadeAnalysis:
     """One line of gradients.jsonl or probes.jsonl: task gradients grow with the reward spread, the others do not.
 
-    components: what is on in the loss; total is added. folds: below 3 there is no interval. buckets: of 4 groups each.
+    components: what is on in the loss; total is added. folds: below 3 there is no interval. buckets: of 4 groups each;
+    none of them is what a filter that keeps nothing leaves.
     """
 
     step: int = 1
@@ -260,15 +271,18 @@ class MadeAnalysis:
     buckets: int = 6
     folds: int = 8
     seed: int = 0
+    mode: str = "quantile"
 
     def line(self) -> dict[str, Any]:
         """The line, as a run writes it."""
+        names = {"step": self.step, "source": self.source, "prefilter": self.prefilter}
+        if not self.buckets:
+            return {**names, "rows": [EMPTY], "groups": []}
         draws = np.random.default_rng([self.seed, self.step, self.prefilter, *self.source.encode()])
         stds = np.sort(draws.uniform(0 if self.prefilter else 1, 5, 4 * self.buckets))
         cut = [("all", stds), *((f"bucket_{k + 1}", stds[4 * k : 4 * k + 4]) for k in range(self.buckets))]
         groups = [{"bucket": f"bucket_{n // 4 + 1}", "group": n, "reward_std": std} for n, std in enumerate(stds)]
         rows = [row for name, members in [*cut[1:], cut[0]] for row in self._bucket(name, members, len(stds), draws)]
-        names = {"step": self.step, "source": self.source, "prefilter": self.prefilter}
         return {**names, "rows": rows, "groups": groups}
 
     def _bucket(self, name: str, stds: np.ndarray, groups: int, draws: np.random.Generator) -> list[dict[str, Any]]:
@@ -279,16 +293,26 @@ class MadeAnalysis:
             "reward_std_mean": float(stds.mean()), "reward_std_min": float(stds.min()),
             "reward_std_max": float(stds.max()), "source_env_groups": 4 * self.buckets, "source_group_size": 16,
             "source_batch_size": 16 * groups, "adjusted_batch_size": 16 * groups + 32, "uses_training_batch": False,
+            "bucket_mode": self.mode, "empty_after_filter": 0, "analysis_only": int(self.source == "probe"),
+            "source_groups_kept": groups - 4, "source_kept_ratio": 1 - 4 / groups, "source_zero_std_groups": 2,
+            "source_reward_std": 2.5, "source_reward_std_kept": 3.0,
         }  # fmt: skip
         noise = {part: float(draws.uniform(0.01, 0.02)) for part in self.components}
         signal = {part: float(stds.mean()) ** 2 / 50 if part == "task" else 0.03 for part in self.components}
         means = {part: math.sqrt(noise[part] + signal[part]) for part in self.components}
         rows = [self._row(part, signal[part], noise[part], count) for part in self.components]
-        shares = [{"share": mean / sum(means.values())} for mean in means.values()]
+        shares = [self._shares(part, means, signal) for part in self.components]
         total = self._row("total", sum(signal.values()), sum(noise.values()), count)
         losses = {"norm": None, "norm_per_sample": None, "norm_per_token": None, "share": 1.0}
         total |= losses | {"loss": sum(row["loss"] for row in rows)}
         return [{**shared, **row, **share} for row, share in zip([*rows, total], [*shares, {}], strict=True)]
+
+    def _shares(self, part: str, means: Mapping[str, float], signal: Mapping[str, float]) -> dict[str, Any]:
+        share, half = signal[part] / sum(signal.values()), 0.1 if self.folds >= 3 else None
+        return {
+            "share": means[part] / sum(means.values()), "signal_share": share,
+            "signal_share_low": half and share - half, "signal_share_high": half and share + 2 * half,
+        }  # fmt: skip
 
     def _row(self, component: str, signal: float, noise: float, count: int) -> dict[str, Any]:
         norm, snr, tokens = 2 * math.sqrt(signal + noise), signal / noise, 20 * count

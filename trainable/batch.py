@@ -58,9 +58,9 @@ def collate(episodes: Sequence[Episode]) -> Batch:
         group_ids=torch.tensor([episode.group for episode in episodes]),
         scores=torch.tensor([episode.score for episode in episodes]),
         lengths=torch.tensor([len(episode.tokens) for episode in episodes]),
-        engine_logprobs=padded([
-            episode.logprobs if episode.engine_logprobs is None else episode.engine_logprobs for episode in episodes
-        ]),
+        engine_logprobs=padded(
+            [episode.logprobs if episode.engine_logprobs is None else episode.engine_logprobs for episode in episodes]
+        ),
     )
 
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 FIRST_ROOM = 500_000
 """Rooms of analyses lie this far behind a run's first training room: a run would train on them after as many groups."""
 
+FILTER_COLUMNS = ("groups_kept", "kept_ratio", "zero_std_groups", "reward_std", "reward_std_kept")
+"""What the filter decided of an analysis batch: columns of a step, here with `source_` before them."""
+
 Row = dict[str, Any]
 
 
@@ -30,15 +33,18 @@ def is_due(step: int, settings: TrainerConfig) -> bool:
     return settings.gradient_analysis_mode and (step - 1) % settings.gradient_analysis_every == 0
 
 
-def analyse(trainer: "PPOTrainer", episodes: list[Episode], source: str = "train") -> list[Row]:
+def analyse(
+    trainer: "PPOTrainer", episodes: list[Episode], source: str = "train", overrides: str | None = None
+) -> list[Row]:
     """Analyse the gradients of the trainer's policy; nothing of the trainer is changed.
 
     The batch is played for it where trainer.gradient_analysis_env_groups and _group_size are set, else it is the
     step's own `episodes`. Values and advantages are made anew, for both batches by the critic as it is now.
+    overrides: what a probe has set otherwise than the run, as text.
 
     Returns the lines for gradients.jsonl: before the filter (where trainer.gradient_analysis_log_prefilter is on), then
-    after it (where the filter kept anything); each has step, source, prefilter, rows (`records.GRADIENT_COLUMNS`) and
-    groups (bucket, group, reward_std).
+    after it; each has step, source, prefilter, rows (`records.GRADIENT_COLUMNS`) and groups (bucket, group,
+    reward_std). Where the filter kept nothing the second has no groups, and one row that says so.
     """
     config = trainer.config
     groups, size = config.trainer.gradient_analysis_env_groups, config.trainer.gradient_analysis_group_size
@@ -48,29 +54,36 @@ def analyse(trainer: "PPOTrainer", episodes: list[Episode], source: str = "train
         groups, size, is_own = config.env.env_groups, config.env.group_size, True
     stds = group_scores("reward_std", by_group([episode.score for episode in episodes], size))
     kept = filter_episodes(episodes, config.filter, size)
-    wanted: list[tuple[bool, Sequence[Episode], int]] = []
+    about = {
+        "source_env_groups": groups, "source_group_size": size, "source_batch_size": groups * size,
+        "uses_training_batch": is_own, "bucket_mode": config.rollout.gradient_analysis_bucket_mode,
+        "sketch": config.trainer.gradient_analysis_sketch, "overrides": overrides, "empty_after_filter": 0,
+        "analysis_only": int(source == "probe" or config.trainer.gradient_analysis_only),
+        **{f"source_{name}": kept.row[name] for name in FILTER_COLUMNS},
+    }  # fmt: skip
+    spread, lines = dict(enumerate(stds.tolist())), []
     if config.trainer.gradient_analysis_log_prefilter:
-        wanted.append((True, episodes, groups))
-    if kept.episodes:
-        wanted.append((False, kept.episodes, kept.groups))
-    lines = []
-    for prefilter, chosen, kept_groups in wanted:
-        draws = stream(config.seed, "gradient_duplicates", trainer.step_index, int(prefilter))
-        ready = trainer.prepare(chosen, kept_groups, groups, draws, {})
-        findings = _probe(trainer, ready, dict(enumerate(stds.tolist())))
-        about = {
-            "source_env_groups": groups, "source_group_size": size, "source_batch_size": groups * size,
-            "adjusted_batch_size": len(ready.batch.lengths), "uses_training_batch": is_own,
-            "bucket_mode": config.rollout.gradient_analysis_bucket_mode,
-            "sketch": config.trainer.gradient_analysis_sketch, "form": None, "coefficient": None,
-        }  # fmt: skip
-        terms = _terms(config)
-        rows = [_finite({**row, **about, **terms.get(row["component"], {})}) for row in findings.rows]
-        lines.append({
-            "step": trainer.step_index, "source": source, "prefilter": prefilter, "rows": rows,
-            "groups": findings.groups,
-        })  # fmt: skip
-    return lines
+        lines.append(_measured(trainer, True, episodes, groups, spread, about))
+    lines.append(_measured(trainer, False, kept.episodes, kept.groups, spread, about))
+    return [{"step": trainer.step_index, "source": source, **line} for line in lines]
+
+
+def _measured(
+    trainer: "PPOTrainer", prefilter: bool, episodes: Sequence[Episode], kept_groups: int,
+    spread: Mapping[int, float], about: Row,
+) -> Row:  # fmt: skip
+    """What a line says of one batch: prefilter, rows and groups. about: what all of its rows say of the analysis."""
+    terms = _terms(trainer.config)
+    if not episodes:
+        counts = {"sample_count": 0, "group_count": 0, "adjusted_batch_size": 0, "empty_after_filter": 1}
+        nothing = {"bucket": "all", "component": "task", **about, **terms["task"], **counts}
+        return {"prefilter": prefilter, "rows": [nothing], "groups": []}
+    draws = stream(trainer.config.seed, "gradient_duplicates", trainer.step_index, int(prefilter))
+    ready = trainer.prepare(episodes, kept_groups, int(about["source_env_groups"]), draws, {})
+    findings = _probe(trainer, ready, spread)
+    about = {**about, "adjusted_batch_size": len(ready.batch.lengths), "form": None, "coefficient": None}
+    rows = [_finite({**row, **about, **terms.get(row["component"], {})}) for row in findings.rows]
+    return {"prefilter": prefilter, "rows": rows, "groups": findings.groups}
 
 
 def _terms(config: RunConfig) -> dict[str, Row]:
@@ -97,7 +110,7 @@ def _probe(trainer: "PPOTrainer", ready: "Prepared", stds: Mapping[int, float]) 
     return probe_gradients(
         trainer.actor_update(), ready.batch, ready.targets, stds, config.rollout.gradient_analysis_num_buckets,
         config.rollout.gradient_analysis_bucket_mode, torch.Generator().manual_seed(seed),
-        config.trainer.gradient_analysis_sketch,
+        config.trainer.gradient_analysis_sketch, config.model.dtype,
     )  # fmt: skip
 
 

@@ -3,9 +3,12 @@
 Two readings of one batch. The published one is a mean over mini-batches of the norm of each one's gradient, with the
 weights that training gives the tokens. The other one is of mean gradients: every token has its weight in a loss over
 the whole batch, so that the buckets' gradients, each with its weight, sum to the batch's own; and prompts are dealt
-into folds, from which signal and noise are told apart (`algo.gradient_signal`).
+into folds, from which signal and noise are told apart (`algo.gradient_signal`). A bucket's groups are dealt anew for
+its own numbers: with the folds of the whole batch some would be empty. Those of the batch are not made of the buckets'
+folds: folds that all have as many groups of each spread differ less than independent ones, and would hide noise.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,17 +23,20 @@ from trainable.algo.gradient_signal import (
     fold_gram,
     gradient_signal,
     published_norm,
+    signal_shares,
     split_folds,
     update_shares,
 )
 from trainable.algo.reductions import loss_weights
 from trainable.algo.sketch import count_sketch
 from trainable.batch import Batch, mini_batches
-from trainable.update import ActorUpdate, Meter, Pass, Targets, passes, weighted_passes
+from trainable.meter import Meter
+from trainable.update import ActorUpdate, Pass, Targets, passes, weighted_passes
 
 FOLDS = 8
-NOTHING = 1e-6
-"""A gradient that is a smaller part of the whole one is rounding, as that of k3 where policy and reference agree."""
+ROUNDING = {"float32": 1e-5, "bfloat16": 1e-2}
+"""By what the passes compute in: a gradient is rounding where, before its coefficient, it is at most so many times that
+of the task with every advantage 1. In such units k3 where policy and reference agree measured 7e-8 and 2e-4."""
 Row = dict[str, Any]
 Gradients = dict[str, list[Tensor]]
 """Of each component, one tensor a parameter of the model; where gradients are sketched, one tensor in all."""
@@ -45,7 +51,7 @@ class Findings(NamedTuple):
 
 def probe_gradients(
     update: ActorUpdate, batch: Batch, targets: Targets, reward_stds: Mapping[int, float], buckets: int, mode: str,
-    generator: torch.Generator, sketch: int | None = None,
+    generator: torch.Generator, sketch: int | None = None, dtype: str = "float32",
 ) -> Findings:  # fmt: skip
     """Measure the gradients of `batch`, the buckets in order and `all` last.
 
@@ -56,25 +62,28 @@ def probe_gradients(
         buckets, mode: how many buckets at most; quantile, or fixed_rv (then empty ones are left out).
         generator: deals the groups into folds.
         sketch: entries of the sketch that stands for each gradient (`algo.sketch`); None keeps gradients whole.
+        dtype: what the model's passes compute in, a key of `ROUNDING`.
 
-    Held at once on the model's device, whole: (2 x folds x components + 3 x components) copies of its parameters in
+    Held at once on the model's device, whole: (2 x folds x components + 3 x components + 2) copies of its parameters in
     float32, and (folds x components) of its largest one in float64. Sketched: one gradient, and (2 x folds x
-    components + 3 x components) sketches in float64. Time: three passes over the batch, each with a backward pass a
-    component.
+    components + 3 x components + 2) sketches in float64. Time: three passes over the batch, each with a backward pass a
+    component, and one with a single backward pass.
     """
     # Indices stay on the processor: a batch on any device can be indexed by them.
     groups, where = torch.unique(batch.group_ids.cpu(), return_inverse=True)
     stds = torch.tensor([reward_stds[int(group)] for group in groups], dtype=torch.float32)
     numbers = quantile_buckets(stds, buckets) if mode == "quantile" else fixed_buckets(stds)
-    folds = split_folds(where, FOLDS, generator)
-    probe = _Probe(update, batch, targets, sketch, int(torch.randint(2**62, (1,), generator=generator)))
+    is_trained = batch.mask.any(dim=1).cpu()
+    folds = _deal(where, is_trained, generator)
+    seed = int(torch.randint(2**62, (1,), generator=generator))
+    probe = _Probe(update, batch, targets, sketch, seed, ROUNDING[dtype])
     order = length_stratified_order(batch.lengths.cpu())
     rows: list[Row] = []
     whole = probe.no_sums()
     for number in sorted(set(numbers.tolist())):
-        members = order[numbers[where[order]] == number]
-        sums = probe.fold_sums(members, folds, whole)
-        rows += probe.rows(f"bucket_{number + 1}", members, sums, stds[numbers == number])
+        chosen = numbers[where] == number
+        sums = probe.fold_sums(chosen & is_trained, _deal(where, chosen & is_trained, generator), folds, whole)
+        rows += probe.rows(f"bucket_{number + 1}", order[chosen[order]], sums, stds[numbers == number])
     rows += probe.rows("all", order, whole, stds)
     table = [
         {"bucket": f"bucket_{number + 1}", "group": group, "reward_std": std}
@@ -83,17 +92,34 @@ def probe_gradients(
     return Findings(rows, table)
 
 
+def _deal(where: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    """Fold (B,) of each episode: the groups `where` (B,) of the `chosen` ones (B,) at random, 0 for all others."""
+    folds = torch.zeros_like(where)
+    folds[chosen] = split_folds(where[chosen], FOLDS, generator)
+    return folds
+
+
 class _FoldSums(NamedTuple):
-    """blocks: per kept tensor the summed gradients (K, C, ...). counts: (K,) what each fold adds to the divisor."""
+    """blocks: per kept tensor the summed gradients (K, C, ...). counts: (K,) what each fold adds to the divisor.
+
+    score: per kept tensor the summed gradient (...) of the task with every advantage 1, over all folds.
+    """
 
     components: tuple[str, ...]
     blocks: list[Tensor]
+    score: list[Tensor]
     counts: Tensor
 
-    def add(self, fold: int, gradients: Gradients) -> None:
+    def add(self, fold: int, gradients: Gradients, score: Sequence[Tensor]) -> None:
         for number, name in enumerate(self.components):
             for block, part in zip(self.blocks, gradients[name], strict=True):
                 block[fold, number] += part
+        for whole, part in zip(self.score, score, strict=True):
+            whole += part
+
+    def score_norm(self) -> float:
+        """Norm of the mean gradient of the task with every advantage 1."""
+        return float(torch.nn.utils.get_total_norm(self.score) / self.counts.sum())
 
     def gram(self) -> tuple[Tensor, Tensor]:
         """Products of the folds' mean gradients with `total` as the last component, (K, C + 1, K, C + 1); counts."""
@@ -118,6 +144,7 @@ class _Probe:
     targets: Targets
     sketch: int | None
     seed: int
+    rounding: float
 
     @property
     def _parameters(self) -> list[torch.nn.Parameter]:
@@ -129,13 +156,21 @@ class _Probe:
             "bucket": bucket, "weight": float(sums.counts.sum() / self._divisors().sum()),
         }  # fmt: skip
         published, trusted = self._published(members), _trusted(sums)
-        least = NOTHING * trusted["total"]["mean_norm"]
-        rounding = [f"cosine_{name}" for name in sums.components if trusted[name]["mean_norm"] <= least]
-        beside = {name: None for name in rounding if name != "cosine_value"}
+        for name in self._rounded(sums, trusted):
+            trusted[name] |= _of_nothing(trusted[name])
+            for row in trusted.values():
+                row |= {f"cosine_{name}": None} if f"cosine_{name}" in row else {}
         return [
-            _cleared({**shared, "component": name, **published.get(name, {}), **trusted[name], **beside}, least)
+            {**shared, "component": name, **published.get(name, {}), **trusted[name]}
             for name in (*sums.components, "total")
         ]
+
+    def _rounded(self, sums: _FoldSums, trusted: Mapping[str, Row]) -> list[str]:
+        """The components that are rounding, and total where all are. A gradient that is not finite is none of them."""
+        settings, least = self.update.settings, self.rounding * sums.score_norm()
+        factors = {"entropy": settings.entropy_coeff, "kl": settings.kl_loss_coef, "value": self.update.value_weight}
+        found = [name for name in sums.components if trusted[name]["mean_norm"] <= least * abs(factors.get(name, 1.0))]
+        return [*found, "total"] if len(found) == len(sums.components) else found
 
     def _counts(self, members: Tensor, stds: Tensor) -> Row:
         return {
@@ -220,53 +255,68 @@ class _Probe:
         shapes = [part.shape for part in self._parameters] if self.sketch is None else [torch.Size((self.sketch,))]
         kind, device = torch.float32 if self.sketch is None else torch.float64, self._parameters[0].device
         blocks = [torch.zeros((FOLDS, len(names), *shape), dtype=kind, device=device) for shape in shapes]
-        return _FoldSums(names, blocks, torch.zeros(FOLDS, dtype=torch.float64))
+        score = [torch.zeros(shape, dtype=kind, device=device) for shape in shapes]
+        return _FoldSums(names, blocks, score, torch.zeros(FOLDS, dtype=torch.float64))
 
-    def fold_sums(self, members: Tensor, folds: Tensor, whole: _FoldSums) -> _FoldSums:
-        """Summed gradients of the episodes `members` (N,), by fold, which are added to `whole` as well.
+    def fold_sums(self, chosen: Tensor, own: Tensor, folds: Tensor, whole: _FoldSums) -> _FoldSums:
+        """Summed gradients of the episodes `chosen` (B,) by their `own` fold (B,); added to `whole` by `folds` (B,).
 
-        folds (B,): the fold of each episode. Sums over all episodes of the batch are gradients that add up to that of
-        the batch's whole loss, times the divisor.
+        Sums over all episodes of the batch are gradients that add up to that of the batch's whole loss, times the
+        divisor. Each pair of folds is worked on apart, so that every gradient is made once.
         """
         divisors, sums = self._divisors(), self.no_sums()
         weights = divisors.sum() * loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
-        for fold in range(FOLDS):
-            index = members[folds[members] == fold]
+        cells = torch.where(chosen, own * FOLDS + folds, -1)
+        for cell in sorted(set(cells[chosen].tolist())):
+            index = (cells == cell).nonzero().squeeze(-1)
             index = index[torch.argsort(self.batch.lengths[index].cpu(), stable=True)]  # less padding; sums are sums
+            places = ((sums, cell // FOLDS), (whole, cell % FOLDS))
             for part in weighted_passes(self.batch, self.targets, index, weights[index].float()):
-                gradients, _ = self._gradients(part)
-                sums.add(fold, gradients)
-                whole.add(fold, gradients)
-            for each in (sums, whole):
+                gradients, score = self._gradients(part)[0], self._score(part)
+                for each, fold in places:
+                    each.add(fold, gradients, score)
+            for each, fold in places:
                 each.counts[fold] += divisors[index].sum().cpu()
         return sums
 
+    def _score(self, part: Pass) -> list[Tensor]:
+        """The task's gradient with every advantage 1: how far the policy's log-probs can pull, whatever the rewards."""
+        ones = part.targets._replace(advantages=torch.ones_like(part.targets.advantages))
+        task = self.update.components(part._replace(targets=ones), Meter())["task"]
+        return self._kept(torch.autograd.grad(task, self._parameters, allow_unused=True, materialize_grads=True))
 
-def _cleared(row: Row, least: float) -> Row:
-    """`row`, or where its gradient is no larger than `least`, and so is rounding, the row of a gradient of 0."""
-    if row["mean_norm"] > least:
-        return row
+
+def _of_nothing(row: Row) -> Row:
+    """The trusted numbers of a component whose gradient is rounding: those of 0, and no ratio or direction.
+
+    row: its numbers. It has no share in a step without signal either.
+    """
+    has_share = row["signal_share"] is not None and math.isfinite(row["signal_share"])
+    shares = ("signal_share", "signal_share_low", "signal_share_high") if has_share else ()
     unknown = ("snr", "snr_low", "snr_high", "cosine_task", "cosine_entropy", "cosine_kl")
-    norms = [name for name in ("norm", "norm_per_sample", "norm_per_token") if name in row]
-    nothing: Row = dict.fromkeys((*norms, "mean_norm", "signal", "noise", "share"), 0.0)
-    return {**row, **nothing, **dict.fromkeys(unknown)}
+    return {**dict.fromkeys(("mean_norm", "signal", "noise", "share", *shares), 0.0), **dict.fromkeys(unknown)}
 
 
 def _trusted(sums: _FoldSums) -> dict[str, Row]:
-    """Norm, signal, noise, cosines and share of each component's mean gradient, `total` included."""
+    """Norm, signal, noise, cosines and shares of each component's mean gradient, `total` included."""
     gram, counts = sums.gram()
     names = (*sums.components, "total")
-    cosines, shares = component_cosines(gram, counts), update_shares(gram[:, :-1, :, :-1], counts)
+    cosines, parts = component_cosines(gram, counts), gram[:, :-1, :, :-1]
+    shares, expected = update_shares(parts, counts), signal_shares(parts, counts)
     found: dict[str, Row] = {}
     for number, name in enumerate(names):
         signal = gradient_signal(gram[:, number, :, number], counts)
-        beside = {
-            f"cosine_{other}": float(cosines[number, names.index(other)]) if other in names else None
-            for other in ("task", "entropy", "kl")
-        }
+        whole = 1.0 if bool(expected.share.isfinite().all()) else None
+        part: Row = {"share": 1.0, "signal_share": whole, "signal_share_low": whole, "signal_share_high": whole}
+        if name != "total":
+            numbers = (shares, expected.share, expected.low, expected.high)
+            part = {column: float(values[number]) for column, values in zip(part, numbers, strict=True)}
         found[name] = {
             "mean_norm": signal.norm, "signal": signal.signal, "noise": signal.noise, "snr": signal.snr,
-            "snr_low": signal.low, "snr_high": signal.high, **beside,
-            "share": 1.0 if name == "total" else float(shares[number]), "fold_count": len(counts),
+            "snr_low": signal.low, "snr_high": signal.high, **part, "fold_count": len(counts),
+            **{
+                f"cosine_{other}": float(cosines[number, names.index(other)]) if other in names else None
+                for other in ("task", "entropy", "kl")
+            },
         }  # fmt: skip
     return found

@@ -230,6 +230,24 @@ STEP_COLUMNS: tuple[Column, ...] = (
         "processor time of the step in this process, all threads",
     ),
     Column("seconds_total", "s", "seconds_step so far, this run, across restarts", "timing_s/total"),
+    Column("matrix_rate", "1/s", "operations a second of large matrix products, measured once in the run's process"),
+    Column(
+        "utilisation_rollout",
+        "share",
+        "operations of the rollout (openings of a group read once) a second, over matrix_rate and the run's ranks",
+    ),
+    Column("utilisation_values", "share", "the same of seconds_values"),
+    Column("utilisation_reference", "share", "the same of seconds_reference"),
+    Column(
+        "utilisation_update_critic",
+        "share",
+        "the same of seconds_update_critic; a backward pass counts as two forward ones",
+    ),
+    Column(
+        "utilisation_update_actor",
+        "share",
+        "the same of seconds_update_actor; what is computed a second time is not counted",
+    ),
     Column("tokens_per_second", "tokens/s", "sampled_tokens / seconds_rollout"),
 )
 
@@ -276,25 +294,14 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
     Column("prefilter", "", "true: the analysis batch before the filter; false: what the filter kept"),
     Column("bucket", "", "bucket_1 (smallest reward spread) to bucket_6, or all"),
     Column("component", "", "task, entropy, kl, value (on a shared trunk), or total, their sum"),
-    Column(
-        "norm",
-        "1",
-        "mean over mini-batches of the norm of each one's gradient, coefficient included; missing for total",
-        "grad_norm/<bucket>/<component>",
-    ),
+    Column("norm", "1", "mean over mini-batches of the norm of each one's gradient, coefficient included; missing for "
+           "total", "grad_norm/<bucket>/<component>"),
     Column("norm_per_sample", "1", "norm / sample_count", "grad_norm/<bucket>/per_sample/<component>"),
     Column("norm_per_token", "1", "norm / token_count", "grad_norm/<bucket>/per_token/<component>"),
-    Column(
-        "loss",
-        "1",
-        "mean over micro-batches of the component's loss, coefficient included",
-        "grad_norm/<bucket>/loss/<component>",
-    ),
-    Column(
-        "mean_norm",
-        "1",
-        "norm of the bucket's mean gradient: one gradient over all of its tokens; its square is signal + noise",
-    ),
+    Column("loss", "1", "mean over micro-batches of the component's loss, coefficient included",
+           "grad_norm/<bucket>/loss/<component>"),
+    Column("mean_norm", "1", "norm of the bucket's mean gradient: one gradient over all of its tokens; its square is "
+           "signal + noise"),
     Column("signal", "1", "unbiased estimate of the squared norm of the mean gradient's expectation; may be negative"),
     Column("noise", "1", "unbiased estimate of the summed variance of the mean gradient, prompts being the draws"),
     Column("snr", "1", "signal / noise"),
@@ -303,17 +310,10 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
     Column("cosine_task", "1", "cosine between the mean gradients of this component and of task"),
     Column("cosine_entropy", "1", "the same beside entropy; missing where that is off"),
     Column("cosine_kl", "1", "the same beside kl; missing where that is off"),
-    Column(
-        "share",
-        "share",
-        "signed share of the sampled step: in the bucket's whole mean gradient, noise included; shares sum to 1",
-    ),
-    Column(
-        "signal_share",
-        "share",
-        "signed share of the expected step, from products of different folds; shares sum to 1; "
-        "missing where the bucket's total has no signal",
-    ),
+    Column("share", "share", "signed share of the sampled step: in the bucket's whole mean gradient, noise included; "
+           "shares sum to 1"),
+    Column("signal_share", "share", "signed share of the expected step, from products of different folds; shares sum "
+           "to 1; missing where the total has no signal, or none without one fold"),
     Column("signal_share_low", "share", "lower end of its 95 % interval, by a jackknife over folds of prompts"),
     Column("signal_share_high", "share", "upper end of that interval"),
     Column("weight", "share", "weight of the bucket's mean gradient in that of the whole batch; the buckets' sum to 1"),
@@ -329,50 +329,26 @@ GRADIENT_COLUMNS: tuple[Column, ...] = (
     Column("source_group_size", "episodes", "episodes of each of them", "grad_analysis/source_group_size"),
     Column("source_batch_size", "sequences", "sequences before the filter", "grad_analysis/source_batch_size"),
     Column("adjusted_batch_size", "sequences", "sequences with the copies added", "grad_analysis/adjusted_batch_size"),
-    Column(
-        "uses_training_batch",
-        "",
-        "true: the step's own batch; false: one played for it",
-        "grad_analysis/uses_training_batch",
-    ),
+    Column("uses_training_batch", "", "true: the step's own batch; false: one played for it",
+           "grad_analysis/uses_training_batch"),
     Column("form", "", "task: the advantage's estimator; kl: the loss's form; missing for others"),
     Column("coefficient", "1", "what the component's loss is multiplied with, in this very analysis"),
     Column("bucket_mode", "", "quantile: equally many groups a bucket; fixed_rv: edges at a reward std of 1 to 5"),
-    Column(
-        "sketch",
-        "entries",
-        "of the sketch that stood for each gradient (relative error of a norm about "
-        "1 / sqrt(2 sketch)); missing where gradients were kept whole",
-    ),
+    Column("sketch", "entries", "of the sketch that stood for each gradient (relative error of a norm about 1 / sqrt(2 "
+           "sketch)); missing where gradients were kept whole"),
     Column("overrides", "", "what a probe has set otherwise than the run; empty where nothing"),
-    Column(
-        "empty_after_filter",
-        "1",
-        "1: the filter kept nothing, and the line is one row without a gradient; else 0",
-        "grad_analysis/empty_after_filter",
-    ),
-    Column(
-        "analysis_only",
-        "1",
-        "1: neither policy nor critic is updated, as in every probe; else 0",
-        "trainer/gradient_analysis_only",
-    ),
+    Column("empty_after_filter", "1", "1: the filter kept nothing, and the line is one row without a gradient; else 0",
+           "grad_analysis/empty_after_filter"),
+    Column("analysis_only", "1", "1: neither policy nor critic is updated, as in every probe; else 0",
+           "trainer/gradient_analysis_only"),
     Column("source_groups_kept", "groups", "groups played that the filter kept", "grad_analysis/filter_kept_count"),
     Column("source_kept_ratio", "share", "source_groups_kept / source_env_groups", "grad_analysis/filter_kept_ratio"),
-    Column(
-        "source_zero_std_groups",
-        "groups",
-        "groups played whose scores have a standard deviation of at most 1e-10",
-        "grad_analysis/filter_zero_count",
-    ),
+    Column("source_zero_std_groups", "groups", "groups played whose scores have a standard deviation of at most 1e-10",
+           "grad_analysis/filter_zero_count"),
     Column("source_reward_std", "reward", "mean reward std of the groups played", "grad_analysis/in_group_reward_std"),
-    Column(
-        "source_reward_std_kept",
-        "reward",
-        "the same of the groups kept; 0 when none",
-        "grad_analysis/chosen_in_group_reward_std",
-    ),
-)
+    Column("source_reward_std_kept", "reward", "the same of the groups kept; 0 when none",
+           "grad_analysis/chosen_in_group_reward_std"),
+)  # fmt: skip
 
 # A row of `gradient_groups` is one group of an analysis batch.
 GRADIENT_GROUP_COLUMNS: tuple[Column, ...] = (
@@ -387,7 +363,12 @@ TRIAL_LAST_VALUES: tuple[str, ...] = (
 )  # fmt: skip
 
 TIME_COLUMNS: frozenset[str] = frozenset(
-    {column.name for column in STEP_COLUMNS if "second" in column.name} | {"started_at", "ended_at"}
+    {
+        column.name
+        for column in STEP_COLUMNS
+        if "second" in column.name or column.name.startswith(("utilisation_", "matrix_rate"))
+    }
+    | {"started_at", "ended_at"}
 )
 
 

@@ -330,9 +330,8 @@ class PPOTrainer:
         return summarise(episodes, self.step_index, split, mode, number_classes([room.key for room in rooms]))
 
     def _validates(self) -> bool:
-        trainer = self.config.trainer
-        last = self.step_index == trainer.total_training_steps
-        return trainer.test_freq > 0 and (last or self.step_index % trainer.test_freq == 0)
+        trainer, step = self.config.trainer, self.step_index
+        return trainer.test_freq > 0 and (step == trainer.total_training_steps or step % trainer.test_freq == 0)
 
     # ------------------------------------------------------------------ accounts
 

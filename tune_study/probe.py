@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, Group
 from rich.table import Table
 
-from trainable.checkpoint import CheckpointError, numbered, read_checkpoint
+from trainable.checkpoint import VALUES, CheckpointError, numbered, read_checkpoint
 from trainable.config import ConfigError, RunConfig, with_overrides
 from trainable.gradient_analysis import analyse
 from trainable.run_files import PROBES, STATE, read_lines
@@ -21,7 +21,7 @@ from tune_study import outputs
 from tune_study.continuing import plan_from_folder
 from tune_study.describe import say
 from tune_study.models import check_model
-from tune_study.plan import PlanError, RunSpec, StudyPlan, template_words
+from tune_study.plan import PlanError, RunSpec, StudyPlan, flat_settings, template_words
 
 Settings = Mapping[str, object]
 NOTHING: Settings = MappingProxyType({})
@@ -82,13 +82,11 @@ def find(
     if algo is not None and (trial is not None or plan.study.axis.option != "--algo"):
         why = "--trial names the run already" if trial else f"it does not belong to study {plan.study.name}"
         raise PlanError(f"--algo cannot be used here ({why}): type --trial and the name of a run.")
-    spec = _find_run(plan, algo if trial is None else trial)
+    name = algo if trial is None else trial
     if path is not None:
-        wanted = Path(os.path.abspath(os.path.expanduser(path)))
-        found = [(number, place) for number, place in numbered(wanted.parent) if place == wanted]
-        if not found or not wanted.is_dir():
-            raise PlanError(f"{shown(str(path), 1000)} is no checkpoint: type a folder global_step_<N> that exists.")
-        return Target(plan, spec, *found[0])
+        found, place = _checkpoint_at(path)
+        return Target(plan, _run_of(plan, place) if name is None else _find_run(plan, name), found, place)
+    spec = _find_run(plan, name)
     kept = {**dict(numbered(plan.run_dir(spec.run_id) / STATE)), **dict(numbered(plan.output / spec.checkpoints))}
     if step is None and kept:
         step = max(kept)
@@ -97,6 +95,28 @@ def find(
         asked = "" if step is None else f" of step {step}"
         raise PlanError(f"Run {spec.run_id} has no checkpoint{asked}. There are: {there}.")
     return Target(plan, spec, step, kept[step])
+
+
+def _checkpoint_at(path: Path | str) -> tuple[int, Path]:
+    """Step and folder of the checkpoint at `path`; PlanError where it is none."""
+    wanted = Path(os.path.abspath(os.path.expanduser(path)))
+    found = [(number, place) for number, place in numbered(wanted.parent) if place == wanted]
+    if not found or not wanted.is_dir():
+        raise PlanError(f"{shown(str(path), 1000)} is no checkpoint: type a folder global_step_<N> that exists.")
+    return found[0]
+
+
+def _run_of(plan: StudyPlan, place: Path) -> RunSpec:
+    """The run whose settings the checkpoint at `place` holds; PlanError where the study has none with these."""
+    try:
+        config = RunConfig.model_validate(json.loads((place / VALUES).read_text(encoding="utf-8")).get("settings"))
+    except (OSError, ValueError, AttributeError) as error:
+        raise PlanError(f"{place} does not say of which run it is ({error}): type --trial as well.") from None
+    named = (config.config_hash(), config.seed)
+    for spec in plan.runs:
+        if (spec.config.config_hash(), spec.config.seed) == named:
+            return spec
+    raise PlanError(f"{place} was written by no run of {plan.folder}: type the folder of its own study.")
 
 
 def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
@@ -137,6 +157,7 @@ def probe_settings(config: RunConfig, settings: Settings) -> dict[str, object]:
     """What a probe sets beside the run's own settings: KL and entropy on, 128 x 16 episodes unless the run has its own.
 
     The coefficients are the published 0.001 where the run had none: a gradient of a term scales with its coefficient.
+    PlanError where the size of its batch is set to null: a probe has no batch of a training step to fall back on.
     """
     trainer = config.trainer
     found: dict[str, object] = {
@@ -148,38 +169,80 @@ def probe_settings(config: RunConfig, settings: Settings) -> dict[str, object]:
     }
     if not config.actor.use_kl_loss:
         found |= {"actor.use_kl_loss": True, "actor.kl_loss_type": "low_var_kl", "actor.kl_loss_coef": 0.001}
-    sizes = [f"trainer.gradient_analysis_{name}" for name in ("env_groups", "group_size")]
-    unset = [name for name in sizes if str(settings.get(name)).strip().lower() in ("null", "none")]
-    return {**found, **{name: value for name, value in settings.items() if name not in unset}}
+    for name in ("trainer.gradient_analysis_env_groups", "trainer.gradient_analysis_group_size"):
+        if name in settings and str(settings[name]).strip().lower() in ("null", "none"):
+            raise PlanError(
+                f"{name}=null has no meaning for a probe, which plays a batch of its own: leave it out for "
+                f"{found[name]}, or type a number."
+            )
+    return {**found, **settings}
+
+
+def set_otherwise(own: RunConfig, config: RunConfig, settings: Settings) -> str | None:
+    """What `settings` make different from the run's own settings, as `name=value, ...`; None where nothing."""
+    before, after = (flat_settings(each.model_dump(mode="json")) for each in (own, config))
+    changed = [name for name in settings if before.get(name) != after.get(name)]
+    return ", ".join(f"{name}={json.dumps(after[name])}" for name in changed) or None
 
 
 def probe(target: Target, settings: Settings, with_val: bool, console: Console) -> None:
-    """Analyse the gradients of one checkpoint, add the rows to the study's tables, and print them."""
-    run_dir, log = target.plan.run_dir(target.spec.run_id), _log(target, with_val)
+    """Analyse the gradients of one checkpoint, add the rows to the study's tables, and print them.
+
+    PlanError, and nothing is written, where the filter keeps nothing and the batch before it is not analysed.
+    """
+    own, wanted = target.spec.config, probe_settings(target.spec.config, settings)
+    config = with_overrides(own, wanted)
+    run_dir, log = target.plan.run_dir(target.spec.run_id), _log(target, with_val, config)
     _check_places(run_dir, log)
-    trainer = _trainer(target, probe_settings(target.spec.config, settings))
+    trainer = _trainer(target, wanted)
     say(console, f"{target.spec.run_id} restored from {target.path}, after step {target.step}; nothing is trained")
     parts: list[Any] = [f"probe of {target.spec.run_id}, step {target.step}"]
+    overrides = set_otherwise(own, config, settings)
+    if overrides is not None:
+        parts.append(f"set otherwise than in the run: {overrides}")
     if with_val:
-        say(console, f"Playing {len(trainer.val_rooms)} validation rooms, sampled and greedy ...")
-        for mode in ("sampled", "greedy"):
-            found = trainer.evaluate("val", mode)
-            parts.append(f"validation, {mode}: success {found.success:.3f}, mean score {found.score:.3f}")
-    groups, size = (
-        getattr(trainer.config.trainer, f"gradient_analysis_{name}") for name in ("env_groups", "group_size")
-    )
-    say(console, f"Playing {groups} x {size} episodes and measuring their gradients ...")
-    lines = analyse(trainer, [], source="probe")
+        parts += _validate(trainer, console)
+    lines = _analyse(trainer, overrides, console)
     # The last probe of a step counts, whole: what an earlier one said of the step goes.
     others = [line for line in read_lines(run_dir / PROBES) if line.get("step") != target.step]
     outputs.write_text(run_dir / PROBES, "".join(json.dumps(line) + "\n" for line in [*others, *lines]))
     outputs.write_tables(target.plan.folder)
-    parts += [_table(line) for line in lines]
+    parts += [_table(line) if line["groups"] else f"the filter kept none of {_groups(line)}" for line in lines]
     Console(file=console.file, width=max(console.width, 100)).print(Group(*parts))
     _write_log(log, parts)
     say(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log}")
     say(console, f"Pictures: python -m tune_study plot-gradients {target.plan.folder} --source probe")
     say(console, f"The report has them after: python -m tune_study report {target.plan.folder}")
+
+
+def _validate(trainer: PPOTrainer, console: Console) -> list[str]:
+    """Play the validation rooms, and say how that went."""
+    say(console, f"Playing {len(trainer.val_rooms)} validation rooms, sampled and greedy ...")
+    found = {mode: trainer.evaluate("val", mode) for mode in ("sampled", "greedy")}
+    return [
+        f"validation, {mode}: success {each.success:.3f}, mean score {each.score:.3f}" for mode, each in found.items()
+    ]
+
+
+def _analyse(trainer: PPOTrainer, overrides: str | None, console: Console) -> list[dict[str, Any]]:
+    """The lines of the analysis; PlanError where no batch has a group."""
+    settings = trainer.config.trainer
+    groups, size = settings.gradient_analysis_env_groups, settings.gradient_analysis_group_size
+    say(console, f"Playing {groups} x {size} episodes and measuring their gradients ...")
+    lines = analyse(trainer, [], source="probe", overrides=overrides)
+    if not any(line["groups"] for line in lines):
+        raise PlanError(
+            f"The filter kept none of {_groups(lines[-1])}, so that nothing could be measured and nothing is written: "
+            "leave --set trainer.gradient_analysis_log_prefilter=False out, which measures the batch before the "
+            "filter, or type more groups, like --set trainer.gradient_analysis_env_groups=256."
+        )
+    return lines
+
+
+def _groups(line: Mapping[str, Any]) -> str:
+    """The batch of a line, in words."""
+    row = line["rows"][0]
+    return f"the {row['source_env_groups']} groups of {row['source_group_size']} episodes"
 
 
 def _check_places(run_dir: Path, log: Path) -> None:
@@ -195,12 +258,15 @@ def _check_places(run_dir: Path, log: Path) -> None:
             raise PlanError(f"{folder} cannot be written: a probe adds its rows and its log to the study.")
 
 
-def _log(target: Target, with_val: bool) -> Path:
+def _log(target: Target, with_val: bool, config: RunConfig) -> Path:
+    """The log's published name, which ends in what is measured beside the task."""
     words = template_words(target.plan.run, target.spec.arm, target.spec.config, target.spec.seed)
     name = target.plan.study.probe_log.format(
         **words, experiment=target.spec.run_id, step=target.step, val="withval" if with_val else "noval"
     )
-    return target.plan.output / "logs" / name
+    on = {"kl": config.actor.use_kl_loss, "entropy": config.actor.entropy_coeff != 0}
+    terms = "_and_".join(term for term, is_on in on.items() if is_on) or "task_alone"
+    return target.plan.output / "logs" / terms.join(name.rsplit("kl_and_entropy", 1))
 
 
 def _write_log(path: Path, parts: Sequence[Any]) -> None:

@@ -90,13 +90,21 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             open_runs[event.run_id] = self._open(self._specs[event.run_id])
         elif event.kind == "row":
             values = event.values or {}
-            if "seconds_gradient_analysis" in values:
-                from analysis.gradients import published_of_step
-
-                values |= published_of_step(self._plan.run_dir(event.run_id) / GRADIENTS, event.step)
-            open_runs[event.run_id].log(values, step=event.step)
+            open_runs[event.run_id].log({**values, **self._analysis(event.run_id, event.step, values)}, step=event.step)
         elif event.kind == "end" and event.run_id in open_runs:
             open_runs.pop(event.run_id).finish(exit_code=event.exit_code)
+
+    def _analysis(self, run_id: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        """What the step's gradient analysis found, under the published keys; nothing where there was none."""
+        if "seconds_gradient_analysis" not in values:
+            return {}
+        import wandb
+
+        from analysis.gradient_keys import TABLE_COLUMNS, published_of_step
+
+        found = published_of_step(self._plan.run_dir(run_id) / GRADIENTS, step)
+        tables = {key: wandb.Table(columns=list(TABLE_COLUMNS), data=rows) for key, rows in found.tables.items()}
+        return {**found.numbers, **tables, "timing_s/gradient_analysis": values["seconds_gradient_analysis"]}
 
     def _open(self, spec: RunSpec) -> Any:
         """A W&B run whose id is the run's own, so that a continued run goes on in it."""

@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from analysis import gradient_plots, gradients, plots
 from analysis.frames import StudyFrames
 from analysis.gradient_files import draw_step, write_analyses
+from analysis.gradient_keys import published_metrics
 from analysis.load import read_run
 from tests.run_folders import MadeAnalysis, MadeRun, MadeStudy
 from tests.run_folders import write_analyses as write_made
@@ -137,13 +138,15 @@ def test_the_comparison_has_a_row_a_step_and_a_scale_a_column(tmp_path: Path, co
         assert spread.get_title("left") == f"step {step}, after the filter: reward spread"
         assert curves(task) == [(column_of(made, "task", "reward_std_mean"), column_of(made, "task", "norm"))]
         assert (spread.get_yscale(), task.get_xscale(), regularizer.get_xscale()) == ("symlog",) * 3
-    for column in (1, 2):
+    for column in range(3):
         assert len({panel.get_ylim() for panel in axes[column::3]}) == 1
 
 
 def test_signal_has_its_interval_before_and_after_the_filter(tmp_path: Path) -> None:
     rows = frames_of(tmp_path, BEFORE, AFTER).gradients
-    figure = gradient_plots.draw_signal(gradients.trusted(rows), gradients.shares(rows), "title")
+    figure = gradient_plots.draw_signal(
+        gradients.trusted(rows), gradients.shares(rows, "signal_share"), "title", "share"
+    )
     ratios, parts = figure.axes[:2], figure.axes[2:]
     assert [axes.get_title("left") for axes in ratios] == ["before the filter", "after the filter"]
     for axes, made in zip(ratios, (BEFORE, AFTER), strict=True):
@@ -156,26 +159,34 @@ def test_signal_has_its_interval_before_and_after_the_filter(tmp_path: Path) -> 
         assert drawn == list(zip(*ends, strict=True))
     for axes, made in zip(parts, (BEFORE, AFTER), strict=True):
         regularizer, task, entropy = (values for _, values in curves(axes))
-        assert task == column_of(made, "task", "share")
-        assert regularizer == entropy == column_of(made, "entropy", "share")
+        assert task == column_of(made, "task", "signal_share")
+        assert regularizer == entropy == column_of(made, "entropy", "signal_share")
+        (bars,) = axes.collections
+        drawn = [(low, high) for (_, low), (_, high) in bars.get_segments()]
+        ends = [column_of(made, "entropy", f"signal_share_{end}") for end in ("low", "high")]
+        assert drawn == list(zip(*ends, strict=True))
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["task (policy)", "entropy", "total", "regularizer: KL + entropy"]
 
 
 def test_signal_without_an_interval_is_drawn_without(tmp_path: Path) -> None:
     rows = frames_of(tmp_path, replace(AFTER, folds=2)).gradients
-    axes = gradient_plots.draw_signal(gradients.trusted(rows), gradients.shares(rows), "title").axes[0]
+    axes = gradient_plots.draw_signal(
+        gradients.trusted(rows), gradients.shares(rows, "signal_share"), "title", "share"
+    ).axes[0]
     assert curves(axes)[1][1] == column_of(AFTER, "task", "snr")
     assert [len(segment) for segment in axes.collections[0].get_segments()] == [0] * 6
 
 
 def test_a_batch_without_any_ratio_says_so(tmp_path: Path) -> None:
     rows = frames_of(tmp_path, AFTER).gradients.assign(snr=np.nan, snr_low=np.nan, snr_high=np.nan)
-    axes = gradient_plots.draw_signal(gradients.trusted(rows), gradients.shares(rows), "title").axes[0]
+    axes = gradient_plots.draw_signal(
+        gradients.trusted(rows), gradients.shares(rows, "signal_share"), "title", "share"
+    ).axes[0]
     assert "no ratio" in texts(axes)
     assert "no ratio" not in texts(
         gradient_plots.draw_signal(
-            gradients.trusted(frames_of(tmp_path / "b", AFTER).gradients), gradients.shares(rows), "title"
+            gradients.trusted(frames_of(tmp_path / "b", AFTER).gradients), gradients.shares(rows), "title", "share"
         ).axes[0]
     )
 
@@ -183,7 +194,7 @@ def test_a_batch_without_any_ratio_says_so(tmp_path: Path) -> None:
 def test_report_lines_are_coloured_by_name(tmp_path: Path) -> None:
     table = gradients.signal_lines(frames_of(tmp_path, MadeAnalysis(1), BEFORE, AFTER).gradients)
     colors = plots.arm_colors(["step 1", "step 51"])
-    figure = gradient_plots.draw_lines(table, colors, "signal / noise", log=True)
+    figure = gradient_plots.draw_lines(table, colors, "signal / noise")
     before, after = figure.axes
     drawn = {
         to_hex(line.get_color()): list(line.get_ydata()) for line in after.get_lines() if len(line.get_xdata()) > 2
@@ -223,7 +234,11 @@ def test_files_have_the_published_names_and_numbers(tmp_path: Path) -> None:
     assert {path.name for path in written[:-1]} == names
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written if path.suffix == ".png")
     metrics = json.loads((folder / "gradient_analysis_metrics_step_51.json").read_text())
-    assert metrics == gradients.published_metrics(frames.gradients[frames.gradients["step"] == 51])
+    tables = {key: value for key, value in metrics.items() if key.endswith("group_rv_table")}
+    numbers = {key: value for key, value in metrics.items() if key not in tables}
+    assert numbers == published_metrics(frames.gradients[frames.gradients["step"] == 51])
+    assert {tuple(table["columns"]) for table in tables.values()} == {("bucket", "group_id", "reward_std")}
+    assert len(tables) == 2 * 7
     with (folder / "gradient_analysis_bucket_rv_table_step_51.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["bucket"], float(row["reward_std"])) for row in rows] == [
@@ -244,6 +259,29 @@ def test_a_probe_is_called_one(tmp_path: Path) -> None:
     figures = draw_step(frames.gradients, frames.gradient_groups)
     assert figures["summary"].get_suptitle() == "Summary\narm0-seed0, probe of step 51, after the filter"
     assert figures["signal"].get_suptitle() == "Signal and shares\narm0-seed0, probe of step 51"
+
+
+def test_the_steps_of_probes_are_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    monkeypatch.setattr(gradient_plots, "draw_steps", lambda _, title: said.append(title) or Figure())
+    for name, source in (("a", "probe"), ("b", "train")):
+        frames = frames_of(tmp_path / name, replace(AFTER, source=source))
+        write_analyses(frames.gradients, frames.gradient_groups, [51], tmp_path / name / "made")
+    assert said == ["arm0-seed0, probes", "arm0-seed0"]
+
+
+@pytest.mark.parametrize("values", [(0.2, 0.9), (-0.4, 30.0), (0.0, 400.0), (-2e4, 3.0), (0.91, 0.94)])
+def test_ticks_are_plain_numbers(tmp_path: Path, values: tuple[float, float]) -> None:
+    table = gradients.signal_lines(frames_of(tmp_path, AFTER).gradients)
+    table = table.assign(value=np.resize(values, len(table)), low=np.nan, high=np.nan)
+    figure = gradient_plots.draw_lines(table, {"step 51": "#000000"}, "signal / noise")
+    figure.canvas.draw()
+    for which in ("major", "minor"):
+        labels = [label.get_text() for label in figure.axes[0].yaxis.get_ticklabels(which=which)]
+        assert all("$" not in label for label in labels)
+    low, high = figure.axes[0].get_ylim()
+    ticks = [tick for tick in figure.axes[0].get_yticks() if low <= tick <= high]
+    assert 2 <= len(ticks) <= 14
 
 
 @pytest.mark.parametrize("change", ["nan", "one bucket", "task only", "total only", "odd names"])

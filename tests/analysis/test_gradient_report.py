@@ -56,10 +56,35 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     words = words_of(page)
     assert "gradients" in page.ids
     assert "Signed share of KL and entropy together" in words
+    assert "signal: rho" in words
+    assert "In the expected step noise has no part" in words
     for step in (1, 5):  # step, arm, which batch, component, runs, buckets
         assert f"{step} 0 before the filter task 3 18" in words
     assert words.count("arm0-seed2 5 after the filter") == 3  # task, entropy and total of the whole batch
     assert "Spearman's rank correlation with the reward spread" in words
+
+
+def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) -> None:
+    probe = MadeAnalysis(5, "probe", components=("task", "kl"))
+    frames = read_with(tmp_path, {"0": [MadeAnalysis(1), MadeAnalysis(5), probe], "1": [MadeAnalysis(1)]})
+    figures = report.draw_figures(frames)
+    for name in ("gradient_signal", "regularizer_share"):
+        (axes,) = figures[name].axes
+        assert [text.get_text() for text in figures[name].legends[0].get_texts()] == ["0", "1", "0, probe"]
+        drawn = [(line.get_color(), line.get_linestyle()) for line in axes.get_lines() if len(line.get_xdata()) == 6]
+        assert [style for _, style in drawn] == ["-", "-", "--"]
+        assert len({color for color, _ in drawn}) == 3
+    words = words_of(page_of(frames))
+    assert "5 0 probe, after the filter kl 1 6" in words
+    assert "1 0 after the filter" not in words  # arm 0 is shown at its last step alone
+    assert "arm0-seed0 5 probe, after the filter kl" in words
+
+
+def test_a_filter_that_kept_nothing_is_on_the_page(tmp_path: Path) -> None:
+    made = [MadeAnalysis(1, prefilter=True), MadeAnalysis(1, buckets=0)]
+    words = words_of(page_of(read_with(tmp_path, {"0": made})))
+    assert "The filter kept nothing of arm0-seed0, step 1. Whole batches" in words
+    assert "1 0 before the filter task 1 6" in words
 
 
 def test_one_curve_a_run_and_step(tmp_path: Path) -> None:
@@ -105,6 +130,8 @@ def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
         curve, chance = ([1, 3, 5], [1, 1 / 3, 1 / 5]), ([1, 3, 5], [1 / 64] * 3)
         assert lines == [curve, curve, chance]
     assert len(figures["retrieval"].axes[2].get_lines()) == 2
+    ticks = figures["retrieval"].axes[-1].get_xticks()
+    assert all(tick == int(tick) for tick in ticks)
     page = page_of(frames)
     assert "retrieval" in page.ids
     assert "every arm is a line" in words_of(page)

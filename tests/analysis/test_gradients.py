@@ -36,68 +36,9 @@ def generator() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-BUCKETS = ("all", "bucket_1", "bucket_2")
-PUBLISHED = {
-    *(f"grad_norm/{bucket}/{key}" for bucket in BUCKETS for key in (
-        "task", "entropy", "kl", "per_sample/task", "per_sample/entropy", "per_sample/kl", "per_token/task",
-        "per_token/entropy", "per_token/kl", "loss/policy", "loss/entropy", "loss/kl", "loss/total", "sample_count",
-        "sample_pct", "reward_std_mean", "reward_std_min", "reward_std_max", "group_rv_count",
-    )),
-    "actor/loss/policy", "actor/loss/entropy", "actor/loss/kl", "actor/loss/total",
-    "actor/grad_norm/task", "actor/grad_norm/entropy", "actor/grad_norm/kl",
-    "grad_analysis/source_env_groups", "grad_analysis/source_group_size", "grad_analysis/source_batch_size",
-    "grad_analysis/adjusted_batch_size", "grad_analysis/empty_after_filter", "grad_analysis/uses_training_batch",
-}  # fmt: skip
-
-
-def test_published_keys_are_those_of_the_published_system(tmp_path: Path) -> None:
-    made = MadeAnalysis(51, components=ALL, buckets=2)
-    assert set(gradients.published_metrics(rows_of(tmp_path, made))) == PUBLISHED
-
-
-def test_before_the_filter_the_prefix_differs_and_the_actor_is_not_repeated(tmp_path: Path) -> None:
-    made = MadeAnalysis(51, components=ALL, buckets=2, prefilter=True)
-    expected = {key.replace("grad_norm/", "grad_norm_prefilter/") for key in PUBLISHED if key.startswith("grad_norm/")}
-    expected |= {"grad_analysis_prefilter/source_batch_size", "grad_analysis_prefilter/adjusted_batch_size"}
-    assert set(gradients.published_metrics(rows_of(tmp_path, made))) == expected
-
-
-def test_a_component_that_is_off_has_no_published_key(tmp_path: Path) -> None:
-    found = gradients.published_metrics(rows_of(tmp_path, AFTER, BEFORE))
-    assert not [key for key in found if key.endswith("/kl")]
-    assert "grad_norm_prefilter/bucket_6/per_token/entropy" in found
-    assert not any(math.isnan(value) for value in found.values())
-
-
-def test_published_values_are_those_of_the_rows(tmp_path: Path) -> None:
-    found = gradients.published_metrics(rows_of(tmp_path, replace(AFTER, components=ALL), BEFORE))
-    rows = {(row["bucket"], row["component"]): row for row in replace(AFTER, components=ALL).line()["rows"]}
-    assert found["grad_norm/bucket_3/task"] == rows["bucket_3", "task"]["norm"]
-    assert found["grad_norm/bucket_3/per_sample/kl"] == rows["bucket_3", "kl"]["norm_per_sample"]
-    assert found["grad_norm/bucket_6/per_token/entropy"] == rows["bucket_6", "entropy"]["norm_per_token"]
-    assert found["grad_norm/bucket_1/loss/policy"] == rows["bucket_1", "task"]["loss"]
-    assert found["grad_norm/bucket_1/loss/total"] == rows["bucket_1", "total"]["loss"]
-    assert found["grad_norm/bucket_2/group_rv_count"] == rows["bucket_2", "task"]["group_count"]
-    assert found["actor/loss/policy"] == found["grad_norm/all/loss/policy"] == rows["all", "task"]["loss"]
-    assert found["actor/grad_norm/kl"] == rows["all", "kl"]["norm"]
-    assert found["grad_analysis/source_batch_size"] == found["grad_analysis_prefilter/source_batch_size"] == 24 * 16
-    assert (found["grad_analysis/uses_training_batch"], found["grad_analysis/empty_after_filter"]) == (0, 0)
-
-
-def test_the_value_loss_has_no_published_key_and_is_in_the_total(tmp_path: Path) -> None:
-    made = MadeAnalysis(1, components=("task", "value"), buckets=1)
-    found = gradients.published_metrics(rows_of(tmp_path, made))
-    assert not [key for key in found if key.endswith("value")]
-    (total,) = (row["loss"] for row in made.line()["rows"] if (row["bucket"], row["component"]) == ("all", "total"))
-    assert found["actor/loss/total"] == total
-    assert found["actor/loss/total"] != found["actor/loss/policy"]
-
-
 def test_rows_of_two_steps_are_refused(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, MadeAnalysis(1), AFTER)
     with pytest.raises(ValueError, match=r"These rows are of 2 analyses .*step 1.*step 51.*: take those of one"):
-        gradients.published_metrics(rows)
-    with pytest.raises(ValueError, match="of 2 analyses"):
         gradients.bucket_table(rows)
 
 
@@ -193,21 +134,73 @@ def test_lines_of_one_arm_are_its_steps(tmp_path: Path) -> None:
     steps = [MadeAnalysis(step) for step in range(1, 100, 7)]
     rows = rows_of(tmp_path, *steps, MadeAnalysis(99, "probe"))
     names = gradients.report_lines(rows)["line"].drop_duplicates().to_list()
-    assert names == ["step 1", "step 22", "step 43", "step 64", "step 85", "step 99"]
+    assert names == ["step 1", "step 22", "step 43", "step 57", "step 78", "step 99", "step 99, probe"]
     few = gradients.report_lines(rows_of(tmp_path / "few", MadeAnalysis(1), BEFORE, AFTER))
     assert few["line"].drop_duplicates().to_list() == ["step 1", "step 51"]
     assert len(few) == 3 * 7 * 3
 
 
-def test_lines_of_several_arms_are_the_last_steps_of_their_runs(tmp_path: Path) -> None:
+def test_lines_of_several_arms_are_the_last_steps_of_their_runs_and_every_probe(tmp_path: Path) -> None:
+    probe = MadeAnalysis(101, "probe")
     runs = [
-        (MadeRun("0", steps=3), [MadeAnalysis(1), AFTER, MadeAnalysis(101, "probe")]),
-        (MadeRun("0.1", steps=3), [MadeAnalysis(1)]),
+        (MadeRun("0", steps=3), [MadeAnalysis(1), AFTER, probe]),
+        (MadeRun("0.1", steps=3), [MadeAnalysis(1), replace(probe, step=1), replace(probe, step=51)]),
     ]
     table = gradients.report_lines(frames_of(tmp_path, runs).gradients)
     assert table[["line", "step", "source"]].drop_duplicates().to_numpy().tolist() == [
-        ["0", 51, "train"], ["0.1", 1, "train"],
+        ["0", 51, "train"], ["0.1", 1, "train"], ["0, probe", 101, "probe"],
+        ["0.1, probe of step 1", 1, "probe"], ["0.1, probe of step 51", 51, "probe"],
     ]  # fmt: skip
+
+
+def test_what_the_filter_left_empty_is_in_no_table(tmp_path: Path, generator: np.random.Generator) -> None:
+    nothing = replace(AFTER, buckets=0)
+    rows, alone = rows_of(tmp_path / "a", BEFORE, nothing), rows_of(tmp_path / "b", BEFORE)
+    assert len(rows) == len(alone) + 1
+    pd.testing.assert_frame_equal(gradients.as_trained(rows).reset_index(drop=True), gradients.as_trained(alone))
+    for table_of in (gradients.analyses, gradients.trusted, gradients.shares, gradients.signal_lines,
+                     gradients.share_lines):  # fmt: skip
+        pd.testing.assert_frame_equal(table_of(rows).reset_index(drop=True), table_of(alone).reset_index(drop=True))
+    assert gradients.steps_table(rows, [51])["prefilter"].to_list() == [True] * 6
+    assert len(gradients.trends(rows, generator)) == len(gradients.trends(alone, generator))
+
+
+def test_labels_are_the_buckets_own_numbers(tmp_path: Path) -> None:
+    rows = rows_of(tmp_path, replace(AFTER, mode="fixed_rv"))
+    some = rows[~rows["bucket"].isin(["bucket_1", "bucket_4"])]
+    assert gradients.summary_table(some)["label"].to_list() == ["2", "3", "5", "6"]
+    assert gradients.summary_table(some.assign(bucket_mode="quantile"))["label"].to_list() == ["Q2", "Q3", "Q5", "Q6"]
+    assert gradients.summary_table(some.assign(bucket_mode=""))["label"].to_list() == ["2", "3", "5", "6"]
+
+
+@pytest.mark.parametrize(
+    ("components", "expected"),
+    [
+        (("task", "entropy"), "own"), (("task", "kl"), "own"), (ALL, "rest"), ((*ALL, "value"), "none"),
+        (("task", "entropy", "value"), "own"), (("task",), "none"),
+    ],
+)  # fmt: skip
+def test_the_regularizers_interval_is_its_terms_or_what_the_task_leaves(
+    tmp_path: Path, components: tuple[str, ...], expected: str
+) -> None:
+    made = MadeAnalysis(51, components=components)
+    table = gradients.shares(rows_of(tmp_path, made), "signal_share")
+    rows = {(row["bucket"], row["component"]): row for row in made.line()["rows"]}
+    for found in table.itertuples():
+        if expected == "none":
+            assert math.isnan(found.regularizer_low)
+            assert math.isnan(found.regularizer_high)
+        elif expected == "own":
+            row = rows[found.bucket, "kl" if "kl" in components else "entropy"]
+            assert (found.regularizer_low, found.regularizer_high) == (
+                row["signal_share_low"], row["signal_share_high"],
+            )  # fmt: skip
+            assert found.regularizer == row["signal_share"]
+        else:
+            row = rows[found.bucket, "task"]
+            assert found.regularizer == pytest.approx(1 - row["signal_share"], rel=1e-12)
+            assert found.regularizer_low == pytest.approx(1 - row["signal_share_high"], rel=1e-12)
+            assert found.regularizer_high == pytest.approx(1 - row["signal_share_low"], rel=1e-12)
 
 
 def test_the_figures_tables_hold_the_lines_numbers(tmp_path: Path) -> None:
@@ -218,8 +211,11 @@ def test_the_figures_tables_hold_the_lines_numbers(tmp_path: Path) -> None:
     for column, name in (("spread", "reward_std_mean"), ("value", "snr"), ("low", "snr_low"), ("high", "snr_high")):
         assert after[column].to_list() == [row[name] for row in written]
     written = [row for row in AFTER.line()["rows"] if row["component"] == "entropy" and row["bucket"] != "all"]
-    assert share.loc[~share["prefilter"], "value"].to_list() == [row["share"] for row in written]
-    assert share["low"].isna().all()
+    for column, name in (("value", "signal_share"), ("low", "signal_share_low"), ("high", "signal_share_high")):
+        assert share.loc[~share["prefilter"], column].to_list() == [row[name] for row in written]
+    older = gradients.share_lines(rows.assign(**dict.fromkeys(("signal_share", "signal_share_low"), np.nan)))
+    assert older.loc[~older["prefilter"], "value"].to_list() == [row["share"] for row in written]
+    assert older["low"].isna().all()
     assert gradients.share_lines(rows_of(tmp_path / "task", MadeAnalysis(components=("task",)))).empty
 
 

@@ -1,4 +1,4 @@
-"""The gradients of an analysis: against plain backward passes, their identities, and that nothing else moves."""
+"""The gradients of an analysis: against plain backward passes, and their identities."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from tests.trainers import quiet, timeless, weights
+from tests.trainers import quiet
 from trainable.algo.batching import length_stratified_order
 from trainable.algo.filters import group_scores
 from trainable.algo.reductions import LOSS_AGG_MODES, loss_weights
 from trainable.evaluate import by_group
-from trainable.gradient_analysis import analyse, is_due
+from trainable.gradient_analysis import _finite as finite_or_missing
 from trainable.gradient_probe import FOLDS, Findings, probe_gradients
-from trainable.records import GRADIENT_COLUMNS
+from trainable.meter import Meter
 from trainable.seeds import stream
 from trainable.trainer import PPOTrainer, Prepared
-from trainable.update import Meter, passes, weighted_passes
+from trainable.update import passes, weighted_passes
 
 GROUPS, SIZE = 7, 4
 ANALYSIS: dict[str, object] = {
@@ -191,15 +191,6 @@ def test_sketches_give_nearly_the_numbers_of_whole_gradients() -> None:
 COUNTED = ("loss", "weight", "fold_count", "sample_count", "token_count", "group_count", "reward_std_mean")
 
 
-def test_rows_say_what_was_measured_and_how() -> None:
-    trainer = analysed(actor__kl_loss_type="mse", trainer__gradient_analysis_sketch=1024)
-    rows = {row["component"]: row for row in analyse(trainer, [])[0]["rows"]}
-    assert {name: (row["form"], row["coefficient"]) for name, row in rows.items()} == {
-        "task": ("gae", 1.0), "entropy": (None, 0.1), "kl": ("mse", 0.5), "total": (None, None),
-    }  # fmt: skip
-    assert {(row["bucket_mode"], row["sketch"]) for row in rows.values()} == {("quantile", 1024)}
-
-
 def test_the_buckets_are_of_groups_in_order_of_their_spread() -> None:
     trainer = analysed()
     ready, findings = probed(trainer, buckets=3)
@@ -235,11 +226,97 @@ def test_the_kl_gradient_where_policy_and_reference_are_one(kind: str, is_zero: 
     rows = by_name(findings)
     kl, task = rows["all", "kl"], rows["all", "task"]
     if is_zero:  # what is left is rounding, and has no ratio and no direction
-        assert (kl["mean_norm"], kl["norm"], kl["share"], kl["snr"], kl["cosine_task"]) == (0, 0, 0, None, None)
+        assert (kl["mean_norm"], kl["share"], kl["snr"], kl["cosine_task"]) == (0, 0, None, None)
+        assert kl["signal_share"] == 0 or rows["all", "total"]["signal_share"] is None
+        assert 0 < kl["norm"] < 1e-6  # the published number stays what it is
         assert task["cosine_kl"] is None
     else:
         assert kl["mean_norm"] > 1e-3
         assert task["cosine_kl"] is not None
+
+
+@pytest.mark.parametrize("coefficient", [1e-9, 1e3])
+def test_the_coefficient_does_not_decide_what_is_rounding(coefficient: float) -> None:
+    fresh = quiet(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, "actor__kl_loss_type": "low_var_kl",
+                     "actor__kl_loss_coef": coefficient})  # fmt: skip
+    assert by_name(probed(fresh)[1])["all", "kl"]["snr"] is None
+    trained = by_name(probed(analysed(actor__kl_loss_coef=coefficient))[1])["all", "kl"]
+    assert trained["snr"] is not None
+    assert trained["mean_norm"] > 0
+
+
+def test_what_is_not_finite_is_missing_and_the_rest_keeps_its_numbers() -> None:
+    trainer = analysed()
+    ready, stds = prepared(trainer)
+
+    def rows(advantages: torch.Tensor) -> dict[tuple[str, str], dict[str, Any]]:
+        targets = ready.targets._replace(advantages=advantages)
+        generator = torch.Generator().manual_seed(1)
+        found = probe_gradients(trainer.actor_update(), ready.batch, targets, stds, 3, "quantile", generator)
+        return by_name(found._replace(rows=[finite_or_missing(row) for row in found.rows]))
+
+    sound = ready.targets.advantages
+    bad = sound.clone()
+    bad[0, int(ready.batch.mask[0].nonzero()[0])] = torch.nan
+    before, after = rows(sound), rows(bad)
+    hit = [bucket for bucket in dict.fromkeys(name for name, _ in after) if after[bucket, "task"]["mean_norm"] is None]
+    assert len(hit) == 2
+    assert "all" in hit
+    for bucket, component in after:
+        row, whole = after[bucket, component], before[bucket, component]
+        if bucket not in hit:
+            assert row == whole
+        elif component in ("task", "total"):
+            assert {row[name] for name in ("mean_norm", "signal", "noise", "snr", "loss")} == {None}
+            assert row.get("norm") is None
+        else:
+            same = ("norm", "mean_norm", "signal", "noise", "snr", "snr_low", "loss", "cosine_entropy", "cosine_kl")
+            assert {name: row[name] for name in same} == {name: whole[name] for name in same}
+            assert row["mean_norm"] > 0
+            assert row["cosine_task"] is None
+
+
+def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight() -> None:
+    trainer = analysed()
+    ready, stds = prepared(trainer)
+    lost = int(torch.unique(ready.batch.group_ids)[0])  # a group without a trained token has no fold
+    mask = ready.batch.mask & (ready.batch.group_ids != lost)[:, None]
+    for batch in (ready.batch, ready.batch._replace(mask=mask)):
+        trained = {int(group) for group in batch.group_ids[batch.mask.any(1)]}
+        found = probe_gradients(
+            trainer.actor_update(), batch, ready.targets, stds, 2, "quantile", torch.Generator().manual_seed(3)
+        )
+        for row in found.rows:
+            own = {group["group"] for group in found.groups if row["bucket"] in (group["bucket"], "all")}
+            assert row["fold_count"] == min(FOLDS, len(own & trained))
+
+
+def test_groups_without_spread_teach_grpo_the_regularizers_alone() -> None:
+    trainer = analysed(algorithm__adv_estimator="grpo")
+    ready, stds = prepared(trainer)
+    targets = ready.targets._replace(advantages=torch.zeros_like(ready.targets.advantages))
+    found = probe_gradients(
+        trainer.actor_update(), ready.batch, targets, stds, 2, "quantile", torch.Generator().manual_seed(1)
+    )
+    rows = by_name(found)
+    names = ("signal_share", "signal_share_low", "signal_share_high")
+    assert [rows["all", "task"][name] for name in names] == [0, 0, 0]
+    assert rows["all", "kl"]["signal_share"] + rows["all", "entropy"]["signal_share"] == pytest.approx(1)
+    # What is nothing has no share in a step that has no signal.
+    for row in (row for row in found.rows if row["component"] == "task"):
+        assert (row["signal_share"] == 0) == (rows[row["bucket"], "total"]["signal_share"] == 1)
+
+
+def test_shares_of_the_expected_step_sum_to_one_where_it_has_signal() -> None:
+    rows = by_name(probed(analysed())[1])
+    for bucket in dict.fromkeys(name for name, _ in rows):
+        parts = [rows[bucket, name]["signal_share"] for name in ("task", "entropy", "kl")]
+        assert np.isnan(parts).all() or sum(parts) == pytest.approx(1)
+        assert np.isnan(parts).all() or rows[bucket, "total"]["signal"] > 0
+        assert np.isnan(parts).all() == (rows[bucket, "total"]["signal_share"] is None)
+    whole = rows["all", "kl"]
+    assert rows["all", "total"]["signal"] > 0
+    assert whole["signal_share_low"] < whole["signal_share"] < whole["signal_share_high"]
 
 
 def test_a_component_that_is_off_has_no_row() -> None:
@@ -248,67 +325,3 @@ def test_a_component_that_is_off_has_no_row() -> None:
     assert {row["component"] for row in findings.rows} == {"task", "total"}
     row = by_name(findings)["all", "task"]
     assert (row["cosine_kl"], row["cosine_entropy"], row["cosine_task"]) == (None, None, pytest.approx(1))
-
-
-def test_an_analysis_leaves_weights_optimizers_gradients_and_streams_alone() -> None:
-    trainer = analysed()
-    before, values = weights(trainer), dict(trainer.totals)
-    state, old = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
-    analyse(trainer, [])
-    after = weights(trainer)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    assert trainer.totals == values
-    assert all(parameter.grad is None for parameter in trainer.model.parameters())
-    assert torch.equal(torch.random.get_rng_state(), state)
-    assert np.array_equal(np.random.get_state()[1], old)  # type: ignore[index]  # noqa: NPY002
-
-
-def test_training_is_the_same_with_and_without_it() -> None:
-    with_it, without = quiet(**ANALYSIS), quiet(**{**ANALYSIS, "trainer__gradient_analysis_mode": False})
-    for step in (1, 2, 3):
-        one, two = with_it.step(), without.step()
-        assert timeless(one.row) == timeless(two.row)
-        assert bool(one.gradients) == (step in (1, 3)) == ("seconds_gradient_analysis" in one.row)
-    assert all(torch.equal(a, b) for a, b in zip(weights(with_it).values(), weights(without).values(), strict=True))
-
-
-def test_the_lines_have_the_columns_and_no_number_that_json_lacks() -> None:
-    lines = quiet(**ANALYSIS).step().gradients
-    assert [(line["step"], line["source"], line["prefilter"]) for line in lines] == [
-        (1, "train", True), (1, "train", False),
-    ]  # fmt: skip
-    columns = {column.name for column in GRADIENT_COLUMNS} - {"source", "prefilter"}
-    for line in lines:
-        for row in line["rows"]:
-            assert set(row) <= columns
-            assert columns - set(row) <= {"norm", "norm_per_sample", "norm_per_token"}
-            assert all(np.isfinite(value) for value in row.values() if isinstance(value, float))
-        assert {row["source_env_groups"] for row in line["rows"]} == {GROUPS}
-        assert not any(row["uses_training_batch"] for row in line["rows"])
-        assert len({row["group"] for row in line["groups"]}) == len(line["groups"])
-
-
-def test_the_steps_own_batch_is_used_where_no_other_is_asked_for() -> None:
-    lines = quiet(**{**ANALYSIS, "trainer__gradient_analysis_env_groups": None}).step().gradients
-    for line in lines:
-        assert all(row["uses_training_batch"] and row["source_env_groups"] == 2 for row in line["rows"])
-    assert len(lines[0]["groups"]) == 2
-
-
-@pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4]), (2, [1, 3]), (50, [1])])
-def test_it_is_due_at_the_first_step_and_every_so_many(every: int, expected: list[int]) -> None:
-    settings = quiet(**{**ANALYSIS, "trainer__gradient_analysis_every": every}).config.trainer
-    assert [step for step in range(1, 5) if is_due(step, settings)] == expected
-
-
-def test_measuring_only_trains_nothing_and_ends_after_the_first() -> None:
-    trainer = quiet(
-        **ANALYSIS, trainer__gradient_analysis_only=True, trainer__exit_after_gradient_analysis=True
-    )  # fmt: skip
-    assert trainer.config.trainer.total_training_steps == 1
-    before = weights(trainer)
-    found = trainer.step()
-    assert found.gradients
-    assert found.row["optimizer_steps"] == 0
-    after = weights(trainer)
-    assert all(torch.equal(before[name], after[name]) for name in before)

@@ -121,6 +121,42 @@ def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyP
     assert {row["component"] for line in lines for row in line["rows"]} <= {"task", "kl", "total"}
 
 
+NOTHING_KEPT = ("--set", "filter.rollout_filter_value=0.001")  # less than the linear rule's slack
+
+
+def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
+    run = study.runs[0]
+    path = study.run_dir(run.run_id) / "probes.jsonl"
+    done = command(str(study.folder), "--trial", "PPO", *NOTHING_KEPT)
+    assert done.returncode == 0, done.stderr
+    assert "the filter kept none of the 6 groups of 4 episodes" in done.stdout
+    lines = {line["prefilter"]: line for line in read_lines(path) if line["step"] == 3}
+    assert [row["empty_after_filter"] for row in lines[False]["rows"]] == [1]
+    assert lines[True]["groups"]
+    before = hashes(study.output)
+    done = command(
+        str(study.folder), "--trial", "PPO", *NOTHING_KEPT, "--set", "trainer.gradient_analysis_log_prefilter=False"
+    )
+    assert done.returncode == 2
+    assert "kept none of the 6 groups of 4 episodes" in done.stderr
+    assert "leave --set trainer.gradient_analysis_log_prefilter=False out" in done.stderr
+    assert hashes(study.output) == before  # the probe from before is still there
+
+
+def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -> None:
+    words = ("--set", "rollout.temperature=0.7", "--set", "env.max_turn=3", "--set", "actor.use_kl_loss=False",
+             "--set", "rollout.name=torch")  # fmt: skip
+    done = command(str(study.folder), "--trial", "GRPO", *words)
+    assert done.returncode == 0, done.stderr
+    said = "rollout.temperature=0.7, env.max_turn=3"
+    rows = analysis.load(study.output).gradients
+    probed = rows[(rows["source"] == "probe") & (rows["arm"] == "GRPO") & (rows["step"] == 3)]
+    assert set(probed["overrides"]) == {said}
+    assert set(rows.loc[rows["source"] == "train", "overrides"]) == {""}
+    (log,) = (study.output / "logs").rglob("*GRPO*ckpt3-noval-entropy.log")  # no KL was measured
+    assert f"set otherwise than in the run: {said}" in log.read_text()
+
+
 def test_training_wrote_the_analyses_that_were_due(study: StudyPlan) -> None:
     for spec in study.runs:
         lines = list(read_lines(study.run_dir(spec.run_id) / "gradients.jsonl"))
@@ -198,7 +234,8 @@ def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: Stu
         ["--trial", "nobody"], ["--algo", "PPO", "--checkpoint-step", "17"], ["--checkpoint-root", "/nowhere"],
         ["--trial", "PPO", "--set", "actor.lr=1"], ["--algo", "PPO", "--trial", "GRPO"],
         ["--trial", "PPO", "--set", "trainer.device=cuda", "--set", "trainer.n_gpus_per_node=1"],
-        ["--trial", "PPO", "--gpus", "all"],
+        ["--trial", "PPO", "--gpus", "all"], ["--trial", "PPO", "--set", "trainer.gradient_analysis_env_groups=null"],
+        ["--trial", "PPO", "--set", "trainer.gradient_analysis_group_size=None"],
     )  # fmt: skip
     for words in bad:
         done = command(str(study.folder), *words)
@@ -214,6 +251,8 @@ def test_a_probe_switches_kl_and_entropy_on_where_they_are_off() -> None:
     assert (on.actor.use_kl_loss, on.actor.kl_loss_coef, on.actor.kl_loss_type) == (True, 0.001, "low_var_kl")
     assert (on.actor.entropy_coeff, on.trainer.gradient_analysis_env_groups) == (0.001, 128)
     assert (on.trainer.gradient_analysis_group_size, on.trainer.gradient_analysis_log_prefilter) == (16, True)
+    with pytest.raises(PlanError, match="leave it out for 16, or type a number"):
+        probe.probe_settings(run, {"trainer.gradient_analysis_group_size": None})
     strong = with_overrides(run, {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.3, "actor.entropy_coeff": -0.1})
     kept = with_overrides(strong, probe.probe_settings(strong, {}))
     assert (kept.actor.kl_loss_coef, kept.actor.entropy_coeff) == (0.3, -0.1)
@@ -227,6 +266,21 @@ def test_the_checkpoint_is_asked_for_by_root_or_folder(study: StudyPlan) -> None
     assert probe.checkpoint_path(None, 2, None) is None
     target = probe.find(study.folder, None, None, root / "global_step_2", "PPO")
     assert (target.step, target.spec.arm) == (2, "PPO")
+    for run in study.runs:  # a checkpoint names its run
+        path = study.output / run.checkpoints / "global_step_3"
+        assert probe.find(study.folder, None, None, path) == probe.Target(study, run, 3, path)
+
+
+def test_a_checkpoint_of_no_run_of_the_study_is_said(study: StudyPlan, tmp_path: Path) -> None:
+    folder = tmp_path / "global_step_2"
+    folder.mkdir()
+    with pytest.raises(PlanError, match=r"does not say of which run it is .*: type --trial as well"):
+        probe.find(study.folder, None, None, folder)
+    values = json.loads((study.output / study.runs[0].checkpoints / "global_step_2" / "state.json").read_text())
+    for changed in ({"seed": 7}, {"seed": "x"}):
+        (folder / "state.json").write_text(json.dumps({**values, "settings": {**values["settings"], **changed}}))
+        with pytest.raises(PlanError, match=r"was written by no run of|does not say of which run"):
+            probe.find(study.folder, None, None, folder)
 
 
 def test_restoring_reads_no_pickle_and_moves_no_weight(study: StudyPlan) -> None:

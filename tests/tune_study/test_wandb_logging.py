@@ -3,10 +3,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from analysis.gradients import published_of_step
 from search_spaces import STUDIES
+from tests.run_folders import MadeAnalysis
 from trainable.records import empty_row
-from trainable.run_files import append_line
+from trainable.run_files import GRADIENTS, append_line
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.run import choose_wandb
 from tune_study.wandb_logging import WandbRuns, loggable
@@ -56,17 +56,35 @@ def test_numbers_and_words_are_logged() -> None:
 
 
 def test_an_analysis_is_logged_under_the_published_keys(tmp_path: Path) -> None:
-    path = tmp_path / "gradients.jsonl"
-    assert published_of_step(path, 1) == {}
-    row = {"bucket": "all", "component": "task", "uses_training_batch": False, "norm": 2.0, "sample_count": 4}
-    for step, prefilter, norm in ((1, True, 2.0), (1, False, 3.0), (51, False, 5.0)):
-        line = {"step": step, "source": "train", "prefilter": prefilter, "rows": [{**row, "norm": norm}], "groups": []}
-        append_line(path, line)
-    found = published_of_step(path, 1)
-    assert (found["grad_norm/all/task"], found["grad_norm_prefilter/all/task"]) == (3.0, 2.0)
-    assert found["actor/grad_norm/task"] == 3.0
-    assert published_of_step(path, 51)["grad_norm/all/task"] == 5.0
-    assert published_of_step(path, 2) == {}
+    plan = plan_in(tmp_path)
+    run_id = plan.runs[0].run_id
+    plan.run_dir(run_id).mkdir(parents=True)
+    for made in (MadeAnalysis(1, prefilter=True), MadeAnalysis(1, buckets=0), MadeAnalysis(51)):
+        append_line(plan.run_dir(run_id) / GRADIENTS, made.line())
+    runs = WandbRuns(plan, "offline")
+    timed = {"seconds_gradient_analysis": 2.5}
+    found, last = (runs._analysis(run_id, step, timed) for step in (1, 51))
+    assert (found["timing_s/gradient_analysis"], found["grad_analysis/empty_after_filter"]) == (2.5, 1)
+    table = found["grad_norm_prefilter/bucket_2/group_rv_table"]
+    assert table.columns == ["bucket", "group_id", "reward_std"]
+    assert [row[0] for row in table.data] == ["bucket_2"] * 4
+    norms = {row["component"]: row["norm"] for row in MadeAnalysis(51).line()["rows"] if row["bucket"] == "all"}
+    assert last["actor/grad_norm/task"] == norms["task"]
+    assert runs._analysis(run_id, 51, {}) == {}
+
+
+def test_a_step_with_an_analysis_is_written_whole(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    run_id = plan.runs[0].run_id
+    plan.run_dir(run_id).mkdir(parents=True)
+    append_line(plan.run_dir(run_id) / GRADIENTS, MadeAnalysis(1).line())
+    runs, trial = WandbRuns(plan, "offline"), Carrier({"run_id": run_id, "finished": False})
+    runs.setup()
+    runs.on_trial_start(0, [], trial)
+    runs.on_trial_result(0, [], trial, {**empty_row(), "step": 1, "seconds_gradient_analysis": 2.5})
+    runs.on_trial_complete(0, [], trial)
+    assert runs.close(), runs.problem
+    assert list(tmp_path.rglob("*group_rv_table*"))
 
 
 def test_wandb_is_off_unless_asked_for(tmp_path: Path) -> None:

@@ -144,11 +144,12 @@ def component_cosines(gram: Tensor, counts: Tensor | None = None) -> Tensor:
 
 
 def update_shares(gram: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Signed share (C,) of each component in the whole update; the shares sum to 1.
+    """Signed share (C,) of each component in the update as it was sampled; the shares sum to 1.
 
         share_c = <G_c, G> / |G|²,   G = Σ_c G_c
 
-    A share below 0 pulls against the update, one above 1 is partly undone by the others.
+    A share below 0 pulls against the update, one above 1 is partly undone by the others. |G|² holds the noise as well,
+    so that the noisiest component has the largest share: `signal_shares` are those in the expected update.
 
     Args:
         gram: (K, C, K, C) as `fold_gram` gives it.
@@ -159,6 +160,49 @@ def update_shares(gram: Tensor, counts: Tensor | None = None) -> Tensor:
     means = _mean_products(gram, counts)
     square = means.sum()
     return means.sum(dim=1) / torch.where(square > ROUNDING * means.diagonal().sum(), square, NAN)
+
+
+class SignalShares(NamedTuple):
+    """Each component's part in the expected update, (C,) each, float64. Unit of `products`: that of |G|²."""
+
+    products: Tensor
+    """Unbiased estimates of <E G_c, E G>, which sum to the signal of G; negative where noise alone would give more."""
+    share: Tensor
+    """products / their sum; the shares sum to 1."""
+    low: Tensor
+    high: Tensor
+
+
+def signal_shares(gram: Tensor, counts: Tensor | None = None, level: float = 0.95) -> SignalShares:
+    """Signed share of each component in the expected update, with a delete-one-fold jackknife interval.
+
+        noise_c   = Σ_k w_k <x_{k,c} − G_c, x_k − G> / (K − 1),   x_k = Σ_c x_{k,c},   G = Σ_c G_c
+        product_c = <G_c, G> − noise_c              with w = 1/K: mean of <x_{k,c}, x_l> over k ≠ l
+        share_c   = product_c / Σ_d product_d
+        interval: share_c ± t_{K−1} sqrt((K − 1)/K · Σ_k (share_{c,k} − mean_k share_{c,k})²),   k: without fold k
+
+    Numerator and denominator are unbiased as `gradient_signal` is; their ratio is not, and is worth reading only where
+    the denominator, the update's signal, stands well above its own error.
+
+    Args:
+        gram: (K, C, K, C) as `fold_gram` gives it.
+        counts: (K,) above 0, as in `gradient_signal`.
+        level: of the interval, in (0, 1).
+
+    Source: definition, with the products of `gradient_signal`; jackknife: Efron and Stein 1981.
+    Degenerate: an update has no signal where the products' sum is at most 1e-12 of its terms. Shares are NaN where it
+    has none, or has none without one of its folds: they would be quotients of noise. K = 2 gives no interval, K = 1 NaN
+    for all.
+    """
+    weights = _weights(counts, len(gram), gram)
+    products = gram.double().sum(dim=3)  # (K, C, K): <x_{k,c}, x_l>
+    found, share = _products_and_shares(products, weights[None])
+    if len(weights) < 3:
+        return SignalShares(found[0], share[0], *torch.full((2, len(share[0])), NAN, dtype=torch.float64))
+    _, shares = _products_and_shares(products, _without_one(weights))
+    half = _t_quantile(level, len(weights) - 1) * _jackknife_variance(shares).sqrt()
+    centre = torch.where(half.isnan(), NAN, share[0])
+    return SignalShares(found[0], centre, low=centre - half, high=centre + half)
 
 
 class PublishedNorm(NamedTuple):
@@ -233,12 +277,31 @@ def _half_width(gram: Tensor, weights: Tensor, level: float) -> float:
     folds = len(weights)
     if folds < 3:
         return NAN
-    others = weights * (1 - torch.eye(folds, dtype=torch.float64, device=weights.device))
-    share = others.sum(dim=1)
-    square, noise = _square_and_noise(gram, others / share[:, None])
-    ratios = _ratio(square - noise, share * noise)
-    variance = (folds - 1) / folds * (ratios - ratios.mean()).square().sum()
-    return _t_quantile(level, folds - 1) * math.sqrt(variance.item())
+    square, noise = _square_and_noise(gram, _without_one(weights))
+    ratios = _ratio(square - noise, (1 - weights) * noise)
+    return _t_quantile(level, folds - 1) * math.sqrt(_jackknife_variance(ratios).item())
+
+
+def _without_one(weights: Tensor) -> Tensor:
+    """Weights (K, K) of the folds in the mean: row k without fold k."""
+    others = weights * (1 - torch.eye(len(weights), dtype=torch.float64, device=weights.device))
+    return others / others.sum(dim=1, keepdim=True)
+
+
+def _jackknife_variance(found: Tensor) -> Tensor:
+    """Variance of a statistic, (...), from its values (K, ...) without one fold each."""
+    return (len(found) - 1) / len(found) * (found - found.mean(dim=0)).square().sum(dim=0)
+
+
+def _products_and_shares(products: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """`SignalShares.products` and `.share`, (R, C) each, for each row of `weights` (R, K); products (K, C, K)."""
+    square = torch.einsum("rk,kcl,rl->rc", weights, products, weights)
+    spread = torch.einsum("rk,kck->rc", weights, products)
+    folds = (weights > 0).sum(dim=1, keepdim=True)
+    found = torch.where(folds > 1, square - (spread - square) / (folds - 1), NAN)
+    whole = found.sum(dim=1, keepdim=True)
+    terms = square.abs().sum(dim=1, keepdim=True)
+    return found, found / torch.where(whole > ROUNDING * terms, whole, NAN)
 
 
 def _t_quantile(level: float, df: int) -> float:
