@@ -34,6 +34,7 @@ class Meter:
     def stepped(self, norm: Tensor | float, name: str) -> None:
         """Count one mini-batch whose gradient norm was `norm`."""
         self.optimizer_steps += 1
+        self.bad_losses = []
         self.norms[name] = self.norms.get(name, 0.0) + float(norm)
 
     def passed_over(self, gradients: list[str]) -> None:

@@ -103,8 +103,9 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
 
     def cleanup(self) -> None:
         """Let another process train the run."""
-        if not self.finished and hasattr(self, "trainer"):
-            self.trainer.release()
+        trainer = getattr(self, "trainer", None)
+        if trainer is not None:  # a run that had ended needs none
+            trainer.release()
         if self.held is not None:
             self.held.close()
             self.held = None
@@ -148,11 +149,14 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         Whether the rolling state was due.
         """
         trainer, step = self.settings.trainer, self.trainer.step_index
-        tensors, values = self._state()
-        if trainer.save_freq > 0 and (ends or step % trainer.save_freq == 0):
+        is_kept = trainer.save_freq > 0 and (ends or step % trainer.save_freq == 0)
+        is_due = ends or self._is_interrupted() or step % trainer.resume_every == 0
+        if not (is_kept or is_due):
+            return False
+        tensors, values = self._state()  # ranks have to collect it
+        if is_kept:
             target = self.checkpoint_dir / f"global_step_{step}"
             self._write(lambda: write_checkpoint(target, tensors, values))
-        is_due = ends or self._is_interrupted() or step % trainer.resume_every == 0
         if is_due:
             keep = 1 if ends else KEPT_STATES
             self._write(lambda: write_rolling(self.run_dir / STATE, step, tensors, values, keep))

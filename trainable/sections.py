@@ -161,7 +161,7 @@ class ActorConfig(OptimConfig):
     kl_loss_type: KLKind = Field("kl", description="estimator; the published `kl` has no anchoring gradient as a loss")
     tis_imp_ratio_cap: Annotated[float | None, OrNull] = Field(
         None,
-        gt=0,
+        ge=1,
         allow_inf_nan=False,
         description="truncated importance sampling of vLLM's tokens: largest weight of one, such as 2; null: off",
     )

@@ -164,6 +164,7 @@ class PPOTrainer:
             mine, copies, self.engine.sampler, self.protocol, self.codec, self.rules, self._sampling(temperature), draws
         ) if mine else []  # fmt: skip
         if is_trained:
+            self.engine.rest()  # what follows are passes of the trainer
             played = self.engine.reread(played)
         return [*in_order(self.world.gather(
             [episode._replace(group=episode.group + block.start) for episode in played]
@@ -177,7 +178,6 @@ class PPOTrainer:
         config, due = self.config, is_due(self.step_index, self.config.trainer)
         if not kept.episodes:
             return self._analyse(row, episodes) if due else []
-        self.engine.rest()
         draws = stream(config.seed, "duplicates", self.step_index)
         batch, targets = self.prepare(kept.episodes, kept.groups, config.env.env_groups, draws, row)  # 3-6
         meters: list[Meter] = []
@@ -190,7 +190,6 @@ class PPOTrainer:
                 critic, backend, batch, targets, order, config.critic, config.actor.loss_agg_mode)))  # fmt: skip
         found = self._analyse(row, episodes) if due else []
         leaves = only or (due and config.trainer.exit_after_gradient_analysis)
-        self.engine.rest()  # an analysis plays
         if config.trainer.critic_warmup <= self.step_index and not leaves:  # 8 policy
             meter = self._timed(row, "seconds_update_actor", lambda: self.actor_update().run(batch, targets, order))
             row["optimizer_steps"] = meter.optimizer_steps - meter.skipped

@@ -226,7 +226,8 @@ def at_trained_tokens(batch: Batch, rows_a_pass: int, of: "TokenFunction", world
     Ranks work on a part each, and all get the whole.
     """
     out = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
-    for rows in torch.argsort(batch.lengths, stable=True)[world.rank :: world.size].split(rows_a_pass):
+    mine = torch.argsort(batch.lengths, stable=True)[world.rank :: world.size]
+    for rows in mine.split(rows_a_pass) if len(mine) else ():
         part = batch.rows(rows)
         flat = out.new_zeros(part.mask.shape)
         flat[part.mask] = of(part.tokens, part.where(), part.tokens[part.mask]).to(flat.dtype)

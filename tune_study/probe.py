@@ -147,7 +147,7 @@ def _trainer(target: Target, settings: Settings) -> PPOTrainer:
             raise CheckpointError(f"{target.path} was written by another run than {target.spec.run_id}.")
         trainer = PPOTrainer(config)
         trainer.load_state(tensors, values)
-    except (CheckpointError, ConfigError, ValueError, AssertionError, RuntimeError) as error:
+    except (CheckpointError, ConfigError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
         # torch raises the last two for a device that is not there.
         raise PlanError(f"The checkpoint cannot be used: {error}") from None
     return trainer

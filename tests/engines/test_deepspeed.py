@@ -86,6 +86,14 @@ def test_a_shared_trunk_and_grpo_do_too(tmp_path: Path) -> None:
         assert_same_state(found, wanted)
 
 
+def test_a_mini_batch_of_several_passes_is_one_step(tmp_path: Path) -> None:
+    sizes = {f"{part}__ppo_mini_batch_size": 64 for part in ("actor", "critic")}  # 64 rows: two passes a rank of two
+    found, wanted = (trained(tmp_path / str(size), size, None, 1, env__group_size=32, **sizes) for size in (2, 0))
+    assert rows(found)[0]["optimizer_steps"] == 1
+    assert_same_rows(rows(found), rows(wanted))
+    assert_same_state(found, wanted)
+
+
 @pytest.mark.parametrize(("wrote", "goes_on"), [(2, 0), (0, 2), (2, 3)])
 def test_a_state_of_some_ranks_goes_on_with_others(tmp_path: Path, plain: Path, wrote: int, goes_on: int) -> None:
     first = trained(tmp_path / "first", wrote, None, 1)

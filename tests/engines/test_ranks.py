@@ -102,3 +102,22 @@ def _words(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def test_what_another_rank_met_is_the_trials_error(tmp_path: Path, gpus: None) -> None:
+    """A ValueError of one rank is told, not the connections that it closed for the others."""
+    import ray
+
+    from trainable.backend.ranks import _cause
+
+    @ray.remote
+    def fails() -> None:
+        raise ValueError("the shape does not fit")
+
+    @ray.remote
+    def is_cut_off() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    found = _cause([is_cut_off.remote(), fails.remote()], RuntimeError("Connection closed by peer"))
+    assert isinstance(found, ValueError)
+    assert "the shape does not fit" in str(found)

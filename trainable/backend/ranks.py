@@ -2,6 +2,8 @@
 
 import os
 import tempfile
+import threading
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +15,7 @@ from ray.util import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
 
-from trainable.backend.world import connect
+from trainable.backend.world import connect, leave
 from trainable.config import RunConfig
 from trainable.evaluate import Evaluation
 from trainable.trainer import PPOTrainer, Row, Step
@@ -21,6 +23,7 @@ from trainable.trainer import PPOTrainer, Row, Step
 _MARKS = "TUNE_STUDY_"
 """Variables that say whose a process is: a rank carries those of its trial."""
 _CAUSE_S = 10.0
+_UNNOTICED_S = 60.0
 
 
 def make_trainer(settings: RunConfig) -> "PPOTrainer | RankedTrainer":
@@ -34,7 +37,7 @@ def make_trainer(settings: RunConfig) -> "PPOTrainer | RankedTrainer":
         )
     if size > 1:
         return RankedTrainer(settings, size)
-    return PPOTrainer(settings, connect(0, 1, _meeting())) if strategy == "deepspeed" else PPOTrainer(settings)
+    return RankedTrainer(settings, 1) if strategy == "deepspeed" else PPOTrainer(settings)
 
 
 def _meeting() -> Path:
@@ -51,14 +54,16 @@ class Rank:
 
     def do(self, name: str) -> None:
         """Call a method of the trainer as rank 0 does; what it returns is rank 0's to use."""
+        if name == "load_state":  # a state that does not fit is refused by all ranks alike, and the next one is tried
+            self.trainer.load_state(self.world.spread(None), self.world.gather({})[0])
+            return
         try:
-            if name == "load_state":
-                self.trainer.load_state(self.world.spread(None), self.world.gather({})[0])
-            else:
-                getattr(self.trainer, name)(*([{}] if name == "close" else []))
+            getattr(self.trainer, name)(*([{}] if name == "close" else []))
         except Exception:
-            # Rank 0 waits for this one in the middle of its own work: a closed connection lets it know.
-            torch.distributed.destroy_process_group()
+            # Rank 0 waits for this one in the middle of its own work. A closed connection lets it know; NCCL's would
+            # first wait for rank 0, which is ended by its watch instead.
+            if not torch.cuda.is_available():
+                torch.distributed.destroy_process_group()
             raise
 
 
@@ -66,11 +71,15 @@ class RankedTrainer:
     """`PPOTrainer` over `size` ranks; the trial's placement group has a bundle for each and this process is rank 0."""
 
     def __init__(self, settings: RunConfig, size: int) -> None:
-        meeting = _meeting()
-        self.others = [_start(settings, rank, size, meeting) for rank in range(1, size)]
-        world = connect(0, size, meeting)
-        self.trainer = PPOTrainer(settings, world)
-        meeting.unlink(missing_ok=True)
+        self.meeting = _meeting()
+        self.others = [_start(settings, rank, size, self.meeting) for rank in range(1, size)]
+        made = [other.__ray_ready__.remote() for other in self.others]
+        try:
+            self.trainer = PPOTrainer(settings, connect(0, size, self.meeting))
+        except Exception as error:
+            cause = _cause(made, error)
+            self._end()
+            raise cause from None
 
     @property
     def step_index(self) -> int:
@@ -94,14 +103,21 @@ class RankedTrainer:
         self._together("load_state", tensors, values)
 
     def release(self) -> None:
-        """End the other ranks, and what the engine of this one holds."""
+        """Give back what the engines hold, end the other ranks, and leave the group."""
+        ray.wait([other.do.remote("release") for other in self.others] or [ray.put(None)], timeout=_CAUSE_S)
+        self.trainer.release()
+        self._end()
+
+    def _end(self) -> None:
         for other in self.others:
             ray.kill(other)
-        self.trainer.release()
+        leave(self.meeting)
 
     def _together(self, name: str, *arguments: Any) -> Any:
         """The method on all ranks at once; what rank 0 got. An error of another rank is this one's."""
         doing = [other.do.remote(name) for other in self.others]
+        is_done = threading.Event()
+        threading.Thread(target=_watch, args=(doing, is_done), daemon=True).start()
         try:
             if name == "load_state":
                 tensors, values = arguments
@@ -110,12 +126,43 @@ class RankedTrainer:
                 self.trainer.load_state(world.spread(dict(tensors)), world.gather(dict(values))[0])
             else:
                 found = getattr(self.trainer, name)(*arguments)
-        except Exception:
-            done, _ = ray.wait(doing, num_returns=len(doing), timeout=_CAUSE_S)
-            ray.get(done)  # where another rank failed first, its error says more than a closed connection
-            raise
+        except Exception as error:
+            raise _cause(doing, error) from None
+        finally:
+            is_done.set()
         ray.get(doing)
         return found
+
+
+def _cause(doing: list[Any], own: Exception) -> Exception:
+    """The error of the rank that failed first; the others' are of a closed connection, or of a dead process."""
+    if not doing:
+        return own
+    done, _ = ray.wait(doing, num_returns=len(doing), timeout=_CAUSE_S)
+    found = [own]
+    for result in done:
+        try:
+            ray.get(result)
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            found.append(cause if isinstance(cause, Exception) else error)
+        except Exception as error:
+            found.append(error)
+    told = [error for error in found if not isinstance(error, RuntimeError | ray.exceptions.RayError)]
+    return (told or found[1:] or found)[0]
+
+
+def _watch(doing: list[Any], is_done: threading.Event) -> None:
+    """End this process where another rank failed and this one does not notice: NCCL waits for it half an hour."""
+    while doing and not is_done.wait(1.0):
+        finished, doing = ray.wait(doing, num_returns=1, timeout=1.0)
+        try:
+            ray.get(finished)
+        except Exception:
+            if not is_done.wait(_UNNOTICED_S):
+                traceback.print_exc()
+                os._exit(1)
+            return
 
 
 def _start(settings: RunConfig, rank: int, size: int, meeting: Path) -> Any:

@@ -100,15 +100,24 @@ ALONE = Alone()
 def connect(rank: int, size: int, meeting: Path) -> Connected:
     """Join the ranks that meet at a file of this machine: no port is opened for it, so none can be taken.
 
-    Sockets between ranks stay on the loopback device. meeting: a file that no other run uses; rank 0 may delete it
-    when all have come.
+    Sockets between ranks stay on the loopback device. meeting: a file that no other run uses; it must stay while the
+    ranks are connected, since NCCL reads it again.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     store = FileStore(str(meeting), size)
     kinds = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(kinds, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    if torch.cuda.is_available():  # NCCL connects at its first call: better now than in the middle of a step
+        torch.distributed.all_reduce(torch.zeros(1, device="cuda"))
     return Connected(rank, size)
+
+
+def leave(meeting: Path) -> None:
+    """End this process's part in the group, if it is in one, and delete the file."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    meeting.unlink(missing_ok=True)
 
 
 def my_block(count: int, world: World) -> range:

@@ -54,7 +54,10 @@ class Zero:
         self.engine.backward(self.engine(work) * self.world.size)
 
     def step(self, meter: Meter, norm: str) -> None:
-        """Clip and step, or skip (see `Backend.step`): a loss that is not finite makes the gradient so on all ranks."""
+        """Clip and step, or skip (see `Backend.step`) where the gradient over all ranks is not finite.
+
+        A loss alone is not looked at: other ranks would not know of it.
+        """
         self.engine.step()
         if self.engine.was_step_applied():
             self._link_moments()
@@ -147,7 +150,7 @@ def _settings(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:
 
 def _deepspeed() -> Any:
     """The package, which on a machine without a GPU is kept from compiling what it has a plain form of."""
-    os.environ.setdefault("LOCAL_RANK", "0")  # a rank sees its own GPU only
+    os.environ["LOCAL_RANK"] = "0"  # a rank sees its own GPU only, whatever started it
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:

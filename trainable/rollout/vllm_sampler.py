@@ -67,7 +67,7 @@ class VllmSampler:
         self.sleeping = False
         set_environment(os.environ, settings.device)
         engine = _import_engine(settings.device)
-        with _start_up_lock(settings.device):
+        with _memory_lock(settings.device):
             self.llm = engine(model=str(folder), **_engine_arguments(settings))
 
     def converse(
@@ -95,7 +95,8 @@ class VllmSampler:
         engine then holds is a mixture, until the next whole push.
         """
         if self.sleeping:
-            self.llm.wake_up(tags=["weights"])
+            with _memory_lock(self.settings.device):
+                self.llm.wake_up(tags=["weights"])
         wrong: list[str] = []
         tensors = checked(weights, self.shapes, wrong)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
@@ -113,13 +114,15 @@ class VllmSampler:
         Level 1: the weights wait in the host's memory. No conversation may be open.
         """
         if self.settings.sleeps and self.settings.device.type == "cuda" and not self.sleeping:
-            self.llm.sleep(level=1)
+            with _memory_lock(self.settings.device):
+                self.llm.sleep(level=1)
             self.sleeping = True
 
     def wake(self) -> None:
         """Bring back what `sleep` took away, and start with an empty prefix cache."""
         if self.sleeping:
-            self.llm.wake_up()
+            with _memory_lock(self.settings.device):
+                self.llm.wake_up()
             self.sleeping = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache since rows are in flight; end them before weights change")
@@ -302,8 +305,9 @@ def locked(name: str) -> Iterator[None]:
         yield
 
 
-def _start_up_lock(device: torch.device) -> Any:
-    """One engine starts at a time on a GPU: vLLM measures free memory as it starts, so that two mislead each other."""
+def _memory_lock(device: torch.device) -> Any:
+    """One engine at a time takes or frees memory of a GPU: vLLM measures what is free as it starts, and must not see
+    another one start, sleep or wake meanwhile."""
     if device.type != "cuda":
         return nullcontext()
     return locked(f"gpu-{torch.cuda.get_device_properties(device).uuid}")
