@@ -108,3 +108,21 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(tmp_path: Path) -> None:
     skipped = [rows(folder)[0]["nonfinite_updates"] for folder in (found, wanted)]
     assert skipped[0] == skipped[1] > 0
     assert_same_state(found, wanted)
+
+
+AGAIN = """
+from tests.scripted import small
+from tests.trainers import QUIET
+from trainable.backend.ranks import make_trainer
+for _ in range(2):
+    trainer = make_trainer(small(**{**QUIET, "trainer__strategy": "deepspeed"}))
+    assert trainer.step().row["optimizer_steps"] == 2
+    trainer.load_state(*trainer.state())
+    trainer.release()
+    assert not trainer.meeting.exists()
+"""
+
+
+def test_a_process_can_train_one_run_after_the_other() -> None:
+    done = subprocess.run([sys.executable, "-c", AGAIN], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr[-3000:]

@@ -103,6 +103,8 @@ def connect(rank: int, size: int, meeting: Path) -> Connected:
     Sockets between ranks stay on the loopback device. meeting: a file that no other run uses; it must stay while the
     ranks are connected, since NCCL reads it again.
     """
+    if size == 1 and torch.distributed.is_initialized():
+        return Connected(rank, size)  # of an earlier run in this process
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     store = FileStore(str(meeting), size)
@@ -114,8 +116,11 @@ def connect(rank: int, size: int, meeting: Path) -> Connected:
 
 
 def leave(meeting: Path) -> None:
-    """End this process's part in the group, if it is in one, and delete the file."""
-    if torch.distributed.is_initialized():
+    """End this process's part in a group of several, and delete the file.
+
+    A group of one stays: DeepSpeed keeps what it made of it, and the next run of this process goes on with that.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.destroy_process_group()
     meeting.unlink(missing_ok=True)
 
