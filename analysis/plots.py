@@ -157,6 +157,7 @@ def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, s
             panel.remove()
         if arms:
             panels[0, 0].set_ylim(bottom=min(0.0, 1.05 * table["value"].min()))
+            panels[0, 0].xaxis.set_major_locator(MaxNLocator(integer=True))  # the panels share it
         figure.supxlabel("training step", fontsize=9)
         figure.supylabel(label, fontsize=9)
     return figure

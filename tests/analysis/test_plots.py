@@ -129,6 +129,12 @@ def test_labels_have_units(frames: StudyFrames, colors: dict[str, str]) -> None:
     assert figure.get_supylabel() == "entropy (nats a token)"
 
 
+def test_steps_are_whole_numbers_in_a_short_study_too(frames: StudyFrames, colors: dict[str, str]) -> None:
+    table = series.curves(frames, "entropy").query("step <= 3")
+    figure = plots.draw_curves(table, series.mean_curves(table), colors, "label")
+    assert all(tick == int(tick) for panel in figure.axes for tick in panel.get_xticks())
+
+
 def test_survival_draws_its_table(frames: StudyFrames, colors: dict[str, str]) -> None:
     table = series.stop_survival(frames)
     (axes,) = plots.draw_survival(table, colors).axes

@@ -14,7 +14,7 @@ from trainable.trainer import PPOTrainer
 from trainable.update import passes
 
 
-def played(trainer: PPOTrainer, temperature: float = 1.0) -> list[Episode]:
+def played(trainer: PPOTrainer) -> list[Episode]:
     return trainer.roll_out(trainer.val_rooms * 2, 3, stream(0, "sampling", 1))
 
 
