@@ -131,7 +131,8 @@ def test_labels_have_units(frames: StudyFrames, colors: dict[str, str]) -> None:
 
 def test_steps_are_whole_numbers_in_a_short_study_too(frames: StudyFrames, colors: dict[str, str]) -> None:
     table = series.curves(frames, "entropy").query("step <= 3")
-    figure = plots.draw_curves(table, series.mean_curves(table), colors, "label")
+    arm = table["arm"].iloc[0]
+    figure = plots.draw_curves(table, series.mean_curves(table), {arm: colors[arm]}, "label")
     assert all(tick == int(tick) for panel in figure.axes for tick in panel.get_xticks())
 
 
