@@ -25,12 +25,13 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The same examples on every machine; test-all and a plain pytest draw new ones each time.
 test: check
-	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile -m "not slow and not faults and not engines"
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist loadfile -m "not slow and not faults and not engines"
 
 # The longest first, so that both processes end together.
 test-faults: setup
-	$(BIN)/python -m pytest $(PARALLEL) --dist worksteal -m faults tests/faults/test_kills.py tests/faults/test_endings.py
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist worksteal -m faults tests/faults/test_kills.py tests/faults/test_endings.py
 
 test-faults-long: setup
 	$(BIN)/python -m tests.faults

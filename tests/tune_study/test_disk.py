@@ -96,7 +96,7 @@ def test_kept_checkpoints_are_those_that_a_run_writes(steps: int, every: int) ->
     assert times(steps, every) == len(written)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 12), st.integers(-1, 14))
 def test_of_kept_checkpoints_only_planned_ones_are_there_already(steps: int, every: int) -> None:
     with TemporaryDirectory() as folder:

@@ -64,7 +64,7 @@ def shapes(draw: st.DrawFn) -> Qwen2Shape:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(shapes())
 def test_counts_are_those_of_the_modules(wanted: Qwen2Shape) -> None:
     with TemporaryDirectory() as folder:

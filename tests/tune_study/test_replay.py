@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -88,7 +88,11 @@ def measured(value: object) -> bool:
 
 
 def literal_outcome(rows: list[Row], fired: int, floor: float) -> str:
-    """The definition, read word for word, in exact arithmetic."""
+    """The definition, read word for word, in exact arithmetic of the numbers that the floats stand for."""
+
+    def exact(success: float) -> Fraction:
+        return Fraction(success).limit_denominator(1000)
+
     after = [row for row in rows if row["step"] > fired and measured(row.get("val_success"))]
     if not after or rows[-1]["step"] <= after[0]["step"]:
         return "unknown"
@@ -97,11 +101,28 @@ def literal_outcome(rows: list[Row], fired: int, floor: float) -> str:
     before = before or sorted(early)[-1:]
     if not before:
         return "unknown"
-    last = [Fraction(row["val_success"]) for row in after[max(0, len(after) - 3) :]]
-    return "right" if sum(last) / len(last) < max(Fraction(before[0]), Fraction(floor)) else "false alarm"
+    last = [exact(row["val_success"]) for row in after[max(0, len(after) - 3) :]]
+    return "right" if sum(last) / len(last) < max(exact(before[0]), exact(floor)) else "false alarm"
+
+
+# The mean of its last validations is the threshold; as floats it is a hair below.
+AT_THE_THRESHOLD: list[Row] = [
+    {"reward_std": None, "groups_kept": None, "base_val_success": 0.0},
+    {"reward_std": None, "groups_kept": 0},
+    *({"reward_std": None, "groups_kept": None, "val_success": success} for success in (0.01, 0.01, 1.0)),
+]
+AT_ONCE = EarlyStopConfig(
+    variance_baseline_steps=1,
+    variance_window=1,
+    variance_ratio=0.1,
+    success_threshold=0.34,
+    success_patience=1,
+    empty_stop_steps=1,
+)
 
 
 @settings(max_examples=300, deadline=None)
+@example(drawn=AT_THE_THRESHOLD, numbers=AT_ONCE)
 @given(drawn=st.lists(ROWS, max_size=25), numbers=NUMBERS)
 def test_each_rule_fires_where_the_live_run_would_have_stopped(drawn: list[Row], numbers: EarlyStopConfig) -> None:
     rows = [{**row, "step": n} for n, row in enumerate(drawn, start=1)]

@@ -98,7 +98,7 @@ def test_a_card_of_unknown_rates_has_no_estimate() -> None:
     assert "an estimate for conversations of 3600 tokens, at 40% of 989 TFLOP/s and 50% of 3.35 TB/s" in said
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from([0.25, 0.5, 1.0]), st.integers(1, 4))
 def test_shares_of_a_card_take_longer_and_ranks_share_the_work(share: float, ranks: int) -> None:
     shape = shape_of("Qwen/Qwen2.5-0.5B", {})
