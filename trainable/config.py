@@ -27,6 +27,15 @@ from trainable.sections import (
 )
 from trainable.setting_types import shown
 
+_WITHOUT_RESULT = {
+    "trainer": (
+        "logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience",
+        "device", "n_gpus_per_node", "strategy", "zero_stage", "offload_optimizer",
+    ),
+    "rollout": ("gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
+}  # fmt: skip
+"""What is logged and kept of a run, and where it is placed."""
+
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message says what was given, what is allowed and what to type."""
@@ -62,10 +71,15 @@ class RunConfig(Section):
         return self
 
     def config_hash(self) -> str:
-        """Twelve hex digits that name the configuration: every setting that can change a row, the seed left out."""
+        """Twelve hex digits that name the configuration: every setting that can change a result, the seed left out.
+
+        Where a run is placed changes the order of its sums, and so a row in its last digits: a study can go on with
+        other GPUs than it was started with.
+        """
         data = self.model_dump(mode="json", exclude={"seed"})
-        for setting in ("logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience"):
-            del data["trainer"][setting]
+        for section, settings in _WITHOUT_RESULT.items():
+            for setting in settings:
+                del data[section][setting]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 

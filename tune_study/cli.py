@@ -138,13 +138,15 @@ def run(
 def resume(
     folder: opt.RunFolder,
     gpus: opt.Gpus = None,
+    gpus_per_exp: opt.GpusPerExp = None,
     gpu_memory_gib: opt.GpuMemoryGib = None,
     max_concurrent: opt.MaxConcurrent = None,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
 ) -> None:
     """Go on with the study in RUN: finished runs stay as they are, all others continue."""
-    plan = continuing.plan_from_folder(folder)
+    placed = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
+    plan = continuing.plan_from_folder(folder, placed)
     continuing.check_unchanged(plan)
     _start(plan, gpus, gpu_memory_gib, resources.detect_gpus(os.environ), max_concurrent, dry_run, wandb)
 

@@ -1,14 +1,16 @@
 """A folder that holds a study already: the same study goes on in it, another is refused with what differs."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from search_spaces import STUDIES
-from trainable.config import RunConfig, explain
+from trainable.config import ConfigError, RunConfig, explain, with_overrides
 from trainable.setting_types import shown
 from trainable.stop_rules import RULES
 from tune_study.outputs import read_json
@@ -16,6 +18,8 @@ from tune_study.plan import PlanError, StudyPlan, arm_config, build_plan, flat_s
 
 Text = Annotated[str, Field(max_length=100_000)]
 RunId = Annotated[str, Field(max_length=255, pattern=r"^[^/.\x00-\x1f][^/\x00-\x1f]*$")]
+
+NOT_MOVED: Mapping[str, object] = MappingProxyType({})
 
 
 class _Part(BaseModel):
@@ -105,8 +109,11 @@ def _object(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def plan_from_folder(folder: Path) -> StudyPlan:
-    """The plan of the study in results/<run>, as it was resolved when it was started; PlanError if there is none."""
+def plan_from_folder(folder: Path, placed: Mapping[str, object] = NOT_MOVED) -> StudyPlan:
+    """The plan of the study in results/<run>, as it was resolved when it was started; PlanError if there is none.
+
+    placed: settings of its place that are to be others from now on, such as {"trainer.n_gpus_per_node": 2}.
+    """
     folder = Path(os.path.abspath(folder))
     data = read_study(folder)
     study = STUDIES.get(data["name"])
@@ -116,11 +123,13 @@ def plan_from_folder(folder: Path) -> StudyPlan:
         study = replace(study, trainable=data["trainable"], stop_rules=tuple(data["stop_rules"]))
         if unknown := set(study.stop_rules) - RULES.keys():
             raise PlanError(f"there is no stop rule {shown(unknown.pop())}.")
-        base = RunConfig.model_validate(data["settings"])
+        base = with_overrides(RunConfig.model_validate(data["settings"]), placed)
         values, seeds = tuple(data["axis"]["values"]), tuple(data["seeds"])
         plan = build_plan(study, data["preset"], data["preset_reason"], base, values, seeds, folder.parent.parent)
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in data["runs"]}:
             raise PlanError("it lists other runs than its values and seeds give.")
+    except ConfigError:
+        raise
     except ValidationError as error:
         raise PlanError(f"{folder}/study.json is not one that this version reads: {explain(error)}") from None
     except ValueError as error:

@@ -22,6 +22,7 @@ from tune_study.continuing import plan_from_folder
 from tune_study.describe import say
 from tune_study.models import check_model
 from tune_study.plan import PlanError, RunSpec, StudyPlan, flat_settings, template_words
+from tune_study.resources import check_sampler
 
 Settings = Mapping[str, object]
 NOTHING: Settings = MappingProxyType({})
@@ -49,7 +50,8 @@ def restore(
     """A run's trainer as its checkpoint left it.
 
     `trainer.roll_out` and `trainer.evaluate` play, `trainable.questions` reads transcripts, log-probs, entropies and
-    values; a `trainer.step()` would train on, in this process alone, and write nothing.
+    values; a `trainer.step()` would train on, in this process alone, and write nothing. `trainer.release()` gives back what
+    its sampling engine holds.
 
     Args:
         run: the study's folder, results/<run>.
@@ -134,6 +136,7 @@ def _trainer(target: Target, settings: Settings) -> PPOTrainer:
     """The restored trainer; PlanError for a checkpoint of another run, or one that is damaged."""
     check_model(target.spec.config.model.path, os.environ)
     config = with_overrides(target.spec.config, settings)
+    check_sampler(config)
     odd = [name for name in settings if not name.startswith(SAME_TRAINER)]
     if odd:
         raise PlanError(
@@ -200,9 +203,12 @@ def probe(target: Target, settings: Settings, with_val: bool, console: Console) 
     overrides = set_otherwise(own, config, settings)
     if overrides is not None:
         parts.append(f"set otherwise than in the run: {overrides}")
-    if with_val:
-        parts += _validate(trainer, console)
-    lines = _analyse(trainer, overrides, console)
+    try:
+        if with_val:
+            parts += _validate(trainer, console)
+        lines = _analyse(trainer, overrides, console)
+    finally:
+        trainer.release()
     # The last probe of a step counts, whole: what an earlier one said of the step goes.
     others = [line for line in read_lines(run_dir / PROBES) if line.get("step") != target.step]
     outputs.write_text(run_dir / PROBES, "".join(json.dumps(line) + "\n" for line in [*others, *lines]))

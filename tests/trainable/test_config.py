@@ -154,9 +154,10 @@ def test_a_zero_coefficient_switches_the_kl_loss_off(zero: object) -> None:
     assert with_overrides(RunConfig(), {"use_kl_loss": True, "kl_loss_coef": "0.001"}).actor.use_kl_loss
 
 
-def test_the_hash_names_what_can_change_a_row() -> None:
+def test_the_hash_names_what_can_change_a_result() -> None:
     base = RunConfig()
-    for same in ({"trainer.save_freq": 50}, {"trainer.resume_every": 1}, {"trainer.ray_num_cpus": 2}):
+    placed = ({"trainer.n_gpus_per_node": 4}, {"trainer.zero_stage": 1}, {"rollout.gpu_memory_utilization": 0.3})
+    for same in ({"trainer.save_freq": 50}, {"trainer.resume_every": 1}, {"trainer.ray_num_cpus": 2}, *placed):
         assert with_overrides(base, same).config_hash() == base.config_hash()
     assert base.model_copy(update={"seed": 7}).config_hash() == base.config_hash()
     for other in ({"actor.lr": 2e-6}, {"trainer.total_training_steps": 401}, {"early_stop.variance_ratio": 0.2}):

@@ -54,10 +54,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def held_study(output: Path) -> StudyPlan:
+def held_study(output: Path, **settings: object) -> StudyPlan:
     """A study that was started in `output`, and nothing more."""
-    steps = {"trainer.total_training_steps": 3}
-    plan = make_plan(STUDIES["kl"], "laptop", "a test", steps, ("0", "0.1"), 1, output)
+    steps: dict[str, object] = {"trainer.total_training_steps": 3}
+    given = {name.replace("__", "."): value for name, value in settings.items()}
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", steps | given, ("0", "0.1"), 1, output)
     write_study(plan)
     return plan
 
@@ -325,6 +326,19 @@ def test_extending_is_planned_over_old_and_new(here: Path) -> None:
     answer = type_in("run kl --preset laptop --steps 3 --kl-values 0.2 --seeds 2 --extend --dry-run")
     assert answer.code == 0, answer.err
     assert "6 runs: actor.kl_loss_coef in 0,0.1,0.2; seeds 0,1" in answer.out
+
+
+def test_a_study_goes_on_with_other_gpus(here: Path) -> None:
+    folder = held_study(here, trainer__device="auto").folder
+    answer = type_in(f"resume {folder} --gpus-per-exp 0.5 --gpus 0 --dry-run")
+    assert answer.code == 0, answer.err
+    assert "GPU slots 0 0" in answer.out
+    same = "run kl --preset laptop --steps 3 --kl-values 0,0.1"
+    again = type_in(f"{same} --gpus-per-exp 0.5 --gpus 0 --set trainer.device=cuda --dry-run")
+    assert again.code == 0, again.err
+    refused = type_in(f"resume {folder} --gpus-per-exp -1")
+    assert refused.code == 2
+    assert "`trainer.n_gpus_per_node=-1.0` cannot be used" in refused.err
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -236,6 +236,7 @@ def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: Stu
         ["--trial", "PPO", "--set", "trainer.device=cuda", "--set", "trainer.n_gpus_per_node=1"],
         ["--trial", "PPO", "--gpus", "all"], ["--trial", "PPO", "--set", "trainer.gradient_analysis_env_groups=null"],
         ["--trial", "PPO", "--set", "trainer.gradient_analysis_group_size=None"],
+        ["--trial", "PPO", "--set", "rollout.name=vllm"],
     )  # fmt: skip
     for words in bad:
         done = command(str(study.folder), *words)
