@@ -66,6 +66,9 @@ class RunConfig(Section):
         data = self.model_dump(mode="json", exclude={"seed"})
         for setting in ("logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience"):
             del data["trainer"][setting]
+        if not self.model.lora_rank:  # a run without adapters is the one that it was before there were any
+            for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
+                del data["model"][setting]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 
