@@ -45,7 +45,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("trainable.backend", "trainable.meter", "trainable.nonfinite", "trainable.state", "trainable.sections"),
         ("torch", "numpy"),
     ),
-    "trainable.lora": (("trainable",), ("torch", "numpy", "peft")),
+    "trainable.lora": (("trainable",), ("torch", "numpy", "safetensors", "peft")),
     "trainable": (("trainable",), ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub")),
     "search_spaces": (("search_spaces", "trainable.config"), ()),
     "analysis": (

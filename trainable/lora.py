@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from trainable.policy import draw_head
@@ -103,6 +104,24 @@ def merged(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
             value = value + layer.get_delta_weight(ADAPTER) if own == "weight" else value
         if ".lora_" not in name:
             yield name, value
+
+
+def write_adapters(policy: Qwen2, settings: ModelConfig, folder: Path) -> None:
+    """Write the adapters of `policy` in peft's format, which `peft.PeftModel.from_pretrained(model, folder)` reads."""
+    from peft import LoraConfig
+
+    layers = adapters(policy)
+    weights = {
+        f"base_model.model.{name}.{part}.weight": getattr(layer, part)[ADAPTER].weight.detach().cpu().contiguous()
+        for name, layer in layers for part in ("lora_A", "lora_B")
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "adapter_model.safetensors")
+    LoraConfig(
+        r=settings.lora_rank, lora_alpha=settings.lora_alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
+        target_modules=sorted({name.rsplit(".", 1)[-1] for name, _ in layers}), inference_mode=True,
+        base_model_name_or_path=settings.path,
+    ).save_pretrained(str(folder))  # fmt: skip
 
 
 def fingerprint(folder: Path) -> str:

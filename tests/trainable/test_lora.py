@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.scripted import random_model, shape, small
+from tests.scripted import hub_twin, random_model, shape, small
 from tests.trainers import Row, finite, quiet, replay, same_weights, steps, weights
 from trainable import policy as loading
 from trainable.batch import collate
 from trainable.checkpoint import read_checkpoint, write_checkpoint
 from trainable.config import ConfigError, RunConfig, with_overrides
 from trainable.gradient_analysis import analyse
-from trainable.lora import ADAPTER, adapted, adapters, check_base, fingerprint, merged, sharing
+from trainable.lora import ADAPTER, adapted, adapters, check_base, fingerprint, merged, sharing, write_adapters
 from trainable.policy import frozen, frozen_copy, load_policy, make_critic, pass_settings
 from trainable.qwen2 import PassSettings, Qwen2
 from trainable.sections import ModelConfig
@@ -117,6 +117,21 @@ def test_merged_weights_compute_what_adapters_do(rank: int, alpha: float, tied: 
     assert {name.rsplit(".", 1)[-1] for name, _ in adapters(model)} == set(targets)
     with torch.no_grad():
         torch.testing.assert_close(logits(whole(model)), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "down_proj")])
+def test_peft_over_transformers_reads_the_adapters_and_computes_the_same(targets: object, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = base()
+    policy = moved(adapted(model, lora(3, 5, targets), np.random.default_rng(1)))
+    write_adapters(policy, lora(3, 5, targets), tmp_path / "adapter")
+    twin = PeftModel.from_pretrained(hub_twin(model), str(tmp_path / "adapter"))
+    with torch.no_grad():
+        theirs = twin(input_ids=TOKENS).logits.flatten(0, 1)
+        torch.testing.assert_close(logits(policy), theirs, rtol=1e-4, atol=1e-5)
+        assert float((logits(model) - theirs).abs().max()) > 1e-2
 
 
 def test_without_adapters_weights_are_given_as_they_are() -> None:
