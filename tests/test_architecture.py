@@ -45,6 +45,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("trainable.backend", "trainable.meter", "trainable.nonfinite", "trainable.state", "trainable.sections"),
         ("torch", "numpy"),
     ),
+    "trainable.lora": (("trainable",), ("torch", "numpy", "safetensors", "peft")),
     "trainable": (("trainable",), ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub")),
     "search_spaces": (("search_spaces", "trainable.config"), ()),
     "analysis": (
@@ -110,7 +111,7 @@ def test_the_table_catches_a_wrong_import() -> None:
         ("import analysis", ("torch", "ray", "transformers")),
         ("import search_spaces", ("torch", "ray", "transformers")),
         ("import tune_study.cli", ("torch", "ray", "transformers", "matplotlib", "pandas")),
-        ("import trainable.trainer", ("ray", "transformers", "vllm", "deepspeed")),
+        ("import trainable.trainer", ("ray", "transformers", "vllm", "deepspeed", "peft")),
     ],
 )
 def test_light_imports_stay_light(statement: str, absent: tuple[str, ...]) -> None:

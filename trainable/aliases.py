@@ -37,6 +37,12 @@ ALIASES: dict[str, str] = {
     "actor_rollout_ref.rollout.free_cache_engine": "rollout.free_cache_engine",
     "actor_rollout_ref.rollout.max_model_len": "rollout.max_model_len",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "model.enable_gradient_checkpointing",
+    "actor_rollout_ref.model.lora_rank": "model.lora_rank",
+    "actor_rollout_ref.model.lora_alpha": "model.lora_alpha",
+    "actor_rollout_ref.model.target_modules": "model.lora_target_modules",
+    "lora.rank": "model.lora_rank",
+    "lora.alpha": "model.lora_alpha",
+    "lora.target_modules": "model.lora_target_modules",
     "critic.optim.lr": "critic.lr",
     # The documents set one size for actor and critic; a bare key names the actor's, the critic's has its own key.
     "ppo_mini_batch_size": "actor.ppo_mini_batch_size",

@@ -80,6 +80,9 @@ class RunConfig(Section):
         for section, settings in _WITHOUT_RESULT.items():
             for setting in settings:
                 del data[section][setting]
+        if not self.model.lora_rank:  # then the others of LoRA change nothing
+            for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
+                del data["model"][setting]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
 
 

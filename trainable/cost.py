@@ -13,7 +13,8 @@ from trainable.qwen2 import Qwen2Shape
 from trainable.rollout.episode import Episode
 
 BACKWARD = 2.0
-"""A backward pass does two products for each of the forward pass; blocks that are made again are not counted."""
+"""A backward pass does two products for each of the forward pass, one where weights are frozen beside adapters; blocks
+that are made again, and products with adapters, are not counted."""
 
 
 def block_weights(shape: Qwen2Shape) -> tuple[int, int]:
@@ -50,11 +51,12 @@ def training_flops(shape: Qwen2Shape, config: RunConfig, batch: Batch) -> dict[s
     """Operations of each phase of training on `batch`, by the end of its column's name; what is off is left out."""
     lengths, trained = batch.lengths.tolist(), int(batch.mask.sum())
     value, policy = (forward_flops(shape, lengths, trained, outputs) for outputs in (1, shape.vocab_size))
-    found = {"update_actor": (1 + BACKWARD) * config.actor.ppo_epochs * policy}
+    learning = 1 + (BACKWARD / 2 if config.model.lora_rank else BACKWARD)
+    found = {"update_actor": learning * config.actor.ppo_epochs * policy}
     if config.algorithm.adv_estimator == "gae":
         found["values"] = value
         if not config.critic.shared_trunk:
-            found["update_critic"] = (1 + BACKWARD) * config.critic.ppo_epochs * value
+            found["update_critic"] = learning * config.critic.ppo_epochs * value
     if config.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
         found["reference"] = policy
     return found

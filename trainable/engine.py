@@ -14,6 +14,7 @@ import torch
 from trainable.algo.vocabulary import CHUNK_ELEMENTS, logprobs_from_hidden, token_numbers
 from trainable.batch import Batch, collate
 from trainable.config import RunConfig
+from trainable.lora import merged
 from trainable.policy import Policy
 from trainable.qwen2 import Qwen2
 from trainable.rollout.agreement import check_agreement, compare
@@ -111,7 +112,7 @@ class Vllm:
 
     def follow(self, step: int) -> None:
         """Push all weights and compare the fixed prompt's log-probs (see `Engine.follow`)."""
-        self.vllm.push(self.model.state_dict().items())
+        self.vllm.push(merged(self.model))
         theirs = torch.from_numpy(self.vllm.logprobs([self.prompt])[0])
         ours = _logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
         check_agreement(compare(ours, theirs).mean, self.config.rollout.logprob_tolerance, step)

@@ -31,6 +31,7 @@ from trainable.algo.reductions import loss_weights
 from trainable.algo.sketch import count_sketch
 from trainable.batch import Batch, mini_batches
 from trainable.meter import Meter
+from trainable.state import trained
 from trainable.update import ActorUpdate, Pass, Targets, passes, weighted_passes
 
 FOLDS = 8
@@ -148,7 +149,7 @@ class _Probe:
 
     @property
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return list(self.update.model.parameters())
+        return [weight for _, weight in trained(self.update.model)]
 
     def rows(self, bucket: str, members: Tensor, sums: _FoldSums, stds: Tensor) -> list[Row]:
         """The rows of one bucket; members (N,) its episodes in the order of their mini-batches."""

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from trainable.protocol import END_OF_MESSAGE
-from trainable.qwen2 import PassSettings, Qwen2, Qwen2Shape, ValueModel
+from trainable.qwen2 import PassSettings, Qwen2, Qwen2Shape, ValueHead, ValueModel
 from trainable.rollout.play import Codec
 from trainable.sections import ModelConfig
 
@@ -90,10 +90,15 @@ def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) 
     critic = ValueModel(policy.model.shape)
     critic.model.passes = policy.model.model.passes
     critic.model.load_state_dict(policy.model.model.state_dict())
-    with torch.no_grad():
-        critic.score.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, critic.score.weight.shape)))
-        critic.score.bias.zero_()
+    draw_head(critic.score, rng)
     return critic.to(device)
+
+
+@torch.no_grad()
+def draw_head(head: ValueHead, rng: np.random.Generator) -> None:
+    """Set a value head's weights from N(0, 0.02), and its bias to 0."""
+    head.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, head.weight.shape)))
+    head.bias.zero_()
 
 
 def make_codec(tokenizer: Tokenizer) -> Codec:
@@ -114,16 +119,21 @@ def pass_settings(settings: ModelConfig) -> PassSettings:
 
 
 def frozen_copy(model: Qwen2) -> Qwen2:
-    """A copy of `model` on its device that no gradient reaches: the reference.
+    """A copy of `model` on its device that no gradient reaches: the reference."""
+    return frozen(deepcopy(model))
+
+
+def frozen(model: Qwen2) -> Qwen2:
+    """`model` itself, which no gradient reaches any more.
 
     Its linear layers hold their weights in the type that passes compute in, which gives the same numbers to the last
     bit, since that is what a pass would make of them. Embedding and norms, which passes read in float32, keep it.
     """
-    frozen = deepcopy(model).requires_grad_(False)
-    for layer in frozen.modules():
-        if isinstance(layer, nn.Linear) and layer.weight is not frozen.model.embed_tokens.weight:
+    model.requires_grad_(False)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.weight is not model.model.embed_tokens.weight:
             layer.to(model.model.passes.dtype)
-    return frozen
+    return model
 
 
 def pick_device(wanted: str, gpus: float) -> torch.device:

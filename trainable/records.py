@@ -241,7 +241,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "utilisation_update_critic",
         "share",
-        "the same of seconds_update_critic; a backward pass counts as two forward ones",
+        "the same of seconds_update_critic; a backward pass counts as two forward ones, with LoRA as one",
     ),
     Column(
         "utilisation_update_actor",

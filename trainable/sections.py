@@ -10,6 +10,7 @@ from trainable.setting_types import (
     Finite,
     Groups,
     KLKind,
+    LoraTargets,
     LossAggMode,
     ModelPath,
     NonNegative,
@@ -45,6 +46,11 @@ class ModelConfig(Section):
         "bfloat16", description="what passes compute in; weights, optimizer and sums are float32"
     )
     enable_gradient_checkpointing: bool = Field(True, description="recompute each block in the backward pass")
+    lora_rank: int = Field(0, ge=0, le=1024, description="adapters of this rank learn, beside frozen weights; 0: off")
+    lora_alpha: Positive = Field(16, description="an adapter counts alpha / rank times")
+    lora_target_modules: LoraTargets = Field(
+        "all-linear", description="layers of a block with an adapter, such as [q_proj,v_proj]; all-linear: every one"
+    )
 
 
 class EnvConfig(Section):

@@ -14,6 +14,7 @@ PURPOSES = {
     "gradient_sampling": 9,
     "gradient_duplicates": 10,
     "gradient_folds": 11,
+    "adapters": 12,
 }
 
 

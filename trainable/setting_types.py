@@ -28,6 +28,23 @@ def _sum_of_groups(value: object) -> object:
 Groups = Annotated[int, BeforeValidator(_sum_of_groups), Field(ge=1)]
 
 
+LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""The linear layers of a block, in their order."""
+
+
+def _some_layers(value: object) -> object:
+    """`all-linear`, or names of layers: each once, in the order of LINEAR_LAYERS, so that equal choices are equal."""
+    names = value.replace(",", " ").split() if isinstance(value, str) else value
+    if names in (["all-linear"], ("all-linear",)):
+        return "all-linear"
+    if not isinstance(names, list | tuple) or not names or not set(map(str, names)) <= set(LINEAR_LAYERS):
+        raise ValueError(f"it is all-linear, or a list of some of {', '.join(LINEAR_LAYERS)}")
+    return tuple(name for name in LINEAR_LAYERS if name in names)
+
+
+LoraTargets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_some_layers)]
+
+
 def _null(value: object) -> object:
     """Accept `null` and `None`, as they are typed, for no value."""
     return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value

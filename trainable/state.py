@@ -8,11 +8,19 @@ from torch import Tensor, nn
 from trainable.qwen2 import Qwen2
 
 
+def trained(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters that a network learns, by name: all but those that were frozen for adapters to stand beside."""
+    return [(name, weight) for name, weight in part.named_parameters() if weight.requires_grad]
+
+
 def flat_state(part: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Tensors of a module, or of an optimizer by parameter number and moment."""
+    """Tensors that a module learns, or those of an optimizer by parameter number and moment."""
     if isinstance(part, nn.Module):
+        frozen = _frozen(part)
         # A tied head is the embedding under a second name: stored once.
-        return {name: value for name, value in part.state_dict().items() if not _is_tied(part, name)}
+        return {
+            name: value for name, value in part.state_dict().items() if name not in frozen and not _is_tied(part, name)
+        }
     state = part.state_dict()["state"]
     return {f"{number}/{name}": value for number, moments in state.items() for name, value in moments.items()}
 
@@ -20,8 +28,9 @@ def flat_state(part: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
 def load_flat_state(part: nn.Module | torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Put back what `flat_state` gave of a part made in the same way."""
     if isinstance(part, nn.Module):
+        tensors = {**_frozen(part), **tensors}
         if _is_tied(part, "lm_head.weight"):
-            tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         part.load_state_dict(tensors)
         return
     state: dict[int, dict[str, Tensor]] = {}
@@ -62,6 +71,11 @@ def _moment_shapes(part: torch.optim.Optimizer, has_stepped: bool) -> dict[str, 
         moments = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size([])}
         shapes |= {f"{number}/{name}": shape for name, shape in moments.items()}
     return shapes
+
+
+def _frozen(part: nn.Module) -> dict[str, Tensor]:
+    """The tensors that a module has and does not learn, by every name."""
+    return {name: weight for name, weight in part.named_parameters(remove_duplicate=False) if not weight.requires_grad}
 
 
 def _is_tied(part: nn.Module, name: str) -> bool:

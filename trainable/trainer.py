@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainable.algo.batching import adjust_copy, length_stratified_order
 from trainable.algo.filters import filter_loss_scale
@@ -27,9 +27,11 @@ from trainable.evaluate import Evaluation, collected_columns, number_classes, su
 from trainable.failures import NonFiniteError
 from trainable.filtering import Kept, filter_episodes
 from trainable.gradient_analysis import analyse, is_due
+from trainable.lora import check_base
 from trainable.meter import Meter
+from trainable.networks import make_networks
 from trainable.nonfinite import bad_weights, check_finite
-from trainable.policy import Policy, frozen_copy, load_policy, make_codec, make_critic, pass_settings, pick_device
+from trainable.policy import Policy, make_codec, pick_device
 from trainable.protocol import Observation, make_protocol
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import Rules, check_first_turn, play
@@ -37,6 +39,7 @@ from trainable.rollout.sampler import SamplingParams
 from trainable.seeds import stream
 from trainable.sokoban.generate import Room
 from trainable.sokoban.room_sets import room_keys, test_rooms, training_rooms, validation_rooms
+from trainable.state import trained
 from trainable.targets import make_targets
 from trainable.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
 
@@ -71,16 +74,9 @@ class PPOTrainer:
     def __init__(self, config: RunConfig, world: World = ALONE) -> None:
         self.config, self.world = config, world
         self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
-        policy = load_policy(config.model.path, self.device, pass_settings(config.model))
+        policy, self.reference, self.critic, self.head, self.base = make_networks(config, self.device)
         self.model = policy.model
         self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token
-        self.reference = frozen_copy(self.model) if self._needs_reference() else None
-        self.critic = None
-        self.head: nn.Module | None = None
-        if config.algorithm.adv_estimator == "gae":
-            critic = make_critic(policy, stream(config.seed, "critic"), self.device)
-            self.head = critic.score if config.critic.shared_trunk else None
-            self.critic = None if config.critic.shared_trunk else critic
         self.backends = make_backends(config, world, self.model, self.head, self.critic)
         control = config.algorithm.kl_ctrl
         horizon = control.horizon if control.type == "adaptive" else None
@@ -90,9 +86,6 @@ class PPOTrainer:
         self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
         self.totals = dict.fromkeys(TOTALS, 0)
         self._set_up_game(policy)
-
-    def _needs_reference(self) -> bool:
-        return self.config.actor.use_kl_loss or self.config.algorithm.use_kl_in_reward
 
     def _set_up_game(self, policy: Policy) -> None:
         """Protocol, limits, and every room of the run, made ahead: a step never waits for a room."""
@@ -232,9 +225,7 @@ class PPOTrainer:
         skipped = row["nonfinite_updates"] = sum(meter.skipped for meter in meters)
         self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
         networks = {name: part for backend in self.backends.values() for name, part in backend.networks.items()}
-        weights = [
-            (f"{name}.{key}", weight) for name, part in networks.items() for key, weight in part.named_parameters()
-        ]
+        weights = [(f"{name}.{key}", weight) for name, part in networks.items() for key, weight in trained(part)]
         check_finite(
             self.step_index, self.nonfinite_in_a_row, self.config.trainer.nonfinite_patience,
             [name for meter in meters for name in meter.nonfinite], bad_weights(weights),
@@ -376,10 +367,12 @@ class PPOTrainer:
             "totals": self.totals,
             "kl_coef": self.kl_control.coef,
             "collapse_averages": self.collapse_averages,
+            **({} if self.base is None else {"base": self.base}),
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Continue from what `state` gave. ValueError, and nothing is changed, where it is not of such a trainer."""
+        check_base(values.get("base"), self.base)
         for backend in self.backends.values():
             backend.check_fits(tensors)
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from rich import box
@@ -169,4 +169,6 @@ def _allowed(kind: Any, metadata: Sequence[Any]) -> str:
     forms = get_args(kind)
     if type(None) in forms:
         return f"{_allowed(forms[0], metadata)}, or null"
+    if get_origin(kind) is Union:
+        return " | ".join(_allowed(form, metadata) for form in forms)
     return " ".join([words.get(kind, "list"), ", ".join(found)]).strip()

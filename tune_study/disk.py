@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from trainable.config import RunConfig
 from trainable.run_files import STATE
-from tune_study.model_size import Shape, critic_tensors, head_tensors, policy_tensors, shape_of
+from tune_study.model_size import Shape, shape_of, trained_tensors
 from tune_study.plan import PlanError, RunSpec, StudyPlan
 from tune_study.resources import Allotment
 from tune_study.summary import finished_runs
@@ -65,12 +65,10 @@ class Budget(NamedTuple):
 def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:
     """Size of one checkpoint of a run after its first update: what `PPOTrainer.state` holds, in float32.
 
-    Every parameter has its weight and AdamW's two moments; every parameter tensor has AdamW's count of steps, a scalar.
-    The reference model is read from where the policy came from and is in no checkpoint.
+    Every trained parameter has its weight and AdamW's two moments; every such tensor has AdamW's count of steps, a
+    scalar. What is frozen, reference or base, is read from where the policy came from and is in no checkpoint.
     """
-    parameters = policy_tensors(shape)
-    if config.algorithm.adv_estimator == "gae":
-        parameters += head_tensors(shape) if config.critic.shared_trunk else critic_tensors(shape)
+    parameters = [size for sizes in trained_tensors(shape, config).values() for size in sizes]
     elements = 3 * sum(parameters) + len(parameters)
     return _FLOAT32 * elements + 4 * len(parameters) * _HEADER + _VALUES
 

@@ -8,7 +8,7 @@ network, R ranks (GPUs of the run), h hidden size, f intermediate size, kv chann
 from typing import NamedTuple
 
 from trainable.config import RunConfig
-from tune_study.model_size import Shape, critic_parameters, head_parameters, policy_parameters
+from tune_study.model_size import Shape, adapted_layers, linear_layers, policy_parameters, trained_tensors
 
 GIB = 2**30
 MOMENTS = ("rollout", "values", "critic backward", "critic step", "policy backward", "policy step")
@@ -90,12 +90,16 @@ def network_bytes(parameters: int, config: RunConfig) -> Network:
 
 
 def reference_bytes(shape: Shape, config: RunConfig) -> int:
-    """The frozen reference: linear layers in the type of the passes, embedding (a tied head too) and norms in float32.
+    """A reference of its own; 0 where no loss and no reward needs it, and with LoRA, where the base is it."""
+    is_needed = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+    return frozen_bytes(shape, config) if is_needed and not config.model.lora_rank else 0
 
-    As `trainable.policy.frozen_copy` makes it; 0 where no loss and no reward needs it.
+
+def frozen_bytes(shape: Shape, config: RunConfig) -> int:
+    """A frozen network: linear layers in the type of the passes, embedding (a tied head too) and norms in float32.
+
+    As `trainable.policy.frozen` makes it.
     """
-    if not (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
-        return 0
     kept = shape.vocab_size * shape.hidden_size + (2 * shape.num_hidden_layers + 1) * shape.hidden_size
     return FLOAT32 * kept + compute_bytes(config) * (policy_parameters(shape) - kept)
 
@@ -104,11 +108,13 @@ def cast_bytes(shape: Shape, name: str, parameters: int, config: RunConfig) -> i
     """Copies of a network's weights in the type of the passes, which autocast keeps while one runs; 0 in float32.
 
     name: policy or critic. Only what enters a matrix product is copied: an embedding that is not also the head stays
-    as it is.
+    as it is. With LoRA that is the adapters and a tied head: the other frozen layers have the type already.
     """
     if config.model.dtype == "float32":
         return 0
     is_multiplied = shape.tie_word_embeddings and name == "policy"
+    if config.model.lora_rank:
+        return BFLOAT16 * (parameters + (shape.vocab_size * shape.hidden_size if is_multiplied else 0))
     return BFLOAT16 * (parameters - (0 if is_multiplied else shape.vocab_size * shape.hidden_size))
 
 
@@ -128,9 +134,14 @@ def block_bytes(shape: Shape, config: RunConfig) -> int:
 
     float32: 4 (8 h + 2 kv + 4 f); bfloat16: 24 h + 4 kv + 8 f, since norms and the residual stream stay float32; in
     both the softmax's normaliser of each head and the norms' two factors. Counted over the tensors that autograd saves.
+    With LoRA every adapter adds what it multiplies with B, as many numbers as its rank, and frozen norms keep 8 h less;
+    exact for adapters on all layers, an upper bound for some.
     """
     hidden, wide, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
     factors = FLOAT32 * (shape.num_attention_heads + 2)
+    if config.model.lora_rank:
+        adapters = config.model.lora_rank * len(adapted_layers(shape, config.model))
+        factors += compute_bytes(config) * adapters - 2 * FLOAT32 * hidden
     if config.model.dtype == "float32":
         return FLOAT32 * (8 * hidden + 2 * kv + 4 * wide) + factors
     return 24 * hidden + 4 * kv + 8 * wide + factors
@@ -159,13 +170,13 @@ def activation_bytes(shape: Shape, config: RunConfig) -> int:
 def logits_bytes(shape: Shape, config: RunConfig, with_gradients: bool) -> int:
     """Logits of CHUNK_ELEMENTS, or with gradients of a whole pass where chunking is off, in all their copies.
 
-    With gradients also the head's: a sum in float32, and a summand in the type of the passes.
+    With gradients also the head's, unless it is frozen: a sum in float32, and a summand in the type of the passes.
     """
     elements = tokens_a_pass(config) * shape.vocab_size
     if config.actor.entropy_from_logits_with_chunking or not with_gradients:
         elements = min(elements, CHUNK_ELEMENTS)
     head = shape.vocab_size * shape.hidden_size * (FLOAT32 + compute_bytes(config))
-    return FLOAT32 * LOGIT_COPIES[with_gradients] * elements + with_gradients * head
+    return FLOAT32 * LOGIT_COPIES[with_gradients] * elements + (with_gradients and not config.model.lora_rank) * head
 
 
 def cache_bytes(shape: Shape, number: int) -> int:
@@ -203,24 +214,21 @@ def _at(name: str, sizes: dict[int, int], host: int = 0) -> Part:
 
 
 def trained_parameters(shape: Shape, config: RunConfig) -> dict[str, int]:
-    """Parameters of the networks that are trained: policy (with a value head on a shared trunk), and critic."""
-    policy = policy_parameters(shape)
-    if config.algorithm.adv_estimator != "gae":
-        return {"policy": policy}
-    if config.critic.shared_trunk:
-        return {"policy": policy + head_parameters(shape)}
-    return {"policy": policy, "critic": critic_parameters(shape)}
+    """Parameters that are trained: of the policy (with a value head on a shared trunk), and of the critic."""
+    return {name: sum(sizes) for name, sizes in trained_tensors(shape, config).items()}
 
 
 def _trained(shape: Shape, config: RunConfig) -> list[Part]:
-    """Weights, optimizer, gradients and step of each network that is trained."""
-    found = []
+    """The base of adapters; and weights, optimizer, gradients and step of each network that is trained."""
+    found, weights = [], "weights"
+    if config.model.lora_rank:
+        found, weights = [_always("base weights, frozen", frozen_bytes(shape, config))], "adapters"
     moments = {"policy": (POLICY_BACKWARD, POLICY_STEP), "critic": (CRITIC_BACKWARD, CRITIC_STEP)}
     for name, parameters in trained_parameters(shape, config).items():
         network, (backward, step) = network_bytes(parameters, config), moments[name]
         bucket = FLOAT32 * min(BUCKET, parameters) if uses_deepspeed(config) else 0
         found += [
-            _always(f"{name} weights, float32", network.weights),
+            _always(f"{name} {weights}, float32", network.weights),
             _always(f"{name} master weights", network.master),
             _always(f"{name} AdamW moments", network.moments, network.host),
             _at(f"{name} gradients", {backward: network.gradients + bucket, step: network.gradients}),
@@ -256,10 +264,13 @@ def _vllm(shape: Shape, config: RunConfig, share: int) -> list[Part]:
     work = vllm_work_bytes(shape, config)
     cache = max(given - weights - work, 0)
     when = (ROLLOUT,) if rollout.free_cache_engine else range(len(MOMENTS))
+    block = sum(inputs * outputs for inputs, outputs in linear_layers(shape).values())
     return [
         _at("vLLM weights", dict.fromkeys(when, weights), weights if rollout.free_cache_engine else 0),
         _at("vLLM work space", dict.fromkeys(when, work)),
         _at("vLLM KV cache", dict.fromkeys(when, cache)),
+        # vLLM takes a block over when it has all of it.
+        _at("a block for vLLM, adapters merged", {ROLLOUT: FLOAT32 * block * (config.model.lora_rank > 0)}),
     ]
 
 

@@ -216,6 +216,7 @@ _CHANGES: tuple[tuple[str, Mapping[str, object]], ...] = (
         "--set trainer.strategy=deepspeed --set trainer.offload_optimizer=True",
         {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True},
     ),
+    ("--set model.lora_rank=64", {"model.lora_rank": 64}),
     ("--set critic.shared_trunk=True", {"critic.shared_trunk": True}),
     ("--set algorithm.adv_estimator=grpo", {"algorithm.adv_estimator": "grpo"}),
 )
@@ -238,13 +239,18 @@ def _ways(found: MemoryPlan, study: Study) -> Iterator[str]:
 
 
 def _is_less(found: MemoryPlan, change: Mapping[str, object]) -> bool:
-    """Whether `change` changes something, and gives a run no fewer GPUs than it has, nor more than there are."""
+    """Whether `change` changes something, and gives a run no fewer GPUs than it has, nor more than there are.
+
+    Adapters are not made larger than they are.
+    """
     config = found.spec.config
     try:
         changed = with_overrides(config, change)
     except ConfigError:
         return False
     gpus = changed.trainer.n_gpus_per_node
+    if config.model.lora_rank and "model.lora_rank" in change:
+        return False
     return changed != config and config.trainer.n_gpus_per_node <= gpus <= max(found.most, 1)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
 import trainable
+from trainable.config import RunConfig
+from trainable.sections import ModelConfig
 from tune_study.model_shapes import published_sizes
 from tune_study.models import ARCHITECTURE, SHIPPED, hub_cache
 from tune_study.outputs import read_json
@@ -78,6 +80,42 @@ def critic_tensors(shape: Shape) -> list[int]:
 def head_tensors(shape: Shape) -> list[int]:
     """Elements of the value head's tensors: weight and bias."""
     return [shape.hidden_size, 1]
+
+
+def linear_layers(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of each linear layer of a block, by name."""
+    hidden, wide, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
+    return {
+        "q_proj": (hidden, hidden), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (hidden, hidden),
+        "gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden),
+    }  # fmt: skip
+
+
+def adapted_layers(shape: Shape, model: ModelConfig) -> list[tuple[int, int]]:
+    """Inputs and outputs of the layers of a block that have an adapter; none without LoRA."""
+    chosen = linear_layers(shape) if model.lora_target_modules == "all-linear" else model.lora_target_modules
+    return [sizes for name, sizes in linear_layers(shape).items() if model.lora_rank and name in chosen]
+
+
+def adapter_tensors(shape: Shape, model: ModelConfig) -> list[int]:
+    """Elements of A and B of every adapter of one network."""
+    block = [model.lora_rank * size for sizes in adapted_layers(shape, model) for size in sizes]
+    return block * shape.num_hidden_layers
+
+
+def trained_tensors(shape: Shape, config: RunConfig) -> dict[str, list[int]]:
+    """Elements of every tensor that is trained: of the policy, with a value head on a shared trunk, and of the critic.
+
+    With LoRA that is adapters and the value head.
+    """
+    has_adapters = config.model.lora_rank > 0
+    adapters, head = adapter_tensors(shape, config.model), head_tensors(shape)
+    policy = adapters if has_adapters else policy_tensors(shape)
+    if config.algorithm.adv_estimator != "gae":
+        return {"policy": policy}
+    if config.critic.shared_trunk:
+        return {"policy": policy + head}
+    return {"policy": policy, "critic": adapters + head if has_adapters else critic_tensors(shape)}
 
 
 def _trunk(shape: Shape) -> list[int]:

@@ -63,10 +63,11 @@ def forward_operations(shape: Shape, rows: int, tokens: int, with_head: bool) ->
 def update_operations(shape: Shape, config: RunConfig) -> float:
     """Operations of one training step without sampling: reference, values, critic and policy.
 
-    A pass with gradients counts as three, with gradient checkpointing as four.
+    A pass with gradients counts as three, and as two with LoRA, whose frozen weights have none; with gradient
+    checkpointing as one more. Products with adapters are not counted.
     """
     rows, tokens = config.env.env_groups * config.env.group_size, memory.longest(config)
-    learning = 4 if config.model.enable_gradient_checkpointing else 3
+    learning = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
     policy, critic = (forward_operations(shape, rows, tokens, with_head) for with_head in (True, False))
     needs_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     total = config.actor.ppo_epochs * learning * policy + needs_reference * policy
@@ -79,13 +80,13 @@ def update_operations(shape: Shape, config: RunConfig) -> float:
 
 def sampling_seconds(shape: Shape, config: RunConfig, rows: int, rates: Rates) -> float:
     """Seconds to play `rows` conversations on one rank: one pass over all tokens, and a read of weights and cache for
-    each new one. The torch sampler casts its float32 weights each time."""
+    each new one. The torch sampler casts its float32 weights each time; with LoRA they are not float32."""
     number = memory.compute_bytes(config)
     waves = math.ceil(rows / memory.VLLM_ROWS) if config.rollout.name == "vllm" else 1
     tokens = memory.longest(config)
     # A conversation's cache is half full on average.
     cache = rows * tokens / 2 * memory.cache_bytes(shape, number)
-    weight = number if config.rollout.name == "vllm" else memory.FLOAT32
+    weight = number if config.rollout.name == "vllm" or config.model.lora_rank else memory.FLOAT32
     read = waves * weight * policy_parameters(shape) + cache
     decode = config.env.max_turn * config.rollout.response_length * read / (BANDWIDTH_SHARE * rates.bandwidth)
     return decode + forward_operations(shape, rows, tokens, True) / (ARITHMETIC_SHARE * rates.operations)

@@ -86,6 +86,18 @@ def test_a_shared_trunk_and_grpo_do_too(tmp_path: Path) -> None:
         assert_same_state(found, wanted)
 
 
+def test_adapters_are_all_that_ranks_train(tmp_path: Path) -> None:
+    more = {"model__lora_rank": 4}
+    found, wanted = (trained(tmp_path / str(count), count, None, STEPS, **more) for count in (2, 0))
+    assert_same_rows(rows(found), rows(wanted))
+    assert_same_state(found, wanted)
+    names = load_file(found / "state" / "state.safetensors")
+    assert all("lora_" in name or "score" in name or "_optimizer/" in name for name in names)
+    again, straight = (trained(tmp_path / f"again-{count}", count, found, 1, **more) for count in (2, 0))
+    assert_same_rows(rows(again), rows(straight))
+    assert_same_state(again, straight)
+
+
 def test_a_mini_batch_of_several_passes_is_one_step(tmp_path: Path) -> None:
     sizes = {f"{part}__ppo_mini_batch_size": 64 for part in ("actor", "critic")}  # 64 rows: two passes a rank of two
     found, wanted = (trained(tmp_path / str(size), size, None, 1, env__group_size=32, **sizes) for size in (2, 0))

@@ -48,6 +48,9 @@ def test_phases_that_are_off_have_no_operations() -> None:
     shared = phases(critic__shared_trunk=True, actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
     assert set(shared) == {"values", "update_actor", "reference"}
     assert shared["update_actor"] == pytest.approx(3 * shared["reference"])
+    adapters = phases(model__lora_rank=4, actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
+    assert adapters["update_actor"] == pytest.approx(2 * adapters["reference"])
+    assert adapters["update_critic"] == pytest.approx(2 * adapters["values"])
     assert phases(actor__ppo_epochs=2)["update_actor"] == pytest.approx(2 * phases()["update_actor"])
 
 

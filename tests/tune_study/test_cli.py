@@ -245,10 +245,10 @@ def test_a_dry_run_marks_what_does_not_fit_and_says_what_would(here: Path) -> No
 
 def test_the_documents_show_the_plan_as_it_is_printed(here: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "placement.md").read_text(encoding="utf-8")
-    (command,) = re.findall(r"```bash\npython -m tune_study (.*?)\n```", page)
-    (shown,) = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
-    assert command == f"{HALF} --dry-run"
-    assert shown in type_in(command).out
+    commands = re.findall(r"```bash\npython -m tune_study (.*?)\n```", page)
+    assert commands == [f"{HALF} --dry-run", f"{HALF} --set model.lora_rank=64 --dry-run"]
+    for command, shown in zip(commands, re.findall(r"```text\n(.*?)\n```", page, re.DOTALL), strict=True):
+        assert shown in type_in(command).out
 
 
 def machine_with_an_h100(here: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:

@@ -27,6 +27,12 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     "gae, shared trunk": {"critic.shared_trunk": True},
     "grpo": {"algorithm.adv_estimator": "grpo"},
     "grpo, shared trunk": {"algorithm.adv_estimator": "grpo", "critic.shared_trunk": True},
+    "adapters": {"model.lora_rank": 8, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
+    "adapters of some layers, shared trunk": {
+        "model.lora_rank": 128,
+        "model.lora_target_modules": ["k_proj", "up_proj"],
+        "critic.shared_trunk": True,
+    },
     "rloo, KL loss": {"algorithm.adv_estimator": "rloo", "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
 }
 EXAMPLE = Budget(

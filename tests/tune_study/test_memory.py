@@ -11,14 +11,15 @@ from tests.scripted import shape as torch_shape
 from tests.trainers import quiet
 from trainable.algo import vocabulary
 from trainable.config import RunConfig, with_overrides
-from trainable.policy import frozen_copy
+from trainable.lora import adapted
+from trainable.policy import frozen, frozen_copy
 from trainable.qwen2 import PassSettings
 from trainable.rollout.vllm_sampler import EngineSettings
 from trainable.seeds import stream
 from trainable.trainer import PPOTrainer
 from trainable.update import ROWS_A_PASS, TOKENS_A_PASS
 from tune_study import memory
-from tune_study.memory import GIB, MOMENTS, Network, network_bytes, parts, totals
+from tune_study.memory import GIB, MOMENTS, POLICY_BACKWARD, Network, network_bytes, parts, totals
 from tune_study.model_size import Shape, policy_parameters, shape_of
 
 TINY = "sokoban-tiny"
@@ -27,6 +28,12 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     "gae, reference": {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
     "gae, shared trunk": {"critic.shared_trunk": True},
     "grpo, reference for the reward": {"algorithm.adv_estimator": "grpo", "algorithm.use_kl_in_reward": True},
+}
+ADAPTERS: dict[str, Mapping[str, object]] = {
+    "gae": {},
+    "gae, reference": {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
+    "gae, shared trunk": {"critic.shared_trunk": True},
+    "grpo, some layers": {"algorithm.adv_estimator": "grpo", "model.lora_target_modules": ["q_proj", "down_proj"]},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -74,6 +81,31 @@ def test_what_a_trainer_holds_for_good_is_what_is_planned(name: str, dtype: str)
         assert planned["reference weights"] == held(list(trainer.reference.parameters()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_what_a_trainer_with_adapters_holds_for_good_is_what_is_planned(name: str, dtype: str) -> None:
+    changes = {key.replace(".", "__"): value for key, value in ADAPTERS[name].items()}
+    trainer = quiet(**changes, model__dtype=dtype, model__lora_rank=5)
+    trainer.step()
+    planned = {part.name: part.gpu[memory.POLICY_BACKWARD] for part in parts(shape_at(TINY), trainer.config, GIB)}
+    networks = [network for network in (trainer.model, trainer.head, trainer.critic) if network is not None]
+    learns = [[weight for weight in network.parameters() if weight.requires_grad] for network in networks]
+    everything = [weight for network in networks for weight in network.parameters()]
+    frozen = [weight for weight in everything if not weight.requires_grad]
+    if trainer.reference is not None:
+        frozen += trainer.reference.parameters()  # which has nothing of its own
+    assert planned["base weights, frozen"] == held(frozen)
+    policy = [weight for weights in learns[: len(networks) - (trainer.critic is not None)] for weight in weights]
+    assert planned["policy adapters, float32"] == held(policy)
+    assert planned["policy AdamW moments"] == held(moments(trainer, "actor"))
+    assert planned["policy gradients"] == held([torch.zeros_like(weight) for weight in policy])
+    assert "reference weights" not in planned
+    assert ("critic adapters, float32" in planned) == (trainer.critic is not None)
+    if trainer.critic is not None:
+        assert planned["critic adapters, float32"] == held(learns[-1])
+        assert planned["critic AdamW moments"] == held(moments(trainer, "critic"))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_reference_has_the_bytes_of_the_frozen_copy(dtype: str, tied: bool) -> None:
@@ -110,6 +142,25 @@ def test_a_block_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int]) ->
         found.append(held([tensor for tensor in saved if tensor.shape not in weights]))  # nor weights as they are cast
     shape = Shape.model_validate(vars(model.shape))
     assert found[1] - found[0] == 74 * memory.block_bytes(shape, paper(model__dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@settings(max_examples=10, deadline=None)
+@given(small_shapes(), st.sampled_from([1, 3, 8]))
+def test_a_block_with_adapters_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int], rank: int) -> None:
+    found = []
+    for layers in (2, 3):
+        base = random_model(torch_shape(**sizes, num_hidden_layers=layers))
+        base.model.passes = PassSettings(DTYPES[dtype])
+        config = paper(model__dtype=dtype, model__lora_rank=rank)
+        model = adapted(frozen(base), config.model, stream(0, "adapters", 0))
+        weights = {size for weight in model.parameters() for size in (weight.shape, weight.shape[::-1])}
+        saved: list[torch.Tensor] = []
+        with saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):  # type: ignore[misc]
+            model.model.hidden_at(torch.zeros((2, 37), dtype=torch.long), torch.arange(74))
+        found.append(held([tensor for tensor in saved if tensor.shape not in weights]))
+    shape = Shape.model_validate(vars(model.shape))
+    assert found[1] - found[0] == 74 * memory.block_bytes(shape, config)
 
 
 def test_constants_are_those_of_the_trainer() -> None:
@@ -189,6 +240,23 @@ def test_the_3b_of_the_paper_by_hand() -> None:
     assert found["logits"] == (0, 3 * 2**29, 0, 0, 7 * 2**29 + 6 * embedding, 0)
 
 
+def test_the_3b_with_adapters_by_hand() -> None:
+    found = on_gpu(paper(actor__use_kl_loss=True, model__lora_rank=64))
+    policy, embedding, hidden, wide, kv = 3_085_938_688, 151_936 * 2048, 2048, 11_008, 256
+    # A and B of queries and output, of keys and values, and of the three layers of the feed-forward block.
+    adapters = 36 * 64 * (2 * (hidden + hidden) + 2 * (hidden + kv) + 3 * (hidden + wide))
+    assert found["base weights, frozen"] == (2 * policy + 2 * (embedding + 73 * 2048),) * 6
+    assert found["policy adapters, float32"] == (4 * adapters,) * 6
+    assert found["policy AdamW moments"] == (8 * adapters,) * 6
+    assert found["critic adapters, float32"] == (4 * (adapters + 2049),) * 6
+    assert found["copies in bfloat16"][POLICY_BACKWARD] == 2 * (adapters + embedding)
+    assert found["logits"][POLICY_BACKWARD] == 7 * 2**29
+    block = 2 * hidden * (hidden + kv) + 3 * hidden * wide
+    assert found["a block for vLLM, adapters merged"] == (4 * block, 0, 0, 0, 0, 0)
+    assert not {"reference weights", "policy weights, float32"} & found.keys()
+    assert max(totals(parts(shape_at("Qwen/Qwen2.5-3B"), paper(model__lora_rank=64), 40 * GIB))) < 40 * GIB
+
+
 def test_vllm_gets_its_part_of_the_runs_share_and_no_more() -> None:
     config = paper(rollout__gpu_memory_utilization=0.25, rollout__free_cache_engine=False)
     found = on_gpu(config, 40 * GIB)
@@ -210,6 +278,7 @@ def test_less_is_never_more() -> None:
     for change in (
         {"model.enable_gradient_checkpointing": True}, {"critic.shared_trunk": True}, {"actor.use_kl_loss": False},
         {"algorithm.adv_estimator": "grpo"}, {"trainer.n_gpus_per_node": 4},
+        {"model.lora_rank": 64},
     ):  # fmt: skip
         less = max(totals(parts(shape_at("Qwen/Qwen2.5-3B"), with_overrides(base, change), 80 * GIB)))
         assert less < most, change

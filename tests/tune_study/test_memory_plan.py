@@ -44,6 +44,15 @@ def test_a_3b_actor_and_critic_do_not_fit_half_a_card() -> None:
     assert "--gpus-per-exp 1 --set trainer.strategy=deepspeed --set trainer.offload_optimizer=True" in said
 
 
+def test_a_3b_actor_and_critic_with_adapters_fit_half_a_card() -> None:
+    assert " --set model.lora_rank=64;" in verdict(planned(HALF), STUDIES["kl"])
+    found = planned(HALF | {"model.lora_rank": 64})
+    assert found.fits
+    assert verdict(found, STUDIES["kl"]).startswith("fits: 30.0 of 40.0 GiB at its highest (rollout)")
+    small_card = planned(HALF | {"model.lora_rank": 128}, Card(20 * GIB, "for a test", True))
+    assert "model.lora_rank" not in verdict(small_card, STUDIES["kl"])  # it has adapters
+
+
 def test_a_small_model_fits_half_a_card() -> None:
     found = planned(HALF | SMALL)
     assert found.fits

@@ -49,6 +49,7 @@ def test_passes_of_an_update_by_hand() -> None:
     assert operations(actor__use_kl_loss=True) == pytest.approx(5 * policy + 5 * critic)
     assert operations(algorithm__adv_estimator="grpo", actor__ppo_epochs=2) == pytest.approx(8 * policy)
     assert operations(critic__shared_trunk=True) == pytest.approx(4 * policy + critic)
+    assert operations(model__lora_rank=8) == pytest.approx(3 * policy + 4 * critic)
 
 
 @pytest.mark.parametrize(("sampler", "weight", "waves"), [("vllm", 2, 3), ("torch", 4, 1)])

@@ -10,7 +10,7 @@ from trainable.backend.world import ALONE, World
 from trainable.meter import Meter
 from trainable.nonfinite import Named, bad_gradients
 from trainable.sections import OptimConfig
-from trainable.state import check_fits, flat_state, load_flat_state
+from trainable.state import check_fits, flat_state, load_flat_state, trained
 
 
 class Backend(Protocol):
@@ -92,18 +92,19 @@ class OneDevice:
 
 def adamw(networks: Iterable[nn.Module], rates: Sequence[float], settings: OptimConfig) -> torch.optim.AdamW:
     """AdamW with a constant rate for each network."""
-    return torch.optim.AdamW(
-        [{"params": list(network.parameters()), "lr": rate} for network, rate in zip(networks, rates, strict=True)],
-        betas=settings.betas, weight_decay=settings.weight_decay,
-    )  # fmt: skip
+    groups = [
+        {"params": [weight for _, weight in trained(network)], "lr": rate}
+        for network, rate in zip(networks, rates, strict=True)
+    ]
+    return torch.optim.AdamW(groups, betas=settings.betas, weight_decay=settings.weight_decay)
 
 
 def named_parameters(networks: Mapping[str, nn.Module]) -> Named:
-    """All parameters; those of the first network by their own names, those of others behind their network's."""
+    """All trained parameters; those of the first network by their own names, of others behind their network's."""
     first = next(iter(networks))
     return [
         (key if name == first else f"{name}.{key}", weight)
-        for name, network in networks.items() for key, weight in network.named_parameters()
+        for name, network in networks.items() for key, weight in trained(network)
     ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from trainable.backend.one_device import adamw, below, named_parameters
 from trainable.backend.world import World
 from trainable.meter import Meter
 from trainable.sections import OptimConfig, TrainerConfig
-from trainable.state import check_fits
+from trainable.state import check_fits, trained
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -72,7 +72,7 @@ class Zero:
 
         found: dict[str, Tensor] = {}
         for name, network in self.networks.items():
-            for key, weight in network.named_parameters():
+            for key, weight in trained(network):
                 self._keep(found, f"{name}/{key}", safe_get_full_fp32_param(weight))
         step = self._steps()
         for number, (_, weight) in enumerate(named_parameters(self.networks) if step else []):
@@ -108,7 +108,7 @@ class Zero:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         for name, network in self.networks.items():
-            for key, weight in network.named_parameters():
+            for key, weight in trained(network):
                 value = tensors[f"{name}/{key}"].to(weight.device)
                 safe_set_full_fp32_param(weight, value)
                 weight.data.copy_(value)
