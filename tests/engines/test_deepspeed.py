@@ -19,6 +19,7 @@ pytestmark = [
 
 STEPS = 2
 PATIENCE_S = 240.0
+STAGE_3 = {"trainer__zero_stage": 3}
 KL = {"actor__use_kl_loss": True, "actor__kl_loss_coef": 0.1, "actor__entropy_coeff": 0.01}
 
 
@@ -69,9 +70,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("size", "more"),
     [
         (1, {}), (2, {}), (4, {}), (2, {"trainer__zero_stage": 1}), (2, {"trainer__offload_optimizer": True}),
-        (3, {}),
+        (3, {}), (1, STAGE_3), (2, STAGE_3), (4, STAGE_3), (3, STAGE_3), (2, {**STAGE_3, "trainer__offload_optimizer": True}),
+        (2, {**STAGE_3, "trainer__offload_parameters": True}),
+        (2, {**STAGE_3, "trainer__offload_parameters": True, "trainer__offload_optimizer": True}),
     ],
-    ids=["1 rank", "2 ranks", "4 ranks", "stage 1", "offload", "3 ranks"],
+    ids=["1 rank", "2 ranks", "4 ranks", "stage 1", "offload", "3 ranks",
+        "stage 3 on 1", "stage 3", "stage 3 on 4", "stage 3 on 3", "stage 3, offload optimizer", "stage 3, offload parameters",
+        "stage 3, offload both"],
 )  # fmt: skip
 def test_ranks_train_as_one_device_does(tmp_path: Path, plain: Path, size: int, more: dict[str, object]) -> None:
     found = trained(tmp_path / "run", size, None, STEPS, **more)

@@ -1,7 +1,7 @@
 """The ranks of a run: processes that all run the same program, each on its share of episodes."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its stubs
+
+from trainable.state import Lazy
 
 T = TypeVar("T")
 
@@ -39,8 +41,15 @@ class World(Protocol):
         """The sum over ranks of a tensor of one shape."""
         ...
 
-    def spread(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Rank 0's tensors by name, on the processor; the others give None."""
+    def join(self, part: Tensor) -> Tensor:
+        """The ranks' parts, all of one shape (n,), one behind the other."""
+        ...
+
+    def spread(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """Rank 0's tensors by name, on the processor; the others give None.
+
+        Several ranks get each one when they ask for it: all of them for the same ones, in the same order.
+        """
         ...
 
 
@@ -59,7 +68,11 @@ class Alone:
         """The part itself."""
         return part
 
-    def spread(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    def join(self, part: Tensor) -> Tensor:
+        """The part itself."""
+        return part
+
+    def spread(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """The tensors themselves."""
         return tensors or {}
 
@@ -82,16 +95,24 @@ class Connected:
         torch.distributed.all_reduce(part)
         return part
 
-    def spread(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Rank 0's tensors, one after the other."""
+    def join(self, part: Tensor) -> Tensor:
+        """Gathered on the device that `part` is on."""
+        found = part.new_empty(self.size * part.numel())
+        torch.distributed.all_gather_into_tensor(found, part.contiguous())
+        return found
+
+    def spread(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """Rank 0's tensors, of which a rank holds one after the other."""
         mine = tensors or {}
         about = self.gather({name: (value.shape, value.dtype) for name, value in mine.items()})[0]
-        found = {}
-        for name, (shape, dtype) in about.items():
+
+        def make(name: str) -> Tensor:
+            shape, dtype = about[name]
             value = mine[name].cpu().contiguous() if self.rank == 0 else torch.empty(shape, dtype=dtype)
             torch.distributed.broadcast(value, 0)
-            found[name] = value
-        return found
+            return value
+
+        return Lazy({name: shape for name, (shape, _) in about.items()}, make)
 
 
 ALONE = Alone()
