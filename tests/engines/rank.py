@@ -9,7 +9,7 @@ import torch
 
 from tests.scripted import small
 from tests.trainers import QUIET
-from trainable.backend.world import ALONE, connect
+from trainable.backend.world import ALONE, connect, leave
 from trainable.checkpoint import read_checkpoint, write_checkpoint
 from trainable.trainer import PPOTrainer
 
@@ -26,6 +26,7 @@ def train(folder: Path, rank: int, size: int, steps: int, overrides: dict[str, A
     if rank == 0:
         (folder / "rows.json").write_text(json.dumps(rows))
         write_checkpoint(folder / "state", tensors, values)
+    leave(folder / "meeting")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from trainable.records import TIME_COLUMNS
@@ -35,7 +36,8 @@ def trained(folder: Path, size: int, start: Path | None = None, steps: int = STE
         for rank in range(max(1, size))
     ]  # fmt: skip
     said = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0] * len(ranks), said[0][-3000:]
+    ended = [rank.returncode for rank in ranks]
+    assert ended == [0] * len(ranks), next(text for code, text in zip(ended, said, strict=True) if code)[-3000:]
     return folder
 
 
@@ -61,6 +63,13 @@ def assert_same_state(mine: Path, its: Path, lr: float = 3e-4) -> None:
         assert float((ours[name].float() - value.float()).abs().max()) <= moved, name
 
 
+def gap(one: Path, other: Path, network: str) -> float:
+    """Norm of the difference of two runs' first moments of a network, which are sums of gradients."""
+    parts = [load_file(folder / "state" / "state.safetensors") for folder in (one, other)]
+    names = [name for name in parts[0] if name.startswith(network) and name.endswith("/exp_avg")]
+    return float(torch.cat([(parts[0][name] - parts[1][name]).flatten() for name in names]).norm())
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("plain") / "run", 0)
@@ -84,31 +93,62 @@ def test_ranks_train_as_one_device_does(tmp_path: Path, plain: Path, size: int, 
     assert_same_state(found, plain)
 
 
-def test_a_shared_trunk_and_grpo_do_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
+def test_a_shared_trunk_and_grpo_do_too(tmp_path: Path, stage: dict[str, object]) -> None:
     for number, more in enumerate(({"critic__shared_trunk": True}, {"algorithm__adv_estimator": "grpo"})):
-        found, wanted = (trained(tmp_path / f"{number}-{size}", size, None, 1, **more) for size in (2, 0))
+        found, wanted = (trained(tmp_path / f"{number}-{size}", size, None, 1, **stage, **more) for size in (2, 0))
         assert_same_rows(rows(found), rows(wanted))
         assert_same_state(found, wanted)
 
 
-def test_a_mini_batch_of_several_passes_is_one_step(tmp_path: Path) -> None:
+RECOMPUTED = {"model__enable_gradient_checkpointing": True}
+
+
+@pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
+def test_recomputed_blocks_are_dealt_too(tmp_path: Path, stage: dict[str, object]) -> None:
+    found, wanted = (trained(tmp_path / str(size), size, None, 1, **stage, **RECOMPUTED) for size in (2, 0))
+    assert_same_rows(rows(found), rows(wanted))
+    assert_same_state(found, wanted)
+
+
+def test_in_bfloat16_ranks_change_less_than_bfloat16_does(tmp_path: Path) -> None:
+    """Ranks sum in another order, so bfloat16 rounds otherwise; and the stages differ in nothing."""
+    more = {**RECOMPUTED, "model__dtype": "bfloat16"}
+    two, three = (trained(tmp_path / f"{stage}", 2, None, 1, trainer__zero_stage=stage, **more) for stage in (2, 3))
+    alone, exact = trained(tmp_path / "0", 0, None, 1, **more), trained(tmp_path / "exact", 0, None, 1, **RECOMPUTED)
+    assert rows(two)[0]["sampled_tokens"] == rows(three)[0]["sampled_tokens"] == rows(alone)[0]["sampled_tokens"]
+    for network in ("actor_optimizer", "critic_optimizer"):
+        rounding = gap(alone, exact, network)
+        assert gap(two, alone, network) < rounding / 4
+        assert gap(three, two, network) < rounding / 100
+
+
+@pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
+def test_a_mini_batch_of_several_passes_is_one_step(tmp_path: Path, stage: dict[str, object]) -> None:
     sizes = {f"{part}__ppo_mini_batch_size": 64 for part in ("actor", "critic")}  # 64 rows: two passes a rank of two
-    found, wanted = (trained(tmp_path / str(size), size, None, 1, env__group_size=32, **sizes) for size in (2, 0))
+    found, wanted = (trained(tmp_path / str(size), size, None, 1, env__group_size=32, **sizes, **stage) for size in (2, 0))
     assert rows(found)[0]["optimizer_steps"] == 1
     assert_same_rows(rows(found), rows(wanted))
     assert_same_state(found, wanted)
 
 
-@pytest.mark.parametrize(("wrote", "goes_on"), [(2, 0), (0, 2), (2, 3)])
-def test_a_state_of_some_ranks_goes_on_with_others(tmp_path: Path, plain: Path, wrote: int, goes_on: int) -> None:
-    first = trained(tmp_path / "first", wrote, None, 1)
-    second = trained(tmp_path / "second", goes_on, first, STEPS - 1)
+@pytest.mark.parametrize(
+    ("wrote", "goes_on", "stages"),
+    [(2, 0, (2, 2)), (0, 2, (2, 2)), (2, 3, (2, 2)), (2, 0, (3, 3)), (0, 3, (3, 3)), (3, 2, (3, 3)), (2, 1, (3, 2)),
+     (3, 2, (1, 3))],
+)  # fmt: skip
+def test_a_state_of_some_ranks_goes_on_with_others(
+    tmp_path: Path, plain: Path, wrote: int, goes_on: int, stages: tuple[int, int]
+) -> None:
+    first = trained(tmp_path / "first", wrote, None, 1, trainer__zero_stage=stages[0])
+    second = trained(tmp_path / "second", goes_on, first, STEPS - 1, trainer__zero_stage=stages[1])
     assert_same_rows(rows(first) + rows(second), rows(plain))
     assert_same_state(second, plain)
 
 
-def test_a_step_that_is_not_finite_is_skipped_by_all(tmp_path: Path) -> None:
-    more = {"actor__entropy_coeff": 3e38, "trainer__nonfinite_patience": 5}  # the loss is beyond float32
+@pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
+def test_a_step_that_is_not_finite_is_skipped_by_all(tmp_path: Path, stage: dict[str, object]) -> None:
+    more = {**stage, "actor__entropy_coeff": 3e38, "trainer__nonfinite_patience": 5}  # the loss is beyond float32
     found, wanted = (trained(tmp_path / str(size), size, None, 1, **more) for size in (2, 0))
     skipped = [rows(folder)[0]["nonfinite_updates"] for folder in (found, wanted)]
     assert skipped[0] == skipped[1] > 0

@@ -178,6 +178,12 @@ class Dealt:
         if moment is None:
             weight.ds_tensor.data[: len(mine)].copy_(mine)
 
+    def _own(self, weight: Any) -> nn.Parameter:
+        """This rank's part of a weight, without what fills it up, which may be anything."""
+        part = _part_of(weight)
+        length = max(0, weight.ds_numel - self.world.rank * part.numel())
+        return nn.Parameter(part.detach()[:length], requires_grad=False)
+
     def _part(self, weight: Any, moment: str | None) -> Tensor:
         """This rank's part of what the optimizer holds: a view, since DeepSpeed's public form is a copy on a GPU."""
         part, _ = self.engine.optimizer._get_fp32_opt_state_partition(weight, True, moment)
@@ -196,7 +202,7 @@ class Dealt:
 
     def bad(self) -> list[str]:
         """Of the ranks' parts."""
-        mine = [(name, _part_of(weight)) for name, weight in _named(self.trained)]
+        mine = [(name, self._own(weight)) for name, weight in _named(self.trained)]
         found = {name for names in self.world.gather(bad_weights(mine)) for name in names}
         return [f"weight {name}" for name, _ in mine if f"weight {name}" in found]
 
