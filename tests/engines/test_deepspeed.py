@@ -75,18 +75,20 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return trained(tmp_path_factory.mktemp("plain") / "run", 0)
 
 
-@pytest.mark.parametrize(
-    ("size", "more"),
-    [
-        (1, {}), (2, {}), (4, {}), (2, {"trainer__zero_stage": 1}), (2, {"trainer__offload_optimizer": True}),
-        (3, {}), (1, STAGE_3), (2, STAGE_3), (4, STAGE_3), (3, STAGE_3), (2, {**STAGE_3, "trainer__offload_optimizer": True}),
-        (2, {**STAGE_3, "trainer__offload_parameters": True}),
-        (2, {**STAGE_3, "trainer__offload_parameters": True, "trainer__offload_optimizer": True}),
-    ],
-    ids=["1 rank", "2 ranks", "4 ranks", "stage 1", "offload", "3 ranks",
-        "stage 3 on 1", "stage 3", "stage 3 on 4", "stage 3 on 3", "stage 3, offload optimizer", "stage 3, offload parameters",
-        "stage 3, offload both"],
-)  # fmt: skip
+CASES: dict[str, tuple[int, dict[str, object]]] = {
+    **{f"{size} ranks": (size, {}) for size in (1, 2, 3, 4)},
+    **{f"stage 3, {size} ranks": (size, STAGE_3) for size in (1, 2, 3, 4)},
+    "stage 1": (2, {"trainer__zero_stage": 1}),
+    "offload": (2, {"trainer__offload_optimizer": True}),
+    "stage 3, optimizer offloaded": (2, {**STAGE_3, "trainer__offload_optimizer": True}),
+    "stage 3, parameters offloaded": (2, {**STAGE_3, "trainer__offload_parameters": True}),
+    "stage 3, both offloaded": (
+        2, {**STAGE_3, "trainer__offload_parameters": True, "trainer__offload_optimizer": True}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "more"), CASES.values(), ids=CASES)
 def test_ranks_train_as_one_device_does(tmp_path: Path, plain: Path, size: int, more: dict[str, object]) -> None:
     found = trained(tmp_path / "run", size, None, STEPS, **more)
     assert_same_rows(rows(found), rows(plain))
@@ -126,7 +128,9 @@ def test_in_bfloat16_ranks_change_less_than_bfloat16_does(tmp_path: Path) -> Non
 @pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
 def test_a_mini_batch_of_several_passes_is_one_step(tmp_path: Path, stage: dict[str, object]) -> None:
     sizes = {f"{part}__ppo_mini_batch_size": 64 for part in ("actor", "critic")}  # 64 rows: two passes a rank of two
-    found, wanted = (trained(tmp_path / str(size), size, None, 1, env__group_size=32, **sizes, **stage) for size in (2, 0))
+    found, wanted = (
+        trained(tmp_path / str(size), size, None, 1, env__group_size=32, **sizes, **stage) for size in (2, 0)
+    )
     assert rows(found)[0]["optimizer_steps"] == 1
     assert_same_rows(rows(found), rows(wanted))
     assert_same_state(found, wanted)

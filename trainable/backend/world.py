@@ -1,7 +1,7 @@
 """The ranks of a run: processes that all run the same program, each on its share of episodes."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -118,17 +118,21 @@ class Connected:
 ALONE = Alone()
 
 
-def connect(rank: int, size: int, meeting: Path) -> Connected:
+def connect(rank: int, size: int, meeting: Path, wait: Callable[[], object] | None = None) -> Connected:
     """Join the ranks that meet at a file of this machine: no port is opened for it, so none can be taken.
 
     Sockets between ranks stay on the loopback device. meeting: a file that no other run uses; it must stay while the
-    ranks are connected, since NCCL reads it again.
+    ranks are connected, since NCCL reads it again. wait: called again and again until all ranks have come, so that who
+    knows of one that never will can raise; None: those that have come wait for `PATIENCE`.
     """
     if size == 1 and torch.distributed.is_initialized():
         return Connected(rank, size)  # of an earlier run in this process
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     store = FileStore(str(meeting), size)
+    store.set(f"here/{rank}", "")
+    while wait is not None and not store.check([f"here/{other}" for other in range(size)]):
+        wait()
     kinds = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(kinds, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     if torch.cuda.is_available():  # NCCL connects at its first call: better now than in the middle of a step
