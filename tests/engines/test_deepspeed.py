@@ -50,7 +50,8 @@ def assert_same_rows(mine: list[dict[str, Any]], its: list[dict[str, Any]]) -> N
     assert [row.keys() for row in mine] == [row.keys() for row in its]
     for one, other in zip(mine, its, strict=True):
         for name, value in other.items():
-            assert one[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+            is_number = isinstance(value, int | float)
+            assert one[name] == (pytest.approx(value, rel=1e-3, abs=1e-5) if is_number else value), name
 
 
 def assert_same_state(mine: Path, its: Path, lr: float = 3e-4) -> None:
@@ -148,6 +149,38 @@ def test_a_state_of_some_ranks_goes_on_with_others(
     second = trained(tmp_path / "second", goes_on, first, STEPS - 1, trainer__zero_stage=stages[1])
     assert_same_rows(rows(first) + rows(second), rows(plain))
     assert_same_state(second, plain)
+
+
+ANALYSIS = {
+    "trainer__gradient_analysis_mode": True, "trainer__gradient_analysis_env_groups": 5,
+    "trainer__gradient_analysis_group_size": 4, "rollout__gradient_analysis_num_buckets": 2,
+    "trainer__gradient_analysis_log_prefilter": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, {"trainer__gradient_analysis_sketch": None}, STAGE_3], ids=["", "whole", "3"])
+def test_what_ranks_diagnose_and_analyse_together_is_what_one_does(tmp_path: Path, more: dict[str, object]) -> None:
+    found, wanted = (trained(tmp_path / str(size), size, None, 1, **ANALYSIS, **more) for size in (3, 0))
+    assert any(name.startswith("collapse_trajectory") for name in rows(wanted)[0])
+    assert_same_rows(rows(found), rows(wanted))
+    ours, theirs = (json.loads((folder / "gradients.json").read_text()) for folder in (found, wanted))
+    assert len(theirs) == 2
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine["groups"] == its["groups"]
+        assert_same_rows(mine["rows"], its["rows"])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path: Path, stage: int) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.engines.one_bad_rank", str(tmp_path), str(rank), str(stage)],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)[-3000:]
 
 
 @pytest.mark.parametrize("stage", [{}, STAGE_3], ids=["stage 2", "stage 3"])
