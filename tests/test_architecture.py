@@ -40,6 +40,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainable.ppo_trainable": (("trainable",), ("torch", "ray")),
     "trainable.backend.ranks": (("trainable",), ("torch", "ray")),
     "trainable.backend.zero": (("trainable",), ("torch", "deepspeed")),
+    "trainable.backend.zero_weights": (("trainable",), ("torch", "deepspeed")),
     "trainable.backend.make": (("trainable",), ("torch",)),
     "trainable.backend": (
         ("trainable.backend", "trainable.meter", "trainable.nonfinite", "trainable.state", "trainable.sections"),

@@ -17,6 +17,7 @@ from trainable.algo.mutual_information import (
     shuffled_retrieval_accuracy,
     smoothed_zscores,
 )
+from trainable.backend.world import ALONE, World
 from trainable.cross_scores import cross_scores
 from trainable.qwen2 import Qwen2
 from trainable.rollout.episode import Episode
@@ -57,7 +58,7 @@ def is_due(step: int, settings: CollapseDetectionConfig) -> bool:
 
 def diagnose(
     model: Qwen2, codec: Codec, episodes: Sequence[Episode], settings: CollapseDetectionConfig,
-    averages: Mapping[str, State], rng: np.random.Generator,
+    averages: Mapping[str, State], rng: np.random.Generator, world: World = ALONE,
 ) -> Diagnosis:  # fmt: skip
     """Diagnose a step: all of its episodes, before the filter, under the policy that played them.
 
@@ -68,6 +69,7 @@ def diagnose(
         settings: which samples are drawn, and of how many thoughts.
         averages: those of the diagnosis before, {} at the first; not changed.
         rng: gives each sample a stream of its own, so that switching one off leaves the other's numbers as they are.
+        world: ranks with the same episodes, which score some prompts each.
 
     Returns:
         How many turns have a thought; and for each sample all quantities of `mutual_information`, `smoothed_zscores`
@@ -84,7 +86,7 @@ def diagnose(
     row, following = _coverage(turns, settings), dict(averages)
     for sample in _samples(turns, [episode.group for episode in episodes], settings, rng):
         started = time.perf_counter()
-        found = _quantities(model, sample, averages.get(sample.name))
+        found = _quantities(model, sample, averages.get(sample.name), world)
         if found is not None:
             quantities, following[sample.name] = found
             row |= {f"collapse_{sample.name}_{key.replace('@', '_at_')}": value for key, value in quantities.items()}
@@ -113,13 +115,15 @@ def _samples(
         yield _Sample("trajectory", "seconds_collapse_multi_turn", pairs, trajectory)
 
 
-def _quantities(model: Qwen2, sample: _Sample, state: State | None) -> tuple[dict[str, float], State] | None:
+def _quantities(
+    model: Qwen2, sample: _Sample, state: State | None, world: World
+) -> tuple[dict[str, float], State] | None:
     """The sample's quantities under their published names, and its next averages; None where it cannot be measured."""
     pairs = _fitting(sample.pairs, model.shape.max_position_embeddings)
     if not len(pairs.own) or len(np.unique(pairs.classes)) < 2:
         return None
     prompts, thoughts = ([tokens.tolist() for tokens in part] for part in (pairs.prompts, pairs.thoughts))
-    scores = cross_scores(model, prompts, thoughts)
+    scores = cross_scores(model, prompts, thoughts, world=world)
     if not torch.isfinite(scores.sums).all():
         return None  # A diagnosis stops nothing: sampler and update watch the policy's numbers.
     own, classes = torch.from_numpy(pairs.own), torch.from_numpy(pairs.classes)

@@ -30,7 +30,7 @@ from trainable.setting_types import shown
 _WITHOUT_RESULT = {
     "trainer": (
         "logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience",
-        "device", "n_gpus_per_node", "strategy", "zero_stage", "offload_optimizer",
+        "device", "n_gpus_per_node", "strategy", "zero_stage", "offload_optimizer", "offload_parameters",
     ),
     "rollout": ("gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
 }  # fmt: skip
@@ -68,6 +68,14 @@ class RunConfig(Section):
     def _warmup_needs_a_critic_of_its_own(self) -> "RunConfig":
         if self.critic.shared_trunk and self.trainer.critic_warmup > 1:
             raise ValueError("critic.shared_trunk has one update for policy and critic: set trainer.critic_warmup=0")
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_share_a_base_that_is_whole(self) -> "RunConfig":
+        if self.model.lora_rank and self.trainer.zero_stage == 3:
+            raise ValueError(
+                "model.lora_rank trains adapters over one frozen base, which is not dealt out: set trainer.zero_stage=2"
+            )
         return self
 
     def config_hash(self) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from trainable.algo.vocabulary import CHUNK_ELEMENTS
+from trainable.backend.world import ALONE, World
 from trainable.qwen2 import KVCache, Qwen2
 
 TREE_TOKENS = 256  # of one tree: what its tokens see of each other grows with the square
@@ -48,8 +49,9 @@ class Tree(NamedTuple):
 
 
 def cross_scores(
-    model: Qwen2, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]], max_tokens: int | None = None
-) -> CrossScores:
+    model: Qwen2, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]], max_tokens: int | None = None,
+    world: World = ALONE,
+) -> CrossScores:  # fmt: skip
     """Score every one of N thoughts after every one of M prompts, without gradients.
 
     Equal prompts are scored once, and so are equal thoughts.
@@ -60,6 +62,7 @@ def cross_scores(
         max_tokens: rows times length of a pass at most, when prompts are read and when trees are scored: a bound on
             memory. One prompt, and one thought after one prompt, make a pass whatever their length. None:
             `PASS_TOKENS`, on a GPU `PASS_TOKENS_CUDA`.
+        world: ranks that all call this with the same arguments; each scores some prompts, and all get all sums.
 
     Raises ValueError for an empty prompt or thought, and where a prompt and a thought outgrow the model's context.
     """
@@ -73,8 +76,9 @@ def cross_scores(
     sums = torch.zeros((len(rows), len(columns)), dtype=torch.float64, device=device)
     with torch.inference_mode():
         longest = max(len(tree.run) for tree in trees)
-        for batch in _batches([max(len(prompt), longest) for prompt in columns], max_tokens):
+        for batch in _batches([max(len(prompt), longest) for prompt in columns], max_tokens, world):
             sums[:, batch] = _after(model, [columns[number] for number in batch], trees, len(rows))
+    sums = world.total(sums)
     return CrossScores(sums[row_of][:, column_of].cpu(), torch.tensor([len(thought) for thought in thoughts]))
 
 
@@ -102,15 +106,16 @@ def _distinct(given: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], li
     return list(numbers), which
 
 
-def _batches(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Rows that are run together, short ones first, so that little is padding."""
+def _batches(lengths: Sequence[int], max_tokens: int, world: World) -> Iterator[list[int]]:
+    """This rank's rows that are run together, short ones first, so that little is padding."""
     batch: list[int] = []
-    for number in np.argsort(lengths, kind="stable").tolist():
+    for number in np.argsort(lengths, kind="stable")[world.rank :: world.size].tolist():
         if batch and (len(batch) + 1) * lengths[number] > max_tokens:
             yield batch
             batch = []
         batch.append(number)
-    yield batch
+    if batch:  # a rank may have none
+        yield batch
 
 
 def _trees(thoughts: Sequence[tuple[int, ...]], size: int, device: torch.device) -> Iterator[Tree]:

@@ -4,7 +4,8 @@ vLLM's weights are the trainer's only after a push. After every push a fixed pro
 rollout all sampled tokens are read again by the trainer: its log-probs are those that training starts from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ from trainable.rollout.sampler import Sampler
 from trainable.rollout.torch_sampler import TorchSampler
 
 Row = dict[str, Any]
+Whole = Callable[[], AbstractContextManager[None]]
+"""Within what it gives, the trainer's weights can be read (see `Backend.whole`)."""
 
 
 class Engine(Protocol):
@@ -34,8 +37,8 @@ class Engine(Protocol):
         """Make room for an update."""
         ...
 
-    def wake(self) -> None:
-        """Be ready to sample."""
+    def sampling(self) -> AbstractContextManager[None]:
+        """What sampling is done within: at its start the engine is made ready."""
         ...
 
     def follow(self, step: int) -> None:
@@ -58,14 +61,16 @@ class Engine(Protocol):
 class SharedWeights:
     """Torch on the trainer's own weights: there is nothing to push, to read again, or to compare."""
 
-    def __init__(self, model: Qwen2) -> None:
+    def __init__(self, model: Qwen2, whole: Whole) -> None:
         self.sampler: Sampler = TorchSampler(model)
+        self.whole = whole
 
     def rest(self) -> None:
         """Nothing is held."""
 
-    def wake(self) -> None:
-        """It never sleeps."""
+    def sampling(self) -> AbstractContextManager[None]:
+        """The trainer's weights are read."""
+        return self.whole()
 
     def follow(self, step: int) -> None:
         """The weights are the trainer's."""
@@ -85,15 +90,16 @@ class SharedWeights:
 class Vllm:
     """vLLM beside the trainer, in the same process and on the same device.
 
-    prompt: token ids of a fixed prompt. context: tokens of a conversation at most.
+    prompt: token ids of a fixed prompt. context: tokens of a conversation at most. whole: the trainer's weights.
     """
 
     def __init__(
-        self, config: RunConfig, policy: Policy, device: torch.device, prompt: list[int], context: int
+        self, config: RunConfig, policy: Policy, device: torch.device, prompt: list[int], context: int, whole: Whole
     ) -> None:
         from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
 
         self.config, self.model, self.device, self.prompt = config, policy.model, device, prompt
+        self.whole = whole
         share = min(1.0, config.trainer.n_gpus_per_node or 1.0)
         self.vllm = VllmSampler(policy.folder, EngineSettings(
             device, config.model.dtype, context, share * config.rollout.gpu_memory_utilization,
@@ -105,22 +111,25 @@ class Vllm:
         """Leave the device, where rollout.free_cache_engine asks for it."""
         self.vllm.sleep()
 
-    def wake(self) -> None:
-        """Come back with the weights as they were."""
+    def sampling(self) -> AbstractContextManager[None]:
+        """It comes back with the weights as they were."""
         if self.vllm.sleeping:
             self.vllm.wake()
+        return nullcontext()
 
     def follow(self, step: int) -> None:
         """Push all weights and compare the fixed prompt's log-probs (see `Engine.follow`)."""
-        self.vllm.push(merged(self.model))
+        with self.whole():
+            self.vllm.push(merged(self.model))
+            ours = _logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
         theirs = torch.from_numpy(self.vllm.logprobs([self.prompt])[0])
-        ours = _logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
         check_agreement(compare(ours, theirs).mean, self.config.rollout.logprob_tolerance, step)
 
     def reread(self, episodes: Sequence[Episode]) -> list[Episode]:
         """One pass of the trainer over all sampled tokens (see `Engine.reread`); the engine's stay beside them."""
         rows = self.config.rollout.log_prob_micro_batch_size_per_gpu
-        return reread(self.model, episodes, self.config.rollout.temperature, rows, self.device)
+        with self.whole():
+            return reread(self.model, episodes, self.config.rollout.temperature, rows, self.device)
 
     def compared(self, episodes: Sequence[Episode], step: int) -> Row:
         """Of all sampled tokens (see `Engine.compared`)."""
@@ -140,11 +149,13 @@ class Vllm:
         self.vllm.close()
 
 
-def make_engine(config: RunConfig, policy: Policy, device: torch.device, prompt: list[int], context: int) -> Engine:
+def make_engine(
+    config: RunConfig, policy: Policy, device: torch.device, prompt: list[int], context: int, whole: Whole
+) -> Engine:
     """The engine that rollout.name asks for (arguments: see `Vllm`)."""
     if config.rollout.name == "vllm":
-        return Vllm(config, policy, device, prompt, context)
-    return SharedWeights(policy.model)
+        return Vllm(config, policy, device, prompt, context, whole)
+    return SharedWeights(policy.model, whole)
 
 
 @torch.no_grad()

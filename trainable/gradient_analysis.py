@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -107,8 +108,10 @@ def _play(trainer: "PPOTrainer", groups: int, size: int) -> list[Episode]:
 def _probe(trainer: "PPOTrainer", ready: "Prepared", stds: Mapping[int, float]) -> Findings:
     config = trainer.config
     seed = int(stream(config.seed, "gradient_folds", trainer.step_index).integers(2**62))
+    # The run's own networks: ranks make unequally many passes, which twins that are dealt out cannot.
+    update = replace(trainer.actor_update(), model=trainer.model, head=trainer.head)
     return probe_gradients(
-        trainer.actor_update(), ready.batch, ready.targets, stds, config.rollout.gradient_analysis_num_buckets,
+        update, ready.batch, ready.targets, stds, config.rollout.gradient_analysis_num_buckets,
         config.rollout.gradient_analysis_bucket_mode, torch.Generator().manual_seed(seed),
         config.trainer.gradient_analysis_sketch, config.model.dtype,
     )  # fmt: skip

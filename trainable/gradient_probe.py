@@ -29,6 +29,7 @@ from trainable.algo.gradient_signal import (
 )
 from trainable.algo.reductions import loss_weights
 from trainable.algo.sketch import count_sketch
+from trainable.backend.world import World
 from trainable.batch import Batch, mini_batches
 from trainable.meter import Meter
 from trainable.state import trained
@@ -68,7 +69,8 @@ def probe_gradients(
     Held at once on the model's device, whole: (2 x folds x components + 3 x components + 2) copies of its parameters in
     float32, and (folds x components) of its largest one in float64. Sketched: one gradient, and (2 x folds x
     components + 3 x components + 2) sketches in float64. Time: three passes over the batch, each with a backward pass a
-    component, and one with a single backward pass.
+    component, and one with a single backward pass. The ranks of the update's backend, all with the same batch, make
+    some of the passes each and put together what they sum.
     """
     # Indices stay on the processor: a batch on any device can be indexed by them.
     groups, where = torch.unique(batch.group_ids.cpu(), return_inverse=True)
@@ -85,6 +87,7 @@ def probe_gradients(
         chosen = numbers[where] == number
         sums = probe.fold_sums(chosen & is_trained, _deal(where, chosen & is_trained, generator), folds, whole)
         rows += probe.rows(f"bucket_{number + 1}", order[chosen[order]], sums, stds[numbers == number])
+    whole.total(update.backend.world)
     rows += probe.rows("all", order, whole, stds)
     table = [
         {"bucket": f"bucket_{number + 1}", "group": group, "reward_std": std}
@@ -117,6 +120,11 @@ class _FoldSums(NamedTuple):
                 block[fold, number] += part
         for whole, part in zip(self.score, score, strict=True):
             whole += part
+
+    def total(self, world: World) -> None:
+        """Sum over ranks, in place."""
+        for part in (*self.blocks, *self.score, self.counts):
+            world.total(part)
 
     def score_norm(self) -> float:
         """Norm of the mean gradient of the task with every advantage 1."""
@@ -192,15 +200,14 @@ class _Probe:
         mini, micro = settings.ppo_mini_batch_size, settings.ppo_micro_batch_size_per_gpu
         norms: dict[str, list[float]] = {}
         losses: dict[str, float] = {}
-        sizes = []
-        for index in mini_batches(members, mini):
-            gradients, terms = self._of_mini_batch(index)
-            sizes.append(len(index))
-            for name, parts in gradients.items():
-                norms.setdefault(name, []).append(float(torch.nn.utils.get_total_norm(parts)))
-                losses[name] = losses.get(name, 0.0) + terms[name] * -(-len(index) // micro)
-        tokens, sequences = int(self.batch.mask[members].sum()), torch.tensor(sizes)
-        parts_made = sum(-(-size // micro) for size in sizes)
+        cut, world = list(mini_batches(members, mini)), self.update.backend.world
+        dealt = world.gather([self._of_mini_batch(index) for index in cut[world.rank :: world.size]])
+        for number, index in enumerate(cut):
+            for name, (norm_found, loss) in dealt[number % world.size][number // world.size].items():
+                norms.setdefault(name, []).append(norm_found)
+                losses[name] = losses.get(name, 0.0) + loss * -(-len(index) // micro)
+        tokens, sequences = int(self.batch.mask[members].sum()), torch.tensor([len(index) for index in cut])
+        parts_made = sum(-(-len(index) // micro) for index in cut)
         found: dict[str, Row] = {"total": {"loss": sum(losses.values()) / parts_made}}
         for name, values in norms.items():
             norm = published_norm(torch.tensor(values), sequences, tokens, mini, micro)
@@ -210,8 +217,8 @@ class _Probe:
             }  # fmt: skip
         return found
 
-    def _of_mini_batch(self, index: Tensor) -> tuple[Gradients, dict[str, float]]:
-        """Gradient and value of each term of one mini-batch's loss."""
+    def _of_mini_batch(self, index: Tensor) -> dict[str, tuple[float, float]]:
+        """Norm of the gradient, and value, of each term of one mini-batch's loss."""
         settings, longest = self.update.settings, self.batch.tokens.shape[1]
         micro = settings.ppo_micro_batch_size_per_gpu
         cut = passes(self.batch, self.targets, index, settings.loss_agg_mode, micro, longest)
@@ -221,7 +228,7 @@ class _Probe:
             for name, parts in gradients.items():
                 total[name] = [a + b for a, b in zip(total[name], parts, strict=True)] if name in total else parts
                 losses[name] = losses.get(name, 0.0) + terms[name]
-        return total, losses
+        return {name: (float(torch.nn.utils.get_total_norm(parts)), losses[name]) for name, parts in total.items()}
 
     def _gradients(self, part: Pass) -> tuple[Gradients, dict[str, float]]:
         """Gradient and value of each term in one pass. `.grad` stays as it is."""
@@ -262,13 +269,15 @@ class _Probe:
     def fold_sums(self, chosen: Tensor, own: Tensor, folds: Tensor, whole: _FoldSums) -> _FoldSums:
         """Summed gradients of the episodes `chosen` (B,) by their `own` fold (B,); added to `whole` by `folds` (B,).
 
+        Of all ranks; what is added to `whole` is this rank's part.
+
         Sums over all episodes of the batch are gradients that add up to that of the batch's whole loss, times the
         divisor. Each pair of folds is worked on apart, so that every gradient is made once.
         """
-        divisors, sums = self._divisors(), self.no_sums()
+        divisors, sums, world = self._divisors(), self.no_sums(), self.update.backend.world
         weights = divisors.sum() * loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
         cells = torch.where(chosen, own * FOLDS + folds, -1)
-        for cell in sorted(set(cells[chosen].tolist())):
+        for cell in sorted(set(cells[chosen].tolist()))[world.rank :: world.size]:
             index = (cells == cell).nonzero().squeeze(-1)
             index = index[torch.argsort(self.batch.lengths[index].cpu(), stable=True)]  # less padding; sums are sums
             places = ((sums, cell // FOLDS), (whole, cell % FOLDS))
@@ -278,6 +287,7 @@ class _Probe:
                     each.add(fold, gradients, score)
             for each, fold in places:
                 each.counts[fold] += divisors[index].sum().cpu()
+        sums.total(world)
         return sums
 
     def _score(self, part: Pass) -> list[Tensor]:

@@ -254,8 +254,9 @@ class TrainerConfig(Section):
     strategy: Literal["auto", "torch", "deepspeed"] = Field(
         "auto", description="who updates; auto: torch on one device, DeepSpeed over several"
     )
-    zero_stage: int = Field(2, ge=1, le=2, description="what DeepSpeed deals out: 1 the optimizer, 2 gradients too")
+    zero_stage: int = Field(2, ge=1, le=3, description="what DeepSpeed deals out: 1 optimizer, 2 gradients, 3 weights")
     offload_optimizer: bool = Field(False, description="DeepSpeed keeps the optimizer in the host's memory")
+    offload_parameters: bool = Field(False, description="and between updates the weights, with zero_stage 3")
     ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
     logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = Field(
         ("console", "tensorboard"), description="naming wandb logs to it offline; the other two are always on"
@@ -265,6 +266,15 @@ class TrainerConfig(Section):
     def _the_first_analysis_is_at_step_1(self) -> Self:
         if self.gradient_analysis_mode and self.exit_after_gradient_analysis:
             self.__dict__["total_training_steps"] = 1  # Frozen for others; nobody has seen it yet.
+        return self
+
+    @model_validator(mode="after")
+    def _only_dealt_weights_can_be_offloaded(self) -> Self:
+        if self.offload_parameters and self.zero_stage != 3:
+            raise ValueError(
+                f"offload_parameters needs zero_stage=3, where each rank keeps a part of the weights; zero_stage is "
+                f"{self.zero_stage}"
+            )
         return self
 
 

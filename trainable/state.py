@@ -1,11 +1,42 @@
 """Modules and optimizers as flat tensors by name, and back: what a checkpoint holds."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from trainable.qwen2 import Qwen2
+
+
+class Lazy(Mapping[str, Tensor]):
+    """Tensors by name, each made when it is asked for: who takes one after the other holds one at a time.
+
+    shapes: of all of them. make: a name -> its tensor.
+    """
+
+    def __init__(self, shapes: Mapping[str, torch.Size], make: Callable[[str], Tensor]) -> None:
+        self.shapes, self.make = shapes, make
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self.shapes:
+            raise KeyError(name)
+        return self.make(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.shapes
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> Mapping[str, torch.Size]:
+    """The shape of each tensor; none is made for it."""
+    if isinstance(tensors, Lazy):
+        return tensors.shapes
+    return {name: value.shape for name, value in tensors.items()}
 
 
 def trained(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -41,17 +72,20 @@ def load_flat_state(part: nn.Module | torch.optim.Optimizer, tensors: Mapping[st
     part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
 
 
-def check_fits(name: str, part: nn.Module | torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """ValueError unless `tensors` are what `flat_state` gives of a part made in the same way; nothing is changed.
+def tensor_shapes(part: nn.Module | torch.optim.Optimizer) -> dict[str, torch.Size]:
+    """Shapes of what `flat_state` gives of a part; of an AdamW those after its first step."""
+    if isinstance(part, nn.Module):
+        return {key: value.shape for key, value in flat_state(part).items()}
+    parameters = [parameter for group in part.param_groups for parameter in group["params"]]
+    shapes: dict[str, torch.Size] = {}
+    for number, parameter in enumerate(parameters):
+        moments = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size([])}
+        shapes |= {f"{number}/{name}": shape for name, shape in moments.items()}
+    return shapes
 
-    An optimizer that has made no step has no moments: none, or two and a count of each parameter, both fit.
-    """
-    wanted = (
-        {key: value.shape for key, value in flat_state(part).items()}
-        if isinstance(part, nn.Module)
-        else _moment_shapes(part, bool(tensors))
-    )
-    given = {key: value.shape for key, value in tensors.items()}
+
+def check_shapes(name: str, wanted: Mapping[str, torch.Size], given: Mapping[str, torch.Size]) -> None:
+    """ValueError unless `given` has the tensors of the part `name`, `wanted`, and no other."""
     differing = sorted(key for key in wanted.keys() | given.keys() if wanted.get(key) != given.get(key))
     if differing:
         key = differing[0]
@@ -59,18 +93,6 @@ def check_fits(name: str, part: nn.Module | torch.optim.Optimizer, tensors: Mapp
         raise ValueError(
             f"{len(differing)} tensors do not fit; the first, {name}/{key}, is {shapes[0]} and should be {shapes[1]}"
         )
-
-
-def _moment_shapes(part: torch.optim.Optimizer, has_stepped: bool) -> dict[str, torch.Size]:
-    """Shapes of AdamW's state by `flat_state`'s names."""
-    if not has_stepped:
-        return {}
-    parameters = [parameter for group in part.param_groups for parameter in group["params"]]
-    shapes: dict[str, torch.Size] = {}
-    for number, parameter in enumerate(parameters):
-        moments = {"exp_avg": parameter.shape, "exp_avg_sq": parameter.shape, "step": torch.Size([])}
-        shapes |= {f"{number}/{name}": shape for name, shape in moments.items()}
-    return shapes
 
 
 def _frozen(part: nn.Module) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,16 +30,17 @@ from trainable.gradient_analysis import analyse, is_due
 from trainable.lora import check_base
 from trainable.meter import Meter
 from trainable.networks import make_networks
-from trainable.nonfinite import bad_weights, check_finite
+from trainable.nonfinite import check_finite
 from trainable.policy import Policy, make_codec, pick_device
 from trainable.protocol import Observation, make_protocol
+from trainable.qwen2 import Qwen2, ValueModel
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import Rules, check_first_turn, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.seeds import stream
 from trainable.sokoban.generate import Room
 from trainable.sokoban.room_sets import room_keys, test_rooms, training_rooms, validation_rooms
-from trainable.state import trained
+from trainable.state import shapes_of
 from trainable.targets import make_targets
 from trainable.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
 
@@ -99,7 +100,7 @@ class PPOTrainer:
         opening = Observation(1, validation_rooms(1, env.seed_val)[0].cells, env.max_actions_per_traj)
         check_first_turn(opening, self.protocol, self.codec, context, config.rollout.response_length)
         prompt = self.codec.encode([self.protocol.opening(opening)])[0]
-        self.engine = make_engine(config, policy, self.device, prompt, context)
+        self.engine = make_engine(config, policy, self.device, prompt, context, self.backends["actor"].whole)
         self.test_rooms = test_rooms(env.test_env_groups)
         self.val_rooms = validation_rooms(env.val_env_groups, env.seed_val)
         skip = room_keys(self.test_rooms)
@@ -149,13 +150,13 @@ class PPOTrainer:
         is_trained: bool = False,
     ) -> list[Episode]:  # fmt: skip
         """Every room `copies` times. Ranks play some rooms each, with the draws that one rank alone would give them."""
-        self.engine.wake()
         block = my_block(len(rooms), self.world)
         mine = [rooms[number] for number in block]
-        draws = skipped_children(draws, block.start * copies)
-        played = play(
-            mine, copies, self.engine.sampler, self.protocol, self.codec, self.rules, self._sampling(temperature), draws
-        ) if mine else []  # fmt: skip
+        draws, sampling = skipped_children(draws, block.start * copies), self._sampling(temperature)
+        with self.engine.sampling():
+            played = play(
+                mine, copies, self.engine.sampler, self.protocol, self.codec, self.rules, sampling, draws
+            ) if mine else []  # fmt: skip
         if is_trained:
             self.engine.rest()  # what follows are passes of the trainer
             played = self.engine.reread(played)
@@ -178,9 +179,10 @@ class PPOTrainer:
         order = length_stratified_order(batch.lengths)
         only = config.trainer.gradient_analysis_mode and config.trainer.gradient_analysis_only
         if self.critic is not None and not only:  # 7 critic
-            critic, backend = self.critic, self.backends["critic"]
+            backend = self.backends["critic"]
+            critic, mode = cast(ValueModel, backend.networks["critic"]), config.actor.loss_agg_mode
             meters.append(self._timed(row, "seconds_update_critic", lambda: update_critic(
-                critic, backend, batch, targets, order, config.critic, config.actor.loss_agg_mode)))  # fmt: skip
+                critic, backend, batch, targets, order, config.critic, mode)))  # fmt: skip
         found = self._analyse(row, episodes) if due else []
         leaves = only or (due and config.trainer.exit_after_gradient_analysis)
         if config.trainer.critic_warmup <= self.step_index and not leaves:  # 8 policy
@@ -213,29 +215,31 @@ class PPOTrainer:
         settings = self.config.collapse_detection
         if diagnosis_is_due(self.step_index, settings):
             draws = stream(self.config.seed, "collapse", self.step_index)
-            found = diagnose(self.model, self.codec, episodes, settings, self.collapse_averages, draws)
+            with self.backends["actor"].whole():
+                found = diagnose(self.model, self.codec, episodes, settings, self.collapse_averages, draws, self.world)
             row |= found.row
             self.collapse_averages = found.averages
 
     def _analyse(self, row: Row, episodes: list[Episode]) -> list[Row]:
-        return self._timed(row, "seconds_gradient_analysis", lambda: analyse(self, episodes))
+        with self.backends["actor"].whole():
+            return self._timed(row, "seconds_gradient_analysis", lambda: analyse(self, episodes))
 
     def _count_skipped(self, row: Row, meters: Sequence[Meter]) -> None:
         """Count the optimizer steps that were skipped; NonFiniteError where the run cannot go on."""
         skipped = row["nonfinite_updates"] = sum(meter.skipped for meter in meters)
         self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
-        networks = {name: part for backend in self.backends.values() for name, part in backend.networks.items()}
-        weights = [(f"{name}.{key}", weight) for name, part in networks.items() for key, weight in trained(part)]
         check_finite(
             self.step_index, self.nonfinite_in_a_row, self.config.trainer.nonfinite_patience,
-            [name for meter in meters for name in meter.nonfinite], bad_weights(weights),
+            [name for meter in meters for name in meter.nonfinite],
+            [name for backend in self.backends.values() for name in backend.bad_weights()],
         )  # fmt: skip
 
     def actor_update(self) -> ActorUpdate:
         """The policy's losses and optimizer, as they are now."""
+        backend = self.backends["actor"]
         return ActorUpdate(
-            self.model, self.backends["actor"], self.config.actor, self.config.rollout.temperature, self.reference,
-            self.head, SHARED_VALUE_WEIGHT, self.config.critic.cliprange_value,
+            cast(Qwen2, backend.networks["actor"]), backend, self.config.actor, self.config.rollout.temperature,
+            self.reference, backend.networks.get("head"), SHARED_VALUE_WEIGHT, self.config.critic.cliprange_value,
         )  # fmt: skip
 
     def _batch(self, episodes: Sequence[Episode], groups: int, draws: np.random.Generator) -> Batch:
@@ -255,7 +259,8 @@ class PPOTrainer:
             values = TokenFunction.values(self.model.model, self.head)
         else:
             return None
-        return at_trained_tokens(batch, rows, values, self.world)
+        with self.backends["actor" if self.critic is None else "critic"].whole():
+            return at_trained_tokens(batch, rows, values, self.world)
 
     def _reference(self, batch: Batch) -> Tensor | None:
         if self.reference is None:
@@ -374,7 +379,7 @@ class PPOTrainer:
         """Continue from what `state` gave. ValueError, and nothing is changed, where it is not of such a trainer."""
         check_base(values.get("base"), self.base)
         for backend in self.backends.values():
-            backend.check_fits(tensors)
+            backend.check_fits(shapes_of(tensors))
         try:
             step, empty, nonfinite = (int(values[key]) for key in ("step", "empty_in_a_row", "nonfinite_in_a_row"))
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])

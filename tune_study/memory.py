@@ -8,13 +8,20 @@ network, R ranks (GPUs of the run), h hidden size, f intermediate size, kv chann
 from typing import NamedTuple
 
 from trainable.config import RunConfig
-from tune_study.model_size import Shape, adapted_layers, linear_layers, policy_parameters, trained_tensors
+from tune_study.model_size import (
+    Shape,
+    adapted_layers,
+    head_parameters,
+    linear_layers,
+    policy_parameters,
+    trained_tensors,
+)
 
 GIB = 2**30
-MOMENTS = ("rollout", "values", "critic backward", "critic step", "policy backward", "policy step")
+MOMENTS = ("rollout", "values", "critic backward", "critic step", "policy backward", "policy step", "start")
 """When memory is at its highest: while episodes are sampled; in passes without gradients (values, reference); in the
-passes with gradients, and in the optimizer step, of critic and of policy."""
-ROLLOUT, VALUES, CRITIC_BACKWARD, CRITIC_STEP, POLICY_BACKWARD, POLICY_STEP = range(len(MOMENTS))
+passes with gradients, and in the optimizer step, of critic and of policy; and before weights are dealt out."""
+ROLLOUT, VALUES, CRITIC_BACKWARD, CRITIC_STEP, POLICY_BACKWARD, POLICY_STEP, START = range(len(MOMENTS))
 
 FLOAT32, BFLOAT16 = 4, 2
 MOMENT_BYTES = 2 * FLOAT32
@@ -32,6 +39,8 @@ COMMUNICATION = 1 * GIB
 """NCCL's buffers, where a run has several ranks; an assumption."""
 BUCKET = 500_000_000
 """Elements that DeepSpeed reduces at once (reduce_bucket_size)."""
+DEALT_BUCKET, LIVE = 50_000_000, 1_000_000_000
+"""In stage 3: those elements, and elements of weights gathered in an update; `trainable.backend.zero` has the same."""
 VLLM_ROWS, VLLM_TOKENS = 256, 16_384
 """Rows that vLLM decodes at once (max_num_seqs), and tokens that one of its passes takes (max_num_batched_tokens)."""
 
@@ -69,24 +78,43 @@ def uses_deepspeed(config: RunConfig) -> bool:
     return config.trainer.strategy == "deepspeed" or ranks(config) > 1
 
 
+def deals_weights(config: RunConfig) -> bool:
+    """Whether every rank keeps a part of the weights only: ZeRO stage 3."""
+    return uses_deepspeed(config) and config.trainer.zero_stage == 3
+
+
 def network_bytes(parameters: int, config: RunConfig) -> Network:
     """A trained network of `parameters` float32 parameters under the run's ZeRO stage.
 
     Torch: 4 N weights, 8 N moments, 4 N gradients. DeepSpeed: every rank has 4 N weights; stage 1 deals the optimizer's
-    own part (a master copy of 4 N and 8 N moments) out to the R ranks, stage 2 the 4 N of gradients too.
-    offload_optimizer moves a rank's master copy and moments to the host, in stage 2 with its gradients. In the step
-    AdamW makes square roots of as many elements as it updates, and DeepSpeed flattens their gradients.
+    own part (a master copy of 4 N and 8 N moments) out to the R ranks, stage 2 the 4 N of gradients too,
+    stage 3 the weights. offload_optimizer moves a rank's master copy and moments to the host, from stage 2 on with its
+    gradients, of which stage 3 has two copies there; offload_parameters its part of the weights. In the step AdamW
+    makes square roots of as many elements as it updates, and DeepSpeed flattens their gradients.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054; deepspeed 0.19.
     """
     whole, part = FLOAT32 * parameters, FLOAT32 * -(-parameters // ranks(config))
     if not uses_deepspeed(config):
         return Network(whole, 0, 2 * whole, whole, whole, 0)
-    gradients = part if config.trainer.zero_stage == 2 else whole
-    if not config.trainer.offload_optimizer:
-        return Network(whole, part, 2 * part, gradients, 2 * part, 0)
-    if config.trainer.zero_stage == 2:
-        return Network(whole, 0, 0, 0, 0, 4 * part)
-    return Network(whole, 0, 0, gradients, 0, 3 * part)
+    trainer = config.trainer
+    gradients = whole if trainer.zero_stage == 1 else part
+    weights = part if trainer.zero_stage == 3 else whole
+    on_host = part if trainer.offload_parameters else 0
+    if not trainer.offload_optimizer:
+        return Network(weights - on_host, part, 2 * part, gradients, 2 * part, on_host)
+    moved = {1: 3, 2: 4, 3: 5}[trainer.zero_stage] * part
+    return Network(weights - on_host, 0, 0, gradients if trainer.zero_stage == 1 else 0, 0, on_host + moved)
+
+
+def read_bytes(shape: Shape, name: str, parameters: int, config: RunConfig) -> int:
+    """A network that stage 3 gathers to be read: linear layers of blocks in the type of the passes, the rest float32.
+
+    name: policy or critic. As `trainable.backend.zero_weights` gathers it.
+    """
+    tables = 2 if name == "policy" and not shape.tie_word_embeddings else 1
+    kept = tables * shape.vocab_size * shape.hidden_size + (2 * shape.num_hidden_layers + 1) * shape.hidden_size
+    kept += head_parameters(shape) if name == "critic" or config.critic.shared_trunk else 0
+    return FLOAT32 * kept + compute_bytes(config) * (parameters - kept)
 
 
 def reference_bytes(shape: Shape, config: RunConfig) -> int:
@@ -198,6 +226,7 @@ def parts(shape: Shape, config: RunConfig, share: int) -> tuple[Part, ...]:
         _always("reference weights", reference_bytes(shape, config)),
         *(_vllm(shape, config, share) if config.rollout.name == "vllm" else _torch_sampler(shape, config)),
         *_passes(shape, config),
+        *_dealt(shape, config),
         _always("CUDA context" + (", NCCL" if ranks(config) > 1 else ""),
                 CONTEXT + (COMMUNICATION if ranks(config) > 1 else 0)),
     ]  # fmt: skip
@@ -227,20 +256,49 @@ def _trained(shape: Shape, config: RunConfig) -> list[Part]:
     for name, parameters in trained_parameters(shape, config).items():
         network, (backward, step) = network_bytes(parameters, config), moments[name]
         bucket = FLOAT32 * min(BUCKET, parameters) if uses_deepspeed(config) else 0
+        gradients = _at(f"{name} gradients", {backward: network.gradients + bucket, step: network.gradients})
+        if deals_weights(config):  # DeepSpeed keeps what it sums them in
+            gradients = _always(f"{name} gradients", network.gradients + FLOAT32 * DEALT_BUCKET)
+        on_host = "AdamW moments" if config.trainer.offload_optimizer else "weights"
         found += [
-            _always(f"{name} {weights}, float32", network.weights),
+            _always(f"{name} {weights}, float32", network.weights, network.host if on_host == "weights" else 0),
             _always(f"{name} master weights", network.master),
-            _always(f"{name} AdamW moments", network.moments, network.host),
-            _at(f"{name} gradients", {backward: network.gradients + bucket, step: network.gradients}),
+            _always(f"{name} AdamW moments", network.moments, network.host if on_host != "weights" else 0),
+            gradients,
             _at(f"{name} optimizer step", {step: network.scratch}),
         ]
     return found
+
+
+def _dealt(shape: Shape, config: RunConfig) -> list[Part]:
+    """What stage 3 gathers of weights for a while, and what there is before it has dealt them out."""
+    if not deals_weights(config):
+        return []
+    sizes = trained_parameters(shape, config)
+    read = {name: read_bytes(shape, name, parameters, config) for name, parameters in sizes.items()}
+    live = {name: FLOAT32 * min(LIVE, parameters) for name, parameters in sizes.items()}
+    samples = config.rollout.name == "torch"
+    return [
+        _at("weights gathered", {
+            ROLLOUT: read["policy"] if samples else 0, VALUES: max(read.values()),
+            CRITIC_BACKWARD: live.get("critic", 0), POLICY_BACKWARD: live["policy"],
+        }),
+        _at("networks before they are dealt out", {START: FLOAT32 * sum(sizes.values())}),
+    ]  # fmt: skip
+
+
+def saving_bytes(shape: Shape, config: RunConfig) -> int:
+    """What a run holds in the host's memory while it saves a state: all weights and moments, which rank 0 collects."""
+    return (FLOAT32 + MOMENT_BYTES) * sum(trained_parameters(shape, config).values())
 
 
 def _passes(shape: Shape, config: RunConfig) -> list[Part]:
     """What passes hold while they run: copies of weights, activations, logits."""
     sizes = trained_parameters(shape, config)
     copies = {name: cast_bytes(shape, name, parameters, config) for name, parameters in sizes.items()}
+    # What stage 3 has gathered to be read is in the type of the passes already, but for the head.
+    head = cast_bytes(shape, "head", 2 * shape.vocab_size * shape.hidden_size, config)
+    read = dict.fromkeys(copies, head) if deals_weights(config) else copies
     rollout = config.rollout
     rows = max(rollout.log_prob_micro_batch_size_per_gpu, rollout.ref_log_prob_micro_batch_size_per_gpu)
     forward = rows * longest(config) * (block_bytes(shape, config) + 2 * FLOAT32 * shape.hidden_size)
@@ -248,7 +306,7 @@ def _passes(shape: Shape, config: RunConfig) -> list[Part]:
     held, logits = activation_bytes(shape, config), logits_bytes(shape, config, with_gradients=True)
     return [
         _at(f"copies in {config.model.dtype}", {
-            ROLLOUT: copies["policy"] if rollout.name == "torch" else 0, VALUES: max(copies.values()),
+            ROLLOUT: read["policy"] if rollout.name == "torch" else 0, VALUES: max(read.values()),
             CRITIC_BACKWARD: copies.get("critic", 0), POLICY_BACKWARD: copies["policy"],
         }),
         _at("activations", {VALUES: forward, CRITIC_BACKWARD: held * with_critic, POLICY_BACKWARD: held}),
@@ -263,7 +321,7 @@ def _vllm(shape: Shape, config: RunConfig, share: int) -> list[Part]:
     given = int(rollout.gpu_memory_utilization * share)
     work = vllm_work_bytes(shape, config)
     cache = max(given - weights - work, 0)
-    when = (ROLLOUT,) if rollout.free_cache_engine else range(len(MOMENTS))
+    when = (ROLLOUT,) if rollout.free_cache_engine else range(START)
     block = sum(inputs * outputs for inputs, outputs in linear_layers(shape).values())
     return [
         _at("vLLM weights", dict.fromkeys(when, weights), weights if rollout.free_cache_engine else 0),

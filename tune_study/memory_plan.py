@@ -125,6 +125,8 @@ def table(found: MemoryPlan) -> tuple[tuple[str, ...], list[list[str]]]:
     """Columns and rows of the plan, in GiB; moments that the run has not are left out."""
     has_critic = "critic" in memory.trained_parameters(found.shape, found.spec.config)
     moments = [number for number, name in enumerate(MOMENTS) if has_critic or not name.startswith("critic")]
+    if not memory.deals_weights(found.spec.config):
+        moments.remove(memory.START)
     rows = [[part.name, *(_cell(part.gpu[moment]) for moment in moments), _cell(part.host)] for part in found.parts]
     sums = memory.totals(found.parts)
     rows.append(["sum", *(_gib(sums[moment]) for moment in moments), _cell(sum(part.host for part in found.parts))])
@@ -142,6 +144,8 @@ def lines(found: MemoryPlan, study: Study) -> list[str]:
     if found.host:
         needed = f"{_gib(found.host)} GiB a run, {_gib(found.host * found.a_node)} for {found.a_node} at once"
         said.append(f"host memory beside the usual: {needed}")
+    saving = _gib(memory.saving_bytes(found.shape, config))
+    said.append(f"host memory while a run saves its state: {saving} GiB more; loading one takes a tensor at a time")
     return [*said, verdict(found, study)]
 
 
@@ -212,11 +216,22 @@ _CHANGES: tuple[tuple[str, Mapping[str, object]], ...] = (
     ("--gpus-per-exp 4", {"trainer.n_gpus_per_node": 4}),
     ("--gpus-per-exp 8", {"trainer.n_gpus_per_node": 8}),
     ("--set trainer.zero_stage=2", {"trainer.zero_stage": 2}),
+    ("--set trainer.zero_stage=3", {"trainer.zero_stage": 3}),
     (
         "--set trainer.strategy=deepspeed --set trainer.offload_optimizer=True",
         {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True},
     ),
     ("--set model.lora_rank=64", {"model.lora_rank": 64}),
+    (
+        "--set trainer.zero_stage=3 --set trainer.strategy=deepspeed --set trainer.offload_optimizer=True "
+        "--set trainer.offload_parameters=True",
+        {
+            "trainer.zero_stage": 3,
+            "trainer.strategy": "deepspeed",
+            "trainer.offload_optimizer": True,
+            "trainer.offload_parameters": True,
+        },
+    ),
     ("--set critic.shared_trunk=True", {"critic.shared_trunk": True}),
     ("--set algorithm.adv_estimator=grpo", {"algorithm.adv_estimator": "grpo"}),
 )

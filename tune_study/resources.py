@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainable.config import RunConfig
+from trainable.sections import TrainerConfig
 from trainable.setting_types import shown
 from tune_study.plan import PlanError, StudyPlan
 
@@ -167,6 +168,7 @@ def preflight(
     reserved = bundles(n_gpus)
     _check_device(trainer.device, n_gpus, asked)
     gpus, notes = _choose_gpus(n_gpus, asked, visible, real)
+    notes += _without_effect(trainer)
     cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
     if len(reserved) > cpus:
         raise PlanError(
@@ -180,6 +182,24 @@ def preflight(
     used = tuple(gpu for gpu in visible if gpu.id in gpus)
     most = min(room, limit or room, len(plan.runs))
     return Allotment(reserved, cpus, gpus, places, most, gpu_label(n_gpus, used), notes)
+
+
+def _without_effect(trainer: TrainerConfig) -> tuple[str, ...]:
+    """A note for settings of DeepSpeed that a run has changed where torch updates."""
+    if trainer.n_gpus_per_node > 1 or trainer.strategy == "deepspeed":
+        return ()
+    usual = TrainerConfig()
+    changed = [
+        f"trainer.{name}={getattr(trainer, name)}"
+        for name in ("zero_stage", "offload_optimizer", "offload_parameters")
+        if getattr(trainer, name) != getattr(usual, name)
+    ]
+    if not changed:
+        return ()
+    return (
+        f"{', '.join(changed)} changes nothing: torch updates on one device. For DeepSpeed type --set "
+        f"trainer.strategy=deepspeed, or --gpus-per-exp with more than one.",
+    )
 
 
 def _check_device(device: str, n_gpus: float, asked: str | None) -> None:

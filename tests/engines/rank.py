@@ -9,23 +9,25 @@ import torch
 
 from tests.scripted import small
 from tests.trainers import QUIET
-from trainable.backend.world import ALONE, connect
+from trainable.backend.world import ALONE, connect, leave
 from trainable.checkpoint import read_checkpoint, write_checkpoint
 from trainable.trainer import PPOTrainer
 
 
 def train(folder: Path, rank: int, size: int, steps: int, overrides: dict[str, Any], start: Path | None) -> None:
-    """`size` 0 is plain torch. Rank 0 writes rows.json and the state below `folder`."""
+    """`size` 0 is plain torch. Rank 0 writes rows, gradient analyses and the state below `folder`."""
     torch.set_num_threads(1)
     world = connect(rank, size, folder / "meeting") if size else ALONE
     trainer = PPOTrainer(small(**{**QUIET, **overrides}), world)
     if start is not None:
         trainer.load_state(*read_checkpoint(start))
-    rows = [trainer.step().row for _ in range(steps)]
+    made = [trainer.step() for _ in range(steps)]
     tensors, values = trainer.state()
     if rank == 0:
-        (folder / "rows.json").write_text(json.dumps(rows))
+        (folder / "rows.json").write_text(json.dumps([step.row for step in made]))
+        (folder / "gradients.json").write_text(json.dumps([line for step in made for line in step.gradients]))
         write_checkpoint(folder / "state", tensors, values)
+    leave(folder / "meeting")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -56,16 +57,19 @@ def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
         ),
     )  # fmt: skip
     result = tuner.fit()[0]
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    path = folder / "run" / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines], result
 
 
-def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None) -> None:
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None, stage: int) -> None:
     from tests.trainers import quiet
     from trainable.backend.one_device import OneDevice
 
-    rows, result = run(tmp_path)
+    rows, result = run(tmp_path, **{"trainer.zero_stage": stage})
     assert result.error is None
+    assert len(rows) == 2
     alone = quiet(
         trainer__total_training_steps=2, trainer__n_gpus_per_node=2, actor__use_kl_loss=True, actor__kl_loss_coef=0.1
     )
@@ -77,24 +81,38 @@ def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None)
 
 
 def test_a_rank_that_dies_ends_the_trial_with_its_cause_and_the_rows_stay(tmp_path: Path, gpus: None) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    with _rank_killed_when(lambda: path.exists() and path.read_text().count("\n") >= 2):
+        rows, result = run(tmp_path, **{"trainer.total_training_steps": 200})
+    assert result.error is not None
+    assert "rank 1 of 2 has ended" in str(result.error)
+    assert 2 <= len(rows) < 200
+
+
+def test_a_rank_that_dies_before_it_has_joined_is_told_at_once(tmp_path: Path, gpus: None) -> None:
+    with _rank_killed_when(lambda: True):
+        rows, result = run(tmp_path)
+    assert rows == []
+    assert "rank 1 of 2 has ended" in str(result.error)
+
+
+@contextmanager
+def _rank_killed_when(is_time: Callable[[], bool]) -> Iterator[None]:
+    """The first process of another rank that is seen once it is time is killed; an end of it was seen."""
     killed = threading.Event()
 
     def kill() -> None:
-        path = tmp_path / "run" / "metrics.jsonl"
         while not killed.is_set():
-            if path.exists() and path.read_text().count("\n") >= 2:
-                for process in psutil.process_iter():
-                    if "ray::Rank" in " ".join(_words(process)):
-                        os.kill(process.pid, signal.SIGKILL)
-                        killed.set()
+            for process in psutil.process_iter() if is_time() else ():
+                if "ray::Rank" in " ".join(_words(process)):
+                    os.kill(process.pid, signal.SIGKILL)
+                    killed.set()
 
     killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    rows, result = run(tmp_path, **{"trainer.total_training_steps": 200})
-    killed.set()
+    yield
+    assert killed.is_set()
     killer.join()
-    assert result.error is not None
-    assert 2 <= len(rows) < 200
 
 
 def _words(process: psutil.Process) -> list[str]:

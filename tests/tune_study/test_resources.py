@@ -50,6 +50,15 @@ def test_one_gpu_a_run_is_the_published_default() -> None:
     assert (found.cpus, found.max_concurrent, found.gpu_label) == (16, 6, "1xH100")
 
 
+def test_settings_of_deepspeed_are_noted_where_torch_updates() -> None:
+    changed = {"trainer__zero_stage": 3, "trainer__offload_parameters": True}
+    (note,) = allot(plan_of(**changed)).notes
+    assert note.startswith("trainer.zero_stage=3, trainer.offload_parameters=True changes nothing: torch updates on")
+    assert allot(plan_of()).notes == ()
+    assert allot(plan_of(**changed, trainer__strategy="deepspeed")).notes == ()
+    assert allot(plan_of(**changed, trainer__n_gpus_per_node=2)).notes == ()
+
+
 def test_consecutive_ids_form_slots() -> None:
     found = allot(plan_of(trainer__n_gpus_per_node=4), "0,1,2,3,4,5,6,7", real=False)
     assert found.slots == ("0,1,2,3", "4,5,6,7")

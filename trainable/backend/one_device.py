@@ -1,20 +1,27 @@
 """Who owns the optimizer of some networks: what an update needs of it, and plain torch on one device."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainable.backend.world import ALONE, World
 from trainable.meter import Meter
-from trainable.nonfinite import Named, bad_gradients
+from trainable.nonfinite import Named, bad_gradients, bad_weights
 from trainable.sections import OptimConfig
-from trainable.state import check_fits, flat_state, load_flat_state, trained
+from trainable.state import check_shapes, flat_state, load_flat_state, tensor_shapes, trained
+
+T = TypeVar("T")
 
 
 class Backend(Protocol):
-    """Owns the optimizer of some networks, whose gradients are summed over the ranks of `world`."""
+    """Owns the optimizer of some networks, whose gradients are summed over the ranks of `world`.
+
+    networks: those that updates are made with, by name. Where weights are dealt out to ranks they are twins of those
+    that the run itself holds, which have weights only within `whole`.
+    """
 
     networks: Mapping[str, nn.Module]
     world: World
@@ -27,16 +34,27 @@ class Backend(Protocol):
         """Clip and step, or skip the step where a loss or the gradient is not finite; `norm` names its column."""
         ...
 
+    def whole(self) -> AbstractContextManager[None]:
+        """While it lasts the run's networks can be read: passes outside of updates are made within it.
+
+        Ranks come into it and leave it together; inside, each makes passes of its own.
+        """
+        ...
+
+    def bad_weights(self) -> list[str]:
+        """`weight <name>` for every weight that is not finite; the same list on all ranks."""
+        ...
+
     def state(self) -> dict[str, Tensor]:
         """Networks and optimizer as tensors by name, the same ones for every backend and number of ranks."""
         ...
 
-    def check_fits(self, tensors: Mapping[str, Tensor]) -> None:
-        """ValueError unless `tensors` holds what `state` gives; nothing is changed."""
+    def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
+        """ValueError unless `shapes` holds those of what `state` gives; nothing is changed."""
         ...
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave."""
+        """Put back what `state` gave; every rank asks `tensors` for the same ones, in the same order."""
         ...
 
 
@@ -70,16 +88,27 @@ class OneDevice:
             meter.passed_over(bad_gradients(named))
         self.optimizer.zero_grad(set_to_none=True)
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Weights are always there (see `Backend.whole`)."""
+        return nullcontext()
+
+    def bad_weights(self) -> list[str]:
+        """Of all networks (see `Backend.bad_weights`)."""
+        return bad_weights([
+            (f"{name}.{key}", weight) for name, part in self.networks.items() for key, weight in trained(part)
+        ])  # fmt: skip
+
     def state(self) -> dict[str, Tensor]:
         """The live tensors: write or clone them before the next step."""
         return {
             f"{name}/{key}": value for name, part in self._parts().items() for key, value in flat_state(part).items()
         }
 
-    def check_fits(self, tensors: Mapping[str, Tensor]) -> None:
-        """ValueError unless they fit (see `Backend.check_fits`)."""
+    def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
+        """ValueError unless they fit (see `Backend.check_fits`); an optimizer without moments has made no step."""
         for name, part in self._parts().items():
-            check_fits(name, part, below(name, tensors))
+            given = below(name, shapes)
+            check_shapes(name, tensor_shapes(part) if given or isinstance(part, nn.Module) else {}, given)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Put back (see `Backend.load_state`)."""
@@ -108,6 +137,6 @@ def named_parameters(networks: Mapping[str, nn.Module]) -> Named:
     ]  # fmt: skip
 
 
-def below(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of one part by their names in it."""
+def below(name: str, tensors: Mapping[str, T]) -> dict[str, T]:
+    """The tensors of one part, or what there is to say of them, by their names in it."""
     return {key.removeprefix(f"{name}/"): value for key, value in tensors.items() if key.startswith(f"{name}/")}

@@ -4,9 +4,9 @@ import os
 import tempfile
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import ray
@@ -20,10 +20,13 @@ from trainable.config import RunConfig
 from trainable.evaluate import Evaluation
 from trainable.trainer import PPOTrainer, Row, Step
 
+T = TypeVar("T")
+
 _MARKS = "TUNE_STUDY_"
 """Variables that say whose a process is: a rank carries those of its trial."""
 _CAUSE_S = 10.0
 _UNNOTICED_S = 60.0
+_LOOK_S = 0.2
 
 
 def make_trainer(settings: RunConfig) -> "PPOTrainer | RankedTrainer":
@@ -49,22 +52,29 @@ class Rank:
 
     def __init__(self, settings: Mapping[str, Any], rank: int, size: int, meeting: str) -> None:
         torch.set_num_threads(1)
-        self.world = connect(rank, size, Path(meeting))
-        self.trainer = PPOTrainer(RunConfig.model_validate(settings), self.world)
+        self.settings, self.rank, self.size, self.meeting = settings, rank, size, Path(meeting)
 
     def do(self, name: str) -> None:
-        """Call a method of the trainer as rank 0 does; what it returns is rank 0's to use."""
+        """Call a method of the trainer as rank 0 does, or `join` it; what it returns is rank 0's to use."""
         if name == "load_state":  # a state that does not fit is refused by all ranks alike, and the next one is tried
             self.trainer.load_state(self.world.spread(None), self.world.gather({})[0])
             return
         try:
-            getattr(self.trainer, name)(*([{}] if name == "close" else []))
+            if name == "join":
+                self._join()
+            else:
+                getattr(self.trainer, name)(*([{}] if name == "close" else []))
         except Exception:
             # Rank 0 waits for this one in the middle of its own work. A closed connection lets it know; NCCL's would
             # first wait for rank 0, which is ended by its watch instead.
-            if not torch.cuda.is_available():
+            if torch.distributed.is_initialized() and not torch.cuda.is_available():
                 torch.distributed.destroy_process_group()
             raise
+
+    def _join(self) -> None:
+        settings = RunConfig.model_validate(self.settings)
+        self.world = connect(self.rank, self.size, self.meeting)
+        self.trainer = PPOTrainer(settings, self.world)
 
 
 class RankedTrainer:
@@ -72,14 +82,14 @@ class RankedTrainer:
 
     def __init__(self, settings: RunConfig, size: int) -> None:
         self.meeting = _meeting()
+        self.doing: list[Any] = []
         self.others = [_start(settings, rank, size, self.meeting) for rank in range(1, size)]
-        made = [other.__ray_ready__.remote() for other in self.others]
         try:
-            self.trainer = PPOTrainer(settings, connect(0, size, self.meeting))
-        except Exception as error:
-            cause = _cause(made, error)
+            self.trainer = self._together("join", lambda: PPOTrainer(
+                settings, connect(0, size, self.meeting, lambda: _raise_first(self.doing))))  # fmt: skip
+        except Exception:
             self._end()
-            raise cause from None
+            raise
 
     @property
     def step_index(self) -> int:
@@ -88,19 +98,21 @@ class RankedTrainer:
 
     def step(self) -> Step:
         """Train once (see `PPOTrainer.step`)."""
-        return cast(Step, self._together("step"))
+        return self._together("step", self.trainer.step)
 
     def close(self, row: Row) -> list[Evaluation]:
         """The measurements at the end of a run (see `PPOTrainer.close`)."""
-        return cast(list[Evaluation], self._together("close", row))
+        return self._together("close", lambda: self.trainer.close(row))
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """The whole state, collected from the ranks (see `PPOTrainer.state`)."""
-        return cast(tuple[dict[str, Tensor], dict[str, object]], self._together("state"))
+        return self._together("state", self.trainer.state)
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Continue from a state of any number of ranks (see `PPOTrainer.load_state`)."""
-        self._together("load_state", tensors, values)
+        world = self.trainer.world
+        self._together("load_state", lambda: self.trainer.load_state(
+            world.spread(tensors), world.gather(dict(values))[0]))  # fmt: skip
 
     def release(self) -> None:
         """Give back what the engines hold, end the other ranks, and leave the group."""
@@ -113,43 +125,46 @@ class RankedTrainer:
             ray.kill(other)
         leave(self.meeting)
 
-    def _together(self, name: str, *arguments: Any) -> Any:
-        """The method on all ranks at once; what rank 0 got. An error of another rank is this one's."""
-        doing = [other.do.remote(name) for other in self.others]
+    def _together(self, name: str, work: Callable[[], T]) -> T:
+        """`name` on all other ranks and `work` here, at once; an error of another rank is this one's."""
+        self.doing = [other.do.remote(name) for other in self.others]
         is_done = threading.Event()
-        threading.Thread(target=_watch, args=(doing, is_done), daemon=True).start()
+        threading.Thread(target=_watch, args=(self.doing, is_done), daemon=True).start()
         try:
-            if name == "load_state":
-                tensors, values = arguments
-                world = self.trainer.world
-                found = None
-                self.trainer.load_state(world.spread(dict(tensors)), world.gather(dict(values))[0])
-            else:
-                found = getattr(self.trainer, name)(*arguments)
+            found = work()
+            ray.get(self.doing)
+            return found
         except Exception as error:
-            raise _cause(doing, error) from None
+            raise _cause(self.doing, error) from None
         finally:
             is_done.set()
-        ray.get(doing)
-        return found
 
 
 def _cause(doing: list[Any], own: Exception) -> Exception:
-    """The error of the rank that failed first; the others' are of a closed connection, or of a dead process."""
-    if not doing:
-        return own
-    done, _ = ray.wait(doing, num_returns=len(doing), timeout=_CAUSE_S)
-    found = [own]
-    for result in done:
+    """The error of the rank that failed first; the others' are of a closed connection.
+
+    doing: what the ranks 1, 2, ... do. own: the error of rank 0, which may be one of theirs.
+    """
+    done, _ = ray.wait(doing, num_returns=len(doing), timeout=_CAUSE_S) if doing else ([], [])
+    told: list[Exception] = []
+    ended: list[Exception] = []
+    cut_off: list[Exception] = []
+    for rank, result in enumerate(doing, 1):
         try:
-            ray.get(result)
+            ray.get(result) if result in done else None
         except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            found.append(cause if isinstance(cause, Exception) else error)
+            cause = error.cause if isinstance(error.cause, Exception) else error
+            (cut_off if isinstance(cause, RuntimeError) else told).append(cause)
         except Exception as error:
-            found.append(error)
-    told = [error for error in found if not isinstance(error, RuntimeError | ray.exceptions.RayError)]
-    return (told or found[1:] or found)[0]
+            ended.append(RuntimeError(f"rank {rank} of {len(doing) + 1} has ended: {str(error).strip()}"))
+    is_told = not isinstance(own, RuntimeError | ray.exceptions.RayError)
+    return [*([own] if is_told else []), *told, *ended, *cut_off, own][0]
+
+
+def _raise_first(doing: list[Any]) -> None:
+    """Wait a little; the error of another rank, where one has failed."""
+    done, _ = ray.wait(doing, timeout=_LOOK_S)
+    ray.get(done)
 
 
 def _watch(doing: list[Any], is_done: threading.Event) -> None:

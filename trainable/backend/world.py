@@ -1,7 +1,7 @@
 """The ranks of a run: processes that all run the same program, each on its share of episodes."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its stubs
+
+from trainable.state import Lazy
 
 T = TypeVar("T")
 
@@ -39,8 +41,15 @@ class World(Protocol):
         """The sum over ranks of a tensor of one shape."""
         ...
 
-    def spread(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Rank 0's tensors by name, on the processor; the others give None."""
+    def join(self, part: Tensor) -> Tensor:
+        """The ranks' parts, all of one shape (n,), one behind the other."""
+        ...
+
+    def spread(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """Rank 0's tensors by name, on the processor; the others give None.
+
+        Several ranks get each one when they ask for it: all of them for the same ones, in the same order.
+        """
         ...
 
 
@@ -59,7 +68,11 @@ class Alone:
         """The part itself."""
         return part
 
-    def spread(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
+    def join(self, part: Tensor) -> Tensor:
+        """The part itself."""
+        return part
+
+    def spread(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """The tensors themselves."""
         return tensors or {}
 
@@ -82,32 +95,44 @@ class Connected:
         torch.distributed.all_reduce(part)
         return part
 
-    def spread(self, tensors: dict[str, Tensor] | None) -> dict[str, Tensor]:
-        """Rank 0's tensors, one after the other."""
+    def join(self, part: Tensor) -> Tensor:
+        """Gathered on the device that `part` is on."""
+        found = part.new_empty(self.size * part.numel())
+        torch.distributed.all_gather_into_tensor(found, part.contiguous())
+        return found
+
+    def spread(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+        """Rank 0's tensors, of which a rank holds one after the other."""
         mine = tensors or {}
         about = self.gather({name: (value.shape, value.dtype) for name, value in mine.items()})[0]
-        found = {}
-        for name, (shape, dtype) in about.items():
+
+        def make(name: str) -> Tensor:
+            shape, dtype = about[name]
             value = mine[name].cpu().contiguous() if self.rank == 0 else torch.empty(shape, dtype=dtype)
             torch.distributed.broadcast(value, 0)
-            found[name] = value
-        return found
+            return value
+
+        return Lazy({name: shape for name, (shape, _) in about.items()}, make)
 
 
 ALONE = Alone()
 
 
-def connect(rank: int, size: int, meeting: Path) -> Connected:
+def connect(rank: int, size: int, meeting: Path, wait: Callable[[], object] | None = None) -> Connected:
     """Join the ranks that meet at a file of this machine: no port is opened for it, so none can be taken.
 
     Sockets between ranks stay on the loopback device. meeting: a file that no other run uses; it must stay while the
-    ranks are connected, since NCCL reads it again.
+    ranks are connected, since NCCL reads it again. wait: called again and again until all ranks have come, so that who
+    knows of one that never will can raise; None: those that have come wait for `PATIENCE`.
     """
     if size == 1 and torch.distributed.is_initialized():
         return Connected(rank, size)  # of an earlier run in this process
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     store = FileStore(str(meeting), size)
+    store.set(f"here/{rank}", "")
+    while wait is not None and not store.check([f"here/{other}" for other in range(size)]):
+        wait()
     kinds = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(kinds, store=store, rank=rank, world_size=size, timeout=PATIENCE)
     if torch.cuda.is_available():  # NCCL connects at its first call: better now than in the middle of a step

@@ -1,8 +1,9 @@
-"""DeepSpeed's ZeRO: optimizer states, and gradients from stage 2 on, are dealt out to the ranks of a run."""
+"""DeepSpeed's ZeRO: optimizer states, gradients from stage 2 on, and weights in stage 3, are dealt out to the ranks."""
 
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -10,11 +11,15 @@ from torch import Tensor, nn
 
 from trainable.backend.one_device import adamw, below, named_parameters
 from trainable.backend.world import World
+from trainable.backend.zero_weights import MOMENTS, Copied, Dealt, Weights
 from trainable.meter import Meter
 from trainable.sections import OptimConfig, TrainerConfig
-from trainable.state import check_fits, trained
+from trainable.state import check_shapes, tensor_shapes, trained
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+DEALT_BUCKET = 50_000_000
+"""Elements that are reduced at once in stage 3, where each network has a buffer of them for good."""
+LIVE = 1_000_000_000
+"""Elements of weights that are gathered at once in an update of stage 3, at most; DeepSpeed's own choice."""
 
 
 class _Networks(nn.Module):
@@ -39,14 +44,17 @@ class Zero:
         self, name: str, networks: Mapping[str, nn.Module], rates: Sequence[float], settings: OptimConfig,
         trainer: TrainerConfig, world: World,
     ) -> None:  # fmt: skip
-        self.name, self.networks, self.world = name, networks, world
-        self.unwrapped = adamw(networks.values(), rates, settings)  # its parameters stay the networks' own
-        self.optimizer = adamw(networks.values(), rates, settings)
-        self.linked = False
+        self.name, self.world = name, world
+        self.shapes = {part: tensor_shapes(network) for part, network in networks.items()}
+        self.moment_shapes = tensor_shapes(adamw(networks.values(), rates, settings))
+        self.weights: Weights = Dealt(networks, world) if trainer.zero_stage == 3 else Copied(networks)
+        self.networks = self.weights.trained
+        self.optimizer = adamw(self.networks.values(), rates, settings)
         self.engine, *_ = _deepspeed().initialize(
-            model=_Networks(networks), optimizer=self.optimizer, config=_settings(settings, trainer),
+            model=_Networks(self.networks), optimizer=self.optimizer, config=_settings(settings, trainer),
             dist_init_required=False,
         )  # fmt: skip
+        self.weights.given(self.engine)
 
     def backward(self, work: Callable[[], Tensor], is_last: bool) -> None:
         """Add a gradient (see `Backend.backward`). DeepSpeed takes the mean over ranks, and the loss is a sum."""
@@ -60,24 +68,30 @@ class Zero:
         """
         self.engine.step()
         if self.engine.was_step_applied():
-            self._link_moments()
+            self.weights.stepped()
             meter.stepped(float(self.engine.get_global_grad_norm()), norm)
         else:
             meter.passed_over(["gradient"])
         self.engine.zero_grad()
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Nothing to do below stage 3 (see `Backend.whole`)."""
+        return self.weights.whole()
+
+    def bad_weights(self) -> list[str]:
+        """Of all ranks (see `Backend.bad_weights`)."""
+        return self.weights.bad()
+
     def state(self) -> dict[str, Tensor]:
         """Whole tensors on the processor (see `Backend.state`), collected from the ranks; rank 0 keeps them."""
-        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
         found: dict[str, Tensor] = {}
         for name, network in self.networks.items():
             for key, weight in trained(network):
-                self._keep(found, f"{name}/{key}", safe_get_full_fp32_param(weight))
+                self._keep(found, f"{name}/{key}", self.weights.get(weight, None))
         step = self._steps()
         for number, (_, weight) in enumerate(named_parameters(self.networks) if step else []):
             for moment in MOMENTS:
-                self._keep(found, f"{self.name}/{number}/{moment}", safe_get_full_optimizer_state(weight, moment))
+                self._keep(found, f"{self.name}/{number}/{moment}", self.weights.get(weight, moment))
             self._keep(found, f"{self.name}/{number}/step", torch.tensor(float(step)))
         return found
 
@@ -85,61 +99,47 @@ class Zero:
         if self.world.rank == 0:
             found[name] = value.detach().cpu().clone()
 
-    def _link_moments(self) -> None:
-        """Link every group's moments to its weights: DeepSpeed 0.19 does it when the first group alone has any."""
-        zero = self.engine.optimizer
-        if not self.linked and len(self.optimizer.param_groups) > 1:
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
-        self.linked = True
-
     def _steps(self) -> int:
         """Optimizer steps made so far."""
         return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
 
-    def check_fits(self, tensors: Mapping[str, Tensor]) -> None:
+    def check_fits(self, shapes: Mapping[str, torch.Size]) -> None:
         """ValueError unless they fit (see `Backend.check_fits`)."""
-        for name, network in self.networks.items():
-            check_fits(name, network, below(name, tensors))
-        check_fits(self.name, self.unwrapped, below(self.name, tensors))
+        for name, wanted in self.shapes.items():
+            check_shapes(name, wanted, below(name, shapes))
+        moments = below(self.name, shapes)
+        check_shapes(self.name, self.moment_shapes if moments else {}, moments)
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back (see `Backend.load_state`); each rank keeps its part."""
-        from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
-
+        """Put back (see `Backend.load_state`), one tensor after the other; each rank keeps its part."""
         for name, network in self.networks.items():
             for key, weight in trained(network):
-                value = tensors[f"{name}/{key}"].to(weight.device)
-                safe_set_full_fp32_param(weight, value)
-                weight.data.copy_(value)
-        moments = below(self.name, tensors)
-        if moments and not self._steps():
-            self._make_moments()
-        for number, (_, weight) in enumerate(named_parameters(self.networks) if self._steps() else []):
+                self.weights.put(weight, None, tensors[f"{name}/{key}"])
+        has_stepped = f"{self.name}/0/step" in tensors
+        if has_stepped and not self._steps():
+            self.weights.make_moments()
+        is_made = has_stepped or bool(self._steps())
+        for number, (_, weight) in enumerate(named_parameters(self.networks) if is_made else []):
             for moment in MOMENTS:
-                value = moments[f"{number}/{moment}"] if moments else torch.zeros_like(weight)
-                safe_set_full_optimizer_state(weight, value.to(weight.device), moment)
+                value = tensors[f"{self.name}/{number}/{moment}"] if has_stepped else None
+                self.weights.put(weight, moment, value)
+        step = tensors[f"{self.name}/0/step"] if has_stepped else torch.tensor(0.0)
         for state in self.optimizer.state.values():
-            state["step"] = moments["0/step"].clone() if moments else torch.tensor(0.0)
-
-    def _make_moments(self) -> None:
-        """A step of rate 0 along a gradient of 0: the optimizer has none of its state before its first step."""
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        weights = [weight for _, weight in named_parameters(self.networks)]
-        self.backward(lambda: torch.stack([0 * weight.sum() for weight in weights]).sum(), True)
-        self.engine.step()
-        self._link_moments()
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            state["step"] = step.clone()
 
 
 def _settings(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:
     """DeepSpeed's configuration. Batches are cut by the update: DeepSpeed is told of one at a time."""
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
+    if trainer.zero_stage == 3:
+        zero |= {
+            "reduce_bucket_size": DEALT_BUCKET, "stage3_max_live_parameters": LIVE, "stage3_max_reuse_distance": LIVE,
+            "stage3_param_persistence_threshold": 0, "memory_efficient_linear": False,
+        }  # fmt: skip
     if trainer.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
+    if trainer.offload_parameters:
+        zero["offload_param"] = {"device": "cpu"}
     return {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": zero,
         "gradient_clipping": settings.grad_clip, "steps_per_print": 2**31,

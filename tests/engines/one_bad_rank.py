@@ -1,0 +1,44 @@
+"""One of two ranks, of which one makes a gradient that is not finite: no rank steps, and the next step is made."""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.scripted import random_model, shape
+from trainable.backend.world import connect, leave
+from trainable.backend.zero import Zero
+from trainable.meter import Meter
+from trainable.qwen2 import Qwen2
+from trainable.sections import OptimConfig, TrainerConfig
+
+
+def check(rank: int, stage: int, meeting: Path) -> None:
+    """AssertionError unless both ranks skip a step and make the next one."""
+    torch.set_num_threads(1)
+    world = connect(rank, 2, meeting)
+    backend = Zero("optimizer", {"actor": random_model(shape())}, [1e-3], OptimConfig(), TrainerConfig(
+        zero_stage=stage), world)  # fmt: skip
+    model, tokens = backend.networks["actor"], torch.arange(6)[None]
+    assert isinstance(model, Qwen2)
+
+    def loss(factor: float) -> Tensor:
+        hidden = model.model.hidden_at(tokens, torch.arange(6))
+        found: Tensor = factor * model.lm_head(hidden).sum()
+        return found
+
+    before, meter = backend.state(), Meter()
+    for factor, steps, skipped in ((float("nan"), 1, 1), (1.0, 2, 1)):
+        backend.backward(lambda factor=factor: loss(factor if rank else 1.0), True)  # type: ignore[misc]
+        backend.step(meter, "norm")
+        assert (meter.optimizer_steps, meter.skipped) == (steps, skipped)
+        assert backend.bad_weights() == []
+        after = backend.state()
+        changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+        assert bool(changed) == (skipped < steps and rank == 0), changed  # rank 0 keeps the state
+    leave(meeting)
+
+
+if __name__ == "__main__":
+    check(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[1]) / "meeting")
