@@ -23,7 +23,8 @@ from trainable.batch import Batch, collate
 from trainable.cost import clocked, forward_flops, matrix_rate
 from trainable.cross_scores import cross_scores
 from trainable.policy import find_model, frozen_copy
-from trainable.qwen2 import PassSettings, Qwen2, Qwen2Shape, ValueModel
+from trainable.qwen2 import PassSettings, Qwen2, ValueModel
+from trainable.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler

@@ -9,7 +9,7 @@ import torch
 
 from trainable.batch import Batch
 from trainable.config import RunConfig
-from trainable.qwen2 import Qwen2Shape
+from trainable.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode
 
 BACKWARD = 2.0

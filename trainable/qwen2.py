@@ -4,11 +4,8 @@
 cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
 """
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,58 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-ARCHITECTURE = "Qwen2ForCausalLM"
-
-
-@dataclass(frozen=True)
-class Qwen2Shape:
-    """Sizes of a model, as its config.json names them."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
-    rope_theta: float
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    eos_token_id: int
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one attention head."""
-        return self.hidden_size // self.num_attention_heads
-
-    @staticmethod
-    def read(folder: Path) -> "Qwen2Shape":
-        """The shape of the model in `folder`; ValueError for another architecture, naming it."""
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found = (config.get("architectures") or [config.get("model_type")])[0]
-        if found != ARCHITECTURE:
-            raise ValueError(
-                f"The model in {folder} is a {found}; the torch engine runs {ARCHITECTURE} (Qwen2 and Qwen2.5). "
-                f"Give a Qwen2 model with --model."
-            )
-        rope = config.get("rope_parameters") or {}
-        kind = rope.get("rope_type") or (config.get("rope_scaling") or {}).get("rope_type") or "default"
-        if kind != "default":
-            raise ValueError(f"The model in {folder} scales its rotary positions ({kind}); the torch engine does not.")
-        eos = config["eos_token_id"]
-        return Qwen2Shape(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=config["num_attention_heads"],
-            num_key_value_heads=config["num_key_value_heads"],
-            max_position_embeddings=config["max_position_embeddings"],
-            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
-            rms_norm_eps=config["rms_norm_eps"],
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
-            eos_token_id=eos[0] if isinstance(eos, list) else eos,
-        )
+from trainable.kv_cache import KVCache
+from trainable.qwen2_shape import Qwen2Shape, rotary
 
 
 class PassSettings(NamedTuple):
@@ -79,67 +26,6 @@ class PassSettings(NamedTuple):
 
     dtype: torch.dtype = torch.float32
     recompute: bool = False
-
-
-class KVCache:
-    """Keys and values of every layer, `(rows, kv_heads, slots, head_dim)`; rows that grow together share slots.
-
-    A slot may be a filler for a row; `bias` (rows, slots) is 0 where the row has a token and -inf where it does not.
-    Keys and values are made when they are first written, in the type that the network computes in.
-    """
-
-    def __init__(self, shape: Qwen2Shape, rows: int, slots: int, like: Tensor) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.bias = like.new_full((rows, slots), -torch.inf)
-        self.used = 0
-        self.shape = shape
-        self.angles = rotary(torch.arange(slots, device=like.device), shape)
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill a layer's next q slots with `k`, `v` (B, kv_heads, q, D); all of its first B rows (..., used + q, D)."""
-        if layer == len(self.keys):
-            size = (self.bias.shape[0], k.shape[1], self.bias.shape[1], k.shape[3])
-            # Zeros, since memory never written may hold a NaN, which no bias hides.
-            self.keys.append(k.new_zeros(size))
-            self.values.append(v.new_zeros(size))
-        end = self.used + k.shape[2]
-        keys, values = self.keys[layer][: len(k)], self.values[layer][: len(k)]
-        keys[:, :, self.used : end] = k
-        values[:, :, self.used : end] = v
-        return keys[:, :, :end], values[:, :, :end]
-
-    def reserve(self, slots: int) -> None:
-        """Make room for `slots` more."""
-        short = self.used + slots - self.bias.shape[1]
-        if short > 0:
-            grow = max(short, self.bias.shape[1] // 2)
-            self.keys = [F.pad(keys, (0, 0, 0, grow)) for keys in self.keys]
-            self.values = [F.pad(values, (0, 0, 0, grow)) for values in self.values]
-            self.bias = F.pad(self.bias, (0, grow), value=-torch.inf)
-            self.angles = rotary(torch.arange(self.bias.shape[1], device=self.bias.device), self.shape)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep `rows` (indices, repeats allowed) in that order."""
-        self.keys = [keys.index_select(0, rows) for keys in self.keys]
-        self.values = [values.index_select(0, rows) for values in self.values]
-        self.bias = self.bias.index_select(0, rows)
-
-    def pack(self) -> None:
-        """Move each row's tokens into its first slots, so that fillers cost no attention."""
-        filler = self.bias != 0
-        slots = torch.argsort(filler, dim=1, stable=True)
-        self.keys = [_gathered(keys, slots) for keys in self.keys]
-        self.values = [_gathered(values, slots) for values in self.values]
-        self.bias = self.bias.gather(1, slots)
-        self.used = int((~filler).sum(1).max())
-
-
-def _gathered(store: Tensor, slots: Tensor) -> Tensor:
-    """`store` (rows, kv_heads, slots, D) with each row's slots in the order `slots` (rows, slots)."""
-    rows, heads, length, size = store.shape
-    first = torch.arange(rows * heads, device=store.device).view(rows, heads, 1) * length
-    return store.view(-1, size).index_select(0, (first + slots[:, None]).flatten()).view(store.shape)
 
 
 class RMSNorm(nn.Module):
@@ -155,14 +41,6 @@ class RMSNorm(nn.Module):
         normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         kind = x.device.type  # what autocast's products want is cast once here, and not for each of them
         return normed.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else normed
-
-
-def rotary(positions: Tensor, shape: Qwen2Shape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `(*positions.shape, head_dim)` of the rotary embedding."""
-    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
-    angles = positions[..., None].float() * (1.0 / shape.rope_theta**exponents)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
