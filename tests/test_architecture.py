@@ -28,7 +28,8 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainable.protocol": (("trainable.sokoban", "trainable.seeds"), ("numpy",)),
     "trainable.qwen2_shape": ((), ("torch",)),
     "trainable.kv_cache": (("trainable.qwen2_shape",), ("torch",)),
-    "trainable.qwen2": (("trainable.kv_cache", "trainable.qwen2_shape"), ("torch",)),
+    "trainable.packing": ((), ("torch",)),
+    "trainable.qwen2": (("trainable.kv_cache", "trainable.packing", "trainable.qwen2_shape"), ("torch",)),
     "trainable.rollout": (
         ("trainable.rollout", "trainable.sokoban", "trainable.protocol", "trainable.seeds", "trainable.config",
          "trainable.qwen2", "trainable.kv_cache", "trainable.failures"),

@@ -1,7 +1,7 @@
 """The Qwen2 architecture in plain torch, with the hub's parameter names, for two uses a general forward does badly.
 
-`hidden_at` runs whole sequences and finishes the last layer only where a token is trained; `extend` grows a key-value
-cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
+`hidden_at` runs whole sequences without padding and finishes the last layer only where a token is trained; `extend`
+grows a key-value cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trainable.kv_cache import KVCache
+from trainable.packing import Packed, causal_attention, pack
 from trainable.qwen2_shape import Qwen2Shape, rotary
 
 
@@ -62,20 +63,22 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden, kv)
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `(B, heads, T, D)`, keys and values `(B, kv_heads, T, D)` of `x` (B, T, hidden)."""
-        batch, time, _ = x.shape
-        q = self.q_proj(x).view(batch, time, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.v_proj(x).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
-        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    def by_head(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(..., heads, D)`, keys and values `(..., kv_heads, D)` of `x` (..., hidden)."""
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )  # fmt: skip
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
-    def causal(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Causal attention over whole sequences, before the output projection: `(B, T, hidden)`."""
-        q, k, v = self.project(x, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return mixed.transpose(1, 2).flatten(2)
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(B, heads, T, D)`, keys and values `(B, kv_heads, T, D)` of `x` (B, T, hidden)."""
+        q, k, v = self.by_head(x, cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def causal(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+        """Causal attention over the rows of a stream `x` (N, hidden), before the output projection: `(N, hidden)`."""
+        return causal_attention(*self.by_head(x, cos, sin), packed)
 
     def cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
         """Attention of `x` (B, q, hidden) over the cache, whose next q slots it fills; `bias` (B, q, used + q)."""
@@ -134,11 +137,11 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def whole(self, x: Tensor, cos: Tensor, sin: Tensor, where: Tensor | None) -> Tensor:
-        """The block over whole sequences `x` (B, T, hidden), finished at flat positions `where` only, if given."""
-        mixed = self.self_attn.causal(self.input_layernorm(x), cos, sin)
-        if where is not None:
-            x, mixed = x.flatten(0, 1)[where], mixed.flatten(0, 1)[where]
+    def whole(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed, is_last: bool) -> Tensor:
+        """The block over the rows of a stream `x` (N, hidden), finished only where it is asked for if `is_last`."""
+        mixed = self.self_attn.causal(self.input_layernorm(x), cos, sin, packed)
+        if is_last:
+            x, mixed = x[packed.asked], mixed[packed.asked]
         return self.finish(x, mixed)
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
@@ -169,26 +172,28 @@ class Trunk(nn.Module):
         # A pass uses each weight once: casts that are kept for a second use would only hold memory.
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
 
-    def _through(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, where: Tensor | None) -> Tensor:
+    def _through(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed, is_last: bool) -> Tensor:
         """`layer.whole`, of which a pass with gradients keeps only the input where blocks are recomputed."""
         if not (self.passes.recompute and torch.is_grad_enabled()):
-            return layer.whole(x, cos, sin, where)
+            return layer.whole(x, cos, sin, packed, is_last)
         # No block draws random numbers, so their state need not be kept.
-        return checkpoint(layer.whole, x, cos, sin, where, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(layer.whole, x, cos, sin, packed, is_last, use_reentrant=False, preserve_rng_state=False)
 
     def hidden_at(self, tokens: Tensor, where: Tensor) -> Tensor:
         """Hidden states at chosen positions of whole sequences.
 
         tokens: (B, T) from position 0 on, right-padded with anything. where: (N,) flat indices into B * T, none of
-        them padding. Returns (N, hidden). The last block is finished at `where` only, which changes no number.
+        them padding. Returns (N, hidden). Tokens after a row's last chosen position are not run, and the last block is
+        finished at `where` only: neither changes a number.
         """
-        *blocks, last = self.blocks
+        packed = pack((tokens.shape[0], tokens.shape[1]), where)
+        last = len(self.layers) - 1
+        cos, sin = rotary(packed.positions, self.shape)
         with self._autocast(tokens.device):
-            x = self.embed_tokens(tokens)
-            cos, sin = rotary(torch.arange(tokens.shape[1], device=tokens.device), self.shape)
-            for layer in blocks:
-                x = self._through(layer, x, cos, sin, None)
-            return self.norm(self._through(last, x, cos, sin, where))
+            x = self.embed_tokens(tokens.flatten()[packed.source])
+            for number, layer in enumerate(self.blocks):
+                x = self._through(layer, x, cos, sin, packed, number == last)
+            return self.norm(x)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens to the cache's first B rows; hidden state of the last one.
