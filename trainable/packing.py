@@ -1,6 +1,7 @@
 """Rows of unequal length as one stream of tokens, so that no padding is computed: layout, and attention over it."""
 
 from inspect import signature
+from itertools import accumulate, groupby
 from typing import NamedTuple
 
 import torch
@@ -46,13 +47,13 @@ def pack(shape: tuple[int, int], where: Tensor) -> Packed:
     begins = lengths.cumsum(0) - lengths
     row, positions = (torch.arange(width, device=device) < lengths[:, None]).nonzero().unbind(1)
     begin_of = torch.zeros_like(begins).scatter(0, order, begins)
-    sizes, counts = lengths[lengths > 0].unique_consecutive(return_counts=True)
+    sizes = [length for length in lengths.tolist() if length]
     return Packed(
         source=order[row] * width + positions,
         positions=positions,
         asked=begin_of[of] + position,
-        bounds=F.pad(lengths[lengths > 0].cumsum(0), (1, 0)).int(),
-        groups=tuple(zip(counts.tolist(), sizes.tolist(), strict=True)),
+        bounds=torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device),
+        groups=tuple((len(list(group)), length) for length, group in groupby(sizes)),
     )
 
 
@@ -83,9 +84,9 @@ def by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
     sizes = [rows * length for rows, length in packed.groups]
     mixed = []
     for group, *parts in zip(packed.groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-        heads = [part.unflatten(0, group).transpose(1, 2) for part in parts]
+        heads = [part.view(*group, *part.shape[1:]).transpose(1, 2) for part in parts]
         found = F.scaled_dot_product_attention(
             heads[0], heads[1], heads[2], is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
-        mixed.append(found.transpose(1, 2).flatten(0, 1))
-    return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).flatten(1)
+        mixed.append(found.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2]))
+    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)

@@ -65,9 +65,8 @@ class Attention(nn.Module):
 
     def by_head(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `(..., heads, D)`, keys and values `(..., kv_heads, D)` of `x` (..., hidden)."""
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj)
-        )  # fmt: skip
+        size = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = self.q_proj(x).view(size), self.k_proj(x).view(size), self.v_proj(x).view(size)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
@@ -141,7 +140,7 @@ class Layer(nn.Module):
         """The block over the rows of a stream `x` (N, hidden), finished only where it is asked for if `is_last`."""
         mixed = self.self_attn.causal(self.input_layernorm(x), cos, sin, packed)
         if is_last:
-            x, mixed = x[packed.asked], mixed[packed.asked]
+            x, mixed = x.index_select(0, packed.asked), mixed.index_select(0, packed.asked)
         return self.finish(x, mixed)
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
@@ -188,9 +187,10 @@ class Trunk(nn.Module):
         """
         packed = pack((tokens.shape[0], tokens.shape[1]), where)
         last = len(self.layers) - 1
-        cos, sin = rotary(packed.positions, self.shape)
+        angles = rotary(torch.arange(packed.groups[-1][1], device=tokens.device), self.shape)
+        cos, sin = (part.index_select(0, packed.positions) for part in angles)
         with self._autocast(tokens.device):
-            x = self.embed_tokens(tokens.flatten()[packed.source])
+            x = self.embed_tokens(tokens.flatten().index_select(0, packed.source))
             for number, layer in enumerate(self.blocks):
                 x = self._through(layer, x, cos, sin, packed, number == last)
             return self.norm(x)
