@@ -134,7 +134,7 @@ def backend(name: str, network: torch.nn.Module, rate: float) -> OneDevice:
 
 def training_phases(networks: Networks, batch: Batch) -> dict[str, Phase]:
     """Values, reference, and both updates, in the order of a step."""
-    shape, lengths, trained = networks.policy.shape, batch.lengths.tolist(), int(batch.mask.sum())
+    shape, lengths, trained = networks.policy.shape, batch.read_lengths().tolist(), int(batch.mask.sum())
     policy_flops, value_flops = (
         forward_flops(shape, lengths, trained, outputs) for outputs in (shape.vocab_size, 1)
     )  # fmt: skip

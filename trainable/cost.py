@@ -48,7 +48,7 @@ def rollout_flops(shape: Qwen2Shape, episodes: Sequence[Episode]) -> float:
 
 def training_flops(shape: Qwen2Shape, config: RunConfig, batch: Batch) -> dict[str, float]:
     """Operations of each phase of training on `batch`, by the end of its column's name; what is off is left out."""
-    lengths, trained = batch.lengths.tolist(), int(batch.mask.sum())
+    lengths, trained = batch.read_lengths().tolist(), int(batch.mask.sum())
     value, policy = (forward_flops(shape, lengths, trained, outputs) for outputs in (1, shape.vocab_size))
     found = {"update_actor": (1 + BACKWARD) * config.actor.ppo_epochs * policy}
     if config.algorithm.adv_estimator == "gae":

@@ -227,11 +227,14 @@ class ActorUpdate:
 def at_trained_tokens(batch: Batch, rows_a_pass: int, of: "TokenFunction", world: World = ALONE) -> Tensor:
     """`of(tokens (b, t), where (n,), targets (n,)) -> (n,)` at every trained token, without gradients; (B, T).
 
-    Ranks work on a part each, and all get the whole.
+    A pass has at most the tokens of `rows_a_pass` rows of the longest episode. Ranks work on a part each, and all get the
+    whole.
     """
     out = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
-    mine = torch.argsort(batch.lengths, stable=True)[world.rank :: world.size]
-    for rows in mine.split(rows_a_pass) if len(mine) else ():
+    lengths = batch.lengths.cpu()
+    mine = torch.argsort(lengths, stable=True)[world.rank :: world.size]
+    for cut in cut_by_tokens(lengths[mine], rows_a_pass * int(lengths.max())):
+        rows = mine[cut]
         part = batch.rows(rows)
         flat = out.new_zeros(part.mask.shape)
         flat[part.mask] = of(part.tokens, part.where(), part.tokens[part.mask]).to(flat.dtype)

@@ -16,7 +16,7 @@ from trainable.qwen2 import PassSettings
 from trainable.rollout.vllm_sampler import EngineSettings
 from trainable.seeds import stream
 from trainable.trainer import PPOTrainer
-from trainable.update import ROWS_A_PASS, TOKENS_A_PASS
+from trainable.update import TOKENS_A_PASS
 from tune_study import memory
 from tune_study.memory import GIB, MOMENTS, Network, network_bytes, parts, totals
 from tune_study.model_size import Shape, policy_parameters, shape_of
@@ -99,6 +99,8 @@ def small_shapes(draw: st.DrawFn) -> dict[str, int]:
 @settings(max_examples=15, deadline=None)
 @given(small_shapes())
 def test_a_block_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int]) -> None:
+    # Of unequal rows attention is made by length in float32; a GPU makes it in one call in bfloat16, as for equal ones.
+    where, read = (torch.tensor([30, 73]), 68) if dtype == "float32" else (torch.arange(74), 74)
     found = []
     for layers in (2, 3):
         model = random_model(torch_shape(**sizes, num_hidden_layers=layers))
@@ -106,14 +108,14 @@ def test_a_block_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int]) ->
         weights = {size for weight in model.parameters() for size in (weight.shape, weight.shape[::-1])}
         saved: list[torch.Tensor] = []
         with saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):  # type: ignore[misc]
-            model.model.hidden_at(torch.zeros((2, 37), dtype=torch.long), torch.arange(74))
+            model.model.hidden_at(torch.zeros((2, 37), dtype=torch.long), where)
         found.append(held([tensor for tensor in saved if tensor.shape not in weights]))  # nor weights as they are cast
     shape = Shape.model_validate(vars(model.shape))
-    assert found[1] - found[0] == 74 * memory.block_bytes(shape, paper(model__dtype=dtype))
+    assert found[1] - found[0] == read * memory.block_bytes(shape, paper(model__dtype=dtype))
 
 
 def test_constants_are_those_of_the_trainer() -> None:
-    assert (memory.ROWS_A_PASS, memory.TOKENS_A_PASS) == (ROWS_A_PASS, TOKENS_A_PASS)
+    assert TOKENS_A_PASS["cuda"] == memory.TOKENS_A_PASS
     assert memory.CHUNK_ELEMENTS == vocabulary.CHUNK_ELEMENTS
     assert EngineSettings(torch.device("cuda"), "bfloat16", 3600).max_num_seqs == memory.VLLM_ROWS
 
@@ -182,10 +184,10 @@ def test_the_3b_of_the_paper_by_hand() -> None:
     assert found["critic gradients"] == (0, 0, 4 * (policy + 2049), 4 * (policy + 2049), 0, 0)
     copies = 2 * (policy + 2049 - embedding)
     assert found["copies in bfloat16"] == (0, 2 * policy, copies, 0, 2 * policy, 0)
-    # A token of 4 x 3600, all that 16,384 hold: 36 block inputs, one block, what is around the blocks, and gradients
+    # A token of the 16,384 of a pass: 36 block inputs, one block, what is around the blocks, and gradients
     # of one block.
     token = 36 * 4 * 2048 + (24 * 2048 + 4 * 256 + 8 * 11_008 + 4 * 18) + 12 * 2048 + (3 * 2 * 11_008 + 8 * 2048)
-    assert found["activations"][2:] == (14_400 * token, 0, 14_400 * token, 0)
+    assert found["activations"][2:] == (16_384 * token, 0, 16_384 * token, 0)
     assert found["logits"] == (0, 3 * 2**29, 0, 0, 7 * 2**29 + 6 * embedding, 0)
 
 

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainers import quiet
+from trainable import update
 from trainable.algo.batching import length_stratified_order
 from trainable.backend.world import ALONE, Alone, dealt_rows, in_order, my_block, skipped_children
 from trainable.meter import Meter
@@ -79,6 +80,22 @@ def test_gradients_and_sums_of_all_ranks_are_those_of_one(size: int, mode: str) 
     assert sum(meter.tokens for _, meter in parts) == alone.tokens
     for name, value in alone.by_step.items():
         assert sum(meter.by_step[name] for _, meter in parts) == pytest.approx(value, abs=1e-5)
+
+
+def test_ranks_make_equally_many_passes_and_one_that_waits_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "TOKENS_A_PASS", {"cpu": 1})  # every row is a pass
+    trainer = quiet()
+    episodes = trainer.roll_out(trainer.val_rooms, 5, stream(0, "sampling", 1))
+    batch, targets = trainer.prepare(episodes, 1, 1, stream(0, "duplicates", 1), {})
+    rows, width = torch.arange(5), batch.tokens.shape[1]
+    cuts = [list(passes(batch, targets, rows, "token-mean", 2, width, world)) for world in ranks(3)]
+    assert [len(cut) for cut in cuts] == [2, 2, 2]
+    trained = [[int(part.batch.mask.sum()) for part in cut] for cut in cuts]
+    assert sum(map(sum, trained)) == int(batch.mask[:5].sum())
+    assert sum(count == 0 for counts in trained for count in counts) == 1
+    empty = next(part for cut in cuts for part in cut if not part.batch.mask.any())
+    assert len(empty.weights) == len(empty.batch.where()) == 0
+    assert not empty.batch.read_lengths().any()
 
 
 def gradient(trainer: PPOTrainer, cut: object) -> tuple[torch.Tensor, Meter]:
