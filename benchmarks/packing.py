@@ -1,15 +1,16 @@
 """Passes without padding beside padded ones, by turns in one process, as one JSON object.
 
 The padded route is the one that `Trunk.hidden_at` had before: rows of a pass as a rectangle, passes of 16 rows. Both
-make the log-probs of the trained tokens of a batch and their gradient (update), and the log-probs alone, 8 rows a pass
-(reference). Batches: one rollout of the laptop preset; the same with every token four times; made-up conversations of
-the published lengths on a GPU, for a Qwen2.5-0.5B with random weights in bfloat16.
+make the log-probs of the trained tokens of a batch and their gradient (update), and the log-probs alone, both
+in the same passes of 8 rows (reference). Batches: one rollout of the laptop preset; the same with every token four
+times; on a GPU made-up conversations of the published lengths, for a Qwen2.5-0.5B with random weights in bfloat16.
 Run: python benchmarks/packing.py; python benchmarks/packing.py --device cuda
 """
 
 import argparse
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -120,15 +121,24 @@ def padding(batch: Batch, groups: Iterable[Tensor]) -> float:
     return 1 - needed / whole
 
 
+def seconds(work: Callable[[], object], kind: str) -> float:
+    """Seconds of `work` on a GPU; on a processor, which may be shared, CPU seconds."""
+    if kind == "cuda":
+        return clocked(work, kind)
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
 def compared(case: Case, with_gradients: bool, repetitions: int) -> dict[str, object]:
-    """Seconds of both ways by turns, after one call of each, in which they are checked against each other."""
+    """What both ways take, by turns, after one call of each, in which they are checked against each other."""
     kind = case.batch.tokens.device.type
     ways = routes(case, with_gradients)
     wanted, found = (torch.cat([part.flatten().double() for part in way()]) for way in ways.values())
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repetitions):
         for name, way in ways.items():
-            spent[name].append(clocked(way, kind))
+            spent[name].append(seconds(way, kind))
     ratios = [packed / padded for packed, padded in zip(spent["packed"], spent["padded"], strict=True)]
     order = torch.argsort(case.batch.lengths, stable=True)
     cut = padded_updates(case.batch) if with_gradients else order.split(ROWS_WITHOUT_GRADIENTS)

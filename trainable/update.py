@@ -227,8 +227,8 @@ class ActorUpdate:
 def at_trained_tokens(batch: Batch, rows_a_pass: int, of: "TokenFunction", world: World = ALONE) -> Tensor:
     """`of(tokens (b, t), where (n,), targets (n,)) -> (n,)` at every trained token, without gradients; (B, T).
 
-    A pass has at most the tokens of `rows_a_pass` rows of the longest episode. Ranks work on a part each, and all get the
-    whole.
+    A pass has at most the tokens of `rows_a_pass` rows of the longest episode. Ranks work on a part each, and all get
+    the whole.
     """
     out = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
     lengths = batch.lengths.cpu()
