@@ -23,7 +23,8 @@ from trainable.batch import Batch, collate
 from trainable.cost import clocked, forward_flops, matrix_rate
 from trainable.cross_scores import cross_scores
 from trainable.policy import find_model, frozen_copy
-from trainable.qwen2 import PassSettings, Qwen2, Qwen2Shape, ValueModel
+from trainable.qwen2 import PassSettings, Qwen2, ValueModel
+from trainable.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
@@ -133,7 +134,7 @@ def backend(name: str, network: torch.nn.Module, rate: float) -> OneDevice:
 
 def training_phases(networks: Networks, batch: Batch) -> dict[str, Phase]:
     """Values, reference, and both updates, in the order of a step."""
-    shape, lengths, trained = networks.policy.shape, batch.lengths.tolist(), int(batch.mask.sum())
+    shape, lengths, trained = networks.policy.shape, batch.read_lengths().tolist(), int(batch.mask.sum())
     policy_flops, value_flops = (
         forward_flops(shape, lengths, trained, outputs) for outputs in (shape.vocab_size, 1)
     )  # fmt: skip

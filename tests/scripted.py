@@ -9,7 +9,8 @@ from torch import Tensor
 
 from search_spaces.presets import PRESETS
 from trainable.config import RunConfig, with_overrides
-from trainable.qwen2 import Qwen2, Qwen2Shape
+from trainable.qwen2 import Qwen2
+from trainable.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import Sampled, SamplingParams
 

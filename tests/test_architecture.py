@@ -26,10 +26,13 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainable.algo": (("trainable.algo",), ("torch",)),
     "trainable.sokoban": (("trainable.sokoban", "trainable.seeds"), ("numpy",)),
     "trainable.protocol": (("trainable.sokoban", "trainable.seeds"), ("numpy",)),
-    "trainable.qwen2": ((), ("torch",)),
+    "trainable.qwen2_shape": ((), ("torch",)),
+    "trainable.kv_cache": (("trainable.qwen2_shape",), ("torch",)),
+    "trainable.packing": ((), ("torch",)),
+    "trainable.qwen2": (("trainable.kv_cache", "trainable.packing", "trainable.qwen2_shape"), ("torch",)),
     "trainable.rollout": (
         ("trainable.rollout", "trainable.sokoban", "trainable.protocol", "trainable.seeds", "trainable.config",
-         "trainable.qwen2", "trainable.failures"),
+         "trainable.qwen2", "trainable.kv_cache", "trainable.failures"),
         ("torch", "numpy", "transformers"),
     ),
     "trainable.rollout.vllm_sampler": (

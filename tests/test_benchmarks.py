@@ -1,4 +1,4 @@
-"""The benchmark of a whole step runs on a processor, and counts operations as they are made."""
+"""Benchmarks of a step and of passes run on a processor, and count operations as they are made."""
 
 import importlib
 import json
@@ -37,6 +37,17 @@ def test_a_step_of_the_tiny_shape_is_measured_phase_by_phase(dtype: str) -> None
         assert row["seconds"] > 0
         assert 0 < row["utilisation"] < 1
         assert row["peak_gib"] is None
+
+
+def test_passes_without_padding_are_measured_beside_padded_ones() -> None:
+    command = [sys.executable, "-W", "error", str(FOLDER / "packing.py"), "--device", "cpu", "--repetitions", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    for case in ("laptop", "laptop, every token four times"):
+        for work in ("update", "reference"):
+            assert 0 < found[case][work]["padding_share"] < 1
+            assert found[case][work]["relative_difference"] < 1e-5
 
 
 @pytest.mark.parametrize(("options", "message"), [

@@ -38,6 +38,10 @@ class Batch(NamedTuple):
         """Flat positions (N,) in B * T from which the trained tokens are predicted: each token's predecessor."""
         return self.mask.flatten().nonzero().squeeze(-1) - 1
 
+    def read_lengths(self) -> Tensor:
+        """Tokens (B,) of each episode that a pass reads: all before its last trained one, 0 where none is trained."""
+        return (torch.arange(self.mask.shape[1], device=self.mask.device) * self.mask).amax(1)
+
 
 def collate(episodes: Sequence[Episode]) -> Batch:
     """Pad episodes into one batch, in their order."""

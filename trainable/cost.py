@@ -9,7 +9,7 @@ import torch
 
 from trainable.batch import Batch
 from trainable.config import RunConfig
-from trainable.qwen2 import Qwen2Shape
+from trainable.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode
 
 BACKWARD = 2.0
@@ -49,7 +49,7 @@ def rollout_flops(shape: Qwen2Shape, episodes: Sequence[Episode]) -> float:
 
 def training_flops(shape: Qwen2Shape, config: RunConfig, batch: Batch) -> dict[str, float]:
     """Operations of each phase of training on `batch`, by the end of its column's name; what is off is left out."""
-    lengths, trained = batch.lengths.tolist(), int(batch.mask.sum())
+    lengths, trained = batch.read_lengths().tolist(), int(batch.mask.sum())
     value, policy = (forward_flops(shape, lengths, trained, outputs) for outputs in (1, shape.vocab_size))
     learning = 1 + (BACKWARD / 2 if config.model.lora_rank else BACKWARD)
     found = {"update_actor": learning * config.actor.ppo_epochs * policy}

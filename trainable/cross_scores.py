@@ -14,7 +14,8 @@ from torch import Tensor
 
 from trainable.algo.vocabulary import CHUNK_ELEMENTS
 from trainable.backend.world import ALONE, World
-from trainable.qwen2 import KVCache, Qwen2
+from trainable.kv_cache import KVCache
+from trainable.qwen2 import Qwen2
 
 TREE_TOKENS = 256  # of one tree: what its tokens see of each other grows with the square
 PASS_TOKENS, PASS_TOKENS_CUDA = 2048, 2**16

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from trainable.algo.batching import cut_by_tokens
 from trainable.algo.vocabulary import CHUNK_ELEMENTS, logprobs_from_hidden, token_numbers
 from trainable.batch import Batch, collate
 from trainable.config import RunConfig
@@ -162,12 +163,16 @@ def make_engine(
 def reread(
     model: Qwen2, episodes: Sequence[Episode], temperature: float, rows_a_pass: int, device: torch.device
 ) -> list[Episode]:
-    """`episodes` with the model's own log-probs and entropies; what the engine gave stays as `engine_logprobs`."""
+    """`episodes` with the model's own log-probs and entropies; what the engine gave stays as `engine_logprobs`.
+
+    A pass has as many tokens at most as `rows_a_pass` rows of the longest episode.
+    """
     if not episodes:
         return []
     batch = Batch(*(part.to(device) for part in collate(episodes)))
     logprobs, entropies = torch.zeros_like(batch.logprobs), torch.zeros_like(batch.logprobs)
-    for index in torch.argsort(batch.lengths, stable=True).split(rows_a_pass):
+    lengths = batch.lengths.cpu()
+    for index in cut_by_tokens(lengths, rows_a_pass * int(lengths.max())):
         part = batch.rows(index)
         numbers = model.lm_head(model.model.hidden_at(part.tokens, part.where()), partial(
             token_numbers, tokens=part.tokens[part.mask], temperature=temperature, entropy_gradient=False,

@@ -97,6 +97,7 @@ def trained_columns(
     row: dict[str, float | None] = {
         "batch_size": len(batch.lengths),
         "trained_tokens": int(mask.sum()),
+        "padding_share": 1 - float(batch.read_lengths().sum()) / mask.numel(),
         "entropy": sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes),
     }
     if targets.ref_logprobs is not None:

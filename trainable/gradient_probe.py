@@ -279,7 +279,6 @@ class _Probe:
         cells = torch.where(chosen, own * FOLDS + folds, -1)
         for cell in sorted(set(cells[chosen].tolist()))[world.rank :: world.size]:
             index = (cells == cell).nonzero().squeeze(-1)
-            index = index[torch.argsort(self.batch.lengths[index].cpu(), stable=True)]  # less padding; sums are sums
             places = ((sums, cell // FOLDS), (whole, cell % FOLDS))
             for part in weighted_passes(self.batch, self.targets, index, weights[index].float()):
                 gradients, score = self._gradients(part)[0], self._score(part)

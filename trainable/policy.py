@@ -13,7 +13,8 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from trainable.protocol import END_OF_MESSAGE
-from trainable.qwen2 import PassSettings, Qwen2, Qwen2Shape, ValueHead, ValueModel
+from trainable.qwen2 import PassSettings, Qwen2, ValueHead, ValueModel
+from trainable.qwen2_shape import Qwen2Shape
 from trainable.rollout.play import Codec
 from trainable.sections import ModelConfig
 

@@ -1,14 +1,11 @@
 """The Qwen2 architecture in plain torch, with the hub's parameter names, for two uses a general forward does badly.
 
-`hidden_at` runs whole sequences and finishes the last layer only where a token is trained; `extend` grows a key-value
-cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
+`hidden_at` runs whole sequences without padding and finishes the last layer only where a token is trained; `extend`
+grows a key-value cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
 """
 
-import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -16,58 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-ARCHITECTURE = "Qwen2ForCausalLM"
-
-
-@dataclass(frozen=True)
-class Qwen2Shape:
-    """Sizes of a model, as its config.json names them."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    max_position_embeddings: int
-    rope_theta: float
-    rms_norm_eps: float
-    tie_word_embeddings: bool
-    eos_token_id: int
-
-    @property
-    def head_dim(self) -> int:
-        """Channels of one attention head."""
-        return self.hidden_size // self.num_attention_heads
-
-    @staticmethod
-    def read(folder: Path) -> "Qwen2Shape":
-        """The shape of the model in `folder`; ValueError for another architecture, naming it."""
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found = (config.get("architectures") or [config.get("model_type")])[0]
-        if found != ARCHITECTURE:
-            raise ValueError(
-                f"The model in {folder} is a {found}; the torch engine runs {ARCHITECTURE} (Qwen2 and Qwen2.5). "
-                f"Give a Qwen2 model with --model."
-            )
-        rope = config.get("rope_parameters") or {}
-        kind = rope.get("rope_type") or (config.get("rope_scaling") or {}).get("rope_type") or "default"
-        if kind != "default":
-            raise ValueError(f"The model in {folder} scales its rotary positions ({kind}); the torch engine does not.")
-        eos = config["eos_token_id"]
-        return Qwen2Shape(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=config["num_attention_heads"],
-            num_key_value_heads=config["num_key_value_heads"],
-            max_position_embeddings=config["max_position_embeddings"],
-            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
-            rms_norm_eps=config["rms_norm_eps"],
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
-            eos_token_id=eos[0] if isinstance(eos, list) else eos,
-        )
+from trainable.kv_cache import KVCache
+from trainable.packing import Packed, causal_attention, pack
+from trainable.qwen2_shape import Qwen2Shape, rotary
 
 
 class PassSettings(NamedTuple):
@@ -79,67 +27,6 @@ class PassSettings(NamedTuple):
 
     dtype: torch.dtype = torch.float32
     recompute: bool = False
-
-
-class KVCache:
-    """Keys and values of every layer, `(rows, kv_heads, slots, head_dim)`; rows that grow together share slots.
-
-    A slot may be a filler for a row; `bias` (rows, slots) is 0 where the row has a token and -inf where it does not.
-    Keys and values are made when they are first written, in the type that the network computes in.
-    """
-
-    def __init__(self, shape: Qwen2Shape, rows: int, slots: int, like: Tensor) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.bias = like.new_full((rows, slots), -torch.inf)
-        self.used = 0
-        self.shape = shape
-        self.angles = rotary(torch.arange(slots, device=like.device), shape)
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill a layer's next q slots with `k`, `v` (B, kv_heads, q, D); all of its first B rows (..., used + q, D)."""
-        if layer == len(self.keys):
-            size = (self.bias.shape[0], k.shape[1], self.bias.shape[1], k.shape[3])
-            # Zeros, since memory never written may hold a NaN, which no bias hides.
-            self.keys.append(k.new_zeros(size))
-            self.values.append(v.new_zeros(size))
-        end = self.used + k.shape[2]
-        keys, values = self.keys[layer][: len(k)], self.values[layer][: len(k)]
-        keys[:, :, self.used : end] = k
-        values[:, :, self.used : end] = v
-        return keys[:, :, :end], values[:, :, :end]
-
-    def reserve(self, slots: int) -> None:
-        """Make room for `slots` more."""
-        short = self.used + slots - self.bias.shape[1]
-        if short > 0:
-            grow = max(short, self.bias.shape[1] // 2)
-            self.keys = [F.pad(keys, (0, 0, 0, grow)) for keys in self.keys]
-            self.values = [F.pad(values, (0, 0, 0, grow)) for values in self.values]
-            self.bias = F.pad(self.bias, (0, grow), value=-torch.inf)
-            self.angles = rotary(torch.arange(self.bias.shape[1], device=self.bias.device), self.shape)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep `rows` (indices, repeats allowed) in that order."""
-        self.keys = [keys.index_select(0, rows) for keys in self.keys]
-        self.values = [values.index_select(0, rows) for values in self.values]
-        self.bias = self.bias.index_select(0, rows)
-
-    def pack(self) -> None:
-        """Move each row's tokens into its first slots, so that fillers cost no attention."""
-        filler = self.bias != 0
-        slots = torch.argsort(filler, dim=1, stable=True)
-        self.keys = [_gathered(keys, slots) for keys in self.keys]
-        self.values = [_gathered(values, slots) for values in self.values]
-        self.bias = self.bias.gather(1, slots)
-        self.used = int((~filler).sum(1).max())
-
-
-def _gathered(store: Tensor, slots: Tensor) -> Tensor:
-    """`store` (rows, kv_heads, slots, D) with each row's slots in the order `slots` (rows, slots)."""
-    rows, heads, length, size = store.shape
-    first = torch.arange(rows * heads, device=store.device).view(rows, heads, 1) * length
-    return store.view(-1, size).index_select(0, (first + slots[:, None]).flatten()).view(store.shape)
 
 
 class RMSNorm(nn.Module):
@@ -155,14 +42,6 @@ class RMSNorm(nn.Module):
         normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         kind = x.device.type  # what autocast's products want is cast once here, and not for each of them
         return normed.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else normed
-
-
-def rotary(positions: Tensor, shape: Qwen2Shape) -> tuple[Tensor, Tensor]:
-    """Cosines and sines `(*positions.shape, head_dim)` of the rotary embedding."""
-    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
-    angles = positions[..., None].float() * (1.0 / shape.rope_theta**exponents)
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -184,20 +63,21 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden, kv)
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries `(B, heads, T, D)`, keys and values `(B, kv_heads, T, D)` of `x` (B, T, hidden)."""
-        batch, time, _ = x.shape
-        q = self.q_proj(x).view(batch, time, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.v_proj(x).view(batch, time, self.kv_heads, self.head_dim).transpose(1, 2)
-        cos, sin = cos.unsqueeze(-3), sin.unsqueeze(-3)
+    def by_head(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(..., heads, D)`, keys and values `(..., kv_heads, D)` of `x` (..., hidden)."""
+        size = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = self.q_proj(x).view(size), self.k_proj(x).view(size), self.v_proj(x).view(size)
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
-    def causal(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Causal attention over whole sequences, before the output projection: `(B, T, hidden)`."""
-        q, k, v = self.project(x, cos, sin)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.heads != self.kv_heads)
-        return mixed.transpose(1, 2).flatten(2)
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(B, heads, T, D)`, keys and values `(B, kv_heads, T, D)` of `x` (B, T, hidden)."""
+        q, k, v = self.by_head(x, cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def causal(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+        """Causal attention over the rows of a stream `x` (N, hidden), before the output projection: `(N, hidden)`."""
+        return causal_attention(*self.by_head(x, cos, sin), packed)
 
     def cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
         """Attention of `x` (B, q, hidden) over the cache, whose next q slots it fills; `bias` (B, q, used + q)."""
@@ -256,11 +136,11 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def whole(self, x: Tensor, cos: Tensor, sin: Tensor, where: Tensor | None) -> Tensor:
-        """The block over whole sequences `x` (B, T, hidden), finished at flat positions `where` only, if given."""
-        mixed = self.self_attn.causal(self.input_layernorm(x), cos, sin)
-        if where is not None:
-            x, mixed = x.flatten(0, 1)[where], mixed.flatten(0, 1)[where]
+    def whole(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed, is_last: bool) -> Tensor:
+        """The block over the rows of a stream `x` (N, hidden), finished only where it is asked for if `is_last`."""
+        mixed = self.self_attn.causal(self.input_layernorm(x), cos, sin, packed)
+        if is_last:
+            x, mixed = x.index_select(0, packed.asked), mixed.index_select(0, packed.asked)
         return self.finish(x, mixed)
 
     def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
@@ -291,26 +171,29 @@ class Trunk(nn.Module):
         # A pass uses each weight once: casts that are kept for a second use would only hold memory.
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
 
-    def _through(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, where: Tensor | None) -> Tensor:
+    def _through(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed, is_last: bool) -> Tensor:
         """`layer.whole`, of which a pass with gradients keeps only the input where blocks are recomputed."""
         if not (self.passes.recompute and torch.is_grad_enabled()):
-            return layer.whole(x, cos, sin, where)
+            return layer.whole(x, cos, sin, packed, is_last)
         # No block draws random numbers, so their state need not be kept.
-        return checkpoint(layer.whole, x, cos, sin, where, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(layer.whole, x, cos, sin, packed, is_last, use_reentrant=False, preserve_rng_state=False)
 
     def hidden_at(self, tokens: Tensor, where: Tensor) -> Tensor:
         """Hidden states at chosen positions of whole sequences.
 
         tokens: (B, T) from position 0 on, right-padded with anything. where: (N,) flat indices into B * T, none of
-        them padding. Returns (N, hidden). The last block is finished at `where` only, which changes no number.
+        them padding. Returns (N, hidden). Tokens after a row's last chosen position are not run, and the last block is
+        finished at `where` only: neither changes a number.
         """
-        *blocks, last = self.blocks
+        packed = pack((tokens.shape[0], tokens.shape[1]), where)
+        last = len(self.layers) - 1
+        angles = rotary(torch.arange(packed.groups[-1][1], device=tokens.device), self.shape)
+        cos, sin = (part.index_select(0, packed.positions) for part in angles)
         with self._autocast(tokens.device):
-            x = self.embed_tokens(tokens)
-            cos, sin = rotary(torch.arange(tokens.shape[1], device=tokens.device), self.shape)
-            for layer in blocks:
-                x = self._through(layer, x, cos, sin, None)
-            return self.norm(self._through(last, x, cos, sin, where))
+            x = self.embed_tokens(tokens.flatten().index_select(0, packed.source))
+            for number, layer in enumerate(self.blocks):
+                x = self._through(layer, x, cos, sin, packed, number == last)
+            return self.norm(x)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens to the cache's first B rows; hidden state of the last one.

@@ -185,6 +185,11 @@ STEP_COLUMNS: tuple[Column, ...] = (
     Column("env_steps", "actions", "actions executed in this step"),
     Column("sampled_tokens", "tokens", "tokens sampled in this step"),
     Column("trained_tokens", "tokens", "sampled tokens in the trained batch, copies counted"),
+    Column(
+        "padding_share",
+        "share",
+        "1 - tokens that a pass reads / (episodes x the longest one's tokens), in the trained batch: not computed",
+    ),
     Column("total_optimizer_steps", "optimizer steps", "optimizer_steps so far"),
     Column("total_env_steps", "actions", "env_steps so far"),
     Column("total_sampled_tokens", "tokens", "sampled_tokens so far"),

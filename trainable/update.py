@@ -13,19 +13,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from trainable.algo.batching import cut_by_tokens
 from trainable.algo.losses import kl_estimate, ppo_clip, value_clip
 from trainable.algo.reductions import loss_weights
 from trainable.algo.vocabulary import CHUNK_ELEMENTS, TokenNumbers, logprobs_from_hidden, token_numbers
 from trainable.backend.one_device import Backend
-from trainable.backend.world import ALONE, World, my_rows
+from trainable.backend.world import ALONE, World, dealt_rows
 from trainable.batch import Batch, mini_batches
 from trainable.meter import Meter
 from trainable.qwen2 import Qwen2, Trunk, ValueModel
 from trainable.rollout.agreement import importance_weights
 from trainable.sections import ActorConfig, CriticConfig, OptimConfig
 
-ROWS_A_PASS = 16  # rows of one forward and backward pass at most; a choice of speed and memory only
-TOKENS_A_PASS = 16_384  # tokens of one, padding included: what keeps a GPU busy, and bounds what it has to remember
+TOKENS_A_PASS = {"cpu": 2_048, "cuda": 16_384}
+"""Tokens of one forward and backward pass, by device: what fits a processor's caches; what keeps a GPU busy, and bounds
+what it has to remember. A longer row makes a pass of its own. No number depends on it."""
 
 
 class Targets(NamedTuple):
@@ -61,28 +63,30 @@ def passes(
 ) -> Iterator[Pass]:  # fmt: skip
     """Cut this rank's part of the mini-batch `rows` into passes, each with its share of the whole loss's weights.
 
-    Every rank gets equally many passes; one that has less to do is given rows without a trained token.
+    Every rank gets equally many passes; one that has less to do gets passes without a trained token.
     """
     weights = loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
-    if world.size == 1:
-        return weighted_passes(batch, targets, rows, weights)
-    mine, counts = my_rows(batch.lengths[rows], world)
-    index = rows[mine.to(rows.device)]
-    part = Batch(*(field[index] for field in batch))
-    part = part._replace(mask=part.mask & counts.to(part.mask.device)[:, None])
-    everyone = torch.arange(len(index), device=rows.device)
-    return weighted_passes(part, targets.rows(index, batch.tokens.shape[1]), everyone, weights[mine.to(weights.device)])
+    lengths, most = batch.lengths[rows].cpu(), TOKENS_A_PASS[batch.tokens.device.type]
+    cuts = [[share[cut] for cut in cut_by_tokens(lengths[share], most)] for share in dealt_rows(lengths, world.size)]
+    for cut in cuts[world.rank]:
+        yield _pass(batch, targets, rows[cut], weights[cut])
+    short = max(map(len, cuts)) - len(cuts[world.rank])
+    untrained = batch._replace(mask=torch.zeros_like(batch.mask))
+    for _ in range(short):
+        yield _pass(untrained, targets, rows[:1], weights[:1])
 
 
 def weighted_passes(batch: Batch, targets: Targets, rows: Tensor, weights: Tensor) -> Iterator[Pass]:
     """Cut the episodes at `rows` (N,) into passes; weights (N, T) of their tokens in the loss."""
-    # By the batch's longest episode, which all ranks know: they must make equally many passes.
-    size = max(1, min(ROWS_A_PASS, TOKENS_A_PASS // batch.tokens.shape[1]))
-    for start in range(0, len(rows), size):
-        index = rows[start : start + size]
-        part = batch.rows(index)
-        longest = part.mask.shape[1]
-        yield Pass(part, targets.rows(index, longest), weights[start : start + size, :longest][part.mask])
+    for cut in cut_by_tokens(batch.lengths[rows].cpu(), TOKENS_A_PASS[batch.tokens.device.type]):
+        yield _pass(batch, targets, rows[cut], weights[cut])
+
+
+def _pass(batch: Batch, targets: Targets, index: Tensor, weights: Tensor) -> Pass:
+    """The pass of the episodes at `index` (n,); weights (n, T) of their tokens in the loss."""
+    part = batch.rows(index)
+    longest = part.mask.shape[1]
+    return Pass(part, targets.rows(index, longest), weights[:, :longest][part.mask])
 
 
 def update_critic(
@@ -223,11 +227,14 @@ class ActorUpdate:
 def at_trained_tokens(batch: Batch, rows_a_pass: int, of: "TokenFunction", world: World = ALONE) -> Tensor:
     """`of(tokens (b, t), where (n,), targets (n,)) -> (n,)` at every trained token, without gradients; (B, T).
 
-    Ranks work on a part each, and all get the whole.
+    A pass has at most the tokens of `rows_a_pass` rows of the longest episode. Ranks work on a part each, and all get
+    the whole.
     """
     out = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
-    mine = torch.argsort(batch.lengths, stable=True)[world.rank :: world.size]
-    for rows in mine.split(rows_a_pass) if len(mine) else ():
+    lengths = batch.lengths.cpu()
+    mine = torch.argsort(lengths, stable=True)[world.rank :: world.size]
+    for cut in cut_by_tokens(lengths[mine], rows_a_pass * int(lengths.max())):
+        rows = mine[cut]
         part = batch.rows(rows)
         flat = out.new_zeros(part.mask.shape)
         flat[part.mask] = of(part.tokens, part.where(), part.tokens[part.mask]).to(flat.dtype)

@@ -25,8 +25,8 @@ ROLLOUT, VALUES, CRITIC_BACKWARD, CRITIC_STEP, POLICY_BACKWARD, POLICY_STEP, STA
 
 FLOAT32, BFLOAT16 = 4, 2
 MOMENT_BYTES = 2 * FLOAT32
-ROWS_A_PASS, TOKENS_A_PASS = 16, 16_384
-"""Rows and tokens of one forward and backward pass at most: `trainable.update` has the same."""
+TOKENS_A_PASS = 16_384
+"""Tokens of one forward and backward pass at most, or one longer conversation: `trainable.update` has the same."""
 CHUNK_ELEMENTS = 2**27
 """Logits held at once: `trainable.algo.vocabulary.CHUNK_ELEMENTS`."""
 LOGIT_COPIES = {True: 7, False: 3}
@@ -160,10 +160,11 @@ def longest(config: RunConfig) -> int:
 def block_bytes(shape: Shape, config: RunConfig) -> int:
     """What one block keeps of one token for its backward pass.
 
-    float32: 4 (8 h + 2 kv + 4 f); bfloat16: 24 h + 4 kv + 8 f, since norms and the residual stream stay float32; in
-    both the softmax's normaliser of each head and the norms' two factors. Counted over the tensors that autograd saves.
-    With LoRA every adapter adds what it multiplies with B, as many numbers as its rank, and frozen norms keep 8 h less;
-    exact for adapters on all layers, an upper bound for some.
+    float32: 4 (9 h + 2 kv + 4 f), of which attention's output twice, by length and end to end; bfloat16: 24 h + 4 kv +
+    8 f, since norms and the residual stream stay float32; in both the softmax's normaliser of each head and the norms'
+    two factors. Counted over the tensors that autograd saves. With LoRA every adapter adds what it multiplies with B,
+    as many numbers as its rank, and frozen norms keep 8 h less; exact for adapters on all layers, an upper bound for
+    some.
     """
     hidden, wide, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
     factors = FLOAT32 * (shape.num_attention_heads + 2)
@@ -171,18 +172,18 @@ def block_bytes(shape: Shape, config: RunConfig) -> int:
         adapters = config.model.lora_rank * len(adapted_layers(shape, config.model))
         factors += compute_bytes(config) * adapters - 2 * FLOAT32 * hidden
     if config.model.dtype == "float32":
-        return FLOAT32 * (8 * hidden + 2 * kv + 4 * wide) + factors
+        return FLOAT32 * (9 * hidden + 2 * kv + 4 * wide) + factors
     return 24 * hidden + 4 * kv + 8 * wide + factors
 
 
 def tokens_a_pass(config: RunConfig) -> int:
-    """Tokens of the largest pass with gradients."""
-    rows = max(1, min(ROWS_A_PASS, TOKENS_A_PASS // longest(config)))
-    return rows * longest(config)
+    """Tokens of the largest pass with gradients, which has no padding: at most a rank's rows of a mini-batch."""
+    most = max(config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size)
+    return min(-(-most // ranks(config)) * longest(config), max(TOKENS_A_PASS, longest(config)))
 
 
 def activation_bytes(shape: Shape, config: RunConfig) -> int:
-    """What the passes with gradients hold of activations, of as many conversations of full length as a pass takes.
+    """What the passes with gradients hold of activations.
 
     A token: the saved tensors of every block, or with gradient checkpointing each block's input (4 h) and one block's
     saved tensors; 12 h around the blocks; and 3 f numbers and 8 h bytes of gradients while a block goes backward.

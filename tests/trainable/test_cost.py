@@ -18,10 +18,11 @@ def test_counted_operations_are_those_that_torch_counts() -> None:
         model.lm_head(model.model.hidden_at(tokens, where))
     counts = counter.get_flop_counts()["Global"]
     products = sum(count for operation, count in counts.items() if "mm" in str(operation))
-    attention = 3 * 2 * sum(4 * 32 * (position + 1) for position in range(11))
-    assert forward_flops(model.shape, [11, 11], 3, 23) == products + attention
-    after_five = forward_flops(model.shape, [11, 11], 3, 23, read=5)
-    assert after_five == products + attention + 3 * 2 * 11 * 4 * 32 * 5
+    lengths = [11, 5]  # a row is read up to its last position in `where`
+    attention = 3 * sum(4 * 32 * (position + 1) for length in lengths for position in range(length))
+    assert forward_flops(model.shape, lengths, 3, 23) == products + attention
+    after_five = forward_flops(model.shape, lengths, 3, 23, read=5)
+    assert after_five == products + attention + 3 * sum(lengths) * 4 * 32 * 5
 
 
 def test_sampling_is_reading_everything_once_but_for_openings() -> None:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from tests.scripted import random_model, shape
 from trainable.cross_scores import cross_scores
+from trainable.kv_cache import KVCache
 from trainable.policy import load_policy
-from trainable.qwen2 import KVCache, Qwen2
+from trainable.qwen2 import Qwen2
 
 # heads, key-value heads, tied head, layers, rotary base
 LAYOUTS = [(4, 4, True, 2, 10_000.0), (4, 2, False, 3, 1_000_000.0), (4, 1, True, 1, 500.0), (2, 1, False, 2, 10_000.0)]

@@ -11,7 +11,8 @@ from search_spaces.kl import STUDY
 from trainable.config import RunConfig, with_overrides
 from trainable.embedded.recipe import write_model
 from trainable.protocol import END_OF_MESSAGE, Observation, make_protocol
-from trainable.qwen2 import Qwen2, Qwen2Shape
+from trainable.qwen2 import Qwen2
+from trainable.qwen2_shape import Qwen2Shape
 from trainable.sokoban.room_sets import validation_rooms
 from trainable.trainer import PPOTrainer
 

@@ -18,8 +18,9 @@ from trainable.backend.one_device import OneDevice
 from trainable.batch import Batch, collate
 from trainable.cross_scores import cross_scores
 from trainable.gradient_probe import probe_gradients
+from trainable.kv_cache import KVCache
 from trainable.policy import Policy, frozen_copy, load_policy, make_critic, pass_settings
-from trainable.qwen2 import KVCache, PassSettings, Qwen2
+from trainable.qwen2 import PassSettings, Qwen2
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.sections import ActorConfig, CriticConfig, ModelConfig

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.scripted import hub_twin, random_model, shape
-from trainable.qwen2 import KVCache, Qwen2, Qwen2Shape, ValueModel
+from trainable.kv_cache import KVCache
+from trainable.qwen2 import Qwen2, ValueModel
+from trainable.qwen2_shape import Qwen2Shape
 
 # heads, key-value heads, tied head, layers, rotary base
 LAYOUTS = [

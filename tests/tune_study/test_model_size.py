@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.scripted import shape as torch_shape
 from trainable.policy import load_policy, make_critic
-from trainable.qwen2 import Qwen2, Qwen2Shape, ValueModel
+from trainable.qwen2 import Qwen2, ValueModel
+from trainable.qwen2_shape import Qwen2Shape
 from trainable.seeds import stream
 from tune_study.model_size import (
     Shape,

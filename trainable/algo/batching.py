@@ -21,6 +21,34 @@ def length_stratified_order(lengths: Tensor) -> Tensor:
     return torch.cat([ranked[::2], ranked[1::2].flip(0)])
 
 
+def cut_by_tokens(lengths: Tensor, most: int) -> list[Tensor]:
+    """Indices of the sequences of each pass: neighbours in length, of at most `most` tokens together.
+
+        sort by (length, index); a pass takes sequences until the next one would not fit
+
+    Args:
+        lengths: (B,) tokens of each sequence, on the processor.
+        most: tokens of a pass; a sequence that is longer makes a pass of its own.
+
+    Returns:
+        int64 indices of each pass, short sequences first; every sequence is in one pass.
+
+    Source: definition.  Degenerate: no sequences make no pass.
+    """
+    if most < 1:
+        raise ValueError(f"a pass of at most {most} tokens; it must be at least 1.")
+    ranked = torch.sort(lengths, stable=True)
+    sizes: list[int] = []
+    left = 0
+    for length in ranked.values.tolist():
+        if not sizes or length > left:
+            sizes.append(0)
+            left = most
+        sizes[-1] += 1
+        left -= length
+    return list(ranked.indices.split(sizes)) if sizes else []
+
+
 def adjust_copy(n: int, multiple: int, generator: torch.Generator) -> Tensor:
     """Indices (n',) of n sequences followed by random duplicates, n' the next multiple of `multiple`.
 

@@ -165,28 +165,17 @@ def skipped_children(draws: np.random.Generator, count: int) -> np.random.Genera
     return draws
 
 
-def my_rows(lengths: Tensor, world: World) -> tuple[Tensor, Tensor]:
-    """Which rows of a mini-batch this rank works on, so that ranks have equally many rows and nearly as many tokens.
+def dealt_rows(lengths: Tensor, ranks: int) -> list[Tensor]:
+    """The rows of a mini-batch that each rank works on, so that ranks have nearly as many rows, and tokens.
 
-    Args:
-        lengths: (N,) tokens of each row, N at least 1.
-
-    Returns:
-        rows: (ceil(N / size),) indices, in their order; the same count for every rank.
-        counts: bool of the same shape, False for a row that only fills up.
-
-    Rows are dealt back and forth, the longest first. One rank takes all, in their order. Source: definition.
+    lengths: (N,) tokens of each row. Returns int64 indices in their order, for every rank; they may be none. Rows are
+    dealt back and forth, the longest first. Source: definition.
     """
-    everyone = torch.arange(len(lengths))
-    if world.size == 1:
-        return everyone, torch.ones(len(lengths), dtype=torch.bool)
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
-    there_and_back = [*range(world.size), *reversed(range(world.size))]
-    holder = torch.tensor([there_and_back[number % (2 * world.size)] for number in range(len(order))])
-    mine = order[holder == world.rank].sort().values
-    fill = -(-len(lengths) // world.size) - len(mine)
-    rows = torch.cat((mine, everyone[:1].expand(fill)))
-    return rows, torch.arange(len(rows)) < len(mine)
+    there_and_back = [*range(ranks), *reversed(range(ranks))]
+    turns = (there_and_back * -(-len(order) // len(there_and_back)))[: len(order)]
+    holder = torch.tensor(turns, dtype=torch.long, device=order.device)
+    return [order[holder == rank].sort().values for rank in range(ranks)]
 
 
 def in_order(parts: Sequence[Sequence[T]]) -> Iterator[T]:

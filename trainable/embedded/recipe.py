@@ -20,7 +20,8 @@ from trainable.algo.losses import logprobs_from_logits
 from trainable.embedded.demonstrations import Habits, Segment, dialogues
 from trainable.embedded.tokenizer import PAD, build_tokenizer, vocabulary, write_tokenizer
 from trainable.protocol import END_OF_MESSAGE, make_protocol
-from trainable.qwen2 import ARCHITECTURE, Qwen2, Qwen2Shape
+from trainable.qwen2 import Qwen2
+from trainable.qwen2_shape import ARCHITECTURE, Qwen2Shape
 from trainable.seeds import stream
 from trainable.sokoban.room_sets import demonstration_rooms
 

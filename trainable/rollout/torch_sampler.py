@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from trainable.failures import NonFiniteError
-from trainable.qwen2 import KVCache, Qwen2
+from trainable.kv_cache import KVCache
+from trainable.qwen2 import Qwen2
 from trainable.rollout.sampler import Conversation, Sampled, SamplingParams
 
 CROWDED = 0.5  # share of talking rows below which they are moved together; moving copies the cache

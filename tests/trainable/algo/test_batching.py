@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies_algo import examples
-from trainable.algo.batching import adjust_copy, adjust_delete, length_stratified_order
+from trainable.algo.batching import adjust_copy, adjust_delete, cut_by_tokens, length_stratified_order
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -29,6 +29,28 @@ def test_the_order_by_hand() -> None:
 def test_equal_lengths_keep_their_order_in_a_large_batch() -> None:
     """An unstable sort only shows beyond sixteen numbers."""
     assert length_stratified_order(torch.full((64,), 7)).tolist() == [*range(0, 64, 2), *range(63, 0, -2)]
+
+
+@examples
+@given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 60))
+def test_passes_hold_every_sequence_once_and_no_more_tokens_than_asked(lengths: list[int], most: int) -> None:
+    cuts = [cut.tolist() for cut in cut_by_tokens(torch.tensor(lengths, dtype=torch.long), most)]
+    assert [i for cut in cuts for i in cut] == sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    tokens = [sum(lengths[i] for i in cut) for cut in cuts]
+    assert all(whole <= most or len(cut) == 1 for whole, cut in zip(tokens, cuts, strict=True))
+    starts = [lengths[cut[0]] for cut in cuts[1:]]
+    assert all(whole + start > most for whole, start in zip(tokens, starts, strict=False))  # none was cut too early
+
+
+def test_passes_by_hand() -> None:
+    assert [cut.tolist() for cut in cut_by_tokens(torch.tensor([50, 10, 40, 90, 20, 30]), 60)] == [
+        [1, 4, 5], [2], [0], [3]
+    ]  # fmt: skip
+
+
+def test_a_pass_of_no_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 0 tokens; it must be at least 1"):
+        cut_by_tokens(torch.tensor([3]), 0)
 
 
 @examples

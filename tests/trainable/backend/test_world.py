@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainers import quiet
+from trainable import update
 from trainable.algo.batching import length_stratified_order
-from trainable.backend.world import ALONE, Alone, in_order, my_block, my_rows, skipped_children
+from trainable.backend.world import ALONE, Alone, dealt_rows, in_order, my_block, skipped_children
 from trainable.meter import Meter
 from trainable.seeds import stream
 from trainable.trainer import PPOTrainer
@@ -29,28 +30,23 @@ def test_blocks_are_consecutive_and_as_equal_as_can_be(count: int, size: int) ->
     assert max(map(len, blocks)) - min(map(len, blocks)) <= 1
 
 
-@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), SIZES)
-def test_rows_have_one_holder_and_every_rank_equally_many(lengths: list[int], size: int) -> None:
-    dealt = [my_rows(torch.tensor(lengths), world) for world in ranks(size)]
-    held = sorted(int(row) for rows, counts in dealt for row in rows[counts])
-    assert held == list(range(len(lengths)))
-    assert {len(rows) for rows, _ in dealt} == {-(-len(lengths) // size)}
-    assert all(bool((rows < len(lengths)).all()) for rows, _ in dealt)
+@given(st.lists(st.integers(1, 1000), max_size=40), SIZES)
+def test_rows_have_one_holder_and_ranks_nearly_as_many_of_them(lengths: list[int], size: int) -> None:
+    dealt = dealt_rows(torch.tensor(lengths, dtype=torch.long), size)
+    assert len(dealt) == size
+    assert sorted(row for rows in dealt for row in rows.tolist()) == list(range(len(lengths)))
+    assert all(rows.tolist() == sorted(rows.tolist()) for rows in dealt)
+    assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=8), SIZES)
 def test_ranks_have_nearly_as_many_tokens(lengths: list[int], size: int) -> None:
-    tokens = [
-        int(torch.tensor(lengths)[rows[counts]].sum())
-        for rows, counts in (my_rows(torch.tensor(lengths), world) for world in ranks(size))
-    ]
+    tokens = [int(torch.tensor(lengths)[rows].sum()) for rows in dealt_rows(torch.tensor(lengths), size)]
     assert max(tokens) - min(tokens) <= max(lengths)  # dealt back and forth, nobody is ahead by more than the longest
 
 
 def test_one_rank_takes_all_in_their_order() -> None:
-    rows, counts = my_rows(torch.tensor([5, 3, 9]), ALONE)
-    assert rows.tolist() == [0, 1, 2]
-    assert counts.all()
+    assert [rows.tolist() for rows in dealt_rows(torch.tensor([5, 3, 9]), 1)] == [[0, 1, 2]]
 
 
 @given(st.integers(0, 30), st.integers(1, 5))
@@ -84,6 +80,22 @@ def test_gradients_and_sums_of_all_ranks_are_those_of_one(size: int, mode: str) 
     assert sum(meter.tokens for _, meter in parts) == alone.tokens
     for name, value in alone.by_step.items():
         assert sum(meter.by_step[name] for _, meter in parts) == pytest.approx(value, abs=1e-5)
+
+
+def test_ranks_make_equally_many_passes_and_one_that_waits_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update, "TOKENS_A_PASS", {"cpu": 1})  # every row is a pass
+    trainer = quiet()
+    episodes = trainer.roll_out(trainer.val_rooms, 5, stream(0, "sampling", 1))
+    batch, targets = trainer.prepare(episodes, 1, 1, stream(0, "duplicates", 1), {})
+    rows, width = torch.arange(5), batch.tokens.shape[1]
+    cuts = [list(passes(batch, targets, rows, "token-mean", 2, width, world)) for world in ranks(3)]
+    assert [len(cut) for cut in cuts] == [2, 2, 2]
+    trained = [[int(part.batch.mask.sum()) for part in cut] for cut in cuts]
+    assert sum(map(sum, trained)) == int(batch.mask[:5].sum())
+    assert sum(count == 0 for counts in trained for count in counts) == 1
+    empty = next(part for cut in cuts for part in cut if not part.batch.mask.any())
+    assert len(empty.weights) == len(empty.batch.where()) == 0
+    assert not empty.batch.read_lengths().any()
 
 
 def gradient(trainer: PPOTrainer, cut: object) -> tuple[torch.Tensor, Meter]:

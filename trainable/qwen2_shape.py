@@ -1,0 +1,69 @@
+"""Sizes of a Qwen2 model as its config.json gives them, and the rotary positions that follow from them."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ARCHITECTURE = "Qwen2ForCausalLM"
+
+
+@dataclass(frozen=True)
+class Qwen2Shape:
+    """Sizes of a model, as its config.json names them."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    max_position_embeddings: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    eos_token_id: int
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @staticmethod
+    def read(folder: Path) -> "Qwen2Shape":
+        """The shape of the model in `folder`; ValueError for another architecture, naming it."""
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = (config.get("architectures") or [config.get("model_type")])[0]
+        if found != ARCHITECTURE:
+            raise ValueError(
+                f"The model in {folder} is a {found}; the torch engine runs {ARCHITECTURE} (Qwen2 and Qwen2.5). "
+                f"Give a Qwen2 model with --model."
+            )
+        rope = config.get("rope_parameters") or {}
+        kind = rope.get("rope_type") or (config.get("rope_scaling") or {}).get("rope_type") or "default"
+        if kind != "default":
+            raise ValueError(f"The model in {folder} scales its rotary positions ({kind}); the torch engine does not.")
+        eos = config["eos_token_id"]
+        return Qwen2Shape(
+            vocab_size=config["vocab_size"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_hidden_layers=config["num_hidden_layers"],
+            num_attention_heads=config["num_attention_heads"],
+            num_key_value_heads=config["num_key_value_heads"],
+            max_position_embeddings=config["max_position_embeddings"],
+            rope_theta=float(config.get("rope_theta") or rope.get("rope_theta", 10_000.0)),
+            rms_norm_eps=config["rms_norm_eps"],
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
+            eos_token_id=eos[0] if isinstance(eos, list) else eos,
+        )
+
+
+def rotary(positions: Tensor, shape: Qwen2Shape) -> tuple[Tensor, Tensor]:
+    """Cosines and sines `(*positions.shape, head_dim)` of the rotary embedding."""
+    exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
+    angles = positions[..., None].float() * (1.0 / shape.rope_theta**exponents)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
