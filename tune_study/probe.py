@@ -50,8 +50,8 @@ def restore(
     """A run's trainer as its checkpoint left it.
 
     `trainer.roll_out` and `trainer.evaluate` play, `trainable.questions` reads transcripts, log-probs, entropies and
-    values; a `trainer.step()` would train on, in this process alone, and write nothing. `trainer.release()` gives back what
-    its sampling engine holds.
+    values; a `trainer.step()` would train on, in this process alone, and write nothing. `trainer.release()` gives back
+    what its sampling engine holds.
 
     Args:
         run: the study's folder, results/<run>.

@@ -111,7 +111,7 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         import wandb
 
         return wandb.init(
-            project=self._plan.study.wandb_project,
+            project=self._plan.wandb_project,
             group=self._plan.run,
             name=spec.run_id,
             id=f"{spec.run_id}-{spec.config.config_hash()}"[-128:],
