@@ -154,5 +154,10 @@ MaxConcurrent = Annotated[
 DryRun = Annotated[bool, Option("--dry-run", "--dry_run", help="Print the plan; start and write nothing.")]
 Wandb = Annotated[
     str | None,
-    Option("--wandb", metavar="MODE", help="offline, online or off; default: offline if trainer.logger has wandb."),
+    Option(
+        "--wandb",
+        metavar="MODE",
+        help="offline, sync (offline, each run uploaded as it ends), online or off; default: offline if trainer.logger "
+        "has wandb.",
+    ),
 ]

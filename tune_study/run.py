@@ -41,7 +41,7 @@ _ENVIRONMENT = {
 }
 """Set before Ray is imported, where the user has not set them."""
 
-WANDB_MODES = ("offline", "online", "off")
+WANDB_MODES = ("offline", "sync", "online", "off")
 
 
 @dataclass(frozen=True)

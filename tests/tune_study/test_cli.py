@@ -100,7 +100,7 @@ REFUSED = [
     ("run kl --preset paper", "The run asks for 1 GPU a run and no GPU is visible"),
     ("run kl --gpus 0", "--gpus 0 is given but a run takes no GPU"),
     ("run kl --max-concurrent 0", "--max-concurrent 0 leaves nothing to run"),
-    ("run kl --wandb maybe", "--wandb maybe is no mode: type --wandb offline, --wandb online, --wandb off."),
+    ("run kl --wandb maybe", "--wandb maybe is no mode: type --wandb offline, --wandb sync, --wandb online, --"),
     ("run kl --model Qwen/Qwen2.5-3B", "Fetch it with `hf download Qwen/Qwen2.5-3B`"),
     ("run kl --model ./no-such-folder", "The model ./no-such-folder is not here"),
     ("resume results/nothing", "holds no study (no study.json)"),
