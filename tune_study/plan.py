@@ -181,6 +181,15 @@ def collect_overrides(
     return overrides
 
 
+def values_said(study: Study, values: Sequence[str]) -> str:
+    """The values of an axis in words; of a grid, how many there are of each group."""
+    members = study.axis.members
+    if not members:
+        return ",".join(values)
+    counts = {group: len(set(values).intersection(arms)) for group, arms in members.items()}
+    return ", ".join(f"group {group} ({count} arms)" for group, count in counts.items() if count)
+
+
 def make_plan(
     study: Study,
     preset: str,

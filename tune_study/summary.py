@@ -8,7 +8,7 @@ from typing import Any
 from trainable.run_files import METRICS, read_rows
 from trainable.setting_types import shown
 from tune_study.outputs import ENDED, RunStatus, now, read_status, write_text
-from tune_study.plan import PlanError, RunSpec, StudyPlan, model_name, template_words
+from tune_study.plan import PlanError, RunSpec, StudyPlan, model_name, template_words, values_said
 from tune_study.resources import Allotment
 
 DEFAULT_SKIPPED = ",".join(ENDED)
@@ -123,7 +123,7 @@ def _heading(plan: StudyPlan, allotment: Allotment) -> list[str]:
     trainer = plan.base.trainer
     return [
         f"=== {plan.study.title} Runner ({model_name(plan.base.model.path)}): {now()} ===",
-        f"Values: {','.join(plan.values)} | Steps: {trainer.total_training_steps} | "
+        f"Values: {values_said(plan.study, plan.values)} | Steps: {trainer.total_training_steps} | "
         f"GPUs per exp: {allotment.gpu_label}",
         f"Groups: {' '.join(allotment.slots) or 'none'} | "
         f"GPU memory util: {plan.base.rollout.gpu_memory_utilization} | "
