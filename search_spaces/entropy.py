@@ -15,7 +15,7 @@ STUDY = Study(
             "laptop": ("0", "0.003", "0.01", "0.03", "0.1", "0.3"),
         },
     ),
-    summary_key="entropy",
+    summary="entropy={arm} | filter={tag} | include_zero={include_zero}",
     fixed={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": False,

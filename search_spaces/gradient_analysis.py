@@ -22,7 +22,7 @@ STUDY = Study(
             },
         },
     ),
-    summary_key="algo",
+    summary="algo={arm} | filter={tag} | include_zero={include_zero}",
     fixed={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": False,

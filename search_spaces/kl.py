@@ -16,7 +16,7 @@ STUDY = Study(
         },
         along={"actor.use_kl_loss": True},
     ),
-    summary_key="kl",
+    summary="kl={arm} | filter={tag} | include_zero={include_zero}",
     fixed={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
     run="kl_sweep_{model}",
     experiment="sokoban_kl_sweep_{tag}_{label}-{model}",

@@ -1,8 +1,10 @@
 """What a study is: one question, one base configuration, one axis or a few, and where its files go."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+
+from trainable.config import RunConfig
 
 Settings = Mapping[str, object]
 """Dotted fields of `trainable.config.RunConfig` and their values."""
@@ -12,12 +14,19 @@ def _nothing() -> Settings:
     return MappingProxyType({})
 
 
+def unchanged(settings: Settings, base: RunConfig) -> Settings:
+    """An arm's settings, whatever the study's base configuration is."""
+    return settings
+
+
 @dataclass(frozen=True)
 class Axis:
-    """One setting that the arms of a study differ in.
+    """What the arms of a study differ in: one setting, or the points of a grid by name.
 
-    setting: the dotted field. option: the command line's flag for its values. grids: preset -> values, as they are
-    typed. along: what else every value sets. named: values that are words, and what each sets instead.
+    setting: the dotted field, or what the points differ in, in words. option: the command line's flag for its values.
+    grids: preset -> values, as they are typed. along: what else every value sets. named: values that are words, and
+    what each sets instead. members: words that may be typed for several values at once. adapt: what an arm's settings
+    are under a base configuration.
     """
 
     setting: str
@@ -25,31 +34,46 @@ class Axis:
     grids: Mapping[str, tuple[str, ...]]
     along: Settings = field(default_factory=_nothing)
     named: Mapping[str, Settings] = field(default_factory=dict)
+    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    adapt: Callable[[Settings, RunConfig], Settings] = unchanged
 
-    def settings(self, value: str) -> dict[str, object]:
-        """The settings of the arm at `value`, a number or one of `named`."""
-        if value in self.named:
-            return dict(self.named[value])
-        return {**self.along, self.setting: value}
+    def settings(self, value: str, base: RunConfig) -> dict[str, object]:
+        """The settings of the arm at `value`, a number or one of `named`, in a study of base configuration `base`."""
+        found = self.named.get(value, {**self.along, self.setting: value})
+        return dict(self.adapt(found, base))
+
+    @property
+    def swept(self) -> frozenset[str]:
+        """The dotted fields that the arms differ in."""
+        named = frozenset[str]().union(*self.named.values())
+        return named if set(self.named) >= set().union(*self.grids.values()) else named | {self.setting, *self.along}
 
 
 @dataclass(frozen=True)
 class Study:
     """A question and all that is needed to run it; data only.
 
-    title and summary_key are the published words of the summary log: its heading and the name of the axis value.
-    Templates may use {model} (last part of the model's path), {tag} (nofilter or filter_zero, by
-    rollout_filter_include_zero), {arm} (the axis value), {label} (the same without dots, lower case), {run} and
-    {experiment}; and, of the settings, {mass} (rollout_filter_value without dots), {train} and {analysis} (groups x
-    rollouts of a step and of a gradient analysis) and {every} (steps between two analyses). probe_log also has {seed}
-    (-seed1, or nothing for seed 0), {step} (of the checkpoint) and {val} (withval or noval).
+    title: the heading of the summary log. summary: what its lines say of a run before its times, the first field being
+    its name; summary_times: the times, see `tune_study.summary.run_times`. presets: what a preset sets for this study.
+    baseline: the value that others are compared with.
+    seeds: of each arm where nobody asks for a number; None: the preset's.
+
+    Templates may use {model} (last part of the model's path), {size} (its billions of parameters, like 3B; the model
+    where its name has none), {tag} (nofilter or filter_zero, by rollout_filter_include_zero), {strategy} (of the
+    filter), {kl_type} (kl_loss_type), {collapse} (the diagnostics that are on: ftmt, ft, mt, nocd), {mass}
+    (rollout_filter_value without dots), {train} and {analysis} (groups x rollouts of a step and of a gradient analysis)
+    and {every} (steps between two analyses). Templates of one run also have {arm} (the axis value), {label} (the same
+    without dots, lower case), {run} and {experiment}; run, summary_log, wandb_project and baseline are of the whole
+    study. summary also has {include_zero}, {filter_value}, {share} (the same, 1 for 1.0), {kl}, {entropy}, {first},
+    {multi} and {samples}; probe_log has {seed} (-seed1, or nothing for seed 0), {step} (of the checkpoint) and {val}
+    (withval or noval).
     """
 
     name: str
     title: str
     question: str
     axis: Axis
-    summary_key: str
+    summary: str
     fixed: Settings
     run: str
     experiment: str
@@ -60,6 +84,10 @@ class Study:
     probe_log: str = "gradient_analysis_probe_sokoban_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
     trainable: str = "trainable.ppo_trainable:PPOTrainable"
     stop_rules: tuple[str, ...] = ("reward_variance_collapse", "low_validation_success", "empty_filtered_steps")
+    summary_log: str = "{run}.log"
+    summary_times: tuple[str, ...] = ("train", "eval", "total")
+    presets: Mapping[str, Settings] = field(default_factory=dict)
+    seeds: int | None = None
     include_zero_option: bool = True
 
 

@@ -16,7 +16,7 @@ STUDY = Study(
         along={"filter.rollout_filter_include_zero": False},
         named={"nofilter": {"filter.rollout_filter_value": 1.0, "filter.rollout_filter_include_zero": True}},
     ),
-    summary_key="value",
+    summary="value={arm} | include_zero={include_zero} | filter_value={filter_value}",
     fixed={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": True,

@@ -10,14 +10,25 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from search_spaces import STUDIES
+from search_spaces import STUDIES, smoke
 from search_spaces.study import Study
 from trainable.config import ConfigError
+from trainable.setting_types import shown
 from tune_study import continuing, describe, disk, memory_plan, outputs, resources
 from tune_study import options as opt
 from tune_study.models import absolute_model, check_model, check_trainable
-from tune_study.plan import PlanError, StudyPlan, collect_overrides, find_study, make_plan, parse_bool, parse_values
+from tune_study.plan import (
+    PlanError,
+    StudyPlan,
+    collect_overrides,
+    expand,
+    find_study,
+    make_plan,
+    parse_bool,
+    parse_values,
+)
 from tune_study.run import choose_wandb, execute, write_results
+from tune_study.summary import DEFAULT_SKIPPED, parse_skipped
 from tune_study.terminal import protect_output
 
 app = typer.Typer(
@@ -85,6 +96,9 @@ def run(
     rollout_filter_value: opt.FilterValues = None,
     rollout_filter_include_zero: opt.IncludeZero = None,
     algo: opt.Algo = None,
+    groups: opt.Groups = None,
+    kl_type: opt.KLType = None,
+    rollout_filter_strategy: opt.FilterStrategy = None,
     ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None,
     log_prob_micro_batch_size_per_gpu: opt.LogProbMicroBatch = None,
     gpus: opt.Gpus = None,
@@ -98,11 +112,12 @@ def run(
     output: opt.Output = Path(),
     extend: opt.Extend = False,
     max_concurrent: opt.MaxConcurrent = None,
+    skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
 ) -> None:
     """Run a study, or go on with it where the output folder holds it already."""
-    chosen = find_study(study)
+    chosen = find_study(study, kl_type)
     typed = {
         "trainer.total_training_steps": steps,
         "model.path": model,
@@ -115,12 +130,14 @@ def run(
         "rollout.log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
         "rollout.ref_log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
         "filter.rollout_filter_include_zero": _include_zero(chosen, rollout_filter_include_zero),
+        "filter.rollout_filter_strategy": _strategy(chosen, rollout_filter_strategy),
     }
     axes = {
         "--kl-values": kl_values,
         "--entropy-values": entropy_values,
         "--rollout_filter_value": rollout_filter_value,
         "--algo": algo,
+        "--groups": groups,
     }
     values = _axis_values(chosen, axes)
     given = {name: value for name, value in typed.items() if value is not None}
@@ -130,7 +147,7 @@ def run(
     visible = resources.detect_gpus(os.environ)
     preset, reason = resources.choose_preset(preset, visible)
     plan = make_plan(chosen, preset, reason, overrides, values, seeds, _absolute(output))
-    _start(continuing.join(plan, extend), gpus, gpu_memory_gib, visible, max_concurrent, dry_run, wandb)
+    _start(continuing.join(plan, extend), gpus, gpu_memory_gib, visible, max_concurrent, dry_run, wandb, skip_statuses)
 
 
 @app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
@@ -141,6 +158,7 @@ def resume(
     gpus_per_exp: opt.GpusPerExp = None,
     gpu_memory_gib: opt.GpuMemoryGib = None,
     max_concurrent: opt.MaxConcurrent = None,
+    skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
 ) -> None:
@@ -148,7 +166,7 @@ def resume(
     placed = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
     plan = continuing.plan_from_folder(folder, placed)
     continuing.check_unchanged(plan)
-    _start(plan, gpus, gpu_memory_gib, resources.detect_gpus(os.environ), max_concurrent, dry_run, wandb)
+    _start(plan, gpus, gpu_memory_gib, resources.detect_gpus(os.environ), max_concurrent, dry_run, wandb, skip_statuses)
 
 
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
@@ -254,9 +272,11 @@ def _start(
     max_concurrent: int | None,
     dry_run: bool,
     wandb: str | None,
+    skip_statuses: str,
 ) -> None:
     """Check what only this machine can answer, then print the plan or run it."""
     console = Console()
+    skipped = parse_skipped(skip_statuses)
     allotment = resources.preflight(plan, gpus, visible, resources.cpu_count(), max_concurrent, real=not dry_run)
     mode = choose_wandb(wandb, plan)
     room = disk.budget(plan, allotment, os.environ)
@@ -275,7 +295,7 @@ def _start(
     disk.check(room)
     describe.say(console, f"preset {plan.preset}: {plan.preset_reason}")
     describe.say(console, disk.line(room))
-    raise typer.Exit(execute(plan, allotment, mode, console))
+    raise typer.Exit(execute(plan, allotment, mode, console, skipped))
 
 
 def _axis_values(study: Study, options: dict[str, str | None]) -> tuple[str, ...] | None:
@@ -287,7 +307,7 @@ def _axis_values(study: Study, options: dict[str, str | None]) -> tuple[str, ...
                 f"type {study.axis.option}."
             )
     own = options[study.axis.option]
-    return None if own is None else parse_values(own, study.axis.option)
+    return None if own is None else expand(study, parse_values(own, study.axis.option))
 
 
 def _include_zero(study: Study, text: str | None) -> bool | None:
@@ -301,6 +321,20 @@ def _include_zero(study: Study, text: str | None) -> bool | None:
             f"(the value nofilter is the arm with include_zero True)."
         )
     return parse_bool(text, option)
+
+
+def _strategy(study: Study, text: str | None) -> str | None:
+    """The filter strategy that --rollout_filter_strategy means; PlanError in a study whose documents have none."""
+    option = "--rollout_filter_strategy"
+    if text is None:
+        return None
+    if "{strategy}" not in study.run:
+        raise PlanError(
+            f"{option} does not belong to study {study.name}: type --set filter.rollout_filter_strategy=NAME."
+        )
+    if text not in smoke.STRATEGIES:
+        raise PlanError(f"{option} {shown(text)} is no strategy: type one of {', '.join(smoke.STRATEGIES)}.")
+    return smoke.STRATEGIES[text]
 
 
 def _absolute(path: Path) -> Path:

@@ -165,7 +165,10 @@ def join(plan: StudyPlan, extend: bool) -> StudyPlan:
         )
     # A value is the arm that it makes: 0.10 continues what was started as 0.1.
     held_as = {arm_config(held.study, held.base, value).config_hash(): value for value in held.values}
-    asked = tuple(held_as.get(arm_config(plan.study, plan.base, value).config_hash(), value) for value in plan.values)
+    asked = tuple(
+        value if value in held.values else held_as.get(arm_config(plan.study, plan.base, value).config_hash(), value)
+        for value in plan.values
+    )
     values = (*held.values, *(value for value in asked if value not in held.values))
     seeds = tuple(sorted({*held.seeds, *plan.seeds}))
     if not extend:

@@ -16,7 +16,7 @@ from trainable.config import RunConfig
 from trainable.run_files import METRICS, read_rows
 from tune_study import memory_plan, outputs, time_estimate
 from tune_study.memory_plan import MemoryPlan
-from tune_study.plan import StudyPlan
+from tune_study.plan import StudyPlan, values_said
 from tune_study.resources import Allotment
 
 
@@ -48,7 +48,7 @@ def print_studies(console: Console, studies: Sequence[Study]) -> None:
         say(console, f"{study.name}: {study.question.strip()}")
         say(console, f"  setting {study.axis.setting}, chosen with {study.axis.option}")
         for preset in PRESETS:
-            say(console, f"  {preset:<7} {','.join(study.axis.grids[preset])}")
+            say(console, f"  {preset:<7} {values_said(study, study.axis.grids[preset])}")
         say(console, "")
 
 
@@ -79,11 +79,12 @@ def _plan_lines(plan: StudyPlan, allotment: Allotment) -> list[str]:
     """What is run, how often, and what each run reserves."""
     trainer = plan.base.trainer
     reserved = " + ".join(" ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in allotment.bundles)
+    values = values_said(plan.study, plan.values)
     lines = [
         f"study {plan.study.name}: {plan.study.question.strip()}",
         f"preset {plan.preset}: {plan.preset_reason}",
         f"model {plan.base.model.path}",
-        f"{len(plan.runs)} runs: {plan.study.axis.setting} in {','.join(plan.values)}; seeds {_seeds(plan)}",
+        f"{len(plan.runs)} runs: {plan.study.axis.setting} in {values}; seeds {_seeds(plan)}",
         f"steps a run {trainer.total_training_steps}, validation every {trainer.test_freq} steps",
         f"a run reserves {reserved}; {allotment.max_concurrent} at once on {allotment.cpus} CPUs",
     ]

@@ -240,8 +240,7 @@ _CHANGES: tuple[tuple[str, Mapping[str, object]], ...] = (
 
 def _ways(found: MemoryPlan, study: Study) -> Iterator[str]:
     """Changes that make it fit, the fewest at once first, without those that change all that one before them does."""
-    swept = {study.axis.setting, *study.axis.along}.union(*study.axis.named.values())
-    usable = [change for change in _CHANGES if not swept & change[1].keys() and _is_less(found, change[1])]
+    usable = [change for change in _CHANGES if not study.axis.swept & change[1].keys() and _is_less(found, change[1])]
     sufficient: list[set[str]] = []
     for count in (1, 2, 3):
         for chosen in itertools.combinations(usable, count):

@@ -39,6 +39,31 @@ IncludeZero = Annotated[
     ),
 ]
 Algo = Annotated[str | None, Option("--algo", metavar="LIST", help="Study gradient-analysis: PPO, GRPO, or both.")]
+Groups = Annotated[
+    str | None,
+    Option("--groups", metavar="LIST", help="Studies smoke and smoke-all: groups 1 to 5, or names of single runs."),
+]
+KLType = Annotated[
+    str | None, Option("--kl-type", "--kl_type", metavar="NAME", help="Study smoke: low_var_kl (default), kl or mse.")
+]
+FilterStrategy = Annotated[
+    str | None,
+    Option(
+        "--rollout_filter_strategy",
+        "--rollout-filter-strategy",
+        metavar="NAME",
+        help="Studies smoke and smoke-all: top_p (default), top_k (a count of groups), min_p or top_f.",
+    ),
+]
+SkipStatuses = Annotated[
+    str,
+    Option(
+        "--skip-statuses",
+        "--skip_statuses",
+        metavar="LIST",
+        help="Runs that are not tried again; failed and interrupted may be added.",
+    ),
+]
 UpdateMicroBatch = Annotated[
     int | None,
     Option(
@@ -129,5 +154,10 @@ MaxConcurrent = Annotated[
 DryRun = Annotated[bool, Option("--dry-run", "--dry_run", help="Print the plan; start and write nothing.")]
 Wandb = Annotated[
     str | None,
-    Option("--wandb", metavar="MODE", help="offline, online or off; default: offline if trainer.logger has wandb."),
+    Option(
+        "--wandb",
+        metavar="MODE",
+        help="offline, sync (offline, each run uploaded as it ends), online or off; default: offline if trainer.logger "
+        "has wandb.",
+    ),
 ]

@@ -1,11 +1,12 @@
 """From a study and what was typed to the list of its runs: names, settings, places. Pure; no Ray."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_spaces import STUDIES
+from search_spaces import STUDIES, smoke
 from search_spaces.presets import DEFAULT_SEEDS, PRESETS
 from search_spaces.study import Study, value_label
 from trainable.config import ConfigError, RunConfig, canonical_key, field_names, with_overrides
@@ -13,6 +14,12 @@ from trainable.setting_types import shown
 
 TAGS = {True: "nofilter", False: "filter_zero"}
 """The published tag of rollout_filter_include_zero."""
+
+COLLAPSE_TAGS = {(True, True): "ftmt", (True, False): "ft", (False, True): "mt", (False, False): "nocd"}
+"""The published tags of collapse diagnostics: of first turns, of all turns."""
+
+STRATEGY_NAMES = {"top_k_abs": "top_k"}
+"""Published names of filter strategies that have another one here: in the documents top_k takes a count of groups."""
 
 MOST_SEEDS = 401
 """The seeds 0 to 400, which are those that RunConfig takes."""
@@ -68,30 +75,64 @@ class StudyPlan:
 
     @property
     def summary_log(self) -> Path:
-        """logs/<run>.log."""
-        return self.output / "logs" / f"{self.run}.log"
+        """Where the summary is written, below logs/."""
+        return self.output / "logs" / self._filled(self.study.summary_log)
+
+    @property
+    def wandb_project(self) -> str:
+        """The project of its runs in W&B."""
+        return self._filled(self.study.wandb_project)
 
     @property
     def baseline(self) -> str | None:
         """The arm that is the study's baseline, as it was typed; None where the values have none."""
-        wanted = _number(self.study.baseline)
-        same = [value for value in self.values if value == self.study.baseline or _is_equal(_number(value), wanted)]
+        name = self._filled(self.study.baseline)
+        wanted = _number(name)
+        same = [value for value in self.values if value == name or _is_equal(_number(value), wanted)]
         return same[0] if same else None
+
+    def _filled(self, template: str) -> str:
+        """A template of the whole study, filled in."""
+        return template.format(run=self.run, **study_words(self.base))
 
     def run_dir(self, run_id: str) -> Path:
         """Where one run keeps its rows, status and rolling state."""
         return self.folder / "runs" / run_id
 
 
-def find_study(name: str) -> Study:
-    """The study of that name (`top_p` finds `top-p`), or PlanError that lists all."""
+def find_study(name: str, kl_type: str | None = None) -> Study:
+    """The study of that name (`top_p` finds `top-p`), or PlanError that lists all. kl_type: the loss of study smoke."""
     study = STUDIES.get(name.replace("_", "-"))
     if study is None:
         raise PlanError(
             f"There is no study `{shown(name)}`. The studies are {', '.join(STUDIES)}: type one of them, "
             f"for example `python -m tune_study run kl`."
         )
-    return study
+    if kl_type is None:
+        return study
+    if study.name != "smoke":
+        raise PlanError(f"--kl-type does not belong to study {study.name}: type --set actor.kl_loss_type=NAME.")
+    if kl_type not in smoke.KL_TYPES:
+        raise PlanError(f"--kl-type {shown(kl_type)} is no loss of the grid: type one of {', '.join(smoke.KL_TYPES)}.")
+    return smoke.smoke(kl_type)
+
+
+def expand(study: Study, typed: Sequence[str]) -> tuple[str, ...]:
+    """The values that `typed` stand for: a group's name for its members, any other for itself; PlanError for no name.
+
+    Each value counts once, though a name was typed twice or beside its group.
+    """
+    members, grid = study.axis.members, study.axis.grids["paper"]
+    if not members:
+        return tuple(typed)
+    for word in typed:
+        if word not in members and word not in grid:
+            raise PlanError(
+                f"{study.axis.option} {shown(word)} is no group: type some of {','.join(members)}, or names of single "
+                f"runs as `python -m tune_study run {study.name} --dry-run` lists them."
+            )
+    wanted = {value for word in typed for value in members.get(word, (word,))}
+    return tuple(value for value in grid if value in wanted)
 
 
 def parse_values(text: str, option: str) -> tuple[str, ...]:
@@ -121,7 +162,6 @@ def collect_overrides(
     axis_is_free: the axis may be set as well, as for a probe, which has no option for it.
     """
     overrides: dict[str, object] = dict(options)
-    swept = {study.axis.setting, *study.axis.along}.union(*study.axis.named.values())
     for assignment in assignments:
         key, sign, value = assignment.partition("=")
         if not sign:
@@ -134,11 +174,20 @@ def collect_overrides(
         if name in overrides:
             raise PlanError(f"`{name}` is given twice (`--set {shown(assignment)}` is the second): give it once.")
         overrides[name] = value.strip()
-    for name in set() if axis_is_free else swept & overrides.keys():
+    for name in set() if axis_is_free else study.axis.swept & overrides.keys():
         raise PlanError(
             f"`{name}` is what the arms of study {study.name} differ in: choose its values with {study.axis.option}."
         )
     return overrides
+
+
+def values_said(study: Study, values: Sequence[str]) -> str:
+    """The values of an axis in words; of a grid, how many there are of each group."""
+    members = study.axis.members
+    if not members:
+        return ",".join(values)
+    counts = {group: len(set(values).intersection(arms)) for group, arms in members.items()}
+    return ", ".join(f"group {group} ({count} arms)" for group, count in counts.items() if count)
 
 
 def make_plan(
@@ -150,18 +199,18 @@ def make_plan(
     n_seeds: int | None,
     output: Path,
 ) -> StudyPlan:
-    """The plan of a new study: RunConfig's defaults, the preset, the study's fixed settings, then `overrides`.
+    """The plan of a new study: RunConfig's defaults, the preset, what the study fixes, then `overrides`.
 
     values: axis values as typed, None for the preset's grid. n_seeds: a count, None for the preset's.
     """
     if preset not in PRESETS:
         raise PlanError(f"There is no preset `{shown(preset)}`: type --preset {' or --preset '.join(PRESETS)}.")
-    count = DEFAULT_SEEDS[preset] if n_seeds is None else n_seeds
+    count = n_seeds if n_seeds is not None else study.seeds or DEFAULT_SEEDS[preset]
     if count < 1:
         raise PlanError(f"--seeds {shown(count)} leaves nothing to run: type --seeds 1 or more.")
     if count > MOST_SEEDS:
         raise PlanError(f"--seeds {shown(count)} is more than there are: type --seeds {MOST_SEEDS} or less.")
-    base = with_overrides(RunConfig(), {**PRESETS[preset], **study.fixed})
+    base = with_overrides(RunConfig(), {**PRESETS[preset], **study.fixed, **study.presets.get(preset, {})})
     base = with_overrides(base, overrides)
     chosen = tuple(values) if values is not None else study.axis.grids[preset]
     return build_plan(study, preset, preset_reason, base, chosen, tuple(range(count)), output)
@@ -180,8 +229,7 @@ def build_plan(
     check_values(study, values)
     if not seeds or len(set(seeds)) < len(seeds) or not set(seeds) <= set(range(MOST_SEEDS)):
         raise PlanError(f"The seeds {shown(list(seeds))} are not different numbers from 0 to {MOST_SEEDS - 1}.")
-    model = model_name(base.model.path)
-    run = study.run.format(model=model)
+    run = study.run.format(**study_words(base))
     arms = {value: arm_config(study, base, value) for value in values}
     runs = tuple(_spec(study, run, value, arms[value], seed) for seed in seeds for value in values)
     plan = StudyPlan(study, preset, preset_reason, base, values, seeds, output.absolute(), run, runs)
@@ -192,7 +240,7 @@ def build_plan(
 def arm_config(study: Study, base: RunConfig, value: str) -> RunConfig:
     """The settings of the arm at `value`, or ConfigError that names the option."""
     try:
-        return with_overrides(base, study.axis.settings(value))
+        return with_overrides(base, study.axis.settings(value, base))
     except ConfigError as error:
         raise ConfigError(f"{study.axis.option} {shown(value)}: {error} {_kinds_of_values(study)}") from None
 
@@ -282,20 +330,33 @@ def _spec(study: Study, run: str, value: str, config: RunConfig, seed: int) -> R
 
 
 def template_words(run: str, value: str, config: RunConfig, seed: int) -> dict[str, str]:
-    """What the templates of a study may use; see `Study`. value: of the axis, as it was typed."""
-    env, trainer = config.env, config.trainer
-    train = f"{env.env_groups}x{env.group_size}"
-    groups, size = trainer.gradient_analysis_env_groups, trainer.gradient_analysis_group_size
+    """What the templates of one run may use; see `Study`. value: of the axis, as it was typed."""
     return {
+        **study_words(config),
         "run": run,
         "arm": value,
         "label": value_label(value),
         "seed": f"-seed{seed}" if seed else "",
-        "model": model_name(config.model.path),
+    }
+
+
+def study_words(config: RunConfig) -> dict[str, str]:
+    """What every template of a study may use; see `Study`."""
+    env, trainer, collapse = config.env, config.trainer, config.collapse_detection
+    model = model_name(config.model.path)
+    size = re.search(r"(?<![\d.])\d+(\.\d+)?B(?![A-Za-z])", model)
+    train = f"{env.env_groups}x{env.group_size}"
+    groups, rollouts = trainer.gradient_analysis_env_groups, trainer.gradient_analysis_group_size
+    return {
+        "model": model,
+        "size": size.group() if size else model,
         "tag": TAGS[config.filter.rollout_filter_include_zero],
+        "strategy": STRATEGY_NAMES.get(config.filter.rollout_filter_strategy, config.filter.rollout_filter_strategy),
+        "kl_type": config.actor.kl_loss_type,
+        "collapse": COLLAPSE_TAGS[collapse.first_turn_enabled, collapse.multi_turn_enabled],
         "mass": value_label(f"{config.filter.rollout_filter_value:g}"),
         "train": train,
-        "analysis": f"{groups}x{size}" if groups and size else train,
+        "analysis": f"{groups}x{rollouts}" if groups and rollouts else train,
         "every": str(trainer.gradient_analysis_every),
     }
 

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -41,7 +41,7 @@ _ENVIRONMENT = {
 }
 """Set before Ray is imported, where the user has not set them."""
 
-WANDB_MODES = ("offline", "online", "off")
+WANDB_MODES = ("offline", "sync", "online", "off")
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,18 @@ class Session:
     progress: Progress
 
 
-def execute(plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Console) -> int:
-    """Run what is left of `plan`, then write tables and report. The exit code: 0, 1 for a failure, 130 for Ctrl-C."""
+def execute(
+    plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Console, skipped: Sequence[str] = outputs.ENDED
+) -> int:
+    """Run what is left of `plan`, then write tables and report. The exit code: 0, 1 for a failure, 130 for Ctrl-C.
+
+    skipped: statuses of runs that are not run again.
+    """
     with outputs.locked(plan.folder):
         for leftover in end_leftovers(plan.folder):
             say(console, f"Ended process {leftover}, which an earlier start of this study had left behind")
         interrupt, progress = Interrupt(plan.folder / ".interrupt"), Progress(plan, allotment.max_concurrent, console)
-        session = Session(plan, allotment, wandb_mode, console, finished_runs(plan), interrupt, progress)
+        session = Session(plan, allotment, wandb_mode, console, finished_runs(plan, skipped), interrupt, progress)
         _write_start(session)
         _skip(plan, session.finished, progress, console)
         problem, unwritten = "", dict[str, RunStatus]()
@@ -233,7 +238,7 @@ def started_ray(allotment: Allotment, console: Console) -> Iterator["tuple[Daemo
 
 
 def make_tuner(session: Session, recorder: "Recorder", more_callbacks: list[Any]) -> Any:
-    """The Tune experiment of all runs of a plan; finished ones replay their last row, so that it lists every run.
+    """The Tune experiment of all runs of a plan; those that ended replay their last row, so that it lists them too.
 
     Tune's own checkpoints and its restore are not used: a run goes on from the rolling state in its folder.
     """
@@ -243,7 +248,11 @@ def make_tuner(session: Session, recorder: "Recorder", more_callbacks: list[Any]
     from tune_study.scheduling import FirstComeFirstServed
 
     plan, allotment, interrupt = session.plan, session.allotment, session.interrupt
-    configs = [run_config(plan, spec, spec.run_id in session.finished, interrupt.path) for spec in plan.runs]
+    configs = [
+        run_config(plan, spec, spec.run_id in session.finished, interrupt.path)
+        for spec in plan.runs
+        if spec.run_id not in session.finished or session.finished[spec.run_id].status in outputs.ENDED
+    ]
     return tune.Tuner(
         tune.with_resources(Carrier, placement(plan.base.trainer.n_gpus_per_node)),
         param_space=tune.grid_search(configs),

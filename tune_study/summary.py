@@ -1,13 +1,18 @@
 """logs/<run>.log: the published summary, a line a run as it ends and a closing block, and what it leaves out."""
 
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from trainable.run_files import METRICS, read_rows
+from trainable.setting_types import shown
 from tune_study.outputs import ENDED, RunStatus, now, read_status, write_text
-from tune_study.plan import TAGS, RunSpec, StudyPlan, model_name
+from tune_study.plan import PlanError, RunSpec, StudyPlan, model_name, template_words, values_said
 from tune_study.resources import Allotment
+
+DEFAULT_SKIPPED = ",".join(ENDED)
+_SKIPPABLE = (*ENDED, "failed", "interrupted")
 
 _PUBLISHED_STATUS = {
     "completed": "success",
@@ -24,14 +29,13 @@ def summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_l
     A run that a rule stopped has the published status `success` (its process ended well) and names the rule:
     early_stop=<rule>@<step>. A run that never started is `missing`.
     """
-    name = f"{plan.study.summary_key}={spec.arm}"
+    said = plan.study.summary.format(**_words(plan, spec)).split(" | ")
     if status is None or status.status in ("never_ran", "running"):
-        return f"{name} | status=missing | seed={spec.seed}"
+        return f"{said[0]} | status=missing | seed={spec.seed}"
     stop = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
     fields = [
-        name,
-        *_filter_fields(plan, spec),
-        *run_times(read_rows(plan.run_dir(spec.run_id) / METRICS)),
+        *said,
+        *run_times(read_rows(plan.run_dir(spec.run_id) / METRICS), plan.study.summary_times),
         f"wall_time={wall_seconds(status)}",
         f"gpu={gpu_label}",
         f"status={_PUBLISHED_STATUS[status.status]}",
@@ -42,25 +46,43 @@ def summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_l
     return f"{line}\n  error: {status.reason}" if status.status == "failed" else line
 
 
-def _filter_fields(plan: StudyPlan, spec: RunSpec) -> list[str]:
-    """The filter as the published line of this study names it: by its tag, or by the value that is swept."""
-    settings = spec.config.filter
-    include = f"include_zero={settings.rollout_filter_include_zero}"
-    if plan.study.include_zero_option:
-        return [f"filter={TAGS[settings.rollout_filter_include_zero]}", include]
-    return [include, f"filter_value={settings.rollout_filter_value}"]
+def _words(plan: StudyPlan, spec: RunSpec) -> dict[str, object]:
+    """What the template of a summary line may use; see `Study`."""
+    actor, kept, collapse = spec.config.actor, spec.config.filter, spec.config.collapse_detection
+    return {
+        **template_words(plan.run, spec.arm, spec.config, spec.seed),
+        "experiment": spec.experiment_name,
+        "include_zero": kept.rollout_filter_include_zero,
+        "filter_value": kept.rollout_filter_value,
+        "share": f"{kept.rollout_filter_value:g}",
+        "kl": f"{actor.kl_loss_coef if actor.use_kl_loss else 0:g}",
+        "entropy": f"{actor.entropy_coeff:g}",
+        "first": str(collapse.first_turn_enabled).lower(),
+        "multi": str(collapse.multi_turn_enabled).lower(),
+        "samples": collapse.num_samples,
+    }
 
 
-def run_times(rows: list[dict[str, Any]]) -> list[str]:
-    """train_time, eval_time and total_time of a run in seconds, from its rows; N/A where it has none.
+def run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """`<name>_time=` of a run in seconds from its rows, for each of `names`; N/A where it has none.
 
-    total = seconds_total of the last row, eval = the sum of seconds_validation, train = total - eval.
+    total: seconds_total of the last row. eval: validation and test. collapse_first, collapse_multi, collapse:
+    diagnostics of first turns, of all turns, of both. train: total without eval and collapse.
     """
     total = rows[-1].get("seconds_total") if rows else None
     if not isinstance(total, int | float):
-        return ["train_time=N/A", "eval_time=N/A", "total_time=N/A"]
-    evaluation = sum(row.get("seconds_validation") or 0.0 for row in rows)
-    return [f"train_time={total - evaluation:.2f}s", f"eval_time={evaluation:.2f}s", f"total_time={total:.2f}s"]
+        return [f"{name}_time=N/A" for name in names]
+    spent = {
+        name: sum(row.get(column) or 0.0 for row in rows)
+        for name, column in (
+            ("eval", "seconds_validation"),
+            ("collapse_first", "seconds_collapse_first_turn"),
+            ("collapse_multi", "seconds_collapse_multi_turn"),
+        )
+    }
+    spent |= {"total": total, "collapse": spent["collapse_first"] + spent["collapse_multi"]}
+    spent["train"] = max(0.0, total - spent["eval"] - spent["collapse"])
+    return [f"{name}_time={spent[name]:.2f}s" for name in names]
 
 
 def wall_seconds(status: RunStatus) -> str:
@@ -81,17 +103,27 @@ def write_summary(plan: StudyPlan, allotment: Allotment, closing: bool) -> Path:
     if closing:
         steps = plan.base.trainer.total_training_steps
         lines += ["", f"=== {plan.study.title} Summary ==="]
-        lines += [f"Project: {plan.study.wandb_project} | Steps: {steps} | GPU per exp: {allotment.gpu_label}"]
+        lines += [f"Project: {plan.wandb_project} | Steps: {steps} | GPU per exp: {allotment.gpu_label}"]
         lines += [summary_line(plan, spec, status, allotment.gpu_label) for spec, status in found]
+        lines += [_counts([status for _, status in found])]
     write_text(plan.summary_log, "\n".join(lines) + "\n")
     return plan.summary_log
+
+
+def _counts(statuses: Sequence[RunStatus | None]) -> str:
+    """How many runs there are and how they ended; the published counts are of lines, retries included."""
+    words = [_PUBLISHED_STATUS.get(status.status if status else "never_ran", "missing") for status in statuses]
+    stopped = sum(status is not None and status.status == "early_stopped" for status in statuses)
+    left = len(words) - words.count("success") - words.count("fail")
+    said = f"Total: {len(words)} | Success: {words.count('success')} | Failed: {words.count('fail')}"
+    return f"{said} | Early stopped: {stopped} | Not ended: {left}"
 
 
 def _heading(plan: StudyPlan, allotment: Allotment) -> list[str]:
     trainer = plan.base.trainer
     return [
         f"=== {plan.study.title} Runner ({model_name(plan.base.model.path)}): {now()} ===",
-        f"Values: {','.join(plan.values)} | Steps: {trainer.total_training_steps} | "
+        f"Values: {values_said(plan.study, plan.values)} | Steps: {trainer.total_training_steps} | "
         f"GPUs per exp: {allotment.gpu_label}",
         f"Groups: {' '.join(allotment.slots) or 'none'} | "
         f"GPU memory util: {plan.base.rollout.gpu_memory_utilization} | "
@@ -99,7 +131,20 @@ def _heading(plan: StudyPlan, allotment: Allotment) -> list[str]:
     ]
 
 
-def finished_runs(plan: StudyPlan) -> dict[str, RunStatus]:
-    """The runs that are never run again, by run_id."""
+def parse_skipped(text: str) -> tuple[str, ...]:
+    """The statuses of --skip-statuses; PlanError unless they are statuses, and hold those of runs that have ended."""
+    found = tuple(word.strip() for word in text.split(","))
+    missing = [status for status in ENDED if status not in found]
+    if missing or not set(found) <= set(_SKIPPABLE):
+        raise PlanError(
+            f"--skip-statuses '{shown(text)}' cannot be used: type {DEFAULT_SKIPPED}, and failed or interrupted after "
+            f"them for runs that are not to be tried again. A run that has ended is never trained again in its folder: "
+            f"type another --output for that."
+        )
+    return found
+
+
+def finished_runs(plan: StudyPlan, skipped: Sequence[str] = ENDED) -> dict[str, RunStatus]:
+    """The runs that are not run again, by run_id: those of a status in `skipped`."""
     found = {spec.run_id: read_status(plan.run_dir(spec.run_id)) for spec in plan.runs}
-    return {run_id: status for run_id, status in found.items() if status is not None and status.status in ENDED}
+    return {run_id: status for run_id, status in found.items() if status is not None and status.status in skipped}

@@ -1,7 +1,9 @@
 """W&B, when asked for: one W&B run a run, written by a thread of its own so that nothing waits for the service."""
 
 import queue
+import shlex
 import threading
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from ray import tune
@@ -9,6 +11,7 @@ from ray import tune
 from trainable.run_files import GRADIENTS
 from tune_study.outputs import read_status
 from tune_study.plan import RunSpec, StudyPlan
+from tune_study.wandb_sync import Uploads
 
 PATIENCE_S = 30.0
 """How long the end of a study waits for what is still to be written."""
@@ -34,6 +37,7 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="wandb", daemon=True)
+        self._uploads = Uploads() if mode == "sync" else None
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune stores its callbacks beside the results, and a thread cannot be stored."""
@@ -68,10 +72,14 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._events.put(_Event("end", trial.config["run_id"], exit_code=1))
 
     def close(self, patience: float = PATIENCE_S) -> bool:
-        """End what is open; whether all was written within `patience` seconds."""
+        """End what is open; whether all was written, and uploaded where that was asked for, in `patience` seconds."""
         if self._thread.is_alive():
             self._events.put(None)
             self._thread.join(patience)
+        if self._uploads is not None and not self._uploads.close(patience):
+            folders = " ".join(shlex.quote(str(folder)) for folder in self._uploads.left)
+            why = self._uploads.problem or "it took too long"
+            self.problem = self.problem or f"{why}. Upload it with: wandb sync {folders}"
         return not self._thread.is_alive() and not self.problem
 
     def _write(self) -> None:
@@ -81,7 +89,7 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             while (event := self._events.get()) is not None:
                 self._apply(open_runs, event)
             for run in open_runs.values():
-                run.finish()
+                self._finish(run)
         except Exception as error:  # whatever a service does must not reach the study
             self.problem = f"{type(error).__name__}: {error}"
 
@@ -92,14 +100,20 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             values = event.values or {}
             open_runs[event.run_id].log({**values, **self._analysis(event.run_id, event.step, values)}, step=event.step)
         elif event.kind == "end" and event.run_id in open_runs:
-            open_runs.pop(event.run_id).finish(exit_code=event.exit_code)
+            self._finish(open_runs.pop(event.run_id), event.exit_code)
+
+    def _finish(self, run: Any, exit_code: int = 0) -> None:
+        """End a W&B run, and hand it to the upload where that is asked for."""
+        folder, service = Path(run.settings.sync_dir), str(run.settings.base_url)
+        run.finish(exit_code=exit_code)
+        if self._uploads is not None:
+            self._uploads.add(folder, service)
 
     def _analysis(self, run_id: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
         """What the step's gradient analysis found, under the published keys; nothing where there was none."""
         if "seconds_gradient_analysis" not in values:
             return {}
         import wandb
-
         from analysis.gradient_keys import TABLE_COLUMNS, published_of_step
 
         found = published_of_step(self._plan.run_dir(run_id) / GRADIENTS, step)
@@ -111,13 +125,13 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         import wandb
 
         return wandb.init(
-            project=self._plan.study.wandb_project,
+            project=self._plan.wandb_project,
             group=self._plan.run,
             name=spec.run_id,
             id=f"{spec.run_id}-{spec.config.config_hash()}"[-128:],
             config=spec.config.model_dump(mode="json"),
             dir=self._plan.output,
-            mode=self._mode,  # type: ignore[arg-type]  # checked by choose_wandb
+            mode="offline" if self._mode == "sync" else self._mode,  # type: ignore[arg-type]  # see choose_wandb
             resume="allow",
             reinit="create_new",
             settings=wandb.Settings(silent=True, console="off", init_timeout=PATIENCE_S),

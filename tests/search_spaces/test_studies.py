@@ -84,8 +84,8 @@ def get(config: RunConfig, field: str) -> object:
 
 
 def arm(study: Study, preset: str, value: str) -> RunConfig:
-    base = with_overrides(RunConfig(), {**PRESETS[preset], **study.fixed})
-    return with_overrides(base, study.axis.settings(value))
+    base = with_overrides(RunConfig(), {**PRESETS[preset], **study.fixed, **study.presets.get(preset, {})})
+    return with_overrides(base, study.axis.settings(value, base))
 
 
 @SWEEPS
@@ -113,26 +113,28 @@ def test_every_point_of_every_grid_is_a_configuration_of_its_own(study: Study, p
 def test_labels_name_the_points_of_a_grid(study: Study, preset: str) -> None:
     labels = [value_label(value) for value in study.axis.grids[preset]]
     assert len(set(labels)) == len(labels)
-    assert study.baseline in study.axis.grids[preset]
+    assert study.baseline.format(kl_type="low_var_kl") in study.axis.grids[preset]
 
 
 @ALL
 def test_the_arms_differ_in_the_axis_alone(study: Study) -> None:
-    swept = {study.axis.setting, *study.axis.along}.union(*study.axis.named.values())
-    base = with_overrides(RunConfig(), {**PRESETS["paper"], **study.fixed})
+    base = with_overrides(RunConfig(), {**PRESETS["paper"], **study.fixed, **study.presets.get("paper", {})})
     for value in study.axis.grids["paper"]:
         config = arm(study, "paper", value)
-        assert {f for f in field_names() if get(config, f) != get(base, f)} <= swept | {"actor.use_kl_loss"}
+        assert {f for f in field_names() if get(config, f) != get(base, f)} <= study.axis.swept | {"actor.use_kl_loss"}
 
 
 @ALL
 def test_a_study_names_only_what_there_is(study: Study) -> None:
-    for key in (study.axis.setting, *study.fixed, *study.axis.along):
+    for key in (*study.axis.swept, *study.fixed, *study.axis.along):
         assert canonical_key(key) == key
     assert set(study.stop_rules) <= set(RULES)
     assert set(study.axis.grids) == set(PRESETS) == set(DEFAULT_SEEDS)
-    templates = (study.run, study.experiment, study.log, study.checkpoints)
-    words = {"model", "tag", "arm", "label", "run", "experiment", "mass", "train", "analysis", "every", "seed"}
+    whole = {"model", "size", "tag", "strategy", "kl_type", "collapse", "mass", "train", "analysis", "every"}
+    of_all = (study.run, study.summary_log, study.wandb_project, study.baseline)
+    assert {name for template in of_all for name in names_in(template)} <= whole | {"run"}
+    templates = (study.experiment, study.log, study.checkpoints)
+    words = whole | {"arm", "label", "run", "experiment", "seed"}
     assert {name for template in templates for name in names_in(template)} <= words
     assert names_in(study.probe_log) <= words | {"step", "val"}
     assert study.question.strip().endswith("?")

@@ -77,6 +77,15 @@ REFUSED = [
     ("run kl --kl-values 0,-1", "--kl-values -1: `actor.kl_loss_coef=-1` cannot be used"),
     ("run kl --kl-values 0,0.1,0.10", "--kl-values has the value 0.10 twice (0.1 and 0.10): give each value once."),
     ("run kl --seeds 0", "--seeds 0 leaves nothing to run"),
+    ("run smoke --groups 6", "--groups 6 is no group: type some of 1,2,3,4,5, or names of single runs"),
+    ("run kl --groups 1", "--groups does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
+    ("run kl --kl-type mse", "--kl-type does not belong to study kl: type --set actor.kl_loss_type=NAME."),
+    ("run smoke-all --kl-type mse", "--kl-type does not belong to study smoke-all"),
+    ("run smoke --kl-type abs", "--kl-type abs is no loss of the grid: type one of low_var_kl, kl, mse."),
+    ("run smoke --rollout_filter_strategy best", "--rollout_filter_strategy best is no strategy: type one of top_p,"),
+    ("run kl --rollout_filter_strategy top_k", "type --set filter.rollout_filter_strategy=NAME."),
+    ("run smoke --set actor.entropy_coeff=1", "is what the arms of study smoke differ in: choose its values with --gr"),
+    ("run kl --skip-statuses failed", "--skip-statuses 'failed' cannot be used: type completed,early_stopped, and"),
     (
         "run kl --entropy-values 0",
         "--entropy-values does not belong to study kl, whose axis is actor.kl_loss_coef: type",
@@ -91,7 +100,7 @@ REFUSED = [
     ("run kl --preset paper", "The run asks for 1 GPU a run and no GPU is visible"),
     ("run kl --gpus 0", "--gpus 0 is given but a run takes no GPU"),
     ("run kl --max-concurrent 0", "--max-concurrent 0 leaves nothing to run"),
-    ("run kl --wandb maybe", "--wandb maybe is no mode: type --wandb offline, --wandb online, --wandb off."),
+    ("run kl --wandb maybe", "--wandb maybe is no mode: type --wandb offline, --wandb sync, --wandb online, --"),
     ("run kl --model Qwen/Qwen2.5-3B", "Fetch it with `hf download Qwen/Qwen2.5-3B`"),
     ("run kl --model ./no-such-folder", "The model ./no-such-folder is not here"),
     ("resume results/nothing", "holds no study (no study.json)"),
@@ -353,7 +362,7 @@ def test_list_shows_every_study() -> None:
     for study in STUDIES.values():
         assert study.question.strip() in out
         assert study.axis.option in out
-        assert ",".join(study.axis.grids["laptop"]) in out
+        assert (",".join(study.axis.grids["laptop"]) if not study.axis.members else "group 1 (16 arms)") in out
 
 
 def test_settings_lists_every_field_with_default_and_bounds() -> None:

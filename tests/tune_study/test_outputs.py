@@ -26,7 +26,7 @@ from tune_study.outputs import (
 )
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.resources import Allotment, preflight
-from tune_study.summary import finished_runs, run_times, summary_line, wall_seconds, write_summary
+from tune_study.summary import finished_runs, parse_skipped, run_times, summary_line, wall_seconds, write_summary
 
 
 def plan_in(output: Path, study: str = "kl", values: tuple[str, ...] = ("0", "0.1"), seeds: int = 1) -> StudyPlan:
@@ -207,8 +207,14 @@ ROWS = [
 
 
 def test_times_add_up() -> None:
-    assert run_times(ROWS) == ["train_time=23.50s", "eval_time=6.50s", "total_time=30.00s"]
-    assert run_times([]) == ["train_time=N/A", "eval_time=N/A", "total_time=N/A"]
+    plain = ("train", "eval", "total")
+    assert run_times(ROWS, plain) == ["train_time=23.50s", "eval_time=6.50s", "total_time=30.00s"]
+    assert run_times([], plain) == ["train_time=N/A", "eval_time=N/A", "total_time=N/A"]
+    spent = [{"seconds_collapse_first_turn": 1.5}, {"seconds_collapse_multi_turn": 2.0}, {}]
+    rows = [{**row, **more} for row, more in zip(ROWS, spent, strict=False)]
+    assert run_times(rows, ("train", "collapse", "collapse_first", "collapse_multi")) == [
+        "train_time=20.00s", "collapse_time=3.50s", "collapse_first_time=1.50s", "collapse_multi_time=2.00s",
+    ]  # fmt: skip
 
 
 def test_wall_time_is_from_first_start_to_end() -> None:
@@ -270,7 +276,8 @@ def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path)
         "=== KL Sweep Summary ===",
         "Project: ragen_release_kl_sweep | Steps: 400 | GPU per exp: 1xH100",
     ]
-    assert [line.split(" | ")[0] for line in block[2:]] == ["kl=0", "kl=0.1", "kl=0.2"]
+    assert [line.split(" | ")[0] for line in block[2:-1]] == ["kl=0", "kl=0.1", "kl=0.2"]
+    assert block[-1] == "Total: 3 | Success: 2 | Failed: 0 | Early stopped: 0 | Not ended: 1"
     assert block[3] == "kl=0.1 | status=missing | seed=0"
 
 
@@ -279,6 +286,33 @@ def test_only_runs_that_ended_well_are_finished(tmp_path: Path) -> None:
     for run, status in zip(plan.runs, STATUSES, strict=True):
         write_status(plan.run_dir(run.run_id), RunStatus(run.run_id, status))
     assert [status.status for status in finished_runs(plan).values()] == ["completed", "early_stopped"]
+    found = finished_runs(plan, parse_skipped("completed,early_stopped, failed"))
+    assert [status.status for status in found.values()] == ["completed", "early_stopped", "failed"]
+
+
+@pytest.mark.parametrize("text", ["", "completed", "completed,early_stopped,running", "success", "failed"])
+def test_runs_that_have_ended_are_never_trained_again(text: str) -> None:
+    with pytest.raises(PlanError, match="type completed,early_stopped, and failed or interrupted after them"):
+        parse_skipped(text)
+
+
+def test_a_line_of_the_grid_has_the_published_form(tmp_path: Path) -> None:
+    study = STUDIES["smoke"]
+    values = (
+        "g5-smoke-ppo-sokoban-nofilter-kl0003-ent001-low_var_kl",
+        "g2-smoke-ppo-sokoban-topk80-kl0-ent003-low_var_kl",
+    )
+    plan = make_plan(study, "paper", "a test", {}, values, 1, tmp_path)
+    status = ended("a", "early_stopped", stop_rule="low_validation_success", stop_step=50)
+    times = "train_time=N/A | eval_time=N/A | collapse_time=N/A | collapse_first_time=N/A | collapse_multi_time=N/A"
+    end = f"{times} | total_time=N/A | wall_time=3605s | gpu=1xH100 | status=success | seed=0"
+    on = "collapse=first:true,multi:true,samples:64"
+    assert summary_line(plan, plan.runs[0], status, "1xH100") == (
+        f"{values[0]}-ftmt | filter=1 | kl=0.003 | entropy=0.01 | {on} | {end} | early_stop=low_validation_success@50"
+    )
+    assert summary_line(plan, plan.runs[1], ended("b"), "1xH100") == (
+        f"{values[1]}-ftmt | filter=0.8 | kl=0 | entropy=0.03 | {on} | {end} | early_stop=none"
+    )
 
 
 # Models.

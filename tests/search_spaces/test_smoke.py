@@ -1,0 +1,129 @@
+"""The published grid, listed a second time as the scripts' loops would, against the one that is generated from data."""
+
+from pathlib import Path
+
+import pytest
+
+from search_spaces import STUDIES
+from search_spaces.smoke import smoke
+from search_spaces.study import Study
+from tune_study.plan import PlanError, StudyPlan, expand, find_study, make_plan
+
+LOW = ["0001", "0003", "001", "003"]
+TOP = ["topk100", "topk80", "topk60", "topk40"]
+VALUES = {"0": 0.0, "0001": 0.001, "0003": 0.003, "001": 0.01, "003": 0.03}
+
+
+def listed(group: int, kind: str, tag: str = "ftmt") -> list[str]:
+    """The names of one group, written out."""
+    tail = f"{kind}-{tag}"
+    if group == 1:
+        return [f"g1-smoke-ppo-sokoban-{f}-kl{k}-ent0-{tail}" for f in TOP for k in LOW]
+    if group == 2:
+        return [f"g2-smoke-ppo-sokoban-{f}-kl0-ent{e}-{tail}" for f in TOP for e in LOW]
+    if group == 3:
+        return [f"g3-smoke-ppo-sokoban-{f}-kl0-ent0-{tail}" for f in TOP]
+    first = "g4-smoke-ppo-sokoban-ta-topk100" if group == 4 else "g5-smoke-ppo-sokoban-nofilter"
+    return [f"{first}-kl{k}-ent{e}-{tail}" for k in LOW for e in LOW]
+
+
+def plan_of(
+    study: Study, preset: str = "paper", values: tuple[str, ...] | None = None, **settings: object
+) -> StudyPlan:
+    given = {name.replace("__", "."): value for name, value in settings.items()}
+    return make_plan(study, preset, "a test", given, values, None, Path("/out"))
+
+
+@pytest.mark.parametrize("preset", ["paper", "laptop"])
+@pytest.mark.parametrize("kind", ["low_var_kl", "kl", "mse"])
+def test_the_68_names(preset: str, kind: str) -> None:
+    names = [name for group in (1, 2, 3, 4, 5) for name in listed(group, kind)]
+    assert [spec.run_id for spec in plan_of(smoke(kind), preset).runs] == names
+    assert (len(names), len(set(names))) == (68, 68)
+
+
+@pytest.mark.parametrize("preset", ["paper", "laptop"])
+def test_the_164_names(preset: str) -> None:
+    names = [name for kind in ("kl", "mse") for group in (1, 4, 5) for name in listed(group, kind)]
+    names += [name for group in (1, 2, 3, 4, 5) for name in listed(group, "low_var_kl")]
+    assert [spec.run_id for spec in plan_of(STUDIES["smoke-all"], preset).runs] == names
+    assert (len(names), len(set(names))) == (164, 164)
+
+
+@pytest.mark.parametrize(("group", "count"), [("1", 16), ("2", 16), ("3", 4), ("4", 16), ("5", 16)])
+def test_a_group_by_its_number(group: str, count: int) -> None:
+    study = find_study("smoke")
+    runs = plan_of(study, values=expand(study, [group])).runs
+    assert [spec.run_id for spec in runs] == listed(int(group), "low_var_kl")
+    assert len(runs) == count
+
+
+def test_every_run_has_the_settings_that_its_name_says() -> None:
+    shares = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4, "nofilter": 1.0}
+    for spec in plan_of(STUDIES["smoke-all"]).runs:
+        group, _, _, _, *parts, kl, entropy, kind, tag = spec.run_id.split("-")
+        config = spec.config
+        k, e = VALUES[kl.removeprefix("kl")], VALUES[entropy.removeprefix("ent")]
+        assert (config.actor.use_kl_loss, config.actor.kl_loss_coef) == (k > 0, k)
+        assert (config.actor.entropy_coeff, config.actor.kl_loss_type, tag) == (e, kind, "ftmt")
+        assert config.filter.rollout_filter_value == shares[parts[-1]]
+        assert config.algorithm.zero_task_advantage == (group == "g4") == (parts[0] == "ta")
+        assert config.filter.rollout_filter_include_zero
+
+
+def test_what_all_runs_share() -> None:
+    config = plan_of(find_study("smoke")).base
+    assert (config.model.path, config.trainer.total_training_steps) == ("Qwen/Qwen2.5-3B-Instruct", 50)
+    assert (config.trainer.test_freq, config.trainer.save_freq, config.trainer.val_before_train) == (10, -1, False)
+    assert (config.actor.filter_loss_scaling, config.algorithm.adv_estimator) == ("sqrt", "gae")
+    assert (config.env.env_groups, config.env.group_size, config.trainer.n_gpus_per_node) == (8, 16, 1)
+    found = config.collapse_detection
+    assert (found.first_turn_enabled, found.multi_turn_enabled, found.num_samples) == (True, True, 64)
+    assert config.filter.rollout_filter_top_p_prob_mode == "linear"
+    assert len(plan_of(find_study("smoke")).seeds) == 1
+
+
+def test_places_and_project_are_the_published_ones() -> None:
+    plan = plan_of(smoke("mse"), filter__rollout_filter_strategy="min_p")
+    assert plan.summary_log == Path("/out/logs/smoke_test_min_p/smoke_test_results_3B_mse_ftmt.log")
+    assert plan.runs[0].log == Path(f"logs/smoke_test_min_p_details/{listed(1, 'mse')[0]}.log")
+    assert plan.wandb_project == "ragen-smoke_test_min_p"
+    assert plan.folder == Path("/out/results/smoke_test_min_p_3B_mse_ftmt")
+    assert plan.baseline == "g3-smoke-ppo-sokoban-topk100-kl0-ent0-mse"
+    assert plan_of(find_study("smoke"), "laptop").run == "smoke_test_top_p_sokoban-tiny_low_var_kl_ftmt"
+    assert plan_of(STUDIES["smoke-all"]).run == "smoke_test_top_p_3B_all_ftmt"
+
+
+@pytest.mark.parametrize(
+    ("first", "multi", "tag"), [(True, True, "ftmt"), (True, False, "ft"), (False, True, "mt"), (False, False, "nocd")]
+)
+def test_the_tag_says_which_diagnostics_are_on(first: bool, multi: bool, tag: str) -> None:
+    on = {"collapse_detection__first_turn_enabled": first, "collapse_detection__multi_turn_enabled": multi}
+    plan = plan_of(find_study("smoke"), **on)
+    assert [spec.run_id for spec in plan.runs][:16] == listed(1, "low_var_kl", tag)
+    assert plan.summary_log.stem.endswith(f"_{tag}")
+
+
+@pytest.mark.parametrize(
+    ("groups", "counts"), [(8, [8, 6, 4, 3]), (4, [4, 3, 2, 1]), (16, [16, 12, 9, 6]), (2, [2, 1, 1, 1])]
+)
+def test_top_k_takes_a_count_of_groups(groups: int, counts: list[int]) -> None:
+    study = find_study("smoke")
+    given = {"filter__rollout_filter_strategy": "top_k_abs", "env__env_groups": groups}
+    plan = plan_of(study, values=expand(study, ["3"]), **given)
+    assert [spec.config.filter.rollout_filter_value for spec in plan.runs] == counts
+    assert plan.run.startswith("smoke_test_top_k_3B")
+
+
+def test_words_that_name_no_group_are_refused() -> None:
+    study = find_study("smoke")
+    single = "g3-smoke-ppo-sokoban-topk80-kl0-ent0-low_var_kl"
+    assert expand(study, [single, "3", "3"]) == expand(study, ["3"])
+    assert expand(study, [single]) == (single,)
+    for word in ("6", "0", "g1", "g3-smoke-ppo-sokoban-topk80-kl0-ent0-mse"):
+        with pytest.raises(PlanError, match=r"is no group: type some of 1,2,3,4,5, or names"):
+            expand(study, [word])
+    with pytest.raises(PlanError, match="does not belong to study kl"):
+        find_study("kl", "mse")
+    with pytest.raises(PlanError, match="type one of low_var_kl, kl, mse"):
+        find_study("smoke", "abs")

@@ -1,0 +1,99 @@
+"""The smoke grid by its command, with the real trainer: group 3 whole, and two points of every other group."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+RUN = "smoke_test_top_p_sokoban-tiny_low_var_kl_ftmt"
+POINTS = tuple(
+    f"{name}-low_var_kl"
+    for name in (
+        "g1-smoke-ppo-sokoban-topk100-kl0001-ent0",
+        "g1-smoke-ppo-sokoban-topk40-kl003-ent0",
+        "g2-smoke-ppo-sokoban-topk80-kl0-ent0003",
+        "g2-smoke-ppo-sokoban-topk60-kl0-ent003",
+        "g4-smoke-ppo-sokoban-ta-topk100-kl0001-ent0001",
+        "g4-smoke-ppo-sokoban-ta-topk100-kl003-ent003",
+        "g5-smoke-ppo-sokoban-nofilter-kl0001-ent003",
+        "g5-smoke-ppo-sokoban-nofilter-kl003-ent0001",
+    )
+)
+SMALL = (
+    "--set", "env.env_groups=4", "--set", "env.group_size=4", "--set", "env.val_env_groups=8",
+    "--set", "env.test_env_groups=8",
+)  # fmt: skip
+
+
+def smoke(output: Path, *words: str) -> str:
+    """What the command says; it ends well."""
+    command = [sys.executable, "-m", "tune_study", "run", "smoke", "--preset", "laptop", "--output", str(output)]
+    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("smoke")
+    smoke(found, "--groups", "3", "--steps", "5")
+    smoke(found / "points", "--groups", ",".join(POINTS), "--steps", "2", *SMALL)
+    return found
+
+
+def summary(output: Path) -> list[str]:
+    path = output / "logs/smoke_test_top_p/smoke_test_results_sokoban-tiny_low_var_kl_ftmt.log"
+    return path.read_text().split("Summary ===\n")[1].splitlines()[1:]
+
+
+def test_group_3_runs_to_its_end(output: Path) -> None:
+    trials = pd.read_parquet(output / "results" / RUN / "trials.parquet")
+    assert trials["status"].tolist() == ["completed"] * 4
+    assert trials["steps_done"].tolist() == [5] * 4
+    lines = summary(output)
+    assert lines[-1] == "Total: 4 | Success: 4 | Failed: 0 | Early stopped: 0 | Not ended: 0"
+    for line, name in zip(lines, ("topk100", "topk80", "topk60", "topk40"), strict=False):
+        cells = dict(cell.split("=", 1) for cell in line.split(" | ")[1:])
+        assert line.startswith(f"g3-smoke-ppo-sokoban-{name}-kl0-ent0-low_var_kl-ftmt | ")
+        times = {key: float(cells[f"{key}_time"].rstrip("s")) for key in ("train", "eval", "collapse", "total")}
+        assert times["total"] == pytest.approx(times["train"] + times["eval"] + times["collapse"], abs=0.02)
+        assert min(times.values()) > 0
+        log = output / "logs/smoke_test_top_p_details" / f"{line.split(' | ')[0]}.log"
+        assert "step 5/5" in log.read_text()
+
+
+def test_points_of_every_group_run(output: Path) -> None:
+    trials = pd.read_parquet(output / "points/results" / RUN / "trials.parquet").set_index("arm")
+    assert trials.index.tolist() == list(POINTS)
+    assert set(trials["status"]) == {"completed"}
+    task_off = trials["config/algorithm.zero_task_advantage"]
+    assert task_off[task_off].index.tolist() == [name for name in POINTS if name.startswith("g4")]
+    steps = pd.read_parquet(output / "points/results" / RUN / "steps.parquet")
+    with_kl = steps[steps["arm"].str.contains("-kl00")]
+    assert with_kl["kl_loss"].notna().all()
+    assert steps[steps["arm"].str.contains("-kl0-")]["kl_loss"].isna().all()
+
+
+def test_a_second_start_trains_nothing(output: Path) -> None:
+    folder = output / "points/results" / RUN
+    before = {path: path.read_bytes() for path in folder.glob("runs/*/metrics.jsonl")}
+    said = smoke(output / "points", "--groups", ",".join(POINTS), "--steps", "2", *SMALL)
+    assert "0 of 8 runs to go" in said
+    assert "Starting Ray" not in said
+    assert {path: path.read_bytes() for path in folder.glob("runs/*/metrics.jsonl")} == before
+
+
+def test_another_group_joins_by_extending(output: Path) -> None:
+    words = ("--groups", "3", "--steps", "5", "--kl-type", "low_var_kl")
+    said = smoke(output, "--groups", "3,2", "--steps", "5", "--extend", "--dry-run")
+    assert "20 runs: KL and entropy coefficients, filter in group 2 (16 arms), group 3 (4 arms)" in said
+    assert "0 of 4 runs to go" in smoke(output, *words)
+
+
+def test_a_name_a_line_where_there_is_no_terminal(output: Path) -> None:
+    said = smoke(output, "--dry-run", "--rollout_filter_strategy", "top_k")
+    names = [line.split()[0] for line in said.splitlines() if line.startswith("g")]
+    assert len(names) == len(set(names)) == 68
+    assert all(name.endswith("-low_var_kl-ftmt") for name in names)
