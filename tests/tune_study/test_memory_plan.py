@@ -89,10 +89,10 @@ def test_what_nothing_helps_is_said() -> None:
 
 def test_what_the_arms_differ_in_is_not_advised() -> None:
     study = STUDIES["kl"]
-    axis = replace(study.axis, setting="critic.shared_trunk")
+    axis = replace(study.axis, setting="model.lora_rank")
     said = verdict(planned({"trainer.n_gpus_per_node": 4}), replace(study, axis=axis))
-    assert "critic.shared_trunk" in verdict(planned({"trainer.n_gpus_per_node": 4}), study)
-    assert "critic.shared_trunk" not in said
+    assert "model.lora_rank" in verdict(planned({"trainer.n_gpus_per_node": 4}), study)
+    assert "model.lora_rank" not in said
 
 
 def test_the_run_that_takes_most_is_shown() -> None:
