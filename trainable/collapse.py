@@ -18,7 +18,7 @@ from trainable.algo.mutual_information import (
     smoothed_zscores,
 )
 from trainable.cross_scores import cross_scores
-from trainable.qwen2 import Qwen2
+from trainable.language_model import LanguageModel
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import Codec
 from trainable.sections import CollapseDetectionConfig
@@ -56,7 +56,7 @@ def is_due(step: int, settings: CollapseDetectionConfig) -> bool:
 
 
 def diagnose(
-    model: Qwen2, codec: Codec, episodes: Sequence[Episode], settings: CollapseDetectionConfig,
+    model: LanguageModel, codec: Codec, episodes: Sequence[Episode], settings: CollapseDetectionConfig,
     averages: Mapping[str, State], rng: np.random.Generator,
 ) -> Diagnosis:  # fmt: skip
     """Diagnose a step: all of its episodes, before the filter, under the policy that played them.
@@ -113,7 +113,7 @@ def _samples(
         yield _Sample("trajectory", "seconds_collapse_multi_turn", pairs, trajectory)
 
 
-def _quantities(model: Qwen2, sample: _Sample, state: State | None) -> tuple[dict[str, float], State] | None:
+def _quantities(model: LanguageModel, sample: _Sample, state: State | None) -> tuple[dict[str, float], State] | None:
     """The sample's quantities under their published names, and its next averages; None where it cannot be measured."""
     pairs = _fitting(sample.pairs, model.shape.max_position_embeddings)
     if not len(pairs.own) or len(np.unique(pairs.classes)) < 2:

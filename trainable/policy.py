@@ -1,10 +1,12 @@
 """A policy on disk or on the hub, made ready: model, tokenizer, critic."""
 
+import json
 import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -13,10 +15,14 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from trainable.protocol import END_OF_MESSAGE
-from trainable.qwen2 import PassSettings, Qwen2, Qwen2Shape, ValueModel
+from trainable.qwen2 import ARCHITECTURE, PassSettings, Qwen2, Qwen2Shape, ValueModel
 from trainable.rollout.play import Codec
 from trainable.sections import ModelConfig
 
+if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
+    from trainable.hub_model import HubModel, HubValueModel
+
+M = TypeVar("M", bound="Qwen2 | HubModel")
 PLAIN = PassSettings()
 SHIPPED = "sokoban-tiny"
 _SHIPPED_FOLDER = Path(__file__).parent / "embedded" / "sokoban_tiny"
@@ -26,7 +32,7 @@ _SHIPPED_FOLDER = Path(__file__).parent / "embedded" / "sokoban_tiny"
 class Policy:
     """A language model with its tokenizer, and the folder that its files are in."""
 
-    model: Qwen2
+    model: "Qwen2 | HubModel"
     tokenizer: Tokenizer
     folder: Path
 
@@ -62,38 +68,77 @@ def find_model(path: str) -> Path:
 
 
 def load_policy(path: str, device: torch.device, passes: PassSettings = PLAIN) -> Policy:
-    """Model (float32 weights, whose passes are computed as `passes` says) and tokenizer at `path`, on `device`."""
+    """Model (float32 weights, whose passes are computed as `passes` says) and tokenizer at `path`, on `device`.
+
+    A Qwen2 is run by our own implementation, any other architecture by transformers'.
+    """
     folder = find_model(path)
+    model = _load_qwen2(folder) if _architecture(folder) == ARCHITECTURE else _load_hub_model(folder)
+    model.model.passes = passes
+    return Policy(model.to(device), Tokenizer.from_file(str(folder / "tokenizer.json")), folder)
+
+
+def _architecture(folder: Path) -> str | None:
+    """What the folder's config.json calls the model's architecture; None where it names none."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    named = config.get("architectures") or [None]
+    return None if named[0] is None else str(named[0])
+
+
+def _load_qwen2(folder: Path) -> Qwen2:
     model = Qwen2(Qwen2Shape.read(folder))
     weights = read_weights(folder)
     if model.shape.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     model.load_state_dict(weights)
-    model.model.passes = passes
-    return Policy(model.to(device), Tokenizer.from_file(str(folder / "tokenizer.json")), folder)
+    return model
+
+
+def _load_hub_model(folder: Path) -> "HubModel":
+    from trainable.hub_model import load_hub_model
+
+    names: list[str] = []
+    for file in _weight_files(folder):
+        with safe_open(os.fspath(file), framework="pt") as tensors:
+            names += tensors.keys()
+    return load_hub_model(folder, names)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no .safetensors file; other weight formats are not read.")
+    return files
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the folder's safetensors files, in float32."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} holds no .safetensors file; other weight formats are not read.")
     weights: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in _weight_files(folder):
         with safe_open(os.fspath(file), framework="pt") as tensors:
             weights.update({name: tensors.get_tensor(name).float() for name in tensors.keys()})  # noqa: SIM118
     return weights
 
 
-def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> ValueModel:
+def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> "ValueModel | HubValueModel":
     """A critic whose trunk is a copy of the policy's, passes included, and whose head is from N(0, 0.02), bias 0."""
-    critic = ValueModel(policy.model.shape)
-    critic.model.passes = policy.model.model.passes
-    critic.model.load_state_dict(policy.model.model.state_dict())
+    critic = _empty_critic(policy.model)
     with torch.no_grad():
         critic.score.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, critic.score.weight.shape)))
         critic.score.bias.zero_()
     return critic.to(device)
+
+
+def _empty_critic(model: "Qwen2 | HubModel") -> "ValueModel | HubValueModel":
+    """A critic with a copy of the model's trunk, and any head."""
+    if not isinstance(model, Qwen2):
+        from trainable.hub_model import HubValueModel
+
+        return HubValueModel(model.model)
+    critic = ValueModel(model.shape)
+    critic.model.passes = model.model.passes
+    critic.model.load_state_dict(model.model.state_dict())
+    return critic
 
 
 def make_codec(tokenizer: Tokenizer) -> Codec:
@@ -113,7 +158,7 @@ def pass_settings(settings: ModelConfig) -> PassSettings:
     return PassSettings(getattr(torch, settings.dtype), settings.enable_gradient_checkpointing)
 
 
-def frozen_copy(model: Qwen2) -> Qwen2:
+def frozen_copy(model: M) -> M:
     """A copy of `model` on its device that no gradient reaches: the reference.
 
     Its linear layers hold their weights in the type that passes compute in, which gives the same numbers to the last

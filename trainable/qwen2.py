@@ -5,7 +5,7 @@ cache whose slots all rows share. Both give the numbers of transformers' Qwen2Fo
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from trainable.kv_cache import KVCache
 
 ARCHITECTURE = "Qwen2ForCausalLM"
 
@@ -39,6 +41,17 @@ class Qwen2Shape:
     def head_dim(self) -> int:
         """Channels of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_size(self) -> int:
+        """Channels of all query heads."""
+        return self.hidden_size
+
+    @property
+    def block_weights(self) -> tuple[int, int]:
+        """Weights of one block's products: before its attention, and after it, where the last block is finished."""
+        hidden, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
+        return hidden * (hidden + 2 * kv), hidden * (hidden + 3 * self.intermediate_size)
 
     @staticmethod
     def read(folder: Path) -> "Qwen2Shape":
@@ -79,67 +92,6 @@ class PassSettings(NamedTuple):
 
     dtype: torch.dtype = torch.float32
     recompute: bool = False
-
-
-class KVCache:
-    """Keys and values of every layer, `(rows, kv_heads, slots, head_dim)`; rows that grow together share slots.
-
-    A slot may be a filler for a row; `bias` (rows, slots) is 0 where the row has a token and -inf where it does not.
-    Keys and values are made when they are first written, in the type that the network computes in.
-    """
-
-    def __init__(self, shape: Qwen2Shape, rows: int, slots: int, like: Tensor) -> None:
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self.bias = like.new_full((rows, slots), -torch.inf)
-        self.used = 0
-        self.shape = shape
-        self.angles = rotary(torch.arange(slots, device=like.device), shape)
-
-    def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill a layer's next q slots with `k`, `v` (B, kv_heads, q, D); all of its first B rows (..., used + q, D)."""
-        if layer == len(self.keys):
-            size = (self.bias.shape[0], k.shape[1], self.bias.shape[1], k.shape[3])
-            # Zeros, since memory never written may hold a NaN, which no bias hides.
-            self.keys.append(k.new_zeros(size))
-            self.values.append(v.new_zeros(size))
-        end = self.used + k.shape[2]
-        keys, values = self.keys[layer][: len(k)], self.values[layer][: len(k)]
-        keys[:, :, self.used : end] = k
-        values[:, :, self.used : end] = v
-        return keys[:, :, :end], values[:, :, :end]
-
-    def reserve(self, slots: int) -> None:
-        """Make room for `slots` more."""
-        short = self.used + slots - self.bias.shape[1]
-        if short > 0:
-            grow = max(short, self.bias.shape[1] // 2)
-            self.keys = [F.pad(keys, (0, 0, 0, grow)) for keys in self.keys]
-            self.values = [F.pad(values, (0, 0, 0, grow)) for values in self.values]
-            self.bias = F.pad(self.bias, (0, grow), value=-torch.inf)
-            self.angles = rotary(torch.arange(self.bias.shape[1], device=self.bias.device), self.shape)
-
-    def select(self, rows: Tensor) -> None:
-        """Keep `rows` (indices, repeats allowed) in that order."""
-        self.keys = [keys.index_select(0, rows) for keys in self.keys]
-        self.values = [values.index_select(0, rows) for values in self.values]
-        self.bias = self.bias.index_select(0, rows)
-
-    def pack(self) -> None:
-        """Move each row's tokens into its first slots, so that fillers cost no attention."""
-        filler = self.bias != 0
-        slots = torch.argsort(filler, dim=1, stable=True)
-        self.keys = [_gathered(keys, slots) for keys in self.keys]
-        self.values = [_gathered(values, slots) for values in self.values]
-        self.bias = self.bias.gather(1, slots)
-        self.used = int((~filler).sum(1).max())
-
-
-def _gathered(store: Tensor, slots: Tensor) -> Tensor:
-    """`store` (rows, kv_heads, slots, D) with each row's slots in the order `slots` (rows, slots)."""
-    rows, heads, length, size = store.shape
-    first = torch.arange(rows * heads, device=store.device).view(rows, heads, 1) * length
-    return store.view(-1, size).index_select(0, (first + slots[:, None]).flatten()).view(store.shape)
 
 
 class RMSNorm(nn.Module):
@@ -312,23 +264,18 @@ class Trunk(nn.Module):
                 x = self._through(layer, x, cos, sin, None)
             return self.norm(self._through(last, x, cos, sin, where))
 
+    def new_cache(self, rows: int, slots: int) -> KVCache:
+        """An empty cache of `rows` rows, with room for `slots` tokens of each."""
+        return KVCache(rows, slots, self.embed_tokens.weight)
+
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens to the cache's first B rows; hidden state of the last one.
 
         tokens, positions, valid: (B, q); fillers (valid False) stand on the left. Returns (B, hidden). Rows beyond the
         first B get a filler.
         """
-        batch, new = tokens.shape
-        cache.reserve(new)
-        end = cache.used + new
-        cache.bias[:batch, cache.used : end] = torch.where(valid, 0.0, -torch.inf)
-        bias = cache.bias[:batch, None, :end]
-        if new > 1:
-            # The finite floor keeps a filler's own row of scores from being all -inf, which softmax turns into NaN.
-            later = torch.full((new, new), -torch.inf, device=tokens.device).triu(1)
-            bias = (bias + F.pad(later, (cache.used, 0))).clamp_min(-1e30)
-        # A row's positions are below its slots, packed or not: the cache's table reaches all of them.
-        cos, sin = cache.angles[0][positions], cache.angles[1][positions]
+        bias = cache.admit(valid)
+        cos, sin = self._angles(positions, cache)
         last = len(self.layers) - 1
         with self._autocast(tokens.device):
             x = self.embed_tokens(tokens)
@@ -337,8 +284,16 @@ class Trunk(nn.Module):
                 if number == last:
                     x, mixed = x[:, -1], mixed[:, -1]
                 x = layer.finish(x, mixed)
-            cache.used = end
+            cache.used += tokens.shape[1]
             return self.norm(x)
+
+    def _angles(self, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions, from the cache's table, which is made as long as the cache has become."""
+        slots = cache.bias.shape[1]
+        if cache.angles is None or len(cache.angles[0]) < slots:
+            # A row's positions are below its slots, packed or not: the table reaches all of them.
+            cache.angles = rotary(torch.arange(slots, device=positions.device), self.shape)
+        return cache.angles[0][positions], cache.angles[1][positions]
 
     def branch(self, tokens: Tensor, depths: Tensor, sees: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
         """Hidden states of one tree of tokens after every row of the cache, which is only read.
@@ -347,8 +302,7 @@ class Trunk(nn.Module):
         and its ancestors'. lengths: (B,) tokens of each row. Returns (B, F, hidden).
         """
         rows = len(lengths)
-        prefix = cache.bias[:, None, : cache.used].expand(-1, len(tokens), -1)
-        bias = torch.cat((prefix, torch.where(sees, 0.0, -torch.inf).expand(rows, -1, -1).to(prefix.dtype)), dim=-1)
+        bias = cache.bias_after(sees, rows)
         cos, sin = rotary(lengths[:, None] + depths, self.shape)
         with self._autocast(tokens.device):
             x = self.embed_tokens(tokens).expand(rows, -1, -1)
@@ -383,6 +337,10 @@ class Qwen2(nn.Module):
         self.lm_head = LanguageHead(shape.hidden_size, shape.vocab_size, bias=False)
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def hub_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """All weights under the hub's names, a tied head too."""
+        return self.state_dict().items()
 
 
 class ValueModel(nn.Module):

@@ -5,14 +5,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from trainable.qwen2 import Qwen2
-
 
 def flat_state(part: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
     """Tensors of a module, or of an optimizer by parameter number and moment."""
     if isinstance(part, nn.Module):
         # A tied head is the embedding under a second name: stored once.
-        return {name: value for name, value in part.state_dict().items() if not _is_tied(part, name)}
+        first = _first_names(part)
+        return {name: value for name, value in part.state_dict().items() if first[name] == name}
     state = part.state_dict()["state"]
     return {f"{number}/{name}": value for number, moments in state.items() for name, value in moments.items()}
 
@@ -20,9 +19,8 @@ def flat_state(part: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
 def load_flat_state(part: nn.Module | torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Put back what `flat_state` gave of a part made in the same way."""
     if isinstance(part, nn.Module):
-        if _is_tied(part, "lm_head.weight"):
-            tensors = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
-        part.load_state_dict(tensors)
+        second = {name: tensors[first] for name, first in _first_names(part).items() if first != name}
+        part.load_state_dict({**tensors, **second})
         return
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -64,5 +62,7 @@ def _moment_shapes(part: torch.optim.Optimizer, has_stepped: bool) -> dict[str, 
     return shapes
 
 
-def _is_tied(part: nn.Module, name: str) -> bool:
-    return name == "lm_head.weight" and isinstance(part, Qwen2) and part.shape.tie_word_embeddings
+def _first_names(part: nn.Module) -> dict[str, str]:
+    """For each name in a module's state the first name that the same tensor has there."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(value), name) for name, value in part.state_dict(keep_vars=True).items()}

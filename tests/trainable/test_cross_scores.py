@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.scripted import random_model, shape
 from trainable.cross_scores import cross_scores
 from trainable.policy import load_policy
-from trainable.qwen2 import KVCache, Qwen2
+from trainable.qwen2 import Qwen2
 
 # heads, key-value heads, tied head, layers, rotary base
 LAYOUTS = [(4, 4, True, 2, 10_000.0), (4, 2, False, 3, 1_000_000.0), (4, 1, True, 1, 500.0), (2, 1, False, 2, 10_000.0)]
@@ -190,7 +190,7 @@ def test_nothing_is_made_on_another_device_than_the_model(grouped: Qwen2) -> Non
 
 def test_a_tree_sees_its_row_and_its_ancestors_and_leaves_the_cache_alone(model: Qwen2) -> None:
     prompts, branches = [[1, 2, 3, 4], [5], [6, 7]], [[8], [8, 9], [8, 9, 1], [8, 2], [3]]
-    cache = KVCache(model.shape, 3, 6, model.lm_head.weight)
+    cache = model.model.new_cache(3, 6)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     steps = torch.arange(4) - (4 - lengths[:, None])
     padded = torch.tensor([[0] * (4 - len(prompt)) + prompt for prompt in prompts])
