@@ -25,11 +25,19 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainable.full_disk": (("trainable.failures",), ()),
     "trainable.algo": (("trainable.algo",), ("torch",)),
     "trainable.sokoban": (("trainable.sokoban", "trainable.seeds"), ("numpy",)),
-    "trainable.protocol": (("trainable.sokoban", "trainable.seeds"), ("numpy",)),
-    "trainable.qwen2": ((), ("torch",)),
+    "trainable.chat": ((), ()),
+    "trainable.chat_template": (("trainable.chat",), ("jinja2", "tokenizers")),
+    "trainable.protocol": (("trainable.sokoban", "trainable.seeds", "trainable.chat"), ("numpy",)),
+    "trainable.kv_cache": ((), ("torch",)),
+    "trainable.qwen2": (("trainable.kv_cache",), ("torch",)),
+    "trainable.language_model": (("trainable.kv_cache", "trainable.qwen2"), ("torch",)),
+    "trainable.hub_config": ((), ("torch", "transformers")),
+    "trainable.hub_model": (
+        ("trainable.hub_config", "trainable.kv_cache", "trainable.qwen2"), ("torch", "transformers"),
+    ),
     "trainable.rollout": (
         ("trainable.rollout", "trainable.sokoban", "trainable.protocol", "trainable.seeds", "trainable.config",
-         "trainable.qwen2", "trainable.failures"),
+         "trainable.language_model", "trainable.failures"),
         ("torch", "numpy", "transformers"),
     ),
     "trainable.rollout.vllm_sampler": (

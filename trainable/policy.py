@@ -14,7 +14,8 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import nn
 
-from trainable.protocol import END_OF_MESSAGE
+from trainable.chat import CHATML, ChatFormat
+from trainable.chat_template import chat_format
 from trainable.qwen2 import ARCHITECTURE, PassSettings, Qwen2, Qwen2Shape, ValueModel
 from trainable.rollout.play import Codec
 from trainable.sections import ModelConfig
@@ -30,16 +31,17 @@ _SHIPPED_FOLDER = Path(__file__).parent / "embedded" / "sokoban_tiny"
 
 @dataclass(frozen=True)
 class Policy:
-    """A language model with its tokenizer, and the folder that its files are in."""
+    """A language model with its tokenizer, the folder that its files are in, and how conversations with it read."""
 
     model: "Qwen2 | HubModel"
     tokenizer: Tokenizer
     folder: Path
+    chat: ChatFormat = CHATML
 
     @property
     def stop_token(self) -> int:
-        """What ends a reply: ChatML's end marker, which base models have but do not name as their end, or their end."""
-        marker: int | None = self.tokenizer.token_to_id(END_OF_MESSAGE)
+        """What ends a reply: the chat's marker, which base models have but do not name as their end, or their end."""
+        marker: int | None = self.tokenizer.token_to_id(self.chat.end)
         return self.model.shape.eos_token_id if marker is None else marker
 
 
@@ -67,15 +69,17 @@ def find_model(path: str) -> Path:
         ) from None
 
 
-def load_policy(path: str, device: torch.device, passes: PassSettings = PLAIN) -> Policy:
+def load_policy(path: str, device: torch.device, passes: PassSettings = PLAIN, chat: str = "auto") -> Policy:
     """Model (float32 weights, whose passes are computed as `passes` says) and tokenizer at `path`, on `device`.
 
-    A Qwen2 is run by our own implementation, any other architecture by transformers'.
+    A Qwen2 is run by our own implementation, any other architecture by transformers'. chat: see `model.chat_format`.
     """
     folder = find_model(path)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = _load_qwen2(folder) if _architecture(folder) == ARCHITECTURE else _load_hub_model(folder)
     model.model.passes = passes
-    return Policy(model.to(device), Tokenizer.from_file(str(folder / "tokenizer.json")), folder)
+    spoken = chat_format(folder, tokenizer, model.shape.eos_token_id, chat)
+    return Policy(model.to(device), tokenizer, folder, spoken)
 
 
 def _architecture(folder: Path) -> str | None:
@@ -164,7 +168,8 @@ def frozen_copy(model: M) -> M:
     Its linear layers hold their weights in the type that passes compute in, which gives the same numbers to the last
     bit, since that is what a pass would make of them. Embedding and norms, which passes read in float32, keep it.
     """
-    frozen = deepcopy(model).requires_grad_(False)
+    frozen: M = deepcopy(model)
+    frozen.requires_grad_(False)
     for layer in frozen.modules():
         if isinstance(layer, nn.Linear) and layer.weight is not frozen.model.embed_tokens.weight:
             layer.to(model.model.passes.dtype)

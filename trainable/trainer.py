@@ -71,7 +71,7 @@ class PPOTrainer:
     def __init__(self, config: RunConfig, world: World = ALONE) -> None:
         self.config, self.world = config, world
         self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
-        policy = load_policy(config.model.path, self.device, pass_settings(config.model))
+        policy = load_policy(config.model.path, self.device, pass_settings(config.model), config.model.chat_format)
         self.model = policy.model
         self.codec, self.stop_token = make_codec(policy.tokenizer), policy.stop_token
         self.reference = frozen_copy(self.model) if self._needs_reference() else None
@@ -97,7 +97,9 @@ class PPOTrainer:
     def _set_up_game(self, policy: Policy) -> None:
         """Protocol, limits, and every room of the run, made ahead: a step never waits for a room."""
         config, env = self.config, self.config.env
-        self.protocol = make_protocol(config.model.prompt_style, env.observation_format, env.max_actions_per_traj)
+        self.protocol = make_protocol(
+            config.model.prompt_style, env.observation_format, env.max_actions_per_traj, policy.chat
+        )
         own = self.model.shape.max_position_embeddings
         context = min(own, config.rollout.max_model_len or own)
         self.rules = Rules(

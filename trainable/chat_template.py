@@ -1,0 +1,180 @@
+"""The format of a model's conversations, from the chat template that its tokenizer comes with.
+
+A template makes a text of a whole conversation. Here conversations grow turn by turn, as exact tokens, so the template
+is rendered once with marks for contents and cut into what stands between them. Whether putting these parts together
+turn by turn gives what the template gives of the whole is checked, in text and in tokens.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+from trainable.chat import CHATML, ChatFormat
+
+Messages = Sequence[Mapping[str, str]]
+SYSTEM, REPLY = "what-the-system-says", "<think>what-it-thinks</think><answer>what-it-answers</answer>"
+USERS = ("what-user-one-says", "what-user-two-says", "what-user-three-says")
+
+
+class Unusable(Exception):
+    """Why a template cannot be cut."""
+
+
+def chat_format(folder: Path, tokenizer: Tokenizer, eos_token_id: int, wanted: str = "auto") -> ChatFormat:
+    """The format of the model in `folder`: that of its template; ChatML where it has none, or `wanted` is chatml.
+
+    eos_token_id: ends a reply where the template ends it with no token of its own. ChatML begins with what the
+    tokenizer puts before every text, if it puts anything. ValueError for a template that cannot be built turn by turn.
+    """
+    settings = _settings(folder)
+    template = _template(folder, settings) if wanted == "auto" else None
+    if template is None:
+        return replace(CHATML, start=_before_text(tokenizer) + CHATML.start)
+    try:
+        found = _cut(_renderer(template, settings), tokenizer, _token(tokenizer, eos_token_id))
+        _check_tokens(found, tokenizer)
+    except Unusable as error:
+        raise ValueError(
+            f"The chat template of the model in {folder} {error}. Conversations grow turn by turn here, and what was "
+            f"said stays as it was. Type --set model.chat_format=chatml to speak ChatML with it instead."
+        ) from None
+    return found
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    file = folder / "tokenizer_config.json"
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return found
+
+
+def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The template's text, from its own file or from tokenizer_config.json, where it may be one of several by name."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    named = settings.get("chat_template")
+    if isinstance(named, list):
+        return next((entry["template"] for entry in named if entry.get("name") == "default"), None)
+    return named
+
+
+def _before_text(tokenizer: Tokenizer) -> str:
+    """The tokens that the tokenizer puts before a text of itself, such as <s>."""
+    plain = tokenizer.encode("a", add_special_tokens=False).ids
+    whole = tokenizer.encode("a").ids
+    return "".join(_token(tokenizer, number) for number in whole[: max(0, _find(whole, plain))])
+
+
+def _token(tokenizer: Tokenizer, number: int) -> str:
+    found: str | None = tokenizer.id_to_token(number)
+    return found or ""
+
+
+def _find(whole: Sequence[int], part: Sequence[int]) -> int:
+    starts = range(len(whole) - len(part) + 1)
+    return next((start for start in starts if list(whole[start : start + len(part)]) == list(part)), 0)
+
+
+def _renderer(template: str, settings: Mapping[str, Any]) -> Callable[[Messages], str]:
+    """`messages -> text up to the next reply`; it knows no clock, so that a template that tells the date is the same
+    every day, and sees nothing but messages and the names of special tokens."""
+
+    def refuse(reason: str) -> NoReturn:
+        raise TemplateError(reason)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+    specials = {
+        name: value["content"] if isinstance(value, dict) else value
+        for name, value in settings.items() if name.endswith("_token") and isinstance(value, str | dict)
+    }  # fmt: skip
+
+    def render(messages: Messages) -> str:
+        try:
+            return environment.from_string(template).render(
+                messages=messages, add_generation_prompt=True, tools=None, documents=None, raise_exception=refuse,
+                **specials,
+            )  # fmt: skip
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise Unusable(f"does not take such a conversation ({error})") from error
+
+    return render
+
+
+def _cut(render: Callable[[Messages], str], tokenizer: Tokenizer, eos: str) -> ChatFormat:
+    """The parts of a template, checked over a conversation of three turns."""
+    first, found = _opening(render)
+    turns = [*first]
+    for user in USERS[1:]:
+        turns += [{"role": "assistant", "content": REPLY}, {"role": "user", "content": user}]
+    whole, said = render(turns), found.opening(SYSTEM, USERS[0]) + REPLY
+    if not whole.startswith(said):
+        raise Unusable("tells a conversation's beginning otherwise once it goes on, as one that drops thoughts does")
+    between, mark, rest = whole[len(said) :].partition(USERS[1])
+    if not mark or rest != found.to_reply + REPLY + between + USERS[2] + found.to_reply:
+        raise Unusable("does not put the same text round every turn")
+    end, next_user = _end(between, tokenizer, eos)
+    return replace(found, end=end, next_user=next_user, strips=_strips(render, first))
+
+
+def _end(between: str, tokenizer: Tokenizer, eos: str) -> tuple[str, str]:
+    """The special token that `between` begins with, which ends a reply, and what is left of `between`.
+
+    The model's own end where there is none. A token that takes the blanks after it to itself leaves none of them.
+    """
+    for token in tokenizer.get_added_tokens_decoder().values():
+        if token.special and between.startswith(token.content):
+            left = between.removeprefix(token.content)
+            return token.content, left.lstrip() if token.rstrip else left
+    return eos, between
+
+
+def _strips(render: Callable[[Messages], str], first: Sequence[Mapping[str, str]]) -> bool:
+    """Whether the template takes the blanks round a message away."""
+    plain, content = render(first), first[-1]["content"]
+    padded = f"\n{content}\n"
+    found = render([*first[:-1], {"role": "user", "content": padded}])
+    if found not in (plain, plain.replace(content, padded)):
+        raise Unusable("changes the blanks round a message in a way of its own")
+    return found == plain
+
+
+def _check_tokens(found: ChatFormat, tokenizer: Tokenizer) -> None:
+    """Unusable unless a turn has the same tokens alone, as it is given to the model, and inside the conversation."""
+
+    def tokens(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    turn = found.following("Turn 2:\n#O_\n")
+    alone = [*tokens(found.end), *tokens(turn)]
+    whole = tokens(f"{found.opening('Play.', 'Turn 1:')}<think>Up</think><answer>Up</answer>{found.end}{turn}")
+    if len(tokens(found.end)) != 1 or whole[-len(alone) :] != alone:
+        raise Unusable("and its tokenizer cut a turn into other tokens alone than inside the conversation")
+
+
+def _opening(render: Callable[[Messages], str]) -> tuple[list[dict[str, str]], ChatFormat]:
+    """The first messages, and the parts before the first reply.
+
+    What the system says opens the first user message where a template has no place for it.
+    """
+    with_system = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USERS[0]}]
+    try:
+        start, system, rest = render(with_system).partition(SYSTEM)
+        to_user, user, to_reply = rest.partition(USERS[0])
+    except Unusable:
+        system = user = ""
+    if system and user:
+        return with_system, ChatFormat(start, to_user, to_reply, "", "")
+    alone = [{"role": "user", "content": f"{SYSTEM}\n\n{USERS[0]}"}]
+    start, found, to_reply = render(alone).partition(alone[0]["content"])
+    if not found:
+        raise Unusable("does not show a user's message as it is")
+    return alone, ChatFormat(start, "\n\n", to_reply, "", "")
