@@ -33,7 +33,7 @@ def chat_format(folder: Path, tokenizer: Tokenizer, eos_token_id: int, wanted: s
     tokenizer puts before every text, if it puts anything. ValueError for a template that cannot be built turn by turn.
     """
     settings = _settings(folder)
-    template = _template(folder, settings) if wanted == "auto" else None
+    template = own_template(folder) if wanted == "auto" else None
     if template is None:
         return replace(CHATML, start=_before_text(tokenizer) + CHATML.start)
     try:
@@ -47,18 +47,27 @@ def chat_format(folder: Path, tokenizer: Tokenizer, eos_token_id: int, wanted: s
     return found
 
 
+def check_template(folder: Path) -> None:
+    """ValueError where the model in `folder` has a chat template that cannot be built turn by turn."""
+    if own_template(folder) is not None:
+        chat_format(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), 0)
+
+
 def _settings(folder: Path) -> dict[str, Any]:
     file = folder / "tokenizer_config.json"
     found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return found
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template's text, from its own file or from tokenizer_config.json, where it may be one of several by name."""
+def own_template(folder: Path) -> str | None:
+    """The template of the model in `folder`, None where it has none.
+
+    From its own file or from tokenizer_config.json, where it may be one of several by name.
+    """
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
-    named = settings.get("chat_template")
+    named = _settings(folder).get("chat_template")
     if isinstance(named, list):
         return next((entry["template"] for entry in named if entry.get("name") == "default"), None)
     return named

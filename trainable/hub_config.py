@@ -30,9 +30,9 @@ class HubShape:
 
 
 class Sizes(NamedTuple):
-    """What memory depends on: the config's widths, and elements of every parameter of trunk and head.
+    """What memory depends on: the config's widths, and elements of every parameter of all but the head.
 
-    head: () where the head is the embedding.
+    head_size: channels of one attention head. linear: elements of linear layers, less a head that is the embedding.
     """
 
     hidden_size: int
@@ -40,10 +40,11 @@ class Sizes(NamedTuple):
     num_hidden_layers: int
     num_attention_heads: int
     num_key_value_heads: int
-    head_dim: int
+    head_size: int
     vocab_size: int
+    tie_word_embeddings: bool
     trunk: tuple[int, ...]
-    head: tuple[int, ...]
+    linear: int
 
 
 def refusal(folder: Path, found: str, reason: str) -> ValueError:
@@ -107,19 +108,28 @@ def shape_of(causal: Any, folder: Path) -> HubShape:
     )  # fmt: skip
 
 
+def check(folder: Path) -> None:
+    """ValueError where the config.json alone tells that the model is not run; its weights may tell more."""
+    causal = empty_model(folder)
+    check_parts(causal, folder)
+    shape_of(causal, folder)
+
+
 def sizes(folder: Path) -> Sizes:
     """What memory depends on, from config.json alone: exact counts of parameters."""
     causal = empty_model(folder)
     check_parts(causal, folder)
     text, head = causal.config.get_text_config(), causal.get_output_embeddings().weight
-    trunk = tuple(weight.numel() for weight in causal.base_model.parameters())
     is_tied = any(weight is head for weight in causal.base_model.parameters())
+    linear = {id(weight): weight.numel() for part in causal.modules() if isinstance(part, nn.Linear)
+              for weight in part.parameters() if weight is not head or not is_tied}  # fmt: skip
     heads = int(text.num_attention_heads)
+    wide = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * head.shape[1]
     return Sizes(
-        head.shape[1], int(getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None)
-                           or 4 * head.shape[1]),
-        int(text.num_hidden_layers), heads, int(getattr(text, "num_key_value_heads", None) or heads), _head_dim(text),
-        head.shape[0], trunk, () if is_tied else (head.numel(),),
+        hidden_size=head.shape[1], intermediate_size=int(wide), num_hidden_layers=int(text.num_hidden_layers),
+        num_attention_heads=heads, num_key_value_heads=int(getattr(text, "num_key_value_heads", None) or heads),
+        head_size=_head_dim(text), vocab_size=head.shape[0], tie_word_embeddings=is_tied,
+        trunk=tuple(weight.numel() for weight in causal.base_model.parameters()), linear=sum(linear.values()),
     )  # fmt: skip
 
 

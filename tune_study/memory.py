@@ -8,7 +8,7 @@ network, R ranks (GPUs of the run), h hidden size, f intermediate size, kv chann
 from typing import NamedTuple
 
 from trainable.config import RunConfig
-from tune_study.model_size import Shape, critic_parameters, head_parameters, policy_parameters
+from tune_study.model_size import Shape, critic_parameters, head_parameters, linear_elements, policy_parameters
 
 GIB = 2**30
 MOMENTS = ("rollout", "values", "critic backward", "critic step", "policy backward", "policy step")
@@ -96,8 +96,8 @@ def reference_bytes(shape: Shape, config: RunConfig) -> int:
     """
     if not (config.actor.use_kl_loss or config.algorithm.use_kl_in_reward):
         return 0
-    kept = shape.vocab_size * shape.hidden_size + (2 * shape.num_hidden_layers + 1) * shape.hidden_size
-    return FLOAT32 * kept + compute_bytes(config) * (policy_parameters(shape) - kept)
+    linear = linear_elements(shape)
+    return FLOAT32 * (policy_parameters(shape) - linear) + compute_bytes(config) * linear
 
 
 def cast_bytes(shape: Shape, name: str, parameters: int, config: RunConfig) -> int:

@@ -14,7 +14,7 @@ from tests.hub_models import RUN, VOCABULARY, make_model, write
 from tests.scripted import hub_twin, random_model, shape
 from trainable.cross_scores import cross_scores
 from trainable.hub_config import read_config, shape_of
-from trainable.hub_model import HubModel, load_hub_model
+from trainable.hub_model import HubModel, check_exact, load_hub_model
 from trainable.policy import Policy, frozen_copy, load_policy, make_critic
 from trainable.qwen2 import PassSettings, Qwen2
 from trainable.rollout.sampler import SamplingParams
@@ -309,6 +309,34 @@ def test_what_is_not_run_exactly_is_refused_by_name(case: str, tmp_path: Path) -
     write(make_model(kind, fields), tmp_path)
     with pytest.raises(ValueError, match=reason + r".*The torch engine runs decoder-only causal LMs .*--model"):
         load_policy(str(tmp_path), CPU)
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    causal, model = wrapped("llama")
+    for layer in causal.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match="a pass over other tokens after those asked about does not give"):
+        check_exact(causal, model, Path())
+
+
+ROUTES = {
+    "reading into a cache": "extend", "scoring a tree after a cache": "branch", "appending to a cache": "extend",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(ROUTES))
+def test_a_route_that_is_off_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    causal, model = wrapped("llama")
+    route, calls = getattr(model.model, ROUTES[name]), []
+
+    def off(*given: Tensor) -> Tensor:
+        calls.append(1)
+        is_meant = name != "appending to a cache" or len(calls) == 2
+        return route(*given) * (1.01 if is_meant else 1.0)
+
+    monkeypatch.setattr(model.model, ROUTES[name], off)
+    with pytest.raises(ValueError, match=f"is a LlamaForCausalLM, and {name} does not give the hidden states"):
+        check_exact(causal, model, Path())
 
 
 def test_an_encoder_beside_the_decoder_is_refused(tmp_path: Path) -> None:
