@@ -20,6 +20,7 @@ from trainable.chat import CHATML, ChatFormat
 Messages = Sequence[Mapping[str, str]]
 SYSTEM, REPLY = "what-the-system-says", "<think>what-it-thinks</think><answer>what-it-answers</answer>"
 USERS = ("what-user-one-says", "what-user-two-says", "what-user-three-says")
+BETWEEN = "\n\n"  # what the system says and the user's message, where they are one
 
 
 class Unusable(Exception):
@@ -119,19 +120,34 @@ def _renderer(template: str, settings: Mapping[str, Any]) -> Callable[[Messages]
 
 
 def _cut(render: Callable[[Messages], str], tokenizer: Tokenizer, eos: str) -> ChatFormat:
-    """The parts of a template, checked over a conversation of three turns."""
-    first, found = _opening(render)
+    """The parts of a template. What the system says opens the first user message where it has no place of its own."""
+    own = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USERS[0]}]
+    joined = [{"role": "user", "content": SYSTEM + BETWEEN + USERS[0]}]
+    try:
+        return _parts(render, own, tokenizer, eos)
+    except Unusable:
+        return _parts(render, joined, tokenizer, eos)
+
+
+def _parts(render: Callable[[Messages], str], first: Messages, tokenizer: Tokenizer, eos: str) -> ChatFormat:
+    """The parts of a template whose conversations begin with `first`, checked over three turns."""
+    opening = render(first)
+    start, system, rest = opening.partition(SYSTEM)
+    to_user, user, to_reply = rest.partition(USERS[0])
+    if not (system and user):
+        raise Unusable("does not show a message as it is")
     turns = [*first]
-    for user in USERS[1:]:
-        turns += [{"role": "assistant", "content": REPLY}, {"role": "user", "content": user}]
-    whole, said = render(turns), found.opening(SYSTEM, USERS[0]) + REPLY
-    if not whole.startswith(said):
+    for later in USERS[1:]:
+        turns += [{"role": "assistant", "content": REPLY}, {"role": "user", "content": later}]
+    whole = render(turns)
+    blank, reply, rest = whole.removeprefix(opening).partition(REPLY)  # a blank may stand before a reply
+    if not (whole.startswith(opening) and reply) or blank.strip():
         raise Unusable("tells a conversation's beginning otherwise once it goes on, as one that drops thoughts does")
-    between, mark, rest = whole[len(said) :].partition(USERS[1])
-    if not mark or rest != found.to_reply + REPLY + between + USERS[2] + found.to_reply:
+    between, user, rest = rest.partition(USERS[1])
+    if not user or rest != to_reply + blank + REPLY + between + USERS[2] + to_reply:
         raise Unusable("does not put the same text round every turn")
     end, next_user = _end(between, tokenizer, eos)
-    return replace(found, end=end, next_user=next_user, strips=_strips(render, first))
+    return ChatFormat(start, to_user, to_reply + blank, end, next_user, _strips(render, first))
 
 
 def _end(between: str, tokenizer: Tokenizer, eos: str) -> tuple[str, str]:
@@ -167,23 +183,3 @@ def _check_tokens(found: ChatFormat, tokenizer: Tokenizer) -> None:
     whole = tokens(f"{found.opening('Play.', 'Turn 1:')}<think>Up</think><answer>Up</answer>{found.end}{turn}")
     if len(tokens(found.end)) != 1 or whole[-len(alone) :] != alone:
         raise Unusable("and its tokenizer cut a turn into other tokens alone than inside the conversation")
-
-
-def _opening(render: Callable[[Messages], str]) -> tuple[list[dict[str, str]], ChatFormat]:
-    """The first messages, and the parts before the first reply.
-
-    What the system says opens the first user message where a template has no place for it.
-    """
-    with_system = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USERS[0]}]
-    try:
-        start, system, rest = render(with_system).partition(SYSTEM)
-        to_user, user, to_reply = rest.partition(USERS[0])
-    except Unusable:
-        system = user = ""
-    if system and user:
-        return with_system, ChatFormat(start, to_user, to_reply, "", "")
-    alone = [{"role": "user", "content": f"{SYSTEM}\n\n{USERS[0]}"}]
-    start, found, to_reply = render(alone).partition(alone[0]["content"])
-    if not found:
-        raise Unusable("does not show a user's message as it is")
-    return alone, ChatFormat(start, "\n\n", to_reply, "", "")

@@ -1,5 +1,6 @@
 """What the config.json of a model of any architecture says of it, without its weights. Importing this loads torch."""
 
+import json
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 WORKS = (
     "The torch engine runs decoder-only causal LMs of transformers whose logits are the head's products with the last "
@@ -68,11 +69,12 @@ def read_config(folder: Path) -> Any:
         raise refusal(folder, found, "has an encoder beside its decoder")
     if getattr(config, "quantization_config", None):
         raise refusal(folder, found, "its weights are quantised, while training needs them in full")
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise refusal(folder, found, "has no causal LM in transformers")
-    for name, value in config.to_dict().items():
-        if "drop" in name and isinstance(value, float):
-            setattr(config, name, 0.0)
+    for part in (config, config.get_text_config()):
+        for name, value in part.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
     return config
 
 
@@ -163,10 +165,12 @@ def _context(text: Any, folder: Path) -> int:
 
 def _eos(causal: Any, folder: Path) -> int:
     """The first id of those that end a text."""
-    for source in (causal.config.get_text_config(), causal.generation_config):
-        eos = getattr(source, "eos_token_id", None)
-        if eos is not None:
-            return int(eos[0] if isinstance(eos, list) else eos)
+    eos = causal.config.get_text_config().eos_token_id
+    file = folder / "generation_config.json"
+    if eos is None and file.is_file():
+        eos = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    if eos is not None:
+        return int(eos[0] if isinstance(eos, list) else eos)
     raise refusal(folder, _name(causal.config), "its config.json names no eos_token_id, which ends a text")
 
 

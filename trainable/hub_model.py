@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,8 @@ class HubTrunk(nn.Module):
         self.shape = shape
         self.passes = PassSettings()
         self.base = base.eval()
-        for block in self._blocks():  # they recompute in training mode only: see `_recomputing`
+        self.blocks: list[Any] = [part for part in base.modules() if isinstance(part, GradientCheckpointingLayer)]
+        for block in self.blocks:  # they recompute in training mode only: see `_recomputing`
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
@@ -74,19 +75,20 @@ class HubTrunk(nn.Module):
         dtype = self.passes.dtype
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
 
-    def _blocks(self) -> Iterator[Any]:
-        """The blocks that transformers can run again in the backward pass."""
-        return (part for part in self.base.modules() if isinstance(part, GradientCheckpointingLayer))
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode, whatever wraps the model: nothing is dropped, and caches are kept."""
+        return self
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
         """Blocks in training mode, in which they keep their input only, where passes ask for it; nothing is dropped."""
-        for block in self._blocks():
+        for block in self.blocks:
             block.training = self.passes.recompute and torch.is_grad_enabled()
         try:
             yield
         finally:
-            self.base.eval()
+            for block in self.blocks:
+                block.training = False
 
     def hidden_at(self, tokens: Tensor, where: Tensor) -> Tensor:
         """Hidden states (N, hidden) at flat positions `where` (N,) of right-padded sequences `tokens` (B, T)."""

@@ -38,6 +38,17 @@ NO_MARKS = (
     "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
 DATED = "Today is {% if strftime_now is defined %}{{ strftime_now('%c') }}{% else %}some day{% endif %}.\n" + PLAIN
+BLANK_BEFORE_REPLY = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+SYSTEM_IN_THE_LAST = (
+    "{% set told = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}"
+    "[INST] {% if loop.last and told %}{{ told }}\n\n{% endif %}{{ m.content }} [/INST]"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
 # Whether a system message has a place, and the token that ends a reply.
 TEMPLATES = {
     "plain": (PLAIN, True, "<|im_end|>"),
@@ -47,6 +58,8 @@ TEMPLATES = {
     "silent on system": (SILENT_ON_SYSTEM, False, "<|im_end|>"),
     "instruct": (INSTRUCT, True, "</s>"),
     "no marks": (NO_MARKS, True, "</s>"),
+    "a blank before the reply": (BLANK_BEFORE_REPLY, False, "</s>"),
+    "system in the last message": (SYSTEM_IN_THE_LAST, False, "</s>"),
 }
 
 
@@ -102,10 +115,11 @@ def test_turn_by_turn_is_what_transformers_renders(name: str, tmp_path: Path) ->
     users = ["\nTurn 1:\n#O\n" if has_system else "Turn 1:", "Turn 2:\n#X\n", "  three "]
     replies = ["<think>P</think><answer>Up</answer>", "<think>a\n\nb</think> <answer>Left</answer>"]
     told = chat.opening("Play.", users[0])
-    assert told == rendered(template, messages("Play.", users[:1], [], has_system))
+    blank = " " if name == "a blank before the reply" else ""
+    assert told == rendered(template, messages("Play.", users[:1], [], has_system)) + blank
     for number, (user, reply) in enumerate(zip(users[1:], replies, strict=True), 2):
         told += reply + chat.end + chat.following(user)
-        whole = rendered(template, messages("Play.", users[:number], replies[: number - 1], has_system))
+        whole = rendered(template, messages("Play.", users[:number], replies[: number - 1], has_system)) + blank
         assert told.replace("</s>", "") == whole.replace("</s>", "")
         assert (told == whole) == (name != "no marks")  # a sampled end stays in the conversation
 
@@ -175,7 +189,7 @@ REFUSED = {
     "counts turns": (COUNTS_TURNS, "does not put the same text round every turn"),
     "last is other": (LAST_IS_OTHER, "tells a conversation's beginning otherwise once it goes on"),
     "refuses replies": ("{{ raise_exception('never') }}", r"does not take such a conversation \(never\)"),
-    "hides users": ("hello", "does not show a user's message as it is"),
+    "hides users": ("hello", "does not show a message as it is"),
     "wrong syntax": ("{% for %}", "does not take such a conversation"),
     "strips one side": (PLAIN.replace("m['content']", "m['content'].lstrip()"), "changes the blanks round a message"),
     "reaches out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "does not take such a conversation"),

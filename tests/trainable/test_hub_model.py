@@ -100,7 +100,7 @@ def test_recomputing_blocks_changes_no_gradient(pair: tuple[Any, HubModel]) -> N
         model = deepcopy(pair[1])
         model.model.passes = PassSettings(recompute=recompute)
         calls: list[int] = []
-        block = next(model.model._blocks())
+        block = model.model.blocks[0]
         forward = block.input_layernorm if hasattr(block, "input_layernorm") else next(block.children())
         forward.register_forward_hook(lambda *_, calls=calls: calls.append(1))
         model.model.hidden_at(tokens, where).square().sum().backward()
@@ -369,9 +369,18 @@ def test_the_context_is_what_every_layer_sees_whole(kind: str, changes: dict[str
     assert shape_of(make_model(kind, RUN[kind] | changes), Path()).max_position_embeddings == context
 
 
+def test_the_end_of_a_text_may_be_named_beside_the_config(tmp_path: Path) -> None:
+    causal = make_model("llama", SMALL | {"eos_token_id": None})
+    with pytest.raises(ValueError, match="names no eos_token_id"):
+        shape_of(causal, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert shape_of(causal, tmp_path).eos_token_id == 7
+
+
 def test_no_pass_drops_anything(tmp_path: Path) -> None:
     write(make_model("gpt2"), tmp_path)
     model = load_hub_model(tmp_path, [])
+    model.train()
     tokens, where = some_tokens(2, 6), torch.arange(12)
     wanted = model.model.hidden_at(tokens, where)
     model.model.passes = PassSettings(recompute=True)
