@@ -1,10 +1,12 @@
-"""Small models of many architectures with random weights, as folders in the hub's format."""
+"""Small models of many architectures with random weights, and chat templates, as folders in the hub's format."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from trainable.embedded.tokenizer import build_tokenizer, write_tokenizer
 
@@ -58,3 +60,53 @@ def write(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
+
+
+# ---------------------------------------------------------------------------- conversations
+
+MARKS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|turn|>", "<|end|>")
+STRIPPING = (
+    "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n\n{{ m.content | trim }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n\n{% endif %}"
+)
+NO_SYSTEM = (
+    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
+    "<|turn|>{{ role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>model\n{% endif %}"
+)
+DROPS_THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "<|im_start|>assistant\n"
+)
+
+
+def byte_tokenizer(adds_start: bool = False) -> Tokenizer:
+    """One token a byte, and the marks."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    if adds_start:
+        start = tokenizer.token_to_id("<s>")
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", start)])
+    return tokenizer
+
+
+def folder_with(folder: Path, template: object) -> Path:
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def small_model(folder: Path, kind: str = "llama", template: str = STRIPPING) -> Path:
+    """A model with a token a byte and a chat template; few enough weights for a step in seconds."""
+    tokenizer = byte_tokenizer()
+    fields = RUN[kind] | {
+        "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 2048, "num_hidden_layers": 2,
+        "eos_token_id": tokenizer.token_to_id("</s>"),
+    }  # fmt: skip
+    make_model(kind, fields, spread=0.1).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder_with(folder, template)

@@ -33,7 +33,8 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainable.language_model": (("trainable.kv_cache", "trainable.qwen2"), ("torch",)),
     "trainable.hub_config": ((), ("torch", "transformers")),
     "trainable.hub_model": (
-        ("trainable.hub_config", "trainable.kv_cache", "trainable.qwen2"), ("torch", "transformers"),
+        ("trainable.hub_config", "trainable.kv_cache", "trainable.qwen2", "trainable.failures"),
+        ("torch", "transformers"),
     ),
     "trainable.rollout": (
         ("trainable.rollout", "trainable.sokoban", "trainable.protocol", "trainable.seeds", "trainable.config",

@@ -11,8 +11,7 @@ import pytest
 
 import analysis
 from tests.carried import Row, ended, newest, run_files, started, timeless
-from tests.hub_models import RUN, make_model
-from tests.trainable.test_chat_template import NO_SYSTEM, STRIPPING, byte_tokenizer, folder_with
+from tests.hub_models import NO_SYSTEM, small_model
 from trainable.policy import load_policy
 from trainable.trainer import PPOTrainer
 
@@ -21,18 +20,6 @@ SETTINGS = {
     "trainer__total_training_steps": 2, "trainer__test_freq": 1, "trainer__save_freq": 1,
     "collapse_detection__compute_freq": 1,
 }  # fmt: skip
-
-
-def small_model(folder: Path, kind: str = "llama", template: str = STRIPPING) -> Path:
-    """A model with a token a byte and a chat template; few enough weights for a step in seconds."""
-    tokenizer = byte_tokenizer()
-    fields = RUN[kind] | {
-        "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 2048, "num_hidden_layers": 2,
-        "eos_token_id": tokenizer.token_to_id("</s>"),
-    }  # fmt: skip
-    make_model(kind, fields, spread=0.1).save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder_with(folder, template)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from tests.hub_models import NO_SYSTEM, small_model
 from trainable.records import TIME_COLUMNS
 
 pytestmark = [
@@ -84,6 +85,14 @@ def test_a_shared_trunk_and_grpo_do_too(tmp_path: Path) -> None:
         found, wanted = (trained(tmp_path / f"{number}-{size}", size, None, 1, **more) for size in (2, 0))
         assert_same_rows(rows(found), rows(wanted))
         assert_same_state(found, wanted)
+
+
+def test_a_model_of_another_architecture_does_too(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model", "gemma", NO_SYSTEM)
+    more = {"model__path": str(model), "rollout__response_length": 8, "env__max_turn": 2}
+    found, wanted = (trained(tmp_path / str(size), size, None, 1, **more) for size in (2, 0))
+    assert_same_rows(rows(found), rows(wanted))
+    assert_same_state(found, wanted)
 
 
 def test_a_mini_batch_of_several_passes_is_one_step(tmp_path: Path) -> None:

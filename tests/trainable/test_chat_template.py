@@ -1,33 +1,22 @@
 """Chat templates cut into parts: what is put together turn by turn is what transformers renders of the whole."""
 
-import json
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
+from tests.hub_models import DROPS_THOUGHTS, NO_SYSTEM, STRIPPING, byte_tokenizer, folder_with
 from trainable.chat import CHATML, ChatFormat
 from trainable.chat_template import chat_format
 from trainable.policy import make_codec
 from trainable.protocol import Observation, make_protocol
 from trainable.sokoban.room_sets import validation_rooms
 
-MARKS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|turn|>", "<|end|>")
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}" + PLAIN
-STRIPPING = (
-    "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n\n{{ m.content | trim }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>assistant\n\n{% endif %}"
-)
-NO_SYSTEM = (
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
-    "<|turn|>{{ role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|turn|>model\n{% endif %}"
-)
 SILENT_ON_SYSTEM = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + PLAIN
 INSTRUCT = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
@@ -61,25 +50,6 @@ TEMPLATES = {
     "a blank before the reply": (BLANK_BEFORE_REPLY, False, "</s>"),
     "system in the last message": (SYSTEM_IN_THE_LAST, False, "</s>"),
 }
-
-
-def byte_tokenizer(adds_start: bool = False) -> Tokenizer:
-    """One token a byte, and the marks."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
-    if adds_start:
-        start = tokenizer.token_to_id("<s>")
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", start)])
-    return tokenizer
-
-
-def folder_with(folder: Path, template: object) -> Path:
-    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def cut(folder: Path, template: object, tokenizer: Tokenizer | None = None, wanted: str = "auto") -> ChatFormat:
@@ -174,10 +144,6 @@ def test_no_tokenizer_config_is_no_template(tmp_path: Path) -> None:
     assert chat_format(tmp_path, byte_tokenizer(), 0) == CHATML
 
 
-DROPS_THOUGHTS = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-    "<|im_start|>assistant\n"
-)
 OPENS_THOUGHTS = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 COUNTS_TURNS = PLAIN.replace(
     "{{ m['content'] }}", "{% if m.role == 'user' %}{{ loop.index }} {% endif %}{{ m['content'] }}"

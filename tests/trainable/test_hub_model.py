@@ -339,6 +339,17 @@ def test_a_route_that_is_off_is_named(name: str, monkeypatch: pytest.MonkeyPatch
         check_exact(causal, model, Path())
 
 
+def test_a_full_memory_is_not_taken_for_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal, model = wrapped("llama")
+
+    def full(*_: Tensor) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr(model.model, "extend", full)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        check_exact(causal, model, Path())
+
+
 def test_an_encoder_beside_the_decoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
     with pytest.raises(ValueError, match="T5ForConditionalGeneration, and has an encoder beside its decoder"):

@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.hub_models import RUN, make_config, make_model, write
-from tests.trainable.test_chat_template import DROPS_THOUGHTS, byte_tokenizer, folder_with
+from tests.hub_models import DROPS_THOUGHTS, RUN, byte_tokenizer, folder_with, make_config, make_model, write
 from trainable.config import RunConfig, with_overrides
 from trainable.hub_model import HubModel
 from trainable.policy import Policy, frozen_copy, load_policy, make_critic
