@@ -48,11 +48,9 @@ class Tree(NamedTuple):
 
 
 def cross_scores(
-    model: LanguageModel,
-    prompts: Sequence[Sequence[int]],
-    thoughts: Sequence[Sequence[int]],
+    model: LanguageModel, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]],
     max_tokens: int | None = None,
-) -> CrossScores:
+) -> CrossScores:  # fmt: skip
     """Score every one of N thoughts after every one of M prompts, without gradients.
 
     Equal prompts are scored once, and so are equal thoughts.

@@ -172,6 +172,9 @@ def _hub_names(causal: Any, model: HubModel, in_files: set[str]) -> dict[str, st
         hub = f"{head}.weight" if name == "lm_head.weight" else prefix + name.removeprefix("model.base.")
         bare = hub.removeprefix(prefix)
         found[name] = bare if bare in in_files and hub not in in_files else hub
+    left = in_files - set(found.values())
+    if len(left) == 1 and found["lm_head.weight"] not in in_files:  # GPT-NeoX's files have their own name for it
+        found["lm_head.weight"] = left.pop()
     return found
 
 

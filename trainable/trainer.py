@@ -97,9 +97,8 @@ class PPOTrainer:
     def _set_up_game(self, policy: Policy) -> None:
         """Protocol, limits, and every room of the run, made ahead: a step never waits for a room."""
         config, env = self.config, self.config.env
-        self.protocol = make_protocol(
-            config.model.prompt_style, env.observation_format, env.max_actions_per_traj, policy.chat
-        )
+        style = config.model.prompt_style
+        self.protocol = make_protocol(style, env.observation_format, env.max_actions_per_traj, policy.chat)
         own = self.model.shape.max_position_embeddings
         context = min(own, config.rollout.max_model_len or own)
         self.rules = Rules(

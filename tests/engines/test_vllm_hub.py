@@ -32,8 +32,7 @@ MODELS = {
     "qwen3": ("qwen3", WIDE | {"head_dim": 32}),
     "phi3, joined projections": ("phi3", WIDE),
     "gemma": ("gemma", WIDE | {"head_dim": 32}),
-    "gpt_neox": ("gpt_neox", {name: size for name, size in WIDE.items() if name != "num_key_value_heads"}),
-    "gpt2": ("gpt2", {"n_embd": 64, "n_head": 2}),
+    "gpt2, tied head of another name": ("gpt2", {"n_embd": 64, "n_head": 2}),
 }
 
 

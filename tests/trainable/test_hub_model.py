@@ -19,6 +19,7 @@ from trainable.policy import Policy, frozen_copy, load_policy, make_critic
 from trainable.qwen2 import PassSettings, Qwen2
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
+from trainable.rollout.vllm_sampler import hub_shapes
 from trainable.state import flat_state, load_flat_state
 
 CPU = torch.device("cpu")
@@ -245,6 +246,12 @@ def test_a_state_is_put_back_and_a_tied_head_stored_once() -> None:
     assert other.lm_head.weight is other.model.embed_tokens.weight
     for name, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value)
+
+
+def test_every_weight_has_its_name_in_the_files(tmp_path: Path) -> None:
+    for kind in ("llama", "gpt_neox"):  # GPT-NeoX's head is embed_out in files, lm_head in transformers
+        folder = write(make_model(kind), tmp_path / kind)
+        assert set(dict(load_policy(str(folder), CPU).model.hub_weights())) == set(hub_shapes(folder))
 
 
 def test_names_without_the_trunks_prefix_are_kept_as_the_files_have_them() -> None:
