@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from torch import Tensor
 
 from trainable.embedded.tokenizer import build_tokenizer, write_tokenizer
+from trainable.hub_config import shape_of
+from trainable.hub_model import HubModel
 
 VOCABULARY = 311
 _SIZES = {
@@ -60,6 +63,16 @@ def write(model: Any, folder: Path) -> Path:
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
+
+
+def wrapped(kind: str) -> tuple[Any, HubModel]:
+    """A model of transformers and the same weights under our interface."""
+    causal = make_model(kind)
+    return causal, HubModel(causal, shape_of(causal, Path()))
+
+
+def some_tokens(rows: int, length: int, vocabulary: int = VOCABULARY) -> Tensor:
+    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
 # ---------------------------------------------------------------------------- conversations

@@ -72,21 +72,23 @@ def find_model(path: str) -> Path:
 def load_policy(path: str, device: torch.device, passes: PassSettings = PLAIN, chat: str = "auto") -> Policy:
     """Model (float32 weights, whose passes are computed as `passes` says) and tokenizer at `path`, on `device`.
 
-    A Qwen2 is run by our own implementation, any other architecture by transformers'. chat: see `model.chat_format`.
+    A Qwen2 without scaled rotary positions is run by our own implementation, any other model by transformers'. chat:
+    see `model.chat_format`.
     """
     folder = find_model(path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = _load_qwen2(folder) if _architecture(folder) == ARCHITECTURE else _load_hub_model(folder)
+    model = _load_qwen2(folder) if _is_own(folder) else _load_hub_model(folder)
     model.model.passes = passes
     spoken = chat_format(folder, tokenizer, model.shape.eos_token_id, chat)
     return Policy(model.to(device), tokenizer, folder, spoken)
 
 
-def _architecture(folder: Path) -> str | None:
-    """What the folder's config.json calls the model's architecture; None where it names none."""
+def _is_own(folder: Path) -> bool:
+    """Whether the model in `folder` is a Qwen2 as our own implementation has it, without scaled rotary positions."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    named = config.get("architectures") or [None]
-    return None if named[0] is None else str(named[0])
+    rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
+    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    return is_plain and (config.get("architectures") or [None])[0] == ARCHITECTURE
 
 
 def _load_qwen2(folder: Path) -> Qwen2:

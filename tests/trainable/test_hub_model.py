@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.hub_models import RUN, VOCABULARY, make_model, write
+from tests.hub_models import RUN, VOCABULARY, make_model, some_tokens, wrapped, write
 from tests.scripted import hub_twin, random_model, shape
 from trainable.cross_scores import cross_scores
-from trainable.hub_config import read_config, shape_of
-from trainable.hub_model import HubModel, check_exact, load_hub_model
+from trainable.hub_config import shape_of
+from trainable.hub_model import HubModel, load_hub_model
 from trainable.policy import Policy, frozen_copy, load_policy, make_critic
 from trainable.qwen2 import PassSettings, Qwen2
 from trainable.rollout.sampler import SamplingParams
@@ -25,19 +25,9 @@ from trainable.state import flat_state, load_flat_state
 CPU = torch.device("cpu")
 
 
-def wrapped(kind: str) -> tuple[Any, HubModel]:
-    """A model of transformers and the same weights under our interface."""
-    causal = make_model(kind)
-    return causal, HubModel(causal, shape_of(causal, Path()))
-
-
 def wrapped_twin(model: Qwen2) -> HubModel:
     twin = hub_twin(model)
     return HubModel(twin, shape_of(twin, Path()))
-
-
-def some_tokens(rows: int, length: int, vocabulary: int = VOCABULARY) -> Tensor:
-    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
 def close(found: Tensor, wanted: Tensor, limit: float = 1e-4) -> None:
@@ -248,6 +238,13 @@ def test_a_state_is_put_back_and_a_tied_head_stored_once() -> None:
         assert torch.equal(other.state_dict()[name], value)
 
 
+def test_a_qwen2_is_our_own_unless_its_positions_are_scaled(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 320}
+    for number, (changes, kind) in enumerate([({}, Qwen2), ({"rope_parameters": yarn}, HubModel)]):
+        folder = write(make_model("qwen2", RUN["llama"] | changes), tmp_path / str(number))
+        assert type(load_policy(str(folder), CPU).model) is kind
+
+
 def test_every_weight_has_its_name_in_the_files(tmp_path: Path) -> None:
     for kind in ("llama", "gpt_neox"):  # GPT-NeoX's head is embed_out in files, lm_head in transformers
         folder = write(make_model(kind), tmp_path / kind)
@@ -286,120 +283,3 @@ def test_a_tensor_that_the_files_lack_is_named(tmp_path: Path) -> None:
     causal.save_pretrained(tmp_path, state_dict=weights)
     with pytest.raises(ValueError, match=r"is not whole: 1 of its tensors .* \(model\.norm\.weight\)\. Fetch it again"):
         load_hub_model(tmp_path, [])
-
-
-# ---------------------------------------------------------------------------- what is refused
-
-SMALL = RUN["llama"]
-REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "capped logits": ("gemma2", SMALL | {"head_dim": 8}, r"is a Gemma2ForCausalLM, and its logits are not its head"),
-    "scaled logits": ("granite", SMALL | {"logits_scaling": 4.0}, r"logits are not its head's output"),
-    "a head's bias": ("phi", SMALL, r"is a PhiForCausalLM, and its head has a bias"),
-    "positions from the mask": (
-        "bloom", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}, r"BloomForCausalLM, and",
-    ),
-    "recurrent state": ("mamba", SMALL | {"state_size": 4}, r"MambaForCausalLM, and"),
-    "looking ahead": ("bert", SMALL | {"is_decoder": False}, r"BertLMHeadModel, and"),
-    "layers of two kinds": (
-        "qwen3_next",
-        SMALL | {"num_hidden_layers": 4, "head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
-                 "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1,
-                 "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
-        r"Qwen3NextForCausalLM, and",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", list(REFUSED))
-def test_what_is_not_run_exactly_is_refused_by_name(case: str, tmp_path: Path) -> None:
-    kind, fields, reason = REFUSED[case]
-    write(make_model(kind, fields), tmp_path)
-    with pytest.raises(ValueError, match=reason + r".*The torch engine runs decoder-only causal LMs .*--model"):
-        load_policy(str(tmp_path), CPU)
-
-
-def test_a_model_that_looks_ahead_is_refused() -> None:
-    causal, model = wrapped("llama")
-    for layer in causal.model.layers:
-        layer.self_attn.is_causal = False
-    with pytest.raises(ValueError, match="a pass over other tokens after those asked about does not give"):
-        check_exact(causal, model, Path())
-
-
-ROUTES = {
-    "reading into a cache": "extend", "scoring a tree after a cache": "branch", "appending to a cache": "extend",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", list(ROUTES))
-def test_a_route_that_is_off_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    causal, model = wrapped("llama")
-    route, calls = getattr(model.model, ROUTES[name]), []
-
-    def off(*given: Tensor) -> Tensor:
-        calls.append(1)
-        is_meant = name != "appending to a cache" or len(calls) == 2
-        return route(*given) * (1.01 if is_meant else 1.0)
-
-    monkeypatch.setattr(model.model, ROUTES[name], off)
-    with pytest.raises(ValueError, match=f"is a LlamaForCausalLM, and {name} does not give the hidden states"):
-        check_exact(causal, model, Path())
-
-
-def test_a_full_memory_is_not_taken_for_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    causal, model = wrapped("llama")
-
-    def full(*_: Tensor) -> Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
-
-    monkeypatch.setattr(model.model, "extend", full)
-    with pytest.raises(RuntimeError, match="allocate memory"):
-        check_exact(causal, model, Path())
-
-
-def test_an_encoder_beside_the_decoder_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration, and has an encoder beside its decoder"):
-        read_config(tmp_path)
-
-
-def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "of_my_own", "architectures": ["Mine"], "auto_map": {"AutoConfig": "mine.Config"}}'
-    )
-    (tmp_path / "mine.py").write_text("raise SystemExit('the code was run')")
-    with pytest.raises(ValueError, match="of no kind that transformers knows, and code from its folder is not run"):
-        read_config(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "context"),
-    [
-        ("llama", {}, 640),
-        ("mistral", {"sliding_window": 64}, 64),
-        ("phi3", {"sliding_window": 100}, 100),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
-                                       "original_max_position_embeddings": 128}}, 128),
-        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 640),
-    ],
-)  # fmt: skip
-def test_the_context_is_what_every_layer_sees_whole(kind: str, changes: dict[str, Any], context: int) -> None:
-    assert shape_of(make_model(kind, RUN[kind] | changes), Path()).max_position_embeddings == context
-
-
-def test_the_end_of_a_text_may_be_named_beside_the_config(tmp_path: Path) -> None:
-    causal = make_model("llama", SMALL | {"eos_token_id": None})
-    with pytest.raises(ValueError, match="names no eos_token_id"):
-        shape_of(causal, tmp_path)
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert shape_of(causal, tmp_path).eos_token_id == 7
-
-
-def test_no_pass_drops_anything(tmp_path: Path) -> None:
-    write(make_model("gpt2"), tmp_path)
-    model = load_hub_model(tmp_path, [])
-    model.train()
-    tokens, where = some_tokens(2, 6), torch.arange(12)
-    wanted = model.model.hidden_at(tokens, where)
-    model.model.passes = PassSettings(recompute=True)
-    assert torch.equal(model.model.hidden_at(tokens, where), wanted)
