@@ -19,7 +19,7 @@ from trainable.algo.mutual_information import (
 )
 from trainable.backend.world import ALONE, World
 from trainable.cross_scores import cross_scores
-from trainable.qwen2 import Qwen2
+from trainable.language_model import LanguageModel
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import Codec
 from trainable.sections import CollapseDetectionConfig
@@ -57,7 +57,7 @@ def is_due(step: int, settings: CollapseDetectionConfig) -> bool:
 
 
 def diagnose(
-    model: Qwen2, codec: Codec, episodes: Sequence[Episode], settings: CollapseDetectionConfig,
+    model: LanguageModel, codec: Codec, episodes: Sequence[Episode], settings: CollapseDetectionConfig,
     averages: Mapping[str, State], rng: np.random.Generator, world: World = ALONE,
 ) -> Diagnosis:  # fmt: skip
     """Diagnose a step: all of its episodes, before the filter, under the policy that played them.
@@ -116,7 +116,7 @@ def _samples(
 
 
 def _quantities(
-    model: Qwen2, sample: _Sample, state: State | None, world: World
+    model: LanguageModel, sample: _Sample, state: State | None, world: World
 ) -> tuple[dict[str, float], State] | None:
     """The sample's quantities under their published names, and its next averages; None where it cannot be measured."""
     pairs = _fitting(sample.pairs, model.shape.max_position_embeddings)

@@ -9,7 +9,7 @@ import torch
 
 from trainable.batch import Batch
 from trainable.config import RunConfig
-from trainable.qwen2_shape import Qwen2Shape
+from trainable.language_model import Shape
 from trainable.rollout.episode import Episode
 
 BACKWARD = 2.0
@@ -17,27 +17,21 @@ BACKWARD = 2.0
 that are made again, and products with adapters, are not counted."""
 
 
-def block_weights(shape: Qwen2Shape) -> tuple[int, int]:
-    """Weights of one block's products: before its attention, and after it, where the last block is finished."""
-    hidden, kv = shape.hidden_size, shape.num_key_value_heads * shape.head_dim
-    return hidden * (hidden + 2 * kv), hidden * (hidden + 3 * shape.intermediate_size)
-
-
-def forward_flops(shape: Qwen2Shape, lengths: Sequence[int], finished: int, outputs: int, read: int = 0) -> float:
+def forward_flops(shape: Shape, lengths: Sequence[int], finished: int, outputs: int, read: int = 0) -> float:
     """Operations of a forward pass over sequences, each after `read` tokens whose keys are kept.
 
-        2 · products + 4 · blocks · hidden · pairs of tokens that attend to each other
+        2 · products + 4 · blocks · channels of all heads · pairs of tokens that attend to each other
 
     finished: tokens at which the last block is finished and the head, of `outputs` entries, is applied.
     """
-    before, after = block_weights(shape)
+    before, after = shape.block_weights
     blocks, tokens = shape.num_hidden_layers, sum(lengths)
     products = tokens * (blocks * before + (blocks - 1) * after) + finished * (after + outputs * shape.hidden_size)
     pairs = sum(length * (length + 1) / 2 + read * length for length in lengths)
-    return 2.0 * products + 4.0 * blocks * shape.hidden_size * pairs
+    return 2.0 * products + 4.0 * blocks * shape.attention_size * pairs
 
 
-def rollout_flops(shape: Qwen2Shape, episodes: Sequence[Episode]) -> float:
+def rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
     """Operations of sampling the episodes with a cache that keeps every turn, each group's opening read once."""
     openings = {episode.group: int(episode.mask.argmax()) for episode in episodes}
     total = sum(forward_flops(shape, [length], 0, 0) for length in openings.values())
@@ -47,7 +41,7 @@ def rollout_flops(shape: Qwen2Shape, episodes: Sequence[Episode]) -> float:
     return total
 
 
-def training_flops(shape: Qwen2Shape, config: RunConfig, batch: Batch) -> dict[str, float]:
+def training_flops(shape: Shape, config: RunConfig, batch: Batch) -> dict[str, float]:
     """Operations of each phase of training on `batch`, by the end of its column's name; what is off is left out."""
     lengths, trained = batch.read_lengths().tolist(), int(batch.mask.sum())
     value, policy = (forward_flops(shape, lengths, trained, outputs) for outputs in (1, shape.vocab_size))

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from trainable.algo.vocabulary import CHUNK_ELEMENTS
 from trainable.backend.world import ALONE, World
-from trainable.kv_cache import KVCache
-from trainable.qwen2 import Qwen2
+from trainable.language_model import LanguageModel
 
 TREE_TOKENS = 256  # of one tree: what its tokens see of each other grows with the square
 PASS_TOKENS, PASS_TOKENS_CUDA = 2048, 2**16
@@ -50,8 +49,8 @@ class Tree(NamedTuple):
 
 
 def cross_scores(
-    model: Qwen2, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]], max_tokens: int | None = None,
-    world: World = ALONE,
+    model: LanguageModel, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]],
+    max_tokens: int | None = None, world: World = ALONE,
 ) -> CrossScores:  # fmt: skip
     """Score every one of N thoughts after every one of M prompts, without gradients.
 
@@ -83,7 +82,9 @@ def cross_scores(
     return CrossScores(sums[row_of][:, column_of].cpu(), torch.tensor([len(thought) for thought in thoughts]))
 
 
-def _check(model: Qwen2, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]], max_tokens: int) -> None:
+def _check(
+    model: LanguageModel, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]], max_tokens: int
+) -> None:
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1, such as 2048.")
     for name, given in (("prompt", prompts), ("thought", thoughts)):
@@ -155,14 +156,14 @@ def _tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device: torc
     return Tree(*(torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in parts))
 
 
-def _after(model: Qwen2, prompts: Sequence[Sequence[int]], trees: Sequence[Tree], thoughts: int) -> Tensor:
+def _after(model: LanguageModel, prompts: Sequence[Sequence[int]], trees: Sequence[Tree], thoughts: int) -> Tensor:
     """Sums (thoughts, B) after B prompts, which are read here."""
     device = model.lm_head.weight.device
     widest = max(len(prompt) for prompt in prompts)
     padded = torch.tensor([[0] * (widest - len(prompt)) + list(prompt) for prompt in prompts], device=device)
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     steps = torch.arange(widest, device=device) - (widest - lengths[:, None])
-    cache = KVCache(model.shape, len(prompts), widest, model.lm_head.weight)
+    cache = model.model.new_cache(len(prompts), widest)
     last = model.model.extend(padded, steps.clamp_min(0), steps >= 0, cache)
     sums = torch.zeros((thoughts, len(prompts)), dtype=torch.float64, device=device)
     for tree in trees:
@@ -174,7 +175,7 @@ def _after(model: Qwen2, prompts: Sequence[Sequence[int]], trees: Sequence[Tree]
     return sums
 
 
-def _token_logprobs(model: Qwen2, hidden: Tensor, tree: Tree) -> Tensor:
+def _token_logprobs(model: LanguageModel, hidden: Tensor, tree: Tree) -> Tensor:
     """Log-probs (B, T) of a tree's tokens from the states (B, 1 + F, hidden) that predict them."""
     found = torch.empty((len(hidden), len(tree.tokens)), device=hidden.device)
     states = max(1, min(hidden.shape[1], CHUNK_ELEMENTS // model.shape.vocab_size))

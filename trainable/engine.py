@@ -16,9 +16,9 @@ from trainable.algo.batching import cut_by_tokens
 from trainable.algo.vocabulary import CHUNK_ELEMENTS, logprobs_from_hidden, token_numbers
 from trainable.batch import Batch, collate
 from trainable.config import RunConfig
-from trainable.lora import merged
+from trainable.language_model import LanguageModel
+from trainable.lora import hub_weights
 from trainable.policy import Policy
-from trainable.qwen2 import Qwen2
 from trainable.rollout.agreement import check_agreement, compare
 from trainable.rollout.episode import Episode
 from trainable.rollout.sampler import Sampler
@@ -62,7 +62,7 @@ class Engine(Protocol):
 class SharedWeights:
     """Torch on the trainer's own weights: there is nothing to push, to read again, or to compare."""
 
-    def __init__(self, model: Qwen2, whole: Whole) -> None:
+    def __init__(self, model: LanguageModel, whole: Whole) -> None:
         self.sampler: Sampler = TorchSampler(model)
         self.whole = whole
 
@@ -121,7 +121,7 @@ class Vllm:
     def follow(self, step: int) -> None:
         """Push all weights and compare the fixed prompt's log-probs (see `Engine.follow`)."""
         with self.whole():
-            self.vllm.push(merged(self.model))
+            self.vllm.push(hub_weights(self.model))
             ours = _logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
         theirs = torch.from_numpy(self.vllm.logprobs([self.prompt])[0])
         check_agreement(compare(ours, theirs).mean, self.config.rollout.logprob_tolerance, step)
@@ -161,7 +161,7 @@ def make_engine(
 
 @torch.no_grad()
 def reread(
-    model: Qwen2, episodes: Sequence[Episode], temperature: float, rows_a_pass: int, device: torch.device
+    model: LanguageModel, episodes: Sequence[Episode], temperature: float, rows_a_pass: int, device: torch.device
 ) -> list[Episode]:
     """`episodes` with the model's own log-probs and entropies; what the engine gave stays as `engine_logprobs`.
 
@@ -193,7 +193,7 @@ def reread(
 
 
 @torch.no_grad()
-def _logprobs(model: Qwen2, tokens: torch.Tensor) -> torch.Tensor:
+def _logprobs(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probs (T - 1,) at temperature 1 of the tokens (1, T) after the first."""
     where = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     found: torch.Tensor = model.lm_head(model.model.hidden_at(tokens, where), partial(

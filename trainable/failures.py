@@ -60,7 +60,7 @@ def classify(error: BaseException, has_rows: bool) -> Failure:
 def _kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
     if isinstance(error, NonFiniteError):
         return "non-finite", False
-    if _is_memory(error):
+    if is_memory(error):
         return "out of memory", has_rows
     if isinstance(error, OSError) and error.errno in (*_FULL, *_FORBIDDEN):
         return "storage", False
@@ -71,8 +71,8 @@ def _kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
     return "error", is_passing
 
 
-def _is_memory(error: BaseException) -> bool:
-    """torch names its error OutOfMemoryError on a GPU and says it in words on the processor."""
+def is_memory(error: BaseException) -> bool:
+    """Whether memory ran out: torch names its error OutOfMemoryError on a GPU and says it in words on the processor."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _MEMORY_WORDS)

@@ -32,7 +32,6 @@ from trainable.algo.sketch import count_sketch
 from trainable.backend.world import World
 from trainable.batch import Batch, mini_batches
 from trainable.meter import Meter
-from trainable.state import trained
 from trainable.update import ActorUpdate, Pass, Targets, passes, weighted_passes
 
 FOLDS = 8
@@ -157,7 +156,7 @@ class _Probe:
 
     @property
     def _parameters(self) -> list[torch.nn.Parameter]:
-        return [weight for _, weight in trained(self.update.model)]
+        return [weight for weight in self.update.model.parameters() if weight.requires_grad]
 
     def rows(self, bucket: str, members: Tensor, sums: _FoldSums, stds: Tensor) -> list[Row]:
         """The rows of one bucket; members (N,) its episodes in the order of their mini-batches."""

@@ -11,18 +11,22 @@ import hashlib
 from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from trainable.policy import draw_head
+from trainable.policy import draw_head, value_model
 from trainable.qwen2 import Qwen2, Trunk, ValueModel
 from trainable.sections import ModelConfig
 
+if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
+    from trainable.hub_model import HubModel, HubTrunk, HubValueModel
+
 N = TypeVar("N", bound=nn.Module)
+M = TypeVar("M", bound="Qwen2 | HubModel")
 ADAPTER = "default"
 """peft's name of a layer's first adapter; here there is one."""
 
@@ -32,24 +36,23 @@ def sharing(network: N) -> N:
     return deepcopy(network, {id(weight): weight for weight in network.parameters()})
 
 
-def adapted(base: Qwen2, settings: ModelConfig, rng: np.random.Generator) -> Qwen2:
+def adapted(base: M, settings: ModelConfig, rng: np.random.Generator) -> M:
     """A policy over the frozen tensors of `base`, whose adapters are all that it learns; at first it is the base."""
-    model = sharing(base)
+    model: M = sharing(base)
     adapt(model.model, settings, rng)
     return model
 
 
-def critic_over(base: Qwen2, rng: np.random.Generator, device: torch.device) -> ValueModel:
+def critic_over(
+    base: "Qwen2 | HubModel", rng: np.random.Generator, device: torch.device
+) -> "ValueModel | HubValueModel":
     """A critic whose trunk has the frozen tensors of `base`, and whose head, drawn from `rng`, is its own."""
-    with torch.device("meta"):  # its own trunk is thrown away: it takes no memory
-        critic = ValueModel(base.shape)
-    critic.model = sharing(base.model)
-    critic.score.to_empty(device=device)
+    critic = value_model(base, sharing(base.model), device)
     draw_head(critic.score, rng)
     return critic
 
 
-def adapt(trunk: Trunk, settings: ModelConfig, rng: np.random.Generator) -> None:
+def adapt(trunk: "Trunk | HubTrunk", settings: ModelConfig, rng: np.random.Generator) -> None:
     """Put an adapter beside the linear layers of `trunk` that settings.lora_target_modules names; freeze all else.
 
     A is drawn from U(-1/sqrt(in), 1/sqrt(in)), as peft does, but from `rng`. Adapters are float32, whatever the type of
@@ -70,9 +73,11 @@ def adapt(trunk: Trunk, settings: ModelConfig, rng: np.random.Generator) -> None
             weight.copy_(torch.from_numpy(rng.uniform(-1.0, 1.0, weight.shape) / weight.shape[1] ** 0.5))
 
 
-def _targets(trunk: Trunk, wanted: str | tuple[str, ...]) -> list[str]:
+def _targets(trunk: "Trunk | HubTrunk", wanted: str | tuple[str, ...]) -> list[str]:
     """Full names of the linear layers to adapt; all of the trunk's, which has no head, for `all-linear`."""
     linear = [name for name, part in trunk.named_modules() if isinstance(part, nn.Linear)]
+    if not linear:
+        raise ValueError("This model has no linear layer that an adapter could stand beside: set model.lora_rank=0.")
     if wanted == "all-linear":
         return linear
     ends = {name.rsplit(".", 1)[-1] for name in linear}
@@ -92,7 +97,7 @@ def adapters(network: nn.Module) -> list[tuple[str, Any]]:
 
 @torch.no_grad()
 def merged(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its name on the hub: W + (α / r) B A in float32 where there is an adapter.
+    """Every weight by its name without adapters: W + (α / r) B A in float32 where there is an adapter.
 
     Such a sum is made when it is asked for and not kept. Networks without adapters give their own tensors.
     """
@@ -106,7 +111,12 @@ def merged(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, value
 
 
-def write_adapters(policy: Qwen2, settings: ModelConfig, folder: Path) -> None:
+def hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
+    """Every weight, adapters merged, under the name that the hub's files give it; a tied head too."""
+    return ((model.hub_name(name), weight) for name, weight in merged(model))
+
+
+def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Path) -> None:
     """Write the adapters of `policy` in peft's format, which `peft.PeftModel.from_pretrained(model, folder)` reads."""
     from peft import LoraConfig
 

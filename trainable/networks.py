@@ -1,7 +1,7 @@
 """The networks of one run: policy, critic, reference; each with weights of its own, or adapters over one base."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,9 @@ from trainable.policy import Policy, frozen, frozen_copy, load_policy, make_crit
 from trainable.qwen2 import Qwen2, ValueModel
 from trainable.seeds import stream
 
+if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
+    from trainable.hub_model import HubModel, HubValueModel
+
 
 class Networks(NamedTuple):
     """policy: what is trained and sampled from. reference: the model as it was loaded; None where nothing needs it.
@@ -21,15 +24,15 @@ class Networks(NamedTuple):
     """
 
     policy: Policy
-    reference: Qwen2 | None
-    critic: ValueModel | None
+    reference: "Qwen2 | HubModel | None"
+    critic: "ValueModel | HubValueModel | None"
     head: nn.Module | None
     base: str | None
 
 
 def make_networks(config: RunConfig, device: torch.device) -> Networks:
     """The networks of `config` on `device`, all from the model at config.model.path."""
-    policy = load_policy(config.model.path, device, pass_settings(config.model))
+    policy = load_policy(config.model.path, device, pass_settings(config.model), config.model.chat_format)
     if config.model.lora_rank:
         return _over_one_base(config, policy, device)
     reference = frozen_copy(policy.model) if _needs_reference(config) else None
@@ -50,7 +53,9 @@ def _over_one_base(config: RunConfig, policy: Policy, device: torch.device) -> N
     )  # fmt: skip
 
 
-def _on_a_trunk(config: RunConfig, critic: ValueModel | None) -> tuple[ValueModel | None, nn.Module | None]:
+def _on_a_trunk(
+    config: RunConfig, critic: "ValueModel | HubValueModel | None"
+) -> tuple["ValueModel | HubValueModel | None", nn.Module | None]:
     """The critic, or of it the head alone where that stands on the policy's trunk."""
     return (None, critic.score) if critic is not None and config.critic.shared_trunk else (critic, None)
 

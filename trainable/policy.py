@@ -1,10 +1,12 @@
 """A policy on disk or on the hub, made ready: model, tokenizer, critic."""
 
+import json
 import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -12,12 +14,17 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import nn
 
-from trainable.protocol import END_OF_MESSAGE
-from trainable.qwen2 import PassSettings, Qwen2, ValueHead, ValueModel
-from trainable.qwen2_shape import Qwen2Shape
+from trainable.chat import CHATML, ChatFormat
+from trainable.chat_template import chat_format
+from trainable.qwen2 import PassSettings, Qwen2, Trunk, ValueHead, ValueModel
+from trainable.qwen2_shape import ARCHITECTURE, Qwen2Shape
 from trainable.rollout.play import Codec
 from trainable.sections import ModelConfig
 
+if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
+    from trainable.hub_model import HubModel, HubValueModel
+
+M = TypeVar("M", bound="Qwen2 | HubModel")
 PLAIN = PassSettings()
 SHIPPED = "sokoban-tiny"
 _SHIPPED_FOLDER = Path(__file__).parent / "embedded" / "sokoban_tiny"
@@ -25,16 +32,17 @@ _SHIPPED_FOLDER = Path(__file__).parent / "embedded" / "sokoban_tiny"
 
 @dataclass(frozen=True)
 class Policy:
-    """A language model with its tokenizer, and the folder that its files are in."""
+    """A language model with its tokenizer, the folder that its files are in, and how conversations with it read."""
 
-    model: Qwen2
+    model: "Qwen2 | HubModel"
     tokenizer: Tokenizer
     folder: Path
+    chat: ChatFormat = CHATML
 
     @property
     def stop_token(self) -> int:
-        """What ends a reply: ChatML's end marker, which base models have but do not name as their end, or their end."""
-        marker: int | None = self.tokenizer.token_to_id(END_OF_MESSAGE)
+        """What ends a reply: the chat's marker, which base models have but do not name as their end, or their end."""
+        marker: int | None = self.tokenizer.token_to_id(self.chat.end)
         return self.model.shape.eos_token_id if marker is None else marker
 
 
@@ -62,35 +70,69 @@ def find_model(path: str) -> Path:
         ) from None
 
 
-def load_policy(path: str, device: torch.device, passes: PassSettings = PLAIN) -> Policy:
-    """Model (float32 weights, whose passes are computed as `passes` says) and tokenizer at `path`, on `device`."""
+def load_policy(path: str, device: torch.device, passes: PassSettings = PLAIN, chat: str = "auto") -> Policy:
+    """Model (float32 weights, whose passes are computed as `passes` says) and tokenizer at `path`, on `device`.
+
+    A Qwen2 without scaled rotary positions is run by our own implementation, any other model by transformers'. chat:
+    see `model.chat_format`.
+    """
     folder = find_model(path)
-    model = Qwen2(Qwen2Shape.read(folder))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = _load_qwen2(folder) if _is_own(folder) else _load_hub_model(folder)
+    model.model.passes = passes
+    spoken = chat_format(folder, tokenizer, model.shape.eos_token_id, chat)
+    return Policy(model.to(device), tokenizer, folder, spoken)
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether the model in `folder` is a Qwen2 as our own implementation has it, without scaled rotary positions."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
+    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    return is_plain and (config.get("architectures") or [None])[0] == ARCHITECTURE
+
+
+def _load_qwen2(folder: Path) -> Qwen2:
+    with torch.device("meta"):  # no weight is drawn only to be replaced
+        model = Qwen2(Qwen2Shape.read(folder))
     weights = read_weights(folder)
     if model.shape.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
-    model.load_state_dict(weights)
-    model.model.passes = passes
-    return Policy(model.to(device), Tokenizer.from_file(str(folder / "tokenizer.json")), folder)
+    model.load_state_dict(weights, assign=True)
+    if model.shape.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
 
 
-def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the folder's safetensors files, in float32."""
+def _load_hub_model(folder: Path) -> "HubModel":
+    from trainable.hub_model import load_hub_model
+
+    names: list[str] = []
+    for file in _weight_files(folder):
+        with safe_open(os.fspath(file), framework="pt") as tensors:
+            names += tensors.keys()
+    return load_hub_model(folder, names)
+
+
+def _weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file; other weight formats are not read.")
+    return files
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the folder's safetensors files, in float32 and in memory of their own."""
     weights: dict[str, torch.Tensor] = {}
-    for file in files:
+    for file in _weight_files(folder):
         with safe_open(os.fspath(file), framework="pt") as tensors:
-            weights.update({name: tensors.get_tensor(name).float() for name in tensors.keys()})  # noqa: SIM118
+            weights.update({name: tensors.get_tensor(name).to(torch.float32, copy=True) for name in tensors.keys()})  # noqa: SIM118
     return weights
 
 
-def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> ValueModel:
+def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> "ValueModel | HubValueModel":
     """A critic whose trunk is a copy of the policy's, passes included, and whose head is from N(0, 0.02), bias 0."""
-    critic = ValueModel(policy.model.shape)
-    critic.model.passes = policy.model.model.passes
-    critic.model.load_state_dict(policy.model.model.state_dict())
+    critic = value_model(policy.model, deepcopy(policy.model.model), device)
     draw_head(critic.score, rng)
     return critic.to(device)
 
@@ -100,6 +142,19 @@ def draw_head(head: ValueHead, rng: np.random.Generator) -> None:
     """Set a value head's weights from N(0, 0.02), and its bias to 0."""
     head.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, head.weight.shape)))
     head.bias.zero_()
+
+
+def value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.device) -> "ValueModel | HubValueModel":
+    """A critic of the model's kind with `trunk` as its own, and a head that holds anything."""
+    if isinstance(model, Qwen2):
+        with torch.device("meta"):  # the trunk that it makes is thrown away: it takes no memory
+            critic = ValueModel(model.shape)
+        critic.model = cast(Trunk, trunk)
+        critic.score.to_empty(device=device)
+        return critic
+    from trainable.hub_model import HubTrunk, HubValueModel
+
+    return HubValueModel(cast(HubTrunk, trunk)).to(device)
 
 
 def make_codec(tokenizer: Tokenizer) -> Codec:
@@ -119,12 +174,12 @@ def pass_settings(settings: ModelConfig) -> PassSettings:
     return PassSettings(getattr(torch, settings.dtype), settings.enable_gradient_checkpointing)
 
 
-def frozen_copy(model: Qwen2) -> Qwen2:
+def frozen_copy(model: M) -> M:
     """A copy of `model` on its device that no gradient reaches: the reference."""
     return frozen(deepcopy(model))
 
 
-def frozen(model: Qwen2) -> Qwen2:
+def frozen(model: M) -> M:
     """`model` itself, which no gradient reaches any more.
 
     Its linear layers hold their weights in the type that passes compute in, which gives the same numbers to the last

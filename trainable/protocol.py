@@ -1,7 +1,7 @@
 """What the model is told and how its reply is read. Two prompt styles behind one interface.
 
-Conversations are ChatML, as Qwen models expect. The text of a turn ends with the forced start of the reply, `<think>`;
-everything that is not the model's own sampled token is given text.
+The text between messages is the model's chat format. The text of a turn ends with the forced start of the reply,
+`<think>`; everything that is not the model's own sampled token is given text.
 
 Departures from the published code, which rebuilds conversations from text: a reply stays in the conversation as it was
 sampled (there: re-rendered, with surplus actions cut), and what was shown in sampling is what is trained on (there: the
@@ -15,11 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from trainable.chat import CHATML, ChatFormat
 from trainable.sokoban.board import Action, Tile
 from trainable.sokoban.text import SYMBOLS, render
 
-END_OF_MESSAGE = "<|im_end|>"
-ASSISTANT_START = "\n<|im_start|>assistant\n<think>"
+END_OF_MESSAGE = CHATML.end
+START_OF_THOUGHT = "<think>"
 ACTION_SEPARATOR = "||"
 _REPLY = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<|im_start|>", "<|im_end|>")
@@ -59,7 +60,7 @@ def parse(text: str, max_actions: int) -> Reply:
     Words between `||` beyond `max_actions` are cut first and draw no penalty; of the rest, unknown words are dropped.
     A reply is invalid if a remaining word is unknown or no action is left.
     """
-    match = _REPLY.search("<think>" + text)
+    match = _REPLY.search(START_OF_THOUGHT + text)
     if match is None:
         return Reply("", (), True)
     thought, answer = (_strip_tags(part) for part in match.groups())
@@ -80,28 +81,35 @@ class Protocol:
     """A prompt style with its limits filled in.
 
     opening(observation) is the text before the first reply; following(observation) the text between a reply's end
-    marker and the next reply.
+    marker and the next reply; end is that marker.
     """
 
     opening: Callable[[Observation], str]
     following: Callable[[Observation], str]
+    end: str
 
 
-def make_protocol(style: str, observation_format: str, max_actions: int) -> Protocol:
-    """The protocol of a prompt style, `full` or `compact`; ValueError for another."""
-    if style == "compact":
-        return Protocol(_compact_opening, _compact_following)
-    if style != "full":
+def make_protocol(style: str, observation_format: str, max_actions: int, chat: ChatFormat = CHATML) -> Protocol:
+    """The protocol of a prompt style, `full` or `compact`, in a chat format; ValueError for another style."""
+    if style not in ("full", "compact"):
         raise ValueError(f"There is no prompt style `{style}`: it is full or compact.")
-    system = _system_prompt(max_actions)
+    system = COMPACT_SYSTEM if style == "compact" else _system_prompt(max_actions)
 
     def state(observation: Observation) -> str:
-        return _full_state(observation, observation_format)
+        return _compact_state(observation) if style == "compact" else _full_state(observation, observation_format)
 
     return Protocol(
-        lambda observation: f"<|im_start|>system\n{system}{END_OF_MESSAGE}\n<|im_start|>user\n{state(observation)}",
-        lambda observation: f"\n<|im_start|>user\nReward:\n{observation.last_reward:.1f}\n{state(observation)}",
+        lambda observation: chat.opening(system, state(observation)) + START_OF_THOUGHT,
+        lambda observation: (
+            chat.following(reward_line(observation.last_reward) + state(observation)) + START_OF_THOUGHT
+        ),
+        chat.end,
     )
+
+
+def reward_line(reward: float) -> str:
+    """What the turn before earned."""
+    return f"Reward:\n{reward:.1f}\n"
 
 
 def _system_prompt(max_actions: int) -> str:
@@ -125,12 +133,11 @@ def _full_state(observation: Observation, observation_format: str) -> str:
         f"\nTurn {observation.turn}:\nState:\n{render(observation.cells, observation_format)}\n{warning}"
         f"You have {observation.actions_left} actions left. Always output: "
         "<think> [Your thoughts] </think> <answer> [your answer] </answer> with no extra text. "
-        f"Strictly follow this format. Max response length: 120 words (tokens).\n{END_OF_MESSAGE}{ASSISTANT_START}"
+        "Strictly follow this format. Max response length: 120 words (tokens).\n"
     )
 
 
-COMPACT_SYSTEM = f"<|im_start|>system\nSokoban{END_OF_MESSAGE}"
-COMPACT_USER = "\n<|im_start|>user\n"
+COMPACT_SYSTEM = "Sokoban"
 
 
 def compact_turn(turn: int) -> str:
@@ -138,28 +145,15 @@ def compact_turn(turn: int) -> str:
     return f"Turn {turn}:\nState:\n"
 
 
-def compact_reward(reward: float) -> str:
-    """Reward line of the compact style."""
-    return f"{COMPACT_USER}Reward:\n{reward:.1f}\n"
-
-
-def compact_close(actions_left: int) -> str:
-    """Last line of a compact turn and the forced start of the reply."""
-    return f"{actions_left} actions left\n{END_OF_MESSAGE}{ASSISTANT_START}"
+def compact_left(actions_left: int) -> str:
+    """Last line of a compact turn."""
+    return f"{actions_left} actions left\n"
 
 
 def _compact_state(observation: Observation) -> str:
     # The outer wall is in every room: the compact style shows what is inside it.
     grid = render(observation.cells[1:-1, 1:-1], "grid")
-    return compact_turn(observation.turn) + grid + "\n" + compact_close(observation.actions_left)
-
-
-def _compact_opening(observation: Observation) -> str:
-    return COMPACT_SYSTEM + COMPACT_USER + _compact_state(observation)
-
-
-def _compact_following(observation: Observation) -> str:
-    return compact_reward(observation.last_reward) + _compact_state(observation)
+    return f"{compact_turn(observation.turn)}{grid}\n{compact_left(observation.actions_left)}"
 
 
 def reply_text(thought: str, actions: Sequence[Action]) -> str:

@@ -195,23 +195,18 @@ class Trunk(nn.Module):
                 x = self._through(layer, x, cos, sin, packed, number == last)
             return self.norm(x)
 
+    def new_cache(self, rows: int, slots: int) -> KVCache:
+        """An empty cache of `rows` rows, with room for `slots` tokens of each."""
+        return KVCache(rows, slots, self.embed_tokens.weight)
+
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens to the cache's first B rows; hidden state of the last one.
 
         tokens, positions, valid: (B, q); fillers (valid False) stand on the left. Returns (B, hidden). Rows beyond the
         first B get a filler.
         """
-        batch, new = tokens.shape
-        cache.reserve(new)
-        end = cache.used + new
-        cache.bias[:batch, cache.used : end] = torch.where(valid, 0.0, -torch.inf)
-        bias = cache.bias[:batch, None, :end]
-        if new > 1:
-            # The finite floor keeps a filler's own row of scores from being all -inf, which softmax turns into NaN.
-            later = torch.full((new, new), -torch.inf, device=tokens.device).triu(1)
-            bias = (bias + F.pad(later, (cache.used, 0))).clamp_min(-1e30)
-        # A row's positions are below its slots, packed or not: the cache's table reaches all of them.
-        cos, sin = cache.angles[0][positions], cache.angles[1][positions]
+        bias = cache.admit(valid)
+        cos, sin = self._angles(positions, cache)
         last = len(self.layers) - 1
         with self._autocast(tokens.device):
             x = self.embed_tokens(tokens)
@@ -220,8 +215,16 @@ class Trunk(nn.Module):
                 if number == last:
                     x, mixed = x[:, -1], mixed[:, -1]
                 x = layer.finish(x, mixed)
-            cache.used = end
+            cache.used += tokens.shape[1]
             return self.norm(x)
+
+    def _angles(self, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions, from the cache's table, which is made as long as the cache has become."""
+        slots = cache.bias.shape[1]
+        if cache.angles is None or len(cache.angles[0]) < slots:
+            # A row's positions are below its slots, packed or not: the table reaches all of them.
+            cache.angles = rotary(torch.arange(slots, device=positions.device), self.shape)
+        return cache.angles[0][positions], cache.angles[1][positions]
 
     def branch(self, tokens: Tensor, depths: Tensor, sees: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
         """Hidden states of one tree of tokens after every row of the cache, which is only read.
@@ -230,8 +233,7 @@ class Trunk(nn.Module):
         and its ancestors'. lengths: (B,) tokens of each row. Returns (B, F, hidden).
         """
         rows = len(lengths)
-        prefix = cache.bias[:, None, : cache.used].expand(-1, len(tokens), -1)
-        bias = torch.cat((prefix, torch.where(sees, 0.0, -torch.inf).expand(rows, -1, -1).to(prefix.dtype)), dim=-1)
+        bias = cache.bias_after(sees, rows)
         cos, sin = rotary(lengths[:, None] + depths, self.shape)
         with self._autocast(tokens.device):
             x = self.embed_tokens(tokens).expand(rows, -1, -1)
@@ -266,6 +268,10 @@ class Qwen2(nn.Module):
         self.lm_head = LanguageHead(shape.hidden_size, shape.vocab_size, bias=False)
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    def hub_name(self, name: str) -> str:
+        """The weight `name` as the hub calls it: by that name."""
+        return name
 
 
 class ValueModel(nn.Module):

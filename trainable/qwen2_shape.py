@@ -31,6 +31,17 @@ class Qwen2Shape:
         """Channels of one attention head."""
         return self.hidden_size // self.num_attention_heads
 
+    @property
+    def attention_size(self) -> int:
+        """Channels of all query heads."""
+        return self.hidden_size
+
+    @property
+    def block_weights(self) -> tuple[int, int]:
+        """Weights of one block's products: before its attention, and after it, where the last block is finished."""
+        hidden, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
+        return hidden * (hidden + 2 * kv), hidden * (hidden + 3 * self.intermediate_size)
+
     @staticmethod
     def read(folder: Path) -> "Qwen2Shape":
         """The shape of the model in `folder`; ValueError for another architecture, naming it."""

@@ -42,6 +42,9 @@ class ModelConfig(Section):
     prompt_style: Literal["full", "compact"] = Field(
         "full", description="published prompt, or its compact form for the shipped tiny model"
     )
+    chat_format: Literal["auto", "chatml"] = Field(
+        "auto", description="the tokenizer's chat template, ChatML where it has none; or ChatML in any case"
+    )
     dtype: Literal["float32", "bfloat16"] = Field(
         "bfloat16", description="what passes compute in; weights, optimizer and sums are float32"
     )

@@ -5,8 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from trainable.qwen2 import Qwen2
-
 
 class Lazy(Mapping[str, Tensor]):
     """Tensors by name, each made when it is asked for: who takes one after the other holds one at a time.
@@ -49,9 +47,8 @@ def flat_state(part: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
     if isinstance(part, nn.Module):
         frozen = _frozen(part)
         # A tied head is the embedding under a second name: stored once.
-        return {
-            name: value for name, value in part.state_dict().items() if name not in frozen and not _is_tied(part, name)
-        }
+        frozen, first = _frozen(part), _first_names(part)
+        return {name: value for name, value in part.state_dict().items() if first[name] == name and name not in frozen}
     state = part.state_dict()["state"]
     return {f"{number}/{name}": value for number, moments in state.items() for name, value in moments.items()}
 
@@ -60,9 +57,8 @@ def load_flat_state(part: nn.Module | torch.optim.Optimizer, tensors: Mapping[st
     """Put back what `flat_state` gave of a part made in the same way."""
     if isinstance(part, nn.Module):
         tensors = {**_frozen(part), **tensors}
-        if _is_tied(part, "lm_head.weight"):
-            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
-        part.load_state_dict(tensors)
+        second = {name: tensors[first] for name, first in _first_names(part).items() if first != name}
+        part.load_state_dict({**tensors, **second})
         return
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
@@ -100,5 +96,7 @@ def _frozen(part: nn.Module) -> dict[str, Tensor]:
     return {name: weight for name, weight in part.named_parameters(remove_duplicate=False) if not weight.requires_grad}
 
 
-def _is_tied(part: nn.Module, name: str) -> bool:
-    return name == "lm_head.weight" and isinstance(part, Qwen2) and part.shape.tie_word_embeddings
+def _first_names(part: nn.Module) -> dict[str, str]:
+    """For each name in a module's state the first name that the same tensor has there."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(value), name) for name, value in part.state_dict(keep_vars=True).items()}

@@ -27,13 +27,13 @@ from trainable.evaluate import Evaluation, collected_columns, number_classes, su
 from trainable.failures import NonFiniteError
 from trainable.filtering import Kept, filter_episodes
 from trainable.gradient_analysis import analyse, is_due
+from trainable.language_model import Critic, LanguageModel
 from trainable.lora import check_base
 from trainable.meter import Meter
 from trainable.networks import make_networks
 from trainable.nonfinite import check_finite
 from trainable.policy import Policy, make_codec, pick_device
 from trainable.protocol import Observation, make_protocol
-from trainable.qwen2 import Qwen2, ValueModel
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import Rules, check_first_turn, play
 from trainable.rollout.sampler import SamplingParams
@@ -91,7 +91,8 @@ class PPOTrainer:
     def _set_up_game(self, policy: Policy) -> None:
         """Protocol, limits, and every room of the run, made ahead: a step never waits for a room."""
         config, env = self.config, self.config.env
-        self.protocol = make_protocol(config.model.prompt_style, env.observation_format, env.max_actions_per_traj)
+        style = config.model.prompt_style
+        self.protocol = make_protocol(style, env.observation_format, env.max_actions_per_traj, policy.chat)
         own = self.model.shape.max_position_embeddings
         context = min(own, config.rollout.max_model_len or own)
         self.rules = Rules(
@@ -180,7 +181,7 @@ class PPOTrainer:
         only = config.trainer.gradient_analysis_mode and config.trainer.gradient_analysis_only
         if self.critic is not None and not only:  # 7 critic
             backend = self.backends["critic"]
-            critic, mode = cast(ValueModel, backend.networks["critic"]), config.actor.loss_agg_mode
+            critic, mode = cast(Critic, backend.networks["critic"]), config.actor.loss_agg_mode
             meters.append(self._timed(row, "seconds_update_critic", lambda: update_critic(
                 critic, backend, batch, targets, order, config.critic, mode)))  # fmt: skip
         found = self._analyse(row, episodes) if due else []
@@ -238,7 +239,7 @@ class PPOTrainer:
         """The policy's losses and optimizer, as they are now."""
         backend = self.backends["actor"]
         return ActorUpdate(
-            cast(Qwen2, backend.networks["actor"]), backend, self.config.actor, self.config.rollout.temperature,
+            cast(LanguageModel, backend.networks["actor"]), backend, self.config.actor, self.config.rollout.temperature,
             self.reference, backend.networks.get("head"), SHARED_VALUE_WEIGHT, self.config.critic.cliprange_value,
         )  # fmt: skip
 

@@ -20,8 +20,8 @@ from trainable.algo.vocabulary import CHUNK_ELEMENTS, TokenNumbers, logprobs_fro
 from trainable.backend.one_device import Backend
 from trainable.backend.world import ALONE, World, dealt_rows
 from trainable.batch import Batch, mini_batches
+from trainable.language_model import Critic, LanguageModel, Trunk
 from trainable.meter import Meter
-from trainable.qwen2 import Qwen2, Trunk, ValueModel
 from trainable.rollout.agreement import importance_weights
 from trainable.sections import ActorConfig, CriticConfig, OptimConfig
 
@@ -90,7 +90,7 @@ def _pass(batch: Batch, targets: Targets, index: Tensor, weights: Tensor) -> Pas
 
 
 def update_critic(
-    critic: ValueModel, backend: Backend, batch: Batch, targets: Targets, order: Tensor, settings: CriticConfig,
+    critic: Critic, backend: Backend, batch: Batch, targets: Targets, order: Tensor, settings: CriticConfig,
     loss_agg_mode: str = "token-mean",
 ) -> Meter:  # fmt: skip
     """All optimizer steps of the critic for one training step, over mini-batches of `order` (B,).
@@ -137,11 +137,11 @@ class ActorUpdate:
     On a shared trunk, `head` is the critic's and the value loss joins the policy's with weight `value_weight`.
     """
 
-    model: Qwen2
+    model: LanguageModel
     backend: Backend
     settings: ActorConfig
     temperature: float
-    reference: Qwen2 | None = None
+    reference: LanguageModel | None = None
     head: nn.Module | None = None
     value_weight: float = 0.0
     cliprange_value: float = 0.5
@@ -249,7 +249,7 @@ class TokenFunction:
         self.trunk, self.head, self.temperature = trunk, head, temperature
 
     @staticmethod
-    def logprobs(model: Qwen2, temperature: float) -> "TokenFunction":
+    def logprobs(model: LanguageModel, temperature: float) -> "TokenFunction":
         """Log-prob of each trained token, in nats, of the tempered distribution."""
         return TokenFunction(model.model, model.lm_head, temperature)
 

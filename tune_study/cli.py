@@ -286,7 +286,7 @@ def _start(
         names = tuple(gpu.name for gpu in used)
         describe.print_plan(console, plan, allotment, disk.line(room), memory, names)
         return
-    check_model(plan.base.model.path, os.environ)
+    check_model(plan.base.model.path, os.environ, plan.base.model.chat_format)
     check_trainable(plan.study.trainable)
     resources.check_engines(plan)
     if memory is not None:

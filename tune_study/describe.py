@@ -98,7 +98,11 @@ def print_memory(
 ) -> None:
     """The memory of a run part by part, whether it fits, and an estimate of time for cards whose rates are known."""
     if memory is None:
-        say(console, f"memory: not known, since neither a config.json nor the sizes of {plan.base.model.path} are here")
+        say(
+            console,
+            f"memory: not known, since neither a config.json that can be trained nor the sizes of "
+            f"{plan.base.model.path} are here",
+        )
         return
     for line in memory_plan.lines(memory, plan.study):
         say(console, line)

@@ -169,7 +169,8 @@ def line(budget: Budget) -> str:
     text = f"disk: {runs}{size} + {running} + rows {decimal(budget.rows)}"
     if budget.total is None:
         unknown = " and ".join(budget.unknown)
-        return f"{text}; the size of a checkpoint is not known: no config.json of a Qwen2 is here for {unknown}; {free}"
+        why = f"no config.json of a model that can be trained is here for {unknown}"
+        return f"{text}; the size of a checkpoint is not known: {why}; {free}"
     already = f", {decimal(budget.already)} of it written already" if budget.already else ""
     return f"{text} = {decimal(budget.total)}{already}; {free}"
 

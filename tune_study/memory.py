@@ -11,7 +11,7 @@ from trainable.config import RunConfig
 from tune_study.model_size import (
     Shape,
     adapted_layers,
-    head_parameters,
+    linear_elements,
     linear_layers,
     policy_parameters,
     trained_tensors,
@@ -106,15 +106,14 @@ def network_bytes(parameters: int, config: RunConfig) -> Network:
     return Network(weights - on_host, 0, 0, gradients if trainer.zero_stage == 1 else 0, 0, on_host + moved)
 
 
-def read_bytes(shape: Shape, name: str, parameters: int, config: RunConfig) -> int:
+def read_bytes(shape: Shape, parameters: int, config: RunConfig) -> int:
     """A network that stage 3 gathers to be read: linear layers of blocks in the type of the passes, the rest float32.
 
-    name: policy or critic. As `trainable.backend.zero_weights` gathers it.
+    As `trainable.backend.zero_weights` gathers it.
     """
-    tables = 2 if name == "policy" and not shape.tie_word_embeddings else 1
-    kept = tables * shape.vocab_size * shape.hidden_size + (2 * shape.num_hidden_layers + 1) * shape.hidden_size
-    kept += head_parameters(shape) if name == "critic" or config.critic.shared_trunk else 0
-    return FLOAT32 * kept + compute_bytes(config) * (parameters - kept)
+    head = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
+    linear = linear_elements(shape) - head
+    return FLOAT32 * (parameters - linear) + compute_bytes(config) * linear
 
 
 def reference_bytes(shape: Shape, config: RunConfig) -> int:
@@ -128,8 +127,8 @@ def frozen_bytes(shape: Shape, config: RunConfig) -> int:
 
     As `trainable.policy.frozen` makes it.
     """
-    kept = shape.vocab_size * shape.hidden_size + (2 * shape.num_hidden_layers + 1) * shape.hidden_size
-    return FLOAT32 * kept + compute_bytes(config) * (policy_parameters(shape) - kept)
+    linear = linear_elements(shape)
+    return FLOAT32 * (policy_parameters(shape) - linear) + compute_bytes(config) * linear
 
 
 def cast_bytes(shape: Shape, name: str, parameters: int, config: RunConfig) -> int:
@@ -276,7 +275,7 @@ def _dealt(shape: Shape, config: RunConfig) -> list[Part]:
     if not deals_weights(config):
         return []
     sizes = trained_parameters(shape, config)
-    read = {name: read_bytes(shape, name, parameters, config) for name, parameters in sizes.items()}
+    read = {name: read_bytes(shape, parameters, config) for name, parameters in sizes.items()}
     live = {name: FLOAT32 * min(LIVE, parameters) for name, parameters in sizes.items()}
     samples = config.rollout.name == "torch"
     return [

@@ -141,6 +141,11 @@ def lines(found: MemoryPlan, study: Study) -> list[str]:
     said = [f"memory: a card of {_gib(found.card.size)} GiB ({found.card.source}); {_share_words(found)}"]
     if config.rollout.name == "vllm":
         said.append(_vllm_words(found))
+    if found.shape.is_counted:
+        said.append(
+            "weights are counted over the model of its config.json; what its passes hold is estimated as that of a "
+            "Qwen2 of its widths, and its attention may hold more"
+        )
     if found.host:
         needed = f"{_gib(found.host)} GiB a run, {_gib(found.host * found.a_node)} for {found.a_node} at once"
         said.append(f"host memory beside the usual: {needed}")

@@ -18,7 +18,11 @@ _SHIPPED_FOLDER = Path(trainable.__file__).parent / "embedded" / "sokoban_tiny"
 
 
 class Shape(BaseModel):
-    """What of a Qwen2's config.json its parameters depend on; the other fields are ignored."""
+    """What of a Qwen2's config.json its parameters depend on; the other fields are ignored.
+
+    Another architecture's are counted over the model itself: trunk has the elements of every parameter of all but the
+    head, linear those of linear layers together, head_size the channels of one attention head.
+    """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
 
@@ -29,29 +33,49 @@ class Shape(BaseModel):
     num_attention_heads: PositiveInt
     num_key_value_heads: PositiveInt
     tie_word_embeddings: bool = False
+    trunk: tuple[PositiveInt, ...] = ()
+    linear: int = 0
+    head_size: PositiveInt | None = None
 
     @property
     def head_dim(self) -> int:
         """Channels of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is another architecture's than Qwen2's, whose parameters were counted."""
+        return bool(self.trunk)
 
 
 def shape_of(path: str, environ: Mapping[str, str]) -> Shape | None:
     """The shape of the model at `path`: the shipped one, a folder, a hub id in the hub cache, or a Qwen2.5 of the hub.
 
-    None where no such model is here and its sizes are not known, or where its config.json is not one of a Qwen2
-    (`check_model` says what is wrong with it). Nothing is fetched.
+    None where no such model is here and its sizes are not known, or where its config.json is not one of a model that
+    can be trained (`check_model` says what is wrong with it). Nothing is fetched; transformers is loaded for another
+    architecture than Qwen2's only.
     """
     file = _config_file(path, environ)
     if file is None:
         sizes = published_sizes(path)
         return None if sizes is None else Shape.model_validate(sizes)
     config = read_json(file)
-    if config is None or config.get("architectures") != [ARCHITECTURE]:
+    if config is None or not config.get("architectures"):
         return None
     try:
-        return Shape.model_validate(config)
+        is_own = config["architectures"] == [ARCHITECTURE]
+        return Shape.model_validate(config) if is_own else _counted(file.parent)
     except ValidationError:
+        return None
+
+
+def _counted(folder: Path) -> Shape | None:
+    """The shape of another architecture's model, made without numbers and counted; None where it is refused."""
+    from trainable.hub_config import sizes
+
+    try:
+        return Shape.model_validate(sizes(folder)._asdict())
+    except ValueError:
         return None
 
 
@@ -120,11 +144,21 @@ def trained_tensors(shape: Shape, config: RunConfig) -> dict[str, list[int]]:
 
 def _trunk(shape: Shape) -> list[int]:
     """Embedding, blocks and final norm. In Qwen2 queries, keys and values have a bias; no other projection has."""
+    if shape.is_counted:
+        return list(shape.trunk)
     hidden, wide = shape.hidden_size, shape.intermediate_size
     kv = shape.num_key_value_heads * shape.head_dim
     attention = [hidden * hidden, hidden, hidden * kv, kv, hidden * kv, kv, hidden * hidden]
     block = [*attention, *[hidden * wide] * 3, hidden, hidden]
     return [shape.vocab_size * hidden, *block * shape.num_hidden_layers, hidden]
+
+
+def linear_elements(shape: Shape) -> int:
+    """Elements of all linear layers of the policy, less a head that is the embedding."""
+    if shape.is_counted:
+        return shape.linear
+    norms = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
+    return policy_parameters(shape) - shape.vocab_size * shape.hidden_size - norms
 
 
 def policy_parameters(shape: Shape) -> int:

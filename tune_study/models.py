@@ -35,8 +35,11 @@ def _is_folder(path: str) -> bool:
         return False
 
 
-def check_model(path: str, environ: Mapping[str, str]) -> None:
-    """PlanError unless `path` is the shipped model, a folder with a config.json, or a hub id that was fetched."""
+def check_model(path: str, environ: Mapping[str, str], chat: str = "chatml") -> None:
+    """PlanError unless `path` is the shipped model, a folder with a config.json, or a hub id that was fetched.
+
+    chat: model.chat_format; with auto the model's chat template is tried.
+    """
     if path == SHIPPED:
         return
     if _is_folder(path):
@@ -45,7 +48,7 @@ def check_model(path: str, environ: Mapping[str, str]) -> None:
                 f"The folder {path} is no model: it has no config.json. Type --model with a folder that holds one, "
                 f"a hub id, or {SHIPPED}."
             )
-        _check_folder(Path(path))
+        _check_folder(Path(path), chat)
         return
     cache = hub_cache(environ)
     try:
@@ -57,24 +60,37 @@ def check_model(path: str, environ: Mapping[str, str]) -> None:
             f"The model {shown(path)} is not here: it is neither {SHIPPED} nor a folder, and the hub cache {cache} "
             f"does not hold it. Fetch it with `hf download {shown(path)}`, or type --model {SHIPPED} or a folder."
         )
-    _check_folder(fetched[-1].parent)
+    _check_folder(fetched[-1].parent, chat)
 
 
-def _check_folder(folder: Path) -> None:
-    """PlanError unless a model's folder holds what the torch engine reads: a Qwen2, its weights and its tokenizer."""
+def _check_folder(folder: Path, chat: str) -> None:
+    """PlanError unless a model's folder holds what the torch engine reads: a causal LM, its weights and tokenizer."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         found = (config.get("architectures") or ["no architecture"])[0]
     except (ValueError, AttributeError, LookupError, TypeError, RecursionError, OSError) as error:
         raise PlanError(f"The folder {folder} is no model: its config.json cannot be read ({error}).") from None
-    if found != ARCHITECTURE:
-        raise PlanError(
-            f"The model in {folder} is {shown(found)}; the torch engine runs {ARCHITECTURE} (Qwen2 and Qwen2.5). "
-            f"Type --model with one of those, or {SHIPPED}."
-        )
+    if found == "no architecture":
+        raise PlanError(f"The config.json in {folder} names no architecture: type --model with another, or {SHIPPED}.")
     missing = [name for name in ("*.safetensors", "tokenizer.json") if not any(folder.glob(name))]
     if missing:
         raise PlanError(f"The model in {folder} is not whole: it has no {' and no '.join(missing)}.")
+    try:
+        _try(folder, found == ARCHITECTURE, chat)
+    except ValueError as error:
+        raise PlanError(str(error)) from None
+
+
+def _try(folder: Path, is_qwen2: bool, chat: str) -> None:
+    """ValueError where config.json or chat template tell that a model is not run; torch is loaded only for it."""
+    if not is_qwen2:
+        from trainable.hub_config import check
+
+        check(folder)
+    if chat == "auto":
+        from trainable.chat_template import check_template
+
+        check_template(folder)
 
 
 def check_trainable(name: str) -> None:

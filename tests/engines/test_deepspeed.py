@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.hub_models import NO_SYSTEM, small_model
 from trainable.records import TIME_COLUMNS
 
 pytestmark = [
@@ -102,6 +103,14 @@ def test_a_shared_trunk_and_grpo_do_too(tmp_path: Path, stage: dict[str, object]
         found, wanted = (trained(tmp_path / f"{number}-{size}", size, None, 1, **stage, **more) for size in (2, 0))
         assert_same_rows(rows(found), rows(wanted))
         assert_same_state(found, wanted)
+
+
+def test_a_model_of_another_architecture_does_too(tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model", "gemma", NO_SYSTEM)
+    more = {"model__path": str(model), "rollout__response_length": 8, "env__max_turn": 2}
+    found, wanted = (trained(tmp_path / str(size), size, None, 1, **more) for size in (2, 0))
+    assert_same_rows(rows(found), rows(wanted))
+    assert_same_state(found, wanted)
 
 
 def test_adapters_are_all_that_ranks_train(tmp_path: Path) -> None:

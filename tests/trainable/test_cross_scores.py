@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tests.scripted import random_model, shape
 from trainable.cross_scores import cross_scores
-from trainable.kv_cache import KVCache
 from trainable.policy import load_policy
 from trainable.qwen2 import Qwen2
 
@@ -191,7 +190,7 @@ def test_nothing_is_made_on_another_device_than_the_model(grouped: Qwen2) -> Non
 
 def test_a_tree_sees_its_row_and_its_ancestors_and_leaves_the_cache_alone(model: Qwen2) -> None:
     prompts, branches = [[1, 2, 3, 4], [5], [6, 7]], [[8], [8, 9], [8, 9, 1], [8, 2], [3]]
-    cache = KVCache(model.shape, 3, 6, model.lm_head.weight)
+    cache = model.model.new_cache(3, 6)
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     steps = torch.arange(4) - (4 - lengths[:, None])
     padded = torch.tensor([[0] * (4 - len(prompt)) + prompt for prompt in prompts])

@@ -18,7 +18,6 @@ from trainable.backend.one_device import OneDevice
 from trainable.batch import Batch, collate
 from trainable.cross_scores import cross_scores
 from trainable.gradient_probe import probe_gradients
-from trainable.kv_cache import KVCache
 from trainable.policy import Policy, frozen_copy, load_policy, make_critic, pass_settings
 from trainable.qwen2 import PassSettings, Qwen2
 from trainable.rollout.sampler import SamplingParams
@@ -115,7 +114,7 @@ def test_a_cache_holds_what_the_network_computes_in_and_grows_to_the_full_passes
     tokens = some_tokens(3, 9)
 
     def through_the_cache(model: Qwen2) -> Tensor:
-        cache = KVCache(model.shape, 3, 4, model.lm_head.weight)
+        cache = model.model.new_cache(3, 4)
         valid, positions = torch.ones(3, 9, dtype=torch.bool), torch.arange(9).expand(3, 9)
         with torch.inference_mode():
             for piece in (slice(0, 4), slice(4, 5), slice(5, 9)):
@@ -135,7 +134,7 @@ def test_a_caches_scores_are_not_rounded_to_bfloat16() -> None:
     model, tokens = wide(BFLOAT16), some_tokens(4, 30)
     for block in model.model.blocks:
         block.self_attn.q_proj.weight.data *= 40
-    cache = KVCache(model.shape, 4, 30, model.lm_head.weight)
+    cache = model.model.new_cache(4, 30)
     valid, positions = torch.ones(4, 30, dtype=torch.bool), torch.arange(30).expand(4, 30)
     with torch.inference_mode():
         found = model.model.extend(tokens, positions, valid, cache)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.scripted import hub_twin, random_model, shape
-from trainable.kv_cache import KVCache
 from trainable.qwen2 import Qwen2, ValueModel
 from trainable.qwen2_shape import Qwen2Shape
 
@@ -117,7 +116,7 @@ class Rows:
 
     def __init__(self, model: Qwen2, rows: int, slots: int) -> None:
         self.model, self.tokens = model, [[] for _ in range(rows)]
-        self.cache = KVCache(model.shape, rows, slots, model.lm_head.weight)
+        self.cache = model.model.new_cache(rows, slots)
 
     def extend(self, chunks: list[list[int]]) -> None:
         """Append a chunk to each of the first rows, and compare their last hidden states."""
@@ -208,7 +207,7 @@ def test_nothing_is_made_on_another_device_than_the_tokens(grouped: Qwen2) -> No
     tokens = some_tokens(2, 5)
     valid = torch.ones(2, 5, dtype=torch.bool)
     positions = torch.arange(5).expand(2, 5)
-    cache = KVCache(grouped.shape, 2, 3, grouped.lm_head.weight)
+    cache = grouped.model.new_cache(2, 3)
     where = torch.tensor([4, 9])
     rows = torch.tensor([1, 0, 1])
     with torch.inference_mode(), torch.device("meta"):

@@ -225,7 +225,8 @@ def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
     check(found._replace(free=0))
     assert line(found._replace(free=52_100_000_000, rows=2_000_000)) == (
         "disk: 2 runs x (1 rolling + 0 kept) checkpoints + 2 x 2 checkpoints while running + rows 2.0 MB; "
-        "the size of a checkpoint is not known: no config.json of a Qwen2 is here for some/model; 52.1 GB free"
+        "the size of a checkpoint is not known: no config.json of a model that can be trained is here for some/model; "
+        "52.1 GB free"
     )
 
 

@@ -343,7 +343,7 @@ def test_the_shipped_model_and_a_folder_are_models(tmp_path: Path, monkeypatch: 
         ("{}", "no architecture"),
         ("[]", "cannot be read"),
         ("not json", "cannot be read"),
-        ('{"architectures": ["LlamaForCausalLM"]}', "is LlamaForCausalLM"),
+        ('{"architectures": ["LlamaForCausalLM"]}', r"no \*.safetensors and no tokenizer.json"),
         ('{"architectures": ["Qwen2ForCausalLM"]}', r"no \*.safetensors and no tokenizer.json"),
     ],
 )

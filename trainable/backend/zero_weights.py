@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trainable.backend.one_device import named_parameters
 from trainable.backend.world import World
 from trainable.nonfinite import bad_weights
-from trainable.qwen2 import Trunk
+from trainable.qwen2 import PassSettings
 from trainable.state import trained
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -231,8 +231,10 @@ def _types(network: nn.Module) -> Iterator[tuple[nn.Parameter, torch.dtype]]:
     A linear layer casts its weights to the type of the passes, so they may as well be gathered in it.
     """
     reads: dict[int, torch.dtype] = {}
-    for trunk in (part for part in network.modules() if isinstance(part, Trunk)):
-        for layer in (part for part in trunk.modules() if type(part) is nn.Linear):
-            reads |= {id(weight): trunk.passes.dtype for weight in layer.parameters()}
+    for trunk in network.modules():
+        passes = getattr(trunk, "passes", None)
+        if isinstance(passes, PassSettings):
+            layers = [part for part in trunk.modules() if type(part) is nn.Linear]
+            reads |= {id(weight): passes.dtype for layer in layers for weight in layer.parameters()}
     for weight in network.parameters():
         yield weight, reads.get(id(weight), torch.float32)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from trainable.chat import CHATML
 from trainable.protocol import (
     ACTION_SEPARATOR,
-    ASSISTANT_START,
     COMPACT_SYSTEM,
-    COMPACT_USER,
     END_OF_MESSAGE,
-    compact_close,
-    compact_reward,
+    START_OF_THOUGHT,
+    compact_left,
     compact_turn,
+    reward_line,
 )
 from trainable.sokoban.board import Action, Tile
 from trainable.sokoban.text import SYMBOLS
@@ -46,6 +46,7 @@ def vocabulary() -> list[str]:
     cells = [SYMBOLS[tile] for tile in Tile]
     pairs = [a + b for a, b in itertools.product(cells, cells) if _can_neighbour(a, b)]
     inside = range(1, 5)
+    close = CHATML.to_reply + START_OF_THOUGHT
     return list(
         dict.fromkeys(
             [
@@ -53,12 +54,12 @@ def vocabulary() -> list[str]:
                 "<|im_start|>",
                 END_OF_MESSAGE,
                 UNKNOWN,
-                COMPACT_SYSTEM,
-                COMPACT_USER,
-                *(compact_reward(-tenths / 10 + 0.0) for tenths in range(ACTIONS_SHOWN + 1)),
+                CHATML.start + COMPACT_SYSTEM + END_OF_MESSAGE,
+                CHATML.next_user,
+                *(CHATML.next_user + reward_line(-tenths / 10 + 0.0) for tenths in range(ACTIONS_SHOWN + 1)),
                 *(compact_turn(turn) for turn in range(1, TURNS_SHOWN + 1)),
-                *(compact_close(left) for left in range(1, ACTIONS_SHOWN + 1)),
-                ASSISTANT_START,
+                *(compact_left(left) + close for left in range(1, ACTIONS_SHOWN + 1)),
+                close.removeprefix(END_OF_MESSAGE),
                 *pairs,
                 *(pair + "\n" for pair in pairs),
                 *cells,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainable.protocol import END_OF_MESSAGE, Observation, Protocol, Reply, parse
+from trainable.protocol import Observation, Protocol, Reply, parse
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import Sampled, Sampler, SamplingParams
 from trainable.sokoban.board import Action, step
@@ -150,7 +150,7 @@ def _tell(
             Observation(len(seat.texts) + 1, seat.cells, left, seat.last_reward, seat.last_invalid)
         )
         last = seat.sampled[-1]
-        texts.append(text if last is not None and last.finished else END_OF_MESSAGE + text)
+        texts.append(text if last is not None and last.finished else protocol.end + text)
     stay, given = [], []
     for row, ids in zip(live, codec.encode(texts), strict=True):
         seat = seats[row]

@@ -8,17 +8,16 @@ import torch
 from torch import Tensor
 
 from trainable.failures import NonFiniteError
-from trainable.kv_cache import KVCache
-from trainable.qwen2 import Qwen2
+from trainable.language_model import LanguageModel
 from trainable.rollout.sampler import Conversation, Sampled, SamplingParams
 
 CROWDED = 0.5  # share of talking rows below which they are moved together; moving copies the cache
 
 
 class TorchSampler:
-    """Samples from a Qwen2 module that it shares with the trainer: there are no weights to push."""
+    """Samples from a model that it shares with the trainer: there are no weights to push."""
 
-    def __init__(self, model: Qwen2) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self.model = model
 
     def converse(
@@ -42,7 +41,7 @@ class TorchConversation:
     """Rows in one cache, in lock-step. Rows that are still talking stand first, so that finished ones cost nothing."""
 
     def __init__(
-        self, model: Qwen2, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams,
+        self, model: LanguageModel, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams,
         uniforms: np.random.Generator,
     ) -> None:  # fmt: skip
         self.model, self.params = model, params
@@ -51,7 +50,7 @@ class TorchConversation:
         self.rows = list(range(len(prompts) * copies))  # the conversation's row at each place of the cache
         self.pending: list[int | None] = [None] * len(self.rows)  # a reply's last token, not in the cache yet
         longest = max(len(prompt) for prompt in prompts)
-        self.cache = KVCache(model.shape, len(prompts), longest + 4 * params.max_new_tokens, model.lm_head.weight)
+        self.cache = model.model.new_cache(len(prompts), longest + 4 * params.max_new_tokens)
         self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=self.device)
         with torch.inference_mode():
             self.hidden = self._extend(prompts)

@@ -223,7 +223,8 @@ def checked(
     """
     left = dict(shapes)
     for name, weight in weights:
-        shape = left.pop(name, None)
+        is_tied_head = name == HEAD not in shapes  # of an embedding of another name: no file tells its shape
+        shape = tuple(weight.shape) if is_tied_head else left.pop(name, None)
         if shape is None:
             wrong.append(f"{name} came twice" if name in shapes else f"{name} is not of this model")
         elif tuple(weight.shape) != shape:

@@ -1,0 +1,107 @@
+"""A study on a model of another architecture, with a chat template of its own: by command, and resumed by hand."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import analysis
+from tests.carried import Row, ended, newest, run_files, started, timeless
+from tests.hub_models import NO_SYSTEM, small_model
+from trainable.policy import load_policy
+from trainable.trainer import PPOTrainer
+
+SETTINGS = {
+    "actor__use_kl_loss": True, "actor__kl_loss_coef": 0.01, "rollout__response_length": 8, "env__max_turn": 2,
+    "trainer__total_training_steps": 2, "trainer__test_freq": 1, "trainer__save_freq": 1,
+    "collapse_detection__compute_freq": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left() -> Iterator[None]:
+    yield
+    ended()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_model(tmp_path_factory.mktemp("hub") / "small-llama")
+
+
+def opened(trainer: PPOTrainer) -> str:
+    """A whole conversation in the first validation room, as text."""
+    tokenizer = load_policy(trainer.config.model.path, trainer.device).tokenizer
+    episodes = trainer.roll_out(trainer.val_rooms[:1], 1, np.random.default_rng(0))
+    text: str = tokenizer.decode(episodes[0].tokens.tolist(), skip_special_tokens=False)
+    return text
+
+
+@pytest.mark.parametrize("settings", [{}, {"critic__shared_trunk": True, "model__dtype": "bfloat16"}])
+def test_it_trains_and_resumed_equals_straight_through(llama: Path, tmp_path: Path, settings: Row) -> None:
+    settings = SETTINGS | settings | {"model__path": str(llama)}
+    straight = started(tmp_path / "straight", **settings)
+    wanted = [straight.step() for _ in range(2)]
+    text = opened(straight.trainer)
+    assert text.startswith("<s><|turn|>system\n\nSokoban<|end|><|turn|>user\n\nTurn 1:")
+    assert straight.trainer.stop_token == load_policy(str(llama), straight.trainer.device).stop_token
+    ended()
+    cut = started(tmp_path / "cut", **settings)
+    first = cut.step()
+    ended()
+    assert newest(tmp_path / "cut").is_dir()
+    again = started(tmp_path / "cut", **settings)
+    second = again.step()
+    ended()
+    for found, row in zip((first, second), wanted, strict=True):
+        assert timeless(found) == pytest.approx(timeless(row), nan_ok=True)
+    rows, rooms = run_files(tmp_path / "straight")
+    assert [row["optimizer_steps"] for row in rows] == [2, 2]
+    assert rows[0]["actor_grad_norm"] > 0
+    assert rooms
+
+
+def test_a_template_without_a_place_for_the_system(tmp_path: Path) -> None:
+    folder = small_model(tmp_path / "model", "gemma", NO_SYSTEM)
+    trainable = started(tmp_path, **SETTINGS, model__path=str(folder))
+    assert trainable.step()["optimizer_steps"] == 2
+    assert opened(trainable.trainer).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
+
+
+def test_the_command_runs_a_study_on_it(llama: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable, "-m", "tune_study", "run", "kl", "--preset=laptop", f"--model={llama}", "--kl-values=0.01",
+        "--steps=2", "--set=env.env_groups=2", "--set=env.group_size=4", "--set=env.val_env_groups=4",
+        "--set=env.test_env_groups=2", "--set=rollout.response_length=8", "--set=actor.ppo_mini_batch_size=4",
+        "--set=critic.ppo_mini_batch_size=4", "--set=env.max_turn=2", f"--output={tmp_path}",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    (trial,) = analysis.load(tmp_path).trials.to_dict("records")
+    assert (trial["status"], trial["steps_done"]) == ("completed", 2)
+    assert (tmp_path / "results" / "kl_sweep_small-llama" / "report.html").is_file()
+
+
+def test_a_model_that_is_not_run_starts_nothing(llama: Path, tmp_path: Path) -> None:
+    model = small_model(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
+    output = tmp_path / "out"
+    command = [
+        sys.executable,
+        "-m",
+        "tune_study",
+        "run",
+        "kl",
+        f"--model={model}",
+        "--preset=laptop",
+        f"--output={output}",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "is a LlamaForCausalLM, and its weights are quantised" in " ".join((done.stdout + done.stderr).split())
+    assert not output.exists()
