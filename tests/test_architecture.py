@@ -23,6 +23,8 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainable.run_files": ((), ()),
     "trainable.failures": ((), ()),
     "trainable.full_disk": (("trainable.failures",), ()),
+    "trainable.remote": (("trainable.failures",), ("pyarrow",)),
+    "trainable.mirror": (("trainable.remote", "trainable.failures", "trainable.full_disk", "trainable.run_files"), ()),
     "trainable.algo": (("trainable.algo",), ("torch",)),
     "trainable.sokoban": (("trainable.sokoban", "trainable.seeds"), ("numpy",)),
     "trainable.protocol": (("trainable.sokoban", "trainable.seeds"), ("numpy",)),
