@@ -1,26 +1,21 @@
 """A folder in any filesystem that pyarrow knows: an object store or a path, named by a URI. A file is there whole.
 
-Credentials are pyarrow's to find, in the environment or on the machine; a URI that carries some is refused, since a
-study writes its URI down.
+Credentials are pyarrow's to find, in the environment or on the machine.
 """
 
-import re
 import shutil
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import parse_qsl, urlsplit, urlunsplit
 from uuid import uuid4
 
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
 
 from trainable.failures import StorageError
+from trainable.uris import check_uri
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 """A file appears in them when its upload is complete; elsewhere it is written beside its place and renamed."""
 _CHUNK = 16 * 2**20
-_SECRET_FIELD = re.compile(r"key|secret|token|password|sig", re.IGNORECASE)
-# A secret may hold a slash, which ends what `urlsplit` takes for the authority: a colon that begins no port is enough.
-_SECRET_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#]*:(?!\d+(?:[/?#]|$))", re.IGNORECASE)
 
 
 class Place(NamedTuple):
@@ -37,37 +32,6 @@ class Place(NamedTuple):
     def is_object_store(self) -> bool:
         """Whether there are no folders and no renames, and no need of either."""
         return self.files.type_name in _OBJECT_STORES
-
-
-def is_uri(text: str) -> bool:
-    """Whether `text` is written as a URI, not as a path."""
-    return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text) is not None
-
-
-def check_uri(uri: str) -> None:
-    """StorageError for a URI that carries credentials, which the message does not repeat."""
-    fields = [name for name, _ in parse_qsl(urlsplit(uri).query, keep_blank_values=True)] if is_uri(uri) else []
-    if _SECRET_USER.match(uri) or any(_SECRET_FIELD.search(name) for name in fields):
-        raise StorageError(
-            "The URI of the storage carries a user name with a password, a key or a token, and a study writes its URI "
-            "down: leave them out, and give them to pyarrow in the environment (AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or by the machine's own role."
-        )
-
-
-def below(uri: str, name: str) -> str:
-    """The URI of `name` below `uri`; its query (endpoint, region) stays."""
-    if not is_uri(uri):
-        return f"{uri.rstrip('/')}/{name}"
-    parts = urlsplit(uri)
-    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
-
-
-def parent(uri: str) -> tuple[str, str]:
-    """(URI of the folder that `uri` is in, the last part of `uri`)."""
-    parts = urlsplit(uri)
-    path = PurePosixPath(parts.path)
-    return urlunsplit(parts._replace(path=str(path.parent).rstrip("/"))), path.name
 
 
 def open_place(uri: str) -> Place:

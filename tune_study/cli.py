@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from search_spaces import STUDIES
 from search_spaces.study import Study
 from trainable.config import ConfigError
-from tune_study import continuing, describe, disk, memory_plan, outputs, resources
+from tune_study import continuing, describe, disk, memory_plan, outputs, places, resources
 from tune_study import options as opt
 from tune_study.models import absolute_model, check_model, check_trainable
 from tune_study.plan import PlanError, StudyPlan, collect_overrides, find_study, make_plan, parse_bool, parse_values
@@ -100,6 +101,8 @@ def run(
     max_concurrent: opt.MaxConcurrent = None,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
+    address: opt.Address = None,
+    storage: opt.Storage = None,
 ) -> None:
     """Run a study, or go on with it where the output folder holds it already."""
     chosen = find_study(study)
@@ -130,39 +133,42 @@ def run(
     visible = resources.detect_gpus(os.environ)
     preset, reason = resources.choose_preset(preset, visible)
     plan = make_plan(chosen, preset, reason, overrides, values, seeds, _absolute(output))
-    _start(continuing.join(plan, extend), gpus, gpu_memory_gib, visible, max_concurrent, dry_run, wandb)
+    plan = replace(plan, storage=None if storage is None else places.storage_uri(storage))
+    plan = places.joined(plan, extend, real=not dry_run)
+    _start(plan, gpus, gpu_memory_gib, visible, max_concurrent, dry_run, wandb, address)
 
 
 @app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
 @plain_errors
 def resume(
-    folder: opt.RunFolder,
+    run: opt.RunPlace,
     gpus: opt.Gpus = None,
     gpu_memory_gib: opt.GpuMemoryGib = None,
     max_concurrent: opt.MaxConcurrent = None,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
+    address: opt.Address = None,
 ) -> None:
     """Go on with the study in RUN: finished runs stay as they are, all others continue."""
-    plan = continuing.plan_from_folder(folder)
-    continuing.check_unchanged(plan)
-    _start(plan, gpus, gpu_memory_gib, resources.detect_gpus(os.environ), max_concurrent, dry_run, wandb)
+    plan = places.resumed(run, real=not dry_run)
+    _start(plan, gpus, gpu_memory_gib, resources.detect_gpus(os.environ), max_concurrent, dry_run, wandb, address)
 
 
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
 @plain_errors
-def status(folder: opt.RunFolder) -> None:
+def status(run: opt.RunPlace) -> None:
     """Show how far each run in RUN is, and why those that ended did."""
-    describe.print_status(Console(), folder, continuing.read_study(folder))
+    with places.looked_at(run) as (folder, is_running):
+        describe.print_status(Console(), folder, continuing.read_study(folder), is_running)
 
 
 @app.command("report", epilog="\b\nExample: python -m tune_study report results/kl_sweep_sokoban-tiny")
 @plain_errors
-def report(folder: opt.RunFolder) -> None:
+def report(run: opt.RunPlace) -> None:
     """Write the tables and the report of RUN again from its rows."""
-    continuing.read_study(folder)
+    folder = _absolute(places.copied(run))
     outputs.check_writable(folder)
-    problem = write_results(_absolute(folder), Console())
+    problem = " ".join(filter(None, (write_results(folder, Console()), places.copied_back(folder))))
     if problem:
         typer.echo(problem, err=True)
         raise typer.Exit(1)
@@ -252,6 +258,7 @@ def _start(
     max_concurrent: int | None,
     dry_run: bool,
     wandb: str | None,
+    address: str | None,
 ) -> None:
     """Check what only this machine can answer, then print the plan or run it."""
     console = Console()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -28,6 +29,7 @@ from tune_study.summary import finished_runs, write_summary
 
 if TYPE_CHECKING:
     from tune_study.callbacks import Recorder
+    from tune_study.storage import StoredStudy
     from tune_study.watching import Daemon
 
 _ENVIRONMENT = {
@@ -46,7 +48,10 @@ WANDB_MODES = ("offline", "online", "off")
 
 @dataclass(frozen=True)
 class Session:
-    """One start of a study: what is run, with what, and who is told. finished: the runs that had ended before."""
+    """One start of a study: what is run, with what, and who is told.
+
+    finished: the runs that had ended before. stored: the study's folder in its storage, if it has one.
+    """
 
     plan: StudyPlan
     allotment: Allotment
@@ -55,6 +60,7 @@ class Session:
     finished: Mapping[str, RunStatus]
     interrupt: Interrupt
     progress: Progress
+    stored: "StoredStudy | None" = None
 
 
 def execute(plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Console) -> int:
@@ -63,17 +69,37 @@ def execute(plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Con
         for leftover in end_leftovers(plan.folder):
             say(console, f"Ended process {leftover}, which an earlier start of this study had left behind")
         interrupt, progress = Interrupt(plan.folder / ".interrupt"), Progress(plan, allotment.max_concurrent, console)
-        session = Session(plan, allotment, wandb_mode, console, finished_runs(plan), interrupt, progress)
-        _write_start(session)
-        _skip(plan, session.finished, progress, console)
-        problem, unwritten = "", dict[str, RunStatus]()
-        if len(session.finished) < len(plan.runs):
-            problem, unwritten = _train(session)
-        try:
-            return _conclude(session, problem, unwritten)
-        except KeyboardInterrupt:
-            say(console, f"The rows are safe. Tables and report: python -m tune_study report {plan.folder}")
-            return 130
+        with _stored(plan, interrupt, console) as stored:
+            session = Session(plan, allotment, wandb_mode, console, finished_runs(plan), interrupt, progress, stored)
+            return _run(session)
+
+
+@contextmanager
+def _stored(plan: StudyPlan, interrupt: Interrupt, console: Console) -> Iterator["StoredStudy | None"]:
+    """The study's folder in its storage, kept up to date during the body; None where it has none."""
+    if plan.storage is None:
+        yield None
+        return
+    from tune_study.storage import StoredStudy
+
+    stored = StoredStudy(plan, interrupt, lambda text: say(console, text))
+    with stored.kept_up():
+        yield stored
+
+
+def _run(session: Session) -> int:
+    """`execute`, with the study's folders held."""
+    plan, console = session.plan, session.console
+    _write_start(session)
+    _skip(plan, session.finished, session.progress, console)
+    problem, unwritten = "", dict[str, RunStatus]()
+    if len(session.finished) < len(plan.runs):
+        problem, unwritten = _train(session)
+    try:
+        return _conclude(session, problem, unwritten)
+    except KeyboardInterrupt:
+        say(console, f"The rows are safe. Tables and report: python -m tune_study report {plan.folder}")
+        return 130
 
 
 def _write_start(session: Session) -> None:
@@ -85,6 +111,8 @@ def _write_start(session: Session) -> None:
         raise PlanError(
             f"{session.plan.folder} cannot be written ({error}): make room there, or type another --output."
         ) from None
+    if session.stored is not None and (problem := session.stored.push()):
+        raise PlanError(problem)
     for change in changes:
         say(session.console, f"Going on with another {change}: rows before and after may differ for that")
 
@@ -110,6 +138,8 @@ def _train(session: Session) -> tuple[str, dict[str, RunStatus]]:
         problem = f"{what}: {_brief(error)}."
     finally:
         os.environ.pop(MARK, None)
+    if session.stored is not None:
+        session.stored.pull()
     reason = "the study was interrupted" if session.interrupt.is_requested else problem or "the study ended early"
     recorder.settle()
     try:
@@ -149,6 +179,8 @@ def run_config(plan: StudyPlan, spec: RunSpec, is_finished: bool, interrupt: Pat
         "trainable": plan.study.trainable,
         "stop_rules": list(plan.study.stop_rules),
         "interrupt": str(interrupt) if interrupt else None,
+        "storage": plan.stored,
+        "storage_patience": plan.base.trainer.disk_patience,
     }
 
 
@@ -254,8 +286,15 @@ def make_tuner(session: Session, recorder: "Recorder", more_callbacks: list[Any]
             trial_name_creator=_run_id,
             trial_dirname_creator=_run_id,
         ),
-        run_config=_tune_run(plan, interrupt, [recorder, *more_callbacks]),
+        run_config=_tune_run(plan, interrupt, [*_fetching(session), recorder, *more_callbacks]),
     )
+
+
+def _fetching(session: Session) -> list[Any]:
+    """The callback that fetches rows from the study's storage in a list, or an empty one."""
+    from tune_study.callbacks import Fetching
+
+    return [] if session.stored is None else [Fetching(session.stored.pull)]
 
 
 def _tune_run(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]) -> Any:
@@ -317,10 +356,14 @@ def _conclude(session: Session, problem: str, unwritten: Mapping[str, RunStatus]
         say(console, f"{status.run_id} {status.shown}: {status.reason}")
     left = [status for status in known if status.status not in outputs.ENDED]
     problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
+    if session.stored is not None:
+        problem = " ".join(filter(None, (problem, session.stored.push())))
     if problem:
         print(problem, file=sys.stderr)
     if left:
         say(console, f"Go on with: python -m tune_study resume {plan.folder}")
+        if plan.stored is not None:
+            say(console, f"From another machine: python -m tune_study resume {shlex.quote(plan.stored)}")
     return 130 if session.interrupt.is_requested and left else int(bool(problem or left))
 
 

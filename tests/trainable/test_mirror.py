@@ -17,8 +17,9 @@ from trainable import mirror
 from trainable.checkpoint import read_checkpoint, write_checkpoint, write_rolling
 from trainable.failures import StorageError, classify
 from trainable.mirror import Mirror, fetch_lines, is_whole, line_files, patiently, push_lines, put_sealed, sealed
-from trainable.remote import Place, below, check_uri, get_bytes, listing, open_place, parent, put_bytes, put_file
+from trainable.remote import Place, get_bytes, listing, open_place, put_bytes, put_file
 from trainable.run_files import SUMS, append_line, read_rows
+from trainable.uris import below, check_uri, parent
 from tune_study.carrier import Carrier
 
 
