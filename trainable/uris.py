@@ -45,4 +45,8 @@ def parent(uri: str) -> tuple[str, str]:
 def is_same(one: str, other: str) -> bool:
     """Whether two URIs name one folder, however they say to reach it (endpoint, region)."""
     first, second = urlsplit(one), urlsplit(other)
-    return (first.scheme, first.netloc, first.path.rstrip("/")) == (second.scheme, second.netloc, second.path.rstrip("/"))
+    return (first.scheme, first.netloc, first.path.rstrip("/")) == (
+        second.scheme,
+        second.netloc,
+        second.path.rstrip("/"),
+    )

@@ -109,7 +109,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             if self._count(run_id) >= TRIES:  # the run has ended well, only its replay in Tune's own record fails
                 self.given_up.add(trial.trial_id)
             return
-        left = end_leftovers(self._plan.run_dir(run_id))
+        left = [] if self._allotment.cluster else end_leftovers(self._plan.run_dir(run_id))
         if left:
             self._log(run_id, f"=== ended what it had started: {', '.join(left)} ===")
         times = self._count(run_id)

@@ -9,7 +9,7 @@ from ray import tune
 
 from trainable.failures import RunFailedError, classify
 from trainable.run_files import METRICS, read_rows
-from tune_study.leftovers import MARK
+from tune_study.leftovers import MARK, end_leftovers
 
 
 class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
@@ -48,6 +48,8 @@ class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
             self.mirrored = Mirrored(self.given)
             self.given = self.mirrored.config
+            os.environ[MARK] = str(self.given["run_dir"])
+        end_leftovers(Path(self.given["run_dir"]))  # of a process that died on this node
         module, _, name = self.given["trainable"].partition(":")
         carried = getattr(importlib.import_module(module), name)
         # Ray's constructor would make a folder of its own in the user's home; this trial has its place already.

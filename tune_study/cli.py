@@ -14,11 +14,12 @@ from rich.console import Console
 from search_spaces import STUDIES
 from search_spaces.study import Study
 from trainable.config import ConfigError
-from tune_study import continuing, describe, disk, memory_plan, outputs, places, resources
+from tune_study import continuing, describe, outputs, places, resources
 from tune_study import options as opt
-from tune_study.models import absolute_model, check_model, check_trainable
-from tune_study.plan import PlanError, StudyPlan, collect_overrides, find_study, make_plan, parse_bool, parse_values
-from tune_study.run import choose_wandb, execute, write_results
+from tune_study.models import absolute_model
+from tune_study.plan import PlanError, collect_overrides, find_study, make_plan, parse_bool, parse_values
+from tune_study.run import write_results
+from tune_study.starting import Asked, start
 from tune_study.terminal import protect_output
 
 app = typer.Typer(
@@ -135,7 +136,8 @@ def run(
     plan = make_plan(chosen, preset, reason, overrides, values, seeds, _absolute(output))
     plan = replace(plan, storage=None if storage is None else places.storage_uri(storage))
     plan = places.joined(plan, extend, real=not dry_run)
-    _start(plan, gpus, gpu_memory_gib, visible, max_concurrent, dry_run, wandb, address)
+    asked = Asked(gpus, gpu_memory_gib, max_concurrent, wandb, address)
+    raise typer.Exit(start(plan, asked, visible, dry_run, Console()))
 
 
 @app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
@@ -151,7 +153,8 @@ def resume(
 ) -> None:
     """Go on with the study in RUN: finished runs stay as they are, all others continue."""
     plan = places.resumed(run, real=not dry_run)
-    _start(plan, gpus, gpu_memory_gib, resources.detect_gpus(os.environ), max_concurrent, dry_run, wandb, address)
+    asked = Asked(gpus, gpu_memory_gib, max_concurrent, wandb, address)
+    raise typer.Exit(start(plan, asked, resources.detect_gpus(os.environ), dry_run, Console()))
 
 
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
@@ -248,39 +251,6 @@ def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
     from tune_study.doctor import diagnose
 
     raise typer.Exit(diagnose(Console(), _absolute(output), preset, os.environ))
-
-
-def _start(
-    plan: StudyPlan,
-    gpus: str | None,
-    gpu_memory_gib: float | None,
-    visible: tuple[resources.Gpu, ...],
-    max_concurrent: int | None,
-    dry_run: bool,
-    wandb: str | None,
-    address: str | None,
-) -> None:
-    """Check what only this machine can answer, then print the plan or run it."""
-    console = Console()
-    allotment = resources.preflight(plan, gpus, visible, resources.cpu_count(), max_concurrent, real=not dry_run)
-    mode = choose_wandb(wandb, plan)
-    room = disk.budget(plan, allotment, os.environ)
-    used = tuple(gpu for gpu in visible if gpu.id in allotment.gpus)
-    memory = memory_plan.plan_memory(plan, allotment, memory_plan.find_card(gpu_memory_gib, used), os.environ)
-    if dry_run:
-        names = tuple(gpu.name for gpu in used)
-        describe.print_plan(console, plan, allotment, disk.line(room), memory, names)
-        return
-    check_model(plan.base.model.path, os.environ)
-    check_trainable(plan.study.trainable)
-    resources.check_engines(plan)
-    if memory is not None:
-        memory_plan.check(memory, plan, used)
-    outputs.check_writable(plan.output)
-    disk.check(room)
-    describe.say(console, f"preset {plan.preset}: {plan.preset_reason}")
-    describe.say(console, disk.line(room))
-    raise typer.Exit(execute(plan, allotment, mode, console))
 
 
 def _axis_values(study: Study, options: dict[str, str | None]) -> tuple[str, ...] | None:

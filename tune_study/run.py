@@ -66,7 +66,7 @@ class Session:
 def execute(plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Console) -> int:
     """Run what is left of `plan`, then write tables and report. The exit code: 0, 1 for a failure, 130 for Ctrl-C."""
     with outputs.locked(plan.folder):
-        for leftover in end_leftovers(plan.folder):
+        for leftover in [] if allotment.cluster else end_leftovers(plan.folder):
             say(console, f"Ended process {leftover}, which an earlier start of this study had left behind")
         interrupt, progress = Interrupt(plan.folder / ".interrupt"), Progress(plan, allotment.max_concurrent, console)
         with _stored(plan, interrupt, console) as stored:
@@ -122,11 +122,12 @@ def _train(session: Session) -> tuple[str, dict[str, RunStatus]]:
 
     What went wrong, and the statuses that a full disk did not take.
     """
-    prepare_environment(session.allotment.gpus)
+    prepare_environment(session.allotment.gpus, joins=bool(session.allotment.cluster))
     from tune_study.callbacks import Recorder
 
     recorder, problem = Recorder(session.plan, session.allotment, session.progress), ""
-    os.environ[MARK] = str(session.plan.folder)  # whatever Ray starts inherits it, and is found if it outlives us
+    if not session.allotment.cluster:
+        os.environ[MARK] = str(session.plan.folder)  # whatever Ray starts inherits it, and is found if it outlives us
     try:
         _fit(session, recorder)
     except KeyboardInterrupt:
@@ -184,10 +185,11 @@ def run_config(plan: StudyPlan, spec: RunSpec, is_finished: bool, interrupt: Pat
     }
 
 
-def prepare_environment(gpus: tuple[str, ...]) -> None:
-    """What Ray reads from the environment when it is imported and started."""
+def prepare_environment(gpus: tuple[str, ...], joins: bool = False) -> None:
+    """What Ray reads from the environment when it is imported and started; a cluster that it joins has rules of entry."""
     for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        if not (joins and name == "RAY_AUTH_MODE"):
+            os.environ.setdefault(name, value)
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
@@ -233,11 +235,13 @@ def _last_will(session: Session, recorder: "Recorder", lost: str) -> None:
 
 @contextmanager
 def started_ray(allotment: Allotment, console: Console) -> Iterator["tuple[Daemon, ...]"]:
-    """Ray on this machine alone, unless the caller started one; its processes, where they were started here."""
+    """Ray on this machine alone, unless the caller started or joined one; its processes, where they are this one's."""
     import ray
 
     from tune_study.watching import ray_daemons
 
+    # It repeats at the end, as an error, which trials did not complete; their statuses say it.
+    logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
     if ray.is_initialized():
         yield ()
         return
@@ -256,8 +260,6 @@ def started_ray(allotment: Allotment, console: Console) -> Iterator["tuple[Daemo
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    # It repeats at the end, as an error, which trials did not complete; their statuses say it.
-    logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
     try:
         yield ray_daemons()
     finally:
@@ -282,7 +284,7 @@ def make_tuner(session: Session, recorder: "Recorder", more_callbacks: list[Any]
         tune_config=tune.TuneConfig(
             max_concurrent_trials=allotment.max_concurrent,
             scheduler=FirstComeFirstServed(recorder.given_up, interrupt),
-            reuse_actors=not allotment.gpus,
+            reuse_actors=not (allotment.gpus or allotment.slots),
             trial_name_creator=_run_id,
             trial_dirname_creator=_run_id,
         ),
@@ -361,9 +363,10 @@ def _conclude(session: Session, problem: str, unwritten: Mapping[str, RunStatus]
     if problem:
         print(problem, file=sys.stderr)
     if left:
-        say(console, f"Go on with: python -m tune_study resume {plan.folder}")
+        cluster = f" --address {session.allotment.cluster}" if session.allotment.cluster else ""
+        say(console, f"Go on with: python -m tune_study resume {plan.folder}{cluster}")
         if plan.stored is not None:
-            say(console, f"From another machine: python -m tune_study resume {shlex.quote(plan.stored)}")
+            say(console, f"From another machine: python -m tune_study resume {shlex.quote(plan.stored)}{cluster}")
     return 130 if session.interrupt.is_requested and left else int(bool(problem or left))
 
 
