@@ -186,7 +186,7 @@ def run_config(plan: StudyPlan, spec: RunSpec, is_finished: bool, interrupt: Pat
 
 
 def prepare_environment(gpus: tuple[str, ...], joins: bool = False) -> None:
-    """What Ray reads from the environment when it is imported and started; a cluster that it joins has rules of entry."""
+    """What Ray reads from the environment when it is imported and started; a cluster has its own rules of entry."""
     for name, value in _ENVIRONMENT.items():
         if not (joins and name == "RAY_AUTH_MODE"):
             os.environ.setdefault(name, value)
