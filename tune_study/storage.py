@@ -152,25 +152,31 @@ class StoredStudy:
     @contextmanager
     def kept_up(self) -> Iterator[None]:
         """Hold the study, fetch what is newer there, and keep both sides up to date during the body; PlanError."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._keep_up, args=(is_over,), name="storage", daemon=True)
+        try:
+            self._begin()
+            thread.start()
+            yield
+        finally:
+            is_over.set()
+            if thread.ident is not None:
+                thread.join()
+            with suppress(OSError):
+                self._hold.release()
+
+    def _begin(self) -> None:
+        """Hold the study and fetch what is newer there; PlanError."""
         try:
             self._hold.take(self.uri)
             remove_file(self._place.at(INTERRUPT))
             self._fetch()
         except OSError as error:
             raise PlanError(f"{self.uri} cannot be used: {plain(error)}.") from None
-        is_over = threading.Event()
-        thread = threading.Thread(target=self._keep_up, args=(is_over,), name="storage", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
-            with suppress(OSError):
-                self._hold.release()
 
     def _fetch(self) -> None:
         folder = self._plan.folder
+        folder.mkdir(parents=True, exist_ok=True)
         _fetch_all(self._place, folder)
         (folder / f".{LAST}").write_text(self._hold.id, encoding="utf-8")
         put_bytes(self._place.at(LAST), self._hold.id.encode())
