@@ -189,7 +189,7 @@ def replay_stoppers(folder: opt.RunFolder, assignments: opt.Thresholds = None) -
 @app.command("probe", epilog=f"\b\n{PROBE_EXAMPLE}")
 @plain_errors
 def probe(
-    folder: opt.RunFolder,
+    run: opt.RunPlace,
     trial: opt.Trial = None,
     algo: opt.ProbeAlgo = None,
     checkpoint_step: opt.CheckpointStep = None,
@@ -216,10 +216,14 @@ def probe(
     from tune_study import probe as probing
 
     path = probing.checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
+    folder = places.copied(run)
     target = probing.find(folder, trial, checkpoint_step, path, algo)
     given = {name: value for name, value in typed.items() if value is not None}
     settings = collect_overrides(target.plan.study, given, assignments or [], axis_is_free=True)
     probing.probe(target, settings, with_val, Console())
+    if problem := places.copied_back(folder):
+        typer.echo(problem, err=True)
+        raise typer.Exit(1)
 
 
 @app.command("plot-gradients", epilog=f"\b\n{PICTURES_EXAMPLE}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trainable.failures import StorageError
-from trainable.mirror import INTERRUPT, STUDYS, fetch_lines, line_files, patiently
+from trainable.mirror import INTERRUPT, STUDYS, fetch_lines, fetch_sealed, line_files, patiently, sealed
 from trainable.remote import (
     Place,
     exists,
@@ -44,6 +44,10 @@ def opened(uri: str) -> Place:
         raise PlanError(str(error)) from None
 
 
+def _unreadable(uri: str, error: OSError) -> PlanError:
+    return PlanError(f"{uri} cannot be read: {plain(error)}. Check the name, and the credentials.")
+
+
 def check_storage(uri: str) -> None:
     """PlanError unless a file can be written, read and removed below `uri`."""
     marker = opened(uri).at(_CHECK)
@@ -67,7 +71,7 @@ def fetch_study(uri: str, folder: Path) -> bool:
         for name in [name for name in files if name == STUDY or name.endswith("/run.json")]:
             get_file(place.at(name), folder / name)
     except OSError as error:
-        raise PlanError(f"{uri} cannot be read: {plain(error)}. Check the name, and the credentials.") from None
+        raise _unreadable(uri, error) from None
     return STUDY in files
 
 
@@ -79,7 +83,7 @@ def fetch_whole(uri: str, folder: Path) -> None:
     try:
         _fetch_all(opened(uri), folder)
     except OSError as error:
-        raise PlanError(f"{uri} cannot be read: {plain(error)}. Check the name, and the credentials.") from None
+        raise _unreadable(uri, error) from None
 
 
 def is_run(uri: str) -> bool:
@@ -98,7 +102,7 @@ def is_newest(uri: str, folder: Path) -> bool:
     try:
         return _is_newest(opened(uri), folder)
     except OSError as error:
-        raise PlanError(f"{uri} cannot be read: {plain(error)}. Check the name, and the credentials.") from None
+        raise _unreadable(uri, error) from None
 
 
 def _is_newest(place: Place, folder: Path) -> bool:
@@ -130,6 +134,24 @@ def _fetch_rows(place: Place, files: Mapping[str, Any], folder: Path, below_only
     for name, size in line_files({name: info.size for name, info in files.items()}).items():
         if name.startswith(below_only):
             fetch_lines(place.at(name), size, folder / name)
+
+
+def checkpoints(uri: str, run_id: str) -> dict[int, str]:
+    """Whole checkpoints of a run of the study at `uri`: step -> path below the run's folder; PlanError."""
+    try:
+        return dict(reversed(sealed(listing(opened(uri).at(f"runs/{run_id}")))))
+    except OSError as error:
+        raise _unreadable(uri, error) from None
+
+
+def fetch_checkpoint(uri: str, run_id: str, name: str, folder: Path) -> None:
+    """Copy the checkpoint `name` of a run to `folder`; PlanError where it cannot be had whole."""
+    try:
+        is_whole = fetch_sealed(opened(uri).at(f"runs/{run_id}/{name}"), folder)
+    except OSError as error:
+        raise PlanError(f"{name} of {run_id} cannot be copied from {uri}: {plain(error)}.") from None
+    if not is_whole:
+        raise PlanError(f"{name} of {run_id} is damaged in {uri}: type another --checkpoint-step.")
 
 
 class StoredStudy:

@@ -17,11 +17,11 @@ from search_spaces import STUDIES
 from tests.carried import timeless
 from tests.tune_study.faked_cluster import can_be_elsewhere, faked_cluster
 from trainable.checkpoint import read_checkpoint
-from trainable.mirror import Mirror, sealed
+from trainable.mirror import Mirror, is_whole, sealed
 from trainable.ppo_trainable import PPOTrainable
 from trainable.remote import listing, open_place
 from trainable.run_files import METRICS, read_lines, read_rows
-from tune_study import cluster, node_checks
+from tune_study import cluster, node_checks, probe
 from tune_study.cluster import Node, allot, fit, joined, read_nodes
 from tune_study.node_checks import Answer, Question, answer, check_room, check_versions, code_sum, smallest_card
 from tune_study.outputs import read_json, read_status
@@ -122,6 +122,11 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     assert not (folder / "model_saving").exists()
     assert (read_json(plan.folder / "study.json") or {})["storage"] == faked.storage
     assert not list((faked.hidden / "scratch").rglob("*.safetensors"))
+    target = probe.find(plan.folder, "0.1", None, None)
+    assert (target.step, target.path) == (2, plan.run_dir(plan.runs[1].run_id) / "state" / "step_2")
+    assert is_whole(target.path)
+    with pytest.raises(PlanError, match=r"has no checkpoint of step 1\. There are: 2\."):
+        probe.find(plan.folder, "0.1", 1, None)
 
 
 @pytest.fixture(scope="module")
@@ -317,3 +322,15 @@ def test_the_plan_of_a_cluster_says_where(tmp_path: Path) -> None:
     found = replace(plan_in(tmp_path), storage=None)
     notes = cluster.allot(found, "a:1", TWO, None, None).notes
     assert notes == ("Ray cluster a:1: one has 8 CPU and 4 GPU; two has 2 CPU and 4 GPU; head has 0 CPU and 0 GPU",)
+
+
+def test_the_cluster_file_of_the_documents_is_one_that_ray_takes() -> None:
+    import yaml
+    from jsonschema import ValidationError
+    from ray.autoscaler._private.util import validate_config
+
+    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    config = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    validate_config(config)
+    with pytest.raises(ValidationError, match="head_node_typ"):
+        validate_config({**config, "head_node_typ": "head"})
