@@ -286,7 +286,11 @@ class Mirrored:
         place = study.at(f"runs/{config['run_id']}")
         self.mirror = Mirror(place, run_dir, kept_dir, patience, self._interrupt.exists)
         self._interrupt.unlink(missing_ok=True)
-        self.mirror.fetch(with_state=not config["finished"])
+        try:
+            self.mirror.fetch(with_state=not config["finished"])
+        except BaseException:
+            self._held.close()
+            raise
 
     def before_step(self) -> None:
         """Hand on the study's request to stop, if there is one: the run sees it as a file of its node."""

@@ -250,11 +250,15 @@ class StoredStudy:
 
     def _push(self, patience: float | None) -> None:
         for name, path in own_files(self._plan).items():
-            with suppress(FileNotFoundError), self._turn:
-                found = path.stat()
-                if self._pushed.get(name) != (found.st_size, found.st_mtime_ns):
-                    self._patiently(partial(put_file, self._place.at(name), path), patience)
-                    self._pushed[name] = found.st_size, found.st_mtime_ns
+            self._patiently(partial(self._push_file, name, path), patience)
+
+    def _push_file(self, name: str, path: Path) -> None:
+        """Copy a file that has changed since it was copied; one that is being written anew comes next time."""
+        with self._turn, suppress(FileNotFoundError):
+            found = path.stat()
+            if self._pushed.get(name) != (found.st_size, found.st_mtime_ns):
+                put_file(self._place.at(name), path)
+                self._pushed[name] = found.st_size, found.st_mtime_ns
 
     def _patiently(self, work: Callable[[], None], patience: float | None) -> None:
         wait = self._plan.base.trainer.disk_patience if patience is None else patience

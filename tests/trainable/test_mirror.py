@@ -2,11 +2,14 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -155,6 +158,38 @@ def test_a_state_is_not_whole_while_another_of_its_name_is_copied(
     assert len(seen) == before
 
 
+def test_the_state_before_stays_until_the_next_is_whole_and_rows_come_first(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = mirror_of(uri, tmp_path / "a")
+    write_step(tmp_path / "a", 1)
+    here.push()
+    write_step(tmp_path / "a", 2)
+    shutil.rmtree(tmp_path / "a" / "run" / "state" / "step_1")
+
+    def cut(place: Place, path: Path) -> None:
+        raise PermissionError(13, "the storage refuses this")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror, "put_file", cut)
+        with pytest.raises(StorageError):
+            here.push()
+    assert sealed(listing(here.place)) == [(1, "state/step_1")]
+    assert get_bytes(here.place.at("metrics.jsonl/000000")).count(b"\n") == 2
+    here.push()
+    assert sealed(listing(here.place)) == [(2, "state/step_2")]
+
+
+def test_a_state_whose_removal_was_cut_is_not_whole(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = mirror_of(uri, tmp_path / "a")
+    write_step(tmp_path / "a", 1)
+    here.push()
+    monkeypatch.setattr(mirror, "remove_folder", lambda place: None)
+    mirror.remove_sealed(here.place.at("state/step_1"))
+    assert sealed(listing(here.place)) == []
+    assert "state/step_1/state.safetensors" in listing(here.place)
+
+
 def test_a_damaged_state_in_storage_is_named_and_the_one_before_is_used(uri: str, tmp_path: Path) -> None:
     here = mirror_of(uri, tmp_path / "a")
     for step in (1, 2):
@@ -285,6 +320,24 @@ def test_two_processes_of_a_node_never_carry_one_run(uri: str, node: Callable[..
     with pytest.raises(RuntimeError, match="is still held by another process") as raised:
         node("a", **stored(uri)).step()
     assert raised.value.failure.is_retried
+
+
+def test_what_a_dead_process_of_the_run_left_on_the_node_is_ended(
+    uri: str, tmp_path: Path, node: Callable[..., Carrier]
+) -> None:
+    given = stored(uri, finished=False)
+    run_dir = mirror.scratch(uri, {"TUNE_STUDY_SCRATCH": str(tmp_path / "a")}) / given["run_id"] / "run"
+    sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+    left, other = (
+        subprocess.Popen(sleeps, env={**os.environ, "TUNE_STUDY_RUN_DIR": str(folder)}, start_new_session=True)
+        for folder in (run_dir, run_dir.parent.parent / "another" / "run")
+    )
+    node("a", **given).step()
+    assert not psutil.pid_exists(left.pid)
+    assert other.poll() is None
+    left.wait()
+    other.kill()
+    other.wait()
 
 
 def test_a_request_to_stop_reaches_the_node_and_the_state_is_saved(uri: str, node: Callable[..., Carrier]) -> None:

@@ -21,10 +21,11 @@ from trainable.mirror import INTERRUPT, Mirror
 from trainable.remote import get_bytes, listing, open_place, put_bytes
 from trainable.run_files import METRICS, append_line, read_rows
 from trainable.uris import below
-from tune_study import holding, outputs, places, storage
+from tune_study import disk, holding, outputs, places, storage
 from tune_study.cli import app
 from tune_study.holding import LOCK, STALE_S, Hold, read_holder
 from tune_study.interrupt import Interrupt
+from tune_study.node_checks import check_scratch
 from tune_study.outputs import RunStatus, read_json, read_status, write_status
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.resources import preflight
@@ -242,6 +243,41 @@ def test_a_request_to_stop_is_handed_on_and_forgotten_by_the_next_start(uri: str
             pass
     with stored(plan).kept_up():
         assert INTERRUPT not in listing(place)
+
+
+def test_while_a_study_runs_rows_come_and_statuses_go_by_themselves(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "REFRESH_S", 0.01)
+    plan = plan_in(tmp_path / "a", uri)
+    run_id = plan.runs[0].run_id
+    place = open_place(plan.stored or "")
+    with stored(plan).kept_up():
+        first = get_bytes(place.at(LOCK))
+        outputs.write_study(plan)
+        run_somewhere(plan, tmp_path / "node", 2)
+        while len(read_rows(plan.run_dir(run_id) / METRICS)) < 2 or "study.json" not in listing(place):
+            pass
+        assert get_bytes(place.at(LOCK)) == first
+    assert LOCK not in listing(place)
+
+
+def test_states_need_room_on_the_node(tmp_path: Path) -> None:
+    check_scratch(tmp_path.as_uri(), 2, 1)
+    check_scratch(tmp_path.as_uri(), 2, None)
+    with pytest.raises(
+        PlanError, match=r"free for the states of up to 2 runs .* which take 2\.0 EB: set TUNE_STUDY_SCRATCH"
+    ):
+        check_scratch(tmp_path.as_uri(), 2, 10**18)
+
+
+def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> None:
+    for freq, states in (("-1", 3), ("1", 4)):
+        plan = plan_in(tmp_path, None, ("0",), **{"trainer.save_freq": freq})
+        room = disk.budget(plan, preflight(plan, None, (), 2, None, real=True), {})
+        assert room.checkpoint is not None
+        assert disk.scratch_bytes(room) == states * room.checkpoint
+        assert disk.scratch_bytes(room._replace(checkpoint=None)) is None
 
 
 # Through Ray, with its runs on this machine and their storage a folder.
