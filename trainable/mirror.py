@@ -146,9 +146,8 @@ def is_whole(folder: Path) -> bool:
     try:
         sums = json.loads((folder / SUMS).read_text(encoding="utf-8"))
         for name, wanted in sums.items():
-            with (folder / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
-                    return False
+            if _sum(folder / name) != wanted:
+                return False
     except (OSError, ValueError, AttributeError):
         return False
     return bool(sums)
@@ -171,7 +170,7 @@ class Mirror:
         self._patience = patience
         self._is_over = is_over
         self._lines: dict[str, int] = {}
-        self._others: dict[str, tuple[int, int]] = {}
+        self._others: dict[str, str] = {}
         self._states: dict[str, bytes] = {}
 
     def fetch(self, with_state: bool) -> None:
@@ -187,7 +186,7 @@ class Mirror:
         for name in files:
             if "/" not in name and name not in STUDYS:
                 self._do(partial(get_file, self.place.at(name), self.run_dir / name))
-                self._others[name] = _signature(self.run_dir / name)
+                self._others[name] = _sum(self.run_dir / name)
         if with_state:
             self._fetch_state(sealed(files))
 
@@ -223,11 +222,11 @@ class Mirror:
             if path.suffix == ".jsonl":
                 pushed = self._lines.get(path.name, 0)
                 self._lines[path.name] = self._do(partial(push_lines, self.place.at(path.name), path, pushed))
-        for path in files:
-            signature = _signature(path)
-            if path.suffix != ".jsonl" and self._others.get(path.name) != signature:
+        for path in (path for path in files if path.suffix != ".jsonl"):
+            found = _sum(path)
+            if self._others.get(path.name) != found:
                 self._do(partial(put_file, self.place.at(path.name), path))
-                self._others[path.name] = signature
+                self._others[path.name] = found
         self._push_states()
         for folder in sorted(self.kept_dir.glob("[!.]*")):
             self._do(partial(put_sealed, self.place.at(f"{KEPT}/{folder.name}"), folder))
@@ -250,10 +249,10 @@ class Mirror:
         return patiently(work, self._patience, self.notes.append, self._is_over)
 
 
-def _signature(path: Path) -> tuple[int, int]:
-    """What changes when a file is written again: its size and its time."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+def _sum(path: Path) -> str:
+    """What tells a file from another: a file's time does not, where it is written twice within one tick."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def scratch(uri: str, environ: Mapping[str, str]) -> Path:

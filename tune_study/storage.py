@@ -168,7 +168,7 @@ class StoredStudy:
         self._say = say
         self._place = opened(self.uri)
         self._hold = Hold(self._place)
-        self._pushed: dict[str, tuple[int, int]] = {}
+        self._pushed: dict[str, tuple[int, int, int]] = {}
         self._turn = threading.Lock()  # one at a time reads or writes the driver's copies
 
     @contextmanager
@@ -255,10 +255,11 @@ class StoredStudy:
     def _push_file(self, name: str, path: Path) -> None:
         """Copy a file that has changed since it was copied; one that is being written anew comes next time."""
         with self._turn, suppress(FileNotFoundError):
-            found = path.stat()
-            if self._pushed.get(name) != (found.st_size, found.st_mtime_ns):
+            stat = path.stat()
+            found = stat.st_ino, stat.st_size, stat.st_mtime_ns
+            if self._pushed.get(name) != found:
                 put_file(self._place.at(name), path)
-                self._pushed[name] = found.st_size, found.st_mtime_ns
+                self._pushed[name] = found
 
     def _patiently(self, work: Callable[[], None], patience: float | None) -> None:
         wait = self._plan.base.trainer.disk_patience if patience is None else patience

@@ -158,6 +158,17 @@ def test_a_state_is_not_whole_while_another_of_its_name_is_copied(
     assert len(seen) == before
 
 
+def test_a_file_of_the_same_size_and_time_is_another_one(uri: str, tmp_path: Path) -> None:
+    here = mirror_of(uri, tmp_path / "a")
+    write_step(tmp_path / "a", 1)
+    for text in ("1", "2"):
+        path = tmp_path / "a" / "run" / "other.json"
+        path.write_text(text)
+        os.utime(path, ns=(0, 0))
+        here.push()
+        assert get_bytes(here.place.at("other.json")) == text.encode()
+
+
 def test_the_state_before_stays_until_the_next_is_whole_and_rows_come_first(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
