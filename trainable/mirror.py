@@ -128,16 +128,17 @@ def remove_sealed(place: Place) -> None:
 
 
 def fetch_sealed(place: Place, folder: Path) -> bool:
-    """Copy the checkpoint at `place` to `folder`, unless that is there already; whether it is whole."""
+    """Copy the checkpoint at `place` to `folder`, unless it is there and whole; whether it is whole then."""
     sums = get_bytes(place.at(SUMS))
-    if not (folder / SUMS).exists() or (folder / SUMS).read_bytes() != sums:
-        beside = folder.with_name(f".{folder.name}.fetching")
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        for name in listing(place):
-            get_file(place.at(name), beside / name)
-        shutil.rmtree(folder, ignore_errors=True)
-        beside.rename(folder)
+    if (folder / SUMS).exists() and (folder / SUMS).read_bytes() == sums and is_whole(folder):
+        return True
+    beside = folder.with_name(f".{folder.name}.fetching")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    for name in listing(place):
+        get_file(place.at(name), beside / name)
+    shutil.rmtree(folder, ignore_errors=True)
+    beside.rename(folder)
     return is_whole(folder)
 
 

@@ -230,6 +230,17 @@ def test_what_a_node_has_beyond_storage_is_removed_and_what_it_has_is_not_fetche
     assert fetched == []
 
 
+def test_a_state_that_is_damaged_on_the_node_alone_is_fetched_again(uri: str, tmp_path: Path) -> None:
+    write_step(tmp_path / "a", 1)
+    mirror_of(uri, tmp_path / "a").push()
+    state = tmp_path / "a" / "run" / "state" / "step_1"
+    (state / "state.safetensors").write_bytes(b"half of it")
+    again = mirror_of(uri, tmp_path / "a")
+    again.fetch(with_state=True)
+    assert is_whole(state)
+    assert again.notes == []
+
+
 def test_kept_checkpoints_stay_in_storage_alone(uri: str, tmp_path: Path) -> None:
     here = mirror_of(uri, tmp_path / "a")
     for step in (1, 2):
