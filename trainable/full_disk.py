@@ -40,11 +40,9 @@ def until_written(
     """The result of `write`, tried again while it meets `obstacle`, for at most `patience` seconds.
 
     `write` must be safe to repeat after it failed half-way. say: told when the waiting begins and when it ends well.
-    is_over: whether to stop waiting at once. Raises the last OSError when patience is over, with a note of what was
-    tried; every other error at once.
+    is_over: whether to stop waiting at once. Raises the last OSError when patience is over, and others at once.
     """
-    deadline = time.monotonic() + patience
-    is_waiting = False
+    deadline, is_waiting = time.monotonic() + patience, False
     while True:
         try:
             result = write()

@@ -105,10 +105,7 @@ def usable(nodes: Sequence[Node], n_gpus: float) -> tuple[Node, ...]:
 
 
 def allot(plan: StudyPlan, address: str, nodes: Sequence[Node], asked: str | None, limit: int | None) -> Allotment:
-    """What the study gets of the cluster, or PlanError for what could never start there.
-
-    asked: the text of --gpus. limit: --max-concurrent.
-    """
+    """What the study gets of the cluster, or PlanError. asked: the text of --gpus. limit: --max-concurrent."""
     n_gpus = plan.base.trainer.n_gpus_per_node
     reserved = resources.bundles(n_gpus)
     if asked is not None:

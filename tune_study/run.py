@@ -118,10 +118,7 @@ def _write_start(session: Session) -> None:
 
 
 def _train(session: Session) -> tuple[str, dict[str, RunStatus]]:
-    """Train what is left until it has ended or somebody interrupts; every run then has its status.
-
-    What went wrong, and the statuses that a full disk did not take.
-    """
+    """Train what is left until all have a status: what went wrong, and the statuses that a full disk did not take."""
     prepare_environment(session.allotment.gpus, joins=bool(session.allotment.cluster))
     from tune_study.callbacks import Recorder
 

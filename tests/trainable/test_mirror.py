@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from hypothesis import strategies as st
 from tests.carried import Row, Straight, config, timeless
 from trainable import mirror
 from trainable.checkpoint import read_checkpoint, write_checkpoint, write_rolling
-from trainable.failures import StorageError, classify
-from trainable.mirror import Mirror, fetch_lines, is_whole, line_files, patiently, push_lines, put_sealed, sealed
+from trainable.failures import StorageError
+from trainable.mirror import Mirror, fetch_lines, is_whole, line_files, push_lines, put_sealed, sealed
 from trainable.remote import Place, get_bytes, listing, open_place, put_bytes, put_file
 from trainable.run_files import SUMS, append_line, read_rows
-from trainable.uris import below, check_uri, parent
 from tune_study.carrier import Carrier
 
 
@@ -370,47 +368,6 @@ def test_a_request_to_stop_reaches_the_node_and_the_state_is_saved(uri: str, nod
     assert [step for step, _ in sealed(listing(open_place(uri).at("runs/kl-01-s0")))] == [2]
 
 
-# What a storage can fail with.
-
-
-def test_a_storage_that_fails_is_waited_for_and_then_named(tmp_path: Path) -> None:
-    said: list[str] = []
-    failing = iter([OSError("AWS Error NETWORK_CONNECTION"), None])
-
-    def once() -> str:
-        error = next(failing)
-        if error:
-            raise error
-        return "done"
-
-    assert patiently(once, 60.0, said.append) == "done"
-    assert said == [
-        "waiting up to 60 s for the storage to answer: AWS Error NETWORK_CONNECTION", "the storage answers again"
-    ]  # fmt: skip
-    gone = Place(open_place(str(tmp_path)).files, str(tmp_path / "file" / "below"))
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"It did not answer well within 0 s \(trainer\.disk_patience\)\.") as raised:
-        patiently(partial(put_bytes, gone, b""), 0.0, said.append)
-    failure = classify(raised.value, has_rows=True)
-    assert (failure.kind, failure.is_retried) == ("storage", False)
-
-
-@pytest.mark.parametrize("error", [
-    PermissionError(13, "forbidden"), FileNotFoundError(2, "nothing"), OSError("AWS Error ACCESS_DENIED in PutObject"),
-    OSError("AWS Error NO_SUCH_BUCKET during PutObject"),
-])  # fmt: skip
-def test_what_will_not_pass_is_not_waited_for(error: OSError) -> None:
-    calls: list[int] = []
-
-    def fails() -> None:
-        calls.append(1)
-        raise error
-
-    with pytest.raises(StorageError):
-        patiently(fails, 3600.0, calls.append)
-    assert calls == [1]
-
-
 def test_a_run_whose_storage_is_gone_fails_as_storage(tmp_path: Path, node: Callable[..., Carrier]) -> None:
     folder = tmp_path / "shared"
     run = node("a", **stored(str(folder)))
@@ -420,51 +377,3 @@ def test_a_run_whose_storage_is_gone_fails_as_storage(tmp_path: Path, node: Call
     with pytest.raises(RuntimeError) as raised:
         run.step()
     assert (raised.value.failure.kind, raised.value.failure.is_retried) == ("storage", False)
-
-
-# URIs.
-
-
-@pytest.mark.parametrize("uri", [
-    "s3://key:word@bucket/x", "s3://key:wo/rd@bucket/x", "s3://bucket/x?access_key=a", "abfs://bucket/x?sas_token=a",
-    "S3://key:word@bucket", "gs://bucket/x?SECRET=",
-])  # fmt: skip
-def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
-    with pytest.raises(StorageError, match="carries a user name with a password, a key or a token") as raised:
-        open_place(uri)
-    assert "word" not in str(raised.value).replace("password", "")
-    assert "bucket" not in str(raised.value)
-
-
-@pytest.mark.parametrize("uri", [
-    "s3://bucket/a:b", "hdfs://host:8020/x", "gs://anonymous@bucket/x", "/mnt/a:b", "s3://b?endpoint_override=host:9000",
-])  # fmt: skip
-def test_other_colons_are_no_credentials(uri: str) -> None:
-    check_uri(uri)
-
-
-@pytest.mark.parametrize("uri", ["nope://bucket/x", "s3://", "relative/folder", "s3://?scheme=http"])
-def test_what_is_no_storage_is_refused(uri: str) -> None:
-    with pytest.raises(StorageError, match=r"is no storage that can be used|names no folder"):
-        open_place(uri)
-
-
-@settings(deadline=None)
-@given(st.lists(st.from_regex(r"[a-z0-9_.-]{1,8}", fullmatch=True).filter(lambda part: part.strip(".")), min_size=1))
-def test_below_and_parent_are_inverses(parts: list[str]) -> None:
-    for root in ("s3://bucket", "s3://bucket/pre?region=x", "/mnt"):
-        uri = root
-        for part in parts:
-            assert parent(below(uri, part)) == (uri, part)
-            uri = below(uri, part)
-
-
-def test_a_reader_of_a_shared_folder_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = open_place(str(tmp_path)).at("a/b")
-    put_bytes(place, b"whole")
-    source = tmp_path / "source"
-    source.write_bytes(b"new content")
-    monkeypatch.setattr("trainable.remote._settle", lambda place, target: None)  # it dies just before
-    put_file(place, source)
-    assert get_bytes(place) == b"whole"
-    assert names(open_place(str(tmp_path)).at("a")) == ["b"]
