@@ -1,6 +1,11 @@
 """What all tests need of the process that runs them."""
 
 import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.s3_server import s3_server
 
 
 def pytest_configure() -> None:
@@ -8,3 +13,10 @@ def pytest_configure() -> None:
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """A local S3-compatible server: the query of URIs that lead to it, like s3://shelf/folder?<query>."""
+    with s3_server() as query:
+        yield query

@@ -122,6 +122,8 @@ class PlacedTrainable(tune.Trainable):
             "bundles": group.bundle_count,
             "strategy": ray.util.placement_group_table(group)["strategy"],
             "other": ray.get(_visible.remote()) if group.bundle_count > 1 else None,
+            "node": ray.get_runtime_context().get_node_id(),
+            "others_node": ray.get(_node.remote()) if group.bundle_count > 1 else None,
         }
         Path(self.run["run_dir"], "place.json").write_text(json.dumps(place))
         return {**empty_row(), "run_id": self.run["run_id"], "step": 1, "done": True}
@@ -130,6 +132,11 @@ class PlacedTrainable(tune.Trainable):
 @ray.remote(num_cpus=1, num_gpus=1)
 def _visible() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+@ray.remote(num_cpus=1, num_gpus=1)
+def _node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
 
 
 @ray.remote(num_cpus=0)

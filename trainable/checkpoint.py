@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainable.run_files import sync_path
+from trainable.run_files import SUMS, sync_path
 
-TENSORS, VALUES, SUMS = "state.safetensors", "state.json", "checksums.json"
+TENSORS, VALUES = "state.safetensors", "state.json"
 
 
 class CheckpointError(RuntimeError):

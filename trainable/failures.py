@@ -18,6 +18,10 @@ class NonFiniteError(ArithmeticError):
     """Losses, gradients or weights stopped being finite; the message names step and tensors."""
 
 
+class StorageError(RuntimeError):
+    """A storage (an object store, a shared folder) that cannot be used, or not any more; the message says why."""
+
+
 class Failure(NamedTuple):
     """Why a run failed: one of KINDS, a sentence, whether the run is tried again, and the traceback."""
 
@@ -49,7 +53,8 @@ def classify(error: BaseException, has_rows: bool) -> Failure:
     has_rows: whether the run has written a row. Same settings and seed give the same numbers, so what the run's own
     code raises would be raised again: it is final. What the machine does (a device's error, a dropped connection, a
     full memory in the middle of a run that had fitted) may pass: it is tried again. Out of memory before the first
-    row is a setting that does not fit, and final; a full or forbidden folder is final, since the run waited for it.
+    row is a setting that does not fit, and final; a full or forbidden folder and a storage that does not answer are
+    final, since the run waited for them.
     """
     kind, is_retried = _kind(error, has_rows)
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
@@ -62,7 +67,8 @@ def _kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
         return "non-finite", False
     if is_memory(error):
         return "out of memory", has_rows
-    if isinstance(error, OSError) and error.errno in (*_FULL, *_FORBIDDEN):
+    is_forbidden = isinstance(error, OSError) and error.errno in (*_FULL, *_FORBIDDEN)
+    if is_forbidden or isinstance(error, StorageError):
         return "storage", False
     if isinstance(error, ValueError) and not has_rows:
         return "configuration", False

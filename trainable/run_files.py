@@ -12,6 +12,8 @@ from typing import Any, BinaryIO
 
 METRICS, ROOMS, GRADIENTS, PROBES = "metrics.jsonl", "rooms.jsonl", "gradients.jsonl", "probes.jsonl"
 STATE, LOCK = "state", ".lock"
+SUMS = "checksums.json"
+"""The last file of a checkpoint that is written: a folder that has it was whole."""
 
 
 class BusyError(RuntimeError):

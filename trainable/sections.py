@@ -236,7 +236,9 @@ class TrainerConfig(Section):
     nonfinite_patience: int = Field(
         3, ge=1, description="steps in a row with an update skipped for non-finite numbers that fail the run"
     )
-    disk_patience: NonNegative = Field(600.0, description="seconds that a run waits for room on a full disk")
+    disk_patience: NonNegative = Field(
+        600.0, description="seconds that a run waits for room on a full disk, or for its storage"
+    )
     critic_warmup: int = Field(0, ge=0, description="first step that updates the policy, if above 1")
     gradient_analysis_mode: bool = Field(False, description="measure the gradients of each bucket of groups")
     gradient_analysis_every: int = Field(50, ge=1, description="at step 1 and every so many steps after it")

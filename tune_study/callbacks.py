@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,26 @@ class _Failures(NamedTuple):
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _IN_SETUP = "error raised in its creation task"
+
+
+class Fetching(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+    """Has the rows of a run, which are in a storage, here before anyone asks how it ended: told before the Recorder.
+
+    fetch: called with the run's id.
+    """
+
+    def __init__(self, fetch: Callable[[str], None]) -> None:
+        self._fetch = fetch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: Tune stores its callbacks beside the results."""
+        return {}
+
+    def _look(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        if not trial.config["finished"]:
+            self._fetch(trial.config["run_id"])
+
+    on_trial_recover = on_trial_complete = on_trial_error = _look
 
 
 class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
@@ -88,7 +109,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             if self._count(run_id) >= TRIES:  # the run has ended well, only its replay in Tune's own record fails
                 self.given_up.add(trial.trial_id)
             return
-        left = end_leftovers(self._plan.run_dir(run_id))
+        left = [] if self._allotment.cluster else end_leftovers(self._plan.run_dir(run_id))
         if left:
             self._log(run_id, f"=== ended what it had started: {', '.join(left)} ===")
         times = self._count(run_id)

@@ -9,7 +9,7 @@ from ray import tune
 
 from trainable.failures import RunFailedError, classify
 from trainable.run_files import METRICS, read_rows
-from tune_study.leftovers import MARK
+from tune_study.leftovers import MARK, end_leftovers
 
 
 class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
@@ -23,6 +23,7 @@ class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         """Remember what to carry; whatever process the run starts inherits whose it is."""
         self.given = config
         self.run: Any = None
+        self.mirrored: Any = None
         os.environ[MARK] = str(config["run_dir"])
 
     def step(self) -> dict[str, Any]:
@@ -30,14 +31,25 @@ class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         try:
             if self.run is None:
                 self._build()
+            if self.mirrored is not None:
+                self.mirrored.before_step()
             row = self.run.step()
+            if self.mirrored is not None and not self.given["finished"]:
+                row["note"] = "; ".join(filter(None, (row.get("note"), self.mirrored.after_step())))
         except Exception as error:
             has_rows = bool(read_rows(Path(self.given["run_dir"]) / METRICS))
             raise RunFailedError(classify(error, has_rows)) from None
         return {**row, "training_iteration": row["step"]}
 
     def _build(self) -> None:
-        """Import the run's class and set it up."""
+        """Import the run's class and set it up, where a study has a storage in a folder of this node."""
+        if self.given.get("storage") is not None:
+            from trainable.mirror import Mirrored
+
+            self.mirrored = Mirrored(self.given)
+            self.given = self.mirrored.config
+            os.environ[MARK] = str(self.given["run_dir"])
+        end_leftovers(Path(self.given["run_dir"]))  # of a process that died on this node
         module, _, name = self.given["trainable"].partition(":")
         carried = getattr(importlib.import_module(module), name)
         # Ray's constructor would make a folder of its own in the user's home; this trial has its place already.
@@ -57,3 +69,6 @@ class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         if self.run is not None:
             self.run.cleanup()
             self.run = None
+        if self.mirrored is not None:
+            self.mirrored.close()
+            self.mirrored = None

@@ -4,6 +4,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,12 @@ from search_spaces import STUDIES, smoke
 from search_spaces.study import Study
 from trainable.config import ConfigError
 from trainable.setting_types import shown
-from tune_study import continuing, describe, disk, memory_plan, outputs, resources
+from tune_study import continuing, describe, outputs, places, resources
 from tune_study import options as opt
-from tune_study.models import absolute_model, check_model, check_trainable
-from tune_study.plan import (
-    PlanError,
-    StudyPlan,
-    collect_overrides,
-    expand,
-    find_study,
-    make_plan,
-    parse_bool,
-    parse_values,
-)
-from tune_study.run import choose_wandb, execute, write_results
+from tune_study.models import absolute_model
+from tune_study.plan import PlanError, collect_overrides, expand, find_study, make_plan, parse_bool, parse_values
+from tune_study.run import write_results
+from tune_study.starting import Asked, start
 from tune_study.summary import DEFAULT_SKIPPED, parse_skipped
 from tune_study.terminal import protect_output
 
@@ -115,6 +108,8 @@ def run(
     skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
+    address: opt.Address = None,
+    storage: opt.Storage = None,
 ) -> None:
     """Run a study, or go on with it where the output folder holds it already."""
     chosen = find_study(study, kl_type)
@@ -147,13 +142,16 @@ def run(
     visible = resources.detect_gpus(os.environ)
     preset, reason = resources.choose_preset(preset, visible)
     plan = make_plan(chosen, preset, reason, overrides, values, seeds, _absolute(output))
-    _start(continuing.join(plan, extend), gpus, gpu_memory_gib, visible, max_concurrent, dry_run, wandb, skip_statuses)
+    plan = replace(plan, storage=None if storage is None else places.storage_uri(storage))
+    plan = places.joined(plan, extend, real=not dry_run)
+    asked = Asked(gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped(skip_statuses))
+    raise typer.Exit(start(plan, asked, visible, dry_run, Console()))
 
 
 @app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
 @plain_errors
 def resume(
-    folder: opt.RunFolder,
+    run: opt.RunPlace,
     gpus: opt.Gpus = None,
     gpus_per_exp: opt.GpusPerExp = None,
     gpu_memory_gib: opt.GpuMemoryGib = None,
@@ -161,28 +159,30 @@ def resume(
     skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
+    address: opt.Address = None,
 ) -> None:
     """Go on with the study in RUN: finished runs stay as they are, all others continue."""
     placed = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
-    plan = continuing.plan_from_folder(folder, placed)
-    continuing.check_unchanged(plan)
-    _start(plan, gpus, gpu_memory_gib, resources.detect_gpus(os.environ), max_concurrent, dry_run, wandb, skip_statuses)
+    plan = places.resumed(run, placed, real=not dry_run)
+    asked = Asked(gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped(skip_statuses))
+    raise typer.Exit(start(plan, asked, resources.detect_gpus(os.environ), dry_run, Console()))
 
 
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
 @plain_errors
-def status(folder: opt.RunFolder) -> None:
+def status(run: opt.RunPlace) -> None:
     """Show how far each run in RUN is, and why those that ended did."""
-    describe.print_status(Console(), folder, continuing.read_study(folder))
+    with places.looked_at(run) as (folder, is_running):
+        describe.print_status(Console(), folder, continuing.read_study(folder), is_running)
 
 
 @app.command("report", epilog="\b\nExample: python -m tune_study report results/kl_sweep_sokoban-tiny")
 @plain_errors
-def report(folder: opt.RunFolder) -> None:
+def report(run: opt.RunPlace) -> None:
     """Write the tables and the report of RUN again from its rows."""
-    continuing.read_study(folder)
+    folder = _absolute(places.copied(run))
     outputs.check_writable(folder)
-    problem = write_results(_absolute(folder), Console())
+    problem = " ".join(filter(None, (write_results(folder, Console()), places.copied_back(folder))))
     if problem:
         typer.echo(problem, err=True)
         raise typer.Exit(1)
@@ -200,7 +200,7 @@ def replay_stoppers(folder: opt.RunFolder, assignments: opt.Thresholds = None) -
 @app.command("probe", epilog=f"\b\n{PROBE_EXAMPLE}")
 @plain_errors
 def probe(
-    folder: opt.RunFolder,
+    run: opt.RunPlace,
     trial: opt.Trial = None,
     algo: opt.ProbeAlgo = None,
     checkpoint_step: opt.CheckpointStep = None,
@@ -227,10 +227,14 @@ def probe(
     from tune_study import probe as probing
 
     path = probing.checkpoint_path(checkpoint_root, checkpoint_step, resume_from_path)
+    folder = places.copied(run)
     target = probing.find(folder, trial, checkpoint_step, path, algo)
     given = {name: value for name, value in typed.items() if value is not None}
     settings = collect_overrides(target.plan.study, given, assignments or [], axis_is_free=True)
     probing.probe(target, settings, with_val, Console())
+    if problem := places.copied_back(folder):
+        typer.echo(problem, err=True)
+        raise typer.Exit(1)
 
 
 @app.command("plot-gradients", epilog=f"\b\n{PICTURES_EXAMPLE}")
@@ -262,40 +266,6 @@ def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
     from tune_study.doctor import diagnose
 
     raise typer.Exit(diagnose(Console(), _absolute(output), preset, os.environ))
-
-
-def _start(
-    plan: StudyPlan,
-    gpus: str | None,
-    gpu_memory_gib: float | None,
-    visible: tuple[resources.Gpu, ...],
-    max_concurrent: int | None,
-    dry_run: bool,
-    wandb: str | None,
-    skip_statuses: str,
-) -> None:
-    """Check what only this machine can answer, then print the plan or run it."""
-    console = Console()
-    skipped = parse_skipped(skip_statuses)
-    allotment = resources.preflight(plan, gpus, visible, resources.cpu_count(), max_concurrent, real=not dry_run)
-    mode = choose_wandb(wandb, plan)
-    room = disk.budget(plan, allotment, os.environ)
-    used = tuple(gpu for gpu in visible if gpu.id in allotment.gpus)
-    memory = memory_plan.plan_memory(plan, allotment, memory_plan.find_card(gpu_memory_gib, used), os.environ)
-    if dry_run:
-        names = tuple(gpu.name for gpu in used)
-        describe.print_plan(console, plan, allotment, disk.line(room), memory, names)
-        return
-    check_model(plan.base.model.path, os.environ, plan.base.model.chat_format)
-    check_trainable(plan.study.trainable)
-    resources.check_engines(plan)
-    if memory is not None:
-        memory_plan.check(memory, plan, used)
-    outputs.check_writable(plan.output)
-    disk.check(room)
-    describe.say(console, f"preset {plan.preset}: {plan.preset_reason}")
-    describe.say(console, disk.line(room))
-    raise typer.Exit(execute(plan, allotment, mode, console, skipped))
 
 
 def _axis_values(study: Study, options: dict[str, str | None]) -> tuple[str, ...] | None:

@@ -13,6 +13,7 @@ from search_spaces import STUDIES
 from trainable.config import ConfigError, RunConfig, explain, with_overrides
 from trainable.setting_types import shown
 from trainable.stop_rules import RULES
+from trainable.uris import is_same
 from tune_study.outputs import read_json
 from tune_study.plan import PlanError, StudyPlan, arm_config, build_plan, flat_settings
 
@@ -80,6 +81,7 @@ class _StudyFile(_Part):
     starts: list[_Start] = []
     created_at: Text = ""
     model: Text = ""
+    storage: Text | None = None
 
 
 def read_study(folder: Path) -> dict[str, Any]:
@@ -126,6 +128,7 @@ def plan_from_folder(folder: Path, placed: Mapping[str, object] = NOT_MOVED) -> 
         base = with_overrides(RunConfig.model_validate(data["settings"]), placed)
         values, seeds = tuple(data["axis"]["values"]), tuple(data["seeds"])
         plan = build_plan(study, data["preset"], data["preset_reason"], base, values, seeds, folder.parent.parent)
+        plan = replace(plan, storage=data.get("storage"))
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in data["runs"]}:
             raise PlanError("it lists other runs than its values and seeds give.")
     except ConfigError:
@@ -157,6 +160,7 @@ def join(plan: StudyPlan, extend: bool) -> StudyPlan:
     if not (plan.folder / "study.json").exists():
         return plan
     held = plan_from_folder(plan.folder)
+    check_storage(held, plan.storage)
     changes = differences(held, plan)
     if changes:
         raise PlanError(
@@ -173,7 +177,19 @@ def join(plan: StudyPlan, extend: bool) -> StudyPlan:
     seeds = tuple(sorted({*held.seeds, *plan.seeds}))
     if not extend:
         _check_same_arms(held, replace(plan, values=asked))
-    return build_plan(plan.study, plan.preset, plan.preset_reason, plan.base, values, seeds, plan.output)
+    joined = build_plan(plan.study, plan.preset, plan.preset_reason, plan.base, values, seeds, plan.output)
+    return replace(joined, storage=plan.storage or held.storage)
+
+
+def check_storage(held: StudyPlan, asked: str | None) -> None:
+    """PlanError where a study that is `held` in a folder is asked to go on with another storage than it has."""
+    if asked is None or (held.storage is not None and is_same(asked, held.storage)):
+        return
+    has = f"keeps its runs in {shown(held.storage, 1000)}" if held.storage else "was started without --storage"
+    raise PlanError(
+        f"The study in {held.folder} {has}: go on with `python -m tune_study resume {held.folder}`, or type another "
+        f"--output to start or fetch one that uses {shown(asked, 1000)}."
+    )
 
 
 def differences(held: StudyPlan, plan: StudyPlan) -> list[str]:

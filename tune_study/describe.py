@@ -116,9 +116,8 @@ def _seeds(plan: StudyPlan) -> str:
     return ",".join(str(seed) for seed in plan.seeds)
 
 
-def print_status(console: Console, folder: Path, study: dict[str, Any]) -> None:
+def print_status(console: Console, folder: Path, study: dict[str, Any], is_running: bool) -> None:
     """Every run of results/<run> with its status; one that says `running` while nobody runs it was interrupted."""
-    is_running = outputs.is_running(folder)
     rows = []
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]

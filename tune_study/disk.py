@@ -128,6 +128,14 @@ def _states(sizes: Sequence[int], kept: Sequence[int], concurrent: int) -> int:
     return at_rest + _IN_FLIGHT * sum(sorted(sizes, reverse=True)[:concurrent])
 
 
+def scratch_bytes(budget: Budget) -> int | None:
+    """Bytes that a run keeps on its node where a storage takes its states; None where they are not known.
+
+    A rolling state and the one before, one that is being written, and one to keep until it is copied.
+    """
+    return None if budget.checkpoint is None else budget.checkpoint * (1 + _IN_FLIGHT + (budget.kept > 0))
+
+
 def _there(plan: StudyPlan, spec: RunSpec, checkpoint: int) -> int:
     """Bytes of a run's part of the total that are on disk; what the plan has no place for does not count."""
     run_dir, folder = plan.run_dir(spec.run_id), plan.output / spec.checkpoints

@@ -105,8 +105,9 @@ def plan_memory(plan: StudyPlan, allotment: Allotment, card: Card, environ: Mapp
     for arm in {spec.arm: spec for spec in plan.runs}.values():
         shape = shape_of(arm.config.model.path, environ)
         if shape is not None:
-            most = len(allotment.gpus) if card.is_known else _MOST_GPUS
-            found.append(plan_run(arm, shape, card, allotment.max_concurrent, most))
+            most = (card.is_known and len(allotment.gpus)) or _MOST_GPUS
+            at_once = min(allotment.a_node or allotment.max_concurrent, allotment.max_concurrent)
+            found.append(plan_run(arm, shape, card, at_once, most))
     return max(found, key=lambda each: (not each.fits, each.peak), default=None)
 
 
@@ -283,12 +284,7 @@ def _would_fit(found: MemoryPlan, change: Mapping[str, object]) -> bool:
 
 def check(found: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
     """PlanError where the runs do not fit their cards, the host, or what others leave free of `gpus`."""
-    study = plan.study
-    if found.card.is_known and not found.fits:
-        raise PlanError(
-            f"The runs do not fit: {_too_much(found)}. {_advice(found, study)} --dry-run shows the whole plan; "
-            f"--gpu-memory-gib N plans for a card of another size."
-        )
+    check_fits(found, plan.study)
     available = machine.available_memory()
     if found.host * found.a_node > available:
         raise PlanError(
@@ -297,6 +293,15 @@ def check(found: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
         )
     ending = {process.pid for process in leftovers(plan.folder)}
     check_free(found.peak * found.a_gpu, gpus, ending)
+
+
+def check_fits(found: MemoryPlan, study: Study) -> None:
+    """PlanError where the runs do not fit the cards that they are planned for, whose memory is known."""
+    if found.card.is_known and not found.fits:
+        raise PlanError(
+            f"The runs do not fit: {_too_much(found)}. {_advice(found, study)} --dry-run shows the whole plan; "
+            f"--gpu-memory-gib N plans for a card of another size."
+        )
 
 
 def check_free(needed: int, gpus: Sequence[Gpu], ending: AbstractSet[int]) -> None:

@@ -7,6 +7,17 @@ from typer import Argument, Option
 
 StudyName = Annotated[str, Argument(metavar="STUDY", help="Name of the study; see `list`.")]
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="The study's folder results/<run>.")]
+RunPlace = Annotated[
+    str, Argument(metavar="RUN", help="The study's folder results/<run>, or its URI in a storage: <storage>/<run>.")
+]
+Address = Annotated[
+    str | None,
+    Option("--address", metavar="A", help="Run on the Ray cluster there (host:port, or auto); default: here."),
+]
+Storage = Annotated[
+    str | None,
+    Option("--storage", metavar="URI", help="Keep rows and checkpoints there too: s3://, gs://, a shared path."),
+]
 
 Preset = Annotated[
     str | None, Option("--preset", metavar="NAME", help="laptop or paper; default: paper with a CUDA GPU.")

@@ -143,6 +143,7 @@ def study_entry(plan: StudyPlan) -> dict[str, Any]:
         "stop_rules": list(plan.study.stop_rules),
         "model": plan.base.model.path,
         "trainable": plan.study.trainable,
+        "storage": plan.storage,
     }
 
 

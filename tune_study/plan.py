@@ -11,6 +11,7 @@ from search_spaces.presets import DEFAULT_SEEDS, PRESETS
 from search_spaces.study import Study, value_label
 from trainable.config import ConfigError, RunConfig, canonical_key, field_names, with_overrides
 from trainable.setting_types import shown
+from trainable.uris import below
 
 TAGS = {True: "nofilter", False: "filter_zero"}
 """The published tag of rollout_filter_include_zero."""
@@ -56,7 +57,10 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """All runs of a study, and where they go. `base` is what the arms share, before the axis."""
+    """All runs of a study, and where they go. `base` is what the arms share, before the axis.
+
+    storage: the URI of the folder in which the study's own folder is, where rows and states are kept in a storage.
+    """
 
     study: Study
     preset: str
@@ -67,6 +71,12 @@ class StudyPlan:
     output: Path
     run: str
     runs: tuple[RunSpec, ...]
+    storage: str | None = None
+
+    @property
+    def stored(self) -> str | None:
+        """The URI of the study's own folder in its storage; None without one."""
+        return None if self.storage is None else below(self.storage, self.run)
 
     @property
     def folder(self) -> Path:

@@ -90,13 +90,32 @@ def find(
         return Target(plan, _run_of(plan, place) if name is None else _find_run(plan, name), found, place)
     spec = _find_run(plan, name)
     kept = {**dict(numbered(plan.run_dir(spec.run_id) / STATE)), **dict(numbered(plan.output / spec.checkpoints))}
-    if step is None and kept:
-        step = max(kept)
-    if step not in kept:
-        there = ", ".join(map(str, sorted(kept))) or "none: run the study with --save-freq N"
+    stored = {} if plan.storage is None else _stored(plan, spec)
+    steps = sorted({*kept, *stored})
+    if step is None and steps:
+        step = steps[-1]
+    if step not in steps:
+        there = ", ".join(map(str, steps)) or "none: run the study with --save-freq N"
         asked = "" if step is None else f" of step {step}"
         raise PlanError(f"Run {spec.run_id} has no checkpoint{asked}. There are: {there}.")
-    return Target(plan, spec, step, kept[step])
+    return Target(plan, spec, step, kept[step] if step in kept else _fetched(plan, spec, stored[step]))
+
+
+def _stored(plan: StudyPlan, spec: RunSpec) -> dict[int, str]:
+    """The run's checkpoints in the study's storage: step -> path there."""
+    from tune_study import storage
+
+    return storage.checkpoints(plan.stored or "", spec.run_id)
+
+
+def _fetched(plan: StudyPlan, spec: RunSpec, name: str) -> Path:
+    """The folder to which a checkpoint of the study's storage is copied now; PlanError."""
+    from tune_study import storage
+
+    kind, _, last = name.partition("/")
+    folder = (plan.run_dir(spec.run_id) / STATE if kind == STATE else plan.output / spec.checkpoints) / last
+    storage.fetch_checkpoint(plan.stored or "", spec.run_id, name, folder)
+    return folder
 
 
 def _checkpoint_at(path: Path | str) -> tuple[int, Path]:

@@ -39,7 +39,8 @@ class Allotment(NamedTuple):
 
     bundles: what one run reserves, one dict a bundle. cpus, gpus: what Ray may use. slots: the GPUs that runs share,
     one entry a slot. max_concurrent: runs at once. gpu_label: the published label of one run's GPUs. notes: what a
-    reader of the plan should know.
+    reader of the plan should know. cluster: the address of the Ray cluster whose it is, empty for this machine, where
+    Ray is started; its GPUs have no ids before a run has them. a_node: runs at once on one node of it.
     """
 
     bundles: tuple[dict[str, float], ...]
@@ -49,6 +50,8 @@ class Allotment(NamedTuple):
     max_concurrent: int
     gpu_label: str
     notes: tuple[str, ...] = ()
+    cluster: str = ""
+    a_node: int = 0
 
 
 def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
@@ -166,7 +169,7 @@ def preflight(
     trainer = plan.base.trainer
     n_gpus = trainer.n_gpus_per_node
     reserved = bundles(n_gpus)
-    _check_device(trainer.device, n_gpus, asked)
+    check_device(trainer.device, n_gpus, asked)
     gpus, notes = _choose_gpus(n_gpus, asked, visible, real)
     notes += _without_effect(trainer)
     cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
@@ -175,8 +178,7 @@ def preflight(
             f"A run on {n_gpus:g} GPUs takes {len(reserved)} CPUs and --ray-num-cpus is {cpus}: "
             f"type --ray-num-cpus {len(reserved)} or more."
         )
-    if limit is not None and limit < 1:
-        raise PlanError(f"--max-concurrent {shown(limit)} leaves nothing to run: type 1 or more.")
+    check_limit(limit)
     places = slots(gpus, n_gpus)
     room = min(cpus // len(reserved), len(places) if n_gpus else cpus)
     used = tuple(gpu for gpu in visible if gpu.id in gpus)
@@ -202,7 +204,13 @@ def _without_effect(trainer: TrainerConfig) -> tuple[str, ...]:
     )
 
 
-def _check_device(device: str, n_gpus: float, asked: str | None) -> None:
+def check_limit(limit: int | None) -> None:
+    """PlanError for a --max-concurrent that lets nothing run."""
+    if limit is not None and limit < 1:
+        raise PlanError(f"--max-concurrent {shown(limit)} leaves nothing to run: type 1 or more.")
+
+
+def check_device(device: str, n_gpus: float, asked: str | None) -> None:
     """PlanError where device and GPUs contradict each other."""
     if n_gpus == 0 and asked is not None:
         raise PlanError(
@@ -217,9 +225,9 @@ def _check_device(device: str, n_gpus: float, asked: str | None) -> None:
         )
 
 
-def check_engines(plan: StudyPlan) -> None:
+def check_engines(config: RunConfig) -> None:
     """PlanError where a real run's settings need an engine that is not there, or one that takes one GPU only."""
-    trainer = plan.base.trainer
+    trainer = config.trainer
     n_gpus = trainer.n_gpus_per_node
     if n_gpus > 1 and trainer.strategy == "torch":
         raise PlanError(
@@ -230,7 +238,7 @@ def check_engines(plan: StudyPlan) -> None:
         instead = "--gpus-per-exp 1" if n_gpus > 1 else "--set trainer.strategy=torch"
         why = f"--gpus-per-exp {n_gpus:g}" if n_gpus > 1 else "trainer.strategy=deepspeed"
         raise PlanError(f"{why} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {instead}.")
-    check_sampler(plan.base)
+    check_sampler(config)
 
 
 def check_sampler(config: RunConfig) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from tune_study.summary import finished_runs, write_summary
 
 if TYPE_CHECKING:
     from tune_study.callbacks import Recorder
+    from tune_study.storage import StoredStudy
     from tune_study.watching import Daemon
 
 _ENVIRONMENT = {
@@ -46,7 +48,10 @@ WANDB_MODES = ("offline", "sync", "online", "off")
 
 @dataclass(frozen=True)
 class Session:
-    """One start of a study: what is run, with what, and who is told. finished: the runs that had ended before."""
+    """One start of a study: what is run, with what, and who is told.
+
+    finished: the runs that had ended before. stored: the study's folder in its storage, if it has one.
+    """
 
     plan: StudyPlan
     allotment: Allotment
@@ -55,6 +60,7 @@ class Session:
     finished: Mapping[str, RunStatus]
     interrupt: Interrupt
     progress: Progress
+    stored: "StoredStudy | None" = None
 
 
 def execute(
@@ -65,20 +71,40 @@ def execute(
     skipped: statuses of runs that are not run again.
     """
     with outputs.locked(plan.folder):
-        for leftover in end_leftovers(plan.folder):
+        for leftover in [] if allotment.cluster else end_leftovers(plan.folder):
             say(console, f"Ended process {leftover}, which an earlier start of this study had left behind")
         interrupt, progress = Interrupt(plan.folder / ".interrupt"), Progress(plan, allotment.max_concurrent, console)
-        session = Session(plan, allotment, wandb_mode, console, finished_runs(plan, skipped), interrupt, progress)
-        _write_start(session)
-        _skip(plan, session.finished, progress, console)
-        problem, unwritten = "", dict[str, RunStatus]()
-        if len(session.finished) < len(plan.runs):
-            problem, unwritten = _train(session)
-        try:
-            return _conclude(session, problem, unwritten)
-        except KeyboardInterrupt:
-            say(console, f"The rows are safe. Tables and report: python -m tune_study report {plan.folder}")
-            return 130
+        with _stored(plan, interrupt, console) as stored:
+            ended = finished_runs(plan, skipped)
+            return _run(Session(plan, allotment, wandb_mode, console, ended, interrupt, progress, stored))
+
+
+@contextmanager
+def _stored(plan: StudyPlan, interrupt: Interrupt, console: Console) -> Iterator["StoredStudy | None"]:
+    """The study's folder in its storage, kept up to date during the body; None where it has none."""
+    if plan.storage is None:
+        yield None
+        return
+    from tune_study.storage import StoredStudy
+
+    stored = StoredStudy(plan, interrupt, lambda text: say(console, text))
+    with stored.kept_up():
+        yield stored
+
+
+def _run(session: Session) -> int:
+    """`execute`, with the study's folders held."""
+    plan, console = session.plan, session.console
+    _write_start(session)
+    _skip(plan, session.finished, session.progress, console)
+    problem, unwritten = "", dict[str, RunStatus]()
+    if len(session.finished) < len(plan.runs):
+        problem, unwritten = _train(session)
+    try:
+        return _conclude(session, problem, unwritten)
+    except KeyboardInterrupt:
+        say(console, f"The rows are safe. Tables and report: python -m tune_study report {plan.folder}")
+        return 130
 
 
 def _write_start(session: Session) -> None:
@@ -90,20 +116,20 @@ def _write_start(session: Session) -> None:
         raise PlanError(
             f"{session.plan.folder} cannot be written ({error}): make room there, or type another --output."
         ) from None
+    if session.stored is not None and (problem := session.stored.push()):
+        raise PlanError(problem)
     for change in changes:
         say(session.console, f"Going on with another {change}: rows before and after may differ for that")
 
 
 def _train(session: Session) -> tuple[str, dict[str, RunStatus]]:
-    """Train what is left until it has ended or somebody interrupts; every run then has its status.
-
-    What went wrong, and the statuses that a full disk did not take.
-    """
-    prepare_environment(session.allotment.gpus)
+    """Train what is left until all have a status: what went wrong, and the statuses that a full disk did not take."""
+    prepare_environment(session.allotment.gpus, joins=bool(session.allotment.cluster))
     from tune_study.callbacks import Recorder
 
     recorder, problem = Recorder(session.plan, session.allotment, session.progress), ""
-    os.environ[MARK] = str(session.plan.folder)  # whatever Ray starts inherits it, and is found if it outlives us
+    if not session.allotment.cluster:
+        os.environ[MARK] = str(session.plan.folder)  # whatever Ray starts inherits it, and is found if it outlives us
     try:
         _fit(session, recorder)
     except KeyboardInterrupt:
@@ -115,6 +141,8 @@ def _train(session: Session) -> tuple[str, dict[str, RunStatus]]:
         problem = f"{what}: {_brief(error)}."
     finally:
         os.environ.pop(MARK, None)
+    if session.stored is not None:
+        session.stored.pull()
     reason = "the study was interrupted" if session.interrupt.is_requested else problem or "the study ended early"
     recorder.settle()
     try:
@@ -154,13 +182,16 @@ def run_config(plan: StudyPlan, spec: RunSpec, is_finished: bool, interrupt: Pat
         "trainable": plan.study.trainable,
         "stop_rules": list(plan.study.stop_rules),
         "interrupt": str(interrupt) if interrupt else None,
+        "storage": plan.stored,
+        "storage_patience": plan.base.trainer.disk_patience,
     }
 
 
-def prepare_environment(gpus: tuple[str, ...]) -> None:
-    """What Ray reads from the environment when it is imported and started."""
+def prepare_environment(gpus: tuple[str, ...], joins: bool = False) -> None:
+    """What Ray reads from the environment when it is imported and started; a cluster has its own rules of entry."""
     for name, value in _ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+        if not (joins and name == "RAY_AUTH_MODE"):
+            os.environ.setdefault(name, value)
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 
@@ -206,11 +237,13 @@ def _last_will(session: Session, recorder: "Recorder", lost: str) -> None:
 
 @contextmanager
 def started_ray(allotment: Allotment, console: Console) -> Iterator["tuple[Daemon, ...]"]:
-    """Ray on this machine alone, unless the caller started one; its processes, where they were started here."""
+    """Ray on this machine alone, unless the caller started or joined one; its processes, where they are this one's."""
     import ray
 
     from tune_study.watching import ray_daemons
 
+    # It repeats at the end, as an error, which trials did not complete; their statuses say it.
+    logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
     if ray.is_initialized():
         yield ()
         return
@@ -229,8 +262,6 @@ def started_ray(allotment: Allotment, console: Console) -> Iterator["tuple[Daemo
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    # It repeats at the end, as an error, which trials did not complete; their statuses say it.
-    logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
     try:
         yield ray_daemons()
     finally:
@@ -259,12 +290,19 @@ def make_tuner(session: Session, recorder: "Recorder", more_callbacks: list[Any]
         tune_config=tune.TuneConfig(
             max_concurrent_trials=allotment.max_concurrent,
             scheduler=FirstComeFirstServed(recorder.given_up, interrupt),
-            reuse_actors=not allotment.gpus,
+            reuse_actors=not (allotment.gpus or allotment.slots),
             trial_name_creator=_run_id,
             trial_dirname_creator=_run_id,
         ),
-        run_config=_tune_run(plan, interrupt, [recorder, *more_callbacks]),
+        run_config=_tune_run(plan, interrupt, [*_fetching(session), recorder, *more_callbacks]),
     )
+
+
+def _fetching(session: Session) -> list[Any]:
+    """The callback that fetches rows from the study's storage in a list, or an empty one."""
+    from tune_study.callbacks import Fetching
+
+    return [] if session.stored is None else [Fetching(session.stored.pull)]
 
 
 def _tune_run(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]) -> Any:
@@ -326,10 +364,15 @@ def _conclude(session: Session, problem: str, unwritten: Mapping[str, RunStatus]
         say(console, f"{status.run_id} {status.shown}: {status.reason}")
     left = [status for status in known if status.status not in outputs.ENDED]
     problem = " ".join(filter(None, (problem, write_results(plan.folder, console))))
+    if session.stored is not None:
+        problem = " ".join(filter(None, (problem, session.stored.push())))
     if problem:
         print(problem, file=sys.stderr)
     if left:
-        say(console, f"Go on with: python -m tune_study resume {plan.folder}")
+        cluster = f" --address {session.allotment.cluster}" if session.allotment.cluster else ""
+        say(console, f"Go on with: python -m tune_study resume {plan.folder}{cluster}")
+        if plan.stored is not None:
+            say(console, f"From another machine: python -m tune_study resume {shlex.quote(plan.stored)}{cluster}")
     return 130 if session.interrupt.is_requested and left else int(bool(problem or left))
 
 

@@ -148,15 +148,15 @@ def test_an_engine_that_is_not_there_is_refused_with_the_command_that_installs_i
 ) -> None:
     there(monkeypatch, *packages)
     with pytest.raises(PlanError, match=message):
-        check_engines(plan_of(**overrides))
+        check_engines(plan_of(**overrides).base)
 
 
 def test_engines_that_are_not_used_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     there(monkeypatch)
-    check_engines(plan_of("laptop"))
-    check_engines(plan_of(rollout__name="torch"))
+    check_engines(plan_of("laptop").base)
+    check_engines(plan_of(rollout__name="torch").base)
     there(monkeypatch, "vllm", "deepspeed")
-    check_engines(plan_of(trainer__n_gpus_per_node=2))
+    check_engines(plan_of(trainer__n_gpus_per_node=2).base)
 
 
 def test_the_versions_are_those_that_the_engines_name() -> None:

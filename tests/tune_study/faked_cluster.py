@@ -1,0 +1,73 @@
+"""A faked cluster of two nodes on this machine, in processes of their own: each has two CPUs and two declared GPUs.
+
+The second node has a view of the file system of its own, in which one folder is another one, as on another machine.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_HEAD = """
+import sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "num_gpus": 2, "include_dashboard": False})
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+# Ray's own faked node, which `Cluster.add_node` would start in its own view of the file system.
+_NODE = """
+import sys
+from ray._private.node import Node
+from ray._private.parameter import RayParams
+
+parameters = RayParams(
+    gcs_address=sys.argv[1], num_cpus=2, num_gpus=2, object_store_memory=150 * 2**20, node_manager_port=0,
+    min_worker_port=0, max_worker_port=0, include_log_monitor=False,
+)
+node = Node(parameters, head=False, shutdown_at_exit=False, spawn_reaper=False)
+print("ready", flush=True)
+sys.stdin.read()
+node.kill_all_processes(check_alive=False)
+"""
+
+_ELSEWHERE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"']
+
+
+def can_be_elsewhere(folder: Path) -> bool:
+    """Whether this user may give a process a view of the file system of its own."""
+    try:
+        done = subprocess.run([*_ELSEWHERE, str(folder), "true"], capture_output=True)
+    except FileNotFoundError:
+        return False
+    return done.returncode == 0
+
+
+@contextmanager
+def faked_cluster(environment: dict[str, str], hidden: Path) -> Iterator[str]:
+    """Its address. environment: of all its processes. hidden: a folder of which the second node has another one."""
+    elsewhere = [*_ELSEWHERE, str(hidden)] if can_be_elsewhere(hidden) else []
+    with _python([], _HEAD, environment) as head:
+        address = _line(head)
+        with _python(elsewhere, _NODE, environment, address) as node:
+            assert _line(node) == "ready"
+            yield address
+
+
+@contextmanager
+def _python(before: list[str], code: str, environment: dict[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
+    """A program that runs until its input ends, which it does with the body."""
+    with subprocess.Popen(
+        [*before, sys.executable, "-c", code, *words], env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    ) as process:  # fmt: skip
+        yield process
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()

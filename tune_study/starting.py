@@ -1,0 +1,106 @@
+"""From a plan to its start: what this machine, or each node of a cluster, must have is checked before anything runs."""
+
+import os
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.filesize import decimal
+
+from tune_study import cluster, describe, disk, memory_plan, outputs, resources
+from tune_study.cluster import Node
+from tune_study.disk import Budget
+from tune_study.memory_plan import MemoryPlan
+from tune_study.models import check_model, check_trainable
+from tune_study.plan import StudyPlan
+from tune_study.resources import Allotment, Gpu
+from tune_study.run import choose_wandb, execute
+
+
+class Asked(NamedTuple):
+    """What was typed of where and how to run: --gpus, --gpu-memory-gib, --max-concurrent, --wandb, --address.
+
+    skipped: the statuses of --skip-statuses.
+    """
+
+    gpus: str | None
+    gpu_memory_gib: float | None
+    max_concurrent: int | None
+    wandb: str | None
+    address: str | None
+    skipped: tuple[str, ...] = outputs.ENDED
+
+
+def start(plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], dry_run: bool, console: Console) -> int:
+    """Print the plan, or check what it needs and run it; the exit code. PlanError for what cannot be run.
+
+    visible: the GPUs of this machine.
+    """
+    with cluster.joined(asked.address) as nodes:
+        allotment = _allotted(plan, asked, visible, nodes, dry_run)
+        mode = choose_wandb(asked.wandb, plan)
+        room = disk.budget(plan, allotment, os.environ)
+        used = tuple(gpu for gpu in visible if gpu.id in allotment.gpus)
+        card = memory_plan.find_card(asked.gpu_memory_gib, used)
+        memory = memory_plan.plan_memory(plan, allotment, card, os.environ)
+        if dry_run:
+            names = tuple(gpu.name for gpu in used)
+            describe.print_plan(console, plan, allotment, room_line(plan, room), memory, names)
+            return 0
+        if nodes is None:
+            _check_machine(plan, allotment, room, memory, used)
+        else:
+            _check_cluster(plan, allotment, asked, room, nodes)
+        outputs.check_writable(plan.output)
+        if plan.storage is None:
+            disk.check(room)
+        describe.say(console, f"preset {plan.preset}: {plan.preset_reason}")
+        describe.say(console, room_line(plan, room))
+        return execute(plan, allotment, mode, console, asked.skipped)
+
+
+def _allotted(
+    plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None, dry_run: bool
+) -> Allotment:
+    """What the study gets of the cluster, or of this machine."""
+    if nodes is not None and asked.address is not None:
+        return cluster.allot(plan, asked.address, nodes, asked.gpus, asked.max_concurrent)
+    cores = resources.cpu_count()
+    return resources.preflight(plan, asked.gpus, visible, cores, asked.max_concurrent, real=not dry_run)
+
+
+def room_line(plan: StudyPlan, room: Budget) -> str:
+    """The disk budget in a line, or where a storage takes the states how much of it."""
+    if plan.stored is None:
+        return disk.line(room)
+    size = "of unknown size" if room.total is None else f"up to {decimal(room.total)}"
+    return f"storage: {plan.stored}, {size}"
+
+
+def _check_machine(
+    plan: StudyPlan, allotment: Allotment, room: Budget, memory: MemoryPlan | None, used: tuple[Gpu, ...]
+) -> None:
+    """PlanError for what this machine lacks."""
+    check_model(plan.base.model.path, os.environ, plan.base.model.chat_format)
+    check_trainable(plan.study.trainable)
+    resources.check_engines(plan.base)
+    if memory is not None:
+        memory_plan.check(memory, plan, used)
+    if plan.stored is not None:
+        from tune_study.node_checks import check_scratch
+
+        check_scratch(plan.stored, allotment.max_concurrent, disk.scratch_bytes(room))
+
+
+def _check_cluster(plan: StudyPlan, allotment: Allotment, asked: Asked, room: Budget, nodes: tuple[Node, ...]) -> None:
+    """PlanError for what a node lacks on which a run could be."""
+    from tune_study import node_checks
+
+    answers = node_checks.check_nodes(plan, cluster.usable(nodes, plan.base.trainer.n_gpus_per_node))
+    card = None if asked.gpu_memory_gib else node_checks.smallest_card(answers)
+    memory = memory_plan.plan_memory(
+        plan, allotment, card or memory_plan.find_card(asked.gpu_memory_gib, ()), os.environ
+    )
+    if memory is not None:
+        memory_plan.check_fits(memory, plan.study)
+    scratch = None if plan.storage is None else disk.scratch_bytes(room)
+    node_checks.check_room(answers, allotment.a_node, scratch, 0 if memory is None else memory.host)
