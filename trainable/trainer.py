@@ -160,7 +160,8 @@ class PPOTrainer:
         """Every room `copies` times. Ranks play some rooms each, with the draws that one rank alone would give them."""
         block = my_block(len(rooms), self.world)
         mine = [rooms[number] for number in block]
-        draws, sampling = skipped_children(draws, block.start * copies), self._sampling(temperature)
+        draws = skipped_children(draws, block.start * copies)
+        sampling = SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
         with self.engine.sampling():
             played = play(
                 mine, copies, self.engine.sampler, self.protocol, self.codec, self.rules, sampling, draws
@@ -171,9 +172,6 @@ class PPOTrainer:
         return [*in_order(self.world.gather(
             [episode._replace(group=episode.group + block.start) for episode in played]
         ))]  # fmt: skip
-
-    def _sampling(self, temperature: float) -> SamplingParams:
-        return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
 
     def _update(self, episodes: list[Episode], kept: Kept, row: Row) -> list[Row]:
         """Make the batch, its targets, and all optimizer steps; the lines of the gradient analysis, where it is due."""
