@@ -160,8 +160,7 @@ class PPOTrainer:
         """Every room `copies` times. Ranks play some rooms each, with the draws that one rank alone would give them."""
         block = my_block(len(rooms), self.world)
         mine = [rooms[number] for number in block]
-        draws = skipped_children(draws, block.start * copies)
-        sampling = SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
+        draws, sampling = skipped_children(draws, block.start * copies), self._sampling(temperature)
         with self.engine.sampling():
             played = play(
                 mine, copies, self.engine.sampler, self.protocol, self.codec, self.rules, sampling, draws
@@ -172,6 +171,9 @@ class PPOTrainer:
         return [*in_order(self.world.gather(
             [episode._replace(group=episode.group + block.start) for episode in played]
         ))]  # fmt: skip
+
+    def _sampling(self, temperature: float) -> SamplingParams:
+        return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
 
     def _update(self, episodes: list[Episode], kept: Kept, row: Row) -> list[Row]:
         """Make the batch, its targets, and all optimizer steps; the lines of the gradient analysis, where it is due."""
@@ -234,11 +236,9 @@ class PPOTrainer:
         """Count the optimizer steps that were skipped; NonFiniteError where the run cannot go on."""
         skipped = row["nonfinite_updates"] = sum(meter.skipped for meter in meters)
         self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
-        check_finite(
-            self.step_index, self.nonfinite_in_a_row, self.config.trainer.nonfinite_patience,
-            [name for meter in meters for name in meter.nonfinite],
-            [name for backend in self.backends.values() for name in backend.bad_weights()],
-        )  # fmt: skip
+        names = [name for meter in meters for name in meter.nonfinite]
+        broken = [name for backend in self.backends.values() for name in backend.bad_weights()]
+        check_finite(self.step_index, self.nonfinite_in_a_row, self.config.trainer.nonfinite_patience, names, broken)
 
     def actor_update(self) -> ActorUpdate:
         """The policy's losses and optimizer, as they are now."""
@@ -313,9 +313,8 @@ class PPOTrainer:
         return found
 
     def _close(self, row: Row) -> list[Evaluation]:
-        greedy = self.evaluate("val", "greedy")
-        row["val_greedy_success"] = greedy.success
-        found = [greedy]
+        found = [self.evaluate("val", "greedy")]
+        row["val_greedy_success"] = found[0].success
         if self.test_rooms:
             for mode, column in (("sampled", "test_success"), ("greedy", "test_greedy_success")):
                 found.append(self.evaluate("test", mode))
