@@ -152,3 +152,4 @@ def test_what_another_rank_met_is_the_trials_error(tmp_path: Path, gpus: None) -
     found = _cause([is_cut_off.remote(), fails.remote()], RuntimeError("Connection closed by peer"))
     assert isinstance(found, ValueError)
     assert "the shape does not fit" in str(found)
+    assert found.__notes__ == ["(on rank 2 of 3)"]
