@@ -4,8 +4,12 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.s3_server import s3_server
+
+settings.register_profile("unhurried", deadline=None)  # how long an example takes is the machine's affair
+settings.load_profile("unhurried")
 
 
 def pytest_configure() -> None:

@@ -277,8 +277,8 @@ class TrainerConfig(Section):
     def _only_dealt_weights_can_be_offloaded(self) -> Self:
         if self.offload_parameters and self.zero_stage != 3:
             raise ValueError(
-                f"offload_parameters needs zero_stage=3, where each rank keeps a part of the weights; zero_stage is "
-                f"{self.zero_stage}"
+                f"offload_parameters True needs zero_stage=3, where each rank keeps a part of the weights; zero_stage "
+                f"is {self.zero_stage}"
             )
         return self
 

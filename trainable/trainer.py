@@ -229,11 +229,9 @@ class PPOTrainer:
         """Count the optimizer steps that were skipped; NonFiniteError where the run cannot go on."""
         skipped = row["nonfinite_updates"] = sum(meter.skipped for meter in meters)
         self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
-        check_finite(
-            self.step_index, self.nonfinite_in_a_row, self.config.trainer.nonfinite_patience,
-            [name for meter in meters for name in meter.nonfinite],
-            [name for backend in self.backends.values() for name in backend.bad_weights()],
-        )  # fmt: skip
+        names = [name for meter in meters for name in meter.nonfinite]
+        broken = [name for backend in self.backends.values() for name in backend.bad_weights()]
+        check_finite(self.step_index, self.nonfinite_in_a_row, self.config.trainer.nonfinite_patience, names, broken)
 
     def actor_update(self) -> ActorUpdate:
         """The policy's losses and optimizer, as they are now."""
@@ -308,9 +306,8 @@ class PPOTrainer:
         return found
 
     def _close(self, row: Row) -> list[Evaluation]:
-        greedy = self.evaluate("val", "greedy")
-        row["val_greedy_success"] = greedy.success
-        found = [greedy]
+        found = [self.evaluate("val", "greedy")]
+        row["val_greedy_success"] = found[0].success
         if self.test_rooms:
             for mode, column in (("sampled", "test_success"), ("greedy", "test_greedy_success")):
                 found.append(self.evaluate("test", mode))

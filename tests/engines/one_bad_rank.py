@@ -18,8 +18,9 @@ def check(rank: int, stage: int, meeting: Path) -> None:
     """AssertionError unless both ranks skip a step and make the next one."""
     torch.set_num_threads(1)
     world = connect(rank, 2, meeting)
-    backend = Zero("optimizer", {"actor": random_model(shape())}, [1e-3], OptimConfig(), TrainerConfig(
-        zero_stage=stage), world)  # fmt: skip
+    own = random_model(shape())
+    backend = Zero("optimizer", {"actor": own}, [1e-3], OptimConfig(), TrainerConfig(zero_stage=stage), world)
+    check_whole(backend, own, stage)
     model, tokens = backend.networks["actor"], torch.arange(6)[None]
     assert isinstance(model, Qwen2)
 
@@ -38,6 +39,15 @@ def check(rank: int, stage: int, meeting: Path) -> None:
         changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
         assert bool(changed) == (skipped < steps and rank == 0), changed  # rank 0 keeps the state
     leave(meeting)
+
+
+def check_whole(backend: Zero, own: Qwen2, stage: int) -> None:
+    """AssertionError unless the run's own network has all of its weights within `whole`, and in stage 3 there alone."""
+    wanted = random_model(shape()).state_dict()
+    for _ in range(2):
+        assert all((weight.numel() == 0) == (stage == 3) for weight in own.parameters())
+        with backend.whole(), backend.whole():
+            assert all(torch.equal(value, wanted[name]) for name, value in own.state_dict().items())
 
 
 if __name__ == "__main__":

@@ -80,6 +80,19 @@ def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None,
             assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: make test-engines")
+def test_vllm_samples_on_every_rank_from_weights_that_are_dealt_out(tmp_path: Path, gpus: None) -> None:
+    rows, result = run(tmp_path, **{
+        "trainer.zero_stage": 3, "rollout.name": "vllm", "rollout.max_model_len": 256,
+    })  # fmt: skip
+    assert result.error is None
+    assert len(rows) == 2
+    for row in rows:
+        assert row["optimizer_steps"] > 0
+        assert row["engine_gap_mean"] < 1e-4
+        assert row["engine_effective_share"] > 0.999
+
+
 def test_a_rank_that_dies_ends_the_trial_with_its_cause_and_the_rows_stay(tmp_path: Path, gpus: None) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     with _rank_killed_when(lambda: path.exists() and path.read_text().count("\n") >= 2):
@@ -139,3 +152,4 @@ def test_what_another_rank_met_is_the_trials_error(tmp_path: Path, gpus: None) -
     found = _cause([is_cut_off.remote(), fails.remote()], RuntimeError("Connection closed by peer"))
     assert isinstance(found, ValueError)
     assert "the shape does not fit" in str(found)
+    assert found.__notes__ == ["(on rank 2 of 3)"]

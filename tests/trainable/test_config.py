@@ -137,6 +137,8 @@ def test_an_unknown_key_of_a_section_lists_the_section() -> None:
         ("rollout_filter_value", 1.5, "in (0, 1]"),
         ("rollout_filter_strategy", "best", "'top_p', 'top_k'"),
         ("actor.ppo_micro_batch_size_per_gpu", 5, "does not divide"),
+        ("trainer.zero_stage", 4, "3"),
+        ("trainer.offload_parameters", True, "needs zero_stage=3"),
         ("test_env_groups", 513, "less than or equal to 512"),
         ("rollout_filter_include_zero", "perhaps", "boolean"),
     ],

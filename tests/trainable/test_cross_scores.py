@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.scripted import random_model, shape
+from trainable.backend.world import Alone
 from trainable.cross_scores import cross_scores
 from trainable.policy import load_policy
 from trainable.qwen2 import Qwen2
@@ -248,3 +249,15 @@ def test_the_shipped_policy_is_scored_as_its_whole_sequences_are() -> None:
     found = cross_scores(model, prompts, thoughts).sums
     close(found, naive(model, prompts, thoughts))
     assert (found < 0).all()
+
+
+@pytest.mark.parametrize("size", [2, 3, 9])
+def test_what_ranks_score_sums_to_all_of_it(grouped: Qwen2, size: int) -> None:
+    rng = np.random.default_rng(4)
+    prompts, thoughts = drawn(rng, 5, 8), alike(rng, 6, 5)  # more ranks than prompts too
+    whole = cross_scores(grouped, prompts, thoughts)
+    parts = [cross_scores(grouped, prompts, thoughts, world=Alone(rank, size)) for rank in range(size)]
+    held = torch.stack([part.sums != 0 for part in parts]).sum(0)
+    assert bool((held == 1).all())  # each by one rank
+    torch.testing.assert_close(torch.stack([part.sums for part in parts]).sum(0), whole.sums, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(part.lengths, whole.lengths) for part in parts)

@@ -42,7 +42,7 @@ def shifted(episodes: list[Episode], by: float) -> list[Episode]:
 def test_columns_are_of_the_difference_and_too_large_a_one_ends_the_run() -> None:
     trainer = quiet()
     episodes = played(trainer)
-    assert SharedWeights(trainer.model).compared(episodes, 1) == {}
+    assert SharedWeights(trainer.model, trainer.backends["actor"].whole).compared(episodes, 1) == {}
     engine = Vllm.__new__(Vllm)
     engine.config = trainer.config
     row = engine.compared(shifted(episodes, 0.01), 1)

@@ -10,6 +10,7 @@ from tests.scripted import random_model
 from tests.scripted import shape as torch_shape
 from tests.trainers import quiet
 from trainable.algo import vocabulary
+from trainable.backend import zero
 from trainable.config import RunConfig, with_overrides
 from trainable.lora import adapted
 from trainable.policy import frozen, frozen_copy
@@ -176,6 +177,7 @@ def test_a_block_with_adapters_keeps_what_autograd_saves(dtype: str, sizes: dict
 def test_constants_are_those_of_the_trainer() -> None:
     assert TOKENS_A_PASS["cuda"] == memory.TOKENS_A_PASS
     assert memory.CHUNK_ELEMENTS == vocabulary.CHUNK_ELEMENTS
+    assert (memory.DEALT_BUCKET, memory.LIVE) == (zero.DEALT_BUCKET, zero.LIVE)
     assert EngineSettings(torch.device("cuda"), "bfloat16", 3600).max_num_seqs == memory.VLLM_ROWS
 
 

@@ -154,6 +154,7 @@ def _cause(doing: list[Any], own: Exception) -> Exception:
             ray.get(result) if result in done else None
         except ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
+            cause.add_note(f"(on rank {rank} of {len(doing) + 1})")
             (cut_off if isinstance(cause, RuntimeError) else told).append(cause)
         except Exception as error:
             ended.append(RuntimeError(f"rank {rank} of {len(doing) + 1} has ended: {str(error).strip()}"))
