@@ -119,12 +119,12 @@ class StudyFrames:
         Made in one pass over `rooms`, which has a row an episode: hundreds of thousands in a grid.
         """
         rooms = self.rooms[self.rooms["split"] == "val"]
-        done = rooms["run_id"].map(self.trials.set_index("run_id")["steps_done"]).astype(NUMBER)
+        done = rooms["run_id"].map(self.trials.set_index("run_id")["steps_done"])
         rooms = rooms[rooms["step"] <= done]
         last = rooms.groupby(["run_id", "mode"])["step"].transform("max")
         ends = rooms[(rooms["step"] == last) | (rooms["step"] == 0)]
         names = ["run_id", "mode", "step"]
-        means = ends.groupby([*names, "room"]).agg(success=("success", "mean"), cluster=("cluster", "first"))
+        means: Any = ends.groupby([*names, "room"]).agg(success=("success", "mean"), cluster=("cluster", "first"))
         found: dict[tuple[str, str], dict[int, pd.DataFrame]] = {}
         for (run_id, mode, step), rows in means.groupby(level=names, sort=True):
             found.setdefault((run_id, mode), {})[int(step)] = rows.droplevel(names)
