@@ -62,8 +62,10 @@ def name(setting: str) -> str:
 
 
 def level(value: Any) -> str:
-    """A factor's value as a label: 0.001, 0, 6, mse."""
-    return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+    """A factor's value as a label: 0.001, 0, 6, mse, on, off."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def find(frames: StudyFrames) -> Grid | None:
@@ -104,9 +106,10 @@ def _levels(values: Any) -> tuple[Any, ...]:
 
 
 def members(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
-    """One row a run and panel that it belongs to: run_id, arm, seed, status, each factor, panel, shared, and measures.
+    """One row a run and panel of its own: run_id, arm, seed, status, each factor, panel, shared, home, and measures.
 
-    shared: the run is shown in several panels, as it has no KL loss whose type could matter. Measures: `success` at the
+    shared: the run is shown in several panels, as it has no KL loss whose type could matter; home: in the one that its
+    configuration names. Measures: `success` at the
     end (as scored), and `entropy` (nats), `reward_std` (reward), `kl_to_reference` (nats) as means over the last
     quarter of the run's own steps; missing where the run is not scored.
     """
@@ -118,7 +121,7 @@ def members(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     for measure in MEASURES[1:]:
         table[measure] = table["run_id"].map(_late_means(frames, measure))
     table.loc[~table["status"].isin(SCORED), list(MEASURES)] = float("nan")
-    table = table.assign(shared=False).dropna(subset=list(grid.levels))
+    table = table.assign(shared=False, home=True).dropna(subset=list(grid.levels))
     for setting, other in IDLE.items():
         if setting in grid.panels and other in grid.levels:
             table = _in_every_panel(table, setting, other, grid)
@@ -137,8 +140,10 @@ def _late_means(frames: StudyFrames, column: str) -> "pd.Series[float]":
 def _in_every_panel(table: pd.DataFrame, setting: str, other: str, grid: Grid) -> pd.DataFrame:
     """Rows whose `setting` is idle, as `other` is 0, once for each of its values."""
     idle = table[other] == 0
-    parts = [table[~idle], *(table[idle].assign(**{setting: value, "shared": True}) for value in grid.levels[setting])]
-    return pd.concat(parts)
+    own = table.loc[idle, setting]
+    copies = [table[idle].assign(**{setting: value, "shared": True, "home": own == value})
+              for value in grid.levels[setting]]  # fmt: skip
+    return pd.concat([table[~idle], *copies])
 
 
 def curves(frames: StudyFrames, grid: Grid, table: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -188,7 +193,7 @@ def _cell(grid: Grid, runs: pd.DataFrame) -> dict[str, Any]:
 
 
 def arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
-    """A short name for each arm, from its place in the grid: `filter 0.8, KL 0.01, entropy 0`.
+    """A short name for each arm, from its place in the grid: `filter 0.8 · KL 0.01 · entropy 0`.
 
     Arms of one point, which differ in nothing, keep their own names beside it.
     """
@@ -204,7 +209,7 @@ def _arm_label(grid: Grid, row: dict[str, Any]) -> str:
     idle = {setting for setting, other in IDLE.items() if other in row and row[other] == 0}
     parts = [grid.label(setting, row[setting]) for setting in grid.levels if setting not in idle]
     order = [grid.label(setting, row[setting]) for setting in (*grid.panels, grid.x, grid.y)]
-    return ", ".join(part for part in order if part and part in parts)
+    return " · ".join(part for part in order if part and part in parts)
 
 
 def renamed(frames: StudyFrames, labels: dict[str, str]) -> StudyFrames:

@@ -113,12 +113,17 @@ def _map(
 def _write(axes: Any, x: int, y: int, row: Any, value: float, color: str) -> None:
     """A cell's number, or why it has none; with a cross where a rule stopped one of its runs."""
     text = cell_text(row.state, row.early_stopped, row.scored, row.runs, value)
-    red, green, blue = mpl.colors.to_rgb(color)
-    dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
-    written = axes.text(
-        x, y, text, ha="center", va="center", fontsize=7.6, color="white" if dark else INK, linespacing=0.95
-    )
+    size = 7.6 if len(text) <= 6 or "\n" in text else 6.4
+    written = axes.text(x, y, text, ha="center", va="center", fontsize=size, color=ink_on(color), linespacing=0.95)
     written.set_in_layout(False)
+
+
+def ink_on(color: str) -> str:
+    """White or black, whichever has the larger contrast ratio on `color` (relative luminance as in WCAG 2)."""
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4
+                        for part in mpl.colors.to_rgb(color))  # fmt: skip
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
 
 
 def cell_text(state: str, stopped: int, scored: int, runs: int, value: float) -> str:
@@ -132,9 +137,9 @@ def cell_text(state: str, stopped: int, scored: int, runs: int, value: float) ->
 
 
 def short(value: float) -> str:
-    """A number with two to three digits that fits into a cell: .53, 1.24, 12, 4e-4."""
+    """A number with two to three digits that fits into a cell: 0.53 as .53, 1.24, 12.3, 4.1e-4."""
     if value != 0 and abs(value) < 0.0095:
-        return f"{value:.0e}".replace("e-0", "e-")
+        return f"{value:.1e}".replace("e-0", "e-")
     text = f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"
     return text.replace("0.", ".", 1) if abs(value) < 1 else text
 
@@ -146,7 +151,7 @@ def _map_legend(figure: Figure, table: pd.DataFrame) -> None:
         handles.append(Patch(facecolor="white", edgecolor=STOPPED, linewidth=1.8, label=told))
     if (table["scored"] == 0).any():
         handles.append(Patch(facecolor=WITHOUT, label="no scored run: its status"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=8)
 
 
 def draw_curves(grid: Grid, table: pd.DataFrame, label: str) -> Figure:
