@@ -171,25 +171,24 @@ def cells(grid: Grid, table: pd.DataFrame) -> pd.DataFrame:
     measure the mean over scored runs, the std (ddof 1; missing below two), the least and the largest. state: "scored",
     "stopped" where a rule stopped a scored run, or without a scored run the status of most concern.
     """
-    rows = [_cell(grid, runs) for _, runs in table.groupby(["panel", grid.y, grid.x], sort=True)]
-    found = pd.DataFrame(rows)
-    order = {panel: place for place, panel in enumerate(panels(grid, table)["panel"])}
-    return found.sort_values("panel", key=lambda names: names.map(order), kind="stable").reset_index(drop=True)
-
-
-def _cell(grid: Grid, runs: pd.DataFrame) -> dict[str, Any]:
-    first, scored = records(runs)[0], runs[runs["status"].isin(SCORED)]
-    stopped = int((scored["status"] == "early_stopped").sum())
-    unscored = next((status for status in _UNSCORED if (runs["status"] == status).any()), "")
-    row = {"panel": first["panel"], **{setting: first[setting] for setting in grid.panels}}
-    row |= {"x": float(first[grid.x]), "y": float(first[grid.y]), "arms": ", ".join(dict.fromkeys(runs["arm"]))}
-    row |= {"runs": len(runs), "scored": len(scored), "early_stopped": stopped, "shared": bool(runs["shared"].all())}
-    row["state"] = ("stopped" if stopped else "scored") if len(scored) else unscored
+    ranked = table.assign(
+        scored=table["status"].isin(SCORED),
+        early_stopped=table["status"] == "early_stopped",
+        concern=table["status"].map({status: place for place, status in enumerate(_UNSCORED)}),
+    )
+    points = ranked.groupby(["panel", grid.y, grid.x], sort=True)
+    found = points[[*grid.panels, "shared"]].first()
+    found["arms"] = points["arm"].agg(lambda arms: ", ".join(dict.fromkeys(arms)))
+    found = found.assign(runs=points.size(), **{name: points[name].sum() for name in ("scored", "early_stopped")})
+    words = points["concern"].min().map(dict(enumerate(_UNSCORED)))
+    found["state"] = words.mask(found["scored"] > 0, "scored").mask(found["early_stopped"] > 0, "stopped")
     for measure in MEASURES:
-        values = scored[measure].dropna()
-        row |= {measure: values.mean() if len(values) else float("nan"), f"{measure}_std": values.std(ddof=1)}
-        row |= {f"{measure}_low": values.min(), f"{measure}_high": values.max()}
-    return row
+        found[[measure, f"{measure}_std", f"{measure}_low", f"{measure}_high"]] = points[measure].agg(
+            ["mean", "std", "min", "max"]
+        )
+    order = {panel: place for place, panel in enumerate(panels(grid, table)["panel"])}
+    found = found.reset_index().rename(columns={grid.x: "x", grid.y: "y"}).astype({"x": float, "y": float})
+    return found.sort_values("panel", key=lambda names: names.map(order), kind="stable").reset_index(drop=True)
 
 
 def arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:

@@ -149,7 +149,7 @@ def _trend_sentence(row: dict[str, Any]) -> str:
     within = interval(row["rho_low"], row["rho_high"], 2) or NO_INTERVAL
     stopped = f"{row['early_stopped']} of them stopped by a rule" if row["early_stopped"] else "none stopped"
     return (
-        f"Under {row['form']} KL to the reference {verb} with the coefficient: mean rank correlation "
+        f"Under the loss {row['form']}, KL to the reference {verb} with the coefficient: mean rank correlation "
         f"{signed(row['rho'], 2)} {within} over {row['sets']} sets alike in all else, {row['runs']} runs "
         f"({stopped}), permutation {p_value(row['p'])}; {row['kl_smallest']:.2g} nats at {row['smallest']:g}, "
         f"{row['kl_largest']:.2g} at {row['largest']:g}."

@@ -64,7 +64,7 @@ def draw_heat_maps(grid: Grid, table: pd.DataFrame, measure: str, label: str, *,
         _remove_unused(axes, placed)
         for panel, place in placed.places.items():
             _map(axes[place], table[table["panel"] == panel], (xs, ys), measure, norm)
-            axes[place].set_title(panel, loc="left", fontweight="bold")
+            axes[place].set_title(panel, loc="left", fontweight="bold", fontsize=8.2)
             axes[place].tick_params(labelbottom=True, length=0)
         colors = mpl.cm.ScalarMappable(norm, _MAP)
         used = [axes[place] for place in placed.places.values()]
@@ -163,7 +163,7 @@ def draw_curves(grid: Grid, table: pd.DataFrame, label: str) -> Figure:
         axes = figure.subplots(placed.rows, placed.columns, sharex=True, sharey=True, squeeze=False)
         for panel, place in placed.places.items():
             _lines(axes[place], table[table["panel"] == panel], colors)
-            axes[place].set_title(panel, loc="left", fontweight="bold")
+            axes[place].set_title(panel, loc="left", fontweight="bold", fontsize=8.2)
             axes[place].tick_params(labelbottom=True)
         first = axes[next(iter(placed.places.values()))]
         margin = 0.04 * (table["value"].max() - min(0.0, table["value"].min()) or 1.0)

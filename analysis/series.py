@@ -1,5 +1,6 @@
 """The tables that follow training: curves, kept groups, survival, equal budgets, and rows that must agree."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -127,8 +128,10 @@ def equal_budget(frames: StudyFrames) -> pd.DataFrame:
     The amount is the smallest that a completed run used up. Success is interpolated between a run's validations; a run
     that a rule stopped before it keeps its last value. Means over scored runs. Without a completed run: empty.
     """
-    scored = single(frames).trials[frames.trials["status"].isin(SCORED)]
+    scored = single(frames).trials.loc[frames.trials["status"].isin(SCORED), ["arm", "run_id", "status", *BUDGETS]]
     completed = scored[scored["status"] == "completed"]
+    measured = frames.steps[["val_success", "base_val_success"]].notna().any(axis=1)
+    frames = replace(frames, steps=frames.steps.loc[measured, ["run_id", "val_success", "base_val_success", *BUDGETS]])
     rows = []
     for budget in BUDGETS:
         amount = float(completed[budget].min()) if len(completed) else float("nan")
@@ -155,7 +158,8 @@ def consistency(frames: StudyFrames) -> pd.DataFrame:
 
     frames may hold several studies: KL 0 of one sweep is entropy 0 of another. A run is named study/run_id.
     """
-    trials = frames.trials[frames.trials["status"].isin(SCORED) & (frames.trials["config_hash"] != "")]
+    kept = frames.trials["status"].isin(SCORED) & (frames.trials["config_hash"] != "")
+    trials = frames.trials.loc[kept, ["config_hash", "seed", "study", "run_id"]]
     rows = []
     for (_, seed), runs in trials.groupby(["config_hash", "seed"], sort=False):
         for a, b in combinations(records(runs), 2):
