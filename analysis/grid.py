@@ -214,7 +214,7 @@ def _arm_label(grid: Grid, row: dict[str, Any]) -> str:
 def renamed(frames: StudyFrames, labels: dict[str, str]) -> StudyFrames:
     """The frames with each arm called by its label, also where study.json names arms."""
     parts = {part: getattr(frames, part) for part in FRAMES}
-    named = {part: frame.assign(arm=[labels.get(arm, arm) for arm in frame["arm"]]) for part, frame in parts.items()}
+    named = {part: frame.assign(arm=frame["arm"].map(labels).fillna(frame["arm"])) for part, frame in parts.items()}
     study = dict(frames.studies[0])
     study["baseline"] = labels.get(study.get("baseline", ""), study.get("baseline", ""))
     return replace(frames, **named, study=study)

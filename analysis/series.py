@@ -147,9 +147,9 @@ def equal_budget(frames: StudyFrames) -> pd.DataFrame:
 def _success_at(frames: StudyFrames, run_id: str, budget: str, amount: float) -> float:
     """A run's validation success when it had used `amount`, linear between validations, flat after the last."""
     steps = frames.steps_of(run_id)
-    base = steps.loc[steps["base_val_success"].notna(), "base_val_success"].to_list()[:1]
-    validated = steps.loc[steps["val_success"].notna() & steps[budget].notna(), [budget, "val_success"]]
-    curve = dict([*((0.0, value) for value in base), *validated.itertuples(index=False, name=None)])
+    base = steps["base_val_success"].dropna().to_list()[:1]
+    points = steps[[budget, "val_success"]].to_numpy(dtype=float)
+    curve = dict([*((0.0, value) for value in base), *points[~np.isnan(points).any(axis=1)].tolist()])
     return float(np.interp(amount, list(curve), list(curve.values()))) if curve else float("nan")
 
 

@@ -1,8 +1,9 @@
-"""The smoke grid as a folder on disk, with made-up outcomes: k1 does not anchor in it, large entropy bonuses collapse."""
+"""The smoke grid on disk with made-up outcomes: k1 does not anchor in it, large entropy bonuses collapse."""
 
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +41,8 @@ def made_runs(
     named = smoke_arms(kl_types)
     runs = [_made(name, settings, seed, steps, anchor) for name, settings in named.items() for seed in range(seeds)]
     if len(runs) > 20:
-        runs[5] = MadeRun(runs[5].arm, status="failed", steps=4, reason="RuntimeError", settings=runs[5].settings)
-        runs[6] = MadeRun(runs[6].arm, status="", steps=0, settings=runs[6].settings)
+        runs[5] = replace(runs[5], status="failed", steps=4, reason="RuntimeError", stop=None)
+        runs[6] = replace(runs[6], status="", steps=0, stop=None)
     return runs
 
 
