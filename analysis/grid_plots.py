@@ -138,7 +138,9 @@ def cell_text(state: str, stopped: int, scored: int, runs: int, value: float) ->
 
 def short(value: float) -> str:
     """A number with two to three digits that fits into a cell: 0.53 as .53, 1.24, 12.3, 4.1e-4."""
-    if value != 0 and abs(value) < 0.0095:
+    if value == 0:
+        return "0"
+    if abs(value) < 0.0095:
         return f"{value:.1e}".replace("e-0", "e-")
     text = f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"
     return text.replace("0.", ".", 1) if abs(value) < 1 else text
