@@ -119,8 +119,8 @@ class StudyFrames:
         Made in one pass over `rooms`, which has a row an episode: hundreds of thousands in a grid.
         """
         rooms = self.rooms[self.rooms["split"] == "val"]
-        done = rooms["run_id"].map(self.trials.set_index("run_id")["steps_done"])
-        rooms = rooms[rooms["step"] <= done]
+        done: Any = rooms["run_id"].map(self.trials.set_index("run_id")["steps_done"])
+        rooms = rooms[rooms["step"] <= done.astype(NUMBER)]
         last = rooms.groupby(["run_id", "mode"])["step"].transform("max")
         ends = rooms[(rooms["step"] == last) | (rooms["step"] == 0)]
         names = ["run_id", "mode", "step"]

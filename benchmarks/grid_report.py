@@ -1,6 +1,6 @@
 """Seconds that the report of a grid takes, 68 and 164 arms of 50 steps and 512 rooms, as one JSON object.
 
-Rows are made up (tests/grid_folders.py), tables are read from parquet as after a run. CPU seconds and wall seconds of one
+Rows are made up (tests/grid_folders.py), tables are read from parquet as after a run. CPU and wall seconds of one
 `analysis.report.write_report` each. Run from the root: PYTHONPATH=. python benchmarks/grid_report.py
 """
 
