@@ -62,19 +62,11 @@ def basis(seeds: int) -> str:
 
 
 def by_room(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled") -> dict[Point, pd.DataFrame]:
-    """The first and the last validation of each of `runs`: success of each room (index room; mean, cluster).
-
-    The first is that before training. The last is the last one no later than the run's last step.
-    """
-    done = runs.set_index("run_id")["steps_done"]
-    rooms = frames.rooms[(frames.rooms["split"] == "val") & (frames.rooms["mode"] == mode)]
-    rooms = rooms[rooms["run_id"].isin(done.index)]
-    rooms = rooms[rooms["step"] <= rooms["run_id"].map(done).astype("float64")]
-    last = rooms.groupby("run_id")["step"].transform("max")
-    evaluations: Any = rooms[(rooms["step"] == last) | (rooms["step"] == 0)].groupby(["run_id", "step"], sort=True)
+    """The first and the last validation of each of `runs`: success of each room; see `StudyFrames.validations`."""
     return {
-        Point(run_id, int(step)): rows.groupby("room").agg(success=("success", "mean"), cluster=("cluster", "first"))
-        for (run_id, step), rows in evaluations
+        Point(run_id, step): rooms
+        for run_id in sorted(runs["run_id"])
+        for step, rooms in frames.validations.get((run_id, mode), {}).items()
     }
 
 
@@ -151,9 +143,8 @@ def auc(frames: StudyFrames, runs: pd.DataFrame) -> "pd.Series[float]":
 
     A run that a rule stopped keeps its last value to the end.
     """
-    validated = frames.steps.loc[frames.steps["val_success"].notna(), ["run_id", "step", "val_success"]]
     needed = records(runs[["run_id", "base_val_success", "steps_total"]])
-    areas = [_area(validated[validated["run_id"] == run["run_id"]], run) for run in needed]
+    areas = [_area(frames.steps_of(run["run_id"])[["step", "val_success"]].dropna(), run) for run in needed]
     return pd.Series(areas, index=runs.index, dtype="float64")
 
 

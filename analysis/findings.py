@@ -10,6 +10,7 @@ from analysis.frames import StudyFrames, records
 from analysis.stats import Trend
 from analysis.verdicts import interval, p_value, share, signed, word
 
+LINE = 120
 _OUTCOMES = {
     "better": "Better than it",
     "worse": "Worse than it",
@@ -28,23 +29,34 @@ def headline(summary: pd.DataFrame) -> str:
     for outcome, words in _OUTCOMES.items():
         arms = summary.loc[summary["outcome"] == outcome, "arm"].to_list()
         if arms:
-            parts.append(f"{words}: arm{'s' if len(arms) > 1 else ''} {', '.join(arms)}.")
+            parts.append(f"{words}: {_by_name(arms)}.")
     partly = [f"{row['arm']} ({row['early_stopped']} of {row['early_stopped'] + row['completed']})"
               for row in records(summary) if row["early_stopped"] and row["completed"]]  # fmt: skip
-    parts += (
-        [f"Some runs stopped by a rule: arm{'s' if len(partly) > 1 else ''} {', '.join(partly)}."] if partly else []
-    )
+    parts += [f"Some runs stopped by a rule: {_by_name(partly)}."] if partly else []
     return " ".join(parts)
+
+
+def _by_name(arms: list[str]) -> str:
+    """Arms by name where that is a line, else their number."""
+    listed = ", ".join(arms)
+    return (
+        f"{len(arms)} arms" if len(arms) > 1 and len(listed) > LINE else f"arm{'s' if len(arms) > 1 else ''} {listed}"
+    )
 
 
 def interval_basis(summary: pd.DataFrame) -> str:
     """Over what the arms' own intervals are; arms are named where they differ."""
     if summary.empty:
         return ""
-    found = summary[summary["gain_basis"] != ""].groupby("gain_basis", sort=False)["arm"].agg(", ".join).to_dict()
+    found = summary[summary["gain_basis"] != ""].groupby("gain_basis", sort=False)["arm"].agg(_listed).to_dict()
     if len(found) <= 1:
         return "".join(str(basis) for basis in found)
     return "; ".join(f"{arms}: {basis}" for basis, arms in found.items())
+
+
+def _listed(arms: "pd.Series[str]") -> str:
+    listed = ", ".join(arms)
+    return listed if len(arms) == 1 or len(listed) <= LINE else f"{len(arms)} arms"
 
 
 def statuses(trials: pd.DataFrame) -> str:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,34 @@ class StudyFrames:
         """study.json of each study, always as a list."""
         return self.study if isinstance(self.study, list) else [self.study]
 
+    @cached_property
+    def steps_by_run(self) -> dict[str, pd.DataFrame]:
+        """Rows of `steps` of each run that has some, in their order."""
+        return {str(run_id): rows for run_id, rows in self.steps.groupby("run_id", sort=False)}
+
+    def steps_of(self, run_id: str) -> pd.DataFrame:
+        """Rows of `steps` of one run; none for a run without a step."""
+        return self.steps_by_run.get(run_id, self.steps.iloc[:0])
+
+    @cached_property
+    def validations(self) -> dict[tuple[str, str], dict[int, pd.DataFrame]]:
+        """The first and last validation of each run by (run_id, mode), then by step: (index room; success, cluster).
+
+        The first is that before training, at step 0. The last is the last one no later than the run's last step.
+        Made in one pass over `rooms`, which has a row an episode: hundreds of thousands in a grid.
+        """
+        rooms = self.rooms[self.rooms["split"] == "val"]
+        done: Any = rooms["run_id"].map(self.trials.set_index("run_id")["steps_done"])
+        rooms = rooms[rooms["step"] <= done.astype(NUMBER)]
+        last = rooms.groupby(["run_id", "mode"])["step"].transform("max")
+        ends = rooms[(rooms["step"] == last) | (rooms["step"] == 0)]
+        names = ["run_id", "mode", "step"]
+        means: Any = ends.groupby([*names, "room"]).agg(success=("success", "mean"), cluster=("cluster", "first"))
+        found: dict[tuple[str, str], dict[int, pd.DataFrame]] = {}
+        for (run_id, mode, step), rows in means.groupby(level=names, sort=True):
+            found.setdefault((run_id, mode), {})[int(step)] = rows.droplevel(names)
+        return found
+
     def one(self, name: str) -> "StudyFrames":
         """The frames of the study called `name` in the `study` column."""
         names = [study["name"] for study in self.studies]
@@ -134,6 +163,8 @@ def typed(frame: pd.DataFrame, schema: dict[str, str]) -> pd.DataFrame:
 
 def _cast(values: Any, kind: str) -> Any:
     """A pandas Series as `kind`; missing text is empty text."""
+    if values.dtype == kind and not values.hasnans:
+        return values
     if kind == TEXT:
         return values.astype(object).where(values.notna(), "").astype(TEXT)
     if kind == TIME:

@@ -19,6 +19,7 @@ WORD_COLORS = ("#555555", "#a6761d", "#999999")
 GHOST = "#dcdcdc"
 INK = "#333333"
 MOST_NAMES = 12
+MOST_LETTERS = 60
 STYLE: Mapping[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -223,11 +224,13 @@ def name_lines(figure: Figure, colors: Mapping[str, str]) -> None:
 def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
     """Share of runs not stopped against the step; arms without a stop are one line. table: `series.stop_survival`."""
     with mpl.rc_context(dict(STYLE)):
-        figure = Figure(figsize=(8.0, 2.8), layout="constrained")
+        lines = table["arm"].nunique()
+        figure = Figure(figsize=(8.0, max(2.8, 0.6 + 0.19 * lines)), layout="constrained")
         axes = figure.add_subplot()
         never = table[table["stopped"] == 0]
         if len(never):
             names = ", ".join(dict.fromkeys(never["arm"]))
+            names = names if len(names) <= MOST_LETTERS else f"{never['arm'].nunique()} of {lines}"
             axes.plot([0, never["step"].max()], [1, 1], color="#999999", linewidth=1.5, label=f"never stopped: {names}")
         for arm, rows in table[table["stopped"] > 0].groupby("arm", sort=False):
             label = f"{arm}: {rows['stopped'].iloc[0]} of {rows['runs'].iloc[0]} stopped"

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import findings, gradient_plots, gradients, plots, series, tables, verdicts
+from analysis import findings, gradient_plots, gradients, grid, grid_page, plots, series, tables, verdicts
 from analysis.frames import Study, StudyFrames, records
 from analysis.load import load, study_folders
 
@@ -39,7 +39,8 @@ _CURVES = (
 def write_report(folder: Path | str, *, live: bool = False) -> Path:
     """Write report.html and figures/*.png into a results/<run> folder; returns the report's path.
 
-    The page needs no network and no script. live: the study's process still runs, so "running" is kept as a status.
+    The page needs no network and no script. A grid's tables are written beside its figures, as figures/*.csv.
+    live: the study's process still runs, so "running" is kept as a status.
     """
     folder = Path(folder)
     frames = load(folder, live=live)
@@ -48,6 +49,9 @@ def write_report(folder: Path | str, *, live: bool = False) -> Path:
     for name, figure in figures.items():
         figure.savefig(folder / "figures" / f"{name}.png", dpi=150)
         figure.set_layout_engine("none")  # laid out once; the page's copy is the same figure
+    found = grid.find(frames)
+    for name, table in grid_page.tables(frames, found) if found else ():
+        table.to_csv(folder / "figures" / f"{name}.csv", index=False)
     return _write(folder / "report.html", render_page(frames, figures))
 
 
@@ -85,6 +89,10 @@ def _write(path: Path, page: str) -> Path:
 
 def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
     """Every figure that the study has something to show in, by name: none of kept groups where all always are."""
+    found = grid.find(frames)
+    if found:
+        colors = plots.arm_colors(list(dict.fromkeys(frames.trials["arm"])))
+        return grid_page.draw_figures(frames, found) | _gradient_figures(frames, colors)
     dose = tables.dose_response(frames)
     if dose.empty:
         return {}
@@ -138,12 +146,19 @@ def _setting(frames: StudyFrames) -> str:
 
 
 def report_context(frames: StudyFrames, figures: Mapping[str, Figure]) -> dict[str, Any]:
-    """Everything that the template shows, by name; all numbers come from the tables."""
+    """Everything that the template shows, by name; all numbers come from the tables.
+
+    The arms of a grid are called by their points, and where an arm has no room of its own, by their panels.
+    """
+    found, recorded = grid.find(frames), frames
+    if found:
+        frames = grid.renamed(frames, grid.arm_labels(frames, found))
     summary = tables.arm_summary(frames)
     arms = records(summary)
     trend, page = tables.trend(frames, np.random.default_rng(PERMUTATION_SEED))
     return {
         "study": frames.studies[0],
+        "grid": grid_page.context(recorded, found, arms, PERMUTATION_SEED) if found else None,
         "arms": arms,
         "headline": findings.headline(summary),
         "statuses": findings.statuses(frames.trials),
@@ -152,16 +167,16 @@ def report_context(frames: StudyFrames, figures: Mapping[str, Figure]) -> dict[s
         "learning": [line for row in arms if row["is_baseline"] for line in findings.learning_sentences(row)],
         "caveats": findings.caveats(frames, summary),
         "stopped": [run for run in findings.run_list(frames) if run["status"] == "early_stopped"],
-        "kept": records(series.kept_groups(frames)),
+        "kept": records(series.kept_groups(grid_page.by_panel(recorded, found) if found else frames)),
         "budgets": _budget_rows(frames),
         "agreement": records(series.consistency(frames)),
         **_gradient_tables(frames),
         "runs": findings.run_list(frames),
         "settings": settings_rows(frames.studies[0]),
-        "arm_settings": findings.arm_settings(frames),
+        "arm_settings": [] if found else findings.arm_settings(frames),
         "room_sets": findings.room_sets(frames),
         "figures": {name: inline_svg(name, figure) for name, figure in figures.items()},
-        "captions": {name: caption for name, _, _, caption in _CURVES},
+        "captions": {**{name: caption for name, _, _, caption in _CURVES}, **grid_page.CAPTIONS},
         "budget_names": BUDGET_NAMES,
     }
 
@@ -265,6 +280,7 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {
         "share": verdicts.share,
         "signed": verdicts.signed,
+        "signed_number": verdicts.signed_number,
         "number": verdicts.number,
         "count": count,
         "duration": duration,

@@ -1,5 +1,6 @@
 """The tables that follow training: curves, kept groups, survival, equal budgets, and rows that must agree."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -127,8 +128,10 @@ def equal_budget(frames: StudyFrames) -> pd.DataFrame:
     The amount is the smallest that a completed run used up. Success is interpolated between a run's validations; a run
     that a rule stopped before it keeps its last value. Means over scored runs. Without a completed run: empty.
     """
-    scored = single(frames).trials[frames.trials["status"].isin(SCORED)]
+    scored = single(frames).trials.loc[frames.trials["status"].isin(SCORED), ["arm", "run_id", "status", *BUDGETS]]
     completed = scored[scored["status"] == "completed"]
+    measured = frames.steps[["val_success", "base_val_success"]].notna().any(axis=1)
+    frames = replace(frames, steps=frames.steps.loc[measured, ["run_id", "val_success", "base_val_success", *BUDGETS]])
     rows = []
     for budget in BUDGETS:
         amount = float(completed[budget].min()) if len(completed) else float("nan")
@@ -143,10 +146,10 @@ def equal_budget(frames: StudyFrames) -> pd.DataFrame:
 
 def _success_at(frames: StudyFrames, run_id: str, budget: str, amount: float) -> float:
     """A run's validation success when it had used `amount`, linear between validations, flat after the last."""
-    steps = frames.steps[frames.steps["run_id"] == run_id]
-    base = steps.loc[steps["base_val_success"].notna(), "base_val_success"].to_list()[:1]
-    validated = steps.loc[steps["val_success"].notna() & steps[budget].notna(), [budget, "val_success"]]
-    curve = dict([*((0.0, value) for value in base), *validated.itertuples(index=False, name=None)])
+    steps = frames.steps_of(run_id)
+    base = steps["base_val_success"].dropna().to_list()[:1]
+    points = steps[[budget, "val_success"]].to_numpy(dtype=float)
+    curve = dict([*((0.0, value) for value in base), *points[~np.isnan(points).any(axis=1)].tolist()])
     return float(np.interp(amount, list(curve), list(curve.values()))) if curve else float("nan")
 
 
@@ -155,7 +158,8 @@ def consistency(frames: StudyFrames) -> pd.DataFrame:
 
     frames may hold several studies: KL 0 of one sweep is entropy 0 of another. A run is named study/run_id.
     """
-    trials = frames.trials[frames.trials["status"].isin(SCORED) & (frames.trials["config_hash"] != "")]
+    kept = frames.trials["status"].isin(SCORED) & (frames.trials["config_hash"] != "")
+    trials = frames.trials.loc[kept, ["config_hash", "seed", "study", "run_id"]]
     rows = []
     for (_, seed), runs in trials.groupby(["config_hash", "seed"], sort=False):
         for a, b in combinations(records(runs), 2):

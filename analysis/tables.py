@@ -1,13 +1,14 @@
 """The tables of one study that compare its arms: one row an arm, or one a run."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from analysis.compare import SCORED, arms, auc, basis, difference, gain, level, outcomes, runs_of, single
-from analysis.frames import StudyFrames, records
+from analysis.frames import SCHEMAS, StudyFrames, records
 from analysis.stats import (
     Estimate,
     Trend,
@@ -46,6 +47,7 @@ def arm_summary(frames: StudyFrames) -> pd.DataFrame:
     of the mean to how a stopped run is scored: as 0, or left out. Costs are means over the scored runs.
     """
     baseline = single(frames).studies[0].get("baseline", "")
+    frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])  # settings cost time and are not asked for
     table = pd.DataFrame([_arm(frames, arm, baseline) for arm in arms(frames)])
     if table.empty:
         return table

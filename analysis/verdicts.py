@@ -35,6 +35,11 @@ def signed(value: float, decimals: int = 3) -> str:
     return "–" if np.isnan(value) else f"{value:+.{decimals}f}".replace("-", "−")
 
 
+def signed_number(value: float) -> str:
+    """A difference of any size with its sign and two digits, or a dash."""
+    return "–" if np.isnan(value) else f"{value:+.2g}".replace("-", "−")
+
+
 def interval(low: float, high: float, decimals: int = 3) -> str:
     """An interval of a difference in brackets, or nothing where there is none."""
     return "" if np.isnan(low) else f"[{signed(low, decimals)}, {signed(high, decimals)}]"

@@ -21,6 +21,7 @@ class MadeRun:
     """One run to write. success: sampled validation success before training and where its curve tends to.
 
     status "" writes no status.json. steps: rows written; the last is a validation. stop: rule, value, threshold.
+    settings: dotted fields of a named arm's configuration.
     """
 
     arm: str
@@ -32,6 +33,7 @@ class MadeRun:
     reason: str = ""
     stop: tuple[str, float, float] | None = None
     rows: Mapping[str, float | None] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def run_id(self) -> str:
@@ -76,6 +78,7 @@ def _config(run: MadeRun | None, made: MadeStudy) -> dict[str, Any]:
         overrides |= {"seed": run.seed}
         if run.arm.replace(".", "").lstrip("-").isdigit():
             overrides |= {"actor.use_kl_loss": True, made.setting: float(run.arm)}
+        overrides |= run.settings
     return with_overrides(RunConfig(), overrides).model_dump(mode="json")
 
 
