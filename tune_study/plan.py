@@ -128,9 +128,9 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
 
 
 def expand(study: Study, typed: Sequence[str]) -> tuple[str, ...]:
-    """The values that `typed` stand for: a group's name for its members, any other for itself; PlanError for no name.
+    """The values that `typed` stand for: a group's name for its members, any other for itself.
 
-    Each value counts once, though a name was typed twice or beside its group.
+    A value counts once, though it was typed beside its group. PlanError for no name, and for one that is given twice.
     """
     members, grid = study.axis.members, study.axis.grids["paper"]
     if not members:
@@ -141,6 +141,9 @@ def expand(study: Study, typed: Sequence[str]) -> tuple[str, ...]:
                 f"{study.axis.option} {shown(word)} is no group: type some of {','.join(members)}, or names of single "
                 f"runs as `python -m tune_study run {study.name} --dry-run` lists them."
             )
+    twice = [word for number, word in enumerate(typed) if word in typed[:number]]
+    if twice:
+        raise PlanError(f"{study.axis.option} has {shown(twice[0])} twice: give each group once.")
     wanted = {value for word in typed for value in members.get(word, (word,))}
     return tuple(value for value in grid if value in wanted)
 

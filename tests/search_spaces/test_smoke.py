@@ -118,7 +118,9 @@ def test_top_k_takes_a_count_of_groups(groups: int, counts: list[int]) -> None:
 def test_words_that_name_no_group_are_refused() -> None:
     study = find_study("smoke")
     single = "g3-smoke-ppo-sokoban-topk80-kl0-ent0-low_var_kl"
-    assert expand(study, [single, "3", "3"]) == expand(study, ["3"])
+    assert expand(study, [single, "3"]) == expand(study, ["3"])
+    with pytest.raises(PlanError, match="has 3 twice: give each group once"):
+        expand(study, ["3", "1", "3"])
     assert expand(study, [single]) == (single,)
     for word in ("6", "0", "g1", "g3-smoke-ppo-sokoban-topk80-kl0-ent0-mse"):
         with pytest.raises(PlanError, match=r"is no group: type some of 1,2,3,4,5, or names"):
