@@ -64,6 +64,7 @@ def test_the_run_is_completed_and_a_checkpoint_holds_adapters_alone(study: Path)
     assert json.loads((kept(study, 2) / "state.json").read_text())["base"]
 
 
+@pytest.mark.slow  # trainable/test_lora.py has the same of the trainer alone
 def test_resumed_from_its_first_state_it_ends_as_it_did(study: Path, tmp_path: Path) -> None:
     other = tmp_path / "out"
     shutil.copytree(study, other)
