@@ -159,6 +159,9 @@ def _end(between: str, tokenizer: Tokenizer, eos: str) -> tuple[str, str]:
         if token.special and between.startswith(token.content):
             left = between.removeprefix(token.content)
             return token.content, left.lstrip() if token.rstrip else left
+    later = between.lstrip()
+    if eos and later.startswith(eos):  # a blank stands before it: the model's own end takes the place of both
+        return eos, later.removeprefix(eos)
     return eos, between
 
 

@@ -17,7 +17,7 @@ from trainable.algo.vocabulary import CHUNK_ELEMENTS, logprobs_from_hidden, toke
 from trainable.batch import Batch, collate
 from trainable.config import RunConfig
 from trainable.language_model import LanguageModel
-from trainable.lora import hub_weights
+from trainable.lora import hub_weights, weight_names
 from trainable.policy import Policy
 from trainable.rollout.agreement import check_agreement, compare
 from trainable.rollout.episode import Episode
@@ -97,10 +97,16 @@ class Vllm:
     def __init__(
         self, config: RunConfig, policy: Policy, device: torch.device, prompt: list[int], context: int, whole: Whole
     ) -> None:
-        from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
+        from trainable.rollout.vllm_sampler import HEAD, EngineSettings, VllmSampler, hub_shapes
 
         self.config, self.model, self.device, self.prompt = config, policy.model, device, prompt
         self.whole = whole
+        unknown = weight_names(policy.model) - hub_shapes(policy.folder).keys() - {HEAD}
+        if unknown:
+            raise ValueError(
+                f"vLLM does not know {len(unknown)} tensors of this model by the names that training has, such "
+                f"as {min(unknown)}: sample with --set rollout.name=torch."
+            )
         share = min(1.0, config.trainer.n_gpus_per_node or 1.0)
         self.vllm = VllmSampler(policy.folder, EngineSettings(
             device, config.model.dtype, context, share * config.rollout.gpu_memory_utilization,
@@ -172,7 +178,7 @@ def reread(
     batch = Batch(*(part.to(device) for part in collate(episodes)))
     logprobs, entropies = torch.zeros_like(batch.logprobs), torch.zeros_like(batch.logprobs)
     lengths = batch.lengths.cpu()
-    for index in cut_by_tokens(lengths, rows_a_pass * int(lengths.max())):
+    for index in cut_by_tokens(lengths, rows_a_pass * int(lengths.max()), model.model.pads):
         part = batch.rows(index)
         numbers = model.lm_head(model.model.hidden_at(part.tokens, part.where()), partial(
             token_numbers, tokens=part.tokens[part.mask], temperature=temperature, entropy_gradient=False,

@@ -220,7 +220,8 @@ class _Probe:
         """Norm of the gradient, and value, of each term of one mini-batch's loss."""
         settings, longest = self.update.settings, self.batch.tokens.shape[1]
         micro = settings.ppo_micro_batch_size_per_gpu
-        cut = passes(self.batch, self.targets, index, settings.loss_agg_mode, micro, longest)
+        pads = self.update.model.model.pads
+        cut = passes(self.batch, self.targets, index, settings.loss_agg_mode, micro, longest, pads=pads)
         total: Gradients = {}
         losses: dict[str, float] = {}
         for gradients, terms in map(self._gradients, cut):
@@ -279,7 +280,8 @@ class _Probe:
         for cell in sorted(set(cells[chosen].tolist()))[world.rank :: world.size]:
             index = (cells == cell).nonzero().squeeze(-1)
             places = ((sums, cell // FOLDS), (whole, cell % FOLDS))
-            for part in weighted_passes(self.batch, self.targets, index, weights[index].float()):
+            pads = self.update.model.model.pads
+            for part in weighted_passes(self.batch, self.targets, index, weights[index].float(), pads):
                 gradients, score = self._gradients(part)[0], self._score(part)
                 for each, fold in places:
                     each.add(fold, gradients, score)

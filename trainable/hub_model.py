@@ -70,6 +70,11 @@ class HubTrunk(nn.Module):
         table: nn.Embedding = self.base.get_input_embeddings()
         return table
 
+    @property
+    def pads(self) -> bool:
+        """Rows are read as a rectangle."""
+        return True
+
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """What every pass runs under: nothing, where it computes in the type of its weights."""
         dtype = self.passes.dtype
@@ -141,6 +146,11 @@ class HubModel(nn.Module):
         self.lm_head = LanguageHead(shape.hidden_size, shape.vocab_size, bias=False, device="meta")
         self.lm_head.weight = head.weight
         self._hub_names = _hub_names(causal, self, set(names))
+        self._prefix = causal.base_model_prefix
+
+    def module_name(self, name: str) -> str:
+        """What transformers calls the module `name` of the trunk."""
+        return f"{self._prefix}.{name.removeprefix('model.base.')}"
 
     def hub_name(self, name: str) -> str:
         """What the model's files call the weight `name`; a tied head has a name of its own."""
@@ -172,7 +182,8 @@ def _hub_names(causal: Any, model: HubModel, in_files: set[str]) -> dict[str, st
         bare = hub.removeprefix(prefix)
         found[name] = bare if bare in in_files and hub not in in_files else hub
     left = in_files - set(found.values())
-    if len(left) == 1 and found["lm_head.weight"] not in in_files:  # GPT-NeoX's files have their own name for it
+    is_tied = causal.get_output_embeddings().weight is causal.get_input_embeddings().weight
+    if not is_tied and len(left) == 1 and found["lm_head.weight"] not in in_files:  # GPT-NeoX's files name it otherwise
         found["lm_head.weight"] = left.pop()
     return found
 
@@ -196,6 +207,8 @@ def load_hub_model(folder: Path, names: Iterable[str]) -> HubModel:
             f"or have another shape ({shown}). Fetch it again."
         )
     check_parts(causal, folder)
+    for weight in causal.parameters():
+        weight.data = weight.data.clone()  # they may be a map of the file, which could change under a run
     model = HubModel(causal.eval(), shape_of(causal, folder), names)
     check_exact(causal, model, folder)
     return model

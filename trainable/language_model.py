@@ -42,6 +42,11 @@ class Trunk(Protocol):
 
     passes: PassSettings
 
+    @property
+    def pads(self) -> bool:
+        """Whether `hidden_at` reads every row of a pass as far as the longest one."""
+        ...
+
     def hidden_at(self, tokens: Tensor, where: Tensor) -> Tensor:
         """Hidden states (N, hidden) at flat positions `where` (N,) of right-padded sequences `tokens` (B, T)."""
         ...

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trainable.policy import draw_head, value_model
 from trainable.qwen2 import Qwen2, Trunk, ValueModel
 from trainable.sections import ModelConfig
+from trainable.setting_types import LINEAR_LAYERS
 
 if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
     from trainable.hub_model import HubModel, HubTrunk, HubValueModel
@@ -82,6 +83,8 @@ def _targets(trunk: "Trunk | HubTrunk", wanted: str | tuple[str, ...]) -> list[s
         return linear
     ends = {name.rsplit(".", 1)[-1] for name in linear}
     missing = [name for name in wanted if name not in ends]
+    if missing and not ends & set(LINEAR_LAYERS):
+        raise ValueError("This model's linear layers have other names: set model.lora_target_modules=all-linear.")
     if missing:
         raise ValueError(
             f"This model has no linear layer {missing[0]}: give model.lora_target_modules some of "
@@ -116,17 +119,23 @@ def hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
     return ((model.hub_name(name), weight) for name, weight in merged(model))
 
 
+def weight_names(model: "Qwen2 | HubModel") -> set[str]:
+    """The names of what `hub_weights` gives."""
+    return {model.hub_name(name.replace(".base_layer.", ".")) for name in model.state_dict() if ".lora_" not in name}
+
+
 def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Path) -> None:
     """Write the adapters of `policy` in peft's format, which `peft.PeftModel.from_pretrained(model, folder)` reads."""
     from peft import LoraConfig
 
     layers = adapters(policy)
     weights = {
-        f"base_model.model.{name}.{part}.weight": getattr(layer, part)[ADAPTER].weight.detach().cpu().contiguous()
+        f"base_model.model.{policy.module_name(name)}.{part}.weight": getattr(layer, part)[ADAPTER].weight
         for name, layer in layers for part in ("lora_A", "lora_B")
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "adapter_model.safetensors")
+    own = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    save_file(own, folder / "adapter_model.safetensors")
     LoraConfig(
         r=settings.lora_rank, lora_alpha=settings.lora_alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
         target_modules=sorted({name.rsplit(".", 1)[-1] for name, _ in layers}), inference_mode=True,

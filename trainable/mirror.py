@@ -190,6 +190,8 @@ class Mirror:
                 self._others[name] = _sum(self.run_dir / name)
         if with_state:
             self._fetch_state(sealed(files))
+        else:  # what is here would be pushed as if it were newer
+            shutil.rmtree(self.run_dir / STATE, ignore_errors=True)
 
     def _clear(self) -> None:
         """Remove what may differ from storage: all but rolling states, whose checksums tell."""

@@ -85,10 +85,11 @@ def load_policy(path: str, device: torch.device, passes: PassSettings = PLAIN, c
 
 
 def _is_own(folder: Path) -> bool:
-    """Whether the model in `folder` is a Qwen2 as our own implementation has it, without scaled rotary positions."""
+    """Whether the model in `folder` is a Qwen2 as our own implementation has it: full attention, plain positions."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
     is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    is_plain &= not config.get("use_sliding_window") and config.get("hidden_act", "silu") == "silu"
     return is_plain and (config.get("architectures") or [None])[0] == ARCHITECTURE
 
 

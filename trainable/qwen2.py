@@ -161,6 +161,11 @@ class Trunk(nn.Module):
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     @property
+    def pads(self) -> bool:
+        """Rows are read without padding."""
+        return False
+
+    @property
     def blocks(self) -> list[Layer]:
         """The blocks, typed."""
         return cast(list[Layer], list(self.layers))
@@ -271,6 +276,10 @@ class Qwen2(nn.Module):
 
     def hub_name(self, name: str) -> str:
         """The weight `name` as the hub calls it: by that name."""
+        return name
+
+    def module_name(self, name: str) -> str:
+        """The module `name` as transformers calls it: by that name."""
         return name
 
 

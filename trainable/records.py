@@ -188,7 +188,8 @@ STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "padding_share",
         "share",
-        "1 - tokens that a pass reads / (episodes x the longest one's tokens), in the trained batch: not computed",
+        "1 - tokens that a pass reads / (episodes x the longest one's tokens), in the trained batch: not computed, but "
+        "by models that run through transformers",
     ),
     Column("total_optimizer_steps", "optimizer steps", "optimizer_steps so far"),
     Column("total_env_steps", "actions", "env_steps so far"),

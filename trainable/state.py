@@ -45,10 +45,7 @@ def trained(part: nn.Module) -> list[tuple[str, nn.Parameter]]:
 def flat_state(part: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
     """Tensors that a module learns, or those of an optimizer by parameter number and moment."""
     if isinstance(part, nn.Module):
-        frozen = _frozen(part)
-        # A tied head is the embedding under a second name: stored once.
-        frozen, first = _frozen(part), _first_names(part)
-        return {name: value for name, value in part.state_dict().items() if first[name] == name and name not in frozen}
+        return {name: weight.detach() for name, weight in trained(part)}  # a tied head has one name there
     state = part.state_dict()["state"]
     return {f"{number}/{name}": value for number, moments in state.items() for name, value in moments.items()}
 
@@ -56,7 +53,7 @@ def flat_state(part: nn.Module | torch.optim.Optimizer) -> dict[str, Tensor]:
 def load_flat_state(part: nn.Module | torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Put back what `flat_state` gave of a part made in the same way."""
     if isinstance(part, nn.Module):
-        tensors = {**_frozen(part), **tensors}
+        tensors = {**part.state_dict(), **tensors}  # what is frozen stays, and so do buffers
         second = {name: tensors[first] for name, first in _first_names(part).items() if first != name}
         part.load_state_dict({**tensors, **second})
         return
@@ -89,11 +86,6 @@ def check_shapes(name: str, wanted: Mapping[str, torch.Size], given: Mapping[str
         raise ValueError(
             f"{len(differing)} tensors do not fit; the first, {name}/{key}, is {shapes[0]} and should be {shapes[1]}"
         )
-
-
-def _frozen(part: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a module has and does not learn, by every name."""
-    return {name: weight for name, weight in part.named_parameters(remove_duplicate=False) if not weight.requires_grad}
 
 
 def _first_names(part: nn.Module) -> dict[str, str]:

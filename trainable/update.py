@@ -59,15 +59,18 @@ class Pass(NamedTuple):
 
 def passes(
     batch: Batch, targets: Targets, rows: Tensor, mode: str, micro_batch_size: int, padded_length: int,
-    world: World = ALONE,
+    world: World = ALONE, pads: bool = False,
 ) -> Iterator[Pass]:  # fmt: skip
     """Cut this rank's part of the mini-batch `rows` into passes, each with its share of the whole loss's weights.
 
-    Every rank gets equally many passes; one that has less to do gets passes without a trained token.
+    Every rank gets equally many passes; one that has less to do gets passes without a trained token. pads: see
+    `cut_by_tokens`.
     """
     weights = loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
     lengths, most = batch.lengths[rows].cpu(), TOKENS_A_PASS[batch.tokens.device.type]
-    cuts = [[share[cut] for cut in cut_by_tokens(lengths[share], most)] for share in dealt_rows(lengths, world.size)]
+    cuts = [
+        [share[cut] for cut in cut_by_tokens(lengths[share], most, pads)] for share in dealt_rows(lengths, world.size)
+    ]
     for cut in cuts[world.rank]:
         yield _pass(batch, targets, rows[cut], weights[cut])
     short = max(map(len, cuts)) - len(cuts[world.rank])
@@ -76,9 +79,11 @@ def passes(
         yield _pass(untrained, targets, rows[:1], weights[:1])
 
 
-def weighted_passes(batch: Batch, targets: Targets, rows: Tensor, weights: Tensor) -> Iterator[Pass]:
-    """Cut the episodes at `rows` (N,) into passes; weights (N, T) of their tokens in the loss."""
-    for cut in cut_by_tokens(batch.lengths[rows].cpu(), TOKENS_A_PASS[batch.tokens.device.type]):
+def weighted_passes(
+    batch: Batch, targets: Targets, rows: Tensor, weights: Tensor, pads: bool = False
+) -> Iterator[Pass]:
+    """Cut the episodes at `rows` (N,) into passes; weights (N, T) of their tokens in the loss. pads: as in `passes`."""
+    for cut in cut_by_tokens(batch.lengths[rows].cpu(), TOKENS_A_PASS[batch.tokens.device.type], pads):
         yield _pass(batch, targets, rows[cut], weights[cut])
 
 
@@ -104,18 +109,19 @@ def update_critic(
         meter.tokens += len(values)
         return value_loss(values, part, settings.cliprange_value, meter)
 
-    return _descend(backend, batch, targets, order, settings, loss_agg_mode, loss, meter, "critic_grad_norm")
+    pads = critic.model.pads
+    return _descend(backend, batch, targets, order, settings, loss_agg_mode, loss, meter, "critic_grad_norm", pads)
 
 
 def _descend(
     backend: Backend, batch: Batch, targets: Targets, order: Tensor, settings: OptimConfig, mode: str,
-    loss: Callable[[Pass], Tensor], meter: Meter, norm: str,
+    loss: Callable[[Pass], Tensor], meter: Meter, norm: str, pads: bool,
 ) -> Meter:  # fmt: skip
     """An optimizer step for each mini-batch of `order`, each over passes whose losses sum to that of the mini-batch."""
     micro, longest = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
     for _ in range(settings.ppo_epochs):
         for rows in mini_batches(order, settings.ppo_mini_batch_size):
-            cut = list(passes(batch, targets, rows, mode, micro, longest, backend.world))
+            cut = list(passes(batch, targets, rows, mode, micro, longest, backend.world, pads))
             for number, part in enumerate(cut, 1):
                 backend.backward(partial(loss, part), number == len(cut))
             backend.step(meter, norm)
@@ -153,8 +159,8 @@ class ActorUpdate:
         def loss(part: Pass) -> Tensor:
             return self._loss(part, meter)
 
-        mode = settings.loss_agg_mode
-        return _descend(self.backend, batch, targets, order, settings, mode, loss, meter, "actor_grad_norm")
+        mode, pads = settings.loss_agg_mode, self.model.model.pads
+        return _descend(self.backend, batch, targets, order, settings, mode, loss, meter, "actor_grad_norm", pads)
 
     def _loss(self, part: Pass, meter: Meter) -> Tensor:
         """The whole loss of one pass."""
@@ -233,7 +239,7 @@ def at_trained_tokens(batch: Batch, rows_a_pass: int, of: "TokenFunction", world
     out = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
     lengths = batch.lengths.cpu()
     mine = torch.argsort(lengths, stable=True)[world.rank :: world.size]
-    for cut in cut_by_tokens(lengths[mine], rows_a_pass * int(lengths.max())):
+    for cut in cut_by_tokens(lengths[mine], rows_a_pass * int(lengths.max()), of.trunk.pads):
         rows = mine[cut]
         part = batch.rows(rows)
         flat = out.new_zeros(part.mask.shape)

@@ -37,6 +37,9 @@ def below(uri: str, name: str) -> str:
 
 def parent(uri: str) -> tuple[str, str]:
     """(URI of the folder that `uri` is in, the last part of `uri`)."""
+    if not is_uri(uri):
+        path = PurePosixPath(uri)
+        return str(path.parent).rstrip("/"), path.name
     parts = urlsplit(uri)
     path = PurePosixPath(parts.path)
     return urlunsplit(parts._replace(path=str(path.parent).rstrip("/"))), path.name
@@ -44,6 +47,8 @@ def parent(uri: str) -> tuple[str, str]:
 
 def is_same(one: str, other: str) -> bool:
     """Whether two URIs name one folder, however they say to reach it (endpoint, region)."""
+    if not (is_uri(one) and is_uri(other)):
+        return one.rstrip("/") == other.rstrip("/")
     first, second = urlsplit(one), urlsplit(other)
     return (first.scheme, first.netloc, first.path.rstrip("/")) == (
         second.scheme,

@@ -26,6 +26,11 @@ NO_MARKS = (
     "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
+BLANK_BEFORE_END = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+)
 DATED = "Today is {% if strftime_now is defined %}{{ strftime_now('%c') }}{% else %}some day{% endif %}.\n" + PLAIN
 BLANK_BEFORE_REPLY = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
@@ -92,6 +97,11 @@ def test_turn_by_turn_is_what_transformers_renders(name: str, tmp_path: Path) ->
         whole = rendered(template, messages("Play.", users[:number], replies[: number - 1], has_system)) + blank
         assert told.replace("</s>", "") == whole.replace("</s>", "")
         assert (told == whole) == (name != "no marks")  # a sampled end stays in the conversation
+
+
+def test_a_blank_before_the_end_does_not_end_a_turn_twice(tmp_path: Path) -> None:
+    chat = cut(tmp_path, BLANK_BEFORE_END)
+    assert (chat.end, chat.next_user) == ("</s>", "<s>[INST] ")
 
 
 def test_the_template_of_qwen_gives_todays_prompts(tmp_path: Path) -> None:

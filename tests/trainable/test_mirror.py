@@ -228,6 +228,19 @@ def test_what_a_node_has_beyond_storage_is_removed_and_what_it_has_is_not_fetche
     assert fetched == []
 
 
+def test_a_state_that_was_not_asked_for_is_not_copied_over_a_newer_one(uri: str, tmp_path: Path) -> None:
+    here, there = mirror_of(uri, tmp_path / "a"), mirror_of(uri, tmp_path / "b")
+    write_step(tmp_path / "a", 1)
+    here.push()
+    there.fetch(with_state=True)
+    write_step(tmp_path / "b", 2)
+    there.push()
+    newest = names(there.place)
+    here.fetch(with_state=False)
+    here.push()
+    assert names(there.place) == newest
+
+
 def test_a_state_that_is_damaged_on_the_node_alone_is_fetched_again(uri: str, tmp_path: Path) -> None:
     write_step(tmp_path / "a", 1)
     mirror_of(uri, tmp_path / "a").push()

@@ -12,6 +12,13 @@ from trainable.mirror import patiently
 from trainable.remote import Place, get_bytes, listing, open_place, put_bytes, put_file
 from trainable.uris import below, check_uri, is_same, parent
 
+
+def test_a_path_may_hold_what_means_something_in_a_uri() -> None:
+    assert parent("/x/a#b/c?d") == ("/x/a#b", "c?d")
+    assert is_same("/x/a#b/", "/x/a#b")
+    assert not is_same("/x/a#b", "/x/a#c")
+
+
 # What a storage can fail with.
 
 

@@ -21,7 +21,7 @@ def length_stratified_order(lengths: Tensor) -> Tensor:
     return torch.cat([ranked[::2], ranked[1::2].flip(0)])
 
 
-def cut_by_tokens(lengths: Tensor, most: int) -> list[Tensor]:
+def cut_by_tokens(lengths: Tensor, most: int, pads: bool = False) -> list[Tensor]:
     """Indices of the sequences of each pass: neighbours in length, of at most `most` tokens together.
 
         sort by (length, index); a pass takes sequences until the next one would not fit
@@ -29,6 +29,7 @@ def cut_by_tokens(lengths: Tensor, most: int) -> list[Tensor]:
     Args:
         lengths: (B,) tokens of each sequence, on the processor.
         most: tokens of a pass; a sequence that is longer makes a pass of its own.
+        pads: every sequence of a pass counts as its longest one, which whoever pads them reads.
 
     Returns:
         int64 indices of each pass, short sequences first; every sequence is in one pass.
@@ -39,13 +40,14 @@ def cut_by_tokens(lengths: Tensor, most: int) -> list[Tensor]:
         raise ValueError(f"a pass of at most {most} tokens; it must be at least 1.")
     ranked = torch.sort(lengths, stable=True)
     sizes: list[int] = []
-    left = 0
+    read = 0  # by the pass under way, with the sequence at hand
     for length in ranked.values.tolist():
-        if not sizes or length > left:
+        if sizes:
+            read = (sizes[-1] + 1) * length if pads else read + length
+        if not sizes or read > most:
             sizes.append(0)
-            left = most
+            read = length
         sizes[-1] += 1
-        left -= length
     return list(ranked.indices.split(sizes)) if sizes else []
 
 

@@ -42,6 +42,17 @@ def test_passes_hold_every_sequence_once_and_no_more_tokens_than_asked(lengths: 
     assert all(whole + start > most for whole, start in zip(tokens, starts, strict=False))  # none was cut too early
 
 
+@examples
+@given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 60))
+def test_passes_of_who_pads_are_rectangles_within_the_bound(lengths: list[int], most: int) -> None:
+    cuts = [cut.tolist() for cut in cut_by_tokens(torch.tensor(lengths, dtype=torch.long), most, pads=True)]
+    assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths)))
+    sizes = [(len(cut), lengths[cut[-1]]) for cut in cuts]
+    assert all(rows * longest <= most or rows == 1 for rows, longest in sizes)
+    starts = [lengths[cut[0]] for cut in cuts[1:]]
+    assert all((rows + 1) * start > most for (rows, _), start in zip(sizes, starts, strict=False))
+
+
 def test_passes_by_hand() -> None:
     assert [cut.tolist() for cut in cut_by_tokens(torch.tensor([50, 10, 40, 90, 20, 30]), 60)] == [
         [1, 4, 5], [2], [0], [3]
