@@ -25,7 +25,9 @@ def headline(summary: pd.DataFrame) -> str:
     """The arms by verdict, in one line. summary: `tables.arm_summary`."""
     if summary.empty:
         return "No run is recorded."
-    parts = [f"{len(summary)} arm{'s' if len(summary) > 1 else ''}, baseline {summary['baseline'].iloc[0]}."]
+    baseline = summary["baseline"].iloc[0]
+    compared = f"baseline {baseline}" if isinstance(baseline, str) and baseline else "no baseline among them"
+    parts = [f"{len(summary)} arm{'s' if len(summary) > 1 else ''}, {compared}."]
     for outcome, words in _OUTCOMES.items():
         arms = summary.loc[summary["outcome"] == outcome, "arm"].to_list()
         if arms:

@@ -24,6 +24,9 @@ NAMES = {
 }
 """Short names of settings in labels; another setting is called by the last part of its name."""
 
+PLANE = {"actor.kl_loss_coef", "actor.entropy_coeff"}
+"""The numbers of a plane that is drawn wherever a study has it."""
+
 SWITCHES = {"actor.use_kl_loss": "actor.kl_loss_coef"}
 """A setting that only says whether another is above 0, and is thus no factor of its own."""
 
@@ -71,8 +74,9 @@ def level(value: Any) -> str:
 def find(frames: StudyFrames) -> Grid | None:
     """The grid that the study's arms form, or None: arms with words for names that differ in two numbers or more.
 
-    Where an arm's name is a number the study has one axis. x and y are the two numbers with the most combinations; of
-    equals the first in the configuration; y comes before x there.
+    Where an arm's name is a number the study has one axis. x and y are the coefficients of KL and entropy where both
+    differ, else the two numbers with the most combinations; of equals the first in the configuration, where y comes
+    before x.
     """
     trials = single(frames).trials
     if trials.empty or trials["axis_value"].notna().any():
@@ -83,7 +87,7 @@ def find(frames: StudyFrames) -> Grid | None:
     pairs = list(combinations(numbers, 2))
     if not pairs:
         return None
-    y, x = max(pairs, key=lambda pair: len(values[list(pair)].drop_duplicates()))
+    y, x = max(pairs, key=lambda pair: (set(pair) == PLANE, len(values[list(pair)].drop_duplicates())))
     return Grid(x, y, tuple(setting for setting in found if setting not in (x, y)), found)
 
 
@@ -100,9 +104,9 @@ def _is_number(values: Any) -> bool:
 
 
 def _levels(values: Any) -> tuple[Any, ...]:
-    """Values of a factor: truths off first, all else in the order of the study's arms."""
+    """Values of a factor: numbers by size and truths off first, words in the order of the study's arms."""
     found = values.dropna().drop_duplicates().to_list()
-    return tuple(sorted(found) if pd.api.types.is_bool_dtype(values) else found)
+    return tuple(sorted(found) if pd.api.types.is_numeric_dtype(values) else found)
 
 
 def members(frames: StudyFrames, grid: Grid) -> pd.DataFrame:

@@ -140,12 +140,18 @@ def sentences(trends: pd.DataFrame, differences: pd.DataFrame) -> list[str]:
         "sampled tokens, in which the reference does not occur, and its expectation on-policy is 0. So much is "
         "algebra; what the runs of this grid show:"
     )
-    return [theory, *(_trend_sentence(row) for row in rows), *_difference_sentences(records(differences))]
+    falling = {row["form"] for row in rows if _falls(row)}
+    return [theory, *(_trend_sentence(row) for row in rows), *_difference_sentences(records(differences), falling)]
+
+
+def _falls(row: dict[str, Any]) -> bool:
+    """Whether KL to the reference falls with the coefficient, beyond chance."""
+    return bool(row["rho_high"] < 0 and row["p"] < LEVEL)
 
 
 def _trend_sentence(row: dict[str, Any]) -> str:
-    falls, rises = row["rho_high"] < 0 and row["p"] < LEVEL, row["rho_low"] > 0 and row["p"] < LEVEL
-    verb = "falls" if falls else "rises" if rises else "neither falls nor rises resolvably"
+    rises = row["rho_low"] > 0 and row["p"] < LEVEL
+    verb = "falls" if _falls(row) else "rises" if rises else "neither falls nor rises resolvably"
     within = interval(row["rho_low"], row["rho_high"], 2) or NO_INTERVAL
     stopped = f"{row['early_stopped']} of them stopped by a rule" if row["early_stopped"] else "none stopped"
     return (
@@ -156,17 +162,20 @@ def _trend_sentence(row: dict[str, Any]) -> str:
     )
 
 
-def _difference_sentences(rows: list[dict[str, Any]]) -> list[str]:
+def _difference_sentences(rows: list[dict[str, Any]], falling: set[str]) -> list[str]:
     if not rows:
         return ["No other KL loss has matching runs in this study, so k1 is compared with none."]
-    return [_difference_sentence(row) for row in rows]
+    return [_difference_sentence(row, row["form"] in falling and not falling.intersection(K1)) for row in rows]
 
 
-def _difference_sentence(row: dict[str, Any]) -> str:
+def _difference_sentence(row: dict[str, Any], is_anchoring: bool) -> str:
+    """is_anchoring: KL to the reference falls with the form's own coefficient, and with that of k1 it does not."""
     within = interval(row["low"], row["high"], 2) or NO_INTERVAL
     numbers = f"{signed(row['difference'], 2)} {within} over {row['sets']} matching sets"
-    if row["low"] > 0:
+    if row["low"] > 0 and is_anchoring:
         told = f"At the same coefficients {row['form']} pulls the policy to the reference as k1 does not"
+    elif row["low"] > 0:
+        told = f"The rank correlation is lower under {row['form']} than under k1, which alone is no anchoring"
     elif row["high"] < 0:
         told = f"KL to the reference falls more with the coefficient of k1 than with that of {row['form']}"
     else:

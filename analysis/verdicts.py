@@ -134,6 +134,8 @@ def _against_base(row: Mapping[str, Any]) -> str:
 
 
 def _against_baseline(row: Mapping[str, Any], found: str) -> str:
+    if not isinstance(row["baseline"], str) or not row["baseline"]:
+        return "no comparison: the baseline arm is not in this study"
     baseline = f"the baseline ({row['baseline']})"
     if found == "no comparison":
         if np.isnan(row["difference"]):

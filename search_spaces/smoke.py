@@ -124,7 +124,7 @@ def _study(name: str, kl_types: Mapping[str, tuple[str, ...]], losses: str) -> S
         log="smoke_test_{strategy}_details/{experiment}.log",
         summary_log=f"smoke_test_{{strategy}}/smoke_test_results_{{size}}_{losses}_{{collapse}}.log",
         seeds=1,
-        checkpoints="smoke_test_{strategy}/{experiment}",
+        checkpoints="{run}/{experiment}",
         wandb_project="ragen-smoke_test_{strategy}",
         baseline="g3-smoke-ppo-sokoban-topk100-kl0-ent0-{kl_type}",
     )

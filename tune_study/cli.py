@@ -190,11 +190,12 @@ def report(run: opt.RunPlace) -> None:
 
 @app.command("replay-stoppers", epilog=f"\b\n{REPLAY_EXAMPLE}")
 @plain_errors
-def replay_stoppers(folder: opt.RunFolder, assignments: opt.Thresholds = None) -> None:
+def replay_stoppers(run: opt.RunPlace, assignments: opt.Thresholds = None) -> None:
     """Apply the stop rules again to the rows of RUN: when each would have fired, and whether it was right to."""
     from tune_study import replay
 
-    replay.print_replay(Console(), replay.replay_folder(folder, assignments or []))
+    with places.looked_at(run) as (folder, _):
+        replay.print_replay(Console(), replay.replay_folder(folder, assignments or []))
 
 
 @app.command("probe", epilog=f"\b\n{PROBE_EXAMPLE}")
@@ -240,7 +241,7 @@ def probe(
 @app.command("plot-gradients", epilog=f"\b\n{PICTURES_EXAMPLE}")
 @plain_errors
 def plot_gradients(
-    folder: opt.RunFolder,
+    run: opt.RunPlace,
     list_steps: opt.ListSteps = False,
     steps: opt.AnalysedSteps = None,
     output_dir: opt.Pictures = None,
@@ -248,7 +249,7 @@ def plot_gradients(
     source: opt.Source = None,
 ) -> None:
     """Draw the gradients that were measured in RUN: pictures and numbers of each analysed step."""
-    continuing.read_study(folder)
+    folder = places.copied(run)
     from tune_study import gradients
 
     frames = gradients.read_analyses(folder)

@@ -131,7 +131,7 @@ def allot(plan: StudyPlan, address: str, nodes: Sequence[Node], asked: str | Non
         resources.gpu_label(n_gpus, tuple(Gpu("", "", node.kind or "GPU") for node in places)),
         (f"Ray cluster {address}: {there}",),
         address,
-        max(fit(node, n_gpus) for node in places),
+        min(max(fit(node, n_gpus) for node in places), limit or room, len(plan.runs)),
     )
 
 

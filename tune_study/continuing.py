@@ -15,7 +15,7 @@ from trainable.setting_types import shown
 from trainable.stop_rules import RULES
 from trainable.uris import is_same
 from tune_study.outputs import read_json
-from tune_study.plan import PlanError, StudyPlan, arm_config, build_plan, flat_settings
+from tune_study.plan import PlanError, StudyPlan, arm_config, build_plan, find_study, flat_settings, values_said
 
 Text = Annotated[str, Field(max_length=100_000)]
 RunId = Annotated[str, Field(max_length=255, pattern=r"^[^/.\x00-\x1f][^/\x00-\x1f]*$")]
@@ -122,10 +122,11 @@ def plan_from_folder(folder: Path, placed: Mapping[str, object] = NOT_MOVED) -> 
     if study is None:
         raise PlanError(f"{folder} holds the study '{shown(data['name'])}', which is none of {', '.join(STUDIES)}.")
     try:
+        base = with_overrides(RunConfig.model_validate(data["settings"]), placed)
+        study = find_study(study.name, base.actor.kl_loss_type if study.name == "smoke" else None)
         study = replace(study, trainable=data["trainable"], stop_rules=tuple(data["stop_rules"]))
         if unknown := set(study.stop_rules) - RULES.keys():
             raise PlanError(f"there is no stop rule {shown(unknown.pop())}.")
-        base = with_overrides(RunConfig.model_validate(data["settings"]), placed)
         values, seeds = tuple(data["axis"]["values"]), tuple(data["seeds"])
         plan = build_plan(study, data["preset"], data["preset_reason"], base, values, seeds, folder.parent.parent)
         plan = replace(plan, storage=data.get("storage"))
@@ -155,7 +156,8 @@ def check_unchanged(plan: StudyPlan) -> None:
 def join(plan: StudyPlan, extend: bool) -> StudyPlan:
     """`plan` as it can be run in its folder: itself where the folder is new, or the study there, extended if asked.
 
-    PlanError if the folder holds a study with other settings, or other values or seeds without `extend`.
+    PlanError if the folder holds a study with other settings, or other values or seeds without `extend`. Groups of a
+    grid join without it.
     """
     if not (plan.folder / "study.json").exists():
         return plan
@@ -176,7 +178,7 @@ def join(plan: StudyPlan, extend: bool) -> StudyPlan:
     values = (*held.values, *(value for value in asked if value not in held.values))
     seeds = tuple(sorted({*held.seeds, *plan.seeds}))
     if not extend:
-        _check_same_arms(held, replace(plan, values=asked))
+        _check_same_arms(held, replace(plan, values=held.values if plan.study.axis.members else asked))
     joined = build_plan(plan.study, plan.preset, plan.preset_reason, plan.base, values, seeds, plan.output)
     return replace(joined, storage=plan.storage or held.storage)
 
@@ -235,7 +237,8 @@ def _check_same_arms(held: StudyPlan, plan: StudyPlan) -> None:
     option = plan.study.axis.option
     changes = []
     if set(held.values) != set(plan.values):
-        changes.append(f"{option}: {','.join(held.values)} -> {','.join(plan.values)}")
+        old, new = (values_said(each.study, each.values) for each in (held, plan))
+        changes.append(f"{option}: {old} -> {new}")
     if set(held.seeds) != set(plan.seeds):
         changes.append(f"--seeds: {len(held.seeds)} -> {len(plan.seeds)}")
     if changes:

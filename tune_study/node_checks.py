@@ -16,7 +16,7 @@ import trainable
 from trainable.config import RunConfig
 from trainable.failures import StorageError
 from trainable.uris import below
-from tune_study.cluster import Node
+from tune_study.cluster import Node, fit
 from tune_study.machine import available_memory, gpu_memory
 from tune_study.memory_plan import Card
 from tune_study.models import check_model, check_trainable
@@ -221,12 +221,13 @@ def check_scratch(uri: str, runs: int, size: int | None) -> None:
         )
 
 
-def check_room(answers: Mapping[Node, Answer], a_node: int, scratch: int | None, host: int) -> None:
+def check_room(answers: Mapping[Node, Answer], n_gpus: float, most: int, scratch: int | None, host: int) -> None:
     """PlanError where a node has too little disk for what its runs keep there, or too little memory.
 
-    a_node: runs at once on a node. scratch, host: bytes of disk (None: not known) and of memory a run.
+    n_gpus: of a run. most: runs at once on a node. scratch, host: bytes of disk (None: not known) and of memory a run.
     """
     for node, found in answers.items():
+        a_node = min(fit(node, n_gpus), most)
         if scratch is not None and found.free < a_node * scratch:
             raise PlanError(
                 f"The node {node.name} has {decimal(found.free)} free for the states of up to {a_node} runs, which "

@@ -17,6 +17,8 @@ from tune_study.plan import PlanError, StudyPlan
 
 def storage_uri(text: str) -> str:
     """The URI of --storage, a path made one; PlanError for one that carries credentials."""
+    if not text.strip():
+        raise PlanError("--storage is empty: type a URI such as s3://bucket/folder, or a folder that all nodes share.")
     uri = text if is_uri(text) else Path(os.path.abspath(os.path.expanduser(text))).as_uri()
     _checked(uri)
     return uri.rstrip("/")
@@ -52,8 +54,18 @@ def joined(plan: StudyPlan, extend: bool, real: bool) -> StudyPlan:
     with _newer(here, here.storage) as folder:
         if folder is None:
             return here
-        there = join(replace(plan, output=folder.parent.parent, storage=None), extend)
+        with _told_as(folder, below(here.storage, here.run)):
+            there = join(replace(plan, output=folder.parent.parent, storage=None), extend)
         return replace(there, output=plan.output, storage=here.storage)
+
+
+@contextmanager
+def _told_as(folder: Path, uri: str) -> Iterator[None]:
+    """PlanErrors of a copy in `folder`, which is gone when they are read, speak of the study at `uri`."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(str(error).replace(str(folder), uri)) from None
 
 
 def resumed(text: str, placed: Mapping[str, object] = NOT_MOVED, *, real: bool) -> StudyPlan:
@@ -71,8 +83,9 @@ def resumed(text: str, placed: Mapping[str, object] = NOT_MOVED, *, real: bool) 
 
     storage.check_storage(plan.storage)
     with _newer(plan, plan.storage) as folder:
-        newest = plan if folder is None else plan_from_folder(folder, placed)
-        check_unchanged(newest)
+        with _told_as(folder or plan.folder, below(plan.storage, plan.run) if folder else str(plan.folder)):
+            newest = plan if folder is None else plan_from_folder(folder, placed)
+            check_unchanged(newest)
         return replace(newest, output=plan.output, storage=plan.storage)
 
 
@@ -90,8 +103,9 @@ def _resumed_from(uri: str, placed: Mapping[str, object]) -> StudyPlan:
         folder = Path(empty) / "results" / name
         if not storage.fetch_study(uri, folder):
             raise PlanError(f"{shown(uri, 1000)} holds no study: type <storage>/<run>, as `run --storage` printed it.")
-        plan = plan_from_folder(folder, placed)
-        check_unchanged(plan)
+        with _told_as(folder, uri):
+            plan = plan_from_folder(folder, placed)
+            check_unchanged(plan)
         return replace(plan, output=output, storage=root)
 
 
@@ -116,8 +130,11 @@ def _newer(plan: StudyPlan, root: str) -> Iterator[Path | None]:
 def looked_at(text: str) -> Iterator[tuple[Path, bool]]:
     """(folder, whether it is being run) of the study that RUN names; one in storage is copied for the moment only."""
     if not is_uri(text):
-        yield Path(text), outputs.is_running(Path(text))
-        return
+        folder = Path(text)
+        if not read_study(folder).get("storage"):
+            yield folder, outputs.is_running(folder)
+            return
+        text = plan_from_folder(folder).stored or text
     from tune_study import storage
 
     _, name = _split(text)

@@ -121,7 +121,10 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     if kl_type is None:
         return study
     if study.name != "smoke":
-        raise PlanError(f"--kl-type does not belong to study {study.name}: type --set actor.kl_loss_type=NAME.")
+        instead = "type --set actor.kl_loss_type=NAME"
+        if "actor.kl_loss_type" in study.axis.swept:
+            instead = f"it has all of them; one alone is `run smoke --kl-type {shown(kl_type)}`"
+        raise PlanError(f"--kl-type does not belong to study {study.name}: {instead}.")
     if kl_type not in smoke.KL_TYPES:
         raise PlanError(f"--kl-type {shown(kl_type)} is no loss of the grid: type one of {', '.join(smoke.KL_TYPES)}.")
     return smoke.smoke(kl_type)
@@ -139,7 +142,7 @@ def expand(study: Study, typed: Sequence[str]) -> tuple[str, ...]:
         if word not in members and word not in grid:
             raise PlanError(
                 f"{study.axis.option} {shown(word)} is no group: type some of {','.join(members)}, or names of single "
-                f"runs as `python -m tune_study run {study.name} --dry-run` lists them."
+                f"arms, the column `arm` of --dry-run with the same --kl-type."
             )
     twice = [word for number, word in enumerate(typed) if word in typed[:number]]
     if twice:

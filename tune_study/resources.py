@@ -221,7 +221,7 @@ def check_device(device: str, n_gpus: float, asked: str | None) -> None:
     if n_gpus > 0 and device == "cpu":
         raise PlanError(
             f"A run would reserve {n_gpus:g} GPU but trainer.device is cpu: "
-            f"type --set trainer.device=cuda, or --gpus-per-exp 0."
+            f"type `run` with --set trainer.device=cuda, or --gpus-per-exp 0."
         )
 
 

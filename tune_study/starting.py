@@ -103,4 +103,5 @@ def _check_cluster(plan: StudyPlan, allotment: Allotment, asked: Asked, room: Bu
     if memory is not None:
         memory_plan.check_fits(memory, plan.study)
     scratch = None if plan.storage is None else disk.scratch_bytes(room)
-    node_checks.check_room(answers, allotment.a_node, scratch, 0 if memory is None else memory.host)
+    n_gpus, host = plan.base.trainer.n_gpus_per_node, 0 if memory is None else memory.host
+    node_checks.check_room(answers, n_gpus, allotment.a_node, scratch, host)

@@ -25,6 +25,7 @@ from trainable.remote import (
     put_file,
     remove_file,
 )
+from trainable.run_files import PROBES
 from trainable.uris import below
 from tune_study.holding import REFRESH_S, Hold, read_holder
 from tune_study.interrupt import Interrupt
@@ -237,10 +238,13 @@ class StoredStudy:
         with suppress(StorageError):
             self._patiently(work, patience)
 
-    def push(self) -> str:
-        """Copy study.json, statuses, logs, tables and report to storage; what went wrong, or nothing."""
+    def push(self, is_driver: bool = True) -> str:
+        """Copy study.json, statuses, logs, tables and report to storage; what went wrong, or nothing.
+
+        is_driver: False for whoever made tables, report and probes of a study that was run elsewhere: these only.
+        """
         try:
-            self._push(None)
+            self._push(None, is_driver)
         except StorageError as error:
             return (
                 f"Statuses, tables and report could not be copied to {self.uri}: {error} They are in "
@@ -248,8 +252,8 @@ class StoredStudy:
             )
         return ""
 
-    def _push(self, patience: float | None) -> None:
-        for name, path in own_files(self._plan).items():
+    def _push(self, patience: float | None, is_driver: bool = True) -> None:
+        for name, path in own_files(self._plan, is_driver).items():
             self._patiently(partial(self._push_file, name, path), patience)
 
     def _push_file(self, name: str, path: Path) -> None:
@@ -270,11 +274,17 @@ def _to_nobody(text: str) -> None:
     """What is tried again every few seconds need not be told."""
 
 
-def own_files(plan: StudyPlan) -> dict[str, Path]:
-    """What the driver writes, by its name in storage; study.json, which tells that there is more, last."""
+def own_files(plan: StudyPlan, is_driver: bool = True) -> dict[str, Path]:
+    """What the driver writes, by its name in storage; study.json, which tells that there is more, last.
+
+    is_driver: False for tables, report and probes alone.
+    """
     folder = plan.folder
     found = [*folder.glob("*.parquet"), folder / "report.html", *folder.glob("figures/**/*")]
-    found += [plan.run_dir(spec.run_id) / name for spec in plan.runs for name in STUDYS]
+    names = STUDYS if is_driver else (PROBES,)
+    found += [plan.run_dir(spec.run_id) / name for spec in plan.runs for name in names]
+    if not is_driver:
+        return {path.relative_to(folder).as_posix(): path for path in found if path.is_file()}
     logs = [plan.summary_log, *(plan.output / spec.log for spec in plan.runs)]
     named = {path.relative_to(plan.output).as_posix(): path for path in logs}
     named |= {path.relative_to(folder).as_posix(): path for path in [*found, folder / STUDY]}
@@ -282,7 +292,14 @@ def own_files(plan: StudyPlan) -> dict[str, Path]:
 
 
 def copy_up(plan: StudyPlan) -> str:
-    """Copy the driver's files of a study that nobody runs to its storage; what went wrong, or nothing."""
-    if plan.storage is None:
+    """Copy what a report or a probe made to the study's storage, and all else if this folder's driver was its last.
+
+    What went wrong, or nothing. Statuses that were fetched are never copied back: they may be old by now.
+    """
+    if plan.stored is None:
         return ""
-    return StoredStudy(plan, Interrupt(plan.folder / ".interrupt"), _to_nobody).push()
+    stored = StoredStudy(plan, Interrupt(plan.folder / ".interrupt"), _to_nobody)
+    try:
+        return stored.push(is_newest(plan.stored, plan.folder))
+    except PlanError as error:
+        return str(error)

@@ -77,7 +77,7 @@ REFUSED = [
     ("run kl --kl-values 0,-1", "--kl-values -1: `actor.kl_loss_coef=-1` cannot be used"),
     ("run kl --kl-values 0,0.1,0.10", "--kl-values has the value 0.10 twice (0.1 and 0.10): give each value once."),
     ("run kl --seeds 0", "--seeds 0 leaves nothing to run"),
-    ("run smoke --groups 6", "--groups 6 is no group: type some of 1,2,3,4,5, or names of single runs"),
+    ("run smoke --groups 6", "--groups 6 is no group: type some of 1,2,3,4,5, or names of single arms"),
     ("run kl --groups 1", "--groups does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
     ("run kl --kl-type mse", "--kl-type does not belong to study kl: type --set actor.kl_loss_type=NAME."),
     ("run smoke-all --kl-type mse", "--kl-type does not belong to study smoke-all"),

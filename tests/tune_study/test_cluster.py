@@ -279,12 +279,12 @@ def test_nodes_with_other_packages_are_refused_by_name() -> None:
 
 def test_nodes_with_too_little_room_are_refused() -> None:
     found = {TWO[0]: Answer({}, "", "", 100, 50, (81_559, 81_559)), TWO[1]: Answer({}, "", "", 90, 60, (46_068,))}
-    check_room(found, 2, 45, 25)
-    check_room(found, 2, None, 25)
+    check_room(found, 1, 2, 45, 25)
+    check_room(found, 1, 2, None, 25)
     with pytest.raises(PlanError, match="The node two has 90 bytes free for the states of up to 2 runs"):
-        check_room(found, 2, 46, 25)
+        check_room(found, 1, 2, 46, 25)
     with pytest.raises(PlanError, match="52 bytes in the memory of the node one"):
-        check_room(found, 2, 45, 26)
+        check_room(found, 1, 2, 45, 26)
     card = smallest_card(found)
     assert card is not None
     assert (card.size, card.is_known) == (46_068 * 2**20, True)

@@ -85,9 +85,9 @@ def test_a_second_start_trains_nothing(output: Path) -> None:
     assert {path: path.read_bytes() for path in folder.glob("runs/*/metrics.jsonl")} == before
 
 
-def test_another_group_joins_by_extending(output: Path) -> None:
+def test_another_group_joins_by_itself(output: Path) -> None:
     words = ("--groups", "3", "--steps", "5", "--kl-type", "low_var_kl")
-    said = smoke(output, "--groups", "3,2", "--steps", "5", "--extend", "--dry-run")
+    said = smoke(output, "--groups", "2", "--steps", "5", "--dry-run")
     assert "20 runs: KL and entropy coefficients, filter in group 2 (16 arms), group 3 (4 arms)" in said
     assert "0 of 4 runs to go" in smoke(output, *words)
 
