@@ -88,6 +88,7 @@ def find(frames: StudyFrames) -> Grid | None:
     if not pairs:
         return None
     y, x = max(pairs, key=lambda pair: (set(pair) == PLANE, len(values[list(pair)].drop_duplicates())))
+    found |= {axis: tuple(sorted(found[axis])) for axis in (x, y)}
     return Grid(x, y, tuple(setting for setting in found if setting not in (x, y)), found)
 
 
@@ -104,9 +105,9 @@ def _is_number(values: Any) -> bool:
 
 
 def _levels(values: Any) -> tuple[Any, ...]:
-    """Values of a factor: numbers by size and truths off first, words in the order of the study's arms."""
+    """Values of a factor: truths off first, all else in the order of the study's arms."""
     found = values.dropna().drop_duplicates().to_list()
-    return tuple(sorted(found) if pd.api.types.is_numeric_dtype(values) else found)
+    return tuple(sorted(found) if pd.api.types.is_bool_dtype(values) else found)
 
 
 def members(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
