@@ -106,6 +106,16 @@ def test_the_difference_is_paired_and_signed() -> None:
     assert "is not resolved" in told(points({"kl": [rises, mixed], "mse": [falls, falls]}))
 
 
+def test_anchoring_is_claimed_only_where_kl_falls_with_the_form_and_not_with_k1() -> None:
+    rises, nearly = [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]
+    both_rise = told(points({"kl": [rises] * 12, "mse": [nearly] * 12}))
+    both_fall = told(points({"kl": [nearly[::-1]] * 12, "mse": [rises[::-1]] * 12}))
+    for said in (both_rise, both_fall):
+        assert "as k1 does not" not in said
+        assert "lower under mse than under k1, which alone is no anchoring" in said
+    assert "as k1 does not" in told(points({"kl": [rises] * 12, "mse": [rises[::-1]] * 12}))
+
+
 @settings(deadline=None, max_examples=25)
 @given(st.lists(st.permutations([1.0, 2.0, 3.0, 4.0]), min_size=3, max_size=6), st.floats(0.1, 100))
 def test_units_do_not_matter_and_a_turned_order_flips_the_sign(sets: list[list[float]], unit: float) -> None:

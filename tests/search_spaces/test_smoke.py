@@ -7,7 +7,9 @@ import pytest
 from search_spaces import STUDIES
 from search_spaces.smoke import smoke
 from search_spaces.study import Study
-from tune_study.plan import PlanError, StudyPlan, expand, find_study, make_plan
+from tune_study.continuing import join, plan_from_folder
+from tune_study.outputs import write_study
+from tune_study.plan import PlanError, StudyPlan, expand, find_study, make_plan, values_said
 
 LOW = ["0001", "0003", "001", "003"]
 TOP = ["topk100", "topk80", "topk60", "topk40"]
@@ -113,6 +115,21 @@ def test_top_k_takes_a_count_of_groups(groups: int, counts: list[int]) -> None:
     plan = plan_of(study, values=expand(study, ["3"]), **given)
     assert [spec.config.filter.rollout_filter_value for spec in plan.runs] == counts
     assert plan.run.startswith("smoke_test_top_k_3B")
+
+
+def test_a_folder_knows_its_groups_whatever_its_loss(tmp_path: Path) -> None:
+    study = smoke("mse")
+    plan = make_plan(study, "laptop", "a test", {}, expand(study, ["3"]), 1, tmp_path)
+    write_study(plan)
+    held = plan_from_folder(plan.folder)
+    assert values_said(held.study, held.values) == "group 3 (4 arms)"
+    assert held.baseline == plan.baseline == "g3-smoke-ppo-sokoban-topk100-kl0-ent0-mse"
+    more = join(make_plan(study, "laptop", "a test", {}, expand(study, ["2"]), 1, tmp_path), extend=False)
+    assert values_said(more.study, more.values) == "group 2 (16 arms), group 3 (4 arms)"
+    with pytest.raises(PlanError, match="--seeds: 1 -> 2"):
+        join(make_plan(study, "laptop", "a test", {}, expand(study, ["2"]), 2, tmp_path), extend=False)
+    without = make_plan(study, "laptop", "a test", {}, expand(study, ["1"]), 1, tmp_path / "other")
+    assert without.baseline is None
 
 
 def test_words_that_name_no_group_are_refused() -> None:

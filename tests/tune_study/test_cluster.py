@@ -277,6 +277,14 @@ def test_nodes_with_other_packages_are_refused_by_name() -> None:
             check_versions(SAME, {"one": {**SAME, name: "other"}, "two": {**SAME, name: "other"}})
 
 
+def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> None:
+    found = {TWO[0]: Answer({}, "", "", 400, 1000, ()), TWO[1]: Answer({}, "", "", 100, 1000, ())}
+    check_room(found, 4, 8, 100, 0)  # one run on the first, none on the second
+    with pytest.raises(PlanError, match="The node one has 400 bytes free for the states of up to 4 runs"):
+        check_room(found, 1, 8, 101, 0)
+    check_room(found, 1, 1, 100, 0)
+
+
 def test_nodes_with_too_little_room_are_refused() -> None:
     found = {TWO[0]: Answer({}, "", "", 100, 50, (81_559, 81_559)), TWO[1]: Answer({}, "", "", 90, 60, (46_068,))}
     check_room(found, 1, 2, 45, 25)

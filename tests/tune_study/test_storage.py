@@ -23,6 +23,7 @@ from trainable.run_files import METRICS, append_line, read_rows
 from trainable.uris import below
 from tune_study import disk, holding, outputs, places, storage
 from tune_study.cli import app
+from tune_study.continuing import plan_from_folder
 from tune_study.holding import LOCK, STALE_S, Hold, read_holder
 from tune_study.interrupt import Interrupt
 from tune_study.node_checks import check_scratch
@@ -178,6 +179,33 @@ def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
     with stored(plan).kept_up():
         pass
     assert read_status(plan.run_dir(plan.runs[1].run_id)) == RunStatus(plan.runs[1].run_id, "failed", "in b")
+
+
+def test_who_only_reads_a_study_copies_no_old_status_back(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_in(tmp_path / "a", uri)
+    started(plan)
+    run_id = plan.runs[0].run_id
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    folder = places.copied(plan.stored or "")
+    write_status(plan.run_dir(run_id), RunStatus(run_id, "completed", "while b made its report"))
+    assert stored(plan).push() == ""
+    (folder / "report.html").write_text("of b")
+    assert storage.copy_up(replace(plan_from_folder(folder), storage=plan.storage)) == ""
+    place = open_place(plan.stored or "")
+    assert json.loads(get_bytes(place.at(f"runs/{run_id}/status.json")))["status"] == "completed"
+    assert get_bytes(place.at("report.html")) == b"of b"
+
+
+def test_an_error_about_a_copy_names_the_study(uri: str, tmp_path: Path) -> None:
+    plan = plan_in(tmp_path / "a", uri)
+    started(plan)
+    with pytest.raises(PlanError) as raised:
+        places.joined(plan_in(tmp_path / "b", uri, ("0.2",)), extend=False, real=True)
+    assert str(raised.value).startswith(f"{plan.stored} holds this study with other runs")
+    assert f"`python -m tune_study resume {plan.stored}`" in str(raised.value)
 
 
 def test_the_newest_driver_s_own_statuses_are_not_overwritten(uri: str, tmp_path: Path) -> None:
