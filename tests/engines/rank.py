@@ -1,6 +1,7 @@
 """One rank of a small run: trains from a state, or from the start, and writes what it has. `python -m` starts it."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -33,3 +34,5 @@ def train(folder: Path, rank: int, size: int, steps: int, overrides: dict[str, A
 if __name__ == "__main__":
     place, number, count, length, given, begin = sys.argv[1:]
     train(Path(place), int(number), int(count), int(length), json.loads(given), Path(begin) if begin else None)
+    sys.stdout.flush()
+    os._exit(0)  # threads of gloo outlive the group now and then, and the interpreter's end would abort for them
