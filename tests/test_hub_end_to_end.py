@@ -72,6 +72,7 @@ def test_a_template_without_a_place_for_the_system(tmp_path: Path) -> None:
     assert opened(trainable.trainer).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
 
 
+@pytest.mark.slow  # the trainable's own steps are above
 def test_the_command_runs_a_study_on_it(llama: Path, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "tune_study", "run", "kl", "--preset=laptop", f"--model={llama}", "--kl-values=0.01",

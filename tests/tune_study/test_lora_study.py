@@ -19,6 +19,8 @@ from trainable.seeds import stream
 from tune_study import probe
 from tune_study.plan import PlanError
 
+pytestmark = pytest.mark.slow  # trainable/test_lora.py has the same of the trainer alone
+
 OPTIONS = (
     "model.lora_rank=8", "actor.lr=1e-3", "env.env_groups=2", "env.group_size=4", "env.val_env_groups=8",
     "env.test_env_groups=4", "actor.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=4", "trainer.save_freq=1",
@@ -64,7 +66,6 @@ def test_the_run_is_completed_and_a_checkpoint_holds_adapters_alone(study: Path)
     assert json.loads((kept(study, 2) / "state.json").read_text())["base"]
 
 
-@pytest.mark.slow  # trainable/test_lora.py has the same of the trainer alone
 def test_resumed_from_its_first_state_it_ends_as_it_did(study: Path, tmp_path: Path) -> None:
     other = tmp_path / "out"
     shutil.copytree(study, other)
