@@ -25,10 +25,9 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The same examples on every machine; test-all and a plain pytest draw new ones each time. Files keep their order: by
-# number of tests, those with a few long ones would come last and leave a process idle.
+# The same examples on every machine; test-all and a plain pytest draw new ones each time.
 test: check
-	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist loadfile --no-loadscope-reorder -m "not slow and not faults and not engines"
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist loadfile -m "not slow and not faults and not engines"
 
 # The longest first, so that both processes end together.
 test-faults: setup

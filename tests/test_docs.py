@@ -14,7 +14,14 @@ from tune_study import probe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
-MINUTES = ("python -m trainable.embedded", "python benchmarks/")
+MINUTES = (
+    "python -m trainable.embedded",
+    "python benchmarks/",
+    # One study, analysed, probed and drawn.
+    "python -m tune_study run gradient-analysis --preset laptop --algo PPO --steps 3",
+    "python -m tune_study probe small/",
+    "python -m tune_study plot-gradients small/",
+)
 
 
 def commands() -> Iterator[str]:
