@@ -11,8 +11,9 @@ from torch import nn
 
 from tests.hub_models import NO_SYSTEM, small_model, some_tokens, wrapped
 from tests.trainers import quiet, steps
+from trainable import update
+from trainable.algo.batching import cut_by_tokens
 from trainable.lora import adapted, hub_weights, weight_names, write_adapters
-from trainable.policy import load_policy
 from trainable.sections import ModelConfig
 from trainable.state import flat_state, load_flat_state
 
@@ -57,10 +58,20 @@ def test_peft_reads_the_adapters_of_another_architecture(kind: str, tmp_path: Pa
     assert weight_names(policy) == dict(hub_weights(policy)).keys()
 
 
-def test_a_model_that_pads_is_given_no_more_than_a_pass_may_have(tmp_path: Path) -> None:
-    trainer = quiet(model__path=str(small_model(tmp_path / "llama", template=NO_SYSTEM)), **SMALL)
-    assert trainer.model.model.pads
-    assert not load_policy("sokoban-tiny", trainer.device).model.model.pads
+@pytest.mark.parametrize("is_hub", [True, False])
+def test_passes_are_cut_as_the_model_reads_them(is_hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of policy, critic and reference: those of a model that pads are bounded as rectangles, others by their tokens."""
+    asked: list[bool] = []
+
+    def watched(lengths: torch.Tensor, most: int, pads: bool = False) -> list[torch.Tensor]:
+        asked.append(pads)
+        return cut_by_tokens(lengths, most, pads)
+
+    monkeypatch.setattr(update, "cut_by_tokens", watched)
+    model = {"model__path": str(small_model(tmp_path / "llama", template=NO_SYSTEM))} if is_hub else {}
+    steps(quiet(**SMALL, **model), 1)
+    assert len(asked) >= 4  # values, reference, and the updates of critic and policy
+    assert set(asked) == {is_hub}
 
 
 class _WithBuffer(nn.Module):
