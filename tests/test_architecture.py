@@ -61,10 +61,24 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("torch", "numpy"),
     ),
     "trainable.lora": (("trainable",), ("torch", "numpy", "safetensors", "peft")),
+    "trainable.sandbox.methods": ((), ()),
+    "trainable.sandbox.rejections": (("trainable.sandbox",), ()),
+    "trainable.sandbox.records": (("trainable.records",), ()),
+    "trainable.sandbox.config": (
+        ("trainable.sandbox.methods", "trainable.sandbox.rejections", "trainable.sections", "trainable.setting_types"),
+        ("pydantic",),
+    ),
+    "trainable.sandbox.rules": (("trainable.sandbox", "trainable.algo"), ("torch",)),
+    "trainable.sandbox.update_rules": (("trainable.sandbox",), ("torch",)),
+    "trainable.sandbox.trainable": (("trainable",), ("torch", "ray")),
     "trainable": (("trainable",), ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub")),
-    "search_spaces": (("search_spaces", "trainable.config"), ()),
+    "search_spaces": (
+        ("search_spaces", "trainable.config", "trainable.sections", "trainable.sandbox.config",
+         "trainable.sandbox.methods"),
+        (),
+    ),
     "analysis": (
-        ("analysis", "trainable.records"),
+        ("analysis", "trainable.records", "trainable.sandbox.records"),
         ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
     ),
     "tune_study": (

@@ -15,6 +15,14 @@ PURPOSES = {
     "gradient_duplicates": 10,
     "gradient_folds": 11,
     "adapters": 12,
+    "sandbox_weights": 13,
+    "sandbox_prompts": 14,
+    "sandbox_samples": 15,
+    "sandbox_noise": 16,
+    "sandbox_evaluation": 17,
+    "sandbox_replay": 18,
+    "sandbox_screen": 19,
+    "sandbox_data": 20,
 }
 
 
