@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from search_spaces.study import Axis, Settings, Study
+from search_spaces.family import Settings
+from search_spaces.study import Axis, Study
 from trainable.config import RunConfig
 
 COEFFICIENTS = ("0.001", "0.003", "0.01", "0.03")

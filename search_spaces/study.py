@@ -3,18 +3,18 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
-from trainable.config import RunConfig
-
-Settings = Mapping[str, object]
-"""Dotted fields of `trainable.config.RunConfig` and their values."""
+from search_spaces.family import Family, Settings
+from search_spaces.language_model import PPO
+from trainable.study_config import StudyConfig
 
 
 def _nothing() -> Settings:
     return MappingProxyType({})
 
 
-def unchanged(settings: Settings, base: RunConfig) -> Settings:
+def unchanged(settings: Settings, base: StudyConfig) -> Settings:
     """An arm's settings, whatever the study's base configuration is."""
     return settings
 
@@ -35,9 +35,9 @@ class Axis:
     along: Settings = field(default_factory=_nothing)
     named: Mapping[str, Settings] = field(default_factory=dict)
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    adapt: Callable[[Settings, RunConfig], Settings] = unchanged
+    adapt: Callable[[Settings, Any], Settings] = unchanged
 
-    def settings(self, value: str, base: RunConfig) -> dict[str, object]:
+    def settings(self, value: str, base: StudyConfig) -> dict[str, object]:
         """The settings of the arm at `value`, a number or one of `named`, in a study of base configuration `base`."""
         found = self.named.get(value, {**self.along, self.setting: value})
         return dict(self.adapt(found, base))
@@ -55,18 +55,18 @@ class Study:
 
     title: the heading of the summary log. summary: what its lines say of a run before its times, the first field being
     its name; summary_times: the times, see `tune_study.summary.run_times`. presets: what a preset sets for this study.
-    baseline: the value that others are compared with.
+    baseline: the value that others are compared with. smoke: what --smoke sets, to try out a study in seconds.
     seeds: of each arm where nobody asks for a number; None: the preset's.
 
-    Templates may use {model} (last part of the model's path), {size} (its billions of parameters, like 3B; the model
-    where its name has none), {tag} (nofilter or filter_zero, by rollout_filter_include_zero), {strategy} (of the
-    filter), {kl_type} (kl_loss_type), {collapse} (the diagnostics that are on: ftmt, ft, mt, nocd), {mass}
-    (rollout_filter_value without dots), {train} and {analysis} (groups x rollouts of a step and of a gradient analysis)
-    and {every} (steps between two analyses). Templates of one run also have {arm} (the axis value), {label} (the same
-    without dots, lower case), {run} and {experiment}; run, summary_log, wandb_project and baseline are of the whole
-    study. summary also has {include_zero}, {filter_value}, {share} (the same, 1 for 1.0), {kl}, {entropy}, {first},
-    {multi} and {samples}; probe_log has {seed} (-seed1, or nothing for seed 0), {step} (of the checkpoint) and {val}
-    (withval or noval).
+    Templates may use the words of the study's family. Of language models: {model} (last part of the model's path),
+    {size} (its billions of parameters, like 3B; the model where its name has none), {tag} (nofilter or filter_zero, by
+    rollout_filter_include_zero), {strategy} (of the filter), {kl_type} (kl_loss_type), {collapse} (the diagnostics that
+    are on: ftmt, ft, mt, nocd), {mass} (rollout_filter_value without dots), {train} and {analysis} (groups x rollouts
+    of a step and of a gradient analysis), {every} (steps between two analyses), and for summaries {include_zero},
+    {filter_value}, {share} (the same, 1 for 1.0), {kl}, {entropy}, {first}, {multi} and {samples}. Templates of one run
+    also have {arm} (the axis value), {label} (the same without dots, lower case), {run} and {experiment}; run,
+    summary_log, wandb_project and baseline are of the whole study. probe_log has {seed} (-seed1, or nothing for seed
+    0), {step} (of the checkpoint) and {val} (withval or noval).
     """
 
     name: str
@@ -82,6 +82,7 @@ class Study:
     wandb_project: str
     baseline: str
     probe_log: str = "gradient_analysis_probe_sokoban_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
+    family: Family = PPO
     trainable: str = "trainable.ppo_trainable:PPOTrainable"
     stop_rules: tuple[str, ...] = ("reward_variance_collapse", "low_validation_success", "empty_filtered_steps")
     summary_log: str = "{run}.log"
@@ -89,8 +90,4 @@ class Study:
     presets: Mapping[str, Settings] = field(default_factory=dict)
     seeds: int | None = None
     include_zero_option: bool = True
-
-
-def value_label(value: str) -> str:
-    """The published label of an axis value: no dots, lower case ("0.001" -> "0001", "1.0" -> "10")."""
-    return value.replace(".", "").lower()
+    smoke: Settings = field(default_factory=_nothing)

@@ -2,7 +2,7 @@
 
 from types import MappingProxyType
 
-from search_spaces.study import Settings
+from search_spaces.family import Settings
 
 SWEEP_SETTINGS: Settings = MappingProxyType(
     {

@@ -13,8 +13,13 @@ STANDARD = set(sys.stdlib_module_names)
 
 # Module prefix -> (own modules it may import, other packages it may import). The longest matching prefix counts.
 TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "trainable.config": (("trainable.aliases", "trainable.sections", "trainable.setting_types"), ("pydantic",)),
-    "trainable.sections": (("trainable.setting_types",), ("pydantic",)),
+    "trainable.config": (
+        ("trainable.aliases", "trainable.sections", "trainable.setting_types", "trainable.study_config"),
+        ("pydantic",),
+    ),
+    "trainable.section": (("trainable.setting_types",), ("pydantic",)),
+    "trainable.sections": (("trainable.section", "trainable.setting_types", "trainable.study_config"), ("pydantic",)),
+    "trainable.study_config": (("trainable.section",), ()),
     "trainable.setting_types": ((), ("pydantic",)),
     "trainable.aliases": ((), ()),
     "trainable.records": ((), ()),
@@ -65,7 +70,8 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainable.sandbox.rejections": (("trainable.sandbox",), ()),
     "trainable.sandbox.records": (("trainable.records",), ()),
     "trainable.sandbox.config": (
-        ("trainable.sandbox.methods", "trainable.sandbox.rejections", "trainable.sections", "trainable.setting_types"),
+        ("trainable.sandbox.methods", "trainable.sandbox.rejections", "trainable.study_config",
+         "trainable.setting_types"),
         ("pydantic",),
     ),
     "trainable.sandbox.rules": (("trainable.sandbox", "trainable.algo"), ("torch",)),
@@ -73,7 +79,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainable.sandbox.trainable": (("trainable",), ("torch", "ray")),
     "trainable": (("trainable",), ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub")),
     "search_spaces": (
-        ("search_spaces", "trainable.config", "trainable.sections", "trainable.sandbox.config",
+        ("search_spaces", "trainable.config", "trainable.study_config", "trainable.sandbox.config",
          "trainable.sandbox.methods"),
         (),
     ),

@@ -5,9 +5,10 @@ field here. Defaults are the published ones (paper scale); `search_spaces/preset
 """
 
 import difflib
-import hashlib
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
@@ -22,27 +23,32 @@ from trainable.sections import (
     FilterConfig,
     ModelConfig,
     RolloutConfig,
-    Section,
     TrainerConfig,
 )
 from trainable.setting_types import shown
+from trainable.study_config import StudyConfig
 
-_WITHOUT_RESULT = {
-    "trainer": (
-        "logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience",
-        "device", "n_gpus_per_node", "strategy", "zero_stage", "offload_optimizer", "offload_parameters",
-    ),
-    "rollout": ("gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
-}  # fmt: skip
-"""What is logged and kept of a run, and where it is placed."""
+C = TypeVar("C", bound=StudyConfig)
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message says what was given, what is allowed and what to type."""
 
 
-class RunConfig(Section):
+class RunConfig(StudyConfig):
     """One configuration; with its seed, one run."""
+
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    without_result: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {
+            # What is logged and kept of a run, and where it is placed.
+            "trainer": (
+                "logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience",
+                "device", "n_gpus_per_node", "strategy", "zero_stage", "offload_optimizer", "offload_parameters",
+            ),
+            "rollout": ("gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
+        }
+    )  # fmt: skip
 
     seed: int = Field(0, ge=0, le=400, description="0: the published streams; k: the k-th paired repetition")
     model: ModelConfig = ModelConfig()
@@ -78,20 +84,13 @@ class RunConfig(Section):
             )
         return self
 
-    def config_hash(self) -> str:
-        """Twelve hex digits that name the configuration: every setting that can change a result, the seed left out.
-
-        Where a run is placed changes the order of its sums, and so a row in its last digits: a study can go on with
-        other GPUs than it was started with.
-        """
-        data = self.model_dump(mode="json", exclude={"seed"})
-        for section, settings in _WITHOUT_RESULT.items():
-            for setting in settings:
-                del data[section][setting]
-        if not self.model.lora_rank:  # then the others of LoRA change nothing
+    def hashed(self) -> dict[str, Any]:
+        """Every setting that can change a result, the seed left out; without adapters, those of LoRA too."""
+        data = super().hashed()
+        if not self.model.lora_rank:
             for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
                 del data["model"][setting]
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+        return data
 
 
 def field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
@@ -106,27 +105,27 @@ def field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[
     return names
 
 
-def canonical_key(key: str) -> str:
-    """The dotted field that `key` names, or ConfigError with the nearest ones.
+def canonical_key(key: str, kind: type[StudyConfig] = RunConfig) -> str:
+    """The dotted field of a configuration of this kind that `key` names, or ConfigError with the nearest ones.
 
     `key` is a field (`actor.kl_loss_coef`), a key of the published documents (`actor_rollout_ref.actor.kl_loss_coef`),
     or a field's last part where only one section has it (`kl_loss_coef`).
     """
-    fields = field_names()
+    fields, aliases = field_names(kind), kind.aliases
     if key in fields:
         return key
-    if key in ALIASES:
-        return ALIASES[key]
+    if key in aliases:
+        return aliases[key]
     bare = [name for name in fields if name.rsplit(".", 1)[-1] == key]
     if len(bare) == 1:
         return bare[0]
     if bare:
         raise ConfigError(f"`{shown(key)}` is a setting of several sections: type one of {', '.join(bare)}.")
     tails = {name.rsplit(".", 1)[-1]: name for name in fields}
-    nearest = difflib.get_close_matches(key, [*fields, *ALIASES], n=3, cutoff=0.5)
+    nearest = difflib.get_close_matches(key, [*fields, *aliases], n=3, cutoff=0.5)
     nearest += [tails[tail] for tail in difflib.get_close_matches(key.rsplit(".", 1)[-1], tails, n=3, cutoff=0.6)]
     section = key.split(".")[0]
-    listed = [name for name in fields if name.startswith(section + ".")] if section in RunConfig.model_fields else []
+    listed = [name for name in fields if name.startswith(section + ".")] if section in kind.model_fields else []
     hint = f" Nearest: {', '.join(dict.fromkeys(nearest))}." if nearest else ""
     hint += f" The section has: {', '.join(listed)}." if listed else ""
     raise ConfigError(
@@ -144,20 +143,20 @@ def _parse(value: object) -> object:
     return value
 
 
-def with_overrides(config: RunConfig, overrides: Mapping[str, object]) -> RunConfig:
+def with_overrides(config: C, overrides: Mapping[str, object]) -> C:
     """`config` with dotted keys replaced, checked as a whole; the one override path of command line, spaces and Python.
 
     Raises ConfigError naming each bad key or value (the first ten of them) and its bounds.
     """
     data = config.model_dump()
     for key, value in overrides.items():
-        *sections, name = canonical_key(key).split(".")
+        *sections, name = canonical_key(key, type(config)).split(".")
         target = data
         for section in sections:
             target = target[section]
         target[name] = _parse(value)
     try:
-        return RunConfig.model_validate(data)
+        return type(config).model_validate(data)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
 

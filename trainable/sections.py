@@ -2,10 +2,10 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from trainable.section import Section
 from trainable.setting_types import (
-    LARGEST_WHOLE_NUMBER,
     AdvantageEstimator,
     Finite,
     Groups,
@@ -17,22 +17,8 @@ from trainable.setting_types import (
     OrNull,
     Positive,
     Share,
-    shown,
 )
-
-
-class Section(BaseModel):
-    """A part of the settings: frozen, and closed to unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
-
-    @model_validator(mode="after")
-    def _whole_numbers_can_be_counted_to(self) -> Self:
-        for name in type(self).model_fields:
-            value = getattr(self, name)
-            if isinstance(value, int) and abs(value) > LARGEST_WHOLE_NUMBER:
-                raise ValueError(f"{name} {shown(value)} is beyond {LARGEST_WHOLE_NUMBER}, the largest number")
-        return self
+from trainable.study_config import Runner
 
 
 class ModelConfig(Section):
@@ -225,7 +211,7 @@ class AlgorithmConfig(Section):
         return self
 
 
-class TrainerConfig(Section):
+class TrainerConfig(Runner):
     """Length, rhythm and place of a run."""
 
     total_training_steps: int = Field(400, ge=1, le=100_000, description="steps of a run")

@@ -12,19 +12,22 @@ from ray import tune
 
 from trainable.failures import PROCESS_DIED, Failure, RunFailedError
 from trainable.run_files import METRICS, read_rows
+from tune_study import carried
 from tune_study.leftovers import end_leftovers
-from tune_study.outputs import RunStatus, append_line, now, read_status, write_status
+from tune_study.outputs import ENDED, RunStatus, append_line, now, read_status, write_status
 from tune_study.plan import RunSpec, StudyPlan
 from tune_study.progress import Progress, step_line, stop_reason
 from tune_study.resources import Allotment
 from tune_study.summary import write_summary
+
+STOP_NUMBERS = ("stop_value", "stop_threshold", "stop_step")
 
 TRIES = 3
 """How often a run may fail in a row, without a step between, with what may pass."""
 
 
 class _Failures(NamedTuple):
-    """The furthest step of a run whose row was on disk when it failed, and its failures since without another one."""
+    """The furthest step of a trial whose row was on disk when it failed, and its failures since without another one."""
 
     furthest: int
     in_a_row: int
@@ -49,7 +52,8 @@ class Fetching(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def _look(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         if not trial.config["finished"]:
-            self._fetch(trial.config["run_id"])
+            for run_id in carried.run_ids(trial.config):
+                self._fetch(run_id)
 
     on_trial_recover = on_trial_complete = on_trial_error = _look
 
@@ -68,6 +72,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._progress = progress
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
         self._failures: dict[str, _Failures] = {}
+        self._last_rows: dict[str, dict[str, Any]] = {}
         self.given_up: set[str] = set()
         self.unwritten: dict[str, RunStatus] = {}
 
@@ -76,57 +81,68 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run starts, or starts again after its process died."""
-        run_id, status = self._status(trial)
-        carry_on_files(trial, self._plan.folder / run_id)
-        if trial.config["finished"]:
-            self._put(replace(status, trial_id=trial.trial_id))
-            return
+        """Runs start, or start again after their process died."""
+        carry_on_files(trial, self._plan.folder / trial.config["run_id"])
+        for status in self._statuses(trial):
+            if trial.config["finished"]:
+                self._put(replace(status, trial_id=trial.trial_id))
+            elif status.status not in ENDED:
+                self._start(status, trial.trial_id)
+
+    def _start(self, status: RunStatus, trial_id: str) -> None:
         started = status.started_at or now()
-        self._put(RunStatus(run_id, "running", trial_id=trial.trial_id, started_at=started))
-        self._log(run_id, f"=== {run_id} started {now()}, trial {trial.trial_id} ===")
-        self._progress.start(run_id)
+        self._put(RunStatus(status.run_id, "running", trial_id=trial_id, started_at=started))
+        self._log(status.run_id, f"=== {status.run_id} started {now()}, trial {trial_id} ===")
+        self._progress.start(status.run_id)
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
-        """A training step is done; `result` is its row, with the stopper's decision in it."""
+        """Training steps are done; `result` has the rows of the runs, with a stop rule's decision in them."""
         note, _ = result.pop("note", ""), result.pop("saved", None)
         if trial.config["finished"]:
             return
-        run_id = trial.config["run_id"]
-        if note:
+        for run_id in carried.run_ids(trial.config) if note else ():
             self._log(run_id, f"=== {note} ===")
             self._progress.remark(run_id, note)
-        self._log(run_id, step_line(result, self._specs[run_id].steps))
-        self._progress.row(run_id, result)
+        for run_id, row in carried.rows(trial.config, result).items():
+            self._log(run_id, step_line(self._plan.study.family, row, self._specs[run_id].steps))
+            self._progress.row(run_id, row)
+            self._last_rows[run_id] = {name: row.get(name) for name in ("stop_rule", *STOP_NUMBERS)}
+            if row.get("stop_rule") and "members" in trial.config:  # the others of its trial go on
+                self._conclude(self._status(run_id))
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run failed. Tune would try it again for ever; whether it is depends on what it failed with, and how often.
+        """A trial failed. Tune would try it again for ever; whether it is depends on the failure, and how often it was.
 
-        Failures count in a row until the run gets further than ever before: a run of days meets more in all.
+        Failures count in a row until the trial gets further than ever before: a run of days meets more in all.
         """
-        run_id, failed = trial.config["run_id"], failure(trial)
+        failed = failure(trial)
         if trial.config["finished"]:
-            if self._count(run_id) >= TRIES:  # the run has ended well, only its replay in Tune's own record fails
+            if self._count(trial) >= TRIES:  # the run has ended well, only its replay in Tune's own record fails
                 self.given_up.add(trial.trial_id)
             return
-        left = [] if self._allotment.cluster else end_leftovers(self._plan.run_dir(run_id))
-        if left:
-            self._log(run_id, f"=== ended what it had started: {', '.join(left)} ===")
-        times = self._count(run_id)
-        if failed.is_retried and times < TRIES:
-            self._log(run_id, f"{failed.trace}\n=== {failed.kind}, trying again: {failed.message} ===")
-            self._progress.again(run_id, f"{failed.kind}: {failed.message}")
+        times = self._count(trial)
+        again = failed.is_retried and times < TRIES
+        for status in self._open(trial):
+            left = [] if self._allotment.cluster else end_leftovers(self._plan.run_dir(status.run_id))
+            if left:
+                self._log(status.run_id, f"=== ended what it had started: {', '.join(left)} ===")
+            if again:
+                self._log(status.run_id, f"{failed.trace}\n=== {failed.kind}, trying again: {failed.message} ===")
+                self._progress.again(status.run_id, f"{failed.kind}: {failed.message}")
+        if again:
             return
         self.given_up.add(trial.trial_id)
         forget_windows(trial)
-        again = f" ({times} times in a row without a step between)" if times > 1 else ""
-        self._fail(trial, failed._replace(message=failed.message + again))
+        often = f" ({times} times in a row without a step between)" if times > 1 else ""
+        self._fail(trial, failed._replace(message=failed.message + often))
 
-    def _count(self, run_id: str) -> int:
-        """One more failure: how many it makes without a step beyond the furthest that the run ever got to."""
-        step, before = self._last_step(run_id), self._failures.get(run_id, _Failures(-1, 0))
+    def _count(self, trial: Any) -> int:
+        """One more failure: how many it makes without a step beyond the furthest that the trial ever got to."""
+        name = trial.config["run_id"]
+        step = max(self._last_step(run_id) for run_id in carried.run_ids(trial.config))
+        before = self._failures.get(name, _Failures(-1, 0))
         times = 1 if step > before.furthest else before.in_a_row + 1
-        self._failures[run_id] = _Failures(max(step, before.furthest), times)
+        self._failures[name] = _Failures(max(step, before.furthest), times)
         return times
 
     def _last_step(self, run_id: str) -> int:
@@ -135,29 +151,41 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         return int(rows[-1]["step"]) if rows else 0
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run has trained all its steps, a rule has stopped it, or it was interrupted; one that never ran is not."""
+        """Runs have trained all their steps, a rule has stopped them, or they were interrupted before."""
         if trial.config["finished"]:
             return
-        run_id, status = self._status(trial)
-        if status.status == "running":
-            row = {**(trial.last_result or {}), "step": self._last_step(run_id)}
-            self._end(ended_status(status, row, self._specs[run_id].steps))
+        for status in self._open(trial):
+            if status.status == "running":  # one that never ran is not
+                self._conclude(status)
         forget_windows(trial)
 
+    def _conclude(self, status: RunStatus) -> None:
+        """The run has ended, or was cut short, after its last row."""
+        row = {**self._last_rows.pop(status.run_id, {}), "step": self._last_step(status.run_id)}
+        self._end(ended_status(status, row, self._specs[status.run_id].steps))
+
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run has failed in a way that Tune itself calls final; the replay of an ended one changes nothing."""
+        """A trial has failed in a way that Tune itself calls final; the replay of an ended one changes nothing."""
         if not trial.config["finished"]:
             self._fail(trial, failure(trial))
 
     def _fail(self, trial: Any, failed: Failure) -> None:
-        run_id, status = self._status(trial)
-        self._log(run_id, failed.trace)
-        self._end(replace(status, status="failed", failure_class=failed.kind, reason=failed.message, ended_at=now()))
+        for status in self._open(trial):
+            self._log(status.run_id, failed.trace)
+            self._end(
+                replace(status, status="failed", failure_class=failed.kind, reason=failed.message, ended_at=now())
+            )
 
-    def _status(self, trial: Any) -> tuple[str, RunStatus]:
-        run_id = trial.config["run_id"]
+    def _open(self, trial: Any) -> list[RunStatus]:
+        """Statuses of the trial's runs that have not ended well."""
+        return [status for status in self._statuses(trial) if status.status not in ENDED]
+
+    def _statuses(self, trial: Any) -> list[RunStatus]:
+        return [self._status(run_id) for run_id in carried.run_ids(trial.config)]
+
+    def _status(self, run_id: str) -> RunStatus:
         status = self.unwritten.get(run_id) or read_status(self._plan.run_dir(run_id))
-        return run_id, status or RunStatus(run_id, "never_ran")
+        return status or RunStatus(run_id, "never_ran")
 
     def settle(self) -> None:
         """Write the statuses that could not be written before; what still cannot stays in `unwritten`."""

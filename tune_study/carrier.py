@@ -24,7 +24,11 @@ class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         self.given = config
         self.run: Any = None
         self.mirrored: Any = None
-        os.environ[MARK] = str(config["run_dir"])
+        os.environ[MARK] = str(self._folders()[0])
+
+    def _folders(self) -> tuple[Path, ...]:
+        """Where the runs keep their rows: one, or one a seed."""
+        return tuple(Path(place["run_dir"]) for place in self.given.get("members", [self.given]))
 
     def step(self) -> dict[str, Any]:
         """One training step of the run: its row. Tune counts the run's own steps, also after a restart."""
@@ -37,9 +41,9 @@ class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             if self.mirrored is not None and not self.given["finished"]:
                 row["note"] = "; ".join(filter(None, (row.get("note"), self.mirrored.after_step())))
         except Exception as error:
-            has_rows = bool(read_rows(Path(self.given["run_dir"]) / METRICS))
+            has_rows = any(read_rows(folder / METRICS) for folder in self._folders())
             raise RunFailedError(classify(error, has_rows)) from None
-        return {**row, "training_iteration": row["step"]}
+        return {"training_iteration": row["step"], **row}
 
     def _build(self) -> None:
         """Import the run's class and set it up, where a study has a storage in a folder of this node."""
@@ -48,8 +52,8 @@ class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
 
             self.mirrored = Mirrored(self.given)
             self.given = self.mirrored.config
-            os.environ[MARK] = str(self.given["run_dir"])
-        end_leftovers(Path(self.given["run_dir"]))  # of a process that died on this node
+            os.environ[MARK] = str(self._folders()[0])
+        end_leftovers(self._folders()[0])  # of a process that died on this node
         module, _, name = self.given["trainable"].partition(":")
         carried = getattr(importlib.import_module(module), name)
         # Ray's constructor would make a folder of its own in the user's home; this trial has its place already.

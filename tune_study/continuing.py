@@ -13,6 +13,7 @@ from search_spaces import STUDIES
 from trainable.config import ConfigError, RunConfig, explain, with_overrides
 from trainable.setting_types import shown
 from trainable.stop_rules import RULES
+from trainable.study_config import StudyConfig
 from trainable.uris import is_same
 from tune_study.outputs import read_json
 from tune_study.plan import PlanError, StudyPlan, arm_config, build_plan, find_study, flat_settings, values_said
@@ -80,6 +81,7 @@ class _StudyFile(_Part):
     git: _Git | None = None
     starts: list[_Start] = []
     created_at: Text = ""
+    family: Text = "ppo"
     model: Text = ""
     storage: Text | None = None
 
@@ -122,11 +124,12 @@ def plan_from_folder(folder: Path, placed: Mapping[str, object] = NOT_MOVED) -> 
     if study is None:
         raise PlanError(f"{folder} holds the study '{shown(data['name'])}', which is none of {', '.join(STUDIES)}.")
     try:
-        base = with_overrides(RunConfig.model_validate(data["settings"]), placed)
-        study = find_study(study.name, base.actor.kl_loss_type if study.name == "smoke" else None)
-        study = replace(study, trainable=data["trainable"], stop_rules=tuple(data["stop_rules"]))
-        if unknown := set(study.stop_rules) - RULES.keys():
+        base = with_overrides(study.family.config.model_validate(data["settings"]), placed)
+        if isinstance(base, RunConfig) and study.name == "smoke":
+            study = find_study(study.name, base.actor.kl_loss_type)
+        if unknown := set(data["stop_rules"]) - {*RULES, *study.stop_rules}:
             raise PlanError(f"there is no stop rule {shown(unknown.pop())}.")
+        study = replace(study, trainable=data["trainable"], stop_rules=tuple(data["stop_rules"]))
         values, seeds = tuple(data["axis"]["values"]), tuple(data["seeds"])
         plan = build_plan(study, data["preset"], data["preset_reason"], base, values, seeds, folder.parent.parent)
         plan = replace(plan, storage=data.get("storage"))
@@ -208,7 +211,7 @@ def differences(held: StudyPlan, plan: StudyPlan) -> list[str]:
     return changes or _changed_arms(plan)
 
 
-def _changed(old: RunConfig, new: RunConfig) -> list[str]:
+def _changed(old: StudyConfig, new: StudyConfig) -> list[str]:
     """Settings that differ between two configurations, if any of them can change a row."""
     if old.config_hash() == new.config_hash():
         return []
@@ -224,7 +227,7 @@ def _changed_arms(plan: StudyPlan) -> list[str]:
         recorded = _object(path)
         if recorded is not None:
             try:
-                held = RunConfig.model_validate(recorded.get("config"))
+                held = type(spec.config).model_validate(recorded.get("config"))
             except ValidationError as error:
                 raise PlanError(f"{path} is not one that this version reads: {explain(error)}") from None
             changes = _changed(held, spec.config)

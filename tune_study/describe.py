@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from search_spaces.presets import PRESETS
+from search_spaces import FAMILIES
+from search_spaces.language_model import PPO
 from search_spaces.study import Study
 from trainable.config import RunConfig
 from trainable.run_files import METRICS, read_rows
@@ -47,8 +48,8 @@ def print_studies(console: Console, studies: Sequence[Study]) -> None:
     for study in studies:
         say(console, f"{study.name}: {study.question.strip()}")
         say(console, f"  setting {study.axis.setting}, chosen with {study.axis.option}")
-        for preset in PRESETS:
-            say(console, f"  {preset:<7} {values_said(study, study.axis.grids[preset])}")
+        for preset, grid in study.axis.grids.items():
+            say(console, f"  {preset:<7} {values_said(study, grid)}")
         say(console, "")
 
 
@@ -83,7 +84,7 @@ def _plan_lines(plan: StudyPlan, allotment: Allotment) -> list[str]:
     lines = [
         f"study {plan.study.name}: {plan.study.question.strip()}",
         f"preset {plan.preset}: {plan.preset_reason}",
-        f"model {plan.base.model.path}",
+        *([] if plan.model is None else [f"model {plan.model}"]),
         f"{len(plan.runs)} runs: {plan.study.axis.setting} in {values}; seeds {_seeds(plan)}",
         f"steps a run {trainer.total_training_steps}, validation every {trainer.test_freq} steps",
         f"a run reserves {reserved}; {allotment.max_concurrent} at once on {allotment.cpus} CPUs",
@@ -101,7 +102,7 @@ def print_memory(
         say(
             console,
             f"memory: not known, since neither a config.json that can be trained nor the sizes of "
-            f"{plan.base.model.path} are here",
+            f"{plan.model} are here",
         )
         return
     for line in memory_plan.lines(memory, plan.study):
@@ -118,7 +119,7 @@ def _seeds(plan: StudyPlan) -> str:
 
 def print_status(console: Console, folder: Path, study: dict[str, Any], is_running: bool) -> None:
     """Every run of results/<run> with its status; one that says `running` while nobody runs it was interrupted."""
-    rows = []
+    rows, measure = [], FAMILIES.get(study.get("family", PPO.name), PPO).measure
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]
         status = outputs.read_status(run_dir) or outputs.RunStatus(entry["run_id"], "never_ran")
@@ -128,12 +129,12 @@ def print_status(console: Console, folder: Path, study: dict[str, Any], is_runni
         measured = read_rows(run_dir / METRICS)
         step = measured[-1]["step"] if measured else 0
         total = study["settings"]["trainer"]["total_training_steps"]
-        found = (row.get("val_success") for row in reversed(measured))
-        success = next((share for share in found if isinstance(share, int | float) and 0 <= share <= 1), None)
+        found = (row.get(measure) for row in reversed(measured))
+        share = next((share for share in found if isinstance(share, int | float) and 0 <= share <= 1), None)
         cells = [entry["run_id"], entry["arm"], str(entry["seed"]), shown, f"{step}/{total}"]
-        rows.append([*cells, "-" if success is None else f"{success:.3f}", reason])
+        rows.append([*cells, "-" if share is None else f"{share:.3f}", reason])
     say(console, f"{study['name']} ({study['preset']}): {'running' if is_running else 'not running'}")
-    print_table(console, ("run", "arm", "seed", "status", "step", "val_success", "reason"), rows)
+    print_table(console, ("run", "arm", "seed", "status", "step", measure, "reason"), rows)
 
 
 def print_settings(console: Console) -> None:

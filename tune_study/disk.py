@@ -98,12 +98,9 @@ def budget(plan: StudyPlan, allotment: Allotment, environ: Mapping[str, str]) ->
     """The disk budget of what is left of `plan`: runs that have ended write no more and are left out."""
     ended = finished_runs(plan)
     runs = [spec for spec in plan.runs if spec.run_id not in ended]
-    shapes = {path: shape_of(path, environ) for path in dict.fromkeys(spec.config.model.path for spec in runs)}
-    unknown = tuple(path for path, shape in shapes.items() if shape is None)
-    pairs = [(spec, shape) for spec in runs if (shape := shapes[spec.config.model.path]) is not None]
-    sizes = [checkpoint_bytes(shape, spec.config) for spec, shape in pairs]
+    sizes, unknown = _sizes(plan, runs, environ)
     kept = [times(spec.steps, spec.config.trainer.save_freq) for spec in runs]
-    rows = sum(row_bytes(spec.config) for spec in runs) + (_STUDY if runs else 0)
+    rows = sum(_rows(plan, spec) for spec in runs) + (_STUDY if runs else 0)
     concurrent = min(allotment.max_concurrent, len(runs))
     place = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
     return Budget(
@@ -119,6 +116,26 @@ def budget(plan: StudyPlan, allotment: Allotment, environ: Mapping[str, str]) ->
         free=shutil.disk_usage(place).free,
         place=place,
         unknown=unknown,
+    )
+
+
+def _sizes(plan: StudyPlan, runs: Sequence[RunSpec], environ: Mapping[str, str]) -> tuple[list[int], tuple[str, ...]]:
+    """Bytes of a state of each of `runs` whose model's shape is known, and the models whose shape is not."""
+    if (sizes := plan.study.family.sizes) is not None:
+        return [sizes(spec.config)[0] for spec in runs], ()
+    shapes = {path: shape_of(path, environ) for path in dict.fromkeys(spec.ppo.model.path for spec in runs)}
+    unknown = tuple(path for path, shape in shapes.items() if shape is None)
+    pairs = [(spec, shape) for spec in runs if (shape := shapes[spec.ppo.model.path]) is not None]
+    return [checkpoint_bytes(shape, spec.ppo) for spec, shape in pairs], unknown
+
+
+def _rows(plan: StudyPlan, spec: RunSpec) -> int:
+    """Bytes of a run's rows, and of what is made of them."""
+    sizes = plan.study.family.sizes
+    return (
+        row_bytes(spec.ppo)
+        if sizes is None
+        else _RUN + spec.steps // spec.config.trainer.test_freq * sizes(spec.config)[1]
     )
 
 
@@ -144,7 +161,7 @@ def _there(plan: StudyPlan, spec: RunSpec, checkpoint: int) -> int:
     steps = [(path, path.rpartition("_")[2]) for path in glob.glob(f"{glob.escape(str(folder))}/global_step_*")]
     planned = [Path(path) for path, step in steps if step.isdecimal() and _is_kept(int(step), spec)]
     kept = sum(min(folder_bytes(path), checkpoint) for path in planned)
-    return min(state, checkpoint) + min(lines, row_bytes(spec.config)) + kept
+    return min(state, checkpoint) + min(lines, _rows(plan, spec)) + kept
 
 
 def _is_kept(step: int, spec: RunSpec) -> bool:

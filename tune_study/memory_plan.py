@@ -58,7 +58,7 @@ class MemoryPlan(NamedTuple):
     @property
     def cache_shortfall(self) -> int:
         """Bytes that vLLM lacks to hold one conversation of full length; 0 where it does, and for another sampler."""
-        config = self.spec.config
+        config = self.spec.ppo
         if config.rollout.name != "vllm":
             return 0
         held = sum(part.gpu[memory.ROLLOUT] for part in self.parts if part.name.startswith("vLLM weights"))
@@ -73,7 +73,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def _conversation(self) -> int:
-        config = self.spec.config
+        config = self.spec.ppo
         return memory.longest(config) * memory.cache_bytes(self.shape, memory.compute_bytes(config))
 
     @property
@@ -103,7 +103,7 @@ def plan_memory(plan: StudyPlan, allotment: Allotment, card: Card, environ: Mapp
         return None
     found = []
     for arm in {spec.arm: spec for spec in plan.runs}.values():
-        shape = shape_of(arm.config.model.path, environ)
+        shape = shape_of(arm.ppo.model.path, environ)
         if shape is not None:
             most = (card.is_known and len(allotment.gpus)) or _MOST_GPUS
             at_once = min(allotment.a_node or allotment.max_concurrent, allotment.max_concurrent)
@@ -113,20 +113,20 @@ def plan_memory(plan: StudyPlan, allotment: Allotment, card: Card, environ: Mapp
 
 def plan_run(spec: RunSpec, shape: Shape, card: Card, at_once: int, most: int) -> MemoryPlan:
     """The memory plan of one run. at_once: runs that the study has on the machine at a time. most: see MemoryPlan."""
-    n_gpus = spec.config.trainer.n_gpus_per_node
+    n_gpus = spec.ppo.trainer.n_gpus_per_node
     share = min(n_gpus, 1.0)
     budget = int(share * card.size)
-    found = memory.parts(shape, spec.config, budget)
+    found = memory.parts(shape, spec.ppo, budget)
     a_gpu = min(int(1 / share + 1e-9), at_once)
-    host = memory.host_bytes(found, spec.config)
+    host = memory.host_bytes(found, spec.ppo)
     return MemoryPlan(spec, shape, card, share, budget, found, host, a_gpu, at_once, most)
 
 
 def table(found: MemoryPlan) -> tuple[tuple[str, ...], list[list[str]]]:
     """Columns and rows of the plan, in GiB; moments that the run has not are left out."""
-    has_critic = "critic" in memory.trained_parameters(found.shape, found.spec.config)
+    has_critic = "critic" in memory.trained_parameters(found.shape, found.spec.ppo)
     moments = [number for number, name in enumerate(MOMENTS) if has_critic or not name.startswith("critic")]
-    if not memory.deals_weights(found.spec.config):
+    if not memory.deals_weights(found.spec.ppo):
         moments.remove(memory.START)
     rows = [[part.name, *(_cell(part.gpu[moment]) for moment in moments), _cell(part.host)] for part in found.parts]
     sums = memory.totals(found.parts)
@@ -138,7 +138,7 @@ def table(found: MemoryPlan) -> tuple[tuple[str, ...], list[list[str]]]:
 
 def lines(found: MemoryPlan, study: Study) -> list[str]:
     """The plan in sentences: the share, what vLLM is given, and whether it fits."""
-    config = found.spec.config
+    config = found.spec.ppo
     said = [f"memory: a card of {_gib(found.card.size)} GiB ({found.card.source}); {_share_words(found)}"]
     if config.rollout.name == "vllm":
         said.append(_vllm_words(found))
@@ -156,7 +156,7 @@ def lines(found: MemoryPlan, study: Study) -> list[str]:
 
 
 def _share_words(found: MemoryPlan) -> str:
-    ranks = memory.ranks(found.spec.config)
+    ranks = memory.ranks(found.spec.ppo)
     whose = f"the run that takes most is {found.spec.run_id}"
     if found.share < 1:
         return f"a run has {found.share:g} of it, {_gib(found.budget)} GiB; {whose}"
@@ -164,13 +164,13 @@ def _share_words(found: MemoryPlan) -> str:
 
 
 def _vllm_words(found: MemoryPlan) -> str:
-    rollout = found.spec.config.rollout
+    rollout = found.spec.ppo.rollout
     given = rollout.gpu_memory_utilization * found.budget
     of = "the run's share" if found.share < 1 else "the card"
     text = f"vLLM: gpu_memory_utilization {rollout.gpu_memory_utilization:g} of {of}, {_gib(given)} GiB"
     if found.cache_shortfall:
         return f"{text}: {_gib(found.cache_shortfall)} GiB too little for one conversation"
-    at_once = f"{found.conversations} conversations of {memory.longest(found.spec.config)} tokens at once"
+    at_once = f"{found.conversations} conversations of {memory.longest(found.spec.ppo)} tokens at once"
     leaves = "; it leaves the GPU during the update" if rollout.free_cache_engine else ""
     return f"{text}: {at_once}{leaves}"
 
@@ -263,7 +263,7 @@ def _is_less(found: MemoryPlan, change: Mapping[str, object]) -> bool:
 
     Adapters are not made larger than they are.
     """
-    config = found.spec.config
+    config = found.spec.ppo
     try:
         changed = with_overrides(config, change)
     except ConfigError:
@@ -276,7 +276,7 @@ def _is_less(found: MemoryPlan, change: Mapping[str, object]) -> bool:
 
 def _would_fit(found: MemoryPlan, change: Mapping[str, object]) -> bool:
     try:
-        config = with_overrides(found.spec.config, change)
+        config = with_overrides(found.spec.ppo, change)
     except ConfigError:
         return False
     return plan_run(replace(found.spec, config=config), found.shape, found.card, found.a_node, found.most).fits

@@ -41,7 +41,7 @@ class Question(NamedTuple):
     stored: str | None
     models: tuple[str, ...]
     trainable: str
-    settings: dict[str, Any]
+    settings: dict[str, Any] | None
 
 
 class Answer(NamedTuple):
@@ -73,11 +73,12 @@ def code_sum() -> str:
 def answer(question: Question) -> Answer:
     """What the machine of this process has; run on a node."""
     try:
-        config = RunConfig.model_validate(question.settings)
-        for model in question.models:
-            check_model(model, os.environ, config.model.chat_format)
         check_trainable(question.trainable)
-        check_engines(config)
+        if question.settings is not None:
+            config = RunConfig.model_validate(question.settings)
+            for model in question.models:
+                check_model(model, os.environ, config.model.chat_format)
+            check_engines(config)
         lacks = ""
     except PlanError as error:
         lacks = str(error)
@@ -138,9 +139,13 @@ def _answered(node: Node, reference: Any) -> Answer:
 
 def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, Answer]:
     """What the nodes that could hold a run have; PlanError, naming the node, for what would make a run fail there."""
-    models = tuple(dict.fromkeys(spec.config.model.path for spec in plan.runs))
+    models, settings = tuple[str, ...](), None
+    if plan.model is not None:
+        models, settings = (
+            tuple(dict.fromkeys(spec.ppo.model.path for spec in plan.runs)),
+            plan.ppo.model_dump(mode="json"),
+        )
     with _marker(plan) as marker:
-        settings = plan.base.model_dump(mode="json")
         question = Question(marker, plan.stored, models, plan.study.trainable, settings)
         answers = ask(nodes, question)
     check_versions({**versions(), "code": code_sum()}, {node.name: found.versions for node, found in answers.items()})

@@ -16,7 +16,6 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainable.config import RunConfig
 from trainable.run_files import METRICS, read_rows, sync_path
 from tune_study.plan import PlanError, RunSpec, StudyPlan
 
@@ -139,9 +138,10 @@ def study_entry(plan: StudyPlan) -> dict[str, Any]:
         "seeds": list(plan.seeds),
         "runs": [run_entry(spec) for spec in plan.runs],
         "settings": plan.base.model_dump(mode="json"),
-        "defaults": RunConfig().model_dump(mode="json"),
+        "defaults": type(plan.base).model_validate({}).model_dump(mode="json"),
         "stop_rules": list(plan.study.stop_rules),
-        "model": plan.base.model.path,
+        "family": plan.study.family.name,
+        "model": plan.model or "",
         "trainable": plan.study.trainable,
         "storage": plan.storage,
     }

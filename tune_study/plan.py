@@ -1,26 +1,17 @@
 """From a study and what was typed to the list of its runs: names, settings, places. Pure; no Ray."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from search_spaces import STUDIES, smoke
-from search_spaces.presets import DEFAULT_SEEDS, PRESETS
-from search_spaces.study import Study, value_label
+from search_spaces.family import value_label
+from search_spaces.study import Study
 from trainable.config import ConfigError, RunConfig, canonical_key, field_names, with_overrides
 from trainable.setting_types import shown
+from trainable.study_config import StudyConfig
 from trainable.uris import below
-
-TAGS = {True: "nofilter", False: "filter_zero"}
-"""The published tag of rollout_filter_include_zero."""
-
-COLLAPSE_TAGS = {(True, True): "ftmt", (True, False): "ft", (False, True): "mt", (False, False): "nocd"}
-"""The published tags of collapse diagnostics: of first turns, of all turns."""
-
-STRATEGY_NAMES = {"top_k_abs": "top_k"}
-"""Published names of filter strategies that have another one here: in the documents top_k takes a count of groups."""
 
 MOST_SEEDS = 401
 """The seeds 0 to 400, which are those that RunConfig takes."""
@@ -45,9 +36,14 @@ class RunSpec:
     label: str
     seed: int
     experiment_name: str
-    config: RunConfig
+    config: StudyConfig
     log: Path
     checkpoints: Path
+
+    @property
+    def ppo(self) -> RunConfig:
+        """Its settings, where it fine-tunes a language model with PPO; TypeError where it does not."""
+        return _ppo(self.config)
 
     @property
     def steps(self) -> int:
@@ -65,13 +61,30 @@ class StudyPlan:
     study: Study
     preset: str
     preset_reason: str
-    base: RunConfig
+    base: StudyConfig
     values: tuple[str, ...]
     seeds: tuple[int, ...]
     output: Path
     run: str
     runs: tuple[RunSpec, ...]
     storage: str | None = None
+
+    @property
+    def ppo(self) -> RunConfig:
+        """`base`, where the study fine-tunes a language model with PPO; TypeError where it does not."""
+        return _ppo(self.base)
+
+    @property
+    def model(self) -> str | None:
+        """Path of the language model that is fine-tuned; None where the study trains another kind of model."""
+        return self.base.model.path if isinstance(self.base, RunConfig) else None
+
+    @property
+    def trials(self) -> tuple[tuple[RunSpec, ...], ...]:
+        """The runs that one Tune trial carries each: one, or all seeds of an arm."""
+        if not self.study.family.seeds_together:
+            return tuple((spec,) for spec in self.runs)
+        return tuple(tuple(spec for spec in self.runs if spec.arm == value) for value in self.values)
 
     @property
     def stored(self) -> str | None:
@@ -103,7 +116,7 @@ class StudyPlan:
 
     def _filled(self, template: str) -> str:
         """A template of the whole study, filled in."""
-        return template.format(run=self.run, **study_words(self.base))
+        return template.format(run=self.run, **self.study.family.words(self.base))
 
     def run_dir(self, run_id: str) -> Path:
         """Where one run keeps its rows, status and rolling state."""
@@ -184,7 +197,7 @@ def collect_overrides(
             raise PlanError(
                 f"--set '{shown(assignment)}' has no value: type --set key=value, like --set actor.lr=1e-5."
             )
-        name = canonical_key(key.strip())
+        name = canonical_key(key.strip(), study.family.config)
         if name == "seed":
             raise PlanError("`seed` is no setting of a study: type --seeds N to run the seeds 0 to N-1.")
         if name in overrides:
@@ -215,18 +228,19 @@ def make_plan(
     n_seeds: int | None,
     output: Path,
 ) -> StudyPlan:
-    """The plan of a new study: RunConfig's defaults, the preset, what the study fixes, then `overrides`.
+    """The plan of a new study: the family's defaults, the preset, what the study fixes, then `overrides`.
 
     values: axis values as typed, None for the preset's grid. n_seeds: a count, None for the preset's.
     """
-    if preset not in PRESETS:
-        raise PlanError(f"There is no preset `{shown(preset)}`: type --preset {' or --preset '.join(PRESETS)}.")
-    count = n_seeds if n_seeds is not None else study.seeds or DEFAULT_SEEDS[preset]
+    presets = study.family.presets
+    if preset not in presets:
+        raise PlanError(f"There is no preset `{shown(preset)}`: type --preset {' or --preset '.join(presets)}.")
+    count = n_seeds if n_seeds is not None else study.seeds or study.family.seeds[preset]
     if count < 1:
         raise PlanError(f"--seeds {shown(count)} leaves nothing to run: type --seeds 1 or more.")
     if count > MOST_SEEDS:
         raise PlanError(f"--seeds {shown(count)} is more than there are: type --seeds {MOST_SEEDS} or less.")
-    base = with_overrides(RunConfig(), {**PRESETS[preset], **study.fixed, **study.presets.get(preset, {})})
+    base = with_overrides(_defaults(study), {**presets[preset], **study.fixed, **study.presets.get(preset, {})})
     base = with_overrides(base, overrides)
     chosen = tuple(values) if values is not None else study.axis.grids[preset]
     return build_plan(study, preset, preset_reason, base, chosen, tuple(range(count)), output)
@@ -236,7 +250,7 @@ def build_plan(
     study: Study,
     preset: str,
     preset_reason: str,
-    base: RunConfig,
+    base: StudyConfig,
     values: tuple[str, ...],
     seeds: tuple[int, ...],
     output: Path,
@@ -245,7 +259,7 @@ def build_plan(
     check_values(study, values)
     if not seeds or len(set(seeds)) < len(seeds) or not set(seeds) <= set(range(MOST_SEEDS)):
         raise PlanError(f"The seeds {shown(list(seeds))} are not different numbers from 0 to {MOST_SEEDS - 1}.")
-    run = study.run.format(**study_words(base))
+    run = study.run.format(**study.family.words(base))
     arms = {value: arm_config(study, base, value) for value in values}
     runs = tuple(_spec(study, run, value, arms[value], seed) for seed in seeds for value in values)
     plan = StudyPlan(study, preset, preset_reason, base, values, seeds, output.absolute(), run, runs)
@@ -253,7 +267,18 @@ def build_plan(
     return plan
 
 
-def arm_config(study: Study, base: RunConfig, value: str) -> RunConfig:
+def _defaults(study: Study) -> StudyConfig:
+    """The settings of the study's family when nothing is said."""
+    return study.family.config.model_validate({})
+
+
+def _ppo(config: StudyConfig) -> RunConfig:
+    if not isinstance(config, RunConfig):
+        raise TypeError(f"{type(config).__name__} fine-tunes no language model with PPO")
+    return config
+
+
+def arm_config(study: Study, base: StudyConfig, value: str) -> StudyConfig:
     """The settings of the arm at `value`, or ConfigError that names the option."""
     try:
         return with_overrides(base, study.axis.settings(value, base))
@@ -308,15 +333,12 @@ def _check_paths(plan: StudyPlan) -> None:
                 )
 
 
-def model_name(path: str) -> str:
-    """The last part of a model's path, which names its runs: Qwen/Qwen2.5-3B -> Qwen2.5-3B."""
-    return path.rstrip("/").rsplit("/", 1)[-1]
-
-
-def changed_settings(config: RunConfig) -> dict[str, Any]:
-    """Dotted fields of `config` that differ from RunConfig's defaults, as JSON; the seed left out."""
-    ours, defaults = flat_settings(config.model_dump(mode="json")), flat_settings(RunConfig().model_dump(mode="json"))
-    return {name: ours[name] for name in field_names() if name != "seed" and ours[name] != defaults[name]}
+def changed_settings(config: StudyConfig) -> dict[str, Any]:
+    """Dotted fields of `config` that differ from the defaults of its kind, as JSON; the seed left out."""
+    kind = type(config)
+    ours = flat_settings(config.model_dump(mode="json"))
+    defaults = flat_settings(kind.model_validate({}).model_dump(mode="json"))
+    return {name: ours[name] for name in field_names(kind) if name != "seed" and ours[name] != defaults[name]}
 
 
 def flat_settings(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -327,9 +349,9 @@ def flat_settings(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _spec(study: Study, run: str, value: str, config: RunConfig, seed: int) -> RunSpec:
+def _spec(study: Study, run: str, value: str, config: StudyConfig, seed: int) -> RunSpec:
     """One run with its templates filled in; a seed above 0 is part of every name."""
-    words = template_words(run, value, config, seed)
+    words = template_words(study, run, value, config, seed)
     name = study.experiment.format(**words)
     words["experiment"] = run_id = name + words["seed"]
     return RunSpec(
@@ -345,35 +367,14 @@ def _spec(study: Study, run: str, value: str, config: RunConfig, seed: int) -> R
     )
 
 
-def template_words(run: str, value: str, config: RunConfig, seed: int) -> dict[str, str]:
+def template_words(study: Study, run: str, value: str, config: StudyConfig, seed: int) -> dict[str, str]:
     """What the templates of one run may use; see `Study`. value: of the axis, as it was typed."""
     return {
-        **study_words(config),
+        **study.family.words(config),
         "run": run,
         "arm": value,
         "label": value_label(value),
         "seed": f"-seed{seed}" if seed else "",
-    }
-
-
-def study_words(config: RunConfig) -> dict[str, str]:
-    """What every template of a study may use; see `Study`."""
-    env, trainer, collapse = config.env, config.trainer, config.collapse_detection
-    model = model_name(config.model.path)
-    size = re.search(r"(?<![\d.])\d+(\.\d+)?B(?![A-Za-z])", model)
-    train = f"{env.env_groups}x{env.group_size}"
-    groups, rollouts = trainer.gradient_analysis_env_groups, trainer.gradient_analysis_group_size
-    return {
-        "model": model,
-        "size": size.group() if size else model,
-        "tag": TAGS[config.filter.rollout_filter_include_zero],
-        "strategy": STRATEGY_NAMES.get(config.filter.rollout_filter_strategy, config.filter.rollout_filter_strategy),
-        "kl_type": config.actor.kl_loss_type,
-        "collapse": COLLAPSE_TAGS[collapse.first_turn_enabled, collapse.multi_turn_enabled],
-        "mass": value_label(f"{config.filter.rollout_filter_value:g}"),
-        "train": train,
-        "analysis": f"{groups}x{rollouts}" if groups and rollouts else train,
-        "every": str(trainer.gradient_analysis_every),
     }
 
 

@@ -153,8 +153,8 @@ def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
 
 def _trainer(target: Target, settings: Settings) -> PPOTrainer:
     """The restored trainer; PlanError for a checkpoint of another run, or one that is damaged."""
-    check_model(target.spec.config.model.path, os.environ)
-    config = with_overrides(target.spec.config, settings)
+    check_model(target.spec.ppo.model.path, os.environ)
+    config = with_overrides(target.spec.ppo, settings)
     check_sampler(config)
     odd = [name for name in settings if not name.startswith(SAME_TRAINER)]
     if odd:
@@ -165,7 +165,7 @@ def _trainer(target: Target, settings: Settings) -> PPOTrainer:
     try:
         tensors, values = read_checkpoint(target.path)
         theirs = RunConfig.model_validate(values.get("settings"))
-        if (theirs.config_hash(), theirs.seed) != (target.spec.config.config_hash(), target.spec.config.seed):
+        if (theirs.config_hash(), theirs.seed) != (target.spec.ppo.config_hash(), target.spec.ppo.seed):
             raise CheckpointError(f"{target.path} was written by another run than {target.spec.run_id}.")
         trainer = PPOTrainer(config)
         trainer.load_state(tensors, values)
@@ -212,7 +212,7 @@ def probe(target: Target, settings: Settings, with_val: bool, console: Console) 
 
     PlanError, and nothing is written, where the filter keeps nothing and the batch before it is not analysed.
     """
-    own, wanted = target.spec.config, probe_settings(target.spec.config, settings)
+    own, wanted = target.spec.ppo, probe_settings(target.spec.ppo, settings)
     config = with_overrides(own, wanted)
     run_dir, log = target.plan.run_dir(target.spec.run_id), _log(target, with_val, config)
     _check_places(run_dir, log)
@@ -285,7 +285,7 @@ def _check_places(run_dir: Path, log: Path) -> None:
 
 def _log(target: Target, with_val: bool, config: RunConfig) -> Path:
     """The log's published name, which ends in what is measured beside the task."""
-    words = template_words(target.plan.run, target.spec.arm, target.spec.config, target.spec.seed)
+    words = template_words(target.plan.study, target.plan.run, target.spec.arm, target.spec.ppo, target.spec.seed)
     name = target.plan.study.probe_log.format(
         **words, experiment=target.spec.run_id, step=target.step, val="withval" if with_val else "noval"
     )

@@ -3,32 +3,28 @@
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from search_spaces.family import Family
 from trainable.stop_rules import finite
 from tune_study.plan import RunSpec, StudyPlan
 
 _LINE_EVERY = 10
 """Without a terminal: steps between two lines of a run that does not validate."""
 
-COLUMNS = ("arm", "seed", "step", "success", "reward std", "groups kept", "tokens/s", "time left", "status")
-
 
 @dataclass
 class RunView:
-    """What is shown of one run; None is "not known yet"."""
+    """What is shown of one run; None is "not known yet". numbers: the last that were measured of the shown columns."""
 
     spec: RunSpec
     step: int = 0
-    success: float | None = None
-    reward_std: float | None = None
-    groups_kept: float | None = None
-    tokens_per_second: float | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
     seconds: float | None = None
     status: str = "waiting"
 
@@ -43,13 +39,13 @@ class RunView:
         return self.status in ("waiting", "running")
 
 
-def step_line(row: dict[str, Any], total: int) -> str:
+def step_line(family: Family, row: dict[str, Any], total: int) -> str:
     """One training step as a readable line: names in full, what was not measured left out."""
     parts = [f"step {row.get('step')}/{total}"]
-    for name, label, form in _LINE_FIELDS:
-        value = finite(row.get(name))
+    for shown in family.line:
+        value = finite(row.get(shown.column))
         if value is not None:
-            parts.append(f"{label}={value:{form}}")
+            parts.append(f"{shown.name}={value:{shown.form}}")
     if row.get("stop_rule"):
         parts.append(f"early_stop={stop_reason(row)}")
     return " ".join(parts)
@@ -62,24 +58,6 @@ def stop_reason(row: dict[str, Any]) -> str:
         f"{row['stop_rule']} at step {row['stop_step']}: {row['stop_value']:.4g} {side} "
         f"the threshold {row['stop_threshold']:.4g}"
     )
-
-
-_LINE_FIELDS = (
-    ("base_val_success", "base_val_success", ".3f"),
-    ("base_val_greedy_success", "base_val_greedy_success", ".3f"),
-    ("train_success", "train_success", ".3f"),
-    ("reward_std", "reward_std", ".4f"),
-    ("groups_kept", "groups_kept", ".0f"),
-    ("val_success", "val_success", ".3f"),
-    ("val_greedy_success", "val_greedy_success", ".3f"),
-    ("test_success", "test_success", ".3f"),
-    ("test_greedy_success", "test_greedy_success", ".3f"),
-    ("entropy", "entropy", ".3f"),
-    ("kl_loss", "kl_loss", ".5f"),
-    ("pg_loss", "pg_loss", ".5f"),
-    ("tokens_per_second", "tokens_per_second", ".0f"),
-    ("seconds_step", "seconds", ".2f"),
-)
 
 
 def clock(seconds: float | None) -> str:
@@ -96,6 +74,7 @@ class Progress:
 
     def __init__(self, plan: StudyPlan, max_concurrent: int, console: Console) -> None:
         self.title = f"{plan.study.name} ({plan.preset})"
+        self._family = plan.study.family
         self.views = {spec.run_id: RunView(spec) for spec in plan.runs}
         self._lanes = max_concurrent
         self._console = console
@@ -110,10 +89,12 @@ class Progress:
         with Live(get_renderable=self.table, console=self._console, refresh_per_second=2, transient=False):
             yield
 
-    def skip(self, run_id: str, status: str, step: int, success: float | None) -> None:
-        """A run that had ended before this start."""
+    def skip(self, run_id: str, status: str, step: int, measured: float | None) -> None:
+        """A run that had ended before this start. measured: its last number of the family's measure."""
         view = self.views[run_id]
-        view.status, view.step, view.success = status, step, success
+        view.status, view.step = status, step
+        if measured is not None:
+            view.numbers[self._family.measure] = measured
 
     def start(self, run_id: str) -> None:
         """A run starts, or starts again."""
@@ -132,14 +113,15 @@ class Progress:
         """A training step is done."""
         view = self.views[run_id]
         view.step = int(finite(row.get("step")) or view.step)
-        success = finite(row.get("val_success"))
-        known = (success, view.success, finite(row.get("base_val_success")))
-        view.success = next((value for value in known if value is not None), None)
-        view.reward_std, view.groups_kept = finite(row.get("reward_std")), finite(row.get("groups_kept"))
-        view.tokens_per_second = finite(row.get("tokens_per_second"))
+        for shown in self._family.shown:
+            known = (finite(row.get(shown.column)), view.numbers.get(shown.column), finite(row.get(shown.before)))
+            value = next((value for value in known if value is not None), None)
+            if value is not None:
+                view.numbers[shown.column] = value
         view.seconds = finite(row.get("seconds_total"))
-        if success is not None or view.step % _LINE_EVERY == 0:
-            self._say(run_id, step_line(row, view.spec.steps) + f" time_left={clock(self.time_left(view))}")
+        if finite(row.get(self._family.measure)) is not None or view.step % _LINE_EVERY == 0:
+            line = step_line(self._family, row, view.spec.steps)
+            self._say(run_id, f"{line} time_left={clock(self.time_left(view))}")
 
     def end(self, run_id: str, status: str, reason: str) -> None:
         """A run has ended."""
@@ -162,11 +144,16 @@ class Progress:
             return None
         return max(sum(known) / max(min(self._lanes, len(known)), 1), max(known, default=0.0))
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Headings of the live table."""
+        return ("arm", "seed", "step", *(shown.name for shown in self._family.shown), "time left", "status")
+
     def table(self) -> Table:
         """The live table."""
         elapsed, left = clock(time.monotonic() - self._started), clock(self.study_time_left())
         table = Table(title=f"{self.title}  elapsed {elapsed}  left {left}", title_justify="left")
-        for column in COLUMNS:
+        for column in self.columns:
             table.add_column(column, justify="left" if column in ("arm", "status") else "right")
         for view in self.views.values():
             table.add_row(*self._cells(view))
@@ -177,10 +164,7 @@ class Progress:
             view.spec.arm,
             str(view.spec.seed),
             f"{view.step}/{view.spec.steps}",
-            _cell(view.success, ".3f"),
-            _cell(view.reward_std, ".3f"),
-            _cell(view.groups_kept, ".0f"),
-            _cell(view.tokens_per_second, ".0f"),
+            *(_cell(view.numbers.get(shown.column), shown.form) for shown in self._family.shown),
             clock(self.time_left(view)) if view.is_open else "",
             view.status,
         ]

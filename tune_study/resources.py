@@ -171,7 +171,7 @@ def preflight(
     reserved = bundles(n_gpus)
     check_device(trainer.device, n_gpus, asked)
     gpus, notes = _choose_gpus(n_gpus, asked, visible, real)
-    notes += _without_effect(trainer)
+    notes += _without_effect(trainer) if isinstance(trainer, TrainerConfig) else ()
     cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
     if len(reserved) > cpus:
         raise PlanError(

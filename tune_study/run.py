@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from trainable.config import RunConfig
 from trainable.run_files import METRICS, read_rows
 from trainable.setting_types import shown
+from trainable.stop_rules import finite
 from tune_study import outputs
+from tune_study.carried import trial_configs
 from tune_study.describe import say
 from tune_study.interrupt import Interrupt
 from tune_study.leftovers import MARK, end_leftovers
 from tune_study.machine import ray_folder
 from tune_study.outputs import RunStatus
-from tune_study.plan import PlanError, RunSpec, StudyPlan, changed_settings
+from tune_study.plan import PlanError, StudyPlan
 from tune_study.progress import Progress
 from tune_study.resources import Allotment, placement
 from tune_study.summary import finished_runs, write_summary
@@ -168,25 +171,6 @@ def choose_wandb(asked: str | None, plan: StudyPlan) -> str:
     return mode
 
 
-def run_config(plan: StudyPlan, spec: RunSpec, is_finished: bool, interrupt: Path | None = None) -> dict[str, Any]:
-    """What a Trainable is given: names, the settings that differ from the defaults, absolute folders and files."""
-    return {
-        "study": spec.study,
-        "run_id": spec.run_id,
-        "arm": spec.arm,
-        "seed": spec.seed,
-        "settings": changed_settings(spec.config),
-        "run_dir": str(plan.run_dir(spec.run_id)),
-        "checkpoint_dir": str(plan.output / spec.checkpoints),
-        "finished": is_finished,
-        "trainable": plan.study.trainable,
-        "stop_rules": list(plan.study.stop_rules),
-        "interrupt": str(interrupt) if interrupt else None,
-        "storage": plan.stored,
-        "storage_patience": plan.base.trainer.disk_patience,
-    }
-
-
 def prepare_environment(gpus: tuple[str, ...], joins: bool = False) -> None:
     """What Ray reads from the environment when it is imported and started; a cluster has its own rules of entry."""
     for name, value in _ENVIRONMENT.items():
@@ -279,20 +263,15 @@ def make_tuner(session: Session, recorder: "Recorder", more_callbacks: list[Any]
     from tune_study.scheduling import FirstComeFirstServed
 
     plan, allotment, interrupt = session.plan, session.allotment, session.interrupt
-    configs = [
-        run_config(plan, spec, spec.run_id in session.finished, interrupt.path)
-        for spec in plan.runs
-        if spec.run_id not in session.finished or session.finished[spec.run_id].status in outputs.ENDED
-    ]
     return tune.Tuner(
         tune.with_resources(Carrier, placement(plan.base.trainer.n_gpus_per_node)),
-        param_space=tune.grid_search(configs),
+        param_space=tune.grid_search(list(trial_configs(plan, session.finished, interrupt.path))),
         tune_config=tune.TuneConfig(
             max_concurrent_trials=allotment.max_concurrent,
             scheduler=FirstComeFirstServed(recorder.given_up, interrupt),
             reuse_actors=not (allotment.gpus or allotment.slots),
-            trial_name_creator=_run_id,
-            trial_dirname_creator=_run_id,
+            trial_name_creator=_trial_name,
+            trial_dirname_creator=_trial_name,
         ),
         run_config=_tune_run(plan, interrupt, [*_fetching(session), recorder, *more_callbacks]),
     )
@@ -311,7 +290,11 @@ def _tune_run(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]) -> An
 
     from tune_study.stoppers import StopRules, Watched
 
-    watched = {spec.run_id: Watched(plan.run_dir(spec.run_id), spec.config.early_stop) for spec in plan.runs}
+    watched = {
+        spec.run_id: Watched(plan.run_dir(spec.run_id), spec.config.early_stop)
+        for spec in plan.runs
+        if isinstance(spec.config, RunConfig)
+    }
     return tune.RunConfig(
         name=plan.run,
         storage_path=str(plan.folder.parent),
@@ -323,7 +306,7 @@ def _tune_run(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]) -> An
     )
 
 
-def _run_id(trial: Any) -> str:
+def _trial_name(trial: Any) -> str:
     return str(trial.config["run_id"])
 
 
@@ -340,15 +323,15 @@ def _skip(plan: StudyPlan, finished: Mapping[str, RunStatus], progress: Progress
     """Name the runs that are not run again."""
     for run_id, status in finished.items():
         rows = read_rows(plan.run_dir(run_id) / METRICS)
-        progress.skip(run_id, status.status, rows[-1]["step"] if rows else 0, _last_success(rows))
+        found = (row.get(plan.study.family.measure) for row in reversed(rows))
+        progress.skip(run_id, status.status, rows[-1]["step"] if rows else 0, next(filter(_is_number, found), None))
         say(console, f"{run_id} is {status.status} and is not run again")
     if finished:
         say(console, f"{len(plan.runs) - len(finished)} of {len(plan.runs)} runs to go")
 
 
-def _last_success(rows: list[dict[str, Any]]) -> float | None:
-    """The last val_success of a run's rows."""
-    return next((row["val_success"] for row in reversed(rows) if row.get("val_success") is not None), None)
+def _is_number(value: object) -> bool:
+    return finite(value) is not None
 
 
 def _conclude(session: Session, problem: str, unwritten: Mapping[str, RunStatus]) -> int:

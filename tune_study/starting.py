@@ -80,9 +80,10 @@ def _check_machine(
     plan: StudyPlan, allotment: Allotment, room: Budget, memory: MemoryPlan | None, used: tuple[Gpu, ...]
 ) -> None:
     """PlanError for what this machine lacks."""
-    check_model(plan.base.model.path, os.environ, plan.base.model.chat_format)
     check_trainable(plan.study.trainable)
-    resources.check_engines(plan.base)
+    if plan.model is not None:
+        check_model(plan.model, os.environ, plan.ppo.model.chat_format)
+        resources.check_engines(plan.ppo)
     if memory is not None:
         memory_plan.check(memory, plan, used)
     if plan.stored is not None:

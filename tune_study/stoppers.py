@@ -38,8 +38,8 @@ class StopRules(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         """Whether the run of this row ends here; the decision goes into the row's stop columns."""
         watched = self._runs.get(str(result.get("run_id")))
-        if watched is None:
-            return False
+        if watched is None:  # a trial of several runs applies the rules itself, to each of them
+            return self._is_interrupted(result)
         run_id = str(result["run_id"])
         if run_id not in self._rows:
             self._rows[run_id] = read_rows(watched.run_dir / METRICS)

@@ -5,10 +5,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from search_spaces.language_model import model_name
 from trainable.run_files import METRICS, read_rows
 from trainable.setting_types import shown
 from tune_study.outputs import ENDED, RunStatus, now, read_status, write_text
-from tune_study.plan import PlanError, RunSpec, StudyPlan, model_name, template_words, values_said
+from tune_study.plan import PlanError, RunSpec, StudyPlan, template_words, values_said
 from tune_study.resources import Allotment
 
 DEFAULT_SKIPPED = ",".join(ENDED)
@@ -29,7 +30,8 @@ def summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_l
     A run that a rule stopped has the published status `success` (its process ended well) and names the rule:
     early_stop=<rule>@<step>. A run that never started is `missing`.
     """
-    said = plan.study.summary.format(**_words(plan, spec)).split(" | ")
+    words = template_words(plan.study, plan.run, spec.arm, spec.config, spec.seed)
+    said = plan.study.summary.format(**words, experiment=spec.experiment_name).split(" | ")
     if status is None or status.status in ("never_ran", "running"):
         return f"{said[0]} | status=missing | seed={spec.seed}"
     stop = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
@@ -44,23 +46,6 @@ def summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_l
     ]
     line = " | ".join(fields)
     return f"{line}\n  error: {status.reason}" if status.status == "failed" else line
-
-
-def _words(plan: StudyPlan, spec: RunSpec) -> dict[str, object]:
-    """What the template of a summary line may use; see `Study`."""
-    actor, kept, collapse = spec.config.actor, spec.config.filter, spec.config.collapse_detection
-    return {
-        **template_words(plan.run, spec.arm, spec.config, spec.seed),
-        "experiment": spec.experiment_name,
-        "include_zero": kept.rollout_filter_include_zero,
-        "filter_value": kept.rollout_filter_value,
-        "share": f"{kept.rollout_filter_value:g}",
-        "kl": f"{actor.kl_loss_coef if actor.use_kl_loss else 0:g}",
-        "entropy": f"{actor.entropy_coeff:g}",
-        "first": str(collapse.first_turn_enabled).lower(),
-        "multi": str(collapse.multi_turn_enabled).lower(),
-        "samples": collapse.num_samples,
-    }
 
 
 def run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
@@ -120,13 +105,13 @@ def _counts(statuses: Sequence[RunStatus | None]) -> str:
 
 
 def _heading(plan: StudyPlan, allotment: Allotment) -> list[str]:
-    trainer = plan.base.trainer
+    trainer, model = plan.base.trainer, "" if plan.model is None else f" ({model_name(plan.model)})"
+    memory = "" if plan.model is None else f"GPU memory util: {plan.ppo.rollout.gpu_memory_utilization} | "
     return [
-        f"=== {plan.study.title} Runner ({model_name(plan.base.model.path)}): {now()} ===",
+        f"=== {plan.study.title} Runner{model}: {now()} ===",
         f"Values: {values_said(plan.study, plan.values)} | Steps: {trainer.total_training_steps} | "
         f"GPUs per exp: {allotment.gpu_label}",
-        f"Groups: {' '.join(allotment.slots) or 'none'} | "
-        f"GPU memory util: {plan.base.rollout.gpu_memory_utilization} | "
+        f"Groups: {' '.join(allotment.slots) or 'none'} | {memory}"
         f"ray_num_cpus: {trainer.ray_num_cpus} | save_freq: {trainer.save_freq}",
     ]
 

@@ -121,7 +121,7 @@ def line(found: MemoryPlan, plan: StudyPlan, allotment: Allotment, names: tuple[
     if not known or None in known:
         return None
     rates = min(each for each in known if each is not None)
-    config = found.spec.config
+    config = found.spec.ppo
     run = run_seconds(found.shape, config, rates)
     study = run * math.ceil(len(plan.runs) / max(allotment.max_concurrent, 1))
     return (

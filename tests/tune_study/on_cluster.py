@@ -20,11 +20,12 @@ from trainable.run_files import METRICS, read_rows
 from trainable.uris import below
 from tune_study import cluster
 from tune_study.callbacks import Recorder
+from tune_study.carried import run_config
 from tune_study.interrupt import Interrupt
 from tune_study.outputs import read_status
 from tune_study.plan import StudyPlan, make_plan
 from tune_study.progress import Progress
-from tune_study.run import Session, execute, make_tuner, run_config
+from tune_study.run import Session, execute, make_tuner
 
 STEPS = 4
 

@@ -22,11 +22,11 @@ from trainable.ppo_trainable import PPOTrainable
 from trainable.remote import listing, open_place
 from trainable.run_files import METRICS, read_lines, read_rows
 from tune_study import cluster, node_checks, probe
+from tune_study.carried import run_config
 from tune_study.cluster import Node, allot, fit, joined, read_nodes
 from tune_study.node_checks import Answer, Question, answer, check_room, check_versions, code_sum, smallest_card
 from tune_study.outputs import read_json, read_status
 from tune_study.plan import PlanError, StudyPlan, make_plan
-from tune_study.run import run_config
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = {

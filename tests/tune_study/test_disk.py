@@ -15,12 +15,13 @@ from trainable.checkpoint import write_checkpoint
 from trainable.config import RunConfig, with_overrides
 from trainable.ppo_trainable import PPOTrainable
 from trainable.run_files import STATE
+from tune_study.carried import run_config
 from tune_study.disk import Budget, budget, check, checkpoint_bytes, folder_bytes, line, times
 from tune_study.model_size import Shape, shape_of
 from tune_study.outputs import RunStatus, write_status
 from tune_study.plan import PlanError, RunSpec, StudyPlan, make_plan
 from tune_study.resources import Allotment, preflight
-from tune_study.run import execute, run_config
+from tune_study.run import execute
 
 VARIANTS: dict[str, Mapping[str, object]] = {
     "gae": {},

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces import STUDIES
+from search_spaces.language_model import model_name
 from trainable.config import ConfigError, RunConfig, with_overrides
 from tune_study.plan import (
     PlanError,
@@ -14,7 +15,6 @@ from tune_study.plan import (
     collect_overrides,
     find_study,
     make_plan,
-    model_name,
     parse_bool,
     parse_values,
 )

@@ -7,9 +7,10 @@ import pytest
 from rich.console import Console
 
 from search_spaces import STUDIES
+from search_spaces.language_model import PPO
 from tune_study.describe import print_table
 from tune_study.plan import StudyPlan, make_plan
-from tune_study.progress import COLUMNS, Progress, clock, step_line
+from tune_study.progress import Progress, clock, step_line
 
 
 def plan_of(values: tuple[str, ...] = ("0", "0.1"), steps: int = 100) -> StudyPlan:
@@ -35,8 +36,8 @@ def cells(progress: Progress) -> list[list[str]]:
 
 def test_the_table_has_the_promised_columns() -> None:
     progress, _, _ = watched(plan_of())
-    assert [column.header for column in progress.table().columns] == list(COLUMNS)
-    assert COLUMNS == (
+    assert [column.header for column in progress.table().columns] == list(progress.columns)
+    assert progress.columns == (
         "arm", "seed", "step", "success", "reward std", "groups kept", "tokens/s", "time left", "status"
     )  # fmt: skip
 
@@ -97,7 +98,7 @@ def test_without_a_terminal_lines_carry_full_names() -> None:
 
 
 def test_a_line_leaves_out_what_was_not_measured() -> None:
-    line = step_line({"step": 3, "kl_loss": math.nan, "pg_loss": None, "entropy": 1.5, "stop_rule": ""}, 10)
+    line = step_line(PPO, {"step": 3, "kl_loss": math.nan, "pg_loss": None, "entropy": 1.5, "stop_rule": ""}, 10)
     assert line == "step 3/10 entropy=1.500"
 
 
@@ -110,7 +111,7 @@ def test_a_line_leaves_out_what_was_not_measured() -> None:
 )
 def test_a_line_says_why_a_run_stopped(rule: str, words: str) -> None:
     stop = {"stop_rule": rule, "stop_value": 0.1, "stop_threshold": 0.2, "stop_step": 3}
-    assert step_line({"step": 3, **stop}, 10) == f"step 3/10 early_stop={words}"
+    assert step_line(PPO, {"step": 3, **stop}, 10) == f"step 3/10 early_stop={words}"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(None, "-"), (0.4, "0:00"), (61, "1:01"), (3661, "1:01:01")])

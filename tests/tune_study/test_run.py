@@ -37,13 +37,14 @@ from tests.fakes import (
 from trainable.records import STEP_COLUMNS, STOP_COLUMNS
 from trainable.run_files import METRICS, read_rows
 from tune_study.callbacks import Recorder
+from tune_study.carried import run_config
 from tune_study.continuing import join, plan_from_folder
 from tune_study.interrupt import Interrupt
 from tune_study.outputs import RunStatus, read_status
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.progress import Progress
 from tune_study.resources import Allotment, preflight
-from tune_study.run import Session, execute, make_tuner, run_config
+from tune_study.run import Session, execute, make_tuner
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

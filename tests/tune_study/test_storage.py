@@ -22,6 +22,7 @@ from trainable.remote import get_bytes, listing, open_place, put_bytes
 from trainable.run_files import METRICS, append_line, read_rows
 from trainable.uris import below
 from tune_study import disk, holding, outputs, places, storage
+from tune_study.carried import run_config
 from tune_study.cli import app
 from tune_study.continuing import plan_from_folder
 from tune_study.holding import LOCK, STALE_S, Hold, read_holder
@@ -30,7 +31,7 @@ from tune_study.node_checks import check_scratch
 from tune_study.outputs import RunStatus, read_json, read_status, write_status
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.resources import preflight
-from tune_study.run import execute, run_config
+from tune_study.run import execute
 from tune_study.storage import LAST, StoredStudy
 
 

@@ -1,21 +1,18 @@
 """The settings of one run of the update-rule sandbox, named as its documents name them; defaults are theirs too."""
 
-import hashlib
-import json
-from typing import Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from trainable.sandbox.methods import METHODS, NOISE_MODES, PRIORITIES, TASKS
 from trainable.sandbox.rejections import rejection
-from trainable.sections import Section
 from trainable.setting_types import ModelPath, NonNegative, Positive, Share
-
-ALIASES = {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
-"""Keys of the documents that have another name here, where all studies share it."""
+from trainable.study_config import Runner, StudyConfig
 
 
-class RunnerConfig(Section):
+class RunnerConfig(Runner):
     """Length, rhythm and place of a run."""
 
     total_training_steps: int = Field(1000, ge=1, le=1_000_000, description="batches of rollouts; alias num_steps")
@@ -29,8 +26,18 @@ class RunnerConfig(Section):
     logger: tuple[Literal["console", "tensorboard"], ...] = Field(("console", "tensorboard"), description="always on")
 
 
-class UpdateRuleConfig(Section):
-    """One configuration of the update-rule sandbox; with its seed, one run."""
+class UpdateRuleConfig(StudyConfig):
+    """One configuration of the update-rule sandbox; with its seed, one run.
+
+    aliases: keys of the documents that have another name here, which all studies share.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
+        {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
+    )
+    without_result: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+        {"trainer": ("logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience", "device")}
+    )
 
     seed: int = Field(0, ge=0, le=400, description="of weights, prompts, samples and noise")
     task: Literal[TASKS] = Field("mnist", description="what is learned")  # type: ignore[valid-type]
@@ -84,9 +91,3 @@ class UpdateRuleConfig(Section):
         if reason is not None:
             raise ValueError(reason)
         return self
-
-    def config_hash(self) -> str:
-        """Twelve hex digits of every setting that can change a result, the seed left out."""
-        without = {"trainer": {"logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience"}}
-        data = self.model_dump(mode="json", exclude={"seed": True, **without})
-        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
