@@ -129,7 +129,7 @@ def canonical_key(key: str, kind: type[StudyConfig] = RunConfig) -> str:
     hint = f" Nearest: {', '.join(dict.fromkeys(nearest))}." if nearest else ""
     hint += f" The section has: {', '.join(listed)}." if listed else ""
     raise ConfigError(
-        f"There is no setting `{shown(key)}`.{hint} `python -m tune_study settings` lists all with their meaning."
+        f"There is no setting `{shown(key)}`.{hint} `python -m tune_study {kind.listed}` lists all with their meaning."
     )
 
 

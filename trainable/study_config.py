@@ -32,10 +32,12 @@ class Runner(Section):
 class StudyConfig(Section):
     """All settings of a run.
 
-    aliases: keys of documents -> dotted fields. without_result: section -> settings that cannot change a row.
+    aliases: keys of documents -> dotted fields. listed: the command that lists all settings. without_result: section ->
+    settings that cannot change a row.
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    listed: ClassVar[str] = "settings"
     without_result: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
     seed: int

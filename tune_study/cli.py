@@ -4,23 +4,20 @@ import functools
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
 
-from search_spaces import STUDIES, smoke
-from search_spaces.study import Study
+from search_spaces import STUDIES, SUITES
 from trainable.config import ConfigError
-from trainable.setting_types import shown
 from tune_study import continuing, describe, outputs, places, resources
 from tune_study import options as opt
-from tune_study.models import absolute_model
-from tune_study.plan import PlanError, collect_overrides, expand, find_study, make_plan, parse_bool, parse_values
+from tune_study.choices import Choices, chosen_studies, planned
+from tune_study.plan import PlanError, collect_overrides, find_study
 from tune_study.run import write_results
-from tune_study.starting import Asked, start
+from tune_study.starting import Asked, start, start_all
 from tune_study.summary import DEFAULT_SKIPPED, parse_skipped
 from tune_study.terminal import protect_output
 
@@ -68,13 +65,14 @@ def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
 @app.command("list", epilog="\b\nExample: python -m tune_study list")
 def list_studies() -> None:
     """List the studies: question, axis, and grid of each preset."""
-    describe.print_studies(Console(), list(STUDIES.values()))
+    describe.print_studies(Console(), list(STUDIES.values()), SUITES)
 
 
 @app.command("settings", epilog="\b\nExample: python -m tune_study settings | grep kl_")
-def settings() -> None:
-    """List every setting that --set takes: default, allowed values, meaning."""
-    describe.print_settings(Console())
+@plain_errors
+def settings(study: opt.SettingsOf = "kl") -> None:
+    """List every setting that --set takes in a study: default, allowed values, meaning."""
+    describe.print_settings(Console(), find_study(study).family)
 
 
 @app.command("run", epilog=f"\b\n{RUN_EXAMPLE}")
@@ -89,6 +87,7 @@ def run(
     rollout_filter_value: opt.FilterValues = None,
     rollout_filter_include_zero: opt.IncludeZero = None,
     algo: opt.Algo = None,
+    arms: opt.Arms = None,
     groups: opt.Groups = None,
     kl_type: opt.KLType = None,
     rollout_filter_strategy: opt.FilterStrategy = None,
@@ -106,46 +105,44 @@ def run(
     extend: opt.Extend = False,
     max_concurrent: opt.MaxConcurrent = None,
     skip_statuses: opt.SkipStatuses = DEFAULT_SKIPPED,
+    smoke: opt.Smoke = False,
     dry_run: opt.DryRun = False,
     wandb: opt.Wandb = None,
     address: opt.Address = None,
     storage: opt.Storage = None,
 ) -> None:
-    """Run a study, or go on with it where the output folder holds it already."""
-    chosen = find_study(study, kl_type)
-    typed = {
-        "trainer.total_training_steps": steps,
-        "model.path": model,
-        "trainer.n_gpus_per_node": gpus_per_exp,
-        "trainer.ray_num_cpus": ray_num_cpus,
-        "rollout.gpu_memory_utilization": gpu_memory_utilization,
-        "trainer.save_freq": save_freq,
-        "actor.ppo_micro_batch_size_per_gpu": ppo_micro_batch_size_per_gpu,
-        "critic.ppo_micro_batch_size_per_gpu": ppo_micro_batch_size_per_gpu,
-        "rollout.log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
-        "rollout.ref_log_prob_micro_batch_size_per_gpu": log_prob_micro_batch_size_per_gpu,
-        "filter.rollout_filter_include_zero": _include_zero(chosen, rollout_filter_include_zero),
-        "filter.rollout_filter_strategy": _strategy(chosen, rollout_filter_strategy),
-    }
-    axes = {
-        "--kl-values": kl_values,
-        "--entropy-values": entropy_values,
-        "--rollout_filter_value": rollout_filter_value,
-        "--algo": algo,
-        "--groups": groups,
-    }
-    values = _axis_values(chosen, axes)
-    given = {name: value for name, value in typed.items() if value is not None}
-    overrides = collect_overrides(chosen, given, assignments or [])
-    if "model.path" in overrides:
-        overrides["model.path"] = absolute_model(str(overrides["model.path"]))
+    """Run a study or a suite of studies, or go on with it where the output folder holds it already."""
     visible = resources.detect_gpus(os.environ)
-    preset, reason = resources.choose_preset(preset, visible)
-    plan = make_plan(chosen, preset, reason, overrides, values, seeds, _absolute(output))
-    plan = replace(plan, storage=None if storage is None else places.storage_uri(storage))
-    plan = places.joined(plan, extend, real=not dry_run)
+    choices = Choices(
+        *resources.choose_preset(preset, visible),
+        numbers={
+            "--steps": steps,
+            "--model": model,
+            "--gpus-per-exp": gpus_per_exp,
+            "--ray-num-cpus": ray_num_cpus,
+            "--gpu-memory-utilization": gpu_memory_utilization,
+            "--save-freq": save_freq,
+            "--ppo-micro-batch-size-per-gpu": ppo_micro_batch_size_per_gpu,
+            "--log-prob-micro-batch-size-per-gpu": log_prob_micro_batch_size_per_gpu,
+        },
+        axes={
+            "--kl-values": kl_values,
+            "--entropy-values": entropy_values,
+            "--rollout_filter_value": rollout_filter_value,
+            "--algo": algo,
+            "--arms": arms,
+            "--groups": groups,
+        },
+        include_zero=rollout_filter_include_zero,
+        strategy=rollout_filter_strategy,
+        assignments=tuple(assignments or ()),
+        seeds=seeds,
+        smoke=smoke,
+    )
     asked = Asked(gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped(skip_statuses))
-    raise typer.Exit(start(plan, asked, visible, dry_run, Console()))
+    studies = chosen_studies(study, kl_type)
+    plans = [planned(chosen, choices, _absolute(output), storage, extend, real=not dry_run) for chosen in studies]
+    raise typer.Exit(start_all(plans, asked, visible, dry_run, Console()))
 
 
 @app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
@@ -267,45 +264,6 @@ def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
     from tune_study.doctor import diagnose
 
     raise typer.Exit(diagnose(Console(), _absolute(output), preset, os.environ))
-
-
-def _axis_values(study: Study, options: dict[str, str | None]) -> tuple[str, ...] | None:
-    """The values of the study's own axis option; PlanError for the option of another study."""
-    for option, text in options.items():
-        if text is not None and option != study.axis.option:
-            raise PlanError(
-                f"{option} does not belong to study {study.name}, whose axis is {study.axis.setting}: "
-                f"type {study.axis.option}."
-            )
-    own = options[study.axis.option]
-    return None if own is None else expand(study, parse_values(own, study.axis.option))
-
-
-def _include_zero(study: Study, text: str | None) -> bool | None:
-    """The truth value of --rollout_filter_include_zero; PlanError in a study whose axis sets it."""
-    option = "--rollout_filter_include_zero"
-    if text is None:
-        return None
-    if not study.include_zero_option:
-        raise PlanError(
-            f"{option} does not belong to study {study.name}, whose axis sets it: type {study.axis.option} "
-            f"(the value nofilter is the arm with include_zero True)."
-        )
-    return parse_bool(text, option)
-
-
-def _strategy(study: Study, text: str | None) -> str | None:
-    """The filter strategy that --rollout_filter_strategy means; PlanError in a study whose documents have none."""
-    option = "--rollout_filter_strategy"
-    if text is None:
-        return None
-    if "{strategy}" not in study.run:
-        raise PlanError(
-            f"{option} does not belong to study {study.name}: type --set filter.rollout_filter_strategy=NAME."
-        )
-    if text not in smoke.STRATEGIES:
-        raise PlanError(f"{option} {shown(text)} is no strategy: type one of {', '.join(smoke.STRATEGIES)}.")
-    return smoke.STRATEGIES[text]
 
 
 def _absolute(path: Path) -> Path:

@@ -1,6 +1,6 @@
 """Studies, plans, settings and statuses as tables for a terminal, and as plain lines for everything else."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from search_spaces import FAMILIES
+from search_spaces.family import Family
 from search_spaces.language_model import PPO
 from search_spaces.study import Study
 from trainable.config import RunConfig
@@ -43,14 +44,20 @@ def _encodable(console: Console, text: str) -> str:
     return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
-def print_studies(console: Console, studies: Sequence[Study]) -> None:
-    """Each study with its question, axis and grids."""
+def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> None:
+    """Each study with its question, axis and grids, then the suites."""
     for study in studies:
         say(console, f"{study.name}: {study.question.strip()}")
         say(console, f"  setting {study.axis.setting}, chosen with {study.axis.option}")
-        for preset, grid in study.axis.grids.items():
-            say(console, f"  {preset:<7} {values_said(study, grid)}")
+        grids = study.axis.grids
+        if len(set(grids.values())) == 1:
+            say(console, f"  values  {values_said(study, next(iter(grids.values())))}")
+        else:
+            for preset, grid in grids.items():
+                say(console, f"  {preset:<7} {values_said(study, grid)}")
         say(console, "")
+    for name, members in suites.items():
+        say(console, f"{name}: the studies {', '.join(members)}, one after another")
 
 
 def print_plan(
@@ -87,11 +94,16 @@ def _plan_lines(plan: StudyPlan, allotment: Allotment) -> list[str]:
         *([] if plan.model is None else [f"model {plan.model}"]),
         f"{len(plan.runs)} runs: {plan.study.axis.setting} in {values}; seeds {_seeds(plan)}",
         f"steps a run {trainer.total_training_steps}, validation every {trainer.test_freq} steps",
-        f"a run reserves {reserved}; {allotment.max_concurrent} at once on {allotment.cpus} CPUs",
+        f"{_carrier(plan)} reserves {reserved}; {allotment.max_concurrent} at once on {allotment.cpus} CPUs",
     ]
     if allotment.slots:
         lines.append(f"GPU slots {' '.join(allotment.slots)}")
     return [*lines, *allotment.notes]
+
+
+def _carrier(plan: StudyPlan) -> str:
+    """What reserves resources."""
+    return "a trial of all seeds of an arm" if plan.study.family.seeds_together else "a run"
 
 
 def print_memory(
@@ -137,10 +149,10 @@ def print_status(console: Console, folder: Path, study: dict[str, Any], is_runni
     print_table(console, ("run", "arm", "seed", "status", "step", measure, "reason"), rows)
 
 
-def print_settings(console: Console) -> None:
-    """Every setting with its default, what it may be, and what it means."""
-    rows = [[name, default, allowed, meaning] for name, default, allowed, meaning in settings_table()]
-    print_table(console, ("setting", "default", "allowed", "meaning"), rows)
+def print_settings(console: Console, family: Family = PPO) -> None:
+    """Every setting of a family with its default, what it may be, and what it means."""
+    rows = [[name, default, meaning, allowed] for name, default, allowed, meaning in settings_table(family.config)]
+    print_table(console, ("setting", "default", "meaning", "allowed"), rows)
 
 
 def settings_table(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str, str, str]]:
@@ -150,7 +162,7 @@ def settings_table(section: type[BaseModel] = RunConfig, prefix: str = "") -> li
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             rows += settings_table(kind, f"{prefix}{name}.")
-        elif prefix:
+        elif name != "seed":
             rows.append((prefix + name, _text(field.default), _allowed(kind, field.metadata), field.description or ""))
     return rows
 

@@ -5,7 +5,8 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-StudyName = Annotated[str, Argument(metavar="STUDY", help="Name of the study; see `list`.")]
+StudyName = Annotated[str, Argument(metavar="STUDY", help="Name of the study, or of a suite; see `list`.")]
+SettingsOf = Annotated[str, Argument(metavar="[STUDY]", help="A study; those of a sandbox have settings of their own.")]
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="The study's folder results/<run>.")]
 RunPlace = Annotated[
     str, Argument(metavar="RUN", help="The study's folder results/<run>, or its URI in a storage: <storage>/<run>.")
@@ -50,6 +51,9 @@ IncludeZero = Annotated[
     ),
 ]
 Algo = Annotated[str | None, Option("--algo", metavar="LIST", help="Study gradient-analysis: PPO, GRPO, or both.")]
+Arms = Annotated[
+    str | None, Option("--arms", metavar="LIST", help="Arms by name, of a study whose arms have names: see list.")
+]
 Groups = Annotated[
     str | None,
     Option("--groups", metavar="LIST", help="Studies smoke and smoke-all: groups 1 to 5, or names of single runs."),
@@ -162,6 +166,7 @@ Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to the
 MaxConcurrent = Annotated[
     int | None, Option("--max-concurrent", "--max_concurrent", metavar="N", help="Runs at once at most.")
 ]
+Smoke = Annotated[bool, Option("--smoke", help="Try the study out: a few steps on small batches, which show nothing.")]
 DryRun = Annotated[bool, Option("--dry-run", "--dry_run", help="Print the plan; start and write nothing.")]
 Wandb = Annotated[
     str | None,

@@ -81,6 +81,11 @@ def find(
 ) -> Target:
     """The run and the checkpoint that are meant; PlanError that lists what there is. algo: the arm, of its study."""
     plan = plan_from_folder(Path(run))
+    if plan.model is None:
+        raise PlanError(
+            f"Study {plan.study.name} fine-tunes no language model, and the gradients of its runs are measured while "
+            f"they train (--set diagnostics=True): type the folder of another study."
+        )
     if algo is not None and (trial is not None or plan.study.axis.option != "--algo"):
         why = "--trial names the run already" if trial else f"it does not belong to study {plan.study.name}"
         raise PlanError(f"--algo cannot be used here ({why}): type --trial and the name of a run.")

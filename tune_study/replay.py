@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 from rich.console import Console
 
+from search_spaces.language_model import PPO
 from trainable.config import ConfigError, RunConfig, canonical_key, explain, with_overrides
 from trainable.run_files import METRICS, read_rows
 from trainable.sections import EarlyStopConfig
@@ -107,6 +108,11 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
     early_stop or is given twice; ConfigError for a value that cannot be used. See `alarms_of` for what is decided.
     """
     study = read_study(folder)
+    if study.get("family", PPO.name) != PPO.name:
+        raise PlanError(
+            f"The rules of study {shown(study['name'])} count batches, not rows, and cannot be applied again: type the "
+            f"folder of a study that fine-tunes a language model."
+        )
     overrides = _thresholds(assignments)
     try:
         own = RunConfig.model_validate({SECTION: study["settings"].get(SECTION)}).early_stop

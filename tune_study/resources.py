@@ -182,7 +182,7 @@ def preflight(
     places = slots(gpus, n_gpus)
     room = min(cpus // len(reserved), len(places) if n_gpus else cpus)
     used = tuple(gpu for gpu in visible if gpu.id in gpus)
-    most = min(room, limit or room, len(plan.runs))
+    most = min(room, limit or room, len(plan.trials))
     return Allotment(reserved, cpus, gpus, places, most, gpu_label(n_gpus, used), notes)
 
 

@@ -1,6 +1,7 @@
 """From a plan to its start: what this machine, or each node of a cluster, must have is checked before anything runs."""
 
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rich.console import Console
@@ -56,6 +57,23 @@ def start(plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], dry_run: bool
         describe.say(console, f"preset {plan.preset}: {plan.preset_reason}")
         describe.say(console, room_line(plan, room))
         return execute(plan, allotment, mode, console, asked.skipped)
+
+
+def start_all(
+    plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], dry_run: bool, console: Console
+) -> int:
+    """`start` one study after another, an interrupt being the end; the exit code: 0 if that of all is."""
+    code = 0
+    for number, plan in enumerate(plans):
+        if len(plans) > 1:
+            describe.say(console, f"Study {number + 1} of {len(plans)}: {plan.study.name}")
+        code = max(code, start(plan, asked, visible, dry_run, console))
+        if code == _INTERRUPTED:
+            break
+    return code
+
+
+_INTERRUPTED = 130
 
 
 def _allotted(

@@ -5,10 +5,13 @@ from string import Formatter
 import pytest
 
 from search_spaces import STUDIES
-from search_spaces.presets import DEFAULT_SEEDS, PRESETS
-from search_spaces.study import Study, value_label
-from trainable.config import RunConfig, canonical_key, field_names, with_overrides
+from search_spaces.family import value_label
+from search_spaces.language_model import PPO
+from search_spaces.presets import PRESETS
+from search_spaces.study import Study
+from trainable.config import canonical_key, field_names, with_overrides
 from trainable.stop_rules import RULES
+from trainable.study_config import StudyConfig
 
 ALL = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 SWEEPS = pytest.mark.parametrize("study", [STUDIES[name] for name in ("kl", "entropy", "top-p")], ids=lambda s: s.name)
@@ -76,15 +79,20 @@ ARMS: dict[str, dict[str, tuple[bool, float, float, float, bool]]] = {
 }
 
 
-def get(config: RunConfig, field: str) -> object:
+def get(config: StudyConfig, field: str) -> object:
     value: object = config
     for part in field.split("."):
         value = getattr(value, part)
     return value
 
 
-def arm(study: Study, preset: str, value: str) -> RunConfig:
-    base = with_overrides(RunConfig(), {**PRESETS[preset], **study.fixed, **study.presets.get(preset, {})})
+def base_of(study: Study, preset: str) -> StudyConfig:
+    settings = {**study.family.presets[preset], **study.fixed, **study.presets.get(preset, {})}
+    return with_overrides(study.family.config.model_validate({}), settings)
+
+
+def arm(study: Study, preset: str, value: str) -> StudyConfig:
+    base = base_of(study, preset)
     return with_overrides(base, study.axis.settings(value, base))
 
 
@@ -118,19 +126,25 @@ def test_labels_name_the_points_of_a_grid(study: Study, preset: str) -> None:
 
 @ALL
 def test_the_arms_differ_in_the_axis_alone(study: Study) -> None:
-    base = with_overrides(RunConfig(), {**PRESETS["paper"], **study.fixed, **study.presets.get("paper", {})})
+    base = base_of(study, "paper")
     for value in study.axis.grids["paper"]:
         config = arm(study, "paper", value)
-        assert {f for f in field_names() if get(config, f) != get(base, f)} <= study.axis.swept | {"actor.use_kl_loss"}
+        assert {f for f in field_names(study.family.config) if get(config, f) != get(base, f)} <= study.axis.swept | {
+            "actor.use_kl_loss"
+        }
 
 
 @ALL
 def test_a_study_names_only_what_there_is(study: Study) -> None:
-    for key in (*study.axis.swept, *study.fixed, *study.axis.along):
-        assert canonical_key(key) == key
-    assert set(study.stop_rules) <= set(RULES)
-    assert set(study.axis.grids) == set(PRESETS) == set(DEFAULT_SEEDS)
-    whole = {"model", "size", "tag", "strategy", "kl_type", "collapse", "mass", "train", "analysis", "every"}
+    for key in (*study.axis.swept, *study.fixed, *study.axis.along, *study.smoke):
+        assert canonical_key(key, study.family.config) == key
+    assert set(study.stop_rules) <= ({*RULES} if study.family is PPO else {"uniform_groups"})
+    assert set(study.axis.grids) == set(study.family.presets) == set(study.family.seeds) == set(PRESETS)
+    whole = (
+        {"task", "method"}
+        if study.family is not PPO
+        else {"model", "size", "tag", "strategy", "kl_type", "collapse", "mass", "train", "analysis", "every"}
+    )
     of_all = (study.run, study.summary_log, study.wandb_project, study.baseline)
     assert {name for template in of_all for name in names_in(template)} <= whole | {"run"}
     templates = (study.experiment, study.log, study.checkpoints)

@@ -15,6 +15,7 @@ import search_spaces
 from analysis import load
 from search_spaces import STUDIES
 from trainable.config import field_names
+from trainable.sandbox.config import UpdateRuleConfig
 from tune_study.cli import app
 from tune_study.model_shapes import published_sizes
 from tune_study.outputs import RunStatus, locked, write_status, write_study
@@ -368,9 +369,16 @@ def test_list_shows_every_study() -> None:
 def test_settings_lists_every_field_with_default_and_bounds() -> None:
     lines = {line.split()[0]: line for line in type_in("settings").out.splitlines()}
     assert lines.keys() - {"setting"} == set(field_names()) - {"seed"}
-    assert re.search(r"0\.001 +number >= 0 +weight of that penalty", lines["actor.kl_loss_coef"])
-    assert re.search(r"none +none \| linear \| sqrt", lines["actor.filter_loss_scaling"])
-    assert re.search(r"512 +whole number >= 0, <= 512", lines["env.test_env_groups"])
+    assert re.search(r" 0\.001 +weight of that penalty.* number >= 0$", lines["actor.kl_loss_coef"])
+    assert re.search(r" none +.* none \| linear \| sqrt$", lines["actor.filter_loss_scaling"])
+    assert re.search(r" 512 +.* whole number >= 0, <= 512$", lines["env.test_env_groups"])
+
+
+def test_settings_of_a_sandbox_are_its_own() -> None:
+    lines = {line.split()[0]: line for line in type_in("settings influence").out.splitlines()}
+    assert lines.keys() - {"setting"} == set(field_names(UpdateRuleConfig)) - {"seed"}
+    assert re.search(r" 0\.04 +.* number >= 0$", lines["grpo_beta"])
+    assert type_in("settings nothing").code == 2
 
 
 def test_status_says_how_far_each_run_is(here: Path) -> None:

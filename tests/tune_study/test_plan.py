@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces import STUDIES
-from search_spaces.language_model import model_name
-from trainable.config import ConfigError, RunConfig, with_overrides
+from search_spaces.language_model import PPO, model_name
+from trainable.config import ConfigError, with_overrides
 from tune_study.plan import (
     PlanError,
     StudyPlan,
@@ -140,10 +140,12 @@ def test_the_baseline_is_found_however_it_was_typed() -> None:
 
 @given(st.sampled_from(sorted(STUDIES)), st.sampled_from(["paper", "laptop"]))
 def test_changed_settings_rebuild_the_configuration(name: str, preset: str) -> None:
-    for run in plan_of(name, preset=preset, overrides={"actor.betas": "[0.8, 0.9]"}).runs:
+    changed = {"actor.betas": "[0.8, 0.9]"} if STUDIES[name].family is PPO else {"lr": "0.002"}
+    for run in plan_of(name, preset=preset, overrides=changed).runs:
         settings = changed_settings(run.config)
         assert "seed" not in settings
-        assert with_overrides(RunConfig(), settings) == run.config
+        defaults = type(run.config).model_validate({"seed": run.seed})
+        assert with_overrides(defaults, settings) == run.config
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,20 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from trainable.sandbox.methods import METHODS, NOISE_MODES, PRIORITIES, TASKS
 from trainable.sandbox.rejections import rejection
-from trainable.setting_types import ModelPath, NonNegative, Positive, Share
+from trainable.setting_types import ModelPath, NonNegative, OrNull, Positive, Share
 from trainable.study_config import Runner, StudyConfig
 
 
 class RunnerConfig(Runner):
     """Length, rhythm and place of a run."""
 
-    total_training_steps: int = Field(1000, ge=1, le=1_000_000, description="batches of rollouts; alias num_steps")
+    total_training_steps: int = Field(1000, ge=1, le=100_000, description="batches of rollouts; alias num_steps")
     test_freq: int = Field(20, ge=1, description="evaluate every so many steps and at the end; alias eval_every")
     resume_every: int = Field(100, ge=1, description="steps between rolling states for recovery")
     save_freq: int = Field(-1, description="keep a global_step_<N> folder every so many steps; -1: none")
@@ -35,6 +35,7 @@ class UpdateRuleConfig(StudyConfig):
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
     )
+    listed: ClassVar[str] = "settings sandbox"
     without_result: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {"trainer": ("logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience", "device")}
     )
@@ -77,9 +78,13 @@ class UpdateRuleConfig(StudyConfig):
     nhead: int = Field(2, ge=1, description="attention heads")
     num_layers: int = Field(2, ge=1, description="blocks")
     hidden: int = Field(50, ge=1, description="mnist: width of the two hidden layers")
-    mnist_folder: str | None = Field(None, description="mnist: folder of the four IDX files; null: a stand-in")
+    mnist_folder: Annotated[ModelPath | None, OrNull] = Field(
+        None, description="mnist: folder of the four IDX files; null: a stand-in"
+    )
     model_name: ModelPath = Field("sokoban-tiny", description="lm_bandit: a causal LM, local or of the hub")
-    text_file: str | None = Field(None, description="lm_bandit: a text, one passage a line; null: the shipped one")
+    text_file: Annotated[ModelPath | None, OrNull] = Field(
+        None, description="lm_bandit: a text, one passage a line; null: the shipped one"
+    )
     context_len: int = Field(128, ge=1, description="lm_bandit: tokens before the one to predict")
     kl_weight: NonNegative = Field(0.0, description="lm_bandit: price of a nat of KL to the first weights")
     fallback_patience: int = Field(10, ge=1, description="batches in a row without a mixed group that end a run")

@@ -1,0 +1,56 @@
+"""At one mean age of the replayed samples, does the capacity of the buffer still matter?
+
+A batch is drawn with probability proportional to exp(-decay x age) times its delight. For each capacity the decay is
+solved for so that exp(-decay x age) alone, over the ages that the buffer holds, has the wanted mean age; what the
+sampling made of it is measured (mean_replay_age). DG-delayN trains on batches of that one age.
+"""
+
+import math
+
+from search_spaces.family import Settings
+from search_spaces.sandbox import sandbox_study
+
+CAPACITIES = (8, 16, 32)
+AGES = (1.5, 3.5, 7.5)
+
+
+def mean_age(decay: float, capacity: int) -> float:
+    """Mean age in updates of a draw over the ages 0 ... capacity - 1 with weights exp(-decay x age)."""
+    weights = [math.exp(-decay * age) for age in range(capacity)]
+    return sum(age * weight for age, weight in enumerate(weights)) / sum(weights)
+
+
+def decay_for(age: float, capacity: int) -> float:
+    """The decay a step, to four digits, with which `mean_age` is `age`; ValueError if no decay >= 0 gives it."""
+    if not 0 < age <= mean_age(0.0, capacity):
+        raise ValueError(f"a buffer of {capacity} batches has no mean age of {age}")
+    low, high = 0.0, 50.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mean_age(middle, capacity) > age else (low, middle)
+    return round(high, 4)
+
+
+ARMS: dict[str, Settings] = {
+    "DG": {"method": "DG"},
+    **{f"DG-delay{delay}": {"method": "DG", "delay": delay} for delay in (2, 4, 8)},
+    **{
+        f"capacity{capacity}-age{age}": {
+            "method": "ReplayDG",
+            "replay_capacity": capacity,
+            "replay_age_decay": decay_for(age, capacity),
+        }
+        for age in AGES
+        for capacity in CAPACITIES
+        if age <= mean_age(0.0, capacity)
+    },
+}
+
+STUDY = sandbox_study(
+    name="age-not-capacity",
+    question=__doc__,
+    arms=ARMS,
+    baseline="DG",
+    setting="capacity and freshness decay",
+    smoke={"batch_size": 16, "trainer.total_training_steps": 12, "trainer.test_freq": 4, "trainer.resume_every": 4},
+)

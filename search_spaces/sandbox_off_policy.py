@@ -1,0 +1,24 @@
+"""Do rules that correct for importance ratios differ at all, and for the better, where the ratios are not 1?
+
+On policy and with one update a batch they are one algorithm, and every published run of them was such a run. Here each
+is run with batches that are one and four updates old, and with four updates a batch.
+"""
+
+from search_spaces.family import Settings
+from search_spaces.sandbox import sandbox_study
+
+RULES = ("REINFORCE", "PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")
+REGIMES: dict[str, Settings] = {"delay1": {"delay": 1}, "delay4": {"delay": 4}, "epochs4": {"inner_epochs": 4}}
+
+ARMS: dict[str, Settings] = {
+    "REINFORCE-onpolicy": {"method": "REINFORCE"},
+    **{f"{rule}-{name}": {"method": rule, **regime} for name, regime in REGIMES.items() for rule in RULES},
+}
+
+STUDY = sandbox_study(
+    name="off-policy",
+    question=__doc__,
+    arms=ARMS,
+    baseline="REINFORCE-onpolicy",
+    setting="rule and staleness",
+)
