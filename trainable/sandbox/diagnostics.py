@@ -7,9 +7,7 @@ from trainable.sandbox.replay import actor_advantages
 from trainable.sandbox.rollouts import Rollouts
 
 
-def ratio_statistics(
-    log_probs: Tensor, rollouts: Rollouts, clip_low: float, clip_high: float
-) -> dict[str, Tensor]:
+def ratio_statistics(log_probs: Tensor, rollouts: Rollouts, clip_low: float, clip_high: float) -> dict[str, Tensor]:
     """Mean, standard deviation (divisor N) and maximum of pi(a) / pi_actor(a) over trained tokens; share outside.
 
     log_probs: [E, B, T, A]. Trained tokens are those of kept rollouts, or all candidates there. Outside:

@@ -58,7 +58,7 @@ class MemberRun:
         return [*numbered(self.run_dir / STATE), *numbered(self.checkpoint_dir)]  # of two of a step, the rolling one
 
     def state(self, step: int) -> MemberState:
-        """The state after `step`; CheckpointError or ValueError, naming its folder, where it is not whole or another's."""
+        """The state after `step`; CheckpointError, naming its folder, where it is not whole or another run's."""
         path = next(path for found, path in self._found() if found == step)
         tensors, values = read_checkpoint(path)
         reason = self._reason_against(step, values)

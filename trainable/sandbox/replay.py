@@ -121,7 +121,10 @@ def _gathered(batches: Sequence[Rollouts], places: Tensor) -> Rollouts:
 
 
 class AgeStatistics:
-    """Ages of the batches that were trained on since the last row. sums: [E, 5] of 1, age, age^2, weight, weight age."""
+    """Ages of the batches that were trained on since the last row.
+
+    sums: [E, 5] over those batches of 1, age, age^2, freshness weight, freshness weight x age.
+    """
 
     def __init__(self, sums: Tensor) -> None:
         self.sums = sums

@@ -20,7 +20,9 @@ def flat(rollouts: Rollouts) -> dict[str, Tensor]:
         if isinstance(value, Tensor):
             tensors[field.name] = value
     if rollouts.candidates is not None:
-        tensors |= {f"candidates/{field.name}": getattr(rollouts.candidates, field.name) for field in fields(Candidates)}
+        tensors |= {
+            f"candidates/{field.name}": getattr(rollouts.candidates, field.name) for field in fields(Candidates)
+        }
     return tensors | {f"scalars/{name}": value for name, value in rollouts.scalars.items()}
 
 

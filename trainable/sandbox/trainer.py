@@ -18,7 +18,7 @@ from trainable.sandbox.rules.rule import UpdateRule
 from trainable.sandbox.slices import flat, put_together, taken_apart, unflat
 from trainable.sandbox.state import MemberState, below, named
 from trainable.sandbox.task import Task
-from trainable.sandbox.update import Learner, Updated
+from trainable.sandbox.update import Learner
 
 UNIFORM_GROUPS = "uniform_groups"
 COSINE_EVERY = 5
@@ -35,7 +35,7 @@ _SAMPLER_COLUMNS = {
 
 @dataclass(frozen=True)
 class Progress:
-    """What a training step gave, by seed. rows: evaluations, as rows without times of who waits. failed: why."""
+    """What a training step gave, by seed. rows: of an evaluation. failed: why, of members that cannot go on."""
 
     rows: dict[int, Row] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
@@ -87,7 +87,7 @@ class UpdateRuleTrainer:
         """
         step = self.step_index
         if step == self.config.trainer.total_training_steps:
-            return self._end(dict.fromkeys(self.seeds, {}))
+            return self._end({seed: {} for seed in self.seeds})
         is_row = self._is_evaluated(step)
         evaluation = self._evaluate() if is_row else {}
         drawn = self._drawn()
@@ -147,7 +147,11 @@ class UpdateRuleTrainer:
         self._seconds_at_row = now
         columns = {name: values.tolist() for name, values in metrics.items()}
         return {
-            seed: {"step": step, **{name: values[e] for name, values in columns.items() if isfinite(values[e])}, **times}
+            seed: {
+                "step": step,
+                **{name: values[e] for name, values in columns.items() if isfinite(values[e])},
+                **times,
+            }
             for e, seed in enumerate(self.seeds)
         }
 
@@ -179,8 +183,10 @@ class UpdateRuleTrainer:
         whole = dict(zip(self.seeds, is_finite.tolist(), strict=True))
         message = f"loss or gradient of step {self.step_index - 1} was not finite"
         self._keep_only([seed for seed in self.seeds if whole[seed]])
-        return Progress({seed: row for seed, row in rows.items() if whole[seed]},
-                        {seed: message for seed in whole if not whole[seed]})
+        return Progress(
+            {seed: row for seed, row in rows.items() if whole[seed]},
+            {seed: message for seed in whole if not whole[seed]},
+        )
 
     def _keep_only(self, seeds: Sequence[int]) -> None:
         """Go on with `seeds` alone: what is read back from disk later is put together in the same way."""
@@ -206,7 +212,7 @@ class UpdateRuleTrainer:
         return MemberState(taken_apart(tensors, member), values)
 
     def load_states(self, states: Sequence[MemberState]) -> None:
-        """Go on with the members of `states`, in this order, whoever they were beside; ValueError if one does not fit."""
+        """Go on with the members of `states`, whoever they were beside; ValueError where they do not fit."""
         first = states[0].values
         if len({state.values["step"] for state in states}) > 1:
             raise ValueError(f"states are of the steps {[state.values['step'] for state in states]}, not of one.")
