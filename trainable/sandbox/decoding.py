@@ -63,6 +63,11 @@ def drawn(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     return (cumulated[..., :-1] <= uniforms[..., None] * cumulated[..., -1:]).sum(-1)
 
 
+def taken(log_probs: Tensor, actions: Tensor) -> Tensor:
+    """Log-probabilities [...] of actions [...] among log_probs [..., A]."""
+    return log_probs.gather(-1, actions[..., None]).squeeze(-1)
+
+
 def _empty_caches(models: Transformers, folded: Folded, prompts: Tensor, each: int, slots: int) -> list[_Cache]:
     shape = models.shape
     size = (*prompts.shape[:1], prompts.shape[1] * each, shape.heads, slots, shape.d_model // shape.heads)

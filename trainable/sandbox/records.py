@@ -17,6 +17,7 @@ EVALUATION_COLUMNS: tuple[Column, ...] = (
     Column("error_medium", "share", "the same of the middle third"),
     Column("error_hard", "share", "the same of the hardest third"),
     Column("greedy_separator_rate", "share", "separators among the greedily decoded tokens, which are never right"),
+    Column("stand_in_data", "1", "mnist: 1 where the images are generated, 0 where they are those of MNIST"),
 )
 
 RULE_COLUMNS: tuple[Column, ...] = (

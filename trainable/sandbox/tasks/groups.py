@@ -4,6 +4,11 @@ import torch
 from torch import Tensor
 
 
+def all_kept(rewards: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """What `kept_rollouts` gives, of rollouts with rewards [E, B] that are in no group: all, and no numbers."""
+    return torch.ones_like(rewards, dtype=torch.bool), {}
+
+
 def kept_rollouts(mixed: Tensor, group_size: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Rollouts [E, B] that are trained on, and [E] numbers of the sampler.
 

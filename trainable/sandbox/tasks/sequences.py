@@ -4,13 +4,13 @@ import torch
 from torch import Tensor
 
 from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.decoding import Continuations, continuations, drawn
+from trainable.sandbox.decoding import Continuations, continuations, drawn, taken
 from trainable.sandbox.members import Streams
 from trainable.sandbox.methods import CANDIDATE, GROUPED
 from trainable.sandbox.reward_noise import corrupted, sequence_feature
 from trainable.sandbox.rollouts import Candidates, Rollouts
 from trainable.sandbox.task import Models
-from trainable.sandbox.tasks.groups import kept_rollouts, spread_groups
+from trainable.sandbox.tasks.groups import all_kept, kept_rollouts, spread_groups
 from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, sequence_rewards
 from trainable.sandbox.transformer import Transformers, TransformerShape, first_transformers
 
@@ -50,8 +50,7 @@ class SequenceTask:
         went_on = continuations(own, self._observed(prompts), config.seq_len, uniforms, each)
         prompts = prompts.repeat_interleave(each, dim=1)
         rewards = self._noisy_rewards(prompts, went_on.tokens, streams, step)
-        members, rows = rewards.shape
-        keep, scalars = torch.ones(members, rows, dtype=torch.bool), {}
+        keep, scalars = all_kept(rewards)
         if config.method in GROUPED:
             keep, scalars = kept_rollouts(spread_groups(rewards, each), each)
         return Rollouts(
@@ -62,9 +61,9 @@ class SequenceTask:
             actor_log_probs=taken(went_on.log_probs, went_on.tokens),
             actor_baseline=went_on.log_probs.exp().square().sum(-1),
             keep=keep,
-            age=torch.zeros(members, dtype=torch.int64),
+            age=torch.zeros(len(rewards), dtype=torch.int64),
             group_size=each if config.method in GROUPED else None,
-            score_mask=None if self.scored.all() else self.scored.expand(members, rows, -1),
+            score_mask=None if self.scored.all() else self.scored.expand(*rewards.shape, -1),
             expected_reward=self._expected_reward(own, prompts),
             candidates=self._candidates(went_on, prompts, streams, step) if config.method in CANDIDATE else None,
             scalars=scalars,
@@ -147,11 +146,6 @@ class SequenceTask:
         actions = torch.cat((went_on.tokens[..., None], drawn_too), dim=-1)
         right = (actions == self._labels(prompts)[..., None]) & self.scored[:, None]
         return Candidates(actions, went_on.log_probs.gather(-1, actions), right.float())
-
-
-def taken(log_probs: Tensor, actions: Tensor) -> Tensor:
-    """Log-probabilities [...] of actions [...] among log_probs [..., A]."""
-    return log_probs.gather(-1, actions[..., None]).squeeze(-1)
 
 
 def _share(wrong: Tensor) -> Tensor:
