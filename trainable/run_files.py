@@ -71,15 +71,15 @@ def sync_path(path: Path) -> None:
         os.close(handle)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path, first: int = 1) -> list[dict[str, Any]]:
     """The rows of a metrics file in the order of their steps; a line counts if it is an object with a whole step.
 
-    A run that went back to its rolling state writes a step again: every row from that step on is of an attempt that
-    was given up.
+    first: the smallest step that a row can have; 0 where weights are measured before they are trained. A run that went
+    back to its rolling state writes a step again: every row from that step on is of an attempt that was given up.
     """
     rows: list[dict[str, Any]] = []
     for row in read_lines(path):
-        if type(row.get("step")) is not int or not 0 < row["step"] < 2**63:
+        if type(row.get("step")) is not int or not first <= row["step"] < 2**63:
             continue
         while rows and rows[-1]["step"] >= row["step"]:
             rows.pop()

@@ -70,6 +70,7 @@ class UpdateRuleConfig(StudyConfig):
     reward_noise_mode: Literal[NOISE_MODES] = Field("none", description="what it changes them to")  # type: ignore[valid-type]
     diagnostics: bool = Field(False, description="cosine of the update with the oracle's, every 5 evaluations")
     entropy_diagnostics: bool = Field(False, description="what an update does to the entropy, at each evaluation")
+    oracle_fit: bool = Field(False, description="influence of samples against the oracle, at each evaluation")
     vocab_size: int = Field(2, ge=1, description="content tokens; the separator comes on top")
     seq_len: int = Field(10, ge=1, description="tokens to produce")
     score_len: int = Field(5, ge=1, description="masked_reversal: last positions that count")

@@ -17,6 +17,7 @@ EVALUATION_COLUMNS: tuple[Column, ...] = (
     Column("error_medium", "share", "the same of the middle third"),
     Column("error_hard", "share", "the same of the hardest third"),
     Column("greedy_separator_rate", "share", "separators among the greedily decoded tokens, which are never right"),
+    Column("stand_in_data", "1", "mnist: 1 where the images are generated, 0 where they are those of MNIST"),
 )
 
 RULE_COLUMNS: tuple[Column, ...] = (
@@ -85,7 +86,15 @@ DIAGNOSTIC_COLUMNS: tuple[Column, ...] = (
     Column("entropy_drop_delight_high", "nats", "the same in the highest third"),
     Column("cos_method_ce", "1", "cosine of the rule's gradient with that of the oracle's cross-entropy"),
     Column("grad_norm", "1", "norm of the rule's gradient before it is clipped, of the same batch"),
-)
+    Column(
+        "oracle_fit_delight_correlation", "1",
+        "Pearson correlation over trained tokens of advantage x surprisal with the product of the gradients of the "
+        "token's log-probability and of the oracle's cross-entropy: negative where delight picks what helps the oracle",
+    ),
+    Column("oracle_fit_advantage_correlation", "1", "the same of the advantage"),
+    Column("oracle_fit_surprisal_correlation", "1", "the same of the surprisal"),
+    Column("oracle_fit_gate_correlation", "1", "the same of sigmoid(advantage x surprisal / eta)"),
+)  # fmt: skip
 
 TIME_COLUMNS: tuple[Column, ...] = (
     Column("seconds", "s", "since the last row, shared by all runs of the trial"),

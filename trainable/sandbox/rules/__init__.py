@@ -1,1 +1,1 @@
-"""The update rules as pure functions, a file a family; `trainable.sandbox.update_rules` lists them by name."""
+"""Update rules by family: pure functions from a batch and the log-probabilities of its positions to a loss."""

@@ -1,0 +1,103 @@
+"""A task small enough to write down: a table of logits for every prompt and position, learned from sampled actions."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from trainable.sandbox.config import UpdateRuleConfig
+from trainable.sandbox.members import Streams
+from trainable.sandbox.methods import GROUPED
+from trainable.sandbox.rollouts import Rollouts
+
+PROMPTS, POSITIONS, ACTIONS = 3, 2, 4
+
+
+class Table:
+    """Logits [E, PROMPTS, POSITIONS, ACTIONS], the sum of two parameters, so that there is more than one."""
+
+    def __init__(self, logits: Tensor) -> None:
+        shift = torch.zeros(len(logits), ACTIONS)
+        self.weights = {"logits": logits.requires_grad_(), "shift": shift.requires_grad_()}
+
+    def parameters_by_name(self) -> Mapping[str, Tensor]:
+        return self.weights
+
+    def rows(self, prompts: Tensor) -> Tensor:
+        """[E, B, POSITIONS, ACTIONS] of prompts [E, B]."""
+        members = torch.arange(len(prompts)).unsqueeze(1)
+        return self.weights["logits"][members, prompts] + self.weights["shift"][:, None, None]
+
+
+class TabularTask:
+    """The right action at position t of prompt x is (x + t) mod ACTIONS; the reward is the share of right ones.
+
+    uniform_from: by seed, the step from which all groups of the member have equal rewards. broken_at: by seed, the
+    step at which a reward is not a number.
+    """
+
+    def __init__(
+        self,
+        config: UpdateRuleConfig,
+        uniform_from: dict[int, int] | None = None,
+        broken_at: dict[int, int] | None = None,
+    ) -> None:
+        self.config, self.uniform_from, self.broken_at = config, uniform_from or {}, broken_at or {}
+        self.evaluations = 0
+
+    @property
+    def actions(self) -> int:
+        return ACTIONS
+
+    def make_models(self, streams: Streams) -> Table:
+        return Table(streams.normal("sandbox_weights", shape=(PROMPTS, POSITIONS, ACTIONS)).float())
+
+    def sample(self, models: Table, streams: Streams, step: int) -> Rollouts:
+        config = self.config
+        each = config.group_size if config.method in GROUPED else 1
+        prompts = streams.integers("sandbox_prompts", step, below=PROMPTS, shape=(config.batch_size // each,))
+        prompts = prompts.repeat_interleave(each, dim=1)
+        probs = models.rows(prompts).softmax(-1)
+        uniforms = streams.uniform("sandbox_samples", step, shape=(config.batch_size, POSITIONS))
+        actions = (probs.double().cumsum(-1) <= uniforms.unsqueeze(-1)).sum(-1).clamp(max=ACTIONS - 1)
+        labels = right(prompts)
+        rewards = (actions == labels).float().mean(-1)
+        for seed, broken in self.broken_at.items():
+            if seed in streams.seeds and broken == step:
+                rewards[streams.seeds.index(seed), 0] = torch.nan
+        log_probs = probs.log().gather(-1, actions.unsqueeze(-1)).squeeze(-1)
+        everyone = torch.ones_like(rewards, dtype=torch.bool)
+        age = torch.zeros(len(prompts), dtype=torch.int64)
+        batch = Rollouts(prompts, actions, labels, rewards, log_probs, probs.square().sum(-1), everyone, age)
+        return batch if each == 1 else self._grouped(batch, streams.seeds, step, each)
+
+    def _grouped(self, batch: Rollouts, seeds: Sequence[int], step: int, each: int) -> Rollouts:
+        is_uniform = torch.tensor([step >= self.uniform_from.get(seed, 10**9) for seed in seeds])
+        rate = 1.0 - is_uniform.float()
+        scalars = {
+            "informative_group_rate": rate, "retained_group_rate": torch.ones_like(rate),
+            "used_group_fallback": is_uniform.float(),
+        }  # fmt: skip
+        return replace(batch, group_size=each, scalars=scalars)
+
+    def log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
+        return self.raw_logits(models, rollouts).log_softmax(-1)
+
+    def raw_logits(self, models: Table, rollouts: Rollouts) -> Tensor:
+        return models.rows(rollouts.observations)
+
+    def oracle_log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
+        return self.log_probs(models, rollouts)
+
+    def evaluate(self, models: Table, streams: Streams, step: int) -> dict[str, Tensor]:
+        self.evaluations += 1
+        prompts = torch.arange(PROMPTS).expand(len(streams.seeds), PROMPTS)
+        log_probs = models.rows(prompts).log_softmax(-1)
+        error = 1 - (log_probs.argmax(-1) == right(prompts)).float().mean((1, 2))
+        return {"test_error": error, "entropy": -(log_probs.exp() * log_probs).sum(-1).mean((1, 2))}
+
+
+def right(prompts: Tensor) -> Tensor:
+    """[E, B, POSITIONS] right actions of prompts [E, B]."""
+    return (prompts.unsqueeze(-1) + torch.arange(POSITIONS)) % ACTIONS

@@ -1,0 +1,74 @@
+"""Adam for several members side by side: one row of weights, gradients and moments each."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+class MemberAdam:
+    """Adam, with torch's defaults, on the weights of E models that are stacked along the first axis.
+
+    parameters: by name, [E, ...] each. They are kept as one matrix [E, P], P weights a member in the order of
+    `parameters`, so that a norm or a product of gradients is one operation; a step copies it into them. Adam works
+    element by element, so members do not meet.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], lr: float) -> None:
+        self.parameters = dict(parameters)
+        self.weights = torch.cat([tensor.detach().flatten(1) for tensor in self.parameters.values()], dim=1)
+        self.adam = torch.optim.Adam([self.weights], lr=lr, fused=True)
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        """[E, P], the gradient of each member's loss. loss: [E]; a weight that it does not depend on has 0."""
+        parameters = list(self.parameters.values())
+        found = torch.autograd.grad(loss.sum(), parameters, materialize_grads=True, allow_unused=True)
+        return torch.cat([part.flatten(1) for part in found], dim=1)
+
+    @torch.no_grad()
+    def step(self, gradient: Tensor) -> None:
+        """One step along `gradient` [E, P]."""
+        self.weights.grad = gradient
+        self.adam.step()
+        self.weights.grad = None
+        self._copy()
+
+    def _copy(self) -> None:
+        for tensor, part in zip(self.parameters.values(), self.by_parameter(self.weights), strict=True):
+            tensor.copy_(part)
+
+    def by_parameter(self, matrix: Tensor) -> list[Tensor]:
+        """The columns of `matrix` [E, P] that belong to each parameter, in its shape."""
+        tensors = list(self.parameters.values())
+        parts = matrix.split([tensor[0].numel() for tensor in tensors], dim=1)
+        return [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)]
+
+    def state(self) -> dict[str, Tensor]:
+        """weights, exp_avg, exp_avg_sq: [E, P]; steps: [E], a number each."""
+        moments = self.adam.state.get(self.weights, {})
+        zeros, members = torch.zeros_like(self.weights), len(self.weights)
+        return {
+            "weights": self.weights,
+            "exp_avg": moments.get("exp_avg", zeros),
+            "exp_avg_sq": moments.get("exp_avg_sq", zeros),
+            "steps": torch.full((members,), float(moments.get("step", 0.0))),
+        }
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Put back what `state` gave. ValueError where the shapes or the members' numbers of steps do not fit."""
+        if state["weights"].shape != self.weights.shape or len(state["steps"].unique()) > 1:
+            shapes = [tuple(found["weights"].shape) for found in (state, {"weights": self.weights})]
+            raise ValueError(f"weights of {shapes[0]} after {state['steps'].tolist()} steps do not fit {shapes[1]}.")
+        self.weights.copy_(state["weights"])
+        moments = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
+        self.adam.state[self.weights] = {"step": state["steps"][0].clone(), **moments}
+        self._copy()
+
+
+def clipped(gradient: Tensor, norm: Tensor, most: float) -> Tensor:
+    """`gradient` [E, P] scaled down, member by member, to a norm of at most `most`; norm: [E], of `gradient`.
+
+    As torch.nn.utils.clip_grad_norm_ does it, with its 1e-6 beside the norm.
+    """
+    return gradient * (most / (norm + 1e-6)).clamp(max=1.0).unsqueeze(1)

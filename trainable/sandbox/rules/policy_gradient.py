@@ -1,0 +1,129 @@
+"""REINFORCE and its relatives: one weight a sample, from its advantage and its importance ratio."""
+
+import torch
+from torch import Tensor
+
+from trainable.sandbox.config import UpdateRuleConfig
+from trainable.sandbox.rollouts import Rollouts
+from trainable.sandbox.rules.rule import (
+    RuleLoss,
+    advantages,
+    capped_ratios,
+    kept_mean,
+    log_probs_of,
+    log_ratios,
+    policy_gradient_loss,
+    rule_loss,
+    spread,
+)
+
+
+def reinforce(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
+    """−mean( l · sg(A) ): the advantage is the weight; stale samples are not corrected.
+
+    Source: Williams 1992, doi:10.1007/BF00992696; the baseline is this sandbox's.
+    Reduces to: nothing simpler; PG, TrajPG, ASPO and R2VPO have its gradient where r = 1.
+    Axis: influence. All weight comes from the advantage, none from how likely the sample was.
+    """
+    taken = log_probs_of(rollouts.actions, log_probs)
+    return policy_gradient_loss(rollouts, taken, advantages(rollouts, log_probs, config))
+
+
+def pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
+    """−mean( l · sg(A · min(r, iw_cap)) ), with the ratio of each token.
+
+    Source: this sandbox; importance sampling truncated as in Ionides 2008, doi:10.1198/106186008X320456.
+    Reduces to: REINFORCE at r = 1.
+    Axis: support. The ratio says how far a sample still stands for the policy that learns.
+    """
+    taken = log_probs_of(rollouts.actions, log_probs)
+    weight = capped_ratios(taken, rollouts, config.iw_cap)
+    return policy_gradient_loss(rollouts, taken, weight * advantages(rollouts, log_probs, config), iw_mean=weight)
+
+
+def traj_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
+    """−mean( l · sg(A · min(exp(Σ_t x_t), iw_cap)) ): PG with one ratio a sequence.
+
+    Source: this sandbox; the ratio of whole trajectories is that of importance sampling without approximation.
+    Reduces to: PG on bandits (T = 1); REINFORCE at r = 1.
+    Axis: support, at the granularity of a sequence.
+    """
+    taken = log_probs_of(rollouts.actions, log_probs)
+    total = (taken.detach() - rollouts.actor_log_probs).sum(-1, keepdim=True)
+    weight = total.exp().clamp(max=config.iw_cap).expand(taken.shape)
+    return policy_gradient_loss(rollouts, taken, weight * advantages(rollouts, log_probs, config), iw_mean=weight)
+
+
+def aspo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
+    """−mean( l · sg(w · A) ) with the ratio of good samples turned over.
+
+        w = min(1/r, 1 + clip_high) where A > 0,    w = max(r, 1 − clip_low) where A <= 0
+
+    Good samples that have become unlikely weigh more than 1, those that have become likely weigh less.
+
+    Source: ASPO, arXiv:2510.06062, scoped to this sandbox: no dual clip, and this sandbox's advantage.
+    Reduces to: REINFORCE at r = 1, so on policy with one inner epoch.
+    Axis: reward uncertainty and geometry. It bounds what one sample can do by the side its reward is on.
+    """
+    taken = log_probs_of(rollouts.actions, log_probs)
+    advantage = advantages(rollouts, log_probs, config)
+    good = advantage > 0
+    ratio = log_ratios(taken.detach(), rollouts).exp()
+    flipped = torch.where(good, 1 / ratio, ratio)
+    weight = torch.where(good, flipped.clamp(max=1 + config.clip_high), flipped.clamp(min=1 - config.clip_low))
+    samples = {"ratio_mean": flipped, "weight_mean": weight, "pos_frac": good.to(taken.dtype)}
+    return policy_gradient_loss(rollouts, taken, weight * advantage, **samples)
+
+
+def r2vpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
+    """−mean( l · sg( r (A − 2 λ (r − 1)) ) ), the gradient of r A − λ (r − 1)², with λ = eta.
+
+    Source: Luo et al. 2026, arXiv:2601.03320, scoped to this sandbox: λ is fixed, not a dual variable.
+    Reduces to: REINFORCE at r = 1, whatever λ; PG without a cap at λ = 0.
+    Axis: reward uncertainty and geometry. The variance of the ratio has a price, instead of a clip.
+    """
+    taken = log_probs_of(rollouts.actions, log_probs)
+    ratio = log_ratios(taken.detach(), rollouts).exp()
+    weight = ratio * (advantages(rollouts, log_probs, config) - 2 * config.eta * (ratio - 1))
+    penalty = config.eta * (ratio - 1).square()
+    return policy_gradient_loss(rollouts, taken, weight, ratio_mean=ratio, var_penalty_mean=penalty)
+
+
+def log_growth(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
+    """−mean( l · sg(A · w) ), w = 1/π(a) where the action is right and 1 where it is wrong. Bandits only.
+
+    A right action of probability π is sampled with probability π, so each prompt pushes its right action equally often
+    times strongly, as the cross-entropy does.
+
+    Source: this sandbox.
+    Reduces to: REINFORCE where only wrong actions were sampled; in expectation, with baseline 0, to CE.
+    Axis: influence. Weight grows with surprisal without a bound, for right actions only.
+    ValueError: T is not 1, or a kept reward is neither 0 nor 1.
+    """
+    if rollouts.actions.shape[-1] != 1:
+        raise ValueError("LogGrowth weights one action a prompt; these rollouts are sequences. Set task=mnist.")
+    if not torch.isin(rollouts.rewards[rollouts.keep], rollouts.rewards.new_tensor([0.0, 1.0])).all():
+        raise ValueError("LogGrowth needs rewards of 0 and 1: set reward_noise=0 kl_weight=0.")
+    taken = log_probs_of(rollouts.actions, log_probs)
+    weight = torch.where(rollouts.actions == rollouts.labels, (-taken.detach()).exp(), 1)
+    return policy_gradient_loss(rollouts, taken, weight * advantages(rollouts, log_probs, config), weight_mean=weight)
+
+
+def pmd_mean(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
+    """mean over sequences of ( τ Σ_t x_t − sg(A) )², with τ = eta.
+
+        A = R − E[R] where the sampling policy's mean reward is known, else R − mean of the batch's rewards
+
+    Policy mirror descent as a regression: the optimum of its step has the log-ratio A/τ.
+
+    Source: Kimi k1.5, arXiv:2501.12599, sec. 2.3.2; the analysis of PMD with the batch mean, arXiv:2602.05933.
+    Reduces to: at r = 1 the gradient of a REINFORCE on sequences, −2 τ A Σ_t ∇l, with this A.
+    Axis: geometry. The step is bounded by the log-ratio it aims at.
+    """
+    total = (log_probs_of(rollouts.actions, log_probs) - rollouts.actor_log_probs).sum(-1)
+    if rollouts.expected_reward is not None:
+        advantage = rollouts.rewards - rollouts.expected_reward
+    else:
+        advantage = spread(rollouts.rewards, rollouts.keep).centred.to(total.dtype)
+    loss = kept_mean((config.eta * total - advantage).square(), rollouts.keep)
+    return rule_loss(rollouts, loss, log_ratio_mean=kept_mean(total, rollouts.keep))

@@ -1,0 +1,13 @@
+"""From settings to the task that they name."""
+
+from trainable.sandbox.config import UpdateRuleConfig
+from trainable.sandbox.task import Task
+from trainable.sandbox.tasks.classification import ClassificationTask
+from trainable.sandbox.tasks.sequences import SequenceTask
+
+
+def make_task(config: UpdateRuleConfig) -> Task:
+    """The task of `config`. Raises ValueError with what to do where its data or model is not there."""
+    if config.task == "mnist":
+        return ClassificationTask(config)
+    return SequenceTask(config)
