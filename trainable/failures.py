@@ -9,8 +9,8 @@ _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDI
 _MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
 _PASSING = (RuntimeError, OSError, EOFError, TimeoutError, InterruptedError)
 
-PROCESS_DIED = "process died"
-KINDS = ("configuration", "non-finite", "out of memory", "storage", PROCESS_DIED, "error")
+PROCESS_DIED, NON_FINITE = "process died", "non-finite"
+KINDS = ("configuration", NON_FINITE, "out of memory", "storage", PROCESS_DIED, "error")
 """Every kind of failure; a status reads `failed (<kind>)`."""
 
 
@@ -64,7 +64,7 @@ def classify(error: BaseException, has_rows: bool) -> Failure:
 
 def _kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
     if isinstance(error, NonFiniteError):
-        return "non-finite", False
+        return NON_FINITE, False
     if is_memory(error):
         return "out of memory", has_rows
     is_forbidden = isinstance(error, OSError) and error.errno in (*_FULL, *_FORBIDDEN)

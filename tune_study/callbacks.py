@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ray import tune
 
-from trainable.failures import PROCESS_DIED, Failure, RunFailedError
+from trainable.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
 from trainable.run_files import METRICS, read_rows
 from tune_study import carried
 from tune_study.leftovers import end_leftovers
@@ -109,6 +109,9 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._last_rows[run_id] = {name: row.get(name) for name in ("stop_rule", *STOP_NUMBERS)}
             if row.get("stop_rule") and "members" in trial.config:  # the others of its trial go on
                 self._conclude(self._status(run_id))
+        for run_id, reason in result.get("failed", {}).items():
+            if (status := self._status(run_id)).status == "running":
+                self._end(replace(status, status="failed", failure_class=NON_FINITE, reason=reason, ended_at=now()))
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial failed. Tune would try it again for ever; whether it is depends on the failure, and how often it was.
