@@ -16,12 +16,15 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from search_spaces import STUDIES
+from search_spaces import FAMILIES, STUDIES, SUITES
+from search_spaces.family import Family
+from search_spaces.language_model import PPO
 from search_spaces.presets import PRESETS
 from search_spaces.study import Study
 from trainable.aliases import ALIASES
 from trainable.config import ConfigError, RunConfig, field_names, with_overrides
 from trainable.setting_types import LARGEST_WHOLE_NUMBER
+from trainable.study_config import StudyConfig
 from tune_study.cli import app
 from tune_study.plan import MOST_SEEDS
 from tune_study.run import WANDB_MODES
@@ -182,15 +185,15 @@ def beyond(schema: Mapping[str, Any]) -> st.SearchStrategy[str]:
     return st.one_of(found).map(repr) if found else no_finite_numbers
 
 
-def fields(section: str = "", prefix: str = "") -> dict[str, Mapping[str, Any]]:
-    """Dotted field -> its part of the JSON schema."""
-    schema = RunConfig.model_json_schema()
+def fields(kind_of: type[StudyConfig], section: str = "", prefix: str = "") -> dict[str, Mapping[str, Any]]:
+    """Dotted field of a configuration -> its part of the JSON schema."""
+    schema = kind_of.model_json_schema()
     found: dict[str, Mapping[str, Any]] = {}
     for name, field in (schema["$defs"][section] if section else schema)["properties"].items():
         kind = field.get("$ref", "").rsplit("/", 1)[-1]
         # A field that may be null has two forms: the wrong values are those of the other one.
         bounded = {**field, **field["anyOf"][0]} if "anyOf" in field else field
-        found |= fields(kind, f"{prefix}{name}.") if kind else {prefix + name: bounded}
+        found |= fields(kind_of, kind, f"{prefix}{name}.") if kind else {prefix + name: bounded}
     return found
 
 
@@ -216,7 +219,7 @@ def bad_options(study: Study) -> list[Line]:
         ["", ",", "0,", "0,0", "00", "0,01", "a", "-1", "0;1", "٣", "1.0", "9" * 50, "GPU-1", "0\n1"]
     )
     words = st.text(st.characters(codec="ascii", categories=["L"]), min_size=1)
-    others = [other.axis.option for other in STUDIES.values() if other is not study]
+    others = sorted({other.axis.option for other in STUDIES.values()} - {study.axis.option})
     return [
         *numbers,
         st.from_regex(r"--?no[a-z]{1,20}", fullmatch=True).map(lambda name: (name,)),
@@ -255,33 +258,37 @@ def bad_axes(study: Study) -> list[Line]:
 
 def bad_assignments(study: Study) -> list[Line]:
     """--set without a value, with a key that is none, not this study's to set, or given twice."""
-    tails = Counter(name.rsplit(".", 1)[-1] for name in field_names())
-    keys = {*field_names(), *ALIASES, *tails}
-    swept = {study.axis.setting, *study.axis.along}.union(*study.axis.named.values())
-    free = [name for name in field_names() if name not in swept and name != "seed"]
+    kind = study.family.config
+    names, aliases = field_names(kind), kind.aliases
+    tails = Counter(name.rsplit(".", 1)[-1] for name in names)
+    keys = {*names, *aliases, *tails}
+    swept = study.axis.swept
+    free = [name for name in names if name not in swept and name != "seed"]
     misspelt = st.tuples(st.sampled_from(sorted(keys)), st.integers(0, 60), st.sampled_from(["", "x", "_", ".", "é"]))
     near = misspelt.map(lambda found: found[0][: found[1]] + found[2] + found[0][found[1] + 1 :])
     unknown = st.one_of(any_text, near).filter(lambda text: "=" not in text and text.strip() not in keys)
-    several = [name for name in tails if tails[name] > 1 and name not in ALIASES]
-    taken = ["seed", *swept, *(key for key, name in ALIASES.items() if name in swept)]
+    several = [name for name in tails if tails[name] > 1 and name not in aliases]
+    taken = ["seed", *swept, *(key for key, name in aliases.items() if name in swept)]
     value = st.sampled_from(["0", "1", "True", "text"])
     return [
+        *([st.sampled_from(several).flatmap(lambda key: assignment(key, value))] if several else []),
         any_text.filter(lambda text: "=" not in text).map(lambda text: ("--set", text)),
         unknown.flatmap(lambda key: assignment(key, value)),
-        st.sampled_from(several).flatmap(lambda key: assignment(key, value)),
         st.sampled_from(taken).flatmap(lambda key: assignment(key, value)),
         st.sampled_from(free).map(lambda key: ("--set", f"{key}=1", "--set", f" {key} =1")),
         st.just(("--steps", "5", "--set", "trainer.total_training_steps=5")),
     ]
 
 
-def bad_values() -> list[Line]:
-    """For every field of RunConfig what it does not take."""
-    return [assignment(name, outside(field)) for name, field in fields().items()]
+def bad_values(kind: type[StudyConfig]) -> list[Line]:
+    """For every field of a configuration what it does not take."""
+    return [assignment(name, outside(field)) for name, field in fields(kind).items()]
 
 
-def bad_combinations() -> list[Line]:
+def bad_combinations(family: Family) -> list[Line]:
     """Values each of which is allowed, but not together."""
+    if family is not PPO:
+        return [st.sampled_from([joined([("--set", pair) for pair in text.split()]) for text in UPDATE_RULES_APART])]
     together = [
         "bi_level_gae=1 adv_estimator=grpo", "use_kl_in_reward=yes kl_penalty=full", "shared_trunk=1 critic_warmup=2",
         "rollout_filter_strategy=top_k_abs rollout_filter_value=0.5", "model_path=sokoban-tiny prompt_style=full",
@@ -298,18 +305,27 @@ def bad_combinations() -> list[Line]:
     return [st.sampled_from(lines), uneven]
 
 
+UPDATE_RULES_APART = (
+    "nhead=3", "delay=9 replay_capacity=3",
+    "reward_noise=0.1 reward_noise_mode=none", "reward_noise=0 reward_noise_mode=label_flip",
+)  # fmt: skip
+"""Settings of the update-rule sandbox that no study there can be run with."""
+
+
 def malformed_lines() -> Line:
     """Lines of `run` that are right but for one fault, which comes last."""
     right = [("--max-concurrent", "2"), ("--extend",), ("--seeds", "2"), ("--save-freq", "5"), ("--preset", "laptop")]
     more = st.lists(st.sampled_from(right), max_size=2).map(joined)
-    values, together = st.one_of(bad_values()), st.one_of(bad_combinations())
-    names = any_text.filter(lambda text: text.replace("_", "-") not in STUDIES and text[:1] != "-")
+    values = {family.name: st.one_of(bad_values(family.config)) for family in FAMILIES.values()}
+    together = {family.name: st.one_of(bad_combinations(family)) for family in FAMILIES.values()}
+    names = any_text.filter(lambda text: text.replace("_", "-") not in {**STUDIES, **SUITES} and text[:1] != "-")
     unknown = st.tuples(more, names.map(lambda name: (name,)))
     lines = []
     for study in STUDIES.values():
         kinds = map(st.one_of, (bad_options(study), bad_axes(study), bad_assignments(study)))
         start = st.sampled_from(sorted(PRESETS)).map(lambda preset, name=study.name: (name, "--preset", preset))
-        faults = one_kind([*kinds, values, values, together])
+        family = study.family.name
+        faults = one_kind([*kinds, values[family], values[family], together[family]])
         lines.append(st.tuples(start, st.just(("--output", "out")), more, faults))
     return one_kind([unknown, *lines * 5]).map(joined)
 
