@@ -7,6 +7,7 @@ field here. Defaults are the published ones (paper scale); `search_spaces/preset
 import difflib
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -78,6 +79,14 @@ class RunConfig(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _target_policy_has_what_it_needs(self) -> "RunConfig":
+        if self.actor.policy_loss == "tpo":
+            for refused, why in _refused_with_target_policy(self):
+                if refused:
+                    raise ValueError(f"actor.policy_loss=tpo {why}")
+        return self
+
     def config_hash(self) -> str:
         """Twelve hex digits that name the configuration: every setting that can change a result, the seed left out.
 
@@ -91,7 +100,49 @@ class RunConfig(Section):
         if not self.model.lora_rank:  # then the others of LoRA change nothing
             for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
                 del data["model"][setting]
+        if self.actor.policy_loss == "ppo_clip":  # then tpo's setting changes nothing
+            for setting in ("policy_loss", "tpo_eta"):
+                del data["actor"][setting]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _refused_with_target_policy(config: RunConfig) -> list[tuple[bool, str]]:
+    """Whether each setting that actor.policy_loss=tpo cannot have is there, and what is said of it."""
+    actor, env, size = config.actor, config.env, config.env.group_size
+    whole = math.lcm(size, actor.ppo_micro_batch_size_per_gpu)
+    return [
+        (env.group_size < 2, "compares the rollouts of a group: set env.group_size=2 or more"),
+        (
+            config.algorithm.adv_estimator != "group_skill",
+            "aims at the skill of each rollout in its group: set algorithm.adv_estimator=group_skill",
+        ),
+        (
+            actor.ppo_mini_batch_size % size != 0,
+            f"is a loss of whole groups, and actor.ppo_mini_batch_size {actor.ppo_mini_batch_size} is no multiple of "
+            f"env.group_size {size}: set actor.ppo_mini_batch_size={whole}, or a multiple of that",
+        ),
+        (
+            actor.filter_loss_scaling != "none",
+            "aims at skills, which are no factors of a loss: set actor.filter_loss_scaling=none",
+        ),
+        (
+            config.algorithm.zero_task_advantage,
+            "without skills is an anchor at the old policy, not nothing: set algorithm.zero_task_advantage=false",
+        ),
+        (
+            actor.tis_imp_ratio_cap is not None,
+            "weighs sequences, and truncated importance weights are of tokens: set actor.tis_imp_ratio_cap=null",
+        ),
+        (
+            config.trainer.zero_stage == 3,
+            "reads the policy before each optimizer step, on every rank by itself: set trainer.zero_stage=2",
+        ),
+        (
+            config.trainer.gradient_analysis_mode,
+            "couples the rollouts of a group, and a gradient analysis adds up those of single rollouts: set "
+            "trainer.gradient_analysis_mode=false",
+        ),
+    ]
 
 
 def field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:

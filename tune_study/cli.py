@@ -89,6 +89,7 @@ def run(
     rollout_filter_value: opt.FilterValues = None,
     rollout_filter_include_zero: opt.IncludeZero = None,
     algo: opt.Algo = None,
+    arms: opt.Arms = None,
     groups: opt.Groups = None,
     kl_type: opt.KLType = None,
     rollout_filter_strategy: opt.FilterStrategy = None,
@@ -132,6 +133,7 @@ def run(
         "--entropy-values": entropy_values,
         "--rollout_filter_value": rollout_filter_value,
         "--algo": algo,
+        "--arms": arms,
         "--groups": groups,
     }
     values = _axis_values(chosen, axes)

@@ -50,6 +50,9 @@ IncludeZero = Annotated[
     ),
 ]
 Algo = Annotated[str | None, Option("--algo", metavar="LIST", help="Study gradient-analysis: PPO, GRPO, or both.")]
+Arms = Annotated[
+    str | None, Option("--arms", metavar="LIST", help="Arms by name, of a study whose arms have names: see list.")
+]
 Groups = Annotated[
     str | None,
     Option("--groups", metavar="LIST", help="Studies smoke and smoke-all: groups 1 to 5, or names of single runs."),

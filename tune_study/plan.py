@@ -255,6 +255,10 @@ def build_plan(
 
 def arm_config(study: Study, base: RunConfig, value: str) -> RunConfig:
     """The settings of the arm at `value`, or ConfigError that names the option."""
+    if value not in study.axis.named and study.axis.setting not in field_names():
+        raise ConfigError(
+            f"{study.axis.option} {shown(value)} is no arm of study {study.name}. {_kinds_of_values(study)}"
+        )
     try:
         return with_overrides(base, study.axis.settings(value, base))
     except ConfigError as error:
