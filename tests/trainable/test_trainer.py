@@ -17,7 +17,7 @@ from trainable.trainer import PPOTrainer
 
 # ---------------------------------------------------------------------------- every setting takes a step
 
-ESTIMATORS = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+ESTIMATORS = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "group_skill"]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
