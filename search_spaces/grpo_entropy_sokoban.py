@@ -31,7 +31,7 @@ ARMS: dict[str, Settings] = {
         for name, is_normalised in (("std", True), ("nostd", False))
         for clip in CLIPS
     },
-    "tpo": {"actor.policy_loss": "tpo", "actor.tpo_eta": 1.0, "algorithm.adv_estimator": "group_skill"},
+    "tpo": {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill"},
 }
 
 STUDY = Study(

@@ -178,28 +178,21 @@ class ActorUpdate:
         of its tokens. A pass without gradients over the whole mini-batch makes these numbers, so that passes with
         gradients may be cut anywhere. ValueError where `rows` splits a group.
         """
-        part = batch.rows(rows)
+        part, world = batch.rows(rows), self.backend.world
         if int(torch.isin(batch.group_ids, part.group_ids).sum()) != len(rows):
             raise ValueError(
-                "a mini-batch of the tpo loss splits a group: order rows by `update_order(keeps_groups=True)`"
+                "a mini-batch of the tpo loss splits a group: use `update_order(batch, keeps_groups=True)`"
             )
-        now = at_trained_tokens(
-            part, self.settings.ppo_micro_batch_size_per_gpu, TokenFunction.logprobs(self.model, self.temperature),
-            self.backend.world,
-        )  # fmt: skip
-        of_group = target_policy(
-            now.double().sum(1), (part.logprobs.double() * part.mask).sum(1),
-            targets.advantages[rows, part.mask.int().argmax(1)], part.group_ids, self.settings.tpo_eta,
-        )  # fmt: skip
-        whole = {
-            "pg_loss": of_group.loss,
-            "tpo_target_entropy": of_group.entropy,
-            "tpo_target_top_prob": of_group.top_prob,
-        }
+        rows_a_pass = max(1, TOKENS_A_PASS[part.tokens.device.type] // part.tokens.shape[1])
+        now = at_trained_tokens(part, rows_a_pass, TokenFunction.logprobs(self.model, self.temperature), world)
+        skills = targets.advantages[rows, part.mask.int().argmax(1)]
+        old = (part.logprobs.double() * part.mask).sum(1)
+        found = target_policy(now.double().sum(1), old, skills, part.group_ids, self.settings.tpo_eta)
+        names = {"pg_loss": found.loss, "tpo_target_entropy": found.entropy, "tpo_target_top_prob": found.top_prob}
         # Every rank has the whole of them, and a meter sums what ranks have.
-        meter.add(0, {name: value / self.backend.world.size for name, value in whole.items()}, {})
+        meter.add(0, {name: value / world.size for name, value in names.items()}, {})
         pull = torch.zeros_like(targets.advantages)
-        pull[rows] = of_group.pull.to(pull.dtype)[:, None] * batch.mask[rows]
+        pull[rows] = found.pull.to(pull.dtype)[:, None] * batch.mask[rows]
         return targets._replace(advantages=pull)
 
     def _loss(self, part: Pass, meter: Meter) -> Tensor:
