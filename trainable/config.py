@@ -108,40 +108,29 @@ class RunConfig(Section):
 
 def _refused_with_target_policy(config: RunConfig) -> list[tuple[bool, str]]:
     """Whether each setting that actor.policy_loss=tpo cannot have is there, and what is said of it."""
-    actor, env, size = config.actor, config.env, config.env.group_size
-    whole = math.lcm(size, actor.ppo_micro_batch_size_per_gpu)
+    actor, algorithm, trainer, size = config.actor, config.algorithm, config.trainer, config.env.group_size
+    whole, mini = math.lcm(size, actor.ppo_micro_batch_size_per_gpu), actor.ppo_mini_batch_size
+    wrong_size = (
+        f"is a loss of whole groups, and actor.ppo_mini_batch_size {mini} is no multiple of env.group_size {size}"
+    )
+    estimator = "aims at the skill of each rollout in its group: set algorithm.adv_estimator=group_skill"
+    scaling = "aims at skills, which are no factors of a loss: set actor.filter_loss_scaling=none"
+    no_task = "without skills is an anchor at the old policy, not nothing: set algorithm.zero_task_advantage=false"
+    truncated = "weighs sequences, and truncated importance weights are of tokens: set actor.tis_imp_ratio_cap=null"
+    dealt = "reads the policy before each optimizer step, on every rank by itself: set trainer.zero_stage=2"
+    analysed = (
+        "couples the rollouts of a group, and a gradient analysis adds up those of single rollouts: set "
+        "trainer.gradient_analysis_mode=false"
+    )
     return [
-        (env.group_size < 2, "compares the rollouts of a group: set env.group_size=2 or more"),
-        (
-            config.algorithm.adv_estimator != "group_skill",
-            "aims at the skill of each rollout in its group: set algorithm.adv_estimator=group_skill",
-        ),
-        (
-            actor.ppo_mini_batch_size % size != 0,
-            f"is a loss of whole groups, and actor.ppo_mini_batch_size {actor.ppo_mini_batch_size} is no multiple of "
-            f"env.group_size {size}: set actor.ppo_mini_batch_size={whole}, or a multiple of that",
-        ),
-        (
-            actor.filter_loss_scaling != "none",
-            "aims at skills, which are no factors of a loss: set actor.filter_loss_scaling=none",
-        ),
-        (
-            config.algorithm.zero_task_advantage,
-            "without skills is an anchor at the old policy, not nothing: set algorithm.zero_task_advantage=false",
-        ),
-        (
-            actor.tis_imp_ratio_cap is not None,
-            "weighs sequences, and truncated importance weights are of tokens: set actor.tis_imp_ratio_cap=null",
-        ),
-        (
-            config.trainer.zero_stage == 3,
-            "reads the policy before each optimizer step, on every rank by itself: set trainer.zero_stage=2",
-        ),
-        (
-            config.trainer.gradient_analysis_mode,
-            "couples the rollouts of a group, and a gradient analysis adds up those of single rollouts: set "
-            "trainer.gradient_analysis_mode=false",
-        ),
+        (size < 2, "compares the rollouts of a group: set env.group_size=2 or more"),
+        (algorithm.adv_estimator != "group_skill", estimator),
+        (mini % size != 0, f"{wrong_size}: set actor.ppo_mini_batch_size={whole}, or a multiple of that"),
+        (actor.filter_loss_scaling != "none", scaling),
+        (algorithm.zero_task_advantage, no_task),
+        (actor.tis_imp_ratio_cap is not None, truncated),
+        (trainer.zero_stage == 3, dealt),
+        (trainer.gradient_analysis_mode, analysed),
     ]
 
 
