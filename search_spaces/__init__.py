@@ -3,6 +3,7 @@
 from search_spaces import (
     entropy,
     gradient_analysis,
+    grpo_entropy_sokoban,
     kl,
     sandbox_age_not_capacity,
     sandbox_delays,
@@ -45,6 +46,7 @@ STUDIES: dict[str, Study] = {
         sandbox_matched_updates.STUDY,
         sandbox_age_not_capacity.STUDY,
         sandbox_off_policy.STUDY,
+        grpo_entropy_sokoban.STUDY,
     )
 }
 

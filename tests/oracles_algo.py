@@ -220,3 +220,38 @@ def _near_best(ranked: list[float], ratio: float, largest: bool) -> tuple[list[i
     bound = best * ratio - 1e-10 if largest else best / (ratio + 1e-10) + 1e-10
     chosen = [rank for rank, s in enumerate(ranked) if (s >= bound if largest else s <= bound)]
     return chosen, min(abs(s - bound) for s in ranked)
+
+
+def group_skill(scores: Row, group_ids: Sequence[int]) -> list[float]:
+    skills = []
+    for score, group in zip(scores, groups_of(scores, group_ids), strict=True):
+        std = statistics.pstdev(group)
+        skills.append((score - statistics.fmean(group)) / (std if std > 1e-6 else 1.0))
+    return skills
+
+
+def softmax(x: Row) -> list[float]:
+    top = max(x)
+    total = sum(math.exp(each - top) for each in x)
+    return [math.exp(each - top) / total for each in x]
+
+
+def target_policy(
+    logprobs: Row, old: Row, skills: Row, group_ids: Sequence[int], eta: float
+) -> tuple[float, list[float], float, float]:
+    """Loss, minus its gradient, entropy and largest probability of the target; group by group, rollout by rollout."""
+    groups = sorted(set(group_ids))
+    pull = [0.0] * len(logprobs)
+    loss = entropy = top = 0.0
+    for wanted in groups:
+        rows = [i for i, group in enumerate(group_ids) if group == wanted]
+        p, was = softmax([logprobs[i] for i in rows]), softmax([old[i] for i in rows])
+        highest = max(skills[i] / eta for i in rows)
+        raised = [share * math.exp(skills[i] / eta - highest) for share, i in zip(was, rows, strict=True)]
+        q = [each / sum(raised) for each in raised]
+        for i, now, then in zip(rows, p, q, strict=True):
+            pull[i] = (then - now) / len(groups)
+            loss -= then * math.log(now) / len(groups)
+            entropy -= then * math.log(then) / len(groups) if then else 0.0
+        top += max(q) / len(groups)
+    return loss, pull, entropy, top

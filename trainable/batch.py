@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainable.algo.batching import length_stratified_order, whole_group_order
 from trainable.rollout.episode import Episode
 
 
@@ -81,6 +82,13 @@ def last_token_scores(batch: Batch) -> Tensor:
     steps = torch.arange(batch.mask.shape[1], device=batch.mask.device).expand_as(batch.mask)
     last = torch.where(batch.mask, steps, -1).max(dim=1).values
     return torch.where(steps == last[:, None], batch.scores[:, None], 0.0)
+
+
+def update_order(batch: Batch, keeps_groups: bool) -> Tensor:
+    """Order (B,) in which episodes are cut into mini-batches: by length, groups together where a loss needs them so."""
+    if keeps_groups:
+        return whole_group_order(batch.lengths, batch.group_ids)
+    return length_stratified_order(batch.lengths)
 
 
 def mini_batches(order: Tensor, size: int) -> Iterator[Tensor]:

@@ -6,6 +6,7 @@ field here. Defaults are the published ones (paper scale); `search_spaces/preset
 
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -84,13 +85,52 @@ class RunConfig(StudyConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _target_policy_has_what_it_needs(self) -> "RunConfig":
+        if self.actor.policy_loss == "tpo":
+            for refused, why in _refused_with_target_policy(self):
+                if refused:
+                    raise ValueError(f"actor.policy_loss=tpo {why}")
+        return self
+
     def hashed(self) -> dict[str, Any]:
-        """Every setting that can change a result, the seed left out; without adapters, those of LoRA too."""
+        """Every setting that can change a result, the seed left out; without adapters, those of LoRA too, and so on."""
         data = super().hashed()
         if not self.model.lora_rank:
             for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
                 del data["model"][setting]
+        if self.actor.policy_loss == "ppo_clip":
+            for setting in ("policy_loss", "tpo_eta"):
+                del data["actor"][setting]
         return data
+
+
+def _refused_with_target_policy(config: RunConfig) -> list[tuple[bool, str]]:
+    """Whether each setting that actor.policy_loss=tpo cannot have is there, and what is said of it."""
+    actor, algorithm, trainer, size = config.actor, config.algorithm, config.trainer, config.env.group_size
+    whole, mini = math.lcm(size, actor.ppo_micro_batch_size_per_gpu), actor.ppo_mini_batch_size
+    wrong_size = (
+        f"is a loss of whole groups, and actor.ppo_mini_batch_size {mini} is no multiple of env.group_size {size}"
+    )
+    estimator = "aims at the skill of each rollout in its group: set algorithm.adv_estimator=group_skill"
+    scaling = "aims at skills, which are no factors of a loss: set actor.filter_loss_scaling=none"
+    no_task = "without skills is an anchor at the old policy, not nothing: set algorithm.zero_task_advantage=false"
+    truncated = "weighs sequences, and truncated importance weights are of tokens: set actor.tis_imp_ratio_cap=null"
+    dealt = "reads the policy before each optimizer step, on every rank by itself: set trainer.zero_stage=2"
+    analysed = (
+        "couples the rollouts of a group, and a gradient analysis adds up those of single rollouts: set "
+        "trainer.gradient_analysis_mode=false"
+    )
+    return [
+        (size < 2, "compares the rollouts of a group: set env.group_size=2 or more"),
+        (algorithm.adv_estimator != "group_skill", estimator),
+        (mini % size != 0, f"{wrong_size}: set actor.ppo_mini_batch_size={whole}, or a multiple of that"),
+        (actor.filter_loss_scaling != "none", scaling),
+        (algorithm.zero_task_advantage, no_task),
+        (actor.tis_imp_ratio_cap is not None, truncated),
+        (trainer.zero_stage == 3, dealt),
+        (trainer.gradient_analysis_mode, analysed),
+    ]
 
 
 def field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:

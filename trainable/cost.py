@@ -46,7 +46,8 @@ def training_flops(shape: Shape, config: RunConfig, batch: Batch) -> dict[str, f
     lengths, trained = batch.read_lengths().tolist(), int(batch.mask.sum())
     value, policy = (forward_flops(shape, lengths, trained, outputs) for outputs in (1, shape.vocab_size))
     learning = 1 + (BACKWARD / 2 if config.model.lora_rank else BACKWARD)
-    found = {"update_actor": learning * config.actor.ppo_epochs * policy}
+    reading = config.actor.policy_loss == "tpo"  # a pass more, without gradients, before each optimizer step
+    found = {"update_actor": (learning + reading) * config.actor.ppo_epochs * policy}
     if config.algorithm.adv_estimator == "gae":
         found["values"] = value
         if not config.critic.shared_trunk:

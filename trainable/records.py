@@ -132,6 +132,12 @@ STEP_COLUMNS: tuple[Column, ...] = (
     ),
     Column("ppo_kl", "nats", "token mean of log pi_old - log pi", "actor/ppo_kl"),
     Column(
+        "tpo_target_entropy",
+        "nats",
+        "entropy of tpo's target over a group's rollouts, mean over groups; missing when off",
+    ),
+    Column("tpo_target_top_prob", "share", "largest probability of that target, mean over groups; missing when off"),
+    Column(
         "entropy_loss", "nats", "token mean of the entropy in the update, before its coefficient", "actor/entropy_loss"
     ),
     Column(

@@ -143,6 +143,12 @@ class ActorConfig(OptimConfig):
     """The policy's losses and optimizer."""
 
     lr: Positive = Field(1e-6, description="AdamW's, constant")
+    policy_loss: Literal["ppo_clip", "tpo"] = Field(
+        "ppo_clip", description="clipped ratios of tokens, or target policy optimisation over the rollouts of a group"
+    )
+    tpo_eta: Positive = Field(
+        1.0, description="tpo: a skill of so much makes a rollout e times as likely in the target"
+    )
     clip_ratio_low: Share = Field(0.2, description="the ratio is cut below 1 - this")
     clip_ratio_high: NonNegative = Field(0.28, description="the ratio is cut above 1 + this")
     clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(
@@ -163,6 +169,11 @@ class ActorConfig(OptimConfig):
     filter_loss_scaling: Literal["none", "linear", "sqrt"] = Field(
         "none", description="scale advantages by the kept share of groups, or its square root"
     )
+
+    @property
+    def keeps_groups(self) -> bool:
+        """Whether the policy loss is one of whole groups, which mini-batches then must not split."""
+        return self.policy_loss == "tpo"
 
     @model_validator(mode="after")
     def _zero_coefficient_is_off(self) -> Self:

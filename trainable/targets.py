@@ -3,7 +3,15 @@
 import torch
 from torch import Tensor
 
-from trainable.algo.advantages import bi_level_gae, gae, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
+from trainable.algo.advantages import (
+    bi_level_gae,
+    gae,
+    group_skill,
+    grpo,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    rloo,
+)
 from trainable.algo.kl_control import kl_penalised_rewards
 from trainable.algo.reductions import masked_whiten
 from trainable.batch import Batch, last_token_scores
@@ -48,5 +56,7 @@ def _advantages(
     scores = (rewards * batch.mask).sum(1)
     if settings.adv_estimator == "grpo":
         return grpo(scores, batch.group_ids, batch.mask, settings.norm_adv_by_std_in_grpo), nothing
-    estimator = {"rloo": rloo, "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline}[settings.adv_estimator]
+    estimator = {
+        "rloo": rloo, "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline, "group_skill": group_skill,
+    }[settings.adv_estimator]  # fmt: skip
     return estimator(scores, batch.group_ids, batch.mask), nothing

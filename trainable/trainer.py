@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainable.algo.batching import adjust_copy, length_stratified_order
+from trainable.algo.batching import adjust_copy
 from trainable.algo.filters import filter_loss_scale
 from trainable.algo.kl_control import AdaptiveKL
 from trainable.algo.losses import kl_estimate
 from trainable.algo.reductions import masked_mean
 from trainable.backend.make import make_backends
 from trainable.backend.world import ALONE, World, in_order, my_block, skipped_children
-from trainable.batch import Batch, collate
+from trainable.batch import Batch, collate, update_order
 from trainable.collapse import diagnose
 from trainable.collapse import is_due as diagnosis_is_due
 from trainable.config import RunConfig
@@ -177,7 +177,7 @@ class PPOTrainer:
         batch, targets = self.prepare(kept.episodes, kept.groups, config.env.env_groups, draws, row)  # 3-6
         meters: list[Meter] = []
         row |= trained_columns(batch, targets, kept.episodes, config.algorithm.adv_estimator == "gae")
-        order = length_stratified_order(batch.lengths)
+        order = update_order(batch, config.actor.keeps_groups)
         only = config.trainer.gradient_analysis_mode and config.trainer.gradient_analysis_only
         if self.critic is not None and not only:  # 7 critic
             backend = self.backends["critic"]
@@ -242,8 +242,12 @@ class PPOTrainer:
         )  # fmt: skip
 
     def _batch(self, episodes: Sequence[Episode], groups: int, draws: np.random.Generator) -> Batch:
-        """Kept episodes, with random ones copied up to a multiple of lcm(groups, mini-batch) (published)."""
-        multiple = math.lcm(groups, self.config.actor.ppo_mini_batch_size)
+        """Kept episodes, with random ones copied up to a multiple of lcm(groups, mini-batch) (published).
+
+        Nothing is copied where the loss is of whole groups: a copy would belong to one.
+        """
+        actor = self.config.actor
+        multiple = 1 if actor.keeps_groups else math.lcm(groups, actor.ppo_mini_batch_size)
         generator = torch.Generator().manual_seed(int(draws.integers(2**62)))
         index = adjust_copy(len(episodes), multiple, generator)
         batch = collate([episodes[number] for number in index.tolist()])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainable.algo.batching import cut_by_tokens
 from trainable.algo.losses import kl_estimate, ppo_clip, value_clip
 from trainable.algo.reductions import loss_weights
+from trainable.algo.target_policy import target_policy
 from trainable.algo.vocabulary import CHUNK_ELEMENTS, TokenNumbers, logprobs_from_hidden, token_numbers
 from trainable.backend.one_device import Backend
 from trainable.backend.world import ALONE, World, dealt_rows
@@ -110,18 +111,23 @@ def update_critic(
         return value_loss(values, part, settings.cliprange_value, meter)
 
     pads = critic.model.pads
-    return _descend(backend, batch, targets, order, settings, loss_agg_mode, loss, meter, "critic_grad_norm", pads)
+    return _descend(
+        backend, batch, lambda rows: targets, order, settings, loss_agg_mode, loss, meter, "critic_grad_norm", pads
+    )
 
 
 def _descend(
-    backend: Backend, batch: Batch, targets: Targets, order: Tensor, settings: OptimConfig, mode: str,
-    loss: Callable[[Pass], Tensor], meter: Meter, norm: str, pads: bool,
+    backend: Backend, batch: Batch, targets_of: Callable[[Tensor], Targets], order: Tensor, settings: OptimConfig,
+    mode: str, loss: Callable[[Pass], Tensor], meter: Meter, norm: str, pads: bool,
 ) -> Meter:  # fmt: skip
-    """An optimizer step for each mini-batch of `order`, each over passes whose losses sum to that of the mini-batch."""
+    """An optimizer step for each mini-batch of `order`, each over passes whose losses sum to that of the mini-batch.
+
+    targets_of: those (B, T) that hold for the mini-batch of the rows (n,), asked for just before its optimizer step.
+    """
     micro, longest = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
     for _ in range(settings.ppo_epochs):
         for rows in mini_batches(order, settings.ppo_mini_batch_size):
-            cut = list(passes(batch, targets, rows, mode, micro, longest, backend.world, pads))
+            cut = list(passes(batch, targets_of(rows), rows, mode, micro, longest, backend.world, pads))
             for number, part in enumerate(cut, 1):
                 backend.backward(partial(loss, part), number == len(cut))
             backend.step(meter, norm)
@@ -159,8 +165,35 @@ class ActorUpdate:
         def loss(part: Pass) -> Tensor:
             return self._loss(part, meter)
 
+        def targets_of(rows: Tensor) -> Targets:
+            return self.pulled(batch, targets, rows, meter) if settings.policy_loss == "tpo" else targets
+
         mode, pads = settings.loss_agg_mode, self.model.model.pads
-        return _descend(self.backend, batch, targets, order, settings, mode, loss, meter, "actor_grad_norm", pads)
+        return _descend(self.backend, batch, targets_of, order, settings, mode, loss, meter, "actor_grad_norm", pads)
+
+    def pulled(self, batch: Batch, targets: Targets, rows: Tensor, meter: Meter) -> Targets:
+        """`targets` for a tpo step on the mini-batch `rows` (n,): skills as advantages become the pull on each token.
+
+        The loss couples all rollouts of a group, but the gradient of each one's log-prob is a number, the same for all
+        of its tokens. A pass without gradients over the whole mini-batch makes these numbers, so that passes with
+        gradients may be cut anywhere. ValueError where `rows` splits a group.
+        """
+        part, world = batch.rows(rows), self.backend.world
+        if int(torch.isin(batch.group_ids, part.group_ids).sum()) != len(rows):
+            raise ValueError(
+                "a mini-batch of the tpo loss splits a group: use `update_order(batch, keeps_groups=True)`"
+            )
+        rows_a_pass = max(1, TOKENS_A_PASS[part.tokens.device.type] // part.tokens.shape[1])
+        now = at_trained_tokens(part, rows_a_pass, TokenFunction.logprobs(self.model, self.temperature), world)
+        skills = targets.advantages[rows, part.mask.int().argmax(1)]
+        old = (part.logprobs.double() * part.mask).sum(1)
+        found = target_policy(now.double().sum(1), old, skills, part.group_ids, self.settings.tpo_eta)
+        names = {"pg_loss": found.loss, "tpo_target_entropy": found.entropy, "tpo_target_top_prob": found.top_prob}
+        # Every rank has the whole of them, and a meter sums what ranks have.
+        meter.add(0, {name: value / world.size for name, value in names.items()}, {})
+        pull = torch.zeros_like(targets.advantages)
+        pull[rows] = found.pull.to(pull.dtype)[:, None] * batch.mask[rows]
+        return targets._replace(advantages=pull)
 
     def _loss(self, part: Pass, meter: Meter) -> Tensor:
         """The whole loss of one pass."""
@@ -193,8 +226,11 @@ class ActorUpdate:
         return terms
 
     def _task(self, part: Pass, logprobs: Tensor, meter: Meter) -> Tensor:
-        """The clipped policy loss of one pass; logprobs (N,) of its trained tokens now."""
+        """The policy loss of one pass; logprobs (N,) of its trained tokens now."""
         settings, old = self.settings, part.flat(part.batch.logprobs)
+        if settings.policy_loss == "tpo":
+            meter.add(len(old), {}, {"ppo_kl": (old - logprobs.detach()).sum()})
+            return -(part.flat(part.targets.advantages) * logprobs).sum()
         policy = ppo_clip(
             logprobs, old, part.flat(part.targets.advantages),
             settings.clip_ratio_low, settings.clip_ratio_high, settings.clip_ratio_c,

@@ -280,6 +280,10 @@ def _ppo(config: StudyConfig) -> RunConfig:
 
 def arm_config(study: Study, base: StudyConfig, value: str) -> StudyConfig:
     """The settings of the arm at `value`, or ConfigError that names the option."""
+    if value not in study.axis.named and study.axis.setting not in field_names(study.family.config):
+        raise ConfigError(
+            f"{study.axis.option} {shown(value)} is no arm of study {study.name}. {_kinds_of_values(study)}"
+        )
     try:
         return with_overrides(base, study.axis.settings(value, base))
     except ConfigError as error:

@@ -70,7 +70,8 @@ def update_operations(shape: Shape, config: RunConfig) -> float:
     learning = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
     policy, critic = (forward_operations(shape, rows, tokens, with_head) for with_head in (True, False))
     needs_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    total = config.actor.ppo_epochs * learning * policy + needs_reference * policy
+    reading = config.actor.policy_loss == "tpo"  # a pass more, without gradients, before each optimizer step
+    total = config.actor.ppo_epochs * (learning + reading) * policy + needs_reference * policy
     if config.algorithm.adv_estimator == "gae":
         total += critic
     if "critic" in memory.trained_parameters(shape, config):

@@ -80,6 +80,24 @@ def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None,
             assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
 
 
+def test_two_ranks_share_out_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path: Path, gpus: None) -> None:
+    """A pass over the whole mini-batch precedes each of DeepSpeed's optimizer steps, with the weights of the moment."""
+    from tests.trainers import quiet
+
+    settings = {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill", "actor.ppo_epochs": 2}
+    rows, result = run(tmp_path, **settings)
+    assert result.error is None
+    assert len(rows) == 2
+    alone = quiet(
+        trainer__total_training_steps=2, trainer__n_gpus_per_node=2, actor__use_kl_loss=True, actor__kl_loss_coef=0.1,
+        **{key.replace(".", "__"): value for key, value in settings.items()},
+    )  # fmt: skip
+    for row in rows:
+        wanted = alone.step().row
+        for name in ("pg_loss", "tpo_target_entropy", "tpo_target_top_prob", "ppo_kl", "kl_loss", "actor_grad_norm"):
+            assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), name
+
+
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: make test-engines")
 def test_vllm_samples_on_every_rank_from_weights_that_are_dealt_out(tmp_path: Path, gpus: None) -> None:
     rows, result = run(tmp_path, **{

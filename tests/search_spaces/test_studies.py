@@ -214,3 +214,25 @@ def test_the_gradient_analysis_has_the_published_settings() -> None:
     assert grpo.algorithm.norm_adv_by_std_in_grpo
     assert grpo.actor.loss_agg_mode == "seq-mean-token-mean"
     assert study.axis.grids["paper"] == ("PPO",)
+
+
+def test_the_entropy_question_crosses_normalisation_and_clip_and_adds_tpo() -> None:
+    study = STUDIES["grpo-entropy-sokoban"]
+    arms = {value: arm(study, "laptop", value) for value in study.axis.grids["laptop"]}
+    tpo = arms.pop("tpo")
+    found = {
+        (c.algorithm.norm_adv_by_std_in_grpo, c.actor.clip_ratio_low, c.actor.clip_ratio_high): name
+        for name, c in arms.items()
+    }
+    clips = ((0.05, 0.05, "0.05"), (0.2, 0.2, "0.2"), (0.2, 0.28, "0.28"))
+    assert found == {
+        (normalised, low, high): f"{'std' if normalised else 'nostd'}-clip{name}"
+        for normalised in (True, False) for low, high, name in clips
+    }  # fmt: skip
+    assert {(c.algorithm.adv_estimator, c.actor.policy_loss) for c in arms.values()} == {("grpo", "ppo_clip")}
+    assert (tpo.algorithm.adv_estimator, tpo.actor.policy_loss, tpo.actor.tpo_eta) == ("group_skill", "tpo", 1.0)
+    for config in (tpo, *arms.values()):
+        assert not config.actor.use_kl_loss
+        assert config.actor.entropy_coeff == 0
+        batch = config.env.env_groups * config.env.group_size
+        assert batch * config.actor.ppo_epochs // config.actor.ppo_mini_batch_size == 16  # or the clip could not act

@@ -53,6 +53,8 @@ def test_phases_that_are_off_have_no_operations() -> None:
     assert adapters["update_actor"] == pytest.approx(2 * adapters["reference"])
     assert adapters["update_critic"] == pytest.approx(2 * adapters["values"])
     assert phases(actor__ppo_epochs=2)["update_actor"] == pytest.approx(2 * phases()["update_actor"])
+    tpo = phases(actor__policy_loss="tpo", algorithm__adv_estimator="group_skill", actor__use_kl_loss=False)
+    assert tpo["update_actor"] == pytest.approx(4 / 3 * phases()["update_actor"])
 
 
 def test_utilisation_is_operations_over_time_and_rate() -> None:

@@ -106,7 +106,7 @@ def test_reinforce_plus_plus_with_a_baseline() -> None:
     close(targets(adv_estimator="reinforce_plus_plus_baseline").advantages, whitened(rows))
 
 
-ESTIMATORS = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+ESTIMATORS = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "group_skill"]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

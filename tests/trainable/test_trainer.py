@@ -17,7 +17,7 @@ from trainable.trainer import PPOTrainer
 
 # ---------------------------------------------------------------------------- every setting takes a step
 
-ESTIMATORS = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+ESTIMATORS = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "group_skill"]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -126,7 +126,7 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
     trainer.close(row)
     engine = {"engine_gap_mean", "engine_gap_max", "engine_kl", "engine_effective_share"}  # torch shares the weights
     assert {column.name for column in STEP_COLUMNS} - set(row) == {
-        "kl_in_reward_coef", "seconds_gradient_analysis", *engine,
+        "kl_in_reward_coef", "seconds_gradient_analysis", "tpo_target_entropy", "tpo_target_top_prob", *engine,
     }  # fmt: skip
     assert set(row) <= {column.name for column in STEP_COLUMNS}
 

@@ -80,6 +80,20 @@ REFUSED = [
     ("run kl --seeds 0", "--seeds 0 leaves nothing to run"),
     ("run smoke --groups 6", "--groups 6 is no group: type some of 1,2,3,4,5, or names of single arms"),
     ("run kl --groups 1", "--groups does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
+    ("run kl --arms tpo", "--arms does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
+    (
+        "run grpo-entropy-sokoban --arms std",
+        "--arms std is no arm of study grpo-entropy-sokoban. A value is one of std-",
+    ),
+    ("run grpo-entropy-sokoban --arms tpo,tpo", "--arms has the value tpo twice"),
+    (
+        "run grpo-entropy-sokoban --set group_size=12",
+        "--arms tpo: This combination cannot be used: actor.policy_loss=tpo",
+    ),
+    (
+        "run grpo-entropy-sokoban --set actor.clip_ratio_low=0.1",
+        "is what the arms of study grpo-entropy-sokoban differ in",
+    ),
     ("run kl --kl-type mse", "--kl-type does not belong to study kl: type --set actor.kl_loss_type=NAME."),
     ("run smoke-all --kl-type mse", "--kl-type does not belong to study smoke-all"),
     ("run smoke --kl-type abs", "--kl-type abs is no loss of the grid: type one of low_var_kl, kl, mse."),

@@ -48,6 +48,8 @@ def test_passes_of_an_update_by_hand() -> None:
     assert operations(model__enable_gradient_checkpointing=False) == pytest.approx(3 * policy + 4 * critic)
     assert operations(actor__use_kl_loss=True) == pytest.approx(5 * policy + 5 * critic)
     assert operations(algorithm__adv_estimator="grpo", actor__ppo_epochs=2) == pytest.approx(8 * policy)
+    tpo = {"actor__policy_loss": "tpo", "algorithm__adv_estimator": "group_skill", "actor__ppo_epochs": 2}
+    assert operations(**tpo) == pytest.approx(10 * policy)
     assert operations(critic__shared_trunk=True) == pytest.approx(4 * policy + critic)
     assert operations(model__lora_rank=8) == pytest.approx(3 * policy + 4 * critic)
 

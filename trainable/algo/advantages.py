@@ -13,6 +13,7 @@ from torch import Tensor
 from trainable.algo.reductions import masked_whiten
 
 STD_FLOOR = 1e-6
+SKILL_STD_FLOOR = 1e-6
 
 
 class AdvantagesReturns(NamedTuple):
@@ -203,6 +204,26 @@ def grpo(scores: Tensor, group_ids: Tensor, mask: Tensor, norm_by_std: bool) -> 
     group = _by_group(scores, group_ids)
     advantages = group.centred / (group.std + STD_FLOOR) if norm_by_std else group.centred
     return _broadcast(advantages, mask, scores.dtype)
+
+
+@torch.no_grad()
+def group_skill(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
+    """Standardised score of a rollout in its group, on each of its trained tokens (B, T).
+
+        z_i = (R_i − mean_g R) / std_g R        where std_g R ≤ 1e-6: z_i = R_i − mean_g R
+
+    Args:
+        scores: (B,) score R of each sequence.
+        group_ids: (B,) int, equal for the rollouts of one prompt.
+        mask: (B, T) bool.
+
+    The std has the divisor G, unlike that of `grpo`, and nothing is added to it.
+    Source: target policy optimisation (jeankaddour/tpo), as the published sandbox of update rules has it.
+    Degenerate: a group of one, or of equal scores, has skill 0.
+    """
+    group = _by_group(scores, group_ids)
+    std = group.std * ((group.size - 1) / group.size).sqrt()
+    return _broadcast(group.centred / torch.where(std > SKILL_STD_FLOOR, std, 1.0), mask, scores.dtype)
 
 
 @torch.no_grad()

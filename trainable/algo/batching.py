@@ -21,6 +21,26 @@ def length_stratified_order(lengths: Tensor) -> Tensor:
     return torch.cat([ranked[::2], ranked[1::2].flip(0)])
 
 
+def whole_group_order(lengths: Tensor, group_ids: Tensor) -> Tensor:
+    """Order (B,) of the sequences in which each group stands together, groups of similar length side by side.
+
+        the groups in `length_stratified_order` of their tokens; a group's sequences in order of their index
+
+    Args:
+        lengths: (B,) tokens of each sequence.
+        group_ids: (B,) int, equal for the rollouts of one prompt.
+
+    Returns:
+        (B,) int64, a permutation. Where groups have G sequences each, pieces of k G of them hold k whole groups.
+
+    Source: definition.  Degenerate: groups of one give `length_stratified_order`, if their ids ascend.
+    """
+    _, group = torch.unique(group_ids, return_inverse=True)
+    tokens = lengths.new_zeros(int(group.max()) + 1).index_add(0, group, lengths)
+    rank = torch.argsort(length_stratified_order(tokens))
+    return torch.argsort(rank[group], stable=True)
+
+
 def cut_by_tokens(lengths: Tensor, most: int, pads: bool = False) -> list[Tensor]:
     """Indices of the sequences of each pass: neighbours in length, of at most `most` tokens together.
 

@@ -6,7 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies_algo import examples
-from trainable.algo.batching import adjust_copy, adjust_delete, cut_by_tokens, length_stratified_order
+from trainable.algo.batching import (
+    adjust_copy,
+    adjust_delete,
+    cut_by_tokens,
+    length_stratified_order,
+    whole_group_order,
+)
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -24,6 +30,26 @@ def test_the_order_is_even_ranks_up_then_odd_ranks_down(lengths: list[int]) -> N
 
 def test_the_order_by_hand() -> None:
     assert length_stratified_order(torch.tensor([50, 10, 40, 20, 30])).tolist() == [1, 4, 0, 2, 3]
+
+
+@examples
+@given(st.integers(1, 4), st.permutations(range(5)), st.data())
+def test_pieces_of_the_order_hold_whole_groups_in_the_order_of_their_tokens(
+    size: int, groups: list[int], data: st.DataObject
+) -> None:
+    ids = data.draw(st.permutations([group for group in groups for _ in range(size)]))
+    lengths = data.draw(st.lists(st.integers(1, 9), min_size=len(ids), max_size=len(ids)))
+    order = whole_group_order(torch.tensor(lengths), torch.tensor(ids)).tolist()
+    assert sorted(order) == list(range(len(ids)))
+    pieces = [order[start : start + size] for start in range(0, len(order), size)]
+    assert all(len({ids[row] for row in piece}) == 1 and piece == sorted(piece) for piece in pieces)
+    tokens = torch.tensor([sum(x for x, of in zip(lengths, ids, strict=True) if of == group) for group in range(5)])
+    assert [ids[piece[0]] for piece in pieces] == length_stratified_order(tokens).tolist()
+
+
+def test_groups_of_one_are_in_the_order_of_their_lengths() -> None:
+    lengths = torch.tensor([50, 10, 40, 20, 30])
+    assert whole_group_order(lengths, torch.arange(5)).tolist() == length_stratified_order(lengths).tolist()
 
 
 def test_equal_lengths_keep_their_order_in_a_large_batch() -> None:

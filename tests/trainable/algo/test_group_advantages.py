@@ -5,7 +5,7 @@ from torch import Tensor
 
 from tests import oracles_algo as oracle
 from tests.strategies_algo import Sequences, discounts, examples, grouped_scores, sequences
-from trainable.algo.advantages import grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
+from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 
 Drawn = tuple[list[float], list[int]]
 
@@ -27,6 +27,22 @@ def test_grpo_equals_the_loop(drawn: Drawn) -> None:
     scores, group_ids, mask = tensors(drawn)
     assert_broadcast(grpo(scores, group_ids, mask, norm_by_std=True), oracle.grpo(*drawn, norm_by_std=True), mask)
     assert_broadcast(grpo(scores, group_ids, mask, norm_by_std=False), oracle.grpo(*drawn, norm_by_std=False), mask)
+
+
+@examples
+@given(grouped_scores())
+def test_a_skill_equals_the_loop(drawn: Drawn) -> None:
+    scores, group_ids, mask = tensors(drawn)
+    assert_broadcast(group_skill(scores, group_ids, mask), oracle.group_skill(*drawn), mask)
+
+
+def test_skills_have_mean_zero_and_population_std_one_and_a_tiny_spread_is_centred_only() -> None:
+    scores = torch.tensor([1.0, 2.0, 6.0, 5.0, 5.0, 1e-6, 0.0], dtype=torch.float64)
+    mask = torch.ones(7, 1, dtype=torch.bool)
+    skills = group_skill(scores, torch.tensor([0, 0, 0, 1, 1, 2, 2]), mask)[:, 0]
+    assert float(skills[:3].std(correction=0)) == pytest.approx(1)
+    assert float(skills[:3].sum()) == pytest.approx(0, abs=1e-12)
+    assert skills[3:].tolist() == pytest.approx([0, 0, 5e-7, -5e-7])
 
 
 @examples

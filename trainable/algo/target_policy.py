@@ -1,0 +1,67 @@
+"""Target policy optimisation: a group's rollouts as one distribution, moved towards a better one of the same rollouts.
+
+Shapes: B sequences in P groups.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class TargetPolicyLoss(NamedTuple):
+    """Loss over P groups, a scalar, with what the update and its diagnostics need, without gradient."""
+
+    loss: Tensor
+    pull: Tensor
+    """(B,) −∂loss/∂c: what a sequence's summed log-prob is multiplied with in a loss of the same gradient, negated."""
+    entropy: Tensor
+    """Mean over groups of the target's entropy, in nats: log G where it is uniform."""
+    top_prob: Tensor
+    """Mean over groups of the target's largest probability."""
+
+
+def target_policy(
+    logprobs: Tensor, old_logprobs: Tensor, skills: Tensor, group_ids: Tensor, eta: float
+) -> TargetPolicyLoss:
+    """Cross-entropy of the policy, restricted to each group's rollouts, from a target that prefers the skilled ones.
+
+        p = softmax(c),   q = softmax(log softmax(o) + z / η),   L = mean over groups of −Σ_i q_i log p_i
+        ∂L/∂c_i = (p_i − q_i) / P
+
+    with softmax over the rollouts of a group. The target q is a constant.
+
+    Args:
+        logprobs: (B,) c, sum of log π over the trained tokens of each sequence, nats; the gradient flows through it.
+        old_logprobs: (B,) o, the same under the policy that sampled.
+        skills: (B,) z, such as `advantages.group_skill` before it is put on tokens.
+        group_ids: (B,) int, equal for the rollouts of one prompt. Every group must be whole.
+        eta: η > 0; a gain of η in skill multiplies a rollout's probability, relative to others, by e.
+
+    The sums are over whole sequences, so their differences grow with length: among long rollouts p and q put nearly
+    all on one of them, whatever the skills, unless η is small against those differences.
+
+    Source: target policy optimisation (jeankaddour/tpo), as the published sandbox of update rules has it.
+    Degenerate: a group of one has gradient 0; equal skills give q = softmax(o), a pull back to the old policy that is 0
+    where the policy is still the old one.
+    """
+    if not eta > 0:
+        raise ValueError(f"tpo_eta is {eta}; it must be above 0, such as 1.0.")
+    _, group = torch.unique(group_ids, return_inverse=True)
+    count = int(group.max()) + 1
+    # Sums of hundreds of nats leave float32 too few digits for the small differences that p − q is made of.
+    log_p = _log_shares(logprobs.double(), group, count)
+    with torch.no_grad():
+        log_q = _log_shares(_log_shares(old_logprobs.double(), group, count) + skills.double() / eta, group, count)
+        target = log_q.exp()
+        entropy = -(target * log_q).sum() / count
+        top = target.new_zeros(count).scatter_reduce(0, group, target, "amax").mean()
+        pull = (target - log_p.exp()) / count
+    return TargetPolicyLoss(-(target * log_p).sum() / count, pull, entropy, top)
+
+
+def _log_shares(x: Tensor, group: Tensor, count: int) -> Tensor:
+    """log softmax of `x` (B,) over the members of each of `count` groups."""
+    top = x.new_full((count,), -torch.inf).scatter_reduce(0, group, x.detach(), "amax")
+    above = x - top[group]
+    return above - x.new_zeros(count).index_add(0, group, above.exp()).log()[group]
