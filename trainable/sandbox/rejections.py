@@ -47,7 +47,8 @@ REJECTIONS: tuple[Rejection, ...] = (
     ),
     Rejection(
         lambda c: c.task == "masked_reversal" and c.score_len > c.seq_len,
-        "score_len={c.score_len} scores more positions than seq_len={c.seq_len} has: set score_len={c.seq_len}, or less",
+        "score_len={c.score_len} scores more positions than seq_len={c.seq_len} has: set "
+        "score_len={c.seq_len}, or less",
     ),
     Rejection(
         lambda c: c.task in CHAIN_TASKS and c.binary_reward,
