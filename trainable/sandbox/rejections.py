@@ -66,14 +66,14 @@ REJECTIONS: tuple[Rejection, ...] = (
     ),
     Rejection(
         lambda c: c.task in BANDITS and c.reward_noise_mode in SEQUENCE_NOISE,
-        "reward_noise_mode={c.reward_noise_mode} looks for a token in a sequence, and task={c.task} has one action: set "
-        "reward_noise_mode=false_positive_action0, or task=token_reversal",
+        "reward_noise_mode={c.reward_noise_mode} looks for a token in a sequence, and task={c.task} has one action: "
+        "set reward_noise_mode=false_positive_action0, or task=token_reversal",
     ),
     # Which rule fits which regime.
     Rejection(
         lambda c: c.method in (*GROUPED, *CANDIDATE) and c.group_size < 2,
-        "method={c.method} compares samples of one prompt, and group_size={c.group_size} leaves nothing to compare: set "
-        "group_size=2 or more",
+        "method={c.method} compares samples of one prompt, and group_size={c.group_size} leaves nothing to compare: "
+        "set group_size=2 or more",
     ),
     Rejection(
         lambda c: c.method in GROUPED and c.batch_size % c.group_size != 0,
@@ -156,8 +156,12 @@ REJECTIONS: tuple[Rejection, ...] = (
     ),
     # Numbers that a rule divides by, or that leave it without effect.
     Rejection(
-        lambda c: c.method in (*DELIGHT, "PMDMean") and c.eta == 0,
-        "method={c.method} divides by eta or fits a log-ratio times eta, which needs eta above 0: set eta=1",
+        lambda c: c.method in DELIGHT and c.eta == 0,
+        "method={c.method} divides delight by eta, which must be above 0: set eta=1",
+    ),
+    Rejection(
+        lambda c: c.method == "PMDMean" and c.eta == 0,
+        "method=PMDMean fits the log-ratio times eta to the advantage, and at eta=0 nothing is fitted: set eta=1",
     ),
     Rejection(
         lambda c: c.method in TARGET and c.tpo_eta == 0,
