@@ -66,6 +66,11 @@ class ReplayBuffer:
         stored = Stored(rollouts, _mean_over_kept(PRIORITY[self.rule](rollouts), rollouts.keep))
         return replace(self, batches=(*self.batches, stored)[-self.capacity :])
 
+    @property
+    def lasting(self) -> tuple[Stored, ...]:
+        """The batches that a later step may still draw: all that is worth keeping on disk."""
+        return self.batches[max(0, len(self.batches) + 1 - self.capacity) :]
+
 
 def make_buffer(config: UpdateRuleConfig) -> ReplayBuffer:
     """An empty buffer as `config` wants it: for replay, for a delay, or for the batch of the step alone."""
