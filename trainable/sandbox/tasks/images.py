@@ -20,12 +20,12 @@ Pixels = NDArray[np.float32]
 SIDE, CLASSES = 28, 10
 TRAIN, TEST = 60_000, 10_000
 PROTOTYPES = 8
-_FILES = {
-    "train_images": ("train-images-idx3-ubyte", (TRAIN, SIDE, SIDE)),
-    "train_labels": ("train-labels-idx1-ubyte", (TRAIN,)),
-    "test_images": ("t10k-images-idx3-ubyte", (TEST, SIDE, SIDE)),
-    "test_labels": ("t10k-labels-idx1-ubyte", (TEST,)),
-}
+_FILES = (
+    ("train-images-idx3-ubyte", (TRAIN, SIDE, SIDE)),
+    ("train-labels-idx1-ubyte", (TRAIN,)),
+    ("t10k-images-idx3-ubyte", (TEST, SIDE, SIDE)),
+    ("t10k-labels-idx1-ubyte", (TEST,)),
+)
 
 
 class Images(NamedTuple):
@@ -45,12 +45,11 @@ def read_images(folder: str | None) -> Images:
     """
     if folder is None:
         return stand_in()
-    parts = {part: _read(Path(folder).expanduser(), name, shape) for part, (name, shape) in _FILES.items()}
-    if max(int(parts[f"{split}_labels"].max()) for split in ("train", "test")) >= CLASSES:
+    at = Path(folder).expanduser()
+    train_images, train_labels, test_images, test_labels = (_read(at, name, shape) for name, shape in _FILES)
+    if max(int(train_labels.max()), int(test_labels.max())) >= CLASSES:
         raise ValueError(f"mnist_folder={folder}: a label is above {CLASSES - 1}, so the files are not MNIST's.")
-    return Images(
-        *(parts[part].flatten(1) if part.endswith("images") else parts[part].long() for part in _FILES), source="mnist"
-    )
+    return Images(train_images.flatten(1), train_labels.long(), test_images.flatten(1), test_labels.long(), "mnist")
 
 
 def _read(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -3,6 +3,7 @@
 from trainable.sandbox.config import UpdateRuleConfig
 from trainable.sandbox.task import Task
 from trainable.sandbox.tasks.classification import ClassificationTask
+from trainable.sandbox.tasks.lm_bandit import LanguageModelBandit
 from trainable.sandbox.tasks.sequences import SequenceTask
 
 
@@ -10,4 +11,6 @@ def make_task(config: UpdateRuleConfig) -> Task:
     """The task of `config`. Raises ValueError with what to do where its data or model is not there."""
     if config.task == "mnist":
         return ClassificationTask(config)
+    if config.task == "lm_bandit":
+        return LanguageModelBandit(config)
     return SequenceTask(config)

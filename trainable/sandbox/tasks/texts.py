@@ -1,0 +1,82 @@
+"""Texts for the language-model bandit: passages of a file as tokens, some to train on and the last ones to evaluate.
+
+The shipped text holds dialogues in which a solver plays Sokoban, as sokoban-tiny learned from, of other rooms:
+`python -m trainable.sandbox.tasks.texts FILE` writes it again.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from trainable.embedded.demonstrations import Habits, dialogues
+from trainable.embedded.recipe import ACTIONS, ACTIONS_A_TURN, TURNS
+from trainable.protocol import make_protocol
+from trainable.seeds import stream
+from trainable.sokoban.room_sets import demonstration_rooms
+
+SHIPPED = Path(__file__).parent / "sokoban_dialogues.jsonl"
+SHIPPED_PASSAGES = 480
+_FIRST_ROOM = 40_000_000  # beyond those that sokoban-tiny was shown
+EVALUATED = 4  # the last passage of so many is for evaluation: a quarter of a text
+
+
+class Tokens(NamedTuple):
+    """Tokens [N] to train on, and [M] to evaluate with."""
+
+    train: Tensor
+    test: Tensor
+
+
+def read_tokens(text_file: str | None, tokenizer: Tokenizer, context_len: int) -> Tokens:
+    """The tokens of a text, or of the shipped one; passages are tokenized one by one and joined by newlines.
+
+    Raises ValueError with what to do where the file is missing, is no text, or is too short for a context.
+    """
+    found = passages(SHIPPED if text_file is None else Path(text_file).expanduser())
+    encodings = [tokenizer.encode("\n" * (n > 0) + text, add_special_tokens=False) for n, text in enumerate(found)]
+    kept = len(found) - max(1, len(found) // EVALUATED)
+    parts = [torch.tensor([i for one in some for i in one.ids]) for some in (encodings[:kept], encodings[kept:])]
+    if len(parts[0]) <= context_len or len(parts[1]) < 3 * (context_len + 1):
+        raise ValueError(
+            f"text_file={text_file} has {len(parts[0])} tokens to train on and {len(parts[1])} in the last quarter of "
+            f"its passages, to evaluate with; context_len={context_len} needs {context_len + 1} and "
+            f"{3 * (context_len + 1)}. Give a longer text, or lower context_len."
+        )
+    return Tokens(*parts)
+
+
+def passages(path: Path) -> list[str]:
+    """The non-blank lines of a text; of a .jsonl file, the strings that its lines are."""
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"text_file={path} cannot be read: {error}. Give a text in UTF-8, one passage a line."
+        ) from None
+    if path.suffix != ".jsonl":
+        return lines
+    try:
+        found = [json.loads(line) for line in lines]
+    except json.JSONDecodeError as error:
+        raise ValueError(f"text_file={path} is not JSON Lines: {error}. Each line must be a JSON string.") from None
+    if not all(isinstance(one, str) for one in found):
+        raise ValueError(f"text_file={path} holds lines that are not strings. Each line must be a JSON string.")
+    return found
+
+
+def sokoban_passages(count: int) -> list[str]:
+    """The first `count` dialogues of the shipped text: rooms that no policy is validated or tested on."""
+    protocol = make_protocol("compact", "grid", ACTIONS)
+    rng = stream(0, "sandbox_data", 2)
+    played = dialogues(demonstration_rooms(count, _FIRST_ROOM), protocol, Habits(), rng, TURNS, ACTIONS_A_TURN, ACTIONS)
+    return ["".join(segment.text for segment in segments) for segments in played]
+
+
+if __name__ == "__main__":
+    text = "".join(json.dumps(passage, ensure_ascii=False) + "\n" for passage in sokoban_passages(SHIPPED_PASSAGES))
+    Path(sys.argv[1]).write_text(text, encoding="utf-8")
