@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.hub_models import make_model, write
 from tests.trainable.sandbox import oracles_tasks as oracles
 from trainable.policy import load_policy
 from trainable.sandbox.config import UpdateRuleConfig
@@ -54,6 +55,20 @@ def test_a_member_is_the_policy_with_its_weights() -> None:
             assert gradient is not None
             assert weight.grad is not None
             torch.testing.assert_close(gradient[member], weight.grad, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_another_architecture_is_run_as_transformers_runs_it(kind: str, tmp_path: Path) -> None:
+    causal = make_model(kind)
+    task, models, streams = started(model_name=str(write(causal, tmp_path)))
+    rollouts = task.sample(models, streams, 1)
+    log_probs = task.log_probs(models, rollouts)
+    expected = causal(rollouts.observations.flatten(0, 1)).logits[:, -1].log_softmax(-1).view(2, 24, -1)
+    torch.testing.assert_close(log_probs[:, :, 0], expected, atol=1e-4, rtol=1e-4)
+    log_probs[1, :, :, 0].sum().backward()
+    gradients = [weight.grad for weight in models.weights.values()]
+    assert all(gradient is not None and not gradient[0].any() for gradient in gradients)
+    assert sum(bool(gradient[1].any()) for gradient in gradients if gradient is not None) > len(gradients) / 2
 
 
 def test_members_start_with_the_loaded_weights_and_the_policy_keeps_them() -> None:
