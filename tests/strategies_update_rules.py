@@ -17,6 +17,8 @@ examples = settings(deadline=None, max_examples=25)
 
 ONE_ACTION = ("LogGrowth", "TPOFullAction")
 BINARY = ("LogGrowth", "MaxRL")
+SIZE, ACTIONS = 3, 3
+LEVELS, BINARY_LEVELS = (0.0, 1 / 3, 0.7, 1.0), (0.0, 1.0)
 MAY_BE_GROUPED = ("UncertaintyDG", "FilteredDG", "RewardVarianceDG")
 NEEDS = {
     "ReplayDG": {"replay_capacity": 5}, "FreshDG": {"delay": 4}, "MaxRL": {"binary_reward": True},
@@ -52,32 +54,29 @@ def random_case(
 ) -> Case:
     """A case of seeded random numbers; rewards are from a few values, so that groups have ties."""
     g = torch.Generator().manual_seed(seed)
-    size, actions = 3, 3
-    shape = (members, groups * size, 1 if method in ONE_ACTION else length)
-    table = torch.log_softmax(1.5 * torch.randn(*shape, actions, generator=g, dtype=torch.float64), -1)
+    shape = (members, groups * SIZE, 1 if method in ONE_ACTION else length)
+    table = torch.log_softmax(1.5 * torch.randn(*shape, ACTIONS, generator=g, dtype=torch.float64), -1)
     draw = lambda below, *s: torch.randint(below, s, generator=g)  # noqa: E731
-    levels = torch.tensor([0.0, 1.0] if method in BINARY else [0.0, 1 / 3, 0.7, 1.0], dtype=torch.float64)
-    rewards = levels[draw(len(levels), *shape[:2])]
-    taken = draw(actions, *shape)
+    levels = torch.tensor(BINARY_LEVELS if method in BINARY else LEVELS, dtype=torch.float64)
+    taken = draw(ACTIONS, *shape)
     near = lambda logs: logs + 0.3 * torch.randn(logs.shape, generator=g, dtype=torch.float64)  # noqa: E731
     keep = torch.rand(shape[:2], generator=g) < 0.7
     keep[:, draw(shape[1], 1)] = True
-    options = draw(actions, *shape, size)
+    options = draw(ACTIONS, *shape, SIZE)
+    candidates = Candidates(options, near(table.gather(-1, options)), levels[draw(len(levels), *shape, SIZE)])
     rollouts = Rollouts(
         observations=draw(4, *shape[:2], 7),
         actions=taken,
-        labels=draw(actions, *shape),
-        rewards=rewards,
+        labels=draw(ACTIONS, *shape),
+        rewards=levels[draw(len(levels), *shape[:2])],
         actor_log_probs=near(table.gather(-1, taken.unsqueeze(-1)).squeeze(-1)).clamp(max=0),
         actor_baseline=table.exp().square().sum(-1),
         keep=keep,
         age=draw(40, members),
-        group_size=size if grouped or method in GROUPED else None,
+        group_size=SIZE if grouped or method in GROUPED else None,
         score_mask=torch.rand(shape, generator=g) < 0.6 if draw(2, 1) else None,
         expected_reward=torch.rand(shape[:2], generator=g, dtype=torch.float64) if draw(3, 1) == 0 else None,
-        candidates=Candidates(options, near(table.gather(-1, options)), levels[draw(len(levels), *shape, size)])
-        if method in CANDIDATE
-        else None,
+        candidates=candidates if method in CANDIDATE else None,
     )
     return Case(rollouts, table, config_of(method, **knobs))
 

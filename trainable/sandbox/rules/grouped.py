@@ -93,7 +93,7 @@ def dr_grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> 
 
     Source: Liu et al. 2025, arXiv:2503.20783.
     Reduces to: T times GRPO without std_normalization; at r = 1 to −mean over sequences of Σ_t l · sg(G).
-    Axis: geometry. Neither a small deviation nor a long sequence changes the size of a step.
+    Axis: geometry. Nothing divides: neither the deviation of a group nor the length of a sequence.
     """
     taken = log_probs_of(rollouts.actions, log_probs)
     group = _group_advantages(rollouts, divide=False, like=taken)

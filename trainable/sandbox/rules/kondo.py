@@ -12,7 +12,7 @@ from trainable.sandbox.rules.rule import RuleLoss, kept_mean
 
 BISECTIONS = 20
 MARGIN = 10.0
-"""In units of eta: σ(±10) is within 5e-5 of 1 and 0, so the threshold lies within this margin of the scores."""
+"""In units of eta. σ(±10) is within 5e-5 of 1 and 0, so a share between those has its threshold inside."""
 
 
 def kondo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
