@@ -94,10 +94,9 @@ class SandboxTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no type
 
     def _write_rows(self, progress: Progress) -> dict[str, dict[str, Any]]:
         """Append every row to its run's file; those that are no failure, by run_id."""
-        failures = {
-            seed: {"step": self.trainer.step_index - 1, "failure": why} for seed, why in progress.failed.items()
-        }
-        for seed, row in {**progress.rows, **failures}.items():
+        lines: dict[int, Mapping[str, Any]] = dict(progress.rows)
+        lines |= {seed: {"step": self.trainer.step_index - 1, "failure": why} for seed, why in progress.failed.items()}
+        for seed, row in lines.items():
             self._write(partial(self.runs[seed].add, row))
         return {self.runs[seed].run_id: self.runs[seed].rows[-1] for seed in progress.rows}
 
