@@ -92,7 +92,7 @@ def advantages(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
 
 
 def actor_advantages(rollouts: Rollouts) -> Tensor:
-    """[E, B, T] R − b of the policy that sampled: b is its mean reward where the batch has it, or else its Σ_a π(a)²."""
+    """[E, B, T] R − b of the policy that sampled: b is its mean reward where that is known, or its Σ_a π(a)²."""
     known = rollouts.expected_reward
     return rollouts.rewards.unsqueeze(-1) - (rollouts.actor_baseline if known is None else known.unsqueeze(-1))
 
