@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from trainable.sandbox.replay import actor_advantages
 from trainable.sandbox.rollouts import Rollouts
+from trainable.sandbox.rules.rule import actor_advantages
 
 
 def ratio_statistics(log_probs: Tensor, rollouts: Rollouts, clip_low: float, clip_high: float) -> dict[str, Tensor]:

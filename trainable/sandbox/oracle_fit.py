@@ -71,6 +71,6 @@ def _projections(taken: Tensor, parameters: Sequence[Tensor], directions: Sequen
     """
     weights = torch.zeros_like(taken, requires_grad=True)
     gradients = torch.autograd.grad((weights * taken).sum(), parameters, create_graph=True, materialize_grads=True)
-    product = sum((one * other).sum() for one, other in zip(gradients, directions, strict=True))
+    product = torch.stack([(one * other).sum() for one, other in zip(gradients, directions, strict=True)]).sum()
     (projection,) = torch.autograd.grad(product, weights)
     return projection

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from trainable.sandbox.config import UpdateRuleConfig
 from trainable.sandbox.rollouts import Rollouts
+from trainable.sandbox.rules.kondo import actor_delight
+from trainable.sandbox.rules.rule import actor_advantages
 from trainable.sandbox.slices import flat, unflat
 
 
@@ -66,6 +68,11 @@ class ReplayBuffer:
         stored = Stored(rollouts, _mean_over_kept(PRIORITY[self.rule](rollouts), rollouts.keep))
         return replace(self, batches=(*self.batches, stored)[-self.capacity :])
 
+    @property
+    def lasting(self) -> tuple[Stored, ...]:
+        """The batches that a later step may still draw: all that is worth keeping on disk."""
+        return self.batches[max(0, len(self.batches) + 1 - self.capacity) :]
+
 
 def make_buffer(config: UpdateRuleConfig) -> ReplayBuffer:
     """An empty buffer as `config` wants it: for replay, for a delay, or for the batch of the step alone."""
@@ -73,24 +80,13 @@ def make_buffer(config: UpdateRuleConfig) -> ReplayBuffer:
     return ReplayBuffer(capacity, config.delay, config.replay_priority, config.replay_age_decay)
 
 
-def actor_advantages(batch: Rollouts) -> Tensor:
-    """[E, B, T], reward minus its mean under the policy that sampled; that is its sum of squared probabilities where
-    the mean is not known."""
-    known = batch.expected_reward
-    return batch.rewards.unsqueeze(-1) - (batch.actor_baseline if known is None else known.unsqueeze(-1))
-
-
-def _delight(batch: Rollouts) -> Tensor:
-    return (actor_advantages(batch) * -batch.actor_log_probs).clamp(min=0)
-
-
 PRIORITY: dict[str, Callable[[Rollouts], Tensor]] = {
     "uniform": lambda batch: torch.ones_like(batch.actor_log_probs),
     "reward": lambda batch: batch.rewards.abs().unsqueeze(-1),
     "advantage": lambda batch: actor_advantages(batch).abs(),
     "surprisal": lambda batch: -batch.actor_log_probs,
-    "delight": _delight,
-    "fresh_delight": _delight,
+    "delight": lambda batch: actor_delight(batch).clamp(min=0),
+    "fresh_delight": lambda batch: actor_delight(batch).clamp(min=0),
 }
 """What is averaged over a batch's tokens, [E, B, T] or [E, B, 1], to give its priority."""
 

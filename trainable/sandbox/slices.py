@@ -34,7 +34,7 @@ def unflat(tensors: Mapping[str, Tensor], group_size: int | None) -> Rollouts:
         part, _, key = name.rpartition("/")
         (parts[part] if part else whole)[key] = tensor
     candidates = Candidates(**parts["candidates"]) if parts["candidates"] else None
-    return Rollouts(**whole, group_size=group_size, candidates=candidates, scalars=parts["scalars"])  # type: ignore[arg-type]
+    return Rollouts(**whole, group_size=group_size, candidates=candidates, scalars=parts["scalars"])
 
 
 def taken_apart(tensors: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:

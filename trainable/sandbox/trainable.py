@@ -1,6 +1,7 @@
 """Ray Tune's view of a condition: all its seeds in one trial. No maths."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -93,11 +94,10 @@ class SandboxTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no type
 
     def _write_rows(self, progress: Progress) -> dict[str, dict[str, Any]]:
         """Append every row to its run's file; those that are no failure, by run_id."""
-        failures = {
-            seed: {"step": self.trainer.step_index - 1, "failure": why} for seed, why in progress.failed.items()
-        }
-        for seed, row in {**progress.rows, **failures}.items():
-            self._write(lambda run=self.runs[seed], row=row: run.add(row))
+        lines: dict[int, Mapping[str, Any]] = dict(progress.rows)
+        lines |= {seed: {"step": self.trainer.step_index - 1, "failure": why} for seed, why in progress.failed.items()}
+        for seed, row in lines.items():
+            self._write(partial(self.runs[seed].add, row))
         return {self.runs[seed].run_id: self.runs[seed].rows[-1] for seed in progress.rows}
 
     def _save(self, progress: Progress) -> bool:
@@ -117,9 +117,9 @@ class SandboxTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no type
 
     def _write_states(self, seed: int, state: MemberState, is_rolling: bool, is_kept: bool, has_ended: bool) -> None:
         if is_kept:
-            self._write(lambda: self.runs[seed].keep(state))
+            self._write(partial(self.runs[seed].keep, state))
         if is_rolling:
-            self._write(lambda: self.runs[seed].save(state, has_ended))
+            self._write(partial(self.runs[seed].save, state, has_ended))
 
     def _report(self, rows: dict[str, dict[str, Any]], is_saved: bool) -> dict[str, Any]:
         note, self.notes = "; ".join(self.notes), []

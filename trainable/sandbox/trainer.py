@@ -201,12 +201,12 @@ class UpdateRuleTrainer:
         """Everything that the member of `seed` needs to go on after the steps so far; `left` has those that ended."""
         member = self.seeds.index(seed)
         tensors = named(self.learner.optimizer.state(), "adam") | {"ages": self.ages.sums}
-        for place, stored in enumerate(self.buffer.batches):
+        batches = self.buffer.lasting
+        for place, stored in enumerate(batches):
             tensors |= named(flat(stored.rollouts), f"batches/{place}")
         values = {
             "seed": seed, "step": self.step_index, "uniform_batches": int(self.uniform_batches[member]),
-            "batches": len(self.buffer.batches),
-            "group_size": self.buffer.batches[0].rollouts.group_size if self.buffer.batches else None,
+            "batches": len(batches), "group_size": batches[0].rollouts.group_size if batches else None,
             "seconds": self._seconds(), "seconds_at_row": self._seconds_at_row,
         }  # fmt: skip
         return MemberState(taken_apart(tensors, member), values)

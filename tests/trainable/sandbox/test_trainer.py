@@ -232,23 +232,30 @@ def test_a_member_whose_numbers_are_not_finite_leaves_and_harms_nobody() -> None
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"method": "FreshDG", "replay_capacity": 5, "delay": 2}, {"method": "GRPO", "inner_epochs": 2}, {"delay": 3}],
+    ("settings", "uniform_from"),
+    [
+        ({"method": "FreshDG", "replay_capacity": 5, "delay": 2}, {}),
+        ({"method": "GRPO", "inner_epochs": 2}, {}),
+        ({"delay": 3}, {}),
+        ({"method": "GRPO", "fallback_patience": 3, "replay_capacity": 2}, {1: 4}),
+    ],
 )
-def test_a_run_that_was_taken_up_again_is_the_one_that_went_through(settings: dict[str, Any]) -> None:
-    straight = trainer(config(**settings))
+def test_a_run_that_was_taken_up_again_is_the_one_that_went_through(
+    settings: dict[str, Any], uniform_from: dict[int, int]
+) -> None:
+    straight = trainer(config(**settings), uniform_from=uniform_from)
     rows = run(straight)
     for cut in (1, 4, 7, 12):
-        first = trainer(config(**settings))
+        first = trainer(config(**settings), uniform_from=uniform_from)
         written: Rows = {0: [], 1: [], 2: []}
         while first.step_index < cut:
             for seed, row in first.step().rows.items():
                 written[seed].append(timeless(row))
-        again = trainer(config(**settings))
+        again = trainer(config(**settings), uniform_from=uniform_from)
         again.load_states([first.state(seed) for seed in first.seeds])
         later = run(again)
-        assert {seed: [*written[seed], *later[seed]] for seed in rows} == rows
-        assert all(torch.equal(weights(again, seed), weights(straight, seed)) for seed in rows)
+        assert {seed: [*written[seed], *later.get(seed, [])] for seed in rows} == rows
+        assert all(torch.equal(weights(again, seed), weights(straight, seed)) for seed in again.left)
 
 
 def test_members_that_were_trained_apart_can_go_on_together() -> None:

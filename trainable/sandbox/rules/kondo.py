@@ -8,7 +8,7 @@ from torch import Tensor
 from trainable.sandbox.config import UpdateRuleConfig
 from trainable.sandbox.rollouts import Rollouts
 from trainable.sandbox.rules.delight import dg
-from trainable.sandbox.rules.rule import RuleLoss, kept_mean
+from trainable.sandbox.rules.rule import RuleLoss, actor_advantages, kept_mean
 
 BISECTIONS = 20
 MARGIN = 10.0
@@ -27,9 +27,7 @@ def kondo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Ru
 
 def actor_delight(rollouts: Rollouts) -> Tensor:
     """[E, B, T] A · (−μ) under the policy that sampled: R minus its expected reward, or minus its Σ_a π(a)²."""
-    known = rollouts.expected_reward
-    baseline = rollouts.actor_baseline if known is None else known.unsqueeze(-1)
-    return (rollouts.rewards.unsqueeze(-1) - baseline) * -rollouts.actor_log_probs
+    return actor_advantages(rollouts) * -rollouts.actor_log_probs
 
 
 def threshold(scores: Tensor, keep: Tensor, share: float, eta: float) -> Tensor:

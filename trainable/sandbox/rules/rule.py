@@ -91,6 +91,12 @@ def advantages(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     return rewards - (CONSTANT_BASELINE if config.baseline == "constant" else 0.0)
 
 
+def actor_advantages(rollouts: Rollouts) -> Tensor:
+    """[E, B, T] R − b of the policy that sampled: b is its mean reward where that is known, or its Σ_a π(a)²."""
+    known = rollouts.expected_reward
+    return rollouts.rewards.unsqueeze(-1) - (rollouts.actor_baseline if known is None else known.unsqueeze(-1))
+
+
 class Spread(NamedTuple):
     """Of kept values along the last axis, in float64: values minus mean [..., n], mean and std (divisor N) [..., 1]."""
 
