@@ -141,7 +141,7 @@ def _seeds(rows: pd.DataFrame) -> str:
 def sentence(row: Row) -> str:
     """The verdict on one cell in words. row: of `reproduction`."""
     name = f"{row['study']} {row['arm']} {row['column']}" + (f" ({row['section']})" if row["kind"] == POOLED else "")
-    theirs = f"never (n {row['published_n']})" if row["kind"] == NEVER else number_of(row, "published_")
+    theirs = f"never (n {row['published_n']})" if row["kind"] == NEVER else _number(row, "published_")
     if row["verdict"] == NOT_TESTED:
         verdict = f"{NOT_TESTED}: {row['reason']}"
     else:
@@ -149,10 +149,10 @@ def sentence(row: Row) -> str:
         told = {True: "as expected", False: "not as expected", None: "open beforehand"}[row["as_expected"]]
         verdict = f"{row['verdict']}: {size}, Holm {p_value(row['p_holm'])}, {told}"
     notes = f" ({row['notes']})" if row["notes"] else ""
-    return f"{name}: published {theirs}, ours {number_of(row, '')}: {verdict}{notes}"
+    return f"{name}: published {theirs}, ours {_number(row, '')}: {verdict}{notes}"
 
 
-def number_of(row: Row, whose: str) -> str:
+def _number(row: Row, whose: str) -> str:
     """`0.3345 (SD 0.0043, n 3)`. whose: "published_" or "" for ours."""
     if not row[f"{whose}n"]:
         return "none"

@@ -13,7 +13,7 @@ from analysis.compare import SCORED, SEEDS_FOR_SEEDS, arms, runs_of
 from analysis.frames import StudyFrames, records
 from analysis.page import inline_svg, settings_rows
 from analysis.published.update_rule_sandbox import SOURCE
-from analysis.reproduction import number_of, reproduction, tally
+from analysis.reproduction import reproduction, tally
 from analysis.verdicts import LEVEL, stops, unfinished
 from trainable.sandbox.records import TRIAL_COLUMNS
 
@@ -60,8 +60,7 @@ def context(frames: StudyFrames, figures: Mapping[str, Figure]) -> Row:
         "statuses": findings.statuses(frames.trials),
         "arms": tables.statuses(frames),
         "numbers": _by_column(tables.beside(tables.arm_numbers(frames), records(cells)), compared),
-        "cells": [{**row, "published": number_of(row, "published_"), "ours": number_of(row, "")}
-                  for row in records(cells)],
+        "cells": records(cells),
         "reasons": _reasons(records(cells)),
         "tally": tally(cells),
         "source": SOURCE,
@@ -72,7 +71,7 @@ def context(frames: StudyFrames, figures: Mapping[str, Figure]) -> Row:
         "settings": settings_rows(frames.studies[0]),
         "panels": [panel.column for panel in tables.panels(frames)],
         "figures": {name: inline_svg(name, figure) for name, figure in figures.items()},
-    }  # fmt: skip
+    }
 
 
 def _by_column(rows: list[Row], compared: pd.DataFrame) -> list[Row]:

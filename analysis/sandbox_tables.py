@@ -28,6 +28,7 @@ FINALS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith
 FIRST_STEPS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("first_step_"))
 AGES = ("mean_replay_age", "mean_effective_age")
 SEPARATORS = "final_greedy_separator_rate"
+COMPARED = tuple(name for name in FINALS if name != SEPARATORS)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _number(frames: StudyFrames, arm: str, name: str) -> Row:
 
 
 def differences(frames: StudyFrames) -> pd.DataFrame:
-    """One row a final column and arm other than the baseline: arm minus baseline, with interval and Holm's p.
+    """One row a column of `COMPARED` and arm other than the baseline: arm minus baseline, with interval and Holm's p.
 
     Paired by seed where `SEEDS_FOR_SEEDS` seeds have both, else Welch's where both arms have that many runs, else
     without an interval; `basis` says which. p_holm is Holm's over the arms of one column: the test error is the
@@ -96,7 +97,7 @@ def differences(frames: StudyFrames) -> pd.DataFrame:
     number.
     """
     baseline = str(single(frames).studies[0].get("baseline", ""))
-    measured = [name for name in FINALS if frames.trials[name].notna().any()]
+    measured = [name for name in COMPARED if frames.trials[name].notna().any()]
     others = [arm for arm in arms(frames) if arm != baseline] if baseline in arms(frames) else []
     rows = [_difference(frames, arm, baseline, name) for name in measured for arm in others]
     table = pd.DataFrame(rows, columns=["arm", "column", "baseline", "difference", "low", "high", "n", "p", "basis"])
