@@ -57,6 +57,7 @@ def _curves(axes: Any, runs: pd.DataFrame, means: pd.DataFrame, colors: Mapping[
                 end = run.iloc[-1]
                 axes.scatter(end["step"], end["value"], marker="X", s=30, color=STOPPED, zorder=5, clip_on=False)
         mean = means[(means["arm"] == arm) & (means["runs"] > 1)]
-        low, high = mean["value"] - mean["error"], mean["value"] + mean["error"]
-        axes.fill_between(mean["step"].astype(float), low, high, color=color, alpha=0.22, linewidth=0, zorder=3)
-        axes.plot(mean["step"], mean["value"], color=color, linewidth=2, zorder=4)
+        if len(mean):
+            low, high = mean["value"] - mean["error"], mean["value"] + mean["error"]
+            axes.fill_between(mean["step"].astype(float), low, high, color=color, alpha=0.22, linewidth=0, zorder=3)
+            axes.plot(mean["step"], mean["value"], color=color, linewidth=2, zorder=4)

@@ -108,7 +108,9 @@ def headline(frames: StudyFrames, compared: pd.DataFrame) -> str:
     found = compared[compared["column"] == "final_test_error"]
     baseline = str(frames.studies[0].get("baseline", ""))
     here = baseline in arms(frames)
-    names = [f"{len(arms(frames))} arms, {f'baseline {baseline}' if here else 'no baseline among them'}."]
+    number = len(arms(frames))
+    compared_with = f"baseline {baseline}" if here else "no baseline among them"
+    names = [f"{number} arm{'s' if number > 1 else ''}, {compared_with}."]
     resolved = found["p_holm"] < LEVEL
     for words, rows in (
         ("Lower test error than it at the end", found[resolved & (found["difference"] < 0)]),

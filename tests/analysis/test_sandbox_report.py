@@ -114,7 +114,7 @@ def test_without_published_numbers_there_is_no_word_of_them(tmp_path: Path) -> N
         ([MadeRun("DG", steps=None, status="")], "No run ended by the protocol, so nothing is compared."),
         ([MadeRun("DG", steps=0, status="running")], "DG, not counted: seed 0 interrupted after 0 of 40 steps"),
         ([MadeRun("DG", steps=40), MadeRun("TPO", steps=40)], "1 seed: no standard error and no interval"),
-        ([MadeRun("TPO", steps=40)], "1 arms, no baseline among them."),
+        ([MadeRun("TPO", steps=40)], "1 arm, no baseline among them."),
         ([MadeRun(arm, seed, steps=40) for arm in ("DG", "TPO") for seed in (0, 1)], "2 seeds: intervals need three"),
         ([MadeRun("DG", steps=20, status="early_stopped", stop=UNIFORM)], "uniform_groups stopped 1 of 1 runs"),
         ([MadeRun("DG", steps=20, status="failed", reason="<script>")], "(<script>)"),
