@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import trainable.sandbox.records as sandbox
 from trainable.records import (
     GRADIENT_COLUMNS,
     GRADIENT_GROUP_COLUMNS,
@@ -19,7 +20,6 @@ from trainable.records import (
     TRIAL_LAST_VALUES,
     Column,
 )
-from trainable.sandbox import records as sandbox
 
 Row = dict[str, Any]
 Schema = dict[str, str]

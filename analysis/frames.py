@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+import trainable.sandbox.records as sandbox
 from analysis.families import (
     COUNT_OR_MISSING,
     FAMILIES,
@@ -21,7 +22,6 @@ from analysis.families import (
     family_of,
 )
 from trainable.records import TIME_COLUMNS
-from trainable.sandbox import records as sandbox
 
 Study = dict[str, Any]
 
