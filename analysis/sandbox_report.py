@@ -12,6 +12,7 @@ from analysis import sandbox_tables as tables
 from analysis.compare import SCORED, SEEDS_FOR_SEEDS, arms, runs_of
 from analysis.frames import StudyFrames, records
 from analysis.page import inline_svg, settings_rows
+from analysis.published.cells import POOLED
 from analysis.published.update_rule_sandbox import SOURCE
 from analysis.reproduction import reproduction, tally
 from analysis.verdicts import LEVEL, stops, unfinished
@@ -44,9 +45,9 @@ def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
     runs = {panel.column: series.curves(frames, panel.column) for panel in shown}
     drawn = [(panel, runs[panel.column], tables.means(frames, panel.column)) for panel in shown]
     figures = {"curves": sandbox_plots.draw_means(drawn, colors, chance(frames))}
-    for panel, each, _ in drawn:
-        carried = series.mean_curves(each, carry=True)
-        figures[f"runs_{panel.column}"] = plots.draw_curves(each, carried, colors, panel.label)
+    for panel, each, mean in drawn:
+        several = mean[mean["runs"] > 1]
+        figures[f"runs_{panel.column}"] = plots.draw_curves(each, several, colors, panel.label)
     return figures
 
 
@@ -60,7 +61,8 @@ def context(frames: StudyFrames, figures: Mapping[str, Figure]) -> Row:
         "statuses": findings.statuses(frames.trials),
         "arms": tables.statuses(frames),
         "numbers": _by_column(tables.beside(tables.arm_numbers(frames), records(cells)), compared),
-        "cells": records(cells),
+        "cells": records(cells[cells["kind"] != POOLED]),
+        "pooled": records(cells[cells["kind"] == POOLED]),
         "reasons": _reasons(records(cells)),
         "tally": tally(cells),
         "source": SOURCE,

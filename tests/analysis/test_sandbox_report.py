@@ -183,3 +183,21 @@ def test_the_figure_shows_what_the_tables_hold(folder: Path) -> None:
 def test_more_arms_than_hues_still_have_colours() -> None:
     names = [f"rule {n}" for n in range(31)]
     assert len(set(sandbox_plots.rule_colors(names).values())) == 31
+
+
+def test_pooled_cells_are_listed_apart(tmp_path: Path) -> None:
+    made = MadeStudy("replay", settings={"task": "token_reversal", "batch_size": 96, "delay": 4})
+    runs = [MadeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}, error=(0.6, 0.5)) for seed in range(3)]
+    frames = load(write_sandbox(tmp_path, runs, made))
+    words = words_of(frames)
+    assert "ReplayDG-5 replay_age replay 4.0SD 0.0, rows 45 4.0SD 0.0, rows 48" in words
+    context = sandbox_report.context(frames, {})
+    assert {row["kind"] for row in context["cells"]} == {"per seed"}
+    assert len(context["pooled"]) == 5
+
+
+def test_the_mean_of_every_run_has_no_step_that_one_run_alone_has(folder: Path) -> None:
+    figure = sandbox_report.draw_figures(load(folder))["runs_test_error"]
+    means = [line for axes in figure.axes for line in axes.lines if line.get_linewidth() == 2.2]
+    assert means
+    assert all(step % 20 == 0 for line in means for step in line.get_xdata())
