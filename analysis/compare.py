@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.frames import SCHEMAS, StudyFrames, records
+from analysis.frames import StudyFrames, records
 from analysis.stats import (
     Estimate,
     area_under_curve,
@@ -41,7 +41,8 @@ def arms(frames: StudyFrames) -> list[str]:
 
 def runs_of(frames: StudyFrames, arm: str, *, scored: bool = False) -> pd.DataFrame:
     """Rows of `trials` of one arm, settings left out. scored: only runs that completed or that a rule stopped."""
-    runs = frames.trials.loc[frames.trials["arm"] == arm, list(SCHEMAS["trials"])]
+    columns = [name for name in frames.trials if not str(name).startswith("config/")]
+    runs = frames.trials.loc[frames.trials["arm"] == arm, columns]
     return runs[runs["status"].isin(SCORED)] if scored else runs
 
 

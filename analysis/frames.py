@@ -1,7 +1,7 @@
 """The frames of a study: their columns, types, order, files, and equality."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -10,69 +10,29 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from trainable.records import (
-    GRADIENT_COLUMNS,
-    GRADIENT_GROUP_COLUMNS,
-    ROW_COLUMNS,
-    STEP_COLUMNS,
-    STOP_COLUMNS,
-    TIME_COLUMNS,
-    TRIAL_COLUMNS,
-    TRIAL_LAST_VALUES,
-    Column,
+import trainable.sandbox.records as sandbox
+from analysis.families import (
+    COUNT_OR_MISSING,
+    FAMILIES,
+    NUMBER,
+    TEXT,
+    TIME,
+    Family,
+    Schema,
+    family_of,
 )
+from trainable.records import TIME_COLUMNS
 
 Study = dict[str, Any]
 
 FRAMES = ("trials", "steps", "rooms", "gradients", "gradient_groups")
-TEXT, NUMBER, COUNT, COUNT_OR_MISSING, TRUTH = "str", "float64", "int64", "Int64", "bool"
-TIME = "datetime64[us, UTC]"
-_EXCEPTIONS = {
-    "seed": COUNT,
-    "step": COUNT,
-    "steps_done": COUNT,
-    "steps_total": COUNT_OR_MISSING,
-    "stop_step": COUNT_OR_MISSING,
-    "group": COUNT,
-    "prefilter": TRUTH,
-    "uses_training_batch": TRUTH,
-}
-
-
-def _kind(column: Column) -> str:
-    """The dtype of a column of records.py: no unit is text, UTC is a time, all else a number."""
-    if column.name in _EXCEPTIONS:
-        return _EXCEPTIONS[column.name]
-    return {"": TEXT, "UTC": TIME}.get(column.unit, NUMBER)
-
-
-def _kinds(*groups: Iterable[Column]) -> dict[str, str]:
-    return {column.name: _kind(column) for group in groups for column in group}
-
-
-_LAST_VALUES = tuple(column for name in TRIAL_LAST_VALUES for column in STEP_COLUMNS if column.name == name)
-_RUN = _kinds(column for column in ROW_COLUMNS if column.name != "step")
-SCHEMAS: dict[str, dict[str, str]] = {
-    "trials": {
-        **_RUN,
-        "axis_setting": TEXT,
-        "axis_value": NUMBER,
-        **_kinds(TRIAL_COLUMNS, STOP_COLUMNS, _LAST_VALUES),
-    },
-    "steps": _kinds(ROW_COLUMNS, STEP_COLUMNS, STOP_COLUMNS),
-    "rooms": {**_RUN, "step": COUNT, "split": TEXT, "mode": TEXT, "room": COUNT, "cluster": COUNT, "success": TRUTH},
-    "gradients": _kinds(ROW_COLUMNS, GRADIENT_COLUMNS),
-    "gradient_groups": {
-        **_kinds(ROW_COLUMNS),
-        "source": TEXT,
-        "prefilter": TRUTH,
-        "bucket": TEXT,
-        **_kinds(GRADIENT_GROUP_COLUMNS),
-    },
-}
+SCHEMAS = FAMILIES["ppo"].schemas
+"""Columns and types of the frames of a study of language models; other families: `Family.schemas`."""
 
 # Differ between two executions of one run: times, and the name that Ray Tune gave it.
-NOT_COMPARED: frozenset[str] = TIME_COLUMNS | {"tokens_per_second", "trial_id"}
+NOT_COMPARED: frozenset[str] = (
+    TIME_COLUMNS | {column.name for column in sandbox.TIME_COLUMNS} | {"tokens_per_second", "trial_id"}
+)
 
 
 def empty(name: str) -> pd.DataFrame:
@@ -84,9 +44,10 @@ def empty(name: str) -> pd.DataFrame:
 class StudyFrames:
     """What a study wrote, as tidy frames.
 
-    trials: one row a run. steps: one row a training step of a run. rooms: one row an episode of an evaluation.
-    gradients: one row a loss component in a bucket of an analysis batch. gradient_groups: one row a group of one. Both
-    are empty where no gradients were analysed.
+    trials: one row a run. steps: one row a training step of a run, or an evaluation in the update-rule sandbox. rooms:
+    one row an episode of an evaluation. gradients: one row a loss component in a bucket of an analysis batch.
+    gradient_groups: one row a group of one. Both are empty where no gradients were analysed, and with rooms in the
+    sandbox.
     study: study.json, or a list of them when several studies were loaded together.
     """
 
@@ -101,6 +62,11 @@ class StudyFrames:
     def studies(self) -> list[Study]:
         """study.json of each study, always as a list."""
         return self.study if isinstance(self.study, list) else [self.study]
+
+    @property
+    def families(self) -> list[Family]:
+        """The families of the studies, each once: one, unless studies of several kinds were loaded together."""
+        return list({family.name: family for family in map(family_of, self.studies)}.values())
 
     @cached_property
     def steps_by_run(self) -> dict[str, pd.DataFrame]:
@@ -131,13 +97,15 @@ class StudyFrames:
         return found
 
     def one(self, name: str) -> "StudyFrames":
-        """The frames of the study called `name` in the `study` column."""
+        """The frames of the study called `name` in the `study` column, without columns of other families."""
         names = [study["name"] for study in self.studies]
         if name not in names:
             raise ValueError(f"There is no study `{name}` here; there are: {', '.join(names)}.")
-        frames = {part: getattr(self, part) for part in FRAMES}
+        study = self.studies[names.index(name)]
+        foreign = foreign_columns(self.families, family_of(study))
+        frames = {part: getattr(self, part).drop(columns=list(foreign[part])) for part in FRAMES}
         rows = {part: frame[frame["study"] == name].reset_index(drop=True) for part, frame in frames.items()}
-        return StudyFrames(**rows, study=self.studies[names.index(name)])
+        return StudyFrames(**rows, study=study)
 
     def write_parquet(self, folder: Path | str) -> None:
         """Write every frame to `folder` as <name>.parquet, each beside and then renamed."""
@@ -148,12 +116,23 @@ class StudyFrames:
             os.replace(beside, target)
 
 
+def shared_schema(families: Iterable[Family], part: str) -> Schema:
+    """The columns of all families in the frame called `part`; a name that two share has one type (a test)."""
+    return {name: kind for family in families for name, kind in family.schemas[part].items()}
+
+
+def foreign_columns(families: Iterable[Family], own: Family) -> dict[str, list[str]]:
+    """Of each frame the columns that other families have and `own` does not."""
+    others = list(families)
+    return {part: [name for name in shared_schema(others, part) if name not in own.schemas[part]] for part in FRAMES}
+
+
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
     """Rows of a frame as dictionaries."""
     return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
-def typed(frame: pd.DataFrame, schema: dict[str, str]) -> pd.DataFrame:
+def typed(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
     """`frame` with every column of `schema`, in its type also when all missing; columns beside it come last."""
     columns = {name: _cast(frame[name], kind) if name in frame else _missing(frame, kind)
                for name, kind in schema.items()}  # fmt: skip
@@ -197,11 +176,18 @@ def setting_column(values: list[Any]) -> Any:
 
 
 def together(parts: list[StudyFrames]) -> StudyFrames:
-    """Several studies as one; where two have the same name, their `study` column and name become the run's name."""
+    """Several studies as one; where two have the same name, their `study` column and name become the run's name.
+
+    Studies of different families stand below each other: a column that a study's family does not have is missing in
+    its rows, and `StudyFrames.one` leaves it out again.
+    """
     names = [part.studies[0]["name"] for part in parts]
     named = [_renamed(part) if names.count(name) > 1 else part for part, name in zip(parts, names, strict=True)]
+    families = [family for part in named for family in part.families]
     frames = {
-        name: typed(pd.concat([getattr(part, name) for part in named], ignore_index=True), SCHEMAS[name])
+        name: typed(
+            pd.concat([getattr(part, name) for part in named], ignore_index=True), shared_schema(families, name)
+        )
         for name in FRAMES
     }
     return StudyFrames(**frames, study=[part.studies[0] for part in named])

@@ -12,10 +12,9 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.frames import COUNT, COUNT_OR_MISSING, NUMBER, SCHEMAS, TEXT, TIME, TRUTH
-from trainable.records import GRADIENT_COLUMNS, STATUSES, STEP_COLUMNS
-
-Row = dict[str, Any]
+from analysis.families import COUNT, COUNT_OR_MISSING, NUMBER, RUN_FILES, TEXT, TIME, TRUTH, Family, Row
+from analysis.frames import SCHEMAS
+from trainable.records import GRADIENT_COLUMNS, STATUSES
 
 SOURCES = ("train", "probe")
 
@@ -83,7 +82,7 @@ def _fits(name: str, value: object) -> bool:
         return isinstance(value, dict) and all(_is_setting(*field) for field in flat(value).items())
     if name == "status":
         return value in (*STATUSES, "running")
-    kind = SCHEMAS["trials"].get(name) or SCHEMAS["steps"].get(name)
+    kind = RUN_FILES.get(name)
     return kind is None or value is None or _IS[kind](value)
 
 
@@ -114,9 +113,9 @@ def read_lines(path: Path, key: Callable[[Row], Any], *, goes_back: bool = True)
     return [found[name] for name in sorted(found)]
 
 
-def step_of(row: Row) -> int | None:
-    """The step of a line of metrics.jsonl; None below the first."""
-    return row["step"] if row["step"] > 0 else None
+def step_of(family: Family) -> Callable[[Row], int | None]:
+    """The step of a line of metrics.jsonl; None below the family's first."""
+    return lambda row: row["step"] if row["step"] >= family.first_step else None
 
 
 def evaluation_of(row: Row) -> tuple[int, str, str] | None:
@@ -142,10 +141,12 @@ def _each(entries: object, needed: dict[str, Callable[[object], bool]]) -> bool:
     )
 
 
-def measured(row: Row) -> Row:
+def measured(row: Row, family: Family) -> Row:
     """The step of a line of metrics.jsonl and its columns; a value that cannot stand in its column is missing."""
-    names = [column.name for column in STEP_COLUMNS]
-    return {"step": row["step"], **{name: row[name] for name in names if name in row and _fits(name, row[name])}}
+    kinds = family.schemas["steps"]
+    names = [column.name for column in family.step_columns if column.name in row]
+    fitting = {name: row[name] for name in names if row[name] is None or _IS[kinds[name]](row[name])}
+    return {"step": row["step"], **fitting}
 
 
 def gradient_rows(lines: Iterable[Row]) -> list[Row]:

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.frames import FRAMES, SCHEMAS, Study, StudyFrames, setting_column, together, typed
+from analysis.families import Family, Row, Schema, family_of
+from analysis.frames import FRAMES, Study, StudyFrames, setting_column, together, typed
 from analysis.line_files import (
-    Row,
     analysis_of,
     evaluation_of,
     flat,
@@ -21,7 +21,7 @@ from analysis.line_files import (
     read_lines,
     step_of,
 )
-from trainable.records import STEP_COLUMNS, STOP_COLUMNS, TRIAL_LAST_VALUES
+from trainable.records import STOP_COLUMNS
 
 _FROM_STATUS = (
     "trial_id",
@@ -50,8 +50,8 @@ def load(path: Path | str, *, live: bool = False) -> StudyFrames:
     """Frames of the study or studies at `path`: an output folder, one results/<run> folder, or a folder above some.
 
     Reads the parquet tables of a study where they are newer than each of its line files, else the line files. Several
-    studies are added up; the `study` column tells them apart. live: keep the status "running" (see `read_run`).
-    Raises ValueError when no study.json is found.
+    studies are added up, of whatever family (see `frames.together`); the `study` column tells them apart. live: keep
+    the status "running" (see `read_run`). Raises ValueError when no study.json is found, or one of an unknown family.
     """
     folders = study_folders(Path(path))
     parts = [_read_parquet(folder, live) if _parquet_is_newest(folder) else read_run(folder, live=live)
@@ -83,30 +83,33 @@ def read_run(folder: Path | str, *, live: bool = False) -> StudyFrames:
     study = read_json(folder / "study.json")
     if not study:
         raise ValueError(f"{folder} holds no study.json: give a results/<run> folder that a study wrote.")
-    runs = sorted(_runs(folder, study), key=_order(study))
-    trials = [_trial(study, run, live) for run in runs]
+    family = family_of(study)
+    schemas = family.schemas
+    runs = sorted(_runs(folder, study, family), key=_order(study))
+    trials = [_trial(study, run, family, live) for run in runs]
+    steps = [row for run in runs for row in _step_rows(study, run, family)]
     frames = {
-        "trials": _trials_frame(trials, [flat(run.head.get("config") or {}) for run in runs]),
-        "steps": pd.DataFrame([row for run in runs for row in _step_rows(study, run)], columns=list(SCHEMAS["steps"])),
-        "rooms": _rooms_frame(study, runs),
-        "gradients": _analysis_frame("gradients", gradient_rows, study, runs),
-        "gradient_groups": _analysis_frame("gradient_groups", group_rows, study, runs),
+        "trials": _trials_frame(trials, [flat(run.head.get("config") or {}) for run in runs], schemas["trials"]),
+        "steps": pd.DataFrame(steps, columns=list(schemas["steps"])),
+        "rooms": _rooms_frame(study, runs, schemas["rooms"]),
+        "gradients": _analysis_frame(schemas["gradients"], gradient_rows, study, runs),
+        "gradient_groups": _analysis_frame(schemas["gradient_groups"], group_rows, study, runs),
     }
-    return StudyFrames(**{name: typed(frame, SCHEMAS[name]) for name, frame in frames.items()}, study=study)
+    return StudyFrames(**{name: typed(frame, schemas[name]) for name, frame in frames.items()}, study=study)
 
 
-def _runs(folder: Path, study: Study) -> list[_Run]:
+def _runs(folder: Path, study: Study, family: Family) -> list[_Run]:
     """Every run that study.json lists or that has a folder."""
     listed = {head["run_id"]: head for head in study.get("runs", [])}
     on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
-    return [_read_files(folder / "runs" / run_id, listed.get(run_id, {"run_id": run_id}))
+    return [_read_files(folder / "runs" / run_id, listed.get(run_id, {"run_id": run_id}), family)
             for run_id in dict.fromkeys((*listed, *on_disk))]  # fmt: skip
 
 
-def _read_files(folder: Path, listed: Row) -> _Run:
+def _read_files(folder: Path, listed: Row, family: Family) -> _Run:
     return _Run(
         head={**listed, **read_json(folder / "run.json"), "run_id": folder.name},
-        rows=[measured(row) for row in read_lines(folder / "metrics.jsonl", step_of)],
+        rows=[measured(row, family) for row in read_lines(folder / "metrics.jsonl", step_of(family))],
         evaluations=read_lines(folder / "rooms.jsonl", evaluation_of),
         analyses=[
             *read_lines(folder / "gradients.jsonl", analysis_of),
@@ -148,14 +151,8 @@ def _status(run: _Run, live: bool) -> tuple[str, str]:
     return status, reason
 
 
-def _last(run: _Run, column: str) -> object:
-    """The run's last value of a step column that is not missing."""
-    return next((row[column] for row in reversed(run.rows) if row.get(column) is not None), None)
-
-
-def _trial(study: Study, run: _Run, live: bool) -> Row:
+def _trial(study: Study, run: _Run, family: Family, live: bool) -> Row:
     status, reason = _status(run, live)
-    validations = [row["val_success"] for row in run.rows if row.get("val_success") is not None]
     return {
         **_names(study, run),
         "axis_setting": study.get("axis", {}).get("setting", ""),
@@ -164,13 +161,8 @@ def _trial(study: Study, run: _Run, live: bool) -> Row:
         **{name: run.status.get(name) for name in _FROM_STATUS},
         "status": status,
         "reason": reason,
-        "steps_done": len(run.rows),
         "steps_total": _steps_total(run),
-        "final_val_success": _last(run, "val_success"),
-        "final_val_success_unseen": _last(run, "val_success_unseen"),
-        "final_val_greedy_success": _last(run, "val_greedy_success"),
-        "peak_val_success": max(validations, default=None),
-        **{name: _last(run, name) for name in TRIAL_LAST_VALUES},
+        **family.values(run.rows),
     }
 
 
@@ -188,14 +180,14 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-def _trials_frame(trials: list[Row], configs: list[Row]) -> pd.DataFrame:
-    frame = pd.DataFrame(trials, columns=list(SCHEMAS["trials"]))
+def _trials_frame(trials: list[Row], configs: list[Row], schema: Schema) -> pd.DataFrame:
+    frame = pd.DataFrame(trials, columns=list(schema))
     fields = dict.fromkeys(field for config in configs for field in config)
     settings = {f"config/{field}": setting_column([config.get(field) for config in configs]) for field in fields}
     return pd.concat([frame, pd.DataFrame(settings, index=frame.index)], axis=1)
 
 
-def _step_rows(study: Study, run: _Run) -> list[Row]:
+def _step_rows(study: Study, run: _Run, family: Family) -> list[Row]:
     """The run's rows; the one at which status.json says that a rule fired carries the stop columns."""
     names = _names(study, run)
     stop = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
@@ -204,23 +196,23 @@ def _step_rows(study: Study, run: _Run) -> list[Row]:
         {
             **names,
             "step": row["step"],
-            **{column.name: row.get(column.name) for column in STEP_COLUMNS},
+            **{column.name: row.get(column.name) for column in family.step_columns},
             **(stop if row["step"] == fired_at else {}),
         }
         for row in run.rows
     ]
 
 
-def _rooms_frame(study: Study, runs: Iterable[_Run]) -> pd.DataFrame:
+def _rooms_frame(study: Study, runs: Iterable[_Run], schema: Schema) -> pd.DataFrame:
     parts = [_evaluation_frame(_names(study, run), line) for run in runs for line in run.evaluations]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(SCHEMAS["rooms"]))
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(schema))
 
 
 def _analysis_frame(
-    name: str, rows_of: Callable[[Iterable[Row]], list[Row]], study: Study, runs: Iterable[_Run]
+    schema: Schema, rows_of: Callable[[Iterable[Row]], list[Row]], study: Study, runs: Iterable[_Run]
 ) -> pd.DataFrame:
     rows = [{**_names(study, run), **row} for run in runs for row in rows_of(run.analyses)]
-    return pd.DataFrame(rows, columns=list(SCHEMAS[name]))
+    return pd.DataFrame(rows, columns=list(schema))
 
 
 def _evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
@@ -246,7 +238,9 @@ def _parquet_is_newest(folder: Path) -> bool:
 
 
 def _read_parquet(folder: Path, live: bool) -> StudyFrames:
-    frames = {name: typed(pd.read_parquet(folder / f"{name}.parquet"), SCHEMAS[name]) for name in FRAMES}
+    study = read_json(folder / "study.json")
+    schemas = family_of(study).schemas
+    frames = {name: typed(pd.read_parquet(folder / f"{name}.parquet"), schemas[name]) for name in FRAMES}
     if not live and (frames["trials"]["status"] == "running").any():
         return read_run(folder)
-    return StudyFrames(**frames, study=read_json(folder / "study.json"))
+    return StudyFrames(**frames, study=study)

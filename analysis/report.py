@@ -1,24 +1,20 @@
 """Tables and figures of a study as one HTML file that opens anywhere, and an index of several."""
 
-import io
-import json
-import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import matplotlib as mpl
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import findings, gradient_plots, gradients, grid, grid_page, plots, series, tables, verdicts
-from analysis.frames import Study, StudyFrames, records
+from analysis import findings, gradient_plots, gradients, grid, grid_page, plots, sandbox_report, series, tables
+from analysis.compare import single
+from analysis.frames import StudyFrames, records
 from analysis.load import load, study_folders
+from analysis.page import environment, inline_svg, settings_rows, write_page
 
-TEMPLATES = Path(__file__).parent / "templates"
 PERMUTATION_SEED = 0
 
 BUDGET_NAMES = {
@@ -39,8 +35,8 @@ _CURVES = (
 def write_report(folder: Path | str, *, live: bool = False) -> Path:
     """Write report.html and figures/*.png into a results/<run> folder; returns the report's path.
 
-    The page needs no network and no script. A grid's tables are written beside its figures, as figures/*.csv.
-    live: the study's process still runs, so "running" is kept as a status.
+    The page needs no network and no script, and is that of the study's family (`PAGES`). Tables beside it are written
+    as figures/*.csv. live: the study's process still runs, so "running" is kept as a status.
     """
     folder = Path(folder)
     frames = load(folder, live=live)
@@ -49,15 +45,25 @@ def write_report(folder: Path | str, *, live: bool = False) -> Path:
     for name, figure in figures.items():
         figure.savefig(folder / "figures" / f"{name}.png", dpi=150)
         figure.set_layout_engine("none")  # laid out once; the page's copy is the same figure
-    found = grid.find(frames)
-    for name, table in grid_page.tables(frames, found) if found else ():
+    for name, table in _page_of(frames).tables(frames):
         table.to_csv(folder / "figures" / f"{name}.csv", index=False)
-    return _write(folder / "report.html", render_page(frames, figures))
+    return write_page(folder / "report.html", render_page(frames, figures))
+
+
+def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
+    """Every figure that the study has something to show in, by name."""
+    return _page_of(frames).figures(frames)
 
 
 def render_page(frames: StudyFrames, figures: Mapping[str, Figure]) -> str:
     """The report of a study as HTML, with the figures given (see `draw_figures`) in it."""
-    return _environment().get_template("report.html.j2").render(report_context(frames, figures))
+    page = _page_of(frames)
+    return environment().get_template(page.template).render(page.context(frames, figures))
+
+
+def _page_of(frames: StudyFrames) -> "Page":
+    (family,) = single(frames).families
+    return PAGES[family.name]
 
 
 def write_index(output: Path | str) -> Path:
@@ -76,19 +82,17 @@ def write_index(output: Path | str) -> Path:
         for folder, frames, summary in ((a, b, tables.arm_summary(b)) for a, b in zip(folders, parts, strict=True))
     ]
     agreement = records(series.consistency(load(output)))
-    page = _environment().get_template("index.html.j2").render(studies=studies, agreement=agreement)
-    return _write(output / "index.html", page)
+    page = environment().get_template("index.html.j2").render(studies=studies, agreement=agreement)
+    return write_page(output / "index.html", page)
 
 
-def _write(path: Path, page: str) -> Path:
-    beside = path.with_suffix(".html.tmp")
-    beside.write_text(page, encoding="utf-8")
-    os.replace(beside, path)
-    return path
+def _grid_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
+    found = grid.find(frames)
+    return grid_page.tables(frames, found) if found else ()
 
 
-def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
-    """Every figure that the study has something to show in, by name: none of kept groups where all always are."""
+def _draw(frames: StudyFrames) -> dict[str, Figure]:
+    """Figures of arms along an axis or of a grid: none of kept groups where all always are."""
     found = grid.find(frames)
     if found:
         colors = plots.arm_colors(list(dict.fromkeys(frames.trials["arm"])))
@@ -213,81 +217,20 @@ def _budget_rows(frames: StudyFrames) -> list[dict[str, Any]]:
     return [amounts, *({"arm": arm, **dict(zip(each["budget"], each["success"], strict=True))} for arm, each in rows)]
 
 
-def settings_rows(study: Study) -> list[dict[str, Any]]:
-    """Every setting of the study: name, value as JSON, and whether it differs from the default.
+@dataclass(frozen=True)
+class Page:
+    """The report of one family: its template, what the template shows, the figures in it, the tables beside it."""
 
-    Defaults are those of study.json's `defaults`; without them `changed` is None.
-    """
-    settings, defaults = (_dotted(study.get(name) or {}) for name in ("settings", "defaults"))
-    return [
-        {
-            "name": name,
-            "value": json.dumps(value),
-            "default": json.dumps(defaults.get(name)),
-            "changed": defaults.get(name) != value if defaults else None,
-        }
-        for name, value in settings.items()
-    ]
+    template: str
+    context: Callable[[StudyFrames, Mapping[str, Figure]], dict[str, Any]]
+    figures: Callable[[StudyFrames], dict[str, Figure]]
+    tables: Callable[[StudyFrames], Iterable[tuple[str, pd.DataFrame]]]
 
 
-def _dotted(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        found |= _dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
-
-
-def inline_svg(name: str, figure: Figure) -> str:
-    """A figure as an <svg> element for a page: its ids prefixed by `name`, no prologue, no size of its own."""
-    buffer = io.BytesIO()
-    with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    text = buffer.getvalue().decode()
-    text = text[text.index("<svg") :]
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text)
-    return re.sub(r'^<svg ([^>]*?)width="[^"]*" height="[^"]*"', r'<svg role="img" \1', text, count=1)
-
-
-def count(value: float) -> str:
-    """A count with at most four digits: 240, 5 400, 12.3 k, 1.23 M."""
-    if value is None or pd.isna(value):
-        return "–"
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g} {unit}"
-    return f"{value:,.0f}".replace(",", " ")
-
-
-def duration(seconds: float) -> str:
-    """Seconds as `1 h 02 min`, `3 min 05 s` or `12 s`."""
-    if seconds is None or pd.isna(seconds):
-        return "–"
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
-
-
-def _environment() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {
-        "share": verdicts.share,
-        "signed": verdicts.signed,
-        "signed_number": verdicts.signed_number,
-        "number": verdicts.number,
-        "count": count,
-        "duration": duration,
-        "word": verdicts.word,
-        "p_value": lambda p: "–" if np.isnan(p) else verdicts.p_value(p),
-    }
-    environment.globals |= {"interval": verdicts.interval, "bounds": verdicts.bounds, "stop": verdicts.stop}
-    environment.globals["when"] = gradient_plots.WHEN
-    environment.tests["missing"] = lambda value: value is None or bool(pd.isna(value))
-    return environment
+PAGES: dict[str, Page] = {
+    "ppo": Page("report.html.j2", report_context, _draw, _grid_tables),
+    "update_rules": Page(
+        "sandbox.html.j2", sandbox_report.context, sandbox_report.draw_figures, sandbox_report.tables_beside
+    ),
+}
+"""By the name of a family (`analysis.families.FAMILIES`)."""

@@ -9,14 +9,12 @@ import pandas as pd
 from analysis.compare import SCORED, arms, runs_of, single
 from analysis.frames import StudyFrames, records, same_rows
 from analysis.stats import survival
-from trainable.records import STEP_COLUMNS
 
 BUDGETS = ("total_optimizer_steps", "total_env_steps", "total_sampled_tokens", "total_trained_tokens", "seconds_total")
 RETRIEVALS = {
     "collapse_trajectory_retrieval_accuracy": "retrieval, all turns (share)",
     "collapse_first_turn_retrieval_accuracy": "retrieval, first turns (share)",
 }
-_STEP_NAMES = frozenset(column.name for column in STEP_COLUMNS)
 
 
 def curves(frames: StudyFrames, column: str) -> pd.DataFrame:
@@ -24,12 +22,13 @@ def curves(frames: StudyFrames, column: str) -> pd.DataFrame:
 
     A column with a value before training (val_success and its like) has it at step 0.
     """
-    if column not in _STEP_NAMES:
+    columns = {each.name for family in frames.families for each in family.step_columns}
+    if column not in columns:
         raise ValueError(f"There is no step column `{column}`; docs/metrics.md lists them all.")
     status = dict(zip(single(frames).trials["run_id"], frames.trials["status"], strict=True))
     names = ["arm", "seed", "run_id", "step"]
     parts = [frames.steps[[*names, column]].rename(columns={column: "value"})]
-    if f"base_{column}" in _STEP_NAMES:
+    if f"base_{column}" in columns:
         base = frames.steps[[*names, f"base_{column}"]].rename(columns={f"base_{column}": "value"})
         parts.insert(0, base.assign(step=0))
     table = pd.concat(parts, ignore_index=True).dropna(subset="value")

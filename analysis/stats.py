@@ -113,6 +113,32 @@ def mean_over_seeds(per_seed: ArrayLike, level: float = 0.95) -> Estimate:
     return _interval(mean, mean, se, values.size - 1, values.size, level)
 
 
+class Sample(NamedTuple):
+    """What is known of n independent numbers: their mean and their standard deviation (ddof 1)."""
+
+    mean: float
+    spread: float
+    n: int
+
+
+def welch(ours: Sample, theirs: Sample, level: float = 0.95) -> Estimate:
+    """ours.mean - theirs.mean with Welch's t interval and p; n is that of both together.
+
+    se^2 = s1^2/n1 + s2^2/n2, df = se^4 / sum (s^2/n)^2 / (n - 1). Source: Welch 1947. Fewer than 2 numbers on a side:
+    no interval. Two spreads of 0 have no test: the caller decides what stands for them.
+    """
+    value = ours.mean - theirs.mean
+    if min(ours.n, theirs.n) < 2:
+        return Estimate(value, n=ours.n + theirs.n)
+    parts = [side.spread**2 / side.n for side in (ours, theirs)]
+    se = math.sqrt(sum(parts))
+    below = sum(part**2 / (side.n - 1) for part, side in zip(parts, (ours, theirs), strict=True))
+    df = se**4 / below if below > 0 else NAN
+    half = float(stats.t.ppf(0.5 + level / 2, df)) * se
+    p = float(stats.ttest_ind_from_stats(*ours, *theirs, equal_var=False).pvalue) if se > 0 else NAN
+    return Estimate(value, value - half, value + half, ours.n + theirs.n, se, df, p)
+
+
 def _interval(value: float, centre: float, se: float, df: int, n: int, level: float) -> Estimate:
     half = float(stats.t.ppf(0.5 + level / 2, df)) * se
     p = 2 * float(stats.t.sf(abs(centre) / se, df)) if se > 0 else float(centre == 0)

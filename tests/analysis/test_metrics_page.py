@@ -13,6 +13,7 @@ from trainable.records import (
     TRIAL_LAST_VALUES,
     Column,
 )
+from trainable.sandbox import records as sandbox
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
 
@@ -26,7 +27,8 @@ def documented() -> list[Column]:
 
 def test_the_page_lists_exactly_the_columns_of_the_records() -> None:
     runs = [*ROW_COLUMNS, *STEP_COLUMNS, *STOP_COLUMNS, *TRIAL_COLUMNS]
-    assert documented() == [*runs, *GRADIENT_COLUMNS, *GRADIENT_GROUP_COLUMNS]
+    analyses = [*GRADIENT_COLUMNS, *GRADIENT_GROUP_COLUMNS]
+    assert documented() == [*runs, *analyses, *sandbox.STEP_COLUMNS, *sandbox.TRIAL_COLUMNS]
 
 
 def test_the_page_names_the_last_values_of_a_run() -> None:

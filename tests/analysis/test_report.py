@@ -12,6 +12,7 @@ import pytest
 
 from analysis import findings, report, tables
 from analysis.load import load, read_run
+from analysis.page import count, duration
 from analysis.report import write_index, write_report
 from tests.run_folders import MadeRun, MadeStudy, write_study
 from trainable.config import RunConfig
@@ -288,14 +289,14 @@ def test_five_seeds_are_no_longer_called_few(tmp_path: Path) -> None:
     ("value", "text"), [(240, "240"), (5400, "5 400"), (12_345, "12.3 k"), (1_230_000, "1.23 M"), (float("nan"), "–")]
 )
 def test_counts(value: float, text: str) -> None:
-    assert report.count(value) == text
+    assert count(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(12.4, "12 s"), (185, "3 min 05 s"), (3720, "1 h 02 min"), (59.7, "1 min 00 s")]
 )
 def test_durations(value: float, text: str) -> None:
-    assert report.duration(value) == text
+    assert duration(value) == text
 
 
 BROWSER = next(

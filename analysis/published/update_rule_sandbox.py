@@ -1,0 +1,176 @@
+"""The tables of the update-rule sandbox (github.com/deepakvijaykee/rl-experiments, rl_sandbox), each cell once.
+
+Three seeds a row. What stands after "+/-" there is the sample standard deviation, although newer documents of the same
+source call it a standard error: 53.3333 +/- 11.5470 are the steps 40, 60 and 60, whose standard error is 6.667. Ages
+and entropy changes are pooled: their spread is over 15 logged rows of 3 seeds and says nothing of seeds, so that no
+test between seeds can use it. `expected` and `why` were written down before a run of ours was held against a cell.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from analysis.published.cells import AGREES, DIFFERS, NEVER, OPEN, POOLED, Cell, Conditions
+
+SOURCE = "the documents of the update-rule sandbox"
+SEEDS, ROWS = 3, 45
+
+_ERROR, _ENTROPY, _UNSCORED = "final_test_error", "final_entropy", "final_test_error_unscored"
+_LOW, _ZERO = "first_step_entropy_low", "first_step_error_zero"
+_AGE, _DELTA, _DROP = "replay_age", "batch_delta_entropy", "entropy_drop_pos_adv"
+
+_SHORT = {"batch_size": 96, "trainer.total_training_steps": 300, "trainer.test_freq": 20}
+CONDITIONS: Mapping[str, Conditions] = {
+    "influence": Conditions({"task": "token_reversal", **_SHORT}),
+    "reward-noise": Conditions(
+        {"task": "token_reversal", "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token", **_SHORT}
+    ),
+    "replay": Conditions({"task": "token_reversal", "delay": 4, **_SHORT}),
+    "partial-credit": Conditions({"task": "masked_reversal", "score_len": 5, **_SHORT}),
+    "dense-correction": Conditions(
+        {"task": "chain_reversal", "batch_size": 96, "trainer.total_training_steps": 1500, "trainer.test_freq": 50}
+    ),
+    "grpo-entropy": Conditions({"task": "token_reversal", **_SHORT}),
+}
+
+_CHAOS = (
+    "with one epoch and no delay all ratios are 1, so that ASPO and R2VPO are REINFORCE with the baseline sum pi^2: "
+    "float noise alone moves single seeds of it from 0.37 to 0.51, and three seeds show little of that spread"
+)
+_STOPPED = (
+    "all three published seeds stop early, at a step that is not told; a second implementation did not stop, and its "
+    "errors were 0.33 to 0.41 where scored and 0.46 to 0.51 where not"
+)
+_LUCK = (
+    "a buffer of 32 batches ends in a constant output, and which token it is, content (error 0.50) or separator "
+    "(error 1.00), is luck; a second implementation had the published order reversed"
+)
+_UNTRAINED = (
+    "the filter keeps no batch, so that this is the spread of first weights: agreement speaks of their distribution, "
+    "not of the rule"
+)
+_SAME_DELAY = (
+    "capacity 5 with delay 4 leaves one batch to draw, so that this is DG with delay 4; the published digits are the "
+    "same because the draw has a generator of its own on CUDA, and ours are because streams have names"
+)
+_BIMODAL = "two published seeds are near 0 and one near 0.37; next to such a spread nearly anything agrees"
+_LEAK = "the rule pushes unscored positions up whatever was sampled, separators included"
+_FIRST_ZERO = "three seeds on a grid of 50 steps, and in a second implementation the order of the rules changed"
+_EQUAL_DG = "rewards in [0, 1] deviate by at most 0.5, so that the filter keeps every batch: this is DG"
+_ROW_LEVEL = "pooled over 45 logged rows: the spread is that of rows, and no test between seeds can use it"
+_AGE_ROWS = f"{_ROW_LEVEL}; the published rows start at step 4, after the delay, and ours at step 0"
+_EARLY = "over early steps, of which no document says how many: ours are over all steps"
+_NO_SEED = "no published seed gets there: a count of seeds, without a mean"
+
+_Row = tuple[str, float, float]
+
+
+def _cells(
+    studies: tuple[str, ...], section: str, column: str, rows: Iterable[_Row], notes: Mapping[str, tuple[str, str]]
+) -> tuple[Cell, ...]:
+    """Cells of one column of a table. notes: of an arm, what is expected and why."""
+    return tuple(
+        Cell(studies, arm, column, mean, spread, SEEDS, section, expected=notes.get(arm, (AGREES, ""))[0],
+             why=notes.get(arm, (AGREES, ""))[1], conditions=CONDITIONS[studies[0]])
+        for arm, mean, spread in rows
+    )  # fmt: skip
+
+
+def _pooled(study: str, section: str, column: str, rows: Iterable[_Row], why: str = _ROW_LEVEL) -> tuple[Cell, ...]:
+    return tuple(
+        Cell((study,), arm, column, mean, spread, ROWS, section, POOLED, OPEN, why, CONDITIONS[study])
+        for arm, mean, spread in rows
+    )
+
+
+def _never(study: str, section: str, column: str, arms: Iterable[str]) -> tuple[Cell, ...]:
+    nan = float("nan")
+    return tuple(
+        Cell((study,), arm, column, nan, nan, SEEDS, section, NEVER, AGREES, _NO_SEED, CONDITIONS[study])
+        for arm in arms
+    )
+
+
+CLEAN = _cells(
+    ("influence", "grpo-entropy"), "clean reversal", _ERROR,
+    (("DG", 0.3345, 0.0043), ("GRPO", 0.3536, 0.0106), ("TPO", 0.2399, 0.0573)), {},
+)  # fmt: skip
+
+_NOISE_NOTES = {
+    "FilteredDG": (AGREES, _EQUAL_DG),
+    "FilteredDG-0.2": (AGREES, _UNTRAINED),
+    "ASPO": (OPEN, _CHAOS),
+    "R2VPO": (OPEN, _CHAOS),
+}
+REWARD_NOISE = (
+    *_cells(("reward-noise",), "reward noise", _ERROR, (
+        ("DG", 0.3778, 0.0034), ("UncertaintyDG", 0.4013, 0.0286), ("FilteredDG", 0.3778, 0.0034),
+        ("FilteredDG-0.2", 0.6536, 0.1260), ("FilteredDG-0.3", 0.3810, 0.0129), ("RewardVarianceDG", 0.3921, 0.0209),
+        ("ASPO", 0.3708, 0.0095), ("R2VPO", 0.3787, 0.0042),
+    ), _NOISE_NOTES),
+    *_cells(("reward-noise",), "reward noise", _ENTROPY, (
+        ("DG", 0.9599, 0.0510), ("UncertaintyDG", 1.0052, 0.0643), ("FilteredDG", 0.9599, 0.0510),
+        ("FilteredDG-0.2", 1.0322, 0.0297), ("FilteredDG-0.3", 0.9883, 0.0647), ("RewardVarianceDG", 0.7879, 0.0360),
+        ("ASPO", 0.1531, 0.0589), ("R2VPO", 0.1811, 0.0428),
+    ), _NOISE_NOTES),
+)  # fmt: skip
+
+DENSE_CORRECTION = (
+    *_cells(("dense-correction",), "dense correction", _ERROR,
+            (("CE", 0.0, 0.0), ("SelfDistillDG", 0.0, 0.0), ("SCOPELite", 0.0, 0.0)), {}),
+    *_cells(("dense-correction",), "dense correction", _ZERO,
+            (("CE", 733.3333, 57.7350), ("SelfDistillDG", 466.6667, 125.8306), ("SCOPELite", 533.3333, 104.0833)),
+            dict.fromkeys(("CE", "SelfDistillDG", "SCOPELite"), (OPEN, _FIRST_ZERO))),
+)  # fmt: skip
+
+REPLAY = (
+    *_cells(("replay",), "replay", _ERROR, (
+        ("DG", 0.5032, 0.0080), ("ReplayDG-5", 0.5032, 0.0080), ("FreshDG-5", 0.4902, 0.0049),
+        ("ReplayDG-32", 0.9997, 0.0006), ("FreshDG-32", 0.5946, 0.1391), ("FreshDG-32-decay0.5", 0.5048, 0.0082),
+    ), {"ReplayDG-5": (AGREES, _SAME_DELAY),
+        "ReplayDG-32": (DIFFERS, _LUCK), "FreshDG-32": (OPEN, _LUCK), "FreshDG-32-decay0.5": (DIFFERS, _LUCK)}),
+    *_pooled("replay", "replay", _AGE, (
+        ("ReplayDG-5", 4.0, 0.0), ("FreshDG-5", 4.0, 0.0), ("ReplayDG-32", 18.0667, 9.5237),
+        ("FreshDG-32", 16.4667, 7.9418), ("FreshDG-32-decay0.5", 7.4444, 5.5496),
+    ), _AGE_ROWS),
+)  # fmt: skip
+
+PARTIAL_CREDIT = (
+    *_cells(("partial-credit",), "partial credit", _ERROR, (
+        ("CE", 0.2738, 0.0612), ("DG", 0.3260, 0.0132), ("DGToken", 0.2851, 0.0234), ("TEMPO", 0.4975, 0.0098),
+        ("TPOToken", 0.0, 0.0), ("GRPOToken", 0.1229, 0.2126),
+    ), {"TEMPO": (DIFFERS, _STOPPED), "GRPOToken": (OPEN, _BIMODAL)}),
+    *_cells(("partial-credit",), "partial credit", _UNSCORED, (
+        ("CE", 0.2793, 0.0087), ("DG", 0.4711, 0.0149), ("DGToken", 0.6286, 0.0392), ("TEMPO", 0.5018, 0.0049),
+        ("TPOToken", 0.4910, 0.0133), ("GRPOToken", 0.4525, 0.0560),
+    ), {"TEMPO": (OPEN, _STOPPED), "DGToken": (AGREES, _LEAK), "GRPOToken": (OPEN, _BIMODAL)}),
+)  # fmt: skip
+
+GRPO_ENTROPY = (
+    *_cells(("grpo-entropy",), "entropy", _ERROR,
+            (("DGEntropyGuard", 0.3358, 0.0064), ("ASPO", 0.3742, 0.0040), ("R2VPO", 0.3754, 0.0023)),
+            dict.fromkeys(("ASPO", "R2VPO"), (OPEN, _CHAOS))),
+    *_cells(("grpo-entropy",), "entropy", _ENTROPY, (
+        ("DG", 0.4695, 0.0243), ("DGEntropyGuard", 0.4847, 0.0219), ("ASPO", 0.0174, 0.0020),
+        ("R2VPO", 0.0244, 0.0087), ("GRPO", 0.0488, 0.0305), ("TPO", 0.4057, 0.0824),
+    ), dict.fromkeys(("ASPO", "R2VPO"), (OPEN, _CHAOS))),
+    *_cells(("grpo-entropy",), "entropy", _LOW,
+            (("ASPO", 113.3333, 11.5470), ("R2VPO", 106.6667, 11.5470), ("GRPO", 53.3333, 11.5470)),
+            dict.fromkeys(("ASPO", "R2VPO"), (OPEN, _CHAOS))),
+    *_never("grpo-entropy", "entropy", _LOW, ("DG", "DGEntropyGuard", "TPO")),
+    *_pooled("grpo-entropy", "entropy", _DELTA, (
+        ("DG", -0.0020, 0.0069), ("DGEntropyGuard", -0.0020, 0.0080), ("ASPO", -0.0029, 0.0092),
+        ("R2VPO", -0.0029, 0.0104), ("GRPO", -0.0070, 0.0234), ("TPO", 0.0026, 0.0208),
+    )),
+    *_pooled("grpo-entropy", "entropy, early steps", _DELTA, (
+        ("DG", -0.0041, 0.0096), ("DGEntropyGuard", -0.0037, 0.0107), ("ASPO", -0.0073, 0.0120),
+        ("R2VPO", -0.0067, 0.0141), ("GRPO", -0.0090, 0.0263), ("TPO", -0.0011, 0.0215),
+    ), f"{_ROW_LEVEL}; {_EARLY}"),
+    *_pooled("grpo-entropy", "entropy", _DROP, (
+        ("DG", 0.0034, 0.0075), ("DGEntropyGuard", 0.0027, 0.0069), ("ASPO", 0.1067, 0.1761),
+        ("R2VPO", 0.0983, 0.1682), ("GRPO", 0.0593, 0.0957), ("TPO", 0.0049, 0.0187),
+    )),
+)  # fmt: skip
+
+CELLS: tuple[Cell, ...] = (
+    *CLEAN, *REWARD_NOISE, *DENSE_CORRECTION, *REPLAY, *PARTIAL_CREDIT, *GRPO_ENTROPY,
+)  # fmt: skip
+"""Every cell of the six tables, once, in their order."""
