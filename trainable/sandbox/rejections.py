@@ -47,8 +47,8 @@ REJECTIONS: tuple[Rejection, ...] = (
     ),
     Rejection(
         lambda c: c.task == "masked_reversal" and c.score_len > c.seq_len,
-        "score_len={c.score_len} scores more positions than seq_len={c.seq_len} has: set score_len=5 seq_len=10, or "
-        "score_len at most seq_len",
+        "score_len={c.score_len} scores more positions than seq_len={c.seq_len} has: set "
+        "score_len={c.seq_len}, or less",
     ),
     Rejection(
         lambda c: c.task in CHAIN_TASKS and c.binary_reward,

@@ -14,8 +14,8 @@ from trainable.sandbox.rollouts import Candidates, Rollouts
 from trainable.sandbox.update_rules import UPDATE_RULES
 
 AT_RATIO_1 = ("PG", "TrajPG", "ASPO", "R2VPO")
-OF_THEIR_OWN = ("CE", "SelfDistillDG", "DGToken", "TPOToken", "GRPOToken", "TPOFullAction")
-"""Rules that do not read sequence rewards, or have a baseline that no setting moves."""
+OF_THEIR_OWN = ("CE", "SelfDistillDG", "DGToken", "TPOToken", "GRPOToken", "TPOFullAction", "TPONoAnchor")
+"""Rules that do not read sequence rewards, or whose push has another zero than the mean reward or 1/2."""
 
 
 def gradient(case: Case, method: str | None = None, **settings: object) -> Tensor:
