@@ -41,15 +41,14 @@ def continuations(
     """
     folded, length = models.folded(), prompts.shape[-1]
     caches = _empty_caches(models, folded, prompts, each, length + steps - 1)
-    last = embedded(folded, prompts, 0)
-    last = _read_prompts(models, folded, last, caches, each)
+    last = _read_prompts(models, folded, embedded(folded, prompts, 0), caches, each)
     tokens = torch.empty(*last.shape[:2], steps, dtype=torch.int64)
     log_probs = last.new_empty(*last.shape[:2], steps, models.shape.vocab)
     for step in range(steps):
         if step > 0:
             last = _read_token(models, folded, tokens[:, :, step - 1 : step], caches, length + step - 1)
-        log_probs[:, :, step] = linear(normalised(last), folded.head).log_softmax(-1)[:, :, 0]
-        ahead = log_probs[:, :, step]
+        ahead = linear(normalised(last), folded.head).log_softmax(-1)[:, :, 0]
+        log_probs[:, :, step] = ahead
         tokens[:, :, step] = ahead.argmax(-1) if uniforms is None else drawn(ahead, uniforms[:, :, step])
     return Continuations(tokens, log_probs)
 

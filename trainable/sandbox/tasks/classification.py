@@ -4,14 +4,11 @@ import torch
 from torch import Tensor
 
 from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.decoding import drawn, taken
 from trainable.sandbox.members import Streams
-from trainable.sandbox.methods import GROUPED
 from trainable.sandbox.mlp import Perceptrons, first_perceptrons
-from trainable.sandbox.reward_noise import bandit_feature, corrupted
 from trainable.sandbox.rollouts import Rollouts
 from trainable.sandbox.task import Models
-from trainable.sandbox.tasks.groups import all_kept, kept_rollouts, split_groups
+from trainable.sandbox.tasks.bandits import bandit_rollouts, prompts_a_step
 from trainable.sandbox.tasks.images import CLASSES, Images, read_images
 
 
@@ -35,29 +32,12 @@ class ClassificationTask:
     @torch.no_grad()
     def sample(self, models: Models, streams: Streams, step: int) -> Rollouts:
         """One batch: batch_size guesses, of as many images, or of batch_size / group_size for grouped rules."""
-        config, grouped = self.config, self.config.method in GROUPED
-        each = config.group_size if grouped else 1
-        shape = (config.batch_size // each,)
-        chosen = streams.integers("sandbox_prompts", step, below=len(self.images.train_labels), shape=shape)
-        labels = self.images.train_labels[chosen].repeat_interleave(each, dim=1)
-        observations = _pixels(self.images.train_images[chosen])
-        log_probs = _own(models).logits(observations).log_softmax(-1).repeat_interleave(each, dim=1)
-        actions = drawn(log_probs, streams.uniform("sandbox_samples", step, shape=(config.batch_size,)))
-        rewards = self._noisy_rewards(actions, labels, streams, step)
-        keep, scalars = kept_rollouts(split_groups(rewards, each), each) if grouped else all_kept(rewards)
-        return Rollouts(
-            observations=observations.repeat_interleave(each, dim=1),
-            actions=actions[..., None],
-            labels=labels[..., None],
-            rewards=rewards,
-            actor_log_probs=taken(log_probs, actions)[..., None],
-            actor_baseline=log_probs.exp().square().sum(-1, keepdim=True),
-            keep=keep,
-            age=torch.zeros(len(rewards), dtype=torch.int64),
-            group_size=each if grouped else None,
-            expected_reward=None if grouped or config.reward_noise > 0 else taken(log_probs, labels).exp(),
-            scalars=scalars,
-        )
+        images, classes = self.images.train_images, self.images.train_labels
+        shape = (prompts_a_step(self.config),)
+        chosen = streams.integers("sandbox_prompts", step, below=len(classes), shape=shape)
+        observations = _pixels(images[chosen])
+        log_probs = _own(models).logits(observations).log_softmax(-1)
+        return bandit_rollouts(self.config, streams, step, observations, classes[chosen], log_probs)
 
     def log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
         """[E, B, 1, A] log-probabilities; with gradients."""
@@ -82,14 +62,6 @@ class ClassificationTask:
             "entropy": -(log_probs.exp() * log_probs).sum(-1).mean(-1),
             "stand_in_data": torch.full((members,), float(self.images.source == "stand-in")),
         }
-
-    def _noisy_rewards(self, actions: Tensor, labels: Tensor, streams: Streams, step: int) -> Tensor:
-        config, solved = self.config, actions == labels
-        if config.reward_noise_mode == "none":
-            return solved.float()
-        uniforms = streams.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
-        featured = bandit_feature(config.reward_noise_mode, actions)
-        return corrupted(solved.float(), uniforms, config.reward_noise_mode, config.reward_noise, solved, featured)
 
 
 def _pixels(images: Tensor) -> Tensor:

@@ -5,14 +5,12 @@ from torch import Tensor
 
 from trainable.policy import load_policy
 from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.decoding import drawn, taken
+from trainable.sandbox.decoding import taken
 from trainable.sandbox.language_models import LanguageModels
 from trainable.sandbox.members import Streams
-from trainable.sandbox.methods import GROUPED
-from trainable.sandbox.reward_noise import bandit_feature, corrupted
 from trainable.sandbox.rollouts import Rollouts
 from trainable.sandbox.task import Models
-from trainable.sandbox.tasks.groups import all_kept, kept_rollouts, split_groups
+from trainable.sandbox.tasks.bandits import bandit_rollouts, prompts_a_step
 from trainable.sandbox.tasks.texts import read_tokens
 
 WINDOWS = 500
@@ -51,32 +49,11 @@ class LanguageModelBandit:
     @torch.no_grad()
     def sample(self, models: Models, streams: Streams, step: int) -> Rollouts:
         """One batch: batch_size tokens, after as many contexts, or batch_size / group_size for grouped rules."""
-        config, own, grouped = self.config, _own(models), self.config.method in GROUPED
-        each = config.group_size if grouped else 1
-        contexts, labels = self._contexts(streams, step, config.batch_size // each)
+        own = _own(models)
+        contexts, labels = self._contexts(streams, step, prompts_a_step(self.config))
         log_probs = own.logits(contexts).log_softmax(-1)
         price = self._price(own, contexts, log_probs)
-        expected = taken(log_probs, labels).exp() - (log_probs.exp() * price).sum(-1)
-        log_probs, price, labels, expected = (
-            part.repeat_interleave(each, dim=1) for part in (log_probs, price, labels, expected)
-        )
-        actions = drawn(log_probs, streams.uniform("sandbox_samples", step, shape=(config.batch_size,)))
-        solved = actions == labels
-        rewards = self._noisy(solved, actions, streams, step) - taken(price, actions)
-        keep, scalars = kept_rollouts(split_groups(solved, each), each) if grouped else all_kept(rewards)
-        return Rollouts(
-            observations=contexts.repeat_interleave(each, dim=1),
-            actions=actions[..., None],
-            labels=labels[..., None],
-            rewards=rewards,
-            actor_log_probs=taken(log_probs, actions)[..., None],
-            actor_baseline=log_probs.exp().square().sum(-1, keepdim=True),
-            keep=keep,
-            age=torch.zeros(len(rewards), dtype=torch.int64),
-            group_size=each if grouped else None,
-            expected_reward=None if config.reward_noise > 0 else expected,
-            scalars=scalars,
-        )
+        return bandit_rollouts(self.config, streams, step, contexts, labels, log_probs, price)
 
     def log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
         """[E, B, 1, A] log-probabilities; with gradients."""
@@ -126,14 +103,6 @@ class LanguageModelBandit:
         if self.config.kl_weight == 0:
             return torch.zeros_like(log_probs)
         return self.config.kl_weight * (log_probs - models.first_log_probs(contexts))
-
-    def _noisy(self, solved: Tensor, actions: Tensor, streams: Streams, step: int) -> Tensor:
-        config = self.config
-        if config.reward_noise_mode == "none":
-            return solved.float()
-        uniforms = streams.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
-        featured = bandit_feature(config.reward_noise_mode, actions)
-        return corrupted(solved.float(), uniforms, config.reward_noise_mode, config.reward_noise, solved, featured)
 
 
 def _own(models: Models) -> LanguageModels:

@@ -15,6 +15,7 @@ from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, sequence_re
 from trainable.sandbox.transformer import Transformers, TransformerShape, first_transformers
 
 EVALUATED_PROMPTS = 1000
+EVALUATED_AT_ONCE = 250  # of each member, so that what one token needs stays in the processor's cache
 
 
 class SequenceTask:
@@ -85,14 +86,18 @@ class SequenceTask:
     def evaluate(self, models: Models, streams: Streams, step: int) -> dict[str, Tensor]:
         """Greedy answers to EVALUATED_PROMPTS fresh prompts of each member: errors, entropy, separators."""
         prompts = self._prompts(streams, "sandbox_evaluation", step, EVALUATED_PROMPTS)
-        went_on = continuations(_own(models), self._observed(prompts), self.config.seq_len)
-        right = went_on.tokens == self._labels(prompts)
+        parts = [
+            continuations(_own(models), some, self.config.seq_len)
+            for some in self._observed(prompts).split(EVALUATED_AT_ONCE, dim=1)
+        ]
+        tokens, log_probs = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        right = tokens == self._labels(prompts)
         whole = self.kind.parts is not None or self.config.binary_reward
         scored = right[..., self.scored]
         columns = {
             "test_error": _share(~(scored.all(-1) if whole else scored)),
-            "entropy": -(went_on.log_probs.exp() * went_on.log_probs).sum(-1).mean((1, 2)),
-            "greedy_separator_rate": _share(went_on.tokens == self.separator),
+            "entropy": -(log_probs.exp() * log_probs).sum(-1).mean((1, 2)),
+            "greedy_separator_rate": _share(tokens == self.separator),
         }
         if not self.scored.all():
             columns["test_error_unscored"] = _share(~right[..., ~self.scored])
