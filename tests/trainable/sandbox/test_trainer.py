@@ -176,6 +176,16 @@ def test_a_member_without_mixed_groups_ends_and_the_others_go_on_as_without_it()
         assert [row.keys() for row in rows[seed]] == [row.keys() for row in wanted[seed]]
 
 
+def test_the_ages_of_the_others_are_counted_through_the_end_of_one() -> None:
+    settings = grouped(replay_capacity=8, replay_priority="uniform")
+    rows = run(trainer(settings, uniform_from={1: 0}))
+    assert [row["step"] for row in rows[1]] == [0, 2]
+    wanted = run(trainer(settings, (0, 2)))
+    for name in ("age_mean", "age_std", "effective_age"):
+        for seed in (0, 2):
+            assert [row[name] for row in rows[seed]] == [row[name] for row in wanted[seed]]
+
+
 def test_a_member_that_ended_has_the_weights_of_its_last_update() -> None:
     one = trainer(grouped(), uniform_from={1: 4})
     run(one)
