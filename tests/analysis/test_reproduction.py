@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from scipy import stats
 
 from analysis.frames import records
@@ -74,6 +76,19 @@ def test_welch_agrees_with_scipy_on_the_numbers_themselves() -> None:
     assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
     assert math.isnan(welch(Sample(0.3, math.nan, 1), Sample(0.3, 0.1, 3)).p)
     assert math.isnan(welch(Sample(0.3, 0.0, 3), Sample(0.4, 0.0, 3)).p)
+
+
+SAMPLES = st.builds(Sample, st.floats(-10, 10), st.floats(0.01, 5), st.integers(2, 40))
+
+
+@given(SAMPLES, SAMPLES)
+def test_sides_changed_is_the_difference_turned_around(a: Sample, b: Sample) -> None:
+    there, back = welch(a, b), welch(b, a)
+    assert (there.value, there.low, there.high) == pytest.approx((-back.value, -back.high, -back.low), abs=1e-9)
+    assert there.p == pytest.approx(back.p, abs=1e-9)
+    assert min(a.n, b.n) - 1 <= there.df * (1 + 1e-9)
+    assert there.df <= (a.n + b.n - 2) * (1 + 1e-9)
+    assert there.low <= there.value <= there.high
 
 
 def test_a_spread_of_0_counts_as_the_floor_on_either_side(tmp_path: Path) -> None:

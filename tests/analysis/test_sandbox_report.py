@@ -190,7 +190,7 @@ def test_pooled_cells_are_listed_apart(tmp_path: Path) -> None:
     runs = [MadeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}, error=(0.6, 0.5)) for seed in range(3)]
     frames = load(write_sandbox(tmp_path, runs, made))
     words = words_of(frames)
-    assert "ReplayDG-5 replay_age replay 4.0SD 0.0, rows 45 4.0SD 0.0, rows 48" in words
+    assert "ReplayDG-5 replay_age replay 4.00SD 0.00, rows 45 4.00SD 0.00, rows 48" in words
     context = sandbox_report.context(frames, {})
     assert {row["kind"] for row in context["cells"]} == {"per seed"}
     assert len(context["pooled"]) == 5
