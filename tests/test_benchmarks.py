@@ -66,3 +66,12 @@ def test_shapes_are_those_of_the_models_they_are_named_for(gpu_step: ModuleType,
     with torch.device("meta"):
         model = gpu_step.Qwen2(sizes)
     assert sum(weight.numel() for weight in model.parameters()) == parameters
+
+
+def test_the_sandbox_is_measured_together_and_one_by_one() -> None:
+    command = [sys.executable, "-W", "error", str(FOLDER / "update_rules.py"), "--steps", "1", "--seeds", "2"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert list(found["conditions"]) == ["DG", "GRPO, 4 inner epochs", "TPOToken, 4 inner epochs"]
+    assert all(each["one_by_one_over_ensemble"] > 0 for each in found["conditions"].values())

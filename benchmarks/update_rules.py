@@ -1,0 +1,77 @@
+"""Seconds of one condition of the update-rule sandbox: its seeds as one ensemble, and one by one, as one JSON object.
+
+The published conditions of token_reversal (96 rollouts, 300 steps, evaluated every 20): DG, and GRPO and TPOToken with
+four inner epochs. One by one is what a trial a seed would do in one process, and with `process_seconds` each
+(start of Python, imports, first models) each what it would do in its own. One thread. Run from the root:
+python benchmarks/update_rules.py [--steps 300] [--seeds 3]
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+
+import torch
+from machine import describe
+
+from search_spaces.sandbox import GROUPED, REVERSAL
+from trainable.config import with_overrides
+from trainable.sandbox.config import UpdateRuleConfig
+from trainable.sandbox.make import make_trainer
+
+CONDITIONS = {
+    "DG": {"method": "DG"},
+    "GRPO, 4 inner epochs": {"method": "GRPO", **GROUPED},
+    "TPOToken, 4 inner epochs": {"method": "TPOToken", **GROUPED},
+}
+
+
+def timed(config: UpdateRuleConfig, seeds: tuple[int, ...]) -> dict[str, float]:
+    """CPU and wall seconds of the whole run of `seeds`, side by side."""
+    trainer = make_trainer(config, seeds)
+    cpu, wall = time.process_time(), time.perf_counter()
+    while trainer.seeds:
+        trainer.step()
+    return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
+
+
+def process_seconds() -> float:
+    """Wall seconds from a new process to its first models."""
+    code = (
+        "from trainable.sandbox.config import UpdateRuleConfig; from trainable.sandbox.make import make_trainer; "
+        "make_trainer(UpdateRuleConfig(task='token_reversal'), (0,))"
+    )
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return time.perf_counter() - start
+
+
+def compared(settings: dict[str, object], steps: int, seeds: int) -> dict[str, object]:
+    """One condition both ways; the ratio is of CPU seconds."""
+    config = with_overrides(UpdateRuleConfig(), {**REVERSAL, "trainer.total_training_steps": steps, **settings})
+    together = timed(config, tuple(range(seeds)))
+    singles = [timed(config, (seed,)) for seed in range(seeds)]
+    alone = {name: sum(single[name] for single in singles) for name in together}
+    return {
+        "ensemble_seconds": {name: round(value, 2) for name, value in together.items()},
+        "one_by_one_seconds": {name: round(value, 2) for name, value in alone.items()},
+        "one_by_one_over_ensemble": round(alone["cpu"] / together["cpu"], 3),
+    }
+
+
+def main() -> None:
+    """Time the three conditions."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seeds", type=int, default=3)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    found = {name: compared(dict(settings), asked.steps, asked.seeds) for name, settings in CONDITIONS.items()}
+    started = round(process_seconds(), 2)
+    measured = {"steps": asked.steps, "seeds": asked.seeds, "conditions": found, "process_seconds": started}
+    print(json.dumps({"benchmark": "update_rules", **measured, **describe()}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
