@@ -175,6 +175,16 @@ def test_the_newest_step_that_all_runs_have_is_gone_on_from(tmp_path: Path, star
     assert written(tmp_path) == written(straight[0])
 
 
+def test_a_row_of_the_step_that_is_trained_again_does_not_count(tmp_path: Path, start: Start) -> None:
+    first = start(tmp_path, trainer__resume_every=3)
+    for _ in range(2):
+        first.step()
+    again = start(tmp_path, trainer__resume_every=3)
+    assert again.trainer.step_index == 3
+    assert [row["step"] for row in again.runs[0].rows] == [0]
+    assert again.step()["training_iteration"] == 2
+
+
 @pytest.mark.parametrize("changed", [{"lr": 0.5}, {"seeds": (1, 0)}])
 def test_states_of_other_settings_or_seeds_are_not_used(tmp_path: Path, start: Start, changed: dict[str, Any]) -> None:
     first = start(tmp_path)
