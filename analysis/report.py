@@ -9,7 +9,18 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import findings, gradient_plots, gradients, grid, grid_page, plots, sandbox_report, series, tables
+from analysis import (
+    findings,
+    gradient_plots,
+    gradients,
+    grid,
+    grid_page,
+    plots,
+    sandbox_report,
+    series,
+    tables,
+    verdicts,
+)
 from analysis.compare import single
 from analysis.frames import StudyFrames, records
 from analysis.load import load, study_folders
@@ -67,23 +78,34 @@ def _page_of(frames: StudyFrames) -> "Page":
 
 
 def write_index(output: Path | str) -> Path:
-    """Write <output>/index.html: a link to the report of every study below, and equal runs held against each other."""
+    """Write <output>/index.html: a link to the report of every study below, and equal runs held against each other.
+
+    Published numbers of update rules are laid beside those of all studies together, with one correction over all cells.
+    """
     output = Path(output)
     folders = study_folders(output)
     parts = [load(folder) for folder in folders]
     studies = [
         {
             "study": frames.studies[0],
-            "headline": findings.headline(summary),
             "statuses": findings.statuses(frames.trials),
-            "arms": records(summary),
             "link": (folder / "report.html").relative_to(output).as_posix(),
+            **_page_of(frames).index(frames),
         }
-        for folder, frames, summary in ((a, b, tables.arm_summary(b)) for a, b in zip(folders, parts, strict=True))
+        for folder, frames in zip(folders, parts, strict=True)
     ]
-    agreement = records(series.consistency(load(output)))
-    page = environment().get_template("index.html.j2").render(studies=studies, agreement=agreement)
+    frames = load(output)
+    agreement = records(series.consistency(frames))
+    held = sandbox_report.beside_published(frames)
+    page = environment().get_template("index.html.j2").render(studies=studies, agreement=agreement, **held)
     return write_page(output / "index.html", page)
+
+
+def _index(frames: StudyFrames) -> dict[str, Any]:
+    """What the index says of a study: headline, and number and verdict of each arm."""
+    summary = tables.arm_summary(frames)
+    arms = [{**row, "number": verdicts.share(row["final_val_success"])} for row in records(summary)]
+    return {"headline": findings.headline(summary), "number": "success", "arms": arms}
 
 
 def _grid_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
@@ -219,18 +241,23 @@ def _budget_rows(frames: StudyFrames) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Page:
-    """The report of one family: its template, what the template shows, the figures in it, the tables beside it."""
+    """The report of one family: template, what it shows, figures, the tables beside it, its part of an index."""
 
     template: str
     context: Callable[[StudyFrames, Mapping[str, Figure]], dict[str, Any]]
     figures: Callable[[StudyFrames], dict[str, Figure]]
     tables: Callable[[StudyFrames], Iterable[tuple[str, pd.DataFrame]]]
+    index: Callable[[StudyFrames], dict[str, Any]]
 
 
 PAGES: dict[str, Page] = {
-    "ppo": Page("report.html.j2", report_context, _draw, _grid_tables),
+    "ppo": Page("report.html.j2", report_context, _draw, _grid_tables, _index),
     "update_rules": Page(
-        "sandbox.html.j2", sandbox_report.context, sandbox_report.draw_figures, sandbox_report.tables_beside
+        "sandbox.html.j2",
+        sandbox_report.context,
+        sandbox_report.draw_figures,
+        sandbox_report.tables_beside,
+        sandbox_report.index,
     ),
 }
 """By the name of a family (`analysis.families.FAMILIES`)."""

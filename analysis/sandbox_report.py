@@ -15,7 +15,7 @@ from analysis.page import inline_svg, settings_rows
 from analysis.published.cells import POOLED
 from analysis.published.update_rule_sandbox import SOURCE
 from analysis.reproduction import reproduction, tally
-from analysis.verdicts import LEVEL, stops, unfinished
+from analysis.verdicts import LEVEL, p_value, stops, unfinished
 from trainable.sandbox.records import TRIAL_COLUMNS
 
 Row = dict[str, Any]
@@ -53,19 +53,14 @@ def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
 
 def context(frames: StudyFrames, figures: Mapping[str, Figure]) -> Row:
     """Everything that the template shows, by name; all numbers come from the tables."""
-    cells = reproduction(frames)
-    compared = tables.differences(frames)
+    compared, held = tables.differences(frames), beside_published(frames)
     return {
+        **held,
         "study": frames.studies[0],
         "headline": headline(frames, compared),
         "statuses": findings.statuses(frames.trials),
         "arms": tables.statuses(frames),
-        "numbers": _by_column(tables.beside(tables.arm_numbers(frames), records(cells)), compared),
-        "cells": records(cells[cells["kind"] != POOLED]),
-        "pooled": records(cells[cells["kind"] == POOLED]),
-        "reasons": _reasons(records(cells)),
-        "tally": tally(cells),
-        "source": SOURCE,
+        "numbers": _by_column(tables.beside(tables.arm_numbers(frames), [*held["cells"], *held["pooled"]]), compared),
         "notes": notes(frames),
         "seconds": _seconds(frames),
         "runs": findings.run_list(frames),
@@ -74,6 +69,37 @@ def context(frames: StudyFrames, figures: Mapping[str, Figure]) -> Row:
         "panels": [panel.column for panel in tables.panels(frames)],
         "figures": {name: inline_svg(name, figure) for name, figure in figures.items()},
     }
+
+
+def beside_published(frames: StudyFrames) -> Row:
+    """Published cells of the studies in `frames` beside ours, those that are only listed, and what was expected."""
+    cells = reproduction(frames)
+    return {
+        "cells": records(cells[cells["kind"] != POOLED]),
+        "pooled": records(cells[cells["kind"] == POOLED]),
+        "reasons": _reasons(records(cells)),
+        "tally": tally(cells),
+        "source": SOURCE,
+    }
+
+
+def index(frames: StudyFrames) -> Row:
+    """What an index says of a study: headline, and test error of each arm with what became of its difference."""
+    compared = tables.differences(frames)
+    numbers = tables.arm_numbers(frames)
+    against = {row["arm"]: row for row in records(compared[compared["column"] == "final_test_error"])}
+    rows = [
+        {"arm": row["arm"], "number": f"{row['mean']:.4f}", "outcome": "", "verdict": _said(against.get(row["arm"]))}
+        for row in records(numbers[numbers["column"] == "final_test_error"])
+    ]
+    return {"headline": headline(frames, compared), "number": "test error", "arms": rows}
+
+
+def _said(row: Row | None) -> str:
+    """The difference of an arm to the baseline in words; a dash for the baseline itself, and for what is not tested."""
+    if row is None or np.isnan(row["p_holm"]):
+        return "–"
+    return f"{row['difference']:+.4f} against the baseline, Holm p {p_value(row['p_holm'])}"
 
 
 def _by_column(rows: list[Row], compared: pd.DataFrame) -> list[Row]:

@@ -283,6 +283,13 @@ def write_tables(folder: Path) -> None:
     read_run(folder).write_parquet(folder)
 
 
+def write_index(output: Path) -> Path:
+    """index.html of all studies in an output folder."""
+    from analysis.report import write_index as write
+
+    return write(output)
+
+
 def write_report(folder: Path) -> Path:
     """report.html and its figures from the tables."""
     from analysis.report import write_report as write

@@ -69,7 +69,9 @@ def start_all(
             describe.say(console, f"Study {number + 1} of {len(plans)}: {plan.study.name}")
         code = max(code, start(plan, asked, visible, dry_run, console))
         if code == _INTERRUPTED:
-            break
+            return code
+    if len(plans) > 1 and not dry_run:
+        describe.say(console, f"Index: {outputs.write_index(plans[0].output)}")
     return code
 
 
