@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from search_spaces.family import Family, Settings, Shown
-from search_spaces.study import Axis, Study
+from search_spaces.study import Axis, Contrasts, Study
 from trainable.sandbox.config import UpdateRuleConfig
 
 TRAINABLE = "trainable.sandbox.trainable:SandboxTrainable"
@@ -80,6 +80,7 @@ def sandbox_study(
     setting: str = "update rule",
     run: str | None = None,
     smoke: Settings = SMOKE,
+    contrasts: Contrasts = MappingProxyType({}),
 ) -> Study:
     """A study whose arms are conditions by name; the first paragraph of `question` is asked.
 
@@ -111,4 +112,5 @@ def sandbox_study(
         trainable=TRAINABLE,
         stop_rules=("uniform_groups",),
         smoke=smoke,
+        contrasts=contrasts,
     )

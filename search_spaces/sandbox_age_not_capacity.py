@@ -9,6 +9,7 @@ import math
 
 from search_spaces.family import Settings
 from search_spaces.sandbox import sandbox_study
+from search_spaces.study import Contrasts
 
 CAPACITIES = (8, 16, 32)
 AGES = (1.5, 3.5, 7.5)
@@ -46,11 +47,25 @@ ARMS: dict[str, Settings] = {
     },
 }
 
+CONTRASTS: Contrasts = {
+    "capacity 32 against 8 at one mean age": tuple(
+        (f"capacity32-age{age}", f"capacity8-age{age}") for age in AGES if f"capacity8-age{age}" in ARMS
+    ),
+    "capacity 32 against 16 at one mean age": tuple((f"capacity32-age{age}", f"capacity16-age{age}") for age in AGES),
+    "mean age 3.5 against 1.5 at one capacity": tuple(
+        (f"capacity{capacity}-age3.5", f"capacity{capacity}-age1.5") for capacity in CAPACITIES
+    ),
+    "mean age 7.5 against 1.5 at one capacity": tuple(
+        (f"capacity{capacity}-age7.5", f"capacity{capacity}-age1.5") for capacity in CAPACITIES[1:]
+    ),
+}
+
 STUDY = sandbox_study(
     name="age-not-capacity",
     question=__doc__,
     arms=ARMS,
     baseline="DG",
     setting="capacity and freshness decay",
+    contrasts=CONTRASTS,
     smoke={"batch_size": 16, "trainer.total_training_steps": 12, "trainer.test_freq": 4, "trainer.resume_every": 4},
 )

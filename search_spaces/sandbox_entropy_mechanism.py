@@ -7,6 +7,7 @@ has no such KL; its upper clip stays 1.4 times the lower one.
 
 from search_spaces.family import Settings
 from search_spaces.sandbox import GROUPED, REVERSAL, sandbox_study
+from search_spaces.study import Contrasts
 
 CLIPS = ("0.05", "0.1", "0.2")
 BETAS = ("0.04", "0")
@@ -35,11 +36,35 @@ ARMS: dict[str, Settings] = {
     },
 }
 
+_GRPO_ENDS = tuple(f"clip{clip}-beta{beta}" for clip in CLIPS for beta in BETAS)
+_ENDS = {"GRPO": _GRPO_ENDS, "GRPO-nostd": _GRPO_ENDS, "DrGRPO": _GRPO_ENDS} | dict.fromkeys(
+    _DAPO, tuple(f"clip{clip}" for clip in CLIPS)
+)
+
+
+def _clips(tight: str, wide: str) -> tuple[tuple[str, str], ...]:
+    """Every arm with the tight clip beside the same with the wide one."""
+    tights = [f"{name}-{end}" for name, ends in _ENDS.items() for end in ends if end.split("-")[0] == f"clip{tight}"]
+    return tuple((arm, arm.replace(f"clip{tight}", f"clip{wide}")) for arm in tights)
+
+
+CONTRASTS: Contrasts = {
+    "GRPO without the division by the deviation": tuple((f"GRPO-nostd-{end}", f"GRPO-{end}") for end in _GRPO_ENDS),
+    "DAPO without the division by the deviation": tuple((f"DAPO-nostd-{end}", f"DAPO-{end}") for end in _ENDS["DAPO"]),
+    "DrGRPO (no division, sum over tokens) against GRPO": tuple((f"DrGRPO-{end}", f"GRPO-{end}") for end in _GRPO_ENDS),
+    "clip 0.05 against 0.2": _clips("0.05", "0.2"),
+    "clip 0.1 against 0.2": _clips("0.1", "0.2"),
+    "without the KL to the sampling policy": tuple(
+        (f"{name}-clip{clip}-beta0", f"{name}-clip{clip}-beta0.04") for name in _RULES for clip in CLIPS
+    ),
+}
+
 STUDY = sandbox_study(
     name="entropy-mechanism",
     question=__doc__,
     arms=ARMS,
     baseline="GRPO-clip0.2-beta0.04",
     setting="rule, clip and KL coefficient",
+    contrasts=CONTRASTS,
     fixed={**REVERSAL, **GROUPED, "method": "GRPO", "entropy_diagnostics": True},
 )

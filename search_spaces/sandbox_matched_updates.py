@@ -7,6 +7,7 @@ optimizer steps on the same 300 batches, since the documents compare it at 300 w
 
 from search_spaces.family import Settings
 from search_spaces.sandbox import REVERSAL, sandbox_study
+from search_spaces.study import Contrasts
 
 EPOCHS = (1, 2, 4, 8)
 UPDATES = 1200
@@ -31,10 +32,28 @@ ARMS: dict[str, Settings] = {
     **{f"DG-epochs{epochs}": {"method": "DG", "inner_epochs": epochs} for epochs in (1, 4)},
 }
 
+CONTRASTS: Contrasts = {
+    "TPO against GRPO at equal rollouts and updates": tuple(
+        (f"TPO-epochs{epochs}", f"GRPO-epochs{epochs}") for epochs in EPOCHS
+    ),
+    **{
+        f"TPO against GRPO, inner epochs {epochs}": ((f"TPO-epochs{epochs}", f"GRPO-epochs{epochs}"),)
+        for epochs in EPOCHS
+    },
+    "TPO against GRPO at 1200 updates, inner epochs 1, 2, 8": tuple(
+        (f"TPO-epochs{epochs}-updates{UPDATES}", f"GRPO-epochs{epochs}-updates{UPDATES}") for epochs in (1, 2, 8)
+    ),
+    "TPO, eight inner epochs against one": (("TPO-epochs8", "TPO-epochs1"),),
+    "GRPO, eight inner epochs against one": (("GRPO-epochs8", "GRPO-epochs1"),),
+    "TPO with one inner epoch against DG": (("TPO-epochs1", "DG-epochs1"),),
+    "DG, four inner epochs against one": (("DG-epochs4", "DG-epochs1"),),
+}
+
 STUDY = sandbox_study(
     name="matched-updates",
     question=__doc__,
     arms=ARMS,
     baseline="GRPO-epochs4",
+    contrasts=CONTRASTS,
     setting="rule, inner epochs and batches",
 )

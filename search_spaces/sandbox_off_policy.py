@@ -6,6 +6,7 @@ is run with batches that are one and four updates old, and with four updates a b
 
 from search_spaces.family import Settings
 from search_spaces.sandbox import sandbox_study
+from search_spaces.study import Contrasts
 
 RULES = ("REINFORCE", "PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")
 REGIMES: dict[str, Settings] = {"delay1": {"delay": 1}, "delay4": {"delay": 4}, "epochs4": {"inner_epochs": 4}}
@@ -15,10 +16,16 @@ ARMS: dict[str, Settings] = {
     **{f"{rule}-{name}": {"method": rule, **regime} for name, regime in REGIMES.items() for rule in RULES},
 }
 
+CONTRASTS: Contrasts = {
+    f"{rule} against REINFORCE off policy": tuple((f"{rule}-{name}", f"REINFORCE-{name}") for name in REGIMES)
+    for rule in RULES[1:]
+} | {f"REINFORCE, {name} against on policy": ((f"REINFORCE-{name}", "REINFORCE-onpolicy"),) for name in REGIMES}
+
 STUDY = sandbox_study(
     name="off-policy",
     question=__doc__,
     arms=ARMS,
     baseline="REINFORCE-onpolicy",
     setting="rule and staleness",
+    contrasts=CONTRASTS,
 )

@@ -9,6 +9,9 @@ from search_spaces.family import Family, Settings
 from search_spaces.language_model import PPO
 from trainable.study_config import StudyConfig
 
+Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
+"""What is compared, in words -> pairs of arms that differ in it alone: the first minus the second."""
+
 
 def _nothing() -> Settings:
     return MappingProxyType({})
@@ -56,6 +59,7 @@ class Study:
     title: the heading of the summary log. summary: what its lines say of a run before its times, the first field being
     its name; summary_times: the times, see `tune_study.summary.run_times`. presets: what a preset sets for this study.
     baseline: the value that others are compared with. smoke: what --smoke sets, to try out a study in seconds.
+    contrasts: what the question compares, said before anything is run.
     seeds: of each arm where nobody asks for a number; None: the preset's.
 
     Templates may use the words of the study's family. Of language models: {model} (last part of the model's path),
@@ -91,3 +95,4 @@ class Study:
     seeds: int | None = None
     include_zero_option: bool = True
     smoke: Settings = field(default_factory=_nothing)
+    contrasts: Contrasts = field(default_factory=dict)

@@ -135,6 +135,7 @@ def study_entry(plan: StudyPlan) -> dict[str, Any]:
         "preset_reason": plan.preset_reason,
         "axis": {"setting": axis.setting, "option": axis.option, "values": list(plan.values)},
         "baseline": plan.baseline,
+        "contrasts": [{"name": name, "pairs": pairs} for name, pairs in plan.study.contrasts.items()],
         "seeds": list(plan.seeds),
         "runs": [run_entry(spec) for spec in plan.runs],
         "settings": plan.base.model_dump(mode="json"),

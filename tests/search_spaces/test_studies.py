@@ -2,12 +2,14 @@ import subprocess
 import sys
 from string import Formatter
 
+import numpy as np
 import pytest
 
 from search_spaces import STUDIES
 from search_spaces.family import value_label
 from search_spaces.language_model import PPO
 from search_spaces.presets import PRESETS
+from search_spaces.sandbox_age_not_capacity import decay_for
 from search_spaces.study import Study
 from trainable.config import canonical_key, field_names, with_overrides
 from trainable.stop_rules import RULES
@@ -152,6 +154,62 @@ def test_a_study_names_only_what_there_is(study: Study) -> None:
     assert {name for template in templates for name in names_in(template)} <= words
     assert names_in(study.probe_log) <= words | {"step", "val"}
     assert study.question.strip().endswith("?")
+
+
+@ALL
+def test_contrasts_are_of_different_arms_of_the_study(study: Study) -> None:
+    for pairs in study.contrasts.values():
+        assert pairs
+        assert len(set(pairs)) == len(pairs)
+        for first, second in pairs:
+            assert first != second
+            assert {first, second} <= set(study.axis.grids["laptop"])
+
+
+def fields_that_differ(study: Study, first: str, second: str) -> set[str]:
+    ours, theirs = (arm(study, "laptop", value) for value in (first, second))
+    return {name for name in field_names(study.family.config) if get(ours, name) != get(theirs, name)}
+
+
+# Study and beginning of a contrast -> the settings that its pairs differ in.
+DIFFER_IN = {
+    ("entropy-mechanism", "GRPO without"): {"std_normalization"},
+    ("entropy-mechanism", "DAPO without"): {"std_normalization"},
+    ("entropy-mechanism", "DrGRPO"): {"method"},
+    ("entropy-mechanism", "clip"): {"clip_low", "clip_high"},
+    ("entropy-mechanism", "without the KL"): {"grpo_beta"},
+    ("matched-updates", "TPO against GRPO"): {"method"},
+    ("matched-updates", "TPO, eight"): {"inner_epochs"},
+    ("matched-updates", "GRPO, eight"): {"inner_epochs"},
+    ("matched-updates", "TPO with one"): {"method", "group_size"},
+    ("matched-updates", "DG, four"): {"inner_epochs"},
+    ("age-not-capacity", "capacity"): {"replay_capacity", "replay_age_decay"},
+    ("age-not-capacity", "mean age"): {"replay_age_decay"},
+    ("off-policy", "REINFORCE, "): {"delay", "inner_epochs"},
+    **{("off-policy", f"{rule} against"): {"method"} for rule in ("PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")},
+}
+
+
+@ALL
+def test_the_pairs_of_a_contrast_differ_in_what_it_says(study: Study) -> None:
+    for name, pairs in study.contrasts.items():
+        (said,) = [fields for (of, start), fields in DIFFER_IN.items() if of == study.name and name.startswith(start)]
+        found = [fields_that_differ(study, *pair) for pair in pairs]
+        assert set().union(*found) <= said
+        assert all(found)
+
+
+@pytest.mark.parametrize("capacity", [8, 16, 32])
+@pytest.mark.parametrize("age", [1.5, 3.5])
+def test_the_decay_gives_the_wanted_mean_age(capacity: int, age: float) -> None:
+    decay = decay_for(age, capacity)
+    ages = np.arange(capacity)
+    assert np.average(ages, weights=np.exp(-decay * ages)) == pytest.approx(age, rel=1e-3)
+
+
+def test_no_decay_gives_a_mean_age_beyond_that_of_a_uniform_draw() -> None:
+    with pytest.raises(ValueError, match=r"a buffer of 8 batches has no mean age of 3\.6"):
+        decay_for(3.6, 8)
 
 
 def names_in(template: str) -> set[str]:
