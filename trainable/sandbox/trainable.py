@@ -9,6 +9,7 @@ import torch
 from ray import tune
 
 from trainable.checkpoint import CheckpointError, read_checkpoint, write_checkpoint
+from trainable.config import with_overrides
 from trainable.full_disk import until_written
 from trainable.run_files import hold
 from trainable.sandbox.config import UpdateRuleConfig
@@ -36,7 +37,7 @@ class SandboxTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no type
 
     def setup(self, config: dict[str, Any]) -> None:
         """Build the trainer of the runs that have not ended, and continue from their newest common state."""
-        self.settings = settings_of(config["settings"])
+        self.settings = with_overrides(UpdateRuleConfig(), config["settings"])
         self.interrupt = Path(config["interrupt"]) if config.get("interrupt") else None
         identity = {"study": config["study"], "arm": config["arm"]}
         self.runs = {int(member["seed"]): MemberRun(member, identity, self.settings) for member in config["members"]}
@@ -150,12 +151,3 @@ class SandboxTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no type
         for seed in self.trainer.seeds:
             run = self.runs[seed]
             run.rows = [row for row in run.rows if row["step"] < self.trainer.step_index]
-
-
-def settings_of(dotted: Mapping[str, Any]) -> UpdateRuleConfig:
-    """UpdateRuleConfig's defaults with the `dotted` fields in their place; pydantic.ValidationError names a bad one."""
-    data: dict[str, Any] = {"trainer": {}}
-    for key, value in dotted.items():
-        section, _, name = key.rpartition(".")
-        (data[section] if section else data)[name] = value
-    return UpdateRuleConfig.model_validate(data)

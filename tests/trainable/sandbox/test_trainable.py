@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from trainable.checkpoint import read_checkpoint
 from trainable.run_files import BusyError, read_rows
 from trainable.sandbox import trainable as sandbox_trainable
 from trainable.sandbox.records import TIME_COLUMNS
-from trainable.sandbox.trainable import SandboxTrainable, settings_of
+from trainable.sandbox.trainable import SandboxTrainable
 
 Report = dict[str, Any]
 SMALL = {
@@ -298,10 +297,3 @@ def test_tune_may_ask_for_a_checkpoint_and_give_it_back(tmp_path: Path, start: S
     second = start(tmp_path / "b")
     second.load_checkpoint(str(tmp_path / "tune"))
     assert {run: timeless(row) for run, row in second.step()["rows"].items()} == wanted
-
-
-def test_settings_are_dotted_fields_and_checked() -> None:
-    settings = settings_of({"lr": 0.1, "trainer.test_freq": 7})
-    assert (settings.lr, settings.trainer.test_freq, settings.delay) == (0.1, 7, 0)
-    with pytest.raises(ValidationError, match="lrr"):
-        settings_of({"lrr": 0.1})
