@@ -15,7 +15,7 @@ from analysis.page import inline_svg, settings_rows
 from analysis.published.cells import POOLED
 from analysis.published.update_rule_sandbox import SOURCE
 from analysis.reproduction import reproduction, tally
-from analysis.verdicts import LEVEL, p_value, stops, unfinished
+from analysis.verdicts import LEVEL, p_value, signed, stops, unfinished
 from trainable.sandbox.records import TRIAL_COLUMNS
 
 Row = dict[str, Any]
@@ -99,7 +99,8 @@ def _said(row: Row | None) -> str:
     """The difference of an arm to the baseline in words; a dash for the baseline itself, and for what is not tested."""
     if row is None or np.isnan(row["p_holm"]):
         return "–"
-    return f"{row['difference']:+.4f} against the baseline, Holm p {p_value(row['p_holm'])}"
+    word = "no difference resolved" if row["p_holm"] >= LEVEL else "lower" if row["difference"] < 0 else "higher"
+    return f"{word}: {signed(row['difference'], 4)} against the baseline, Holm {p_value(row['p_holm'])}"
 
 
 def _by_column(rows: list[Row], compared: pd.DataFrame) -> list[Row]:

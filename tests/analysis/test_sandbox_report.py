@@ -201,3 +201,17 @@ def test_the_mean_of_every_run_has_no_step_that_one_run_alone_has(folder: Path) 
     means = [line for axes in figure.axes for line in axes.lines if line.get_linewidth() == 2.2]
     assert means
     assert all(step % 20 == 0 for line in means for step in line.get_xdata())
+
+
+def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path) -> None:
+    runs = [*seeds("DG", DG), *seeds("GRPO", (0.5, 0.52, 0.51)), *seeds("TPO", (0.31, 0.33, 0.36))]
+    write_sandbox(tmp_path, runs)
+    write_sandbox(tmp_path, seeds("DG", DG), MadeStudy("some-study"))
+    found = checked(report.write_index(tmp_path).read_text())
+    words = " ".join(found.text.split())
+    assert found.links == ["results/sandbox_influence/report.html", "results/sandbox_some-study/report.html"]
+    assert "influence 9 runs: 9 completed" in words
+    assert re.search(r"DG 0\.3300 – .*GRPO 0\.5100 higher: \+0\.1800 against the baseline, Holm p", words)
+    assert re.search(r"TPO 0\.3333 no difference resolved: \+0\.0033 against the baseline, Holm p", words)
+    assert words.count("Beside the published numbers") == 1
+    assert "3 published cells: 2 agree" in words
