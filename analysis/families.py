@@ -7,6 +7,7 @@ new one is a value in `FAMILIES` and, where its report differs, an entry in `ana
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import trainable.sandbox.records as sandbox
@@ -127,8 +128,8 @@ def _update_rules(rows: Sequence[Row]) -> Row:
         **{name: final.get(name.removeprefix("final_")) for name in finals},
         "first_step_entropy_low": _first(rows, "entropy", LOW_ENTROPY),
         "first_step_error_zero": _first(rows, "test_error", 0.0),
-        "mean_replay_age": _mean(rows, "age_mean"),
-        "mean_effective_age": _mean(rows, "effective_age"),
+        "mean_replay_age": _mean_over_batches(rows, "age_mean"),
+        "mean_effective_age": _mean_over_batches(rows, "effective_age"),
     }
 
 
@@ -137,9 +138,16 @@ def _first(rows: Sequence[Row], column: str, most: float) -> Any:
     return next((row["step"] for row in rows if row.get(column) is not None and row[column] <= most), None)
 
 
-def _mean(rows: Sequence[Row], column: str) -> float | None:
-    found = [row[column] for row in rows if row.get(column) is not None]
-    return sum(found) / len(found) if found else None
+def _mean_over_batches(rows: Sequence[Row], column: str) -> float | None:
+    """The mean of a column that is itself a mean over the batches since the row before; None where no row has it.
+
+    A row with a loss was written after the batch of its step, one without before it, so rows stand for unequal numbers
+    of batches: the first one of a run without delay for a single one, of age 0.
+    """
+    done = [row["step"] + (row.get("loss") is not None) for row in rows]
+    counts = [after - before for before, after in pairwise([0, *done])]
+    found = [(count, row[column]) for count, row in zip(counts, rows, strict=True) if row.get(column) is not None]
+    return sum(count * value for count, value in found) / sum(count for count, _ in found) if found else None
 
 
 def _of_files(column: Column) -> bool:

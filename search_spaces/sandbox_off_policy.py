@@ -1,7 +1,9 @@
 """Do rules that correct for importance ratios differ at all, and for the better, where the ratios are not 1?
 
-On policy and with one update a batch they are one algorithm, and every published run of them was such a run. Here each
-is run with batches that are one and four updates old, and with four updates a batch.
+On policy and with one update a batch REINFORCE, PG, TrajPG, ASPO and R2VPO are one algorithm, and every published run
+of them was such a run. Here each is run with batches that are one and four updates old, and with four updates a batch;
+PMDMean, whose baseline is the mean of the batch, and DG, which corrects nothing, are beside them. A rule is to be held
+against REINFORCE of the same staleness; REINFORCE-onpolicy tells what the staleness costs.
 """
 
 from search_spaces.family import Settings

@@ -56,7 +56,7 @@ _LEAK = "the rule pushes unscored positions up whatever was sampled, separators 
 _FIRST_ZERO = "three seeds on a grid of 50 steps, and in a second implementation the order of the rules changed"
 _EQUAL_DG = "rewards in [0, 1] deviate by at most 0.5, so that the filter keeps every batch: this is DG"
 _ROW_LEVEL = "pooled over 45 logged rows: the spread is that of rows, and no test between seeds can use it"
-_AGE_ROWS = f"{_ROW_LEVEL}; the published rows start at step 4, after the delay, and ours at step 0"
+_AGE_ROWS = f"{_ROW_LEVEL}; the rows are those of steps 4, 24, ..., 284, there and here"
 _EARLY = "over early steps, of which no document says how many: ours are over all steps"
 _NO_SEED = "no published seed gets there: a count of seeds, without a mean"
 

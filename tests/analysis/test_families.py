@@ -84,7 +84,7 @@ def test_rows_start_at_step_0_and_a_run_comes_to_its_last_row(tmp_path: Path) ->
     assert np.isnan(high["first_step_entropy_low"])
 
 
-def test_the_first_step_is_the_first_and_ages_are_means_over_rows_that_have_one(tmp_path: Path) -> None:
+def test_the_first_step_is_the_first_and_a_row_counts_as_many_batches_as_its_age_is_over(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [MadeRun("DG", steps=60)], SHORT)
     path = folder / "runs" / "DG-seed0" / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -92,11 +92,13 @@ def test_the_first_step_is_the_first_and_ages_are_means_over_rows_that_have_one(
         {"entropy": 0.5, "age_mean": 4.0},
         {"entropy": 0.05, "age_mean": 6.0},
         {"entropy": 0.5},
-        {"entropy": 0.01},
+        {"entropy": 0.01, "age_mean": 8.0},
     ]
     path.write_text("".join(json.dumps({**row, **change}) + "\n" for row, change in zip(rows, changes, strict=True)))
     trial = read_run(folder).trials.iloc[0]
-    assert (trial["first_step_entropy_low"], trial["mean_replay_age"]) == (20, 5.0)
+    assert trial["first_step_entropy_low"] == 20
+    batches = {4.0: 1, 6.0: 20, 8.0: 19}  # of step 0; of 1 to 20; of 41 to 59, as no batch follows the last evaluation
+    assert trial["mean_replay_age"] == pytest.approx(sum(age * n for age, n in batches.items()) / 40)
     assert np.isnan(trial["mean_effective_age"])
 
 

@@ -1,8 +1,8 @@
 """The columns that a run of the update-rule sandbox may write: name, unit, formula. docs/metrics.md has them too.
 
 A row is one evaluation: `step` is the number of batches trained on so far, so the first row, of step 0, is of the first
-weights, and the last is that of the trained ones. Columns of a batch are of the batch of that step, after the
-evaluation; the last row has none.
+weights, and the last is that of the trained ones; with a delay, the first row is that of step `delay`. Columns of a
+batch are of the batch of that step, after the evaluation; the last row has none.
 """
 
 from trainable.records import Column
@@ -21,7 +21,7 @@ EVALUATION_COLUMNS: tuple[Column, ...] = (
 )
 
 RULE_COLUMNS: tuple[Column, ...] = (
-    Column("reward", "reward", "mean reward of the batch, noise included"),
+    Column("reward", "reward", "mean reward, noise included, of the rollouts trained on: without uniform groups"),
     Column("iw_mean", "1", "PG, TrajPG, MaxRL: mean capped importance weight"),
     Column("ratio_mean", "1", "rules with ratios: mean ratio of new to sampling probability; ASPO: the flipped one"),
     Column("weight_mean", "1", "ASPO, LogGrowth: mean weight of a sample"),
@@ -120,6 +120,6 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column("final_greedy_separator_rate", "share", "greedy_separator_rate of the last row"),
     Column("first_step_entropy_low", "steps", "first evaluated step with an entropy of at most 0.1; missing: none"),
     Column("first_step_error_zero", "steps", "first evaluated step with test_error 0; missing: none"),
-    Column("mean_replay_age", "updates", "mean of age_mean over the rows that trained"),
-    Column("mean_effective_age", "updates", "mean of effective_age over the rows that trained"),
+    Column("mean_replay_age", "updates", "mean age of all batches that were trained on, from age_mean"),
+    Column("mean_effective_age", "updates", "the same mean of effective_age"),
 )
