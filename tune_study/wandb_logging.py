@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ray import tune
 
 from trainable.run_files import GRADIENTS
+from tune_study import carried
 from tune_study.outputs import read_status
 from tune_study.plan import RunSpec, StudyPlan
 from tune_study.wandb_sync import Uploads
@@ -48,28 +49,37 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._thread.start()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run starts, or starts again."""
+        """Runs start, or start again."""
         if not trial.config["finished"]:
-            self._events.put(_Event("start", trial.config["run_id"]))
+            self._tell(*(_Event("start", run_id) for run_id in carried.run_ids(trial.config)))
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
-        """A training step is done."""
+        """Training steps are done."""
         if not trial.config["finished"]:
-            self._events.put(_Event("row", trial.config["run_id"], int(result.get("step") or 0), loggable(result)))
+            rows = carried.rows(trial.config, result).items()
+            self._tell(*(_Event("row", run_id, int(row.get("step") or 0), loggable(row)) for run_id, row in rows))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run has ended well."""
-        self._events.put(_Event("end", trial.config["run_id"]))
+        """Runs have ended, all well but those whose status says that they failed beside others."""
+        for run_id in carried.run_ids(trial.config):
+            self._tell(_Event("end", run_id, exit_code=int(self._has_failed(run_id))))
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run has failed; where that was final, its status says so by now."""
-        status = read_status(self._plan.run_dir(trial.config["run_id"]))
-        if status is not None and status.status == "failed":
-            self._events.put(_Event("end", trial.config["run_id"], exit_code=1))
+        """Runs have failed; where that was final, their statuses say so by now."""
+        failed = [run_id for run_id in carried.run_ids(trial.config) if self._has_failed(run_id)]
+        self._tell(*(_Event("end", run_id, exit_code=1) for run_id in failed))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A run has failed."""
-        self._events.put(_Event("end", trial.config["run_id"], exit_code=1))
+        """Runs have failed."""
+        self._tell(*(_Event("end", run_id, exit_code=1) for run_id in carried.run_ids(trial.config)))
+
+    def _has_failed(self, run_id: str) -> bool:
+        status = read_status(self._plan.run_dir(run_id))
+        return status is not None and status.status == "failed"
+
+    def _tell(self, *events: _Event) -> None:
+        for event in events:
+            self._events.put(event)
 
     def close(self, patience: float = PATIENCE_S) -> bool:
         """End what is open; whether all was written, and uploaded where that was asked for, in `patience` seconds."""

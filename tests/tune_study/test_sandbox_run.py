@@ -146,6 +146,14 @@ def test_a_killed_study_goes_on_with_the_same_rows(tmp_path: Path) -> None:
         assert status["status"] == "completed"
 
 
+def test_runs_of_one_trial_are_runs_of_their_own_in_wandb(ray_session: None, tmp_path: Path) -> None:
+    plan = plan_in(tmp_path, 2, ("DG",))
+    console = Console(record=True, width=200, force_terminal=False)
+    assert execute(plan, preflight(plan, None, (), 2, None, real=True), "offline", console) == 0
+    ids = sorted(path.stem.removeprefix("run-") for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert ids == sorted(f"{spec.run_id}-{spec.config.config_hash()}" for spec in plan.runs)
+
+
 def test_the_suite_names_studies_with_a_smoke_form() -> None:
     for study in SUITES["sandbox-evidence"]:
         assert STUDIES[study].smoke
