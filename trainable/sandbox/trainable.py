@@ -63,6 +63,7 @@ class SandboxTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no type
                 break
             except (CheckpointError, ValueError, KeyError) as error:
                 self.notes.append(f"states of step {step} are not used: {error}")
+                self.trainer = make_trainer(self.settings, self.trainer.seeds)  # nothing of what was half read
         if self.notes:
             # A run is a function of its settings and seed: whatever it goes back to, it writes the same rows again.
             self.notes.append(f"the runs go on after step {self.trainer.step_index}")

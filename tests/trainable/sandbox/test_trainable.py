@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainable.checkpoint import read_checkpoint
+from trainable.checkpoint import read_checkpoint, write_checkpoint
 from trainable.run_files import BusyError, read_rows
 from trainable.sandbox import trainable as sandbox_trainable
 from trainable.sandbox.records import TIME_COLUMNS
@@ -144,6 +144,21 @@ def test_an_interrupted_trial_writes_its_states_at_once(tmp_path: Path, start: S
     assert [path.name for path in (tmp_path / "s1" / "state").iterdir()] == ["step_2"]
     interrupt.unlink()
     to_the_end(start(tmp_path, trainer__resume_every=100))
+    assert written(tmp_path) == written(straight[0])
+
+
+def test_nothing_stays_of_a_state_that_is_refused_in_part(tmp_path: Path, start: Start, straight: Any) -> None:
+    first = start(tmp_path)
+    for _ in range(2):
+        first.step()
+    for seed in (0, 1):
+        for folder in list((tmp_path / f"s{seed}" / "state").iterdir()):
+            tensors, values = read_checkpoint(folder)
+            shutil.rmtree(folder)
+            write_checkpoint(folder, tensors, {name: value for name, value in values.items() if name != "batches"})
+    again = start(tmp_path, trainer__resume_every=100)
+    assert again.trainer.step_index == 0
+    to_the_end(again)
     assert written(tmp_path) == written(straight[0])
 
 
