@@ -2,7 +2,10 @@
 
 The documents say that the division drives the decay and that the clip, downstream of it, does not matter; they ran
 neither ablation. Here all rules of the family cross the division, three clips, and the KL to the sampling policy. DAPO
-has no such KL; its upper clip stays 1.4 times the lower one.
+has no such KL; its upper clip stays 1.4 times the lower one. The outcome is the entropy, its mean over the run first.
+Without the division a KL coefficient weighs about 1 / deviation times more against the surrogate, so only the pairs
+without KL isolate the division. DrGRPO is GRPO without division times the number of tokens: clipping of gradients and
+Adam's epsilon tell them apart.
 """
 
 from search_spaces.family import Settings
@@ -50,6 +53,9 @@ def _clips(tight: str, wide: str) -> tuple[tuple[str, str], ...]:
 
 CONTRASTS: Contrasts = {
     "GRPO without the division by the deviation": tuple((f"GRPO-nostd-{end}", f"GRPO-{end}") for end in _GRPO_ENDS),
+    "the same where no KL acts": tuple(
+        (f"GRPO-nostd-{end}", f"GRPO-{end}") for end in _GRPO_ENDS if end.endswith("beta0")
+    ),
     "DAPO without the division by the deviation": tuple((f"DAPO-nostd-{end}", f"DAPO-{end}") for end in _ENDS["DAPO"]),
     "DrGRPO (no division, sum over tokens) against GRPO": tuple((f"DrGRPO-{end}", f"GRPO-{end}") for end in _GRPO_ENDS),
     "clip 0.05 against 0.2": _clips("0.05", "0.2"),

@@ -11,17 +11,23 @@ from search_spaces.sandbox import sandbox_study
 from search_spaces.study import Contrasts
 
 RULES = ("REINFORCE", "PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")
+ON_POLICY = ("REINFORCE", "PMDMean", "DG")
+"""Those that differ on policy: the first stands for the five that do not."""
 REGIMES: dict[str, Settings] = {"delay1": {"delay": 1}, "delay4": {"delay": 4}, "epochs4": {"inner_epochs": 4}}
 
 ARMS: dict[str, Settings] = {
-    "REINFORCE-onpolicy": {"method": "REINFORCE"},
+    **{f"{rule}-onpolicy": {"method": rule} for rule in ON_POLICY},
     **{f"{rule}-{name}": {"method": rule, **regime} for name, regime in REGIMES.items() for rule in RULES},
 }
 
 CONTRASTS: Contrasts = {
     f"{rule} against REINFORCE off policy": tuple((f"{rule}-{name}", f"REINFORCE-{name}") for name in REGIMES)
     for rule in RULES[1:]
-} | {f"REINFORCE, {name} against on policy": ((f"REINFORCE-{name}", "REINFORCE-onpolicy"),) for name in REGIMES}
+} | {
+    f"{rule}, {name} against on policy": ((f"{rule}-{name}", f"{rule}-onpolicy"),)
+    for rule in ON_POLICY
+    for name in REGIMES
+}
 
 STUDY = sandbox_study(
     name="off-policy",

@@ -174,6 +174,7 @@ def fields_that_differ(study: Study, first: str, second: str) -> set[str]:
 # Study and beginning of a contrast -> the settings that its pairs differ in.
 DIFFER_IN = {
     ("entropy-mechanism", "GRPO without"): {"std_normalization"},
+    ("entropy-mechanism", "the same where"): {"std_normalization"},
     ("entropy-mechanism", "DAPO without"): {"std_normalization"},
     ("entropy-mechanism", "DrGRPO"): {"method"},
     ("entropy-mechanism", "clip"): {"clip_low", "clip_high"},
@@ -185,7 +186,7 @@ DIFFER_IN = {
     ("matched-updates", "DG, four"): {"inner_epochs"},
     ("age-not-capacity", "capacity"): {"replay_capacity", "replay_age_decay"},
     ("age-not-capacity", "mean age"): {"replay_age_decay"},
-    ("off-policy", "REINFORCE, "): {"delay", "inner_epochs"},
+    **{("off-policy", f"{rule}, "): {"delay", "inner_epochs"} for rule in ("REINFORCE", "PMDMean", "DG")},
     **{("off-policy", f"{rule} against"): {"method"} for rule in ("PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")},
 }
 

@@ -42,6 +42,11 @@ REJECTIONS: tuple[Rejection, ...] = (
         "replay_capacity above delay",
     ),
     Rejection(
+        lambda c: c.delay >= c.trainer.total_training_steps,
+        "delay={c.delay} is not over after total_training_steps={c.trainer.total_training_steps} steps, all on fresh "
+        "batches: set num_steps above delay",
+    ),
+    Rejection(
         lambda c: c.task in ("chain_arithmetic", "format_answer") and c.seq_len < 2,
         "task={c.task} adds tokens of the prompt and needs two of them: set seq_len=2 or more",
     ),

@@ -61,7 +61,7 @@ class SandboxTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no type
             try:
                 self.trainer.load_states([run.state(step) for run in runs])
                 break
-            except (CheckpointError, ValueError, KeyError) as error:
+            except (CheckpointError, ValueError, KeyError, TypeError, RuntimeError) as error:
                 self.notes.append(f"states of step {step} are not used: {error}")
                 self.trainer = make_trainer(self.settings, self.trainer.seeds)  # nothing of what was half read
         if self.notes:

@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from tests.strategies_update_rules import NEEDS
 from trainable.config import explain
-from trainable.sandbox.config import UpdateRuleConfig
+from trainable.sandbox.config import RunnerConfig, UpdateRuleConfig
 from trainable.sandbox.methods import (
     BANDITS,
     CANDIDATE,
@@ -51,6 +51,7 @@ NUMBERS: list[Case] = [
     *every(DELIGHT, {"eta": 0}, "set eta=1"),
     *every(("PMDMean",), {"eta": 0}, "set eta=1"),
     *every(TARGET, {"tpo_eta": 0}, "set tpo_eta=1"),
+    ({"delay": 1000}, "set num_steps above delay"),
     *every(CLIPPED, {"clip_low": 1.0}, "set clip_low=0.2"),
 ]
 SHAPES: list[Case] = [
@@ -125,7 +126,8 @@ def test_every_rejection_of_the_table_is_some_case() -> None:
     """And each is the first that applies to one of them, so that none is out of reach."""
     seen = set()
     for settings, _ in (*NUMBERS, *SHAPES, *NOISES, *REGIMES):
-        config = UpdateRuleConfig.model_construct(**settings)
+        length = RunnerConfig.model_construct(**settings.get("trainer", {}))
+        config = UpdateRuleConfig.model_construct(**{**settings, "trainer": length})
         first = next((i for i, item in enumerate(REJECTIONS) if item.applies(config)), None)
         seen.add(first)
     assert seen - {None} == set(range(len(REJECTIONS)))
