@@ -68,6 +68,7 @@ def test_shapes_are_those_of_the_models_they_are_named_for(gpu_step: ModuleType,
     assert sum(weight.numel() for weight in model.parameters()) == parameters
 
 
+@pytest.mark.slow
 def test_the_sandbox_is_measured_together_and_one_by_one() -> None:
     command = [sys.executable, "-W", "error", str(FOLDER / "update_rules.py"), "--steps", "1", "--seeds", "2"]
     done = subprocess.run(command, capture_output=True, text=True)

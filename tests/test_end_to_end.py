@@ -73,6 +73,7 @@ def test_trials_agree_with_rays_own_frame(straight: Path) -> None:
             np.testing.assert_allclose(rays, last[column.name].astype(float), rtol=1e-12, err_msg=column.name)
 
 
+@pytest.mark.slow  # faults/test_kills.py has it with harder ends
 def test_interrupted_and_resumed_equals_straight_through(straight: Path, tmp_path: Path) -> None:
     driver = subprocess.Popen([*COMMAND, f"--output={tmp_path}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     rows = tmp_path / RUN / "runs" / "sokoban_entropy_sweep_nofilter_0-sokoban-tiny" / "metrics.jsonl"

@@ -22,7 +22,7 @@ from search_spaces.language_model import PPO
 from search_spaces.presets import PRESETS
 from search_spaces.study import Study
 from trainable.aliases import ALIASES
-from trainable.config import ConfigError, RunConfig, field_names, with_overrides
+from trainable.config import ConfigError, field_names, with_overrides
 from trainable.setting_types import LARGEST_WHOLE_NUMBER
 from trainable.study_config import StudyConfig
 from tune_study.cli import app
@@ -381,27 +381,33 @@ json_values = st.recursive(
 )
 
 
-def overrides() -> st.SearchStrategy[dict[str, object]]:
-    """Dotted keys, most of them right, with values that are right now and then."""
-    choices = [choice for field in fields().values() for choice in field.get("enum", ())]
+Overrides = tuple[type[StudyConfig], dict[str, object]]
+
+
+def overrides(kind: type[StudyConfig]) -> st.SearchStrategy[Overrides]:
+    """Dotted keys of a configuration, most of them right, with values that are right now and then."""
+    choices = [choice for field in fields(kind).values() for choice in field.get("enum", ())]
     right = st.one_of(st.integers(0, 64), st.floats(0, 1), st.booleans(), st.sampled_from(choices))
-    keys = one_kind([*[st.sampled_from([*field_names(), *ALIASES])] * 9, texts])
-    return st.dictionaries(keys, one_kind([right, right, right, json_values]), max_size=3)
+    keys = one_kind([*[st.sampled_from([*field_names(kind), *kind.aliases])] * 9, texts])
+    changes = st.dictionaries(keys, one_kind([right, right, right, json_values]), max_size=3)
+    return st.tuples(st.just(kind), changes)
 
 
-def check_settings(changes: Mapping[str, object]) -> str:
-    """A RunConfig that JSON keeps as it is, or ConfigError with a message for one line."""
+def check_settings(found: Overrides) -> str:
+    """A configuration that JSON keeps as it is, or ConfigError with a message for one line."""
+    kind, changes = found
     try:
-        config = with_overrides(RunConfig(), changes)
+        config = with_overrides(kind.model_validate({}), changes)
     except ConfigError as error:
         assert_clear(f"tune_study: {error}\n")
         return "ConfigError"
     written = json.dumps(config.model_dump(mode="json"), allow_nan=False).encode()
-    again = RunConfig.model_validate(json.loads(written))
+    again = kind.model_validate(json.loads(written))
     assert (again, again.config_hash()) == (config, config.config_hash())
-    return "RunConfig"
+    return "a configuration"
 
 
 def check_configurations(examples: int, derandomize: bool = True) -> Tally:
     """Any keys and values from Python give a configuration or a ConfigError."""
-    return hunt(overrides(), check_settings, examples, derandomize)
+    kinds = one_kind([overrides(family.config) for family in FAMILIES.values()])
+    return hunt(kinds, check_settings, examples, derandomize)

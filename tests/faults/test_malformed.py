@@ -7,6 +7,8 @@ import pytest
 
 from analysis.frames import FRAMES, same_rows
 from analysis.load import read_run
+from search_spaces import FAMILIES
+from search_spaces.family import Family
 from tests.faults import malformed, malformed_folders
 from tests.faults.malformed import assert_refused, check_any_line, check_line, check_settings
 from tests.faults.malformed_folders import (
@@ -19,6 +21,7 @@ from tests.faults.malformed_folders import (
     contents,
     write_good,
 )
+from trainable.config import RunConfig
 from trainable.run_files import read_rows
 from tune_study.plan import MOST_SEEDS
 
@@ -64,9 +67,10 @@ def test_lines_that_were_answered_badly_once(line: tuple[str, ...]) -> None:
     check_line(line)
 
 
-def test_there_are_as_many_seeds_as_the_settings_take() -> None:
-    assert check_settings({"seed": MOST_SEEDS - 1}) == "RunConfig"
-    assert check_settings({"seed": MOST_SEEDS}) == "ConfigError"
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_there_are_as_many_seeds_as_the_settings_take(family: Family) -> None:
+    assert check_settings((family.config, {"seed": MOST_SEEDS - 1})) == "a configuration"
+    assert check_settings((family.config, {"seed": MOST_SEEDS})) == "ConfigError"
 
 
 def test_a_home_folder_of_nobody_is_a_folder_of_that_name() -> None:
@@ -90,7 +94,7 @@ def test_numbers_beyond_what_python_prints_are_refused() -> None:
         deep = [deep]
     for key in ("actor.kl_loss_coef", "actor.lr", "env.env_groups", "trainer.save_freq", "actor.betas", "model.path"):
         for value in (10**400, 10**5000, [10**5000], deep, {"a": deep}):
-            assert check_settings({key: value}) == "ConfigError"
+            assert check_settings((RunConfig, {key: value})) == "ConfigError"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_numbers_beyond_what_python_prints_are_refused() -> None:
     [
         (malformed.check_command_lines, 400, {"refused by tune_study", "refused by the parser"}),
         (malformed.check_arbitrary_lines, 300, {"planned", "refused"}),
-        (malformed.check_configurations, 400, {"RunConfig", "ConfigError"}),
+        (malformed.check_configurations, 400, {"a configuration", "ConfigError"}),
         (malformed_folders.check_reports, 10, {"exit 0"}),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -124,6 +124,7 @@ def command(output: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "tune_study", "run", "sandbox", "--output", str(output), *mine, *rest, *words]
 
 
+@pytest.mark.slow
 def test_a_killed_study_goes_on_with_the_same_rows(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     done = subprocess.run(command(whole), capture_output=True, text=True, check=False)
