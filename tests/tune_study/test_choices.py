@@ -1,0 +1,77 @@
+"""What the options of `run` mean for studies of other families, and for suites."""
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from search_spaces import STUDIES, SUITES
+from tune_study.cli import app
+from tune_study.plan import find_study
+
+
+def run(folder: Path, *words: str) -> tuple[int, str, str]:
+    """Exit code, what is shown and what is said of `run ... --dry-run` into `folder`, where nothing is left."""
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(folder)}
+    done = CliRunner(env=environment).invoke(app, ["run", *words, "--output", str(folder), "--dry-run"])
+    assert not list(folder.iterdir())
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "influence --model sokoban-tiny",
+            "--model does not belong to study influence, which has no setting model",
+        ),
+        ("influence --gpu-memory-utilization 0.5", "--gpu-memory-utilization does not belong to study influence"),
+        ("influence --gpus-per-exp 1", "n_gpus_per_node=1.0` cannot be used"),
+        ("influence --rollout_filter_include_zero True", "which filters no groups: leave it out"),
+        ("influence --rollout_filter_strategy top_p", "--rollout_filter_strategy does not belong to study influence"),
+        ("influence --storage /somewhere", "a trial of influence carries all seeds of an arm"),
+        ("influence --groups 1", "--groups does not belong to study influence, whose axis is update rule: type --arms"),
+        (
+            "influence --arms DG,nothing",
+            "--arms nothing is no arm of study influence. A value is one of DG, GRPO, TPO",
+        ),
+        ("influence --set method=CE", "`method` is what the arms of study influence differ in: choose its values with"),
+        ("influence --set lrr=1", "`python -m tune_study settings sandbox` lists all with their meaning"),
+        ("influence --set num_steps=5 --steps 5", "`trainer.total_training_steps` is given twice"),
+        ("sandbox --set method=GRPO --set group_size=1", "leaves nothing to compare: set group_size=2 or more"),
+        ("sandbox-evidence --kl-type kl", "--kl-type does not belong to the studies of sandbox-evidence"),
+        ("sandbox-evidence --arms DG", "--arms DG is no arm of study dense-correction"),
+        ("kl --smoke", "--smoke does not belong to study kl: type --steps N"),
+    ],
+)
+def test_what_a_study_cannot_have_is_said(tmp_path: Path, words: str, message: str) -> None:
+    code, shown, said = run(tmp_path, *words.split())
+    assert (code, shown) == (2, "")
+    assert message in " ".join(said.split())
+
+
+def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
+    code, shown, _ = run(tmp_path, "sandbox_evidence", "--seeds", "10")
+    assert code == 0
+    for number, name in enumerate(SUITES["sandbox-evidence"], 1):
+        assert f"Study {number} of 6: {name}" in shown
+        arms = STUDIES[name].axis.grids["laptop"]
+        assert f"{10 * len(arms)} runs: {STUDIES[name].axis.setting} in {','.join(arms)}" in shown
+
+
+def test_a_smoke_form_changes_what_it_says_and_can_be_changed(tmp_path: Path) -> None:
+    assert "steps a run 8, validation every 4 steps" in run(tmp_path, "influence", "--smoke")[1]
+    assert "steps a run 6, validation every 4 steps" in run(tmp_path, "influence", "--smoke", "--steps", "6")[1]
+
+
+def test_any_combination_names_its_folder(tmp_path: Path) -> None:
+    words = ["--set", "task=chain_reversal", "--set", "method=SCOPELite", "--set", "num_steps=7"]
+    code, shown, _ = run(tmp_path, "sandbox", *words)
+    assert code == 0
+    assert f"results {tmp_path}/results/sandbox_chain_reversal_SCOPELite" in shown
+    assert "steps a run 7" in shown
+
+
+def test_every_study_is_found_by_either_spelling() -> None:
+    for name in STUDIES:
+        assert find_study(name.replace("-", "_")) is STUDIES[name]
