@@ -1,10 +1,11 @@
 """The family of the update-rule sandbox, and what its studies share: the conditions of its documents."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
+from typing import Any
 
 from search_spaces.family import Family, Settings, Shown
-from search_spaces.study import Axis, Contrasts, Study
+from search_spaces.study import Axis, Contrasts, Study, unchanged
 from trainable.sandbox.config import UpdateRuleConfig
 
 TRAINABLE = "trainable.sandbox.trainable:SandboxTrainable"
@@ -24,7 +25,7 @@ REVERSAL: Settings = MappingProxyType(
 """The shared conditions of the published sweeps."""
 
 SMOKE: Settings = MappingProxyType(
-    {"batch_size": 16, "trainer.total_training_steps": 8, "trainer.test_freq": 4, "trainer.resume_every": 4}
+    {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 2, "trainer.resume_every": 4}
 )
 
 _BYTES_OF_A_PARAMETER = 12
@@ -81,6 +82,7 @@ def sandbox_study(
     run: str | None = None,
     smoke: Settings = SMOKE,
     contrasts: Contrasts = MappingProxyType({}),
+    adapt: Callable[[Settings, Any], Settings] = unchanged,
 ) -> Study:
     """A study whose arms are conditions by name; the first paragraph of `question` is asked.
 
@@ -97,6 +99,7 @@ def sandbox_study(
             option="--arms",
             grids={"paper": tuple(arms), "laptop": tuple(arms)},
             named=arms,
+            adapt=adapt,
         ),
         summary="{arm} | task={task} | method={method}",
         summary_times=("total",),

@@ -8,7 +8,7 @@ sampling made of it is measured (mean_replay_age). DG-delayN trains on batches o
 import math
 
 from search_spaces.family import Settings
-from search_spaces.sandbox import sandbox_study
+from search_spaces.sandbox import SMOKE, sandbox_study
 from search_spaces.study import Contrasts
 
 CAPACITIES = (8, 16, 32)
@@ -67,5 +67,5 @@ STUDY = sandbox_study(
     baseline="DG",
     setting="capacity and freshness decay",
     contrasts=CONTRASTS,
-    smoke={"batch_size": 16, "trainer.total_training_steps": 12, "trainer.test_freq": 4, "trainer.resume_every": 4},
+    smoke={**SMOKE, "trainer.total_training_steps": 10, "trainer.test_freq": 5},
 )

@@ -18,5 +18,5 @@ STUDY = sandbox_study(
     fixed={},
     setting="rule and delay",
     run="sandbox_delays_{task}",
-    smoke={**SMOKE, "trainer.total_training_steps": 104},
+    smoke={**SMOKE, "trainer.total_training_steps": 102, "trainer.test_freq": 51},
 )

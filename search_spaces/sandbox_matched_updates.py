@@ -6,11 +6,12 @@ optimizer steps on the same 300 batches, since the documents compare it at 300 w
 """
 
 from search_spaces.family import Settings
-from search_spaces.sandbox import REVERSAL, sandbox_study
+from search_spaces.sandbox import sandbox_study
 from search_spaces.study import Contrasts
+from trainable.sandbox.config import UpdateRuleConfig
 
 EPOCHS = (1, 2, 4, 8)
-UPDATES = 1200
+UPDATES, BATCHES = 1200, 300
 
 ARMS: dict[str, Settings] = {
     **{
@@ -27,7 +28,7 @@ ARMS: dict[str, Settings] = {
         }
         for method in ("TPO", "GRPO")
         for epochs in EPOCHS
-        if UPDATES // epochs != REVERSAL["trainer.total_training_steps"]
+        if UPDATES // epochs != BATCHES
     },
     **{f"DG-epochs{epochs}": {"method": "DG", "inner_epochs": epochs} for epochs in (1, 4)},
 }
@@ -49,11 +50,21 @@ CONTRASTS: Contrasts = {
     "DG, four inner epochs against one": (("DG-epochs4", "DG-epochs1"),),
 }
 
+
+def scaled(settings: Settings, base: UpdateRuleConfig) -> Settings:
+    """An arm's own number of batches, said for 300 of the others, in a study of another length."""
+    own = settings.get("trainer.total_training_steps")
+    if not isinstance(own, int):
+        return settings
+    return {**settings, "trainer.total_training_steps": own * base.trainer.total_training_steps // BATCHES}
+
+
 STUDY = sandbox_study(
     name="matched-updates",
     question=__doc__,
     arms=ARMS,
     baseline="GRPO-epochs4",
     contrasts=CONTRASTS,
+    adapt=scaled,
     setting="rule, inner epochs and batches",
 )

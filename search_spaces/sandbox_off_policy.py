@@ -7,7 +7,7 @@ against REINFORCE of the same staleness; REINFORCE-onpolicy tells what the stale
 """
 
 from search_spaces.family import Settings
-from search_spaces.sandbox import sandbox_study
+from search_spaces.sandbox import SMOKE, sandbox_study
 from search_spaces.study import Contrasts
 
 RULES = ("REINFORCE", "PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")
@@ -36,4 +36,5 @@ STUDY = sandbox_study(
     baseline="REINFORCE-onpolicy",
     setting="rule and staleness",
     contrasts=CONTRASTS,
+    smoke={**SMOKE, "trainer.total_training_steps": 6, "trainer.test_freq": 3},
 )

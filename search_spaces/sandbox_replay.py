@@ -16,5 +16,5 @@ STUDY = sandbox_study(
     baseline="DG",
     setting="rule and buffer",
     fixed={**REVERSAL, "delay": 4},
-    smoke={**SMOKE, "trainer.total_training_steps": 12},
+    smoke={**SMOKE, "trainer.total_training_steps": 7},
 )

@@ -79,7 +79,8 @@ def planned(study: Study, choices: Choices, output: Path, storage: str | None, e
         overrides["model.path"] = absolute_model(str(overrides["model.path"]))
     if choices.smoke:
         overrides = {**_smoke(study), **overrides}
-    plan = make_plan(study, choices.preset, choices.preset_reason, overrides, values, choices.seeds, output)
+    seeds = choices.seeds if choices.seeds is not None or not choices.smoke else 1
+    plan = make_plan(study, choices.preset, choices.preset_reason, overrides, values, seeds, output)
     if storage is not None and study.family.seeds_together:
         raise PlanError(
             f"--storage keeps studies whose trials are one run each, and a trial of {study.name} carries all seeds of "

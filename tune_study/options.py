@@ -166,7 +166,9 @@ Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to the
 MaxConcurrent = Annotated[
     int | None, Option("--max-concurrent", "--max_concurrent", metavar="N", help="Runs at once at most.")
 ]
-Smoke = Annotated[bool, Option("--smoke", help="Try the study out: a few steps on small batches, which show nothing.")]
+Smoke = Annotated[
+    bool, Option("--smoke", help="Try the study out: one seed, a few steps on small batches, which show nothing.")
+]
 DryRun = Annotated[bool, Option("--dry-run", "--dry_run", help="Print the plan; start and write nothing.")]
 Wandb = Annotated[
     str | None,

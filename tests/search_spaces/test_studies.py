@@ -200,6 +200,16 @@ def test_the_pairs_of_a_contrast_differ_in_what_it_says(study: Study) -> None:
         assert all(found)
 
 
+def test_matched_arms_keep_their_optimizer_steps_in_a_study_of_another_length() -> None:
+    study = STUDIES["matched-updates"]
+    for steps, updates in ((300, 1200), (40, 160)):
+        base = with_overrides(base_of(study, "laptop"), {"trainer.total_training_steps": steps})
+        for value in study.axis.grids["laptop"]:
+            if value.endswith("updates1200"):
+                config = with_overrides(base, study.axis.settings(value, base))
+                assert config.trainer.total_training_steps * get(config, "inner_epochs") == updates
+
+
 @pytest.mark.parametrize("capacity", [8, 16, 32])
 @pytest.mark.parametrize("age", [1.5, 3.5])
 def test_the_decay_gives_the_wanted_mean_age(capacity: int, age: float) -> None:
