@@ -8,7 +8,7 @@ very pairs, not about pairs that nobody declared.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -220,7 +220,7 @@ def _notes(own: pd.DataFrame, runs: Mapping[tuple[str, int], Row]) -> Row:
             if math.isnan(value):
                 left_out.setdefault(f"{arm} {_why(run)}", set()).add(str(row["seed"]))
             elif run is not None and run["status"] == "early_stopped" and not math.isnan(row["difference"]):
-                stopped.setdefault(arm, set()).add(f"{row['seed']} (step {run['steps_done']})")
+                stopped.setdefault(arm, set()).add(f"{row['seed']} at step {run['steps_done']}")
     return {"left_out": _listed(left_out), "stopped": _listed(stopped)}
 
 
@@ -261,7 +261,8 @@ def _size(row: Row) -> str:
     numbers = f"{row['difference']:+.4g} [{row['low']:+.4g}, {row['high']:+.4g}] {over}, Holm {p_value(row['p_holm'])}"
     if row["verdict"] != NOT_RESOLVED:
         return numbers
-    return f"{numbers}; one of {max(-row['low'], row['high']):.2g} could have been missed"
+    alone = "; resolved alone, not among the contrasts of this column" if row["p"] < LEVEL else ""
+    return f"{numbers}{alone}; one of up to {max(-row['low'], row['high']):.2g} could have been missed"
 
 
 def _unbalanced(row: Row) -> str:
