@@ -65,7 +65,7 @@ def _curves(axes: Any, runs: pd.DataFrame, means: pd.DataFrame, colors: Mapping[
 
 
 def draw_contrasts(table: pd.DataFrame, singles: pd.DataFrame) -> Figure:
-    """A panel a column, a line a contrast: its difference with its interval, its pairs as open rings, 0 dashed.
+    """A panel a column, a line a contrast: its difference with its interval, below it its pairs as rings, 0 dashed.
 
     table: `contrasts.contrasts`. singles: `contrasts.pairs`.
     """
@@ -79,12 +79,12 @@ def draw_contrasts(table: pd.DataFrame, singles: pd.DataFrame) -> Figure:
             axes.axvline(0, color="#888888", linestyle=(0, (4, 3)), linewidth=1, zorder=0)
             rings = singles[singles["column"] == column]
             axes.scatter(
-                rings["difference"], rings["contrast"].map(height), s=16, facecolor="none", edgecolor="#888888"
+                rings["difference"], rings["contrast"].map(height) - 0.24, s=16, facecolor="none", edgecolor="#888888"
             )
             own = table[table["column"] == column]
             axes.hlines(own["contrast"].map(height), own["low"], own["high"], color=INK, linewidth=2, zorder=3)
             axes.scatter(own["difference"], own["contrast"].map(height), s=30, color=INK, zorder=4)
-            axes.set_xlabel(column)
+            axes.set_xlabel(f"{column},\nfirst minus second")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
         row[0].set_yticks(list(height.values()), [fill(name, 34) for name in names])
         row[0].set_ylim(-len(names) + 0.4, 0.6)
