@@ -147,8 +147,9 @@ def test_every_run_that_a_pair_lacks_is_named(
 def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts(tmp_path: Path) -> None:
     runs = [run for run in FOUR if (run.arm, run.seed) != ("D", 0)]
     runs = [replace(run, status="failed", steps=40) if (run.arm, run.seed) == ("B", 1) else run for run in runs]
+    stopped = {("C", 2), ("A", 1)}  # A's partner of seed 1 failed, so that it counts nowhere
     runs = [
-        replace(run, status="early_stopped", steps=107, stop=UNIFORM) if (run.arm, run.seed) == ("C", 2) else run
+        replace(run, status="early_stopped", steps=107, stop=UNIFORM) if (run.arm, run.seed) in stopped else run
         for run in runs
     ]
     frames = frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"], ["C", "nobody"]]), ("none", [["A", "nobody"]]))
@@ -197,9 +198,12 @@ def test_holm_is_over_the_contrasts_of_one_column(tmp_path: Path) -> None:
 def test_equal_arms_have_no_difference_and_rounding_is_none(tmp_path: Path) -> None:
     runs = [run for arm in "ABCD" for run in seeds(arm, (0.1 + 0.2, 0.3, 0.7))]
     runs = [replace(run, error=(0.6, 0.3)) if (run.arm, run.seed) == ("B", 0) else run for run in runs]
-    table = contrasts(frames_of(tmp_path, runs, ("same", [["A", "B"], ["C", "D"]])))
+    frames = frames_of(tmp_path, runs, ("same", [["A", "B"], ["C", "D"]]))
+    table = contrasts(frames)
     row = row_of(table, "same")
     assert (row["difference"], row["equal"], row["verdict"]) == (0.0, 2, "no difference resolved")
+    one = records(pairs(frames))[0]
+    assert (one["lower"], one["higher"], one["equal"]) == (0, 0, 3)
     assert "every pair is equal, over 3 seeds" in sentences(table)[0]
 
 
