@@ -63,7 +63,7 @@ def declared(study: Study) -> list[tuple[str, list[tuple[str, str]]]]:
     nothing.
     """
     found = [
-        (each["name"], [(first, second) for first, second in each["pairs"]]) for each in study.get("contrasts", [])
+        (each["name"], [(first, second) for first, second in each["pairs"]]) for each in study.get("contrasts") or []
     ]
     names = [name for name, _ in found]
     for name, pairs in found:

@@ -225,7 +225,7 @@ def test_every_trial_column_is_contrasted_or_left_out_with_a_reason() -> None:
     assert set(module.OF_EVERY_STUDY) <= set(COLUMNS)
 
 
-@pytest.mark.parametrize("extra", [{}, {"contrasts": []}])
+@pytest.mark.parametrize("extra", [{}, {"contrasts": []}, {"contrasts": None}])
 def test_without_contrasts_there_is_nothing(tmp_path: Path, extra: dict[str, Any]) -> None:
     frames = load(write_sandbox(tmp_path, FOUR, MadeStudy("some-study", extra=extra)))
     assert contrasts(frames).empty
