@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import trainable.sandbox.records as sandbox
+from analysis.stats import area_under_curve
 from trainable.records import (
     GRADIENT_COLUMNS,
     GRADIENT_GROUP_COLUMNS,
@@ -72,14 +73,15 @@ class Family:
 
     first_step: the least step of a row. step_columns: what a row measures. trial_columns: what stands of a run in
     `trials`, in order, beside its names, its axis and its settings. values: from a run's rows, sorted by step, to its
-    `steps_done` and the trial columns that no file states.
+    `steps_done` and the trial columns that no file states; with them the step up to which the run keeps its last
+    values, None where that is its last row.
     """
 
     name: str
     first_step: int
     step_columns: tuple[Column, ...]
     trial_columns: tuple[Column, ...]
-    values: Callable[[Sequence[Row]], Row]
+    values: Callable[[Sequence[Row], int | None], Row]
 
     @cached_property
     def schemas(self) -> Mapping[str, Schema]:
@@ -107,7 +109,7 @@ def last(rows: Sequence[Row], column: str) -> Any:
     return next((row[column] for row in reversed(rows) if row.get(column) is not None), None)
 
 
-def _ppo(rows: Sequence[Row]) -> Row:
+def _ppo(rows: Sequence[Row], until: int | None) -> Row:
     validations = [row["val_success"] for row in rows if row.get("val_success") is not None]
     return {
         "steps_done": len(rows),
@@ -119,8 +121,8 @@ def _ppo(rows: Sequence[Row]) -> Row:
     }
 
 
-def _update_rules(rows: Sequence[Row]) -> Row:
-    """Rows are evaluations: the last row's values, first steps at which something holds, means of ages."""
+def _update_rules(rows: Sequence[Row], until: int | None) -> Row:
+    """Rows are evaluations: the last row's values, first steps at which something holds, means."""
     final = rows[-1] if rows else {}
     finals = [column.name for column in sandbox.TRIAL_COLUMNS if column.name.startswith("final_")]
     return {
@@ -128,6 +130,7 @@ def _update_rules(rows: Sequence[Row]) -> Row:
         **{name: final.get(name.removeprefix("final_")) for name in finals},
         "first_step_entropy_low": _first(rows, "entropy", LOW_ENTROPY),
         "first_step_error_zero": _first(rows, "test_error", 0.0),
+        "mean_entropy": _mean_over_steps(rows, "entropy", final.get("step", 0) if until is None else until),
         "mean_replay_age": _mean_over_batches(rows, "age_mean"),
         "mean_effective_age": _mean_over_batches(rows, "effective_age"),
     }
@@ -148,6 +151,12 @@ def _mean_over_batches(rows: Sequence[Row], column: str) -> float | None:
     counts = [after - before for before, after in pairwise([0, *done])]
     found = [(count, row[column]) for count, row in zip(counts, rows, strict=True) if row.get(column) is not None]
     return sum(count * value for count, value in found) / sum(count for count, _ in found) if found else None
+
+
+def _mean_over_steps(rows: Sequence[Row], column: str, until: int) -> float:
+    """Mean height of the column's curve from its first value to the step `until`; NaN without a value."""
+    found = [row for row in rows if row.get(column) is not None]
+    return area_under_curve([row["step"] for row in found], [row[column] for row in found], until)
 
 
 def _of_files(column: Column) -> bool:

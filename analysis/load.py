@@ -49,9 +49,10 @@ class _Run(NamedTuple):
 def load(path: Path | str, *, live: bool = False) -> StudyFrames:
     """Frames of the study or studies at `path`: an output folder, one results/<run> folder, or a folder above some.
 
-    Reads the parquet tables of a study where they are newer than each of its line files, else the line files. Several
-    studies are added up, of whatever family (see `frames.together`); the `study` column tells them apart. live: keep
-    the status "running" (see `read_run`). Raises ValueError when no study.json is found, or one of an unknown family.
+    Reads the parquet tables of a study where they are newer than each of its line files, else the line files; these too
+    where the tables are an older version's and lack a column. Several studies are added up, of whatever family (see
+    `frames.together`); the `study` column tells them apart. live: keep the status "running" (see `read_run`). Raises
+    ValueError when no study.json is found, or one of an unknown family.
     """
     folders = study_folders(Path(path))
     parts = [_read_parquet(folder, live) if _parquet_is_newest(folder) else read_run(folder, live=live)
@@ -153,6 +154,7 @@ def _status(run: _Run, live: bool) -> tuple[str, str]:
 
 def _trial(study: Study, run: _Run, family: Family, live: bool) -> Row:
     status, reason = _status(run, live)
+    total = _steps_total(run)
     return {
         **_names(study, run),
         "axis_setting": study.get("axis", {}).get("setting", ""),
@@ -161,8 +163,8 @@ def _trial(study: Study, run: _Run, family: Family, live: bool) -> Row:
         **{name: run.status.get(name) for name in _FROM_STATUS},
         "status": status,
         "reason": reason,
-        "steps_total": _steps_total(run),
-        **family.values(run.rows),
+        "steps_total": total,
+        **family.values(run.rows, total if status == "early_stopped" else None),
     }
 
 
@@ -240,7 +242,9 @@ def _parquet_is_newest(folder: Path) -> bool:
 def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     study = read_json(folder / "study.json")
     schemas = family_of(study).schemas
-    frames = {name: typed(pd.read_parquet(folder / f"{name}.parquet"), schemas[name]) for name in FRAMES}
-    if not live and (frames["trials"]["status"] == "running").any():
-        return read_run(folder)
+    tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in FRAMES}
+    older = any(not set(schemas[name]) <= set(tables[name]) for name in FRAMES) and (folder / "runs").is_dir()
+    if older or (not live and (tables["trials"]["status"] == "running").any()):
+        return read_run(folder, live=live)
+    frames = {name: typed(tables[name], schemas[name]) for name in FRAMES}
     return StudyFrames(**frames, study=study)

@@ -1,6 +1,7 @@
 """Figures of the update-rule sandbox: each draws one table of `sandbox_tables` or `series` and computes nothing."""
 
 from collections.abc import Mapping, Sequence
+from textwrap import fill
 from typing import Any
 
 import matplotlib as mpl
@@ -9,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from analysis.plots import STOPPED, STYLE, arm_colors
+from analysis.plots import INK, STOPPED, STYLE, arm_colors
 from analysis.sandbox_tables import Panel
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#222222", "#8c6d31", "#7b61c4")
@@ -61,3 +62,30 @@ def _curves(axes: Any, runs: pd.DataFrame, means: pd.DataFrame, colors: Mapping[
             low, high = mean["value"] - mean["error"], mean["value"] + mean["error"]
             axes.fill_between(mean["step"].astype(float), low, high, color=color, alpha=0.22, linewidth=0, zorder=3)
             axes.plot(mean["step"], mean["value"], color=color, linewidth=2, zorder=4)
+
+
+def draw_contrasts(table: pd.DataFrame, singles: pd.DataFrame) -> Figure:
+    """A panel a column, a line a contrast: its difference with its interval, below it its pairs as rings, 0 dashed.
+
+    table: `contrasts.contrasts`. singles: `contrasts.pairs`.
+    """
+    columns = list(dict.fromkeys(table["column"]))
+    names = list(dict.fromkeys(table["contrast"]))
+    height = {name: -index for index, name in enumerate(names)}
+    with mpl.rc_context(dict(STYLE)):
+        figure = Figure(figsize=(8.8, 0.9 + 0.45 * len(names)), layout="constrained")
+        row = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
+        for axes, column in zip(row, columns, strict=True):
+            axes.axvline(0, color="#888888", linestyle=(0, (4, 3)), linewidth=1, zorder=0)
+            rings = singles[singles["column"] == column]
+            axes.scatter(
+                rings["difference"], rings["contrast"].map(height) - 0.24, s=16, facecolor="none", edgecolor="#888888"
+            )
+            own = table[table["column"] == column]
+            axes.hlines(own["contrast"].map(height), own["low"], own["high"], color=INK, linewidth=2, zorder=3)
+            axes.scatter(own["difference"], own["contrast"].map(height), s=30, color=INK, zorder=4)
+            axes.set_xlabel(f"{column},\nfirst minus second")
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+        row[0].set_yticks(list(height.values()), [fill(name, 34) for name in names])
+        row[0].set_ylim(-len(names) + 0.4, 0.6)
+    return figure

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis import findings, plots, sandbox_plots, series
+from analysis import contrasts, findings, plots, sandbox_plots, series
 from analysis import sandbox_tables as tables
 from analysis.compare import SCORED, SEEDS_FOR_SEEDS, arms, runs_of
 from analysis.frames import StudyFrames, records
@@ -22,6 +22,7 @@ Row = dict[str, Any]
 
 NEAR_CHANCE = 0.02
 COLLAPSED = 0.5
+_MEANINGS = {column.name: f"{column.meaning} ({column.unit})" for column in TRIAL_COLUMNS}
 _TOKEN_TASKS = {"token_reversal", "masked_reversal"}
 
 
@@ -29,6 +30,9 @@ def tables_beside(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
     """Tables to write beside the report, by name: what the page shows, and the curves behind its figures."""
     yield "arm_numbers", tables.arm_numbers(frames)
     yield "differences", tables.differences(frames)
+    if contrasts.declared(frames.studies[0]):
+        yield "contrasts", contrasts.contrasts(frames)
+        yield "contrast_pairs", contrasts.pairs(frames)
     cells = reproduction(frames)
     if len(cells):
         yield "reproduction", cells
@@ -37,7 +41,7 @@ def tables_beside(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
 
 
 def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
-    """The mean curves of the study's columns in one figure, and every run of each column in one of its own."""
+    """The mean curves of the study's columns in one figure, every run of each in one of its own, and its contrasts."""
     shown = tables.panels(frames)
     if not shown:
         return {}
@@ -48,6 +52,9 @@ def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
     for panel, each, mean in drawn:
         several = mean[mean["runs"] > 1]
         figures[f"runs_{panel.column}"] = plots.draw_curves(each, several, colors, panel.label)
+    contrasted = contrasts.contrasts(frames)
+    if contrasted["difference"].notna().any():
+        figures["contrasts"] = sandbox_plots.draw_contrasts(contrasted, contrasts.pairs(frames))
     return figures
 
 
@@ -56,6 +63,7 @@ def context(frames: StudyFrames, figures: Mapping[str, Figure]) -> Row:
     compared, held = tables.differences(frames), beside_published(frames)
     return {
         **held,
+        **contrasted(frames),
         "study": frames.studies[0],
         "headline": headline(frames, compared),
         "statuses": findings.statuses(frames.trials),
@@ -83,6 +91,28 @@ def beside_published(frames: StudyFrames) -> Row:
     }
 
 
+def contrasted(frames: StudyFrames) -> Row:
+    """The declared contrasts: how many, what is said of them, and by column their rows and those of their pairs."""
+    table, singles = contrasts.contrasts(frames), contrasts.pairs(frames)
+    by_column = [
+        {
+            "column": column,
+            "meaning": _MEANINGS[column],
+            "why": contrasts.COLUMNS[column],
+            "rows": records(table[table["column"] == column]),
+            "pairs": records(singles[singles["column"] == column]),
+        }
+        for column in dict.fromkeys(table["column"])
+    ]
+    unequal = singles[singles["first_steps"] != singles["second_steps"]].drop_duplicates(["first", "second"])
+    return {
+        "declared": len(contrasts.declared(frames.studies[0])),
+        "contrasts": by_column,
+        "contrast_lines": contrasts.sentences(table),
+        "unequal_pairs": records(unequal[(unequal["first_steps"] != "") & (unequal["second_steps"] != "")]),
+    }
+
+
 def index(frames: StudyFrames) -> Row:
     """What an index says of a study: headline, and test error of each arm with what became of its difference."""
     compared = tables.differences(frames)
@@ -106,12 +136,11 @@ def _said(row: Row | None) -> str:
 def _by_column(rows: list[Row], compared: pd.DataFrame) -> list[Row]:
     """The numbers of all arms by column, each with its difference to the baseline, or none."""
     against = {(row["arm"], row["column"]): row for row in records(compared)}
-    meaning = {column.name: f"{column.meaning} ({column.unit})" for column in TRIAL_COLUMNS}
     names = list(dict.fromkeys(row["column"] for row in rows))
     return [
         {
             "column": name,
-            "meaning": meaning[name],
+            "meaning": _MEANINGS[name],
             "rows": [{**row, "against": against.get((row["arm"], name))} for row in rows if row["column"] == name],
         }
         for name in names

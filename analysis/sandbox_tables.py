@@ -26,9 +26,9 @@ Row = dict[str, Any]
 
 FINALS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("final_"))
 FIRST_STEPS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("first_step_"))
-AGES = ("mean_replay_age", "mean_effective_age")
+MEANS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("mean_"))
 SEPARATORS = "final_greedy_separator_rate"
-COMPARED = tuple(name for name in FINALS if name != SEPARATORS)
+COMPARED = (*(name for name in FINALS if name != SEPARATORS), "mean_entropy")
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def arm_numbers(frames: StudyFrames) -> pd.DataFrame:
     Columns: arm, column, mean, standard_error, standard_deviation, n, scored, without: the seeds of scored runs that
     have no value, such as those that never reach a step. One value has neither error nor deviation.
     """
-    measured = [name for name in (*FINALS, *FIRST_STEPS, *AGES) if frames.trials[name].notna().any()]
+    measured = [name for name in (*FINALS, *FIRST_STEPS, *MEANS) if frames.trials[name].notna().any()]
     rows = [_number(frames, arm, name) for name in measured for arm in arms(frames)]
     names = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored", "without"]
     return pd.DataFrame(rows, columns=names)

@@ -1,6 +1,7 @@
-"""Slow, literal versions of what analysis/stats.py computes."""
+"""Slow, literal versions of what analysis/stats.py and analysis/contrasts.py compute."""
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import numpy as np
@@ -69,3 +70,36 @@ def improvement(arm: Sequence[float], baseline: Sequence[float]) -> float:
     """Share of pairs in which the arm's run is better, ties counted half."""
     pairs = [(x, y) for x in arm for y in baseline]
     return sum(1.0 if x > y else 0.5 if x == y else 0.0 for x, y in pairs) / len(pairs)
+
+
+def contrast_by_hand(
+    values: dict[tuple[str, int], float], pairs: list[list[str]], level: float = 0.95
+) -> dict[str, float]:
+    """A contrast seed by seed. values: the outcome of a scored run by arm and seed, NaN where it has none."""
+    by_seed: dict[int, list[float]] = {}
+    by_pair: list[list[float]] = []
+    for first, second in pairs:
+        found = []
+        for seed in sorted({seed for _, seed in values}):
+            difference = values.get((first, seed), math.nan) - values.get((second, seed), math.nan)
+            if difference == difference:
+                found.append(round(difference, 9))
+                by_seed.setdefault(seed, []).append(difference)
+        by_pair.append(found)
+    numbers = [statistics.fmean(each) for each in by_seed.values()]
+    means = [round(statistics.fmean(each), 9) for each in by_pair if each]
+    expected: dict[str, float] = {
+        "difference": statistics.fmean(numbers) if numbers else math.nan, "low": math.nan, "high": math.nan,
+        "p": math.nan, "seeds": len(numbers), "pairs_used": len(means), "used": sum(map(len, by_pair)),
+        "lower": sum(mean < 0 for mean in means), "higher": sum(mean > 0 for mean in means),
+        "equal": sum(mean == 0 for mean in means),
+    }  # fmt: skip
+    if len(numbers) < 3:
+        return expected
+    spread = statistics.stdev(round(number, 9) for number in numbers) / math.sqrt(len(numbers))
+    half = spread * stats.t.ppf(0.5 + level / 2, len(numbers) - 1)
+    centre = expected["difference"]
+    if spread == 0:
+        return expected | {"low": centre, "high": centre, "p": float(abs(centre) < 1e-9)}
+    p = 2 * (1 - stats.t.cdf(abs(centre) / spread, len(numbers) - 1))
+    return expected | {"low": centre - half, "high": centre + half, "p": p}

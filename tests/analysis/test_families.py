@@ -1,17 +1,24 @@
 """Studies of two families: their columns, what a run of the sandbox comes to, and both of them loaded together."""
 
 import json
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import analysis
-from analysis.families import FAMILIES, family_of
+from analysis.families import FAMILIES, Row, family_of
 from analysis.frames import FRAMES, NOT_COMPARED, SCHEMAS, StudyFrames
 from analysis.load import load, read_run
 from analysis.series import curves
 from tests import run_folders
+from tests.oracles_analysis import area
 from tests.sandbox_folders import UNIFORM, MadeRun, MadeStudy, write_sandbox
 from trainable.records import ROW_COLUMNS, STOP_COLUMNS
 from trainable.sandbox import records as sandbox
@@ -100,6 +107,69 @@ def test_the_first_step_is_the_first_and_a_row_counts_as_many_batches_as_its_age
     batches = {4.0: 1, 6.0: 20, 8.0: 19}  # of step 0; of 1 to 20; of 41 to 59, as no batch follows the last evaluation
     assert trial["mean_replay_age"] == pytest.approx(sum(age * n for age, n in batches.items()) / 40)
     assert np.isnan(trial["mean_effective_age"])
+
+
+UNEVEN = ((0, 1.0), (20, 0.6), (50, 0.3), (60, 0.1))
+"""Step and entropy. Area: 20 (1 + .6)/2 = 16, 30 (.6 + .3)/2 = 13.5, 10 (.3 + .1)/2 = 2; the plain mean is 0.5."""
+
+
+def write_rows(folder: Path, entropies: Sequence[tuple[int, float | None]]) -> Path:
+    """Give the one run of a folder these rows."""
+    (path,) = folder.glob("runs/*/metrics.jsonl")
+    row = json.loads(path.read_text().splitlines()[0])
+    rows = [{**row, "step": step, "entropy": entropy} for step, entropy in entropies]
+    path.write_text("".join(json.dumps(each) + "\n" for each in rows))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("status", "total", "rows", "mean"),
+    [
+        ("completed", 60, UNEVEN, (16 + 13.5 + 2) / 60),
+        ("completed", 60, ((0, 1.0), (60, 0.1)), 0.55),
+        ("early_stopped", 100, UNEVEN, (16 + 13.5 + 2 + 40 * 0.1) / 100),  # keeps 0.1 to the end
+        ("failed", 100, UNEVEN, (16 + 13.5 + 2) / 60),  # is not scored, and ends where it ended
+        ("completed", 60, ((0, 1.0), (20, None), (50, 0.5), (60, 0.5)), (37.5 + 5) / 60),
+        ("completed", 60, ((0, None), (20, 0.6), (60, 0.2)), 0.4),  # from its first value on
+        ("completed", 60, ((0, None), (60, None)), math.nan),
+        ("running", 60, ((0, 0.7),), 0.7),
+    ],
+)
+def test_mean_entropy_is_the_area_over_its_length(
+    tmp_path: Path, status: str, total: int, rows: Sequence[tuple[int, float | None]], mean: float
+) -> None:
+    made = MadeRun("DG", steps=60, status=status, stop=UNIFORM if status == "early_stopped" else None)
+    folder = write_rows(write_sandbox(tmp_path, [made], MadeStudy(total_steps=total)), rows)
+    assert read_run(folder).trials["mean_entropy"].iloc[0] == pytest.approx(mean, nan_ok=True)
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 3)), min_size=1, max_size=8, unique_by=lambda row: row[0]))
+def test_mean_entropy_against_fine_cells_and_it_does_not_change_with_rows_on_the_curve(
+    made: list[tuple[int, float]],
+) -> None:
+    rows: list[Row] = [
+        {"step": 0, "entropy": 1.0},
+        *({"step": step, "entropy": height} for step, height in sorted(made)),
+    ]
+    end = rows[-1]["step"]
+    steps, heights = ([row[name] for row in rows] for name in ("step", "entropy"))
+    values = FAMILIES["update_rules"].values
+    found = values(rows, None)["mean_entropy"]
+    assert found == pytest.approx(area(steps, heights, end), rel=5e-3, abs=5e-3)
+    assert min(heights) - 1e-9 <= found <= max(heights) + 1e-9
+    between = [{"step": step, "entropy": float(np.interp(step, steps, heights))} for step in range(end + 1)]
+    assert values(between, None)["mean_entropy"] == pytest.approx(found)
+    kept = values(rows, 2 * end)["mean_entropy"]  # as long again at the last value
+    assert kept == pytest.approx((found + heights[-1]) / 2)
+
+
+def test_tables_of_an_older_version_are_not_read_for_a_column_that_they_lack(tmp_path: Path) -> None:
+    folder = write_sandbox(tmp_path, [MadeRun("DG", steps=60)], SHORT)
+    frames = read_run(folder)
+    replace(frames, trials=frames.trials.drop(columns="mean_entropy")).write_parquet(folder)
+    assert differences(load(folder), frames) == []
+    shutil.rmtree(folder / "runs")  # where only tables were kept, the column is missing
+    assert load(folder).trials["mean_entropy"].isna().all()
 
 
 @pytest.mark.parametrize(

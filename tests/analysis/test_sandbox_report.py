@@ -215,3 +215,53 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
     assert re.search(r"TPO 0\.3333 no difference resolved: \+0\.0033 against the baseline, Holm p", words)
     assert words.count("Beside the published numbers") == 1
     assert "3 published cells: 2 agree" in words
+
+
+DECLARED = {"contrasts": [
+    {"name": "DG against <TPO>", "pairs": [["DG", "TPO"], ["SameAsDG", "TPO"], ["GRPO", "TPO"]]},
+    {"name": "never run", "pairs": [["DG", "ASPO"]]},
+]}  # fmt: skip
+
+
+def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) -> None:
+    written = write_sandbox(tmp_path, FULL, MadeStudy("some-study", extra=DECLARED))
+    report.write_report(written)
+    page = checked((written / "report.html").read_text())
+    words = " ".join(page.text.split())
+    for told in (
+        "Declared contrasts",
+        "DG against <TPO> +0.1",  # the contrast's row
+        "never run – – no comparison",
+        "DG against <TPO>, final_test_error: ",
+        "GRPO failed: seed 2",
+        "TPO: seed 2 at step 107",
+        "ASPO not run: seeds 0, 1, 2",
+        "Contrasted for: what a rule is for.",
+    ):
+        assert told in words, told
+    names = {path.name for path in (written / "figures").iterdir()}
+    assert {"contrasts.csv", "contrast_pairs.csv", "contrasts.png"} <= names
+    table = pd.read_csv(written / "figures" / "contrasts.csv")
+    assert table["contrast"].to_list() == ["DG against <TPO>", "never run"] * 3
+    row = table.iloc[0]
+    assert row["difference"] == pytest.approx(((0.10 + 0.10 + 0.16) / 3 + (0.08 + 0.08 + 0.74) / 3 + 0.06) / 3)
+    assert len(pd.read_csv(written / "figures" / "contrast_pairs.csv")) == 3 * 4
+    assert "contrasts" in sandbox_report.draw_figures(load(written))
+
+
+def test_without_contrasts_there_is_no_word_of_them(folder: Path, page: Page) -> None:
+    assert "contrast" not in page.text.lower()
+    assert "contrasts" not in sandbox_report.draw_figures(load(folder))
+
+
+def test_contrasts_without_a_number_are_told(tmp_path: Path) -> None:
+    runs = [MadeRun("DG", steps=None, status="")]
+    words = words_of(load(write_sandbox(tmp_path, runs, MadeStudy("some-study", extra=DECLARED))))
+    assert "2 contrasts; no run has a number for them yet." in words
+
+
+def test_pairs_of_different_lengths_are_named(tmp_path: Path) -> None:
+    longer = [MadeRun("DG", 0, steps=40), MadeRun("TPO", 0, steps=80, settings={"trainer.total_training_steps": 80})]
+    made = MadeStudy("some-study", total_steps=40, extra={"contrasts": [{"name": "x", "pairs": [["TPO", "DG"]]}]})
+    words = words_of(load(write_sandbox(tmp_path, longer, made)))
+    assert "a mean over a run is one over different stretches of training: TPO (80 steps) and DG (40)." in words

@@ -78,7 +78,7 @@ def test_without_common_seeds_the_test_is_welchs_and_with_few_there_is_none(tmp_
 def test_holm_is_over_the_arms_of_one_column(tmp_path: Path) -> None:
     arms = {"DG": DG, "TPO": TPO, "GRPO": (0.33, 0.30, 0.36), "ASPO": (0.45, 0.5, 0.49)}
     table = tables.differences(frames_of(tmp_path, [run for arm, ends in arms.items() for run in seeds(arm, ends)]))
-    assert set(table["column"]) == {"final_test_error", "final_entropy"}
+    assert set(table["column"]) == {"final_test_error", "final_entropy", "mean_entropy"}
     assert set(table["arm"]) == {"TPO", "GRPO", "ASPO"}
     for _, own in table.groupby("column"):
         assert own["p_holm"].to_list() == holm(own["p"]).tolist()

@@ -5,6 +5,7 @@ from string import Formatter
 import numpy as np
 import pytest
 
+from analysis.contrasts import declared
 from search_spaces import STUDIES
 from search_spaces.family import value_label
 from search_spaces.language_model import PPO
@@ -158,9 +159,10 @@ def test_a_study_names_only_what_there_is(study: Study) -> None:
 
 @ALL
 def test_contrasts_are_of_different_arms_of_the_study(study: Study) -> None:
+    entries = [{"name": name, "pairs": pairs} for name, pairs in study.contrasts.items()]
+    assert len(declared({"contrasts": entries})) == len(study.contrasts)
     for pairs in study.contrasts.values():
         assert pairs
-        assert len(set(pairs)) == len(pairs)
         for first, second in pairs:
             assert first != second
             assert {first, second} <= set(study.axis.grids["laptop"])

@@ -120,6 +120,11 @@ TRIAL_COLUMNS: tuple[Column, ...] = (
     Column("final_greedy_separator_rate", "share", "greedy_separator_rate of the last row"),
     Column("first_step_entropy_low", "steps", "first evaluated step with an entropy of at most 0.1; missing: none"),
     Column("first_step_error_zero", "steps", "first evaluated step with test_error 0; missing: none"),
+    Column(
+        "mean_entropy", "nats",
+        "area under entropy over step (trapezoids between rows, from the first with a value), divided by its length; a "
+        "run that a rule stopped keeps its last value to steps_total, any other ends at its last row",
+    ),
     Column("mean_replay_age", "updates", "mean age of all batches that were trained on, from age_mean"),
     Column("mean_effective_age", "updates", "the same mean of effective_age"),
-)
+)  # fmt: skip
