@@ -60,6 +60,11 @@ class _Start(_Part):
     git: _Git | None
 
 
+class _Contrast(_Part):
+    name: Text
+    pairs: list[Annotated[list[Text], Field(min_length=2, max_length=2)]]
+
+
 class _StudyFile(_Part):
     """study.json as far as `status`, `report` and `resume` rely on it."""
 
@@ -77,6 +82,7 @@ class _StudyFile(_Part):
     question: Text = ""
     run: Text = ""
     baseline: Text | None = None
+    contrasts: list[_Contrast] = []
     versions: dict[Text, Text] = {}
     git: _Git | None = None
     starts: list[_Start] = []
