@@ -35,8 +35,16 @@ def test_a_step_of_the_tiny_shape_is_measured_phase_by_phase(dtype: str) -> None
     assert 16 * 5 <= found["trained_tokens"] <= 16 * 5 * 4
     for row in found["phases"].values():
         assert row["seconds"] > 0
-        assert 0 < row["utilisation"] < 1
+        assert row["utilisation"] > 0
         assert row["peak_gib"] is None
+
+
+def test_the_share_is_operations_over_seconds_times_the_rate(
+    gpu_step: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_step, "clocked", lambda run, kind: 2.0)
+    found = gpu_step.measured(gpu_step.Phase(lambda: None, 5e12), torch.device("cpu"), rate=1e13)
+    assert found == {"seconds": 2.0, "tflop": 5.0, "utilisation": 0.25, "peak_gib": None}
 
 
 def test_passes_without_padding_are_measured_beside_padded_ones() -> None:

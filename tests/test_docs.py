@@ -21,6 +21,8 @@ MINUTES = (
     "python -m tune_study run gradient-analysis --preset laptop --algo PPO --steps 3",
     "python -m tune_study probe small/",
     "python -m tune_study plot-gradients small/",
+    # tests/tune_study/test_doctor.py runs it.
+    "python -m tune_study doctor",
     # A study of its own, as test_sandbox_run.py has one.
     "python -m tune_study run influence --smoke",
 )

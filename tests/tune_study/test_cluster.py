@@ -141,6 +141,7 @@ def found(faked: Faked, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     return result
 
 
+@pytest.mark.slow
 def test_a_run_of_two_gpus_is_on_one_node_and_two_such_runs_are_on_both(found: dict[str, Any]) -> None:
     pairs = found["pairs"]
     assert [(place["bundles"], place["strategy"]) for place in pairs] == [(2, "STRICT_PACK")] * 2
@@ -149,11 +150,13 @@ def test_a_run_of_two_gpus_is_on_one_node_and_two_such_runs_are_on_both(found: d
     assert len({place["node"] for place in pairs}) == 2
 
 
+@pytest.mark.slow
 def test_four_runs_of_one_gpu_have_one_each(found: dict[str, Any]) -> None:
     placed = Counter((place["node"], place["visible"]) for place in found["single"])
     assert sorted(placed.values()) == [1, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_run_whose_process_died_goes_on_from_storage_with_the_same_rows(found: dict[str, Any]) -> None:
     crash = found["crash"]
     assert (crash["code"], crash["statuses"]) == (0, ["completed", "completed"])

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import analysis
 from search_spaces import STUDIES
@@ -22,6 +23,7 @@ from trainable.run_files import read_lines
 from trainable.seeds import stream
 from trainable.update import TokenFunction, at_trained_tokens
 from tune_study import outputs, probe
+from tune_study.cli import app
 from tune_study.plan import PlanError, StudyPlan, changed_settings, make_plan
 
 SMALL = {
@@ -239,8 +241,8 @@ def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: Stu
         ["--trial", "PPO", "--set", "rollout.name=vllm"],
     )  # fmt: skip
     for words in bad:
-        done = command(str(study.folder), *words)
-        assert (done.returncode, done.stdout) == (2, "")
+        done = CliRunner().invoke(app, ["probe", str(study.folder), *words])
+        assert (done.exit_code, done.stdout) == (2, "")
         assert done.stderr.startswith("tune_study: ")
         assert len(done.stderr.strip().splitlines()) == 1
     assert hashes(study.output) == before
