@@ -322,7 +322,7 @@ def _wandb(plan: StudyPlan, mode: str) -> list[Any]:
 def _skip(plan: StudyPlan, finished: Mapping[str, RunStatus], progress: Progress, console: Console) -> None:
     """Name the runs that are not run again."""
     for run_id, status in finished.items():
-        rows = read_rows(plan.run_dir(run_id) / METRICS)
+        rows = read_rows(plan.run_dir(run_id) / METRICS, first=0)
         found = (row.get(plan.study.family.measure) for row in reversed(rows))
         progress.skip(run_id, status.status, rows[-1]["step"] if rows else 0, next(filter(_is_number, found), None))
         say(console, f"{run_id} is {status.status} and is not run again")
