@@ -69,6 +69,8 @@ def start_all(
             describe.say(console, f"Study {number + 1} of {len(plans)}: {plan.study.name}")
         code = max(code, start(plan, asked, visible, dry_run, console))
         if code == _INTERRUPTED:
+            if left := [later.study.name for later in plans[number + 1 :]]:
+                describe.say(console, f"Not started: {', '.join(left)}. The same command goes on with all of them.")
             return code
     if len(plans) > 1 and not dry_run:
         describe.say(console, f"Index: {outputs.write_index(plans[0].output)}")

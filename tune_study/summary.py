@@ -51,8 +51,9 @@ def summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_l
 def run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
     """`<name>_time=` of a run in seconds from its rows, for each of `names`; N/A where it has none.
 
-    total: seconds_total of the last row that has it, which the line of a failure has not. eval: validation and test. collapse_first, collapse_multi, collapse:
-    diagnostics of first turns, of all turns, of both. train: total without eval and collapse.
+    total: seconds_total of the last row that has it, which the line of a failure has not. eval: validation and test.
+    collapse_first, collapse_multi, collapse: diagnostics of first turns, of all turns, of both. train: total without
+    eval and collapse.
     """
     total = next((row["seconds_total"] for row in reversed(rows) if row.get("seconds_total") is not None), None)
     if not isinstance(total, int | float):
