@@ -10,6 +10,7 @@ from rich.filesize import decimal
 from tune_study import cluster, describe, disk, memory_plan, outputs, resources
 from tune_study.cluster import Node
 from tune_study.disk import Budget
+from tune_study.interrupt import interrupt_of
 from tune_study.memory_plan import MemoryPlan
 from tune_study.models import check_model, check_trainable
 from tune_study.plan import StudyPlan
@@ -68,10 +69,12 @@ def start_all(
         if len(plans) > 1:
             describe.say(console, f"Study {number + 1} of {len(plans)}: {plan.study.name}")
         code = max(code, start(plan, asked, visible, dry_run, console))
-        if code == _INTERRUPTED:
-            if left := [later.study.name for later in plans[number + 1 :]]:
+        left = [later.study.name for later in plans[number + 1 :]]
+        # An interrupt is one for all studies, also where it came as the last runs of this one ended.
+        if code == _INTERRUPTED or (left and not dry_run and interrupt_of(plan.folder).is_visible):
+            if left:
                 describe.say(console, f"Not started: {', '.join(left)}. The same command goes on with all of them.")
-            return code
+            return _INTERRUPTED
     if len(plans) > 1 and not dry_run:
         describe.say(console, f"Index: {outputs.write_index(plans[0].output)}")
     return code
