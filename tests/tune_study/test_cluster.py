@@ -228,6 +228,12 @@ def test_the_allotment_of_a_cluster(tmp_path: Path) -> None:
     assert allot(influence, "a:1", TWO, None, None).max_concurrent == 3  # a trial has all seeds of an arm
 
 
+def test_storage_is_offered_to_studies_that_can_have_one(tmp_path: Path) -> None:
+    influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
+    assert node_checks._unseen(influence, TWO[0], "gone").endswith("with a folder that all nodes share.")
+    assert "or --storage with a bucket" in node_checks._unseen(plan_in(tmp_path), TWO[0], "gone")
+
+
 @pytest.mark.parametrize(("asked", "limit", "overrides", "message"), [
     ("0,1", None, {}, "--gpus 0,1 names GPUs of this machine"),
     (None, 0, {}, "--max-concurrent 0 leaves nothing to run"),
