@@ -75,7 +75,7 @@ def planned(study: Study, choices: Choices, output: Path, storage: str | None, e
     values = axis_values(study, choices.axes)
     own = {**_settings(study, choices.numbers), **_filter_settings(study, choices)}
     overrides = collect_overrides(study, own, choices.assignments)
-    for setting in overrides.keys() & set(study.family.paths):
+    for setting in overrides.keys() & {*study.family.models, *study.family.files}:
         overrides[setting] = absolute(str(overrides[setting]))
     if choices.smoke:
         overrides = {**_smoke(study), **overrides}

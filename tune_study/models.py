@@ -1,4 +1,4 @@
-"""Are the model and the Trainable there? Answered without loading them, before anything starts."""
+"""Are the model, other files and the Trainable there? Answered without loading them, before anything starts."""
 
 import glob
 import json
@@ -37,6 +37,12 @@ def _is(path: str, kind: Callable[[Path], bool]) -> bool:
         return bool(path.strip()) and kind(Path(path).expanduser())
     except (OSError, RuntimeError, ValueError):
         return False
+
+
+def check_file(setting: str, path: str) -> None:
+    """PlanError unless `path`, the value of a setting, is a file or folder here."""
+    if not _is(path, Path.exists):
+        raise PlanError(f"`{setting}={shown(path)}` is not here: type a path that is, or leave it out.")
 
 
 def check_model(path: str, environ: Mapping[str, str], chat: str = "chatml") -> None:

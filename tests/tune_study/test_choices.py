@@ -89,6 +89,14 @@ def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkey
     assert base.model_name == "some/model"
 
 
+def test_a_file_that_is_not_here_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    words = ["sandbox", "--set", "mnist_folder=digits", "--output", str(tmp_path)]
+    done = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}).invoke(app, ["run", *words])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "`mnist_folder=digits` is not here: type a path that is, or leave it out." in " ".join(done.stderr.split())
+    assert not list(tmp_path.iterdir())
+
+
 def test_who_mistypes_a_suite_is_told_of_it(tmp_path: Path) -> None:
     code, _, said = run(tmp_path, "sandbox-evidenc")
     assert (code, "a suite of studies: sandbox-evidence." in " ".join(said.split())) == (2, True)
