@@ -32,7 +32,8 @@ class Family:
     seeds_together: whether one trial trains all seeds of an arm side by side, each a run of its own. sizes: a
     configuration -> bytes of a state and of a row with all that is made of it; None where a model's shape decides.
     shown: columns of the progress table, the first being how good a run is, which `status` shows too. line: columns of
-    a step's line, in a log and where there is no terminal.
+    a step's line, in a log and where there is no terminal. models: settings that
+    name a model, which may be a folder here. files: settings that name a file or folder here, if they are set.
     """
 
     name: str
@@ -44,6 +45,8 @@ class Family:
     line: tuple[Shown, ...]
     seeds_together: bool = False
     sizes: Callable[[Any], tuple[int, int]] | None = None
+    models: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
 
     @property
     def measure(self) -> str:

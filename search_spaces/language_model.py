@@ -57,6 +57,7 @@ PPO = Family(
     presets=PRESETS,
     seeds=DEFAULT_SEEDS,
     words=words,
+    models=("model.path",),
     shown=(
         Shown("val_success", "success", ".3f", before="base_val_success"),
         Shown("reward_std", "reward std", ".3f"),

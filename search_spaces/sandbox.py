@@ -59,6 +59,8 @@ UPDATE_RULES = Family(
     words=words,
     seeds_together=True,
     sizes=sizes,
+    models=("model_name",),
+    files=("mnist_folder", "text_file"),
     shown=(Shown("test_error", "test error", ".3f"), Shown("entropy", "entropy", ".3f"), Shown("loss", "loss", ".4f")),
     line=(
         Shown("test_error", "test_error", ".4f"),

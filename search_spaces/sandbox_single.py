@@ -8,7 +8,7 @@ STUDY = sandbox_study(
     arms={"single": {}},
     baseline="single",
     fixed={},
-    setting="nothing: the combination is chosen with --set",
+    setting="combination",
     run="sandbox_{task}_{method}",
     smoke=SMOKE,
 )

@@ -104,14 +104,21 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._log(run_id, f"=== {note} ===")
             self._progress.remark(run_id, note)
         for run_id, row in carried.rows(trial.config, result).items():
-            self._log(run_id, step_line(self._plan.study.family, row, self._specs[run_id].steps))
-            self._progress.row(run_id, row)
-            self._last_rows[run_id] = {name: row.get(name) for name in ("stop_rule", *STOP_NUMBERS)}
-            if row.get("stop_rule") and "members" in trial.config:  # the others of its trial go on
-                self._conclude(self._status(run_id))
+            self._row(run_id, row, ends_alone="members" in trial.config and bool(row.get("stop_rule")))
         for run_id, reason in result.get("failed", {}).items():
             if (status := self._status(run_id)).status == "running":
                 self._end(replace(status, status="failed", failure_class=NON_FINITE, reason=reason, ended_at=now()))
+
+    def _row(self, run_id: str, row: dict[str, Any], ends_alone: bool) -> None:
+        """ends_alone: whether the run ends with its row while the others of its trial go on."""
+        status = self._status(run_id)
+        if status.status in ENDED:  # told again by a trial that was started again
+            return
+        self._log(run_id, step_line(self._plan.study.family, row, self._specs[run_id].steps))
+        self._progress.row(run_id, row)
+        self._last_rows[run_id] = {name: row.get(name) for name in ("stop_rule", *STOP_NUMBERS)}
+        if ends_alone:
+            self._conclude(status)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial failed. Tune would try it again for ever; whether it is depends on the failure, and how often it was.
@@ -142,16 +149,24 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     def _count(self, trial: Any) -> int:
         """One more failure: how many it makes without a step beyond the furthest that the trial ever got to."""
         name = trial.config["run_id"]
-        step = max(self._last_step(run_id) for run_id in carried.run_ids(trial.config))
+        step = self._furthest(trial)
         before = self._failures.get(name, _Failures(-1, 0))
         times = 1 if step > before.furthest else before.in_a_row + 1
         self._failures[name] = _Failures(max(step, before.furthest), times)
         return times
 
-    def _last_step(self, run_id: str) -> int:
-        """The last step of a run whose row is on disk; 0 before the first."""
-        rows = read_rows(self._plan.run_dir(run_id) / METRICS)
-        return int(rows[-1]["step"]) if rows else 0
+    def _furthest(self, trial: Any) -> int:
+        """The step to which all runs of a trial that go on have got; -1 before the first row, and where none goes on.
+
+        They go on together: what one of them had written before the others joined it says nothing of this start.
+        """
+        running = (status.run_id for status in self._statuses(trial) if status.status == "running")
+        return min((int(self._last_row(run_id).get("step", -1)) for run_id in running), default=-1)
+
+    def _last_row(self, run_id: str) -> dict[str, Any]:
+        """The last row of a run on disk; nothing before the first."""
+        rows = read_rows(self._plan.run_dir(run_id) / METRICS, first=0)
+        return rows[-1] if rows else {}
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Runs have trained all their steps, a rule has stopped them, or they were interrupted before."""
@@ -163,9 +178,14 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         forget_windows(trial)
 
     def _conclude(self, status: RunStatus) -> None:
-        """The run has ended, or was cut short, after its last row."""
-        row = {**self._last_rows.pop(status.run_id, {}), "step": self._last_step(status.run_id)}
-        self._end(ended_status(status, row, self._specs[status.run_id].steps))
+        """The run has ended, or was cut short, after its last row.
+
+        Where the run applies the rules itself, a row on disk has the decision, also where its process died before it
+        could tell; where the driver does, only the row that it was told of has it.
+        """
+        told, written = self._last_rows.pop(status.run_id, {}), self._last_row(status.run_id)
+        decided = told if told.get("stop_rule") else written
+        self._end(ended_status(status, {**decided, "step": written.get("step")}, self._specs[status.run_id].steps))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial has failed in a way that Tune itself calls final; the replay of an ended one changes nothing."""
@@ -217,7 +237,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 def ended_status(status: RunStatus, row: dict[str, Any], total: int) -> RunStatus:
     """The final status of a run whose last row is `row`: stopped by a rule, completed, or cut short.
 
-    A rule that fires at the last step counts: the run is early_stopped.
+    row: its step is None where the run has written none; a row of step 0 is of a run that has started to train. A rule
+    that fires at the last step counts: the run is early_stopped.
     """
     step = row["step"]
     if row.get("stop_rule"):
@@ -233,8 +254,8 @@ def ended_status(status: RunStatus, row: dict[str, Any], total: int) -> RunStatu
         )
     if step == total:
         return replace(status, status="completed", reason=f"trained {total} of {total} steps", ended_at=now())
-    if not step:
-        return replace(status, status="never_ran", reason="interrupted before its first step", ended_at=now())
+    if step is None:
+        return replace(status, status="never_ran", reason="interrupted before its first row", ended_at=now())
     return replace(status, status="interrupted", reason=f"interrupted after step {step} of {total}", ended_at=now())
 
 

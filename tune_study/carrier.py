@@ -41,7 +41,7 @@ class Carrier(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             if self.mirrored is not None and not self.given["finished"]:
                 row["note"] = "; ".join(filter(None, (row.get("note"), self.mirrored.after_step())))
         except Exception as error:
-            has_rows = any(read_rows(folder / METRICS) for folder in self._folders())
+            has_rows = any(read_rows(folder / METRICS, first=0) for folder in self._folders())
             raise RunFailedError(classify(error, has_rows)) from None
         return {"training_iteration": row["step"], **row}
 

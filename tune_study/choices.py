@@ -11,7 +11,7 @@ from search_spaces.study import Study
 from trainable.config import field_names
 from trainable.setting_types import shown
 from tune_study import places
-from tune_study.models import absolute_model
+from tune_study.models import absolute
 from tune_study.plan import (
     PlanError,
     StudyPlan,
@@ -75,8 +75,8 @@ def planned(study: Study, choices: Choices, output: Path, storage: str | None, e
     values = axis_values(study, choices.axes)
     own = {**_settings(study, choices.numbers), **_filter_settings(study, choices)}
     overrides = collect_overrides(study, own, choices.assignments)
-    if "model.path" in overrides:
-        overrides["model.path"] = absolute_model(str(overrides["model.path"]))
+    for setting in overrides.keys() & {*study.family.models, *study.family.files}:
+        overrides[setting] = absolute(str(overrides[setting]))
     if choices.smoke:
         overrides = {**_smoke(study), **overrides}
     seeds = choices.seeds if choices.seeds is not None or not choices.smoke else 1

@@ -127,11 +127,11 @@ def allot(plan: StudyPlan, address: str, nodes: Sequence[Node], asked: str | Non
         int(sum(node.cpus for node in places)),
         (),
         tuple(slot for node in places for slot in _slots(node, n_gpus)),
-        min(room, limit or room, len(plan.runs)),
+        min(room, limit or room, len(plan.trials)),
         resources.gpu_label(n_gpus, tuple(Gpu("", "", node.kind or "GPU") for node in places)),
         (f"Ray cluster {address}: {there}",),
         address,
-        min(max(fit(node, n_gpus) for node in places), limit or room, len(plan.runs)),
+        min(max(fit(node, n_gpus) for node in places), limit or room, len(plan.trials)),
     )
 
 

@@ -138,7 +138,7 @@ def print_status(console: Console, folder: Path, study: dict[str, Any], is_runni
         shown, reason = status.shown, status.reason
         if shown == "running" and not is_running:
             shown, reason = "interrupted", "the process that ran the study is gone"
-        measured = read_rows(run_dir / METRICS)
+        measured = read_rows(run_dir / METRICS, first=0)
         step = measured[-1]["step"] if measured else 0
         total = study["settings"]["trainer"]["total_training_steps"]
         found = (row.get(measure) for row in reversed(measured))

@@ -101,7 +101,7 @@ def budget(plan: StudyPlan, allotment: Allotment, environ: Mapping[str, str]) ->
     sizes, unknown = _sizes(plan, runs, environ)
     kept = [times(spec.steps, spec.config.trainer.save_freq) for spec in runs]
     rows = sum(_rows(plan, spec) for spec in runs) + (_STUDY if runs else 0)
-    concurrent = min(allotment.max_concurrent, len(runs))
+    concurrent = min(allotment.max_concurrent * max(len(trial) for trial in plan.trials), len(runs))
     place = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
     return Budget(
         runs=len(runs),

@@ -14,6 +14,11 @@ _ONE_EVENT_S = 0.5
 """Signals this close together are one event: a wrapper that hands Ctrl-C on, a shell and the system at a hang-up."""
 
 
+def interrupt_of(folder: Path) -> "Interrupt":
+    """The request to stop the study in results/<run>."""
+    return Interrupt(folder / ".interrupt")
+
+
 class Interrupt:
     """A request to stop, as a file that the processes of the runs see too, wherever they are.
 

@@ -1,8 +1,8 @@
-"""Are the model and the Trainable there? Answered without loading them, before anything starts."""
+"""Are the model, other files and the Trainable there? Answered without loading them, before anything starts."""
 
 import glob
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,17 +22,27 @@ def hub_cache(environ: Mapping[str, str]) -> Path:
     return home / "huggingface" / "hub"
 
 
-def absolute_model(path: str) -> str:
-    """`path`, made absolute if it is a folder here: workers run in folders of their own."""
-    return str(Path(path).expanduser().absolute()) if _is_folder(path) else path
+def absolute(path: str) -> str:
+    """`path`, made absolute if it is a file or folder here: workers run in folders of their own."""
+    return str(Path(path).expanduser().absolute()) if _is(path, Path.exists) else path
 
 
 def _is_folder(path: str) -> bool:
-    """Whether `path` is a folder here; a path that cannot be one (empty, too long, of an unknown user) is none."""
+    return _is(path, Path.is_dir)
+
+
+def _is(path: str, kind: Callable[[Path], bool]) -> bool:
+    """Whether `path` is of a kind here; a path that cannot be one (empty, too long, of an unknown user) is none."""
     try:
-        return bool(path.strip()) and Path(path).expanduser().is_dir()
+        return bool(path.strip()) and kind(Path(path).expanduser())
     except (OSError, RuntimeError, ValueError):
         return False
+
+
+def check_file(setting: str, path: str) -> None:
+    """PlanError unless `path`, the value of a setting, is a file or folder here."""
+    if not _is(path, Path.exists):
+        raise PlanError(f"`{setting}={shown(path)}` is not here: type a path that is, or leave it out.")
 
 
 def check_model(path: str, environ: Mapping[str, str], chat: str = "chatml") -> None:

@@ -163,9 +163,10 @@ def _unseen(plan: StudyPlan, node: Node, reason: str) -> str:
             f"The node {node.name} cannot read --storage {plan.storage}: {reason}. Give the node the same access as "
             f"this machine has: its network, and credentials in the environment that `ray start` is typed in."
         )
+    stored = "" if plan.study.family.seeds_together else ", or --storage with a bucket or a shared folder"
     return (
         f"The node {node.name} does not see the folder {plan.output} of this machine, where every run writes: type "
-        f"--output with a folder that all nodes share, or --storage with a bucket or a shared folder."
+        f"--output with a folder that all nodes share{stored}."
     )
 
 

@@ -269,7 +269,7 @@ def close_unfinished(plan: StudyPlan, reason: str) -> None:
         run_dir = plan.run_dir(spec.run_id)
         status = read_status(run_dir) or RunStatus(spec.run_id, "never_ran")
         if status.status == "running":
-            rows = read_rows(run_dir / METRICS)
+            rows = read_rows(run_dir / METRICS, first=0)
             how = "interrupted" if rows else "never_ran"
             after = f"{reason}, after step {rows[-1]['step']}" if rows else f"{reason} before its first step"
             write_status(run_dir, replace(status, status=how, reason=after, ended_at=now()))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from search_spaces import STUDIES, smoke
+from search_spaces import STUDIES, SUITES, smoke
 from search_spaces.family import value_label
 from search_spaces.study import Study
 from trainable.config import ConfigError, RunConfig, canonical_key, field_names, with_overrides
@@ -129,7 +129,7 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     if study is None:
         raise PlanError(
             f"There is no study `{shown(name)}`. The studies are {', '.join(STUDIES)}: type one of them, "
-            f"for example `python -m tune_study run kl`."
+            f"for example `python -m tune_study run kl`, or for `run` a suite of studies: {', '.join(SUITES)}."
         )
     if kl_type is None:
         return study

@@ -76,6 +76,7 @@ class Progress:
         self.title = f"{plan.study.name} ({plan.preset})"
         self._family = plan.study.family
         self.views = {spec.run_id: RunView(spec) for spec in plan.runs}
+        self._trials = [[self.views[spec.run_id] for spec in specs] for specs in plan.trials]
         self._lanes = max_concurrent
         self._console = console
         self._started = time.monotonic()
@@ -137,11 +138,14 @@ class Progress:
         return None if pace is None else pace * (view.spec.steps - view.step)
 
     def study_time_left(self) -> float | None:
-        """Seconds that the study still needs: its work over the runs at once, but at least its longest run."""
-        left = [self.time_left(view) for view in self.views.values() if view.is_open]
-        known = [seconds for seconds in left if seconds is not None]
-        if len(known) < len(left):
+        """Seconds that the study still needs: its work over the trials at once, but at least its longest one.
+
+        The runs of a trial go on together: it needs what the longest of them does.
+        """
+        trials = [[self.time_left(view) for view in views if view.is_open] for views in self._trials]
+        if any(seconds is None for left in trials for seconds in left):
             return None
+        known = [max(seconds for seconds in left if seconds is not None) for left in trials if left]
         return max(sum(known) / max(min(self._lanes, len(known)), 1), max(known, default=0.0))
 
     @property

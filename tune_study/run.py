@@ -21,7 +21,7 @@ from trainable.stop_rules import finite
 from tune_study import outputs
 from tune_study.carried import trial_configs
 from tune_study.describe import say
-from tune_study.interrupt import Interrupt
+from tune_study.interrupt import Interrupt, interrupt_of
 from tune_study.leftovers import MARK, end_leftovers
 from tune_study.machine import ray_folder
 from tune_study.outputs import RunStatus
@@ -76,7 +76,7 @@ def execute(
     with outputs.locked(plan.folder):
         for leftover in [] if allotment.cluster else end_leftovers(plan.folder):
             say(console, f"Ended process {leftover}, which an earlier start of this study had left behind")
-        interrupt, progress = Interrupt(plan.folder / ".interrupt"), Progress(plan, allotment.max_concurrent, console)
+        interrupt, progress = interrupt_of(plan.folder), Progress(plan, allotment.max_concurrent, console)
         with _stored(plan, interrupt, console) as stored:
             ended = finished_runs(plan, skipped)
             return _run(Session(plan, allotment, wandb_mode, console, ended, interrupt, progress, stored))
@@ -322,7 +322,7 @@ def _wandb(plan: StudyPlan, mode: str) -> list[Any]:
 def _skip(plan: StudyPlan, finished: Mapping[str, RunStatus], progress: Progress, console: Console) -> None:
     """Name the runs that are not run again."""
     for run_id, status in finished.items():
-        rows = read_rows(plan.run_dir(run_id) / METRICS)
+        rows = read_rows(plan.run_dir(run_id) / METRICS, first=0)
         found = (row.get(plan.study.family.measure) for row in reversed(rows))
         progress.skip(run_id, status.status, rows[-1]["step"] if rows else 0, next(filter(_is_number, found), None))
         say(console, f"{run_id} is {status.status} and is not run again")

@@ -10,9 +10,10 @@ from rich.filesize import decimal
 from tune_study import cluster, describe, disk, memory_plan, outputs, resources
 from tune_study.cluster import Node
 from tune_study.disk import Budget
+from tune_study.interrupt import interrupt_of
 from tune_study.memory_plan import MemoryPlan
-from tune_study.models import check_model, check_trainable
-from tune_study.plan import StudyPlan
+from tune_study.models import check_file, check_model, check_trainable
+from tune_study.plan import StudyPlan, flat_settings
 from tune_study.resources import Allotment, Gpu
 from tune_study.run import choose_wandb, execute
 
@@ -68,8 +69,12 @@ def start_all(
         if len(plans) > 1:
             describe.say(console, f"Study {number + 1} of {len(plans)}: {plan.study.name}")
         code = max(code, start(plan, asked, visible, dry_run, console))
-        if code == _INTERRUPTED:
-            return code
+        left = [later.study.name for later in plans[number + 1 :]]
+        # An interrupt is one for all studies, also where it came as the last runs of this one ended.
+        if code == _INTERRUPTED or (left and not dry_run and interrupt_of(plan.folder).is_visible):
+            if left:
+                describe.say(console, f"Not started: {', '.join(left)}. The same command goes on with all of them.")
+            return _INTERRUPTED
     if len(plans) > 1 and not dry_run:
         describe.say(console, f"Index: {outputs.write_index(plans[0].output)}")
     return code
@@ -101,6 +106,7 @@ def _check_machine(
 ) -> None:
     """PlanError for what this machine lacks."""
     check_trainable(plan.study.trainable)
+    _check_files(plan)
     if plan.model is not None:
         check_model(plan.model, os.environ, plan.ppo.model.chat_format)
         resources.check_engines(plan.ppo)
@@ -110,6 +116,14 @@ def _check_machine(
         from tune_study.node_checks import check_scratch
 
         check_scratch(plan.stored, allotment.max_concurrent, disk.scratch_bytes(room))
+
+
+def _check_files(plan: StudyPlan) -> None:
+    """PlanError for a file or folder that a run would read and that is not here."""
+    for arm in {spec.arm: flat_settings(spec.config.model_dump()) for spec in plan.runs}.values():
+        for setting in plan.study.family.files:
+            if arm[setting] is not None:
+                check_file(setting, arm[setting])
 
 
 def _check_cluster(plan: StudyPlan, allotment: Allotment, asked: Asked, room: Budget, nodes: tuple[Node, ...]) -> None:

@@ -28,7 +28,7 @@ from trainable.remote import (
 from trainable.run_files import PROBES
 from trainable.uris import below
 from tune_study.holding import REFRESH_S, Hold, read_holder
-from tune_study.interrupt import Interrupt
+from tune_study.interrupt import Interrupt, interrupt_of
 from tune_study.plan import PlanError, StudyPlan
 
 STUDY, LAST = "study.json", "last-driver"
@@ -298,7 +298,7 @@ def copy_up(plan: StudyPlan) -> str:
     """
     if plan.stored is None:
         return ""
-    stored = StoredStudy(plan, Interrupt(plan.folder / ".interrupt"), _to_nobody)
+    stored = StoredStudy(plan, interrupt_of(plan.folder), _to_nobody)
     try:
         return stored.push(is_newest(plan.stored, plan.folder))
     except PlanError as error:

@@ -37,7 +37,7 @@ def summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_l
     stop = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
     fields = [
         *said,
-        *run_times(read_rows(plan.run_dir(spec.run_id) / METRICS), plan.study.summary_times),
+        *run_times(read_rows(plan.run_dir(spec.run_id) / METRICS, first=0), plan.study.summary_times),
         f"wall_time={wall_seconds(status)}",
         f"gpu={gpu_label}",
         f"status={_PUBLISHED_STATUS[status.status]}",
@@ -51,10 +51,11 @@ def summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_l
 def run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
     """`<name>_time=` of a run in seconds from its rows, for each of `names`; N/A where it has none.
 
-    total: seconds_total of the last row. eval: validation and test. collapse_first, collapse_multi, collapse:
-    diagnostics of first turns, of all turns, of both. train: total without eval and collapse.
+    total: seconds_total of the last row that has it, which the line of a failure has not. eval: validation and test.
+    collapse_first, collapse_multi, collapse: diagnostics of first turns, of all turns, of both. train: total without
+    eval and collapse.
     """
-    total = rows[-1].get("seconds_total") if rows else None
+    total = next((row["seconds_total"] for row in reversed(rows) if row.get("seconds_total") is not None), None)
     if not isinstance(total, int | float):
         return [f"{name}_time=N/A" for name in names]
     spent = {

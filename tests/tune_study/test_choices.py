@@ -6,6 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from search_spaces import STUDIES, SUITES
+from trainable.sandbox.config import UpdateRuleConfig
+from tune_study.choices import Choices, planned
 from tune_study.cli import app
 from tune_study.plan import find_study
 
@@ -72,6 +74,32 @@ def test_any_combination_names_its_folder(tmp_path: Path) -> None:
     assert code == 0
     assert f"results {tmp_path}/results/sandbox_chain_reversal_SCOPELite" in shown
     assert "steps a run 7" in shown
+
+
+def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "lines.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    axes = {STUDIES["sandbox"].axis.option: None}
+    typed = ("mnist_folder=digits", "text_file=lines.txt", "model_name=some/model")
+    choices = Choices("laptop", "a test", {}, axes, None, None, typed, None, False)
+    base = planned(STUDIES["sandbox"], choices, tmp_path / "out", None, False, real=False).base
+    assert isinstance(base, UpdateRuleConfig)
+    assert (base.mnist_folder, base.text_file) == (str(tmp_path / "digits"), str(tmp_path / "lines.txt"))
+    assert base.model_name == "some/model"
+
+
+def test_a_file_that_is_not_here_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    words = ["sandbox", "--set", "mnist_folder=digits", "--output", str(tmp_path)]
+    done = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}).invoke(app, ["run", *words])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "`mnist_folder=digits` is not here: type a path that is, or leave it out." in " ".join(done.stderr.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_mistypes_a_suite_is_told_of_it(tmp_path: Path) -> None:
+    code, _, said = run(tmp_path, "sandbox-evidenc")
+    assert (code, "a suite of studies: sandbox-evidence." in " ".join(said.split())) == (2, True)
 
 
 def test_every_study_is_found_by_either_spelling() -> None:

@@ -227,6 +227,14 @@ def test_the_allotment_of_a_cluster(tmp_path: Path) -> None:
     assert found.slots == ("one:0", "one:1", "two:0")
     assert (found.gpu_label, found.gpus, found.cluster) == ("2xH100", (), "10.0.0.1:6379")
     assert allot(plan_in(tmp_path), "a:1", TWO, None, 1).max_concurrent == 1
+    influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
+    assert allot(influence, "a:1", TWO, None, None).max_concurrent == 3  # a trial has all seeds of an arm
+
+
+def test_storage_is_offered_to_studies_that_can_have_one(tmp_path: Path) -> None:
+    influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
+    assert node_checks._unseen(influence, TWO[0], "gone").endswith("with a folder that all nodes share.")
+    assert "or --storage with a bucket" in node_checks._unseen(plan_in(tmp_path), TWO[0], "gone")
 
 
 @pytest.mark.parametrize(("asked", "limit", "overrides", "message"), [

@@ -277,3 +277,11 @@ def test_a_folder_has_the_bytes_of_its_files(tmp_path: Path) -> None:
         (tmp_path / "a" / name).unlink()
     assert folder_bytes(tmp_path / "a") == 3 + 4
     assert folder_bytes(tmp_path / "nothing") == 0
+
+
+def test_a_trial_of_several_runs_writes_the_states_of_all_at_once(tmp_path: Path) -> None:
+    plan = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
+    found = budget(plan, allotted(plan, 1), {})
+    assert (found.runs, found.concurrent, found.rolling) == (9, 3, 15)
+    assert found.checkpoint is not None
+    assert found.total == 15 * found.checkpoint + found.rows

@@ -9,7 +9,7 @@ import pytest
 from search_spaces import STUDIES
 from trainable.records import STATUSES
 from tune_study.continuing import check_unchanged, plan_from_folder
-from tune_study.models import absolute_model, check_model, check_trainable, hub_cache
+from tune_study.models import absolute, check_model, check_trainable, hub_cache
 from tune_study.outputs import (
     RunStatus,
     check_writable,
@@ -206,6 +206,23 @@ ROWS = [
 ]
 
 
+def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
+    """Weights are measured, then trained, then the row is written."""
+    plan = plan_in(tmp_path)
+    write_study(plan)
+    run_dir = plan.run_dir(plan.runs[0].run_id)
+    write_status(run_dir, RunStatus("a", "running", started_at=now()))
+    (run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
+    close_unfinished(plan, "the study was interrupted")
+    status = read_status(run_dir)
+    assert status is not None
+    assert (status.status, status.reason) == ("interrupted", "the study was interrupted, after step 0")
+
+
+def test_the_line_of_a_failure_takes_no_time_away() -> None:
+    assert run_times([*ROWS, {"step": 4, "failure": "not finite"}], ("total",)) == ["total_time=30.00s"]
+
+
 def test_times_add_up() -> None:
     plain = ("train", "eval", "total")
     assert run_times(ROWS, plain) == ["train_time=23.50s", "eval_time=6.50s", "total_time=30.00s"]
@@ -333,8 +350,8 @@ def test_the_shipped_model_and_a_folder_are_models(tmp_path: Path, monkeypatch: 
     check_model("sokoban-tiny", {})
     check_model(str(tmp_path / "mine"), {})
     monkeypatch.chdir(tmp_path)
-    assert absolute_model("mine") == str(tmp_path / "mine")
-    assert absolute_model("Qwen/Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
+    assert absolute("mine") == str(tmp_path / "mine")
+    assert absolute("Qwen/Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
 
 
 @pytest.mark.parametrize(

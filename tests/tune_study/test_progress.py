@@ -66,6 +66,19 @@ def test_time_left_is_the_work_left_over_the_runs_at_once(lanes: int, left: floa
     assert progress.study_time_left() == left
 
 
+def test_the_runs_of_a_trial_go_on_together() -> None:
+    settings = {"trainer.total_training_steps": 100}
+    plan = make_plan(STUDIES["influence"], "laptop", "a test", settings, ("DG", "TPO"), 3, Path("/out"))
+    progress, _, runs = watched(plan)
+    for run in runs:
+        if plan.trials[0][0].arm in run:
+            progress.start(run)
+            progress.row(run, row(50, seconds_total=100.0))
+    assert progress.study_time_left() == 100.0 + 200.0
+    progress.end(plan.trials[0][1].run_id, "early_stopped", "a rule")
+    assert progress.study_time_left() == 100.0 + 200.0
+
+
 def test_a_terminal_shows_the_table_with_times_and_keeps_it() -> None:
     progress, screen, (first, _) = watched(plan_of(), is_terminal=True)
     with progress.shown():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from search_spaces import STUDIES, SUITES
 from search_spaces.sandbox import sandbox_study
 from trainable.run_files import METRICS, read_rows
 from tune_study.continuing import join, plan_from_folder
-from tune_study.outputs import RunStatus, read_status
+from tune_study.outputs import RunStatus, read_status, write_status
 from tune_study.plan import StudyPlan, make_plan
 from tune_study.resources import preflight
 from tune_study.run import execute
@@ -114,6 +115,21 @@ def test_more_seeds_are_trials_of_their_own(folder: Path, tmp_path: Path) -> Non
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     assert ours[0]["test_error"] == theirs[0]["test_error"]
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
+
+
+def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_session: None, tmp_path: Path) -> None:
+    """Its last row was on disk and nobody had been told; the other seed of its arm had no row."""
+    plan = plan_in(tmp_path, 2, ("uniform",))
+    _, _, before = run(plan)
+    for status in before.values():
+        write_status(plan.run_dir(status.run_id), RunStatus(status.run_id, "running", started_at=status.started_at))
+    shutil.rmtree(plan.run_dir("influence-uniform-seed1") / "state")
+    (plan.run_dir("influence-uniform-seed1") / METRICS).unlink()
+    code, _, after = run(plan)
+    assert code == 0
+    assert {run_id: (status.status, status.reason) for run_id, status in after.items()} == {
+        run_id: (status.status, status.reason) for run_id, status in before.items()
+    }
 
 
 def command(output: Path, *words: str) -> list[str]:

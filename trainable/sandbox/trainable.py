@@ -67,6 +67,8 @@ class SandboxTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no type
         if self.notes:
             # A run is a function of its settings and seed: whatever it goes back to, it writes the same rows again.
             self.notes.append(f"the runs go on after step {self.trainer.step_index}")
+        elif not self.trainer.step_index and any(run.steps() for run in runs):
+            self.notes.append("the runs of the arm go on together, and some have no state: all begin again at step 0")
         for run in runs:
             run.rows = [row for row in run.rows if row["step"] < self.trainer.step_index]
 

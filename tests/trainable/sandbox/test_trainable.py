@@ -189,6 +189,18 @@ def test_the_newest_step_that_all_runs_have_is_gone_on_from(tmp_path: Path, star
     assert written(tmp_path) == written(straight[0])
 
 
+def test_runs_that_begin_again_with_one_that_joins_them_say_so(tmp_path: Path, start: Start) -> None:
+    first = start(tmp_path)
+    for _ in range(2):
+        first.step()
+    again = start(tmp_path, seeds=(0, 1, 2))
+    assert again.trainer.step_index == 0
+    assert "some have no state: all begin again at step 0" in again.step()["note"]
+    steps = {run: [row["step"] for row in rows] for run, rows in written(tmp_path).items()}
+    assert steps == {"s0": [0], "s1": [0], "s2": [0]}
+    assert start(tmp_path / "new").notes == []
+
+
 def test_a_row_of_the_step_that_is_trained_again_does_not_count(tmp_path: Path, start: Start) -> None:
     first = start(tmp_path, trainer__resume_every=3)
     for _ in range(2):
