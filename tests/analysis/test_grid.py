@@ -177,6 +177,7 @@ def test_each_form_of_the_loss_has_its_own_contrast(three: StudyFrames) -> None:
     assert (table["pairs"] == 16).all()
 
 
+@pytest.mark.slow
 def test_the_page_has_every_arm_once_and_counts_comparisons(three: StudyFrames) -> None:
     found = found_in(three)
     arms = records(tables.arm_summary(grid.renamed(three, grid.arm_labels(three, found))))

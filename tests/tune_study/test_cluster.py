@@ -100,6 +100,7 @@ def check_same(plan: StudyPlan, local: StudyPlan, storage: str, folder: Path) ->
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.slow
 def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     faked: Faked, local: StudyPlan, tmp_path: Path
 ) -> None:
