@@ -45,18 +45,18 @@ def check_file(setting: str, path: str) -> None:
         raise PlanError(f"`{setting}={shown(path)}` is not here: type a path that is, or leave it out.")
 
 
-def check_model(path: str, environ: Mapping[str, str], chat: str = "chatml") -> None:
+def check_model(path: str, environ: Mapping[str, str], chat: str = "chatml", option: str = "--model ") -> None:
     """PlanError unless `path` is the shipped model, a folder with a config.json, or a hub id that was fetched.
 
-    chat: model.chat_format; with auto the model's chat template is tried.
+    chat: model.chat_format; with auto the model's chat template is tried. option: what names the model, as it is typed.
     """
     if path == SHIPPED:
         return
     if _is_folder(path):
         if not (Path(path) / "config.json").is_file():
             raise PlanError(
-                f"The folder {path} is no model: it has no config.json. Type --model with a folder that holds one, "
-                f"a hub id, or {SHIPPED}."
+                f"The folder {path} is no model: it has no config.json. Type {option.strip(' =')} with a folder that "
+                f"holds one, a hub id, or {SHIPPED}."
             )
         _check_folder(Path(path), chat)
         return
@@ -68,7 +68,7 @@ def check_model(path: str, environ: Mapping[str, str], chat: str = "chatml") -> 
     if not fetched:
         raise PlanError(
             f"The model {shown(path)} is not here: it is neither {SHIPPED} nor a folder, and the hub cache {cache} "
-            f"does not hold it. Fetch it with `hf download {shown(path)}`, or type --model {SHIPPED} or a folder."
+            f"does not hold it. Fetch it with `hf download {shown(path)}`, or type {option}{SHIPPED} or a folder."
         )
     _check_folder(fetched[-1].parent, chat)
 

@@ -119,11 +119,13 @@ def _check_machine(
 
 
 def _check_files(plan: StudyPlan) -> None:
-    """PlanError for a file or folder that a run would read and that is not here."""
+    """PlanError for a file, a folder or, of a family that `StudyPlan.model` does not name one of, a model not here."""
     for arm in {spec.arm: flat_settings(spec.config.model_dump()) for spec in plan.runs}.values():
         for setting in plan.study.family.files:
             if arm[setting] is not None:
                 check_file(setting, arm[setting])
+        for setting in plan.study.family.models if plan.model is None else ():
+            check_model(arm[setting], os.environ, option=f"--set {setting}=")
 
 
 def _check_cluster(plan: StudyPlan, allotment: Allotment, asked: Asked, room: Budget, nodes: tuple[Node, ...]) -> None:

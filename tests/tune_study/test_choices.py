@@ -76,6 +76,15 @@ def test_any_combination_names_its_folder(tmp_path: Path) -> None:
     assert "steps a run 7" in shown
 
 
+def test_a_model_that_is_not_here_starts_nothing(tmp_path: Path) -> None:
+    words = ["run", "sandbox", "--set", "task=lm_bandit", "--set", "model_name=no/such", "--output", str(tmp_path)]
+    done = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(tmp_path)}).invoke(app, words)
+    assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    said = " ".join(done.stderr.split())
+    assert said.startswith("tune_study: The model no/such is not here")
+    assert said.endswith("or type --set model_name=sokoban-tiny or a folder.")
+
+
 def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "digits").mkdir()
     (tmp_path / "lines.txt").touch()
