@@ -1,19 +1,14 @@
 """Rows of unequal length as one stream of tokens, so that no padding is computed: layout, and attention over it."""
 
+from collections.abc import Callable
+from functools import cache
 from inspect import signature
 from itertools import accumulate, groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-try:
-    from torch.nn.attention.varlen import varlen_attn
-except ImportError:  # torch before 2.10
-    _HAS_VARLEN = False
-else:
-    _HAS_VARLEN = "enable_gqa" in signature(varlen_attn).parameters  # torch 2.12 on
 
 
 class Packed(NamedTuple):
@@ -68,12 +63,23 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
 def _runs_at_once(q: Tensor) -> bool:
     """Whether torch has a kernel for rows of unequal length: in half precision, on GPUs from Ampere on."""
     is_half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
-    return _HAS_VARLEN and is_half and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return is_half and torch.cuda.get_device_capability(q.device) >= (8, 0) and _varlen_attn() is not None
+
+
+@cache
+def _varlen_attn() -> Callable[..., Any] | None:
+    """torch's kernel, where this torch has one. Its module takes longer to import than the model: only where used."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:  # torch before 2.10
+        return None
+    return varlen_attn if "enable_gqa" in signature(varlen_attn).parameters else None  # torch 2.12 on
 
 
 def _at_once(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
     """`causal_attention` in one call."""
-    bounds, longest = packed.bounds, packed.groups[-1][1]
+    bounds, longest, varlen_attn = packed.bounds, packed.groups[-1][1], _varlen_attn()
+    assert varlen_attn is not None
     mixed = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), enable_gqa=True)
     assert isinstance(mixed, Tensor)
     return mixed.flatten(1)

@@ -17,7 +17,7 @@ from tune_study import options as opt
 from tune_study.choices import Choices, chosen_studies, planned
 from tune_study.plan import PlanError, collect_overrides, find_study
 from tune_study.run import write_results
-from tune_study.starting import Asked, start, start_all
+from tune_study.starting import Asked, start
 from tune_study.summary import DEFAULT_SKIPPED, parse_skipped
 from tune_study.terminal import protect_output
 
@@ -142,7 +142,7 @@ def run(
     asked = Asked(gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped(skip_statuses))
     studies = chosen_studies(study, kl_type)
     plans = [planned(chosen, choices, _absolute(output), storage, extend, real=not dry_run) for chosen in studies]
-    raise typer.Exit(start_all(plans, asked, visible, dry_run, Console()))
+    raise typer.Exit(start(plans, asked, visible, dry_run, Console()))
 
 
 @app.command("resume", epilog="\b\nExample: python -m tune_study resume results/kl_sweep_sokoban-tiny")
@@ -162,7 +162,7 @@ def resume(
     placed = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
     plan = places.resumed(run, placed, real=not dry_run)
     asked = Asked(gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped(skip_statuses))
-    raise typer.Exit(start(plan, asked, resources.detect_gpus(os.environ), dry_run, Console()))
+    raise typer.Exit(start([plan], asked, resources.detect_gpus(os.environ), dry_run, Console()))
 
 
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")

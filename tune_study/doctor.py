@@ -243,7 +243,8 @@ def check_ray_start(ray: Path, environ: Mapping[str, str], limit: float) -> Find
 
 def start_ray() -> None:
     """Start Ray, run a task of ours in a worker, stop Ray, and print the seconds; for a process of its own."""
-    from tune_study.run import prepare_environment, started_ray
+    from tune_study.ray_here import started_ray
+    from tune_study.run import prepare_environment
 
     gpus = tuple(gpu.id for gpu in detect_gpus(os.environ))
     prepare_environment(gpus)

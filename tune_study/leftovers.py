@@ -2,16 +2,22 @@
 
 import os
 import signal
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 MARK = "TUNE_STUDY_RUN_DIR"
-"""Set in the process of a run to the run's folder, and in what Ray starts for a study to the study's folder;
-whatever such a process starts inherits it."""
+"""Set in the process of a run to the run's folder, and in what Ray starts to the folders of all studies that it is
+started for; whatever such a process starts inherits it."""
 
 _PATIENCE_S = 5.0
+
+
+def mark(folders: Iterable[Path]) -> str:
+    """The value of MARK that names all of `folders`."""
+    return "\n".join(map(str, folders))
 
 
 def end_leftovers(folder: Path) -> list[str]:
@@ -41,10 +47,10 @@ def _is_of(process: psutil.Process, folder: Path) -> bool:
     if process.pid == os.getpid():
         return False
     try:
-        marked = process.environ().get(MARK)
+        marked = process.environ().get(MARK, "")
     except (psutil.Error, OSError):
         return False  # of another user, or gone
-    return marked is not None and (Path(marked) == folder or folder in Path(marked).parents)
+    return any(folder in (Path(one), *Path(one).parents) for one in marked.splitlines())
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:

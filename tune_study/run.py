@@ -1,9 +1,7 @@
 """A plan becomes a Tune experiment, and the experiment statuses, tables and a report."""
 
-import logging
 import os
 import shlex
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -22,18 +20,17 @@ from tune_study import outputs
 from tune_study.carried import trial_configs
 from tune_study.describe import say
 from tune_study.interrupt import Interrupt, interrupt_of
-from tune_study.leftovers import MARK, end_leftovers
 from tune_study.machine import ray_folder
 from tune_study.outputs import RunStatus
 from tune_study.plan import PlanError, StudyPlan
 from tune_study.progress import Progress
+from tune_study.ray_here import RayHere, held
 from tune_study.resources import Allotment, placement
 from tune_study.summary import finished_runs, write_summary
 
 if TYPE_CHECKING:
     from tune_study.callbacks import Recorder
     from tune_study.storage import StoredStudy
-    from tune_study.watching import Daemon
 
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "disabled",
@@ -60,6 +57,7 @@ class Session:
     allotment: Allotment
     wandb_mode: str
     console: Console
+    ray: RayHere
     finished: Mapping[str, RunStatus]
     interrupt: Interrupt
     progress: Progress
@@ -73,13 +71,18 @@ def execute(
 
     skipped: statuses of runs that are not run again.
     """
-    with outputs.locked(plan.folder):
-        for leftover in [] if allotment.cluster else end_leftovers(plan.folder):
-            say(console, f"Ended process {leftover}, which an earlier start of this study had left behind")
-        interrupt, progress = interrupt_of(plan.folder), Progress(plan, allotment.max_concurrent, console)
-        with _stored(plan, interrupt, console) as stored:
-            ended = finished_runs(plan, skipped)
-            return _run(Session(plan, allotment, wandb_mode, console, ended, interrupt, progress, stored))
+    with held([plan.folder], console, here=not allotment.cluster) as ray:
+        return execute_held(plan, allotment, wandb_mode, console, skipped, ray)
+
+
+def execute_held(
+    plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Console, skipped: Sequence[str], ray: RayHere
+) -> int:
+    """`execute` where the study's folder is held, by what holds `ray` too."""
+    interrupt, progress = interrupt_of(plan.folder), Progress(plan, allotment.max_concurrent, console)
+    with _stored(plan, interrupt, console) as stored:
+        ended = finished_runs(plan, skipped)
+        return _run(Session(plan, allotment, wandb_mode, console, ray, ended, interrupt, progress, stored))
 
 
 @contextmanager
@@ -96,7 +99,7 @@ def _stored(plan: StudyPlan, interrupt: Interrupt, console: Console) -> Iterator
 
 
 def _run(session: Session) -> int:
-    """`execute`, with the study's folders held."""
+    """`execute_held`, with the study's folder in its storage at hand."""
     plan, console = session.plan, session.console
     _write_start(session)
     _skip(plan, session.finished, session.progress, console)
@@ -131,8 +134,6 @@ def _train(session: Session) -> tuple[str, dict[str, RunStatus]]:
     from tune_study.callbacks import Recorder
 
     recorder, problem = Recorder(session.plan, session.allotment, session.progress), ""
-    if not session.allotment.cluster:
-        os.environ[MARK] = str(session.plan.folder)  # whatever Ray starts inherits it, and is found if it outlives us
     try:
         _fit(session, recorder)
     except KeyboardInterrupt:
@@ -142,8 +143,6 @@ def _train(session: Session) -> tuple[str, dict[str, RunStatus]]:
         is_over = not any(view.is_open for view in session.progress.views.values())
         what = "Ray Tune could not finish its own record of the study" if is_over else "The study ended early"
         problem = f"{what}: {_brief(error)}."
-    finally:
-        os.environ.pop(MARK, None)
     if session.stored is not None:
         session.stored.pull()
     reason = "the study was interrupted" if session.interrupt.is_requested else problem or "the study ended early"
@@ -191,7 +190,7 @@ def _fit(session: Session, recorder: "Recorder") -> None:
 
     wandb_runs = _wandb(plan, session.wandb_mode)
     # Ray sets a handler of its own for SIGTERM when it starts, so ours come after it.
-    with started_ray(session.allotment, console) as daemons, session.interrupt.handled(tell):
+    with session.ray.used(plan.folder, session.allotment) as daemons, session.interrupt.handled(tell):
         folders = (plan.folder, ray_folder(os.environ))
         room = Room(folders, plan.base.trainer.disk_patience, session.interrupt, tell)
         tuner = make_tuner(session, recorder, [room, *wandb_runs])
@@ -217,39 +216,6 @@ def _last_will(session: Session, recorder: "Recorder", lost: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)
-
-
-@contextmanager
-def started_ray(allotment: Allotment, console: Console) -> Iterator["tuple[Daemon, ...]"]:
-    """Ray on this machine alone, unless the caller started or joined one; its processes, where they are this one's."""
-    import ray
-
-    from tune_study.watching import ray_daemons
-
-    # It repeats at the end, as an error, which trials did not complete; their statuses say it.
-    logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
-    if ray.is_initialized():
-        yield ()
-        return
-    say(console, "Starting Ray ...")
-    # A closed terminal tells the whole process group; Ray's processes inherit that they do not hear it, as Ray itself
-    # sees to for Ctrl-C.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-    try:
-        ray.init(
-            address="local",
-            num_cpus=allotment.cpus,
-            num_gpus=len(allotment.gpus),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    try:
-        yield ray_daemons()
-    finally:
-        ray.shutdown()
 
 
 def make_tuner(session: Session, recorder: "Recorder", more_callbacks: list[Any]) -> Any:

@@ -1,7 +1,9 @@
 """From a plan to its start: what this machine, or each node of a cluster, must have is checked before anything runs."""
 
 import os
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -14,8 +16,9 @@ from tune_study.interrupt import interrupt_of
 from tune_study.memory_plan import MemoryPlan
 from tune_study.models import check_file, check_model, check_trainable
 from tune_study.plan import StudyPlan, flat_settings
+from tune_study.ray_here import held
 from tune_study.resources import Allotment, Gpu
-from tune_study.run import choose_wandb, execute
+from tune_study.run import choose_wandb, execute_held
 
 
 class Asked(NamedTuple):
@@ -32,52 +35,88 @@ class Asked(NamedTuple):
     skipped: tuple[str, ...] = outputs.ENDED
 
 
-def start(plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], dry_run: bool, console: Console) -> int:
-    """Print the plan, or check what it needs and run it; the exit code. PlanError for what cannot be run.
+class Ready(NamedTuple):
+    """A study that may start: everything that it needs was found."""
 
-    visible: the GPUs of this machine.
-    """
-    with cluster.joined(asked.address) as nodes:
-        allotment = _allotted(plan, asked, visible, nodes, dry_run)
-        mode = choose_wandb(asked.wandb, plan)
-        room = disk.budget(plan, allotment, os.environ)
-        used = tuple(gpu for gpu in visible if gpu.id in allotment.gpus)
-        card = memory_plan.find_card(asked.gpu_memory_gib, used)
-        memory = memory_plan.plan_memory(plan, allotment, card, os.environ)
-        if dry_run:
-            names = tuple(gpu.name for gpu in used)
-            describe.print_plan(console, plan, allotment, room_line(plan, room), memory, names)
-            return 0
-        if nodes is None:
-            _check_machine(plan, allotment, room, memory, used)
-        else:
-            _check_cluster(plan, allotment, asked, room, nodes)
-        outputs.check_writable(plan.output)
-        if plan.storage is None:
-            disk.check(room)
-        describe.say(console, f"preset {plan.preset}: {plan.preset_reason}")
-        describe.say(console, room_line(plan, room))
-        return execute(plan, allotment, mode, console, asked.skipped)
+    plan: StudyPlan
+    allotment: Allotment
+    wandb_mode: str
+    room: Budget
 
 
-def start_all(
+def start(
     plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], dry_run: bool, console: Console
 ) -> int:
-    """`start` one study after another, an interrupt being the end; the exit code: 0 if that of all is."""
-    code = 0
-    for number, plan in enumerate(plans):
-        if len(plans) > 1:
-            describe.say(console, f"Study {number + 1} of {len(plans)}: {plan.study.name}")
-        code = max(code, start(plan, asked, visible, dry_run, console))
-        left = [later.study.name for later in plans[number + 1 :]]
-        # An interrupt is one for all studies, also where it came as the last runs of this one ended.
-        if code == _INTERRUPTED or (left and not dry_run and interrupt_of(plan.folder).is_visible):
-            if left:
-                describe.say(console, f"Not started: {', '.join(left)}. The same command goes on with all of them.")
-            return _INTERRUPTED
-    if len(plans) > 1 and not dry_run:
-        describe.say(console, f"Index: {outputs.write_index(plans[0].output)}")
-    return code
+    """Print the plans, or check what all need and run one after another; the exit code: 0 if that of all is.
+
+    visible: the GPUs of this machine. PlanError, before anything starts, for what cannot be run.
+    """
+    with cluster.joined(asked.address) as nodes:
+        ready = []
+        for number, plan in enumerate(plans):
+            if dry_run and len(plans) > 1:
+                describe.say(console, _of_several(plans, number))
+            found = _prepared(plan, asked, visible, nodes, console if dry_run else None)
+            ready += [found] if found is not None else []
+        return _run_all(ready, asked, console) if ready else 0
+
+
+def _of_several(plans: Sequence[StudyPlan], number: int) -> str:
+    return f"Study {number + 1} of {len(plans)}: {plans[number].study.name}"
+
+
+def _prepared(
+    plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None, only_print: Console | None
+) -> Ready | None:
+    """A study whose needs are met, or PlanError; where it is only to be printed, None, and it may need what is not."""
+    allotment = _allotted(plan, asked, visible, nodes, only_print is not None)
+    mode = choose_wandb(asked.wandb, plan)
+    room = disk.budget(plan, allotment, os.environ)
+    used = tuple(gpu for gpu in visible if gpu.id in allotment.gpus)
+    card = memory_plan.find_card(asked.gpu_memory_gib, used)
+    memory = memory_plan.plan_memory(plan, allotment, card, os.environ)
+    if only_print is not None:
+        names = tuple(gpu.name for gpu in used)
+        describe.print_plan(only_print, plan, allotment, room_line(plan, room), memory, names)
+        return None
+    if nodes is None:
+        _check_machine(plan, allotment, room, memory, used)
+    else:
+        _check_cluster(plan, allotment, asked, room, nodes)
+    outputs.check_writable(plan.output)
+    if plan.storage is None:
+        disk.check(room)
+    return Ready(plan, allotment, mode, room)
+
+
+def _run_all(ready: Sequence[Ready], asked: Asked, console: Console) -> int:
+    """Run studies one after another in one Ray, an interrupt being the end; then an index of several."""
+    plans, code = [study.plan for study in ready], 0
+    with held([plan.folder for plan in plans], console, here=asked.address is None) as ray:
+        for number, (plan, allotment, mode, room) in enumerate(ready):
+            if len(plans) > 1:
+                describe.say(console, _of_several(plans, number))
+            describe.say(console, f"preset {plan.preset}: {plan.preset_reason}")
+            describe.say(console, room_line(plan, room))
+            code = max(code, execute_held(plan, allotment, mode, console, asked.skipped, ray))
+            left = [later.study.name for later in plans[number + 1 :]]
+            # An interrupt is one for all studies, also where it came as the last runs of this one ended.
+            if code == _INTERRUPTED or (left and interrupt_of(plan.folder).is_visible):
+                code = _INTERRUPTED
+                if left:
+                    describe.say(console, f"Not started: {', '.join(left)}. The same command goes on with all of them.")
+                break
+    return max(code, int(len(plans) > 1 and not _indexed(plans[0].output, console)))
+
+
+def _indexed(output: Path, console: Console) -> bool:
+    """Whether an index of all studies in the output folder could be written."""
+    try:
+        describe.say(console, f"Index: {outputs.write_index(output)}")
+    except (OSError, ValueError) as error:
+        print(f"The reports are there, but no index of them could be written: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 _INTERRUPTED = 130

@@ -87,14 +87,13 @@ def test_an_interrupt_as_the_last_runs_of_a_study_end_is_one_for_its_suite(
 
     def ended(plan: StudyPlan, *_: object) -> int:
         begun.append(plan.study.name)
-        plan.folder.mkdir(parents=True)
         interrupt_of(plan.folder).request()
         return 0
 
-    monkeypatch.setattr(starting, "start", ended)
+    monkeypatch.setattr(starting, "execute_held", ended)
     plans = [make_plan(STUDIES[name], "laptop", "a test", {}, None, 1, tmp_path) for name in ("influence", "replay")]
     console = Console(record=True, width=200)
     asked = starting.Asked(None, None, None, None, None)
-    assert starting.start_all(plans, asked, (), False, console) == 130
+    assert starting.start(plans, asked, (), False, console) == 130
     assert begun == ["influence"]
     assert "Not started: replay. The same command goes on with all of them." in console.export_text()

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 
 
 class MemberAdam:
@@ -11,13 +12,16 @@ class MemberAdam:
 
     parameters: by name, [E, ...] each. They are kept as one matrix [E, P], P weights a member in the order of
     `parameters`, so that a norm or a product of gradients is one operation; a step copies it into them. Adam works
-    element by element, so members do not meet.
+    element by element, so members do not meet. torch's function, since its class imports its compiler first, which
+    takes longer than some whole conditions of the sandbox.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], lr: float) -> None:
         self.parameters = dict(parameters)
         self.weights = torch.cat([tensor.detach().flatten(1) for tensor in self.parameters.values()], dim=1)
-        self.adam = torch.optim.Adam([self.weights], lr=lr, fused=True)
+        self.lr = lr
+        self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
+        self.steps = torch.zeros(())
 
     def gradient(self, loss: Tensor) -> Tensor:
         """[E, P], the gradient of each member's loss. loss: [E]; a weight that it does not depend on has 0."""
@@ -28,9 +32,10 @@ class MemberAdam:
     @torch.no_grad()
     def step(self, gradient: Tensor) -> None:
         """One step along `gradient` [E, P]."""
-        self.weights.grad = gradient
-        self.adam.step()
-        self.weights.grad = None
+        adam(
+            [self.weights], [gradient], [self.exp_avg], [self.exp_avg_sq], [], [self.steps], fused=True, amsgrad=False,
+            beta1=0.9, beta2=0.999, lr=self.lr, weight_decay=0.0, eps=1e-8, maximize=False,
+        )  # fmt: skip
         self._copy()
 
     def _copy(self) -> None:
@@ -45,13 +50,11 @@ class MemberAdam:
 
     def state(self) -> dict[str, Tensor]:
         """weights, exp_avg, exp_avg_sq: [E, P]; steps: [E], a number each."""
-        moments = self.adam.state.get(self.weights, {})
-        zeros, members = torch.zeros_like(self.weights), len(self.weights)
         return {
             "weights": self.weights,
-            "exp_avg": moments.get("exp_avg", zeros),
-            "exp_avg_sq": moments.get("exp_avg_sq", zeros),
-            "steps": torch.full((members,), float(moments.get("step", 0.0))),
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+            "steps": self.steps.expand(len(self.weights)).clone(),
         }
 
     @torch.no_grad()
@@ -61,8 +64,9 @@ class MemberAdam:
             shapes = [tuple(found["weights"].shape) for found in (state, {"weights": self.weights})]
             raise ValueError(f"weights of {shapes[0]} after {state['steps'].tolist()} steps do not fit {shapes[1]}.")
         self.weights.copy_(state["weights"])
-        moments = {name: state[name].clone() for name in ("exp_avg", "exp_avg_sq")}
-        self.adam.state[self.weights] = {"step": state["steps"][0].clone(), **moments}
+        self.exp_avg.copy_(state["exp_avg"])
+        self.exp_avg_sq.copy_(state["exp_avg_sq"])
+        self.steps.copy_(state["steps"][0])
         self._copy()
 
 
