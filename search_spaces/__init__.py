@@ -50,15 +50,12 @@ STUDIES: dict[str, Study] = {
     )
 }
 
+_EVIDENCE = ("influence", "reward-noise", "replay", "partial-credit", "dense-correction", "grpo-entropy")
+_PREDICTIONS = ("entropy-mechanism", "matched-updates", "age-not-capacity", "off-policy", "grpo-entropy-sokoban")
+
 SUITES: dict[str, tuple[str, ...]] = {
-    "sandbox-evidence": (
-        "influence",
-        "reward-noise",
-        "replay",
-        "partial-credit",
-        "dense-correction",
-        "grpo-entropy",
-    ),
+    "sandbox-evidence": _EVIDENCE,
+    "sandbox-all": ("sandbox", "sandbox-delays", *_EVIDENCE, *_PREDICTIONS),
 }
 """Name -> the studies that `run` runs one after another."""
 

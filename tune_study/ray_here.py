@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class RayHere:
     """Ray, which is kept from one study to the next while they ask for the same CPUs and GPUs.
 
-    waiting: folders of the studies that still need it; it ends with the last of them, or with one that fails.
+    waiting: folders of the studies that need it; it ends with the last of them, or with one that fails.
     """
 
     def __init__(self, waiting: Sequence[Path], console: Console) -> None:
@@ -36,6 +36,7 @@ class RayHere:
     def used(self, folder: Path, allotment: Allotment) -> Iterator["tuple[Daemon, ...]"]:
         """Ray during the body, for the study in `folder`; its processes, where they are this one's."""
         wanted = (allotment.cpus, allotment.gpus)
+        self._waiting.discard(folder)
         try:
             if self._resources != wanted:
                 self.close()
@@ -45,7 +46,6 @@ class RayHere:
         except BaseException:
             self.close()  # what still runs must not write on while the study is being ended
             raise
-        self._waiting.discard(folder)
         if not self._waiting:
             self.close()
 
@@ -57,7 +57,7 @@ class RayHere:
 
 @contextmanager
 def held(folders: Sequence[Path], console: Console, *, here: bool = True) -> Iterator[RayHere]:
-    """Hold the folders of studies during the body, with what earlier starts of them left behind ended; and Ray for them.
+    """Hold the folders of studies, and Ray for them, during the body; what earlier starts left behind is ended.
 
     A suite holds all of its studies from the beginning: Ray's processes belong to each of them, and whoever starts one
     of them ends what an earlier start left behind. here: the studies run on this machine alone, not on a cluster.

@@ -44,9 +44,7 @@ class Ready(NamedTuple):
     room: Budget
 
 
-def start(
-    plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], dry_run: bool, console: Console
-) -> int:
+def start(plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], dry_run: bool, console: Console) -> int:
     """Print the plans, or check what all need and run one after another; the exit code: 0 if that of all is.
 
     visible: the GPUs of this machine. PlanError, before anything starts, for what cannot be run.

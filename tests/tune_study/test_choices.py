@@ -53,6 +53,7 @@ def test_what_a_study_cannot_have_is_said(tmp_path: Path, words: str, message: s
 
 
 def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
+    assert {name for name, study in STUDIES.items() if study.smoke} == set(SUITES["sandbox-all"])
     code, shown, _ = run(tmp_path, "sandbox_evidence", "--seeds", "10")
     assert code == 0
     for number, name in enumerate(SUITES["sandbox-evidence"], 1):
@@ -108,7 +109,7 @@ def test_a_file_that_is_not_here_is_refused_before_anything_is_written(tmp_path:
 
 def test_who_mistypes_a_suite_is_told_of_it(tmp_path: Path) -> None:
     code, _, said = run(tmp_path, "sandbox-evidenc")
-    assert (code, "a suite of studies: sandbox-evidence." in " ".join(said.split())) == (2, True)
+    assert (code, "a suite of studies: sandbox-evidence, sandbox-all." in " ".join(said.split())) == (2, True)
 
 
 def test_every_study_is_found_by_either_spelling() -> None:

@@ -3,12 +3,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from search_spaces import STUDIES
-from tune_study import starting
-from tune_study.interrupt import Interrupt, interrupt_of
-from tune_study.plan import StudyPlan, make_plan
+from tune_study.interrupt import Interrupt
 
 
 @pytest.fixture(autouse=True)
@@ -77,23 +73,3 @@ def test_a_new_start_forgets_the_request(tmp_path: Path) -> None:
     assert not interrupt.is_requested
     assert list(tmp_path.iterdir()) == []
     interrupt.clear()
-
-
-def test_an_interrupt_as_the_last_runs_of_a_study_end_is_one_for_its_suite(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is left of the first study, whose own exit code is then 0."""
-    begun = []
-
-    def ended(plan: StudyPlan, *_: object) -> int:
-        begun.append(plan.study.name)
-        interrupt_of(plan.folder).request()
-        return 0
-
-    monkeypatch.setattr(starting, "execute_held", ended)
-    plans = [make_plan(STUDIES[name], "laptop", "a test", {}, None, 1, tmp_path) for name in ("influence", "replay")]
-    console = Console(record=True, width=200)
-    asked = starting.Asked(None, None, None, None, None)
-    assert starting.start(plans, asked, (), False, console) == 130
-    assert begun == ["influence"]
-    assert "Not started: replay. The same command goes on with all of them." in console.export_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tune_study.leftovers import MARK, end_leftovers
+from tune_study.leftovers import MARK, end_leftovers, mark
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 QUIET = "import time; print('up', flush=True); time.sleep(600)"
@@ -24,9 +24,11 @@ def children() -> Iterator[list["subprocess.Popen[str]"]]:
             child.stdout.close()
 
 
-def start(children: list["subprocess.Popen[str]"], mark: Path | None, code: str = QUIET) -> "subprocess.Popen[str]":
+def start(
+    children: list["subprocess.Popen[str]"], marked: Path | str | None, code: str = QUIET
+) -> "subprocess.Popen[str]":
     """A process with a session of its own, which outlives whoever started it."""
-    environment = {**os.environ, **({MARK: str(mark)} if mark else {})}
+    environment = {**os.environ, **({MARK: str(marked)} if marked else {})}
     child = subprocess.Popen(
         [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -50,6 +52,18 @@ def test_only_what_the_runs_of_the_folder_started_is_ended(
     assert not psutil.pid_exists(mine.pid)
     assert [child.poll() for child in others] == [None, None, None]
     assert end_leftovers(tmp_path / "study") == []
+
+
+def test_what_ray_started_for_several_studies_belongs_to_each(
+    tmp_path: Path, children: list["subprocess.Popen[str]"]
+) -> None:
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        shared = start(children, mark(folders))
+        end_leftovers(tmp_path / "c")
+        assert shared.poll() is None
+        end_leftovers(folder)
+        assert not psutil.pid_exists(shared.pid)
 
 
 def test_one_run_of_several(tmp_path: Path, children: list["subprocess.Popen[str]"]) -> None:

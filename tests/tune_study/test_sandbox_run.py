@@ -16,7 +16,7 @@ import pandas as pd
 import pytest
 from rich.console import Console
 
-from search_spaces import STUDIES, SUITES
+from search_spaces import STUDIES
 from search_spaces.sandbox import sandbox_study
 from trainable.run_files import METRICS, read_rows
 from tune_study.continuing import join, plan_from_folder
@@ -169,8 +169,3 @@ def test_runs_of_one_trial_are_runs_of_their_own_in_wandb(ray_session: None, tmp
     assert execute(plan, preflight(plan, None, (), 2, None, real=True), "offline", console) == 0
     ids = sorted(path.stem.removeprefix("run-") for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert ids == sorted(f"{spec.run_id}-{spec.config.config_hash()}" for spec in plan.runs)
-
-
-def test_the_suite_names_studies_with_a_smoke_form() -> None:
-    for study in SUITES["sandbox-evidence"]:
-        assert STUDIES[study].smoke

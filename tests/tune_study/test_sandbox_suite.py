@@ -1,5 +1,6 @@
-"""Every study of update rules by its command in its smoke form, and the suite with its index. Minutes."""
+"""Every study of update rules in its smoke form, as one suite, with its index. Minutes."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,6 @@ from search_spaces import STUDIES, SUITES
 
 pytestmark = pytest.mark.slow
 
-ALONE = [name for name, study in STUDIES.items() if study.smoke and name not in SUITES["sandbox-evidence"]]
-
 
 def smoke(output: Path, name: str, *words: str) -> str:
     command = [sys.executable, "-m", "tune_study", "run", name, "--smoke", "--output", str(output), *words]
@@ -21,22 +20,28 @@ def smoke(output: Path, name: str, *words: str) -> str:
     return done.stdout
 
 
-def test_the_suite_runs_every_study_and_writes_an_index(tmp_path: Path) -> None:
-    out = smoke(tmp_path, "sandbox-evidence", "--seeds", "2")
+def test_the_suite_runs_every_study_in_one_ray_and_writes_an_index(tmp_path: Path) -> None:
+    out = smoke(tmp_path, "sandbox-all")
+    assert out.count("Starting Ray") == 1
     assert f"Index: {tmp_path}/index.html" in out
     page = (tmp_path / "index.html").read_text()
-    for name in SUITES["sandbox-evidence"]:
-        folder = tmp_path / "results" / name.replace("-", "_")
+    folders = {study_name(folder): folder for folder in (tmp_path / "results").iterdir()}
+    assert set(folders) == set(SUITES["sandbox-all"])
+    for name, folder in folders.items():
         assert f'href="results/{folder.name}/report.html"' in page
         trials = pd.read_parquet(folder / "trials.parquet")
-        assert len(trials) == 2 * len(STUDIES[name].axis.grids["laptop"])
+        assert trials["arm"].nunique() == len(trials) == len(STUDIES[name].axis.grids["laptop"])
         assert set(trials["status"]) <= {"completed", "early_stopped"}
 
 
-@pytest.mark.parametrize("name", ALONE)
-def test_every_other_study_has_a_smoke_form(tmp_path: Path, name: str) -> None:
-    smoke(tmp_path, name)
-    (tables,) = tmp_path.glob("results/*/trials.parquet")
-    trials = pd.read_parquet(tables)
-    assert trials["arm"].nunique() == len(STUDIES[name].axis.grids["laptop"])
-    assert set(trials["status"]) <= {"completed", "early_stopped"}
+def study_name(folder: Path) -> str:
+    return str(json.loads((folder / "study.json").read_text())["name"])
+
+
+def test_a_suite_with_more_seeds_goes_on_with_each_of_its_studies(tmp_path: Path) -> None:
+    smoke(tmp_path, "sandbox-evidence")
+    out = smoke(tmp_path, "sandbox-evidence", "--seeds", "2", "--extend")
+    assert "influence-DG-seed0 is completed and is not run again" in out
+    for name in SUITES["sandbox-evidence"]:
+        trials = pd.read_parquet(tmp_path / "results" / name.replace("-", "_") / "trials.parquet")
+        assert len(trials) == 2 * len(STUDIES[name].axis.grids["laptop"])
