@@ -29,11 +29,12 @@ class Family:
 
     name: as study.json and the tables say it. config: of a run. presets: name -> what it sets. seeds: preset -> seeds
     of an arm where nobody asks for a number. words: a configuration -> what the templates of a study may use.
+    loads: a configuration -> the model that its runs load and train, None for those that make their own.
     seeds_together: whether one trial trains all seeds of an arm side by side, each a run of its own. sizes: a
-    configuration -> bytes of a state and of a row with all that is made of it; None where a model's shape decides.
-    shown: columns of the progress table, the first being how good a run is, which `status` shows too. line: columns of
-    a step's line, in a log and where there is no terminal. models: settings that
-    name a model, which may be a folder here. files: settings that name a file or folder here, if they are set.
+    configuration and the parameters of what it loads -> bytes of a state, and of a row with all that is made of it;
+    None where the model's shape decides. shown: columns of the progress table, the first being how good a run is,
+    which `status` shows too. line: columns of a step's line, in a log and where there is no terminal. models: settings
+    that name a model, which may be a folder here. files: settings that name a file or folder here, if they are set.
     """
 
     name: str
@@ -41,10 +42,11 @@ class Family:
     presets: Mapping[str, Settings]
     seeds: Mapping[str, int]
     words: Callable[[Any], dict[str, str]]
+    loads: Callable[[Any], str | None]
     shown: tuple[Shown, ...]
     line: tuple[Shown, ...]
     seeds_together: bool = False
-    sizes: Callable[[Any], tuple[int, int]] | None = None
+    sizes: Callable[[Any, int], tuple[int, int]] | None = None
     models: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
 

@@ -51,12 +51,18 @@ def words(config: RunConfig) -> dict[str, str]:
     }
 
 
+def loads(config: RunConfig) -> str:
+    """The model that every run fine-tunes."""
+    return config.model.path
+
+
 PPO = Family(
     name="ppo",
     config=RunConfig,
     presets=PRESETS,
     seeds=DEFAULT_SEEDS,
     words=words,
+    loads=loads,
     models=("model.path",),
     shown=(
         Shown("val_success", "success", ".3f", before="base_val_success"),

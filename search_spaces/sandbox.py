@@ -41,14 +41,20 @@ def words(config: UpdateRuleConfig) -> dict[str, str]:
     return {"task": config.task, "method": config.method}
 
 
-def sizes(config: UpdateRuleConfig) -> tuple[int, int]:
-    """Bytes of a state of one run at most, and of a row with all that is made of it."""
+def loads(config: UpdateRuleConfig) -> str | None:
+    """The language model that a condition loads, if its task does."""
+    return config.model_name if config.task == "lm_bandit" else None
+
+
+def sizes(config: UpdateRuleConfig, parameters: int) -> tuple[int, int]:
+    """Bytes of a state of one run at most, and of a row with all that is made of it. parameters: of what it loads."""
     length = 2 * config.seq_len + 1
     transformer = config.num_layers * 13 * config.d_model**2 + (2 * config.vocab_size + 8 + length) * config.d_model
     mlp = (784 + config.hidden + 12) * config.hidden
     batches = max(config.replay_capacity, config.delay + 1)
-    a_batch = config.batch_size * (max(784 * 4, length * 8) + config.seq_len * 40)
-    return _BYTES_OF_A_PARAMETER * max(transformer, mlp) + batches * a_batch + _STATE_BESIDE, _BYTES_OF_A_ROW
+    a_batch = config.batch_size * (max(784 * 4, length * 8, config.context_len * 8) + config.seq_len * 40)
+    weights = _BYTES_OF_A_PARAMETER * max(transformer, mlp, parameters)
+    return weights + batches * a_batch + _STATE_BESIDE, _BYTES_OF_A_ROW
 
 
 UPDATE_RULES = Family(
@@ -57,6 +63,7 @@ UPDATE_RULES = Family(
     presets={"paper": MappingProxyType({}), "laptop": MappingProxyType({})},
     seeds={"paper": 3, "laptop": 3},
     words=words,
+    loads=loads,
     seeds_together=True,
     sizes=sizes,
     models=("model_name",),

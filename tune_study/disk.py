@@ -11,7 +11,7 @@ from rich.filesize import decimal
 
 from trainable.config import RunConfig
 from trainable.run_files import STATE
-from tune_study.model_size import Shape, shape_of, trained_tensors
+from tune_study.model_size import Shape, policy_parameters, shape_of, trained_tensors
 from tune_study.plan import PlanError, RunSpec, StudyPlan
 from tune_study.resources import Allotment
 from tune_study.summary import finished_runs
@@ -121,12 +121,18 @@ def budget(plan: StudyPlan, allotment: Allotment, environ: Mapping[str, str]) ->
 
 def _sizes(plan: StudyPlan, runs: Sequence[RunSpec], environ: Mapping[str, str]) -> tuple[list[int], tuple[str, ...]]:
     """Bytes of a state of each of `runs` whose model's shape is known, and the models whose shape is not."""
-    if (sizes := plan.study.family.sizes) is not None:
-        return [sizes(spec.config)[0] for spec in runs], ()
-    shapes = {path: shape_of(path, environ) for path in dict.fromkeys(spec.ppo.model.path for spec in runs)}
+    family = plan.study.family
+    loaded = {spec.run_id: family.loads(spec.config) for spec in runs}
+    shapes = {path: shape_of(path, environ) for path in dict.fromkeys(loaded.values()) if path is not None}
     unknown = tuple(path for path, shape in shapes.items() if shape is None)
-    pairs = [(spec, shape) for spec in runs if (shape := shapes[spec.ppo.model.path]) is not None]
-    return [checkpoint_bytes(shape, spec.ppo) for spec, shape in pairs], unknown
+    sizes = []
+    for spec in runs:
+        shape = shapes.get(loaded[spec.run_id] or "")
+        if family.sizes is not None and loaded[spec.run_id] not in unknown:
+            sizes.append(family.sizes(spec.config, policy_parameters(shape) if shape else 0)[0])
+        elif shape is not None:
+            sizes.append(checkpoint_bytes(shape, spec.ppo))
+    return sizes, unknown
 
 
 def _rows(plan: StudyPlan, spec: RunSpec) -> int:
@@ -135,7 +141,7 @@ def _rows(plan: StudyPlan, spec: RunSpec) -> int:
     return (
         row_bytes(spec.ppo)
         if sizes is None
-        else _RUN + spec.steps // spec.config.trainer.test_freq * sizes(spec.config)[1]
+        else _RUN + spec.steps // spec.config.trainer.test_freq * sizes(spec.config, 0)[1]
     )
 
 

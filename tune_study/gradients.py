@@ -33,6 +33,11 @@ def read_analyses(folder: Path) -> StudyFrames:
         frames = load(folder)
     except ValueError as error:
         raise PlanError(str(error)) from None
+    if [family.name for family in frames.families] != ["ppo"]:
+        raise PlanError(
+            f"{shown(folder, 1000)} fine-tuned no language model: the gradients of its runs were measured while they "
+            "trained, and are in its report.html and steps.parquet."
+        )
     if analyses(frames.gradients).empty:
         raise PlanError(
             f"{shown(folder, 1000)} holds no gradient analysis: run a study with --set "

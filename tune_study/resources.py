@@ -169,6 +169,8 @@ def preflight(
     trainer = plan.base.trainer
     n_gpus = trainer.n_gpus_per_node
     reserved = bundles(n_gpus)
+    if asked is not None and plan.model is None:
+        raise PlanError(f"--gpus {shown(asked)}: study {plan.study.name} trains on the CPU. Leave --gpus out.")
     check_device(trainer.device, n_gpus, asked)
     gpus, notes = _choose_gpus(n_gpus, asked, visible, real)
     notes += _without_effect(trainer) if isinstance(trainer, TrainerConfig) else ()

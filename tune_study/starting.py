@@ -157,11 +157,13 @@ def _check_machine(
 
 def _check_files(plan: StudyPlan) -> None:
     """PlanError for a file, a folder or, of a family that `StudyPlan.model` does not name one of, a model not here."""
-    for arm in {spec.arm: flat_settings(spec.config.model_dump()) for spec in plan.runs}.values():
-        for setting in plan.study.family.files:
+    family = plan.study.family
+    for config in {spec.arm: spec.config for spec in plan.runs}.values():
+        arm = flat_settings(config.model_dump())
+        for setting in family.files:
             if arm[setting] is not None:
                 check_file(setting, arm[setting])
-        for setting in plan.study.family.models if plan.model is None else ():
+        for setting in family.models if plan.model is None and family.loads(config) else ():
             check_model(arm[setting], os.environ, option=f"--set {setting}=")
 
 

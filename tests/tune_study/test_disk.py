@@ -17,9 +17,9 @@ from trainable.ppo_trainable import PPOTrainable
 from trainable.run_files import STATE
 from tune_study.carried import run_config
 from tune_study.disk import Budget, budget, check, checkpoint_bytes, folder_bytes, line, times
-from tune_study.model_size import Shape, shape_of
+from tune_study.model_size import Shape, policy_parameters, shape_of
 from tune_study.outputs import RunStatus, write_status
-from tune_study.plan import PlanError, RunSpec, StudyPlan, make_plan
+from tune_study.plan import PlanError, RunSpec, StudyPlan, collect_overrides, make_plan
 from tune_study.resources import Allotment, preflight
 from tune_study.run import execute
 
@@ -229,6 +229,21 @@ def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
         "the size of a checkpoint is not known: no config.json of a model that can be trained is here for some/model; "
         "52.1 GB free"
     )
+
+
+def test_a_condition_that_loads_a_model_has_states_of_its_size(tmp_path: Path) -> None:
+    def of_task(*assignments: str) -> Budget:
+        overrides = collect_overrides(STUDIES["sandbox"], {}, assignments)
+        plan = make_plan(STUDIES["sandbox"], "laptop", "a test", overrides, None, 1, tmp_path)
+        return budget(plan, allotted(plan), {"HF_HUB_CACHE": str(tmp_path)})
+
+    own = of_task("task=lm_bandit").checkpoint
+    assert own is not None
+    assert own > 12 * policy_parameters(tiny())
+    larger = of_task("task=lm_bandit", "model_name=Qwen/Qwen2.5-0.5B").checkpoint
+    assert larger == pytest.approx(12 * 494e6, rel=0.01)
+    assert of_task("model_name=Qwen/Qwen2.5-0.5B").checkpoint == of_task().checkpoint
+    assert of_task("task=lm_bandit", "model_name=some/model").unknown == ("some/model",)
 
 
 def test_the_line() -> None:

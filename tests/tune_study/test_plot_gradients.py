@@ -9,9 +9,11 @@ from typing import NamedTuple
 import pytest
 from typer.testing import CliRunner
 
+from tests import sandbox_folders
 from tests.run_folders import MadeAnalysis, MadeRun, MadeStudy, write_analyses, write_study
 from tune_study.cli import app
 from tune_study.gradients import Chosen, choose, parse_steps, read_analyses
+from tune_study.plan import PlanError
 
 STUDY = MadeStudy(total_steps=3, test_freq=2, rooms=10)
 RUNS = (MadeRun("0", steps=3), MadeRun("0.1", steps=3))
@@ -171,6 +173,12 @@ def test_a_study_without_analyses_says_how_to_get_some(tmp_path: Path) -> None:
         answer = type_in(folder, line)
         assert answer.code == 2
         assert "holds no gradient analysis: run a study with --set trainer.gradient_analysis_mode=True" in answer.err
+
+
+def test_a_study_without_a_language_model_is_told_where_its_gradients_are(tmp_path: Path) -> None:
+    folder = sandbox_folders.write_sandbox(tmp_path, sandbox_folders.seeds("DG", (0.4,)))
+    with pytest.raises(PlanError, match="fine-tuned no language model: the gradients of its runs were measured while"):
+        read_analyses(folder)
 
 
 def test_a_folder_without_a_study_and_a_damaged_one_are_refused(tmp_path: Path) -> None:

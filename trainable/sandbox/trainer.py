@@ -71,14 +71,6 @@ class UpdateRuleTrainer:
         self.ages = AgeStatistics(torch.zeros(len(seeds), 5, dtype=torch.float64))
         self.uniform_batches = torch.zeros(len(seeds), dtype=torch.int64)
 
-    def advance(self) -> Progress:
-        """Train up to the next rows, or the next failure; nothing where no member goes on."""
-        while self.seeds:
-            progress = self.step()
-            if progress.rows or progress.failed:
-                return progress
-        return Progress()
-
     def step(self) -> Progress:
         """One batch of rollouts, in the documents' order: evaluate, sample, delay or replay, screen, update.
 

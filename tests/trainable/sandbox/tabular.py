@@ -10,6 +10,7 @@ from trainable.sandbox.config import UpdateRuleConfig
 from trainable.sandbox.members import Streams
 from trainable.sandbox.methods import GROUPED
 from trainable.sandbox.rollouts import Rollouts
+from trainable.sandbox.trainer import Progress, UpdateRuleTrainer
 
 PROMPTS, POSITIONS, ACTIONS = 3, 2, 4
 
@@ -101,3 +102,12 @@ class TabularTask:
 def right(prompts: Tensor) -> Tensor:
     """[E, B, POSITIONS] right actions of prompts [E, B]."""
     return (prompts.unsqueeze(-1) + torch.arange(POSITIONS)) % ACTIONS
+
+
+def next_rows(trainer: UpdateRuleTrainer) -> Progress:
+    """Train up to the next rows, or the next failure; nothing where no member goes on."""
+    while trainer.seeds:
+        progress = trainer.step()
+        if progress.rows or progress.failed:
+            return progress
+    return Progress()

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainable.sandbox.tabular import next_rows
 from trainable.sandbox.config import UpdateRuleConfig
 from trainable.sandbox.make import make_trainer
 from trainable.sandbox.methods import CANDIDATE, GROUPED, METHODS
@@ -61,7 +62,7 @@ def test_a_run_from_its_first_step_is_the_one_alone_as_long_as_rounding_allows(m
 
 def test_cross_entropy_learns_to_reverse() -> None:
     trainer = make_trainer(config("CE", steps=100, lr=3e-3, batch_size=32, seq_len=3), (0, 1))
-    first, last = trainer.advance().rows, trainer.advance().rows
+    first, last = next_rows(trainer).rows, next_rows(trainer).rows
     for seed in (0, 1):
         assert first[seed]["test_error"] > 0.3
         assert last[seed]["test_error"] < 0.02
@@ -70,7 +71,7 @@ def test_cross_entropy_learns_to_reverse() -> None:
 @pytest.mark.parametrize("task", ["token_reversal", "lm_bandit"])
 def test_every_measure_is_there_on_a_real_task(task: str) -> None:
     measures = {"diagnostics": True, "entropy_diagnostics": True, "oracle_fit": True, "context_len": 16}
-    row = make_trainer(config("DG", task=task, **measures), (0, 1)).advance().rows[1]
+    row = next_rows(make_trainer(config("DG", task=task, **measures), (0, 1))).rows[1]
     for name in ("cos_method_ce", "grad_norm", "batch_delta_entropy", "oracle_fit_delight_correlation"):
         assert isinstance(row[name], float), name
     assert row["importance_ratio_mean"] == pytest.approx(1, abs=1e-4)

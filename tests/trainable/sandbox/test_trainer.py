@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.trainable.sandbox.tabular import TabularTask
+from tests.trainable.sandbox.tabular import TabularTask, next_rows
 from trainable.sandbox.config import UpdateRuleConfig
 from trainable.sandbox.records import STEP_COLUMNS, TIME_COLUMNS
 from trainable.sandbox.state import MemberState
@@ -35,7 +35,7 @@ def run(one: UpdateRuleTrainer) -> Rows:
     """The rows of every member to its end, without times."""
     rows: Rows = {seed: [] for seed in one.seeds}
     while one.seeds:
-        for seed, row in one.advance().rows.items():
+        for seed, row in next_rows(one).rows.items():
             rows[seed].append(timeless(row))
     return rows
 
@@ -218,13 +218,13 @@ def test_all_members_may_end_at_once() -> None:
     one = trainer(grouped(), uniform_from={0: 0, 1: 0, 2: 0})
     rows = run(one)
     assert all(rows[seed][-1]["stop_step"] == 2 for seed in (0, 1, 2))
-    assert one.advance().rows == {}
+    assert next_rows(one).rows == {}
 
 
 def test_a_member_whose_numbers_are_not_finite_leaves_and_harms_nobody() -> None:
     one = trainer(config(), broken_at={1: 5})
-    one.advance()
-    progress = one.advance()
+    next_rows(one)
+    progress = next_rows(one)
     assert progress.failed == {1: "loss or gradient of step 5 was not finite"}
     assert set(progress.rows) == {0, 2}
     assert one.seeds == (0, 2)
