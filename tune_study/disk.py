@@ -206,6 +206,18 @@ def line(budget: Budget) -> str:
     return f"{text} = {decimal(budget.total)}{already}; {free}"
 
 
+def check_together(budgets: Sequence[Budget]) -> None:
+    """PlanError where studies that are to run one after another need more than is free; unknown sizes do not count."""
+    needed = sum(budget.total - budget.already for budget in budgets if budget.total is not None)
+    free = min((budget.free for budget in budgets), default=needed)
+    if needed > free:
+        raise PlanError(
+            f"The {len(budgets)} studies need up to {decimal(needed)} more on disk together, and {budgets[0].place} "
+            f"has {decimal(free)} free: type --output with a folder on a larger disk, --save-freq -1, run them one at "
+            f"a time, or make room."
+        )
+
+
 def check(budget: Budget) -> None:
     """PlanError where the study needs more than is free; an unknown size is no reason."""
     if budget.total is None:

@@ -9,15 +9,21 @@ from pathlib import Path
 import psutil
 
 MARK = "TUNE_STUDY_RUN_DIR"
-"""Set in the process of a run to the run's folder, and in what Ray starts to the folders of all studies that it is
-started for; whatever such a process starts inherits it."""
+"""Set in the process of a run to the run's folder, and in what Ray starts to what `ray_mark` says; whatever such a
+process starts inherits it."""
 
+_DRIVER = "driver "
 _PATIENCE_S = 5.0
 
 
-def mark(folders: Iterable[Path]) -> str:
-    """The value of MARK that names all of `folders`."""
-    return "\n".join(map(str, folders))
+def ray_mark(folders: Iterable[Path]) -> str:
+    """The value of MARK for what Ray starts for this process: the folders of all studies, and whose it is.
+
+    Ray serves a suite of studies, of which another process may run one meanwhile: it is left over once this process is
+    gone, and not before.
+    """
+    me = psutil.Process()
+    return "\n".join([*map(str, folders), f"{_DRIVER}{me.pid} {me.create_time()}"])
 
 
 def end_leftovers(folder: Path) -> list[str]:
@@ -47,10 +53,21 @@ def _is_of(process: psutil.Process, folder: Path) -> bool:
     if process.pid == os.getpid():
         return False
     try:
-        marked = process.environ().get(MARK, "")
+        marked = process.environ().get(MARK, "").split("\n")
     except (psutil.Error, OSError):
         return False  # of another user, or gone
-    return any(folder in (Path(one), *Path(one).parents) for one in marked.splitlines())
+    drivers = [line.removeprefix(_DRIVER) for line in marked if line.startswith(_DRIVER)]
+    folders = [Path(line) for line in marked if line.startswith("/")]
+    return any(folder in (one, *one.parents) for one in folders) and not any(map(_is_alive, drivers))
+
+
+def _is_alive(driver: str) -> bool:
+    """Whether the process with that id and time of creation is there."""
+    pid, _, created = driver.partition(" ")
+    try:
+        return str(psutil.Process(int(pid)).create_time()) == created
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:

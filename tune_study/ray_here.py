@@ -6,13 +6,12 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 
-from tune_study import outputs
 from tune_study.describe import say
-from tune_study.leftovers import MARK, end_leftovers, mark
+from tune_study.leftovers import MARK, ray_mark
 from tune_study.resources import Allotment
 
 if TYPE_CHECKING:
@@ -20,60 +19,58 @@ if TYPE_CHECKING:
 
 
 class RayHere:
-    """Ray, which is kept from one study to the next while they ask for the same CPUs and GPUs.
+    """Ray, which is kept from one study to the next while they ask for the same CPUs and GPUs. A context manager.
 
-    waiting: folders of the studies that need it; it ends with the last of them, or with one that fails.
+    folders: of the studies that need it; it ends with the last of them, with one that fails, or with the context.
+    here: the studies run on this machine alone, not on a cluster.
     """
 
-    def __init__(self, waiting: Sequence[Path], console: Console) -> None:
-        self._waiting = set(waiting)
+    def __init__(self, folders: Sequence[Path], console: Console, *, here: bool = True) -> None:
+        self._folders = tuple(folders)
+        self._here = here
         self._console = console
+        self._waiting = set(folders)
         self._started = ExitStack()
         self._resources: tuple[int, tuple[str, ...]] | None = None
         self._daemons: tuple[Daemon, ...] = ()
 
+    def __enter__(self) -> Self:
+        """From here on, whatever Ray starts inherits whose it is, and is found if it outlives this process."""
+        if self._here:
+            os.environ[MARK] = ray_mark(self._folders)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ray is ended."""
+        self.close()
+        os.environ.pop(MARK, None)
+
     @contextmanager
     def used(self, folder: Path, allotment: Allotment) -> Iterator["tuple[Daemon, ...]"]:
         """Ray during the body, for the study in `folder`; its processes, where they are this one's."""
-        wanted = (allotment.cpus, allotment.gpus)
         self._waiting.discard(folder)
         try:
-            if self._resources != wanted:
-                self.close()
-                self._daemons = self._started.enter_context(started_ray(allotment, self._console))
-                self._resources = wanted
-            yield self._daemons
+            yield self._ready((allotment.cpus, allotment.gpus), allotment)
         except BaseException:
             self.close()  # what still runs must not write on while the study is being ended
             raise
         if not self._waiting:
             self.close()
 
+    def _ready(self, wanted: tuple[int, tuple[str, ...]], allotment: Allotment) -> "tuple[Daemon, ...]":
+        """Processes of a Ray with what is wanted: the one that is there, if it lives, or a new one."""
+        from tune_study.watching import is_gone
+
+        if self._resources != wanted or any(map(is_gone, self._daemons)):
+            self.close()
+            self._daemons = self._started.enter_context(started_ray(allotment, self._console))
+            self._resources = wanted
+        return self._daemons
+
     def close(self) -> None:
         """End Ray, if it was started here."""
+        self._resources, self._daemons = None, ()
         self._started.close()
-        self._resources = None
-
-
-@contextmanager
-def held(folders: Sequence[Path], console: Console, *, here: bool = True) -> Iterator[RayHere]:
-    """Hold the folders of studies, and Ray for them, during the body; what earlier starts left behind is ended.
-
-    A suite holds all of its studies from the beginning: Ray's processes belong to each of them, and whoever starts one
-    of them ends what an earlier start left behind. here: the studies run on this machine alone, not on a cluster.
-    PlanError where another process holds one.
-    """
-    with ExitStack() as stack:
-        for folder in folders:
-            stack.enter_context(outputs.locked(folder))
-        ray = RayHere(folders, console)
-        if here:
-            for leftover in [left for folder in folders for left in end_leftovers(folder)]:
-                say(console, f"Ended process {leftover}, which an earlier start of this study had left behind")
-            os.environ[MARK] = mark(folders)  # whatever Ray starts inherits it, and is found if it outlives us
-            stack.callback(os.environ.pop, MARK, None)
-        stack.callback(ray.close)
-        yield ray
 
 
 @contextmanager

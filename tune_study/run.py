@@ -3,8 +3,8 @@
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,11 +20,12 @@ from tune_study import outputs
 from tune_study.carried import trial_configs
 from tune_study.describe import say
 from tune_study.interrupt import Interrupt, interrupt_of
+from tune_study.leftovers import end_leftovers
 from tune_study.machine import ray_folder
 from tune_study.outputs import RunStatus
 from tune_study.plan import PlanError, StudyPlan
 from tune_study.progress import Progress
-from tune_study.ray_here import RayHere, held
+from tune_study.ray_here import RayHere
 from tune_study.resources import Allotment, placement
 from tune_study.summary import finished_runs, write_summary
 
@@ -47,6 +48,15 @@ WANDB_MODES = ("offline", "sync", "online", "off")
 
 
 @dataclass(frozen=True)
+class Suite:
+    """What a study shares with the others of its suite: Ray, the request to stop; and what is said if Ray is lost."""
+
+    ray: RayHere
+    interrupt: Interrupt
+    farewell: Callable[[], object]
+
+
+@dataclass(frozen=True)
 class Session:
     """One start of a study: what is run, with what, and who is told.
 
@@ -57,32 +67,40 @@ class Session:
     allotment: Allotment
     wandb_mode: str
     console: Console
-    ray: RayHere
+    suite: Suite
     finished: Mapping[str, RunStatus]
-    interrupt: Interrupt
     progress: Progress
     stored: "StoredStudy | None" = None
 
+    @property
+    def interrupt(self) -> Interrupt:
+        """The request to stop."""
+        return self.suite.interrupt
+
 
 def execute(
-    plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Console, skipped: Sequence[str] = outputs.ENDED
+    plan: StudyPlan,
+    allotment: Allotment,
+    wandb_mode: str,
+    console: Console,
+    skipped: Sequence[str] = outputs.ENDED,
+    suite: Suite | None = None,
 ) -> int:
     """Run what is left of `plan`, then write tables and report. The exit code: 0, 1 for a failure, 130 for Ctrl-C.
 
-    skipped: statuses of runs that are not run again.
+    skipped: statuses of runs that are not run again. suite: what it shares with the others of its suite, if any.
     """
-    with held([plan.folder], console, here=not allotment.cluster) as ray:
-        return execute_held(plan, allotment, wandb_mode, console, skipped, ray)
-
-
-def execute_held(
-    plan: StudyPlan, allotment: Allotment, wandb_mode: str, console: Console, skipped: Sequence[str], ray: RayHere
-) -> int:
-    """`execute` where the study's folder is held, by what holds `ray` too."""
-    interrupt, progress = interrupt_of(plan.folder), Progress(plan, allotment.max_concurrent, console)
-    with _stored(plan, interrupt, console) as stored:
+    here = not allotment.cluster
+    with outputs.locked(plan.folder), ExitStack() as own:
+        for leftover in end_leftovers(plan.folder) if here else []:
+            say(console, f"Ended process {leftover}, which an earlier start of this study had left behind")
+        if suite is None:
+            ray = own.enter_context(RayHere([plan.folder], console, here=here))
+            suite = Suite(ray, interrupt_of(plan.folder), lambda: None)
+        progress = Progress(plan, allotment.max_concurrent, console)
+        stored = own.enter_context(_stored(plan, suite.interrupt, console))
         ended = finished_runs(plan, skipped)
-        return _run(Session(plan, allotment, wandb_mode, console, ray, ended, interrupt, progress, stored))
+        return _run(Session(plan, allotment, wandb_mode, console, suite, ended, progress, stored))
 
 
 @contextmanager
@@ -99,7 +117,7 @@ def _stored(plan: StudyPlan, interrupt: Interrupt, console: Console) -> Iterator
 
 
 def _run(session: Session) -> int:
-    """`execute_held`, with the study's folder in its storage at hand."""
+    """`execute`, with the study's folders held."""
     plan, console = session.plan, session.console
     _write_start(session)
     _skip(plan, session.finished, session.progress, console)
@@ -116,7 +134,8 @@ def _run(session: Session) -> int:
 def _write_start(session: Session) -> None:
     """What is on disk before anything starts; PlanError where it cannot be."""
     try:
-        session.interrupt.clear()
+        if not session.interrupt.is_requested:
+            session.interrupt.clear()
         changes = outputs.write_study(session.plan)
     except OSError as error:
         raise PlanError(
@@ -190,7 +209,7 @@ def _fit(session: Session, recorder: "Recorder") -> None:
 
     wandb_runs = _wandb(plan, session.wandb_mode)
     # Ray sets a handler of its own for SIGTERM when it starts, so ours come after it.
-    with session.ray.used(plan.folder, session.allotment) as daemons, session.interrupt.handled(tell):
+    with session.suite.ray.used(plan.folder, session.allotment) as daemons, session.interrupt.handled(tell):
         folders = (plan.folder, ray_folder(os.environ))
         room = Room(folders, plan.base.trainer.disk_patience, session.interrupt, tell)
         tuner = make_tuner(session, recorder, [room, *wandb_runs])
@@ -213,6 +232,7 @@ def _last_will(session: Session, recorder: "Recorder", lost: str) -> None:
     with suppress(OSError):
         outputs.close_unfinished(session.plan, problem)
     _conclude(session, problem, recorder.unwritten)
+    session.suite.farewell()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(1)

@@ -1,9 +1,7 @@
 """From a plan to its start: what this machine, or each node of a cluster, must have is checked before anything runs."""
 
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
@@ -12,13 +10,12 @@ from rich.filesize import decimal
 from tune_study import cluster, describe, disk, memory_plan, outputs, resources
 from tune_study.cluster import Node
 from tune_study.disk import Budget
-from tune_study.interrupt import interrupt_of
 from tune_study.memory_plan import MemoryPlan
 from tune_study.models import check_file, check_model, check_trainable
 from tune_study.plan import StudyPlan, flat_settings
-from tune_study.ray_here import held
 from tune_study.resources import Allotment, Gpu
-from tune_study.run import choose_wandb, execute_held
+from tune_study.run import choose_wandb
+from tune_study.suites import Ready, of_several, run_ready, run_suite
 
 
 class Asked(NamedTuple):
@@ -35,13 +32,13 @@ class Asked(NamedTuple):
     skipped: tuple[str, ...] = outputs.ENDED
 
 
-class Ready(NamedTuple):
-    """A study that may start: everything that it needs was found."""
+class _Needs(NamedTuple):
+    """What a study gets and takes. used: the GPUs of this machine among what it gets."""
 
-    plan: StudyPlan
     allotment: Allotment
-    wandb_mode: str
     room: Budget
+    memory: MemoryPlan | None
+    used: tuple[Gpu, ...]
 
 
 def start(plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], dry_run: bool, console: Console) -> int:
@@ -49,75 +46,68 @@ def start(plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], dr
 
     visible: the GPUs of this machine. PlanError, before anything starts, for what cannot be run.
     """
+    takes_gpus = any(plan.model is not None for plan in plans)
+
+    def of(plan: StudyPlan) -> Asked:
+        """--gpus is for the studies of a suite that take some."""
+        return asked._replace(gpus=None) if takes_gpus and plan.model is None else asked
+
     with cluster.joined(asked.address) as nodes:
-        ready = []
-        for number, plan in enumerate(plans):
-            if dry_run and len(plans) > 1:
-                describe.say(console, _of_several(plans, number))
-            found = _prepared(plan, asked, visible, nodes, console if dry_run else None)
-            ready += [found] if found is not None else []
-        return _run_all(ready, asked, console) if ready else 0
+        if dry_run:
+            for number, plan in enumerate(plans):
+                if len(plans) > 1:
+                    describe.say(console, of_several(plans, number))
+                _print(plan, of(plan), visible, nodes, console)
+            return 0
+        found = [_ready(plan, of(plan), visible, nodes) for plan in plans]
+        if len(plans) == 1:
+            return run_ready(found[0], console, asked.skipped)
+        _check_room_of_all(plans, [study.allotment for study in found])
+
+        def ready(plan: StudyPlan) -> Ready:
+            return _ready(plan, of(plan), visible, nodes)
+
+        return run_suite(plans, ready, console, asked.skipped, here=nodes is None)
 
 
-def _of_several(plans: Sequence[StudyPlan], number: int) -> str:
-    return f"Study {number + 1} of {len(plans)}: {plans[number].study.name}"
+def _print(
+    plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None, console: Console
+) -> None:
+    """What would run; the machine may lack it."""
+    choose_wandb(asked.wandb, plan)
+    needs = _needs(plan, asked, visible, nodes, dry_run=True)
+    names = tuple(gpu.name for gpu in needs.used)
+    describe.print_plan(console, plan, needs.allotment, room_line(plan, needs.room), needs.memory, names)
 
 
-def _prepared(
-    plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None, only_print: Console | None
-) -> Ready | None:
-    """A study whose needs are met, or PlanError; where it is only to be printed, None, and it may need what is not."""
-    allotment = _allotted(plan, asked, visible, nodes, only_print is not None)
+def _ready(plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None) -> Ready:
+    """A study whose needs are met; PlanError where they are not."""
     mode = choose_wandb(asked.wandb, plan)
+    needs = _needs(plan, asked, visible, nodes, dry_run=False)
+    if nodes is None:
+        _check_machine(plan, needs)
+    else:
+        _check_cluster(plan, needs.allotment, asked, needs.room, nodes)
+    outputs.check_writable(plan.output)
+    if plan.storage is None:
+        disk.check(needs.room)
+    return Ready(plan, needs.allotment, mode, room_line(plan, needs.room))
+
+
+def _needs(
+    plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None, dry_run: bool
+) -> _Needs:
+    allotment = _allotted(plan, asked, visible, nodes, dry_run)
     room = disk.budget(plan, allotment, os.environ)
     used = tuple(gpu for gpu in visible if gpu.id in allotment.gpus)
     card = memory_plan.find_card(asked.gpu_memory_gib, used)
-    memory = memory_plan.plan_memory(plan, allotment, card, os.environ)
-    if only_print is not None:
-        names = tuple(gpu.name for gpu in used)
-        describe.print_plan(only_print, plan, allotment, room_line(plan, room), memory, names)
-        return None
-    if nodes is None:
-        _check_machine(plan, allotment, room, memory, used)
-    else:
-        _check_cluster(plan, allotment, asked, room, nodes)
-    outputs.check_writable(plan.output)
-    if plan.storage is None:
-        disk.check(room)
-    return Ready(plan, allotment, mode, room)
+    return _Needs(allotment, room, memory_plan.plan_memory(plan, allotment, card, os.environ), used)
 
 
-def _run_all(ready: Sequence[Ready], asked: Asked, console: Console) -> int:
-    """Run studies one after another in one Ray, an interrupt being the end; then an index of several."""
-    plans, code = [study.plan for study in ready], 0
-    with held([plan.folder for plan in plans], console, here=asked.address is None) as ray:
-        for number, (plan, allotment, mode, room) in enumerate(ready):
-            if len(plans) > 1:
-                describe.say(console, _of_several(plans, number))
-            describe.say(console, f"preset {plan.preset}: {plan.preset_reason}")
-            describe.say(console, room_line(plan, room))
-            code = max(code, execute_held(plan, allotment, mode, console, asked.skipped, ray))
-            left = [later.study.name for later in plans[number + 1 :]]
-            # An interrupt is one for all studies, also where it came as the last runs of this one ended.
-            if code == _INTERRUPTED or (left and interrupt_of(plan.folder).is_visible):
-                code = _INTERRUPTED
-                if left:
-                    describe.say(console, f"Not started: {', '.join(left)}. The same command goes on with all of them.")
-                break
-    return max(code, int(len(plans) > 1 and not _indexed(plans[0].output, console)))
-
-
-def _indexed(output: Path, console: Console) -> bool:
-    """Whether an index of all studies in the output folder could be written."""
-    try:
-        describe.say(console, f"Index: {outputs.write_index(output)}")
-    except (OSError, ValueError) as error:
-        print(f"The reports are there, but no index of them could be written: {error}", file=sys.stderr)
-        return False
-    return True
-
-
-_INTERRUPTED = 130
+def _check_room_of_all(plans: Sequence[StudyPlan], allotments: Sequence[Allotment]) -> None:
+    """PlanError where the studies of a suite need more disk together than is free."""
+    pairs = zip(plans, allotments, strict=True)
+    disk.check_together([disk.budget(plan, allotment, os.environ) for plan, allotment in pairs if plan.storage is None])
 
 
 def _allotted(
@@ -138,21 +128,19 @@ def room_line(plan: StudyPlan, room: Budget) -> str:
     return f"storage: {plan.stored}, {size}"
 
 
-def _check_machine(
-    plan: StudyPlan, allotment: Allotment, room: Budget, memory: MemoryPlan | None, used: tuple[Gpu, ...]
-) -> None:
+def _check_machine(plan: StudyPlan, needs: _Needs) -> None:
     """PlanError for what this machine lacks."""
     check_trainable(plan.study.trainable)
     _check_files(plan)
     if plan.model is not None:
         check_model(plan.model, os.environ, plan.ppo.model.chat_format)
         resources.check_engines(plan.ppo)
-    if memory is not None:
-        memory_plan.check(memory, plan, used)
+    if needs.memory is not None:
+        memory_plan.check(needs.memory, plan, needs.used)
     if plan.stored is not None:
         from tune_study.node_checks import check_scratch
 
-        check_scratch(plan.stored, allotment.max_concurrent, disk.scratch_bytes(room))
+        check_scratch(plan.stored, needs.allotment.max_concurrent, disk.scratch_bytes(needs.room))
 
 
 def _check_files(plan: StudyPlan) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tune_study.leftovers import MARK, end_leftovers, mark
+from tune_study.leftovers import MARK, end_leftovers, ray_mark
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 QUIET = "import time; print('up', flush=True); time.sleep(600)"
@@ -54,16 +54,31 @@ def test_only_what_the_runs_of_the_folder_started_is_ended(
     assert end_leftovers(tmp_path / "study") == []
 
 
-def test_what_ray_started_for_several_studies_belongs_to_each(
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_what_ray_started_for_several_studies_belongs_to_each_once_its_driver_is_gone(
+    tmp_path: Path, children: list["subprocess.Popen[str]"], name: str
+) -> None:
+    code = (
+        "import sys; from pathlib import Path; from tune_study.leftovers import ray_mark; "
+        "print(ray_mark(map(Path, sys.argv[1:])), end='')"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "a"), str(tmp_path / "b")]
+    of_the_gone = start(children, subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+    of_mine = start(children, ray_mark([tmp_path / "a", tmp_path / "b"]))
+    end_leftovers(tmp_path / "c")
+    assert of_the_gone.poll() is None
+    end_leftovers(tmp_path / name)
+    assert not psutil.pid_exists(of_the_gone.pid)
+    assert of_mine.poll() is None
+
+
+def test_another_process_with_the_id_of_a_driver_is_not_the_driver(
     tmp_path: Path, children: list["subprocess.Popen[str]"]
 ) -> None:
-    folders = [tmp_path / name for name in ("a", "b")]
-    for folder in folders:
-        shared = start(children, mark(folders))
-        end_leftovers(tmp_path / "c")
-        assert shared.poll() is None
-        end_leftovers(folder)
-        assert not psutil.pid_exists(shared.pid)
+    me = psutil.Process()
+    later = start(children, ray_mark([tmp_path]).replace(str(me.create_time()), str(me.create_time() - 60)))
+    end_leftovers(tmp_path)
+    assert not psutil.pid_exists(later.pid)
 
 
 def test_one_run_of_several(tmp_path: Path, children: list["subprocess.Popen[str]"]) -> None:
