@@ -66,13 +66,13 @@ def arm_numbers(frames: StudyFrames) -> pd.DataFrame:
     have no value, such as those that never reach a step. One value has neither error nor deviation.
     """
     measured = [name for name in (*FINALS, *FIRST_STEPS, *MEANS) if frames.trials[name].notna().any()]
-    rows = [_number(frames, arm, name) for name in measured for arm in arms(frames)]
+    scored = {arm: runs_of(frames, arm, scored=True) for arm in arms(frames)}
+    rows = [_number(runs, arm, name) for name in measured for arm, runs in scored.items()]
     names = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored", "without"]
     return pd.DataFrame(rows, columns=names)
 
 
-def _number(frames: StudyFrames, arm: str, name: str) -> Row:
-    runs = runs_of(frames, arm, scored=True)
+def _number(runs: pd.DataFrame, arm: str, name: str) -> Row:
     values = runs[name].dropna().to_numpy(dtype=float)
     spread = spread_of(values)
     missing = ", ".join(str(seed) for seed in runs.loc[runs[name].isna(), "seed"])
@@ -99,14 +99,20 @@ def differences(frames: StudyFrames) -> pd.DataFrame:
     baseline = str(single(frames).studies[0].get("baseline", ""))
     measured = [name for name in COMPARED if frames.trials[name].notna().any()]
     others = [arm for arm in arms(frames) if arm != baseline] if baseline in arms(frames) else []
-    rows = [_difference(frames, arm, baseline, name) for name in measured for arm in others]
+    scored = {arm: runs_of(frames, arm, scored=True).set_index("seed") for arm in arms(frames)}
+    rows = [
+        {"arm": arm, "column": name, "baseline": baseline, **_difference(scored[arm][name], scored[baseline][name])}
+        for name in measured
+        for arm in others
+    ]
     table = pd.DataFrame(rows, columns=["arm", "column", "baseline", "difference", "low", "high", "n", "p", "basis"])
     adjusted = [holm(own["p"].to_numpy(dtype=float)) for _, own in table.groupby("column", sort=False)]
     return table.assign(p_holm=np.concatenate(adjusted) if adjusted else np.empty(0))
 
 
-def _difference(frames: StudyFrames, arm: str, baseline: str, name: str) -> Row:
-    ours, theirs = (runs_of(frames, each, scored=True).set_index("seed")[name].dropna() for each in (arm, baseline))
+def _difference(ours: "pd.Series[float]", theirs: "pd.Series[float]") -> Row:
+    """Numbers of an arm and of the baseline by seed: their difference, with its interval and what that is over."""
+    ours, theirs = ours.dropna(), theirs.dropna()
     seeds = [seed for seed in ours.index if seed in theirs.index]
     paired = ours.loc[seeds] - theirs.loc[seeds]
     found, basis = Estimate(float(ours.mean() - theirs.mean())), "no interval: fewer than 3 seeds"
@@ -117,7 +123,7 @@ def _difference(frames: StudyFrames, arm: str, baseline: str, name: str) -> Row:
     elif len(seeds):
         found = Estimate(float(paired.mean()))
     names = {"difference": found.value, "low": found.low, "high": found.high, "n": found.n, "p": found.p}
-    return {"arm": arm, "column": name, "baseline": baseline, **names, "basis": basis}
+    return {**names, "basis": basis}
 
 
 def _sample(values: ArrayLike) -> Sample:

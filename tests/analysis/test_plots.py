@@ -1,5 +1,6 @@
 """Figures draw exactly their tables: what is checked is the artists' data."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import PathCollection
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from analysis import plots, series, tables
 from analysis.frames import StudyFrames
@@ -103,13 +105,25 @@ def test_curves_have_a_panel_an_arm_with_every_run(frames: StudyFrames, colors: 
     figure = plots.draw_curves(table, means, colors, "validation success (share)")
     assert [panel.get_title("left") for panel in figure.axes] == list(colors)
     for panel, arm in zip(figure.axes, colors, strict=True):
-        own = [line for line in panel.get_lines() if to_hex(line.get_color()) == colors[arm]]
-        runs = [(run["step"].to_list(), run["value"].to_list())
-                for _, run in table[table["arm"] == arm].groupby("run_id", sort=False)]  # fmt: skip
+        (grey,) = [line for line in panel.get_lines() if to_hex(line.get_color()) == plots.GHOST]
+        own = [line for line in panel.get_lines() if line is not grey]
+        assert {to_hex(line.get_color()) for line in own} == {colors[arm]}
+        runs, others = (
+            [(run["step"].to_list(), run["value"].to_list()) for _, run in rows.groupby("run_id", sort=False)]
+            for rows in (table[table["arm"] == arm], table[table["arm"] != arm])
+        )
         mean = means[means["arm"] == arm]
         expected = runs + ([(mean["step"].to_list(), mean["value"].to_list())] if len(mean) else [])
         assert [(list(line.get_xdata()), list(line.get_ydata())) for line in own] == expected
-        assert len(panel.get_lines()) == table["run_id"].nunique() + bool(len(mean))
+        assert pieces(grey) == others
+
+
+def pieces(line: Line2D) -> list[tuple[list[float], list[float]]]:
+    """Steps and values of a line between its gaps."""
+    points = np.array([line.get_xdata(), line.get_ydata()], dtype=float)
+    bounds = [-1, *np.flatnonzero(np.isnan(points[0])), points.shape[1]]
+    parts = [points[:, left + 1 : right].tolist() for left, right in pairwise(bounds)]
+    return [(steps, values) for steps, values in parts]
 
 
 def test_curves_mark_how_a_run_ended(frames: StudyFrames, colors: dict[str, str]) -> None:

@@ -6,6 +6,7 @@ images, Adam at 1e-3 leaves a linear model at an error of 0.43 and a perceptron 
 """
 
 import gzip
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,6 +74,7 @@ def _read(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(np.frombuffer(content, dtype=np.uint8, offset=len(header)).reshape(shape).copy())
 
 
+@cache  # made once for all conditions of a process: it takes longer than a short one, and is only read
 def stand_in() -> Images:
     """Generated images of MNIST's shape; always the same ones."""
     rng = stream(0, "sandbox_data", 1)
