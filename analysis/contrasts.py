@@ -45,14 +45,18 @@ NO_INTERVAL, NO_COMPARISON = "no interval", "no comparison"
 _DECIMALS = 12
 """Smaller differences are those of rounding: runs that are equal have a difference of 0, and no spread."""
 
+NAMED = 3
+"""Stopped runs that a sentence names; of more it says how many, and the table which."""
+
 _BY_SEED = ("column", "contrast", "first", "second", "seed", "first_value", "second_value", "difference")
 _PAIRS = (
     "column", "contrast", "first", "second", "first_mean", "second_mean", "difference", "seeds", "lower", "higher",
-    "equal", "first_steps", "second_steps", "left_out", "stopped",
+    "equal", "first_steps", "second_steps", "left_out", "stopped", "stopped_runs",
 )  # fmt: skip
 _CONTRASTS = (
     "column", "contrast", "difference", "low", "high", "seeds", "p", "p_holm", "verdict", "pairs", "pairs_used",
     "lower", "higher", "equal", "used", "planned", "difference_same_pairs", "left_out", "stopped",
+    "stopped_runs",
 )  # fmt: skip
 
 
@@ -165,7 +169,8 @@ def contrasts(frames: StudyFrames) -> pd.DataFrame:
     pair; p_holm: Holm's over the contrasts of one column. verdict: one of the five words above; "lower" and "higher" at
     p_holm < 0.05. pairs: declared; pairs_used: with a seed; lower, higher, equal: of these, by the sign of the pair's
     mean. used of planned: pairs times seeds. difference_same_pairs: over the pairs alone that every counted seed has.
-    left_out: runs that take a pair and seed out, and why; stopped: counted runs that a rule stopped, and where.
+    left_out: runs that take a pair and seed out, and why; stopped: counted runs that a rule stopped, and where, and
+    stopped_runs how many.
     """
     runs, singles = _runs(frames), pairs(frames)
     rows = []
@@ -221,7 +226,11 @@ def _notes(own: pd.DataFrame, runs: Mapping[tuple[str, int], Row]) -> Row:
                 left_out.setdefault(f"{arm} {_why(run)}", set()).add(str(row["seed"]))
             elif run is not None and run["status"] == "early_stopped" and not math.isnan(row["difference"]):
                 stopped.setdefault(arm, set()).add(f"{row['seed']} at step {run['steps_done']}")
-    return {"left_out": _listed(left_out), "stopped": _listed(stopped)}
+    return {
+        "left_out": _listed(left_out),
+        "stopped": _listed(stopped),
+        "stopped_runs": sum(len(seeds) for seeds in stopped.values()),
+    }
 
 
 def _why(run: Row | None) -> str:
@@ -246,7 +255,8 @@ def sentence(row: Row) -> str:
         left_out = f"{row['planned'] - row['used']} of {row['planned']} pairs of runs left out ({row['left_out']})"
         told += f"{_unbalanced(row)}; {left_out}"
     if row["stopped"]:
-        told += f"; stopped by a rule, counted with the last row ({row['stopped']})"
+        which = f" ({row['stopped']})" if row["stopped_runs"] <= NAMED else ""
+        told += f"; {_count(row['stopped_runs'], 'run')} stopped by a rule, counted with the last row{which}"
     return told
 
 

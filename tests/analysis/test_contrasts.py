@@ -155,7 +155,7 @@ def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts
     frames = frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"], ["C", "nobody"]]), ("none", [["A", "nobody"]]))
     row = row_of(contrasts(frames), "up")
     assert row["left_out"] == "B failed: seed 1; D not run: seed 0; nobody not run: seeds 0, 1, 2"
-    assert row["stopped"] == "C: seed 2 at step 107"
+    assert (row["stopped"], row["stopped_runs"]) == ("C: seed 2 at step 107", 1)
     per_seed = [0.10, 0.04, (0.06 + 0.02) / 2]
     assert row["difference"] == pytest.approx(np.mean(per_seed))
     assert row["p"] == pytest.approx(stats.ttest_1samp(per_seed, 0).pvalue)
@@ -164,6 +164,14 @@ def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts
     nothing = row_of(contrasts(frames), "none")
     assert (nothing["verdict"], nothing["seeds"], nothing["used"]) == ("no comparison", 0, 0)
     assert nothing["left_out"] == "nobody not run: seeds 0, 1, 2"
+
+
+def test_many_stopped_runs_are_counted_in_words_and_named_in_the_table(tmp_path: Path) -> None:
+    runs = [replace(run, status="early_stopped", steps=107, stop=UNIFORM) if run.arm in "AB" else run for run in FOUR]
+    table = contrasts(frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
+    row = row_of(table, "up")
+    assert row["stopped_runs"] == row["stopped"].count(" at step 107") == 6
+    assert sentences(table)[0].endswith("; 6 runs stopped by a rule, counted with the last row")
 
 
 def test_a_pair_that_lacks_a_seed_moves_the_mean_and_the_line_says_so(tmp_path: Path) -> None:
