@@ -119,8 +119,12 @@ def normalised(hidden: Tensor) -> Tensor:
 
 def linear(states: Tensor, by: Linear) -> Tensor:
     """States [E, B, L, in] times the members' matrices, plus their shifts: [E, B, L, out]."""
-    flat = states.reshape(states.shape[0], -1, states.shape[-1])
-    return torch.baddbmm(by.shift, flat, by.matrix).view(*states.shape[:-1], -1)
+    return _flat_linear(states, by).view(*states.shape[:-1], -1)
+
+
+def _flat_linear(states: Tensor, by: Linear) -> Tensor:
+    """`linear` with all states of a member in one axis: [E, B L, out]."""
+    return torch.baddbmm(by.shift, states.reshape(states.shape[0], -1, states.shape[-1]), by.matrix)
 
 
 def embedded(folded: Folded, tokens: Tensor, first: int) -> Tensor:
@@ -144,13 +148,15 @@ def after_attention(block: Block, hidden: Tensor, normal: Tensor, keys: Tensor, 
     hidden, normal: [E, B, q, d], what enters it and the same normalised, at the last q positions of the keys.
     """
     queries = linear(normal, block.query).unflatten(-1, (keys.shape[2], -1)).transpose(2, 3)
-    hidden = _added(hidden, _attention(queries, keys, values), block.out)
-    return _added(hidden, linear(normalised(hidden), block.up).relu_(), block.down)
+    hidden = _added(hidden, _attention(queries, keys, values).flatten(1, 2), block.out)
+    # In place before it is a view: in place on a view would cost copies of it in the backward pass.
+    return _added(hidden, _flat_linear(normalised(hidden), block.up).relu_(), block.down)
 
 
 def _added(hidden: Tensor, update: Tensor, by: Linear) -> Tensor:
+    """Hidden states [E, B, q, d] plus an update [E, B q, in] times the members' matrices, plus their shifts."""
     start = (hidden + by.shift[:, None]).flatten(1, 2)
-    return torch.baddbmm(start, update.flatten(1, 2), by.matrix).view(hidden.shape)
+    return torch.baddbmm(start, update, by.matrix).view(hidden.shape)
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
