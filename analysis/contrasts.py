@@ -9,6 +9,8 @@ very pairs, not about pairs that nobody declared.
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -134,25 +136,36 @@ def pairs(frames: StudyFrames) -> pd.DataFrame:
     of them first is below, above, or the same. first_steps, second_steps: what the runs of an arm were asked to train
     for. left_out and stopped: the runs, see `contrasts`.
     """
-    runs = _runs(frames)
+    return pd.DataFrame(_pairs(records(by_seed(frames)), _runs(frames)), columns=list(_PAIRS))
+
+
+def _pairs(differences: Sequence[Row], runs: Mapping[tuple[str, int], Row]) -> list[Row]:
+    """Rows of `pairs`. differences: of `by_seed`, in its order; plain rows, since frames of three rows are slow."""
     rows = []
-    for key, own in by_seed(frames).groupby(list(_BY_SEED[:4]), sort=False):
-        used = own.dropna(subset="difference")
+    for key, group in groupby(differences, key=itemgetter(*_BY_SEED[:4])):
+        own = list(group)
+        used = [row for row in own if not math.isnan(row["difference"])]
+        of_pair = [row["difference"] for row in used]
         rows.append({
             **dict(zip(_BY_SEED[:4], key, strict=True)),
-            "first_mean": used["first_value"].mean(), "second_mean": used["second_value"].mean(),
-            "difference": round(used["difference"].mean(), _DECIMALS), "seeds": len(used),
-            **_signs(used["difference"]), "first_steps": _steps(runs, str(key[2])),
-            "second_steps": _steps(runs, str(key[3])), **_notes(own, runs),
+            "first_mean": _mean([row["first_value"] for row in used]),
+            "second_mean": _mean([row["second_value"] for row in used]),
+            "difference": round(_mean(of_pair), _DECIMALS), "seeds": len(used),
+            **_signs(of_pair), "first_steps": _steps(runs, key[2]), "second_steps": _steps(runs, key[3]),
+            **_notes(own, runs),
         })  # fmt: skip
-    return pd.DataFrame(rows, columns=list(_PAIRS))
+    return rows
 
 
-def _signs(differences: "pd.Series[float]") -> Row:
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else math.nan
+
+
+def _signs(differences: Sequence[float]) -> Row:
     return {
-        "lower": int((differences < 0).sum()),
-        "higher": int((differences > 0).sum()),
-        "equal": int((differences == 0).sum()),
+        "lower": sum(difference < 0 for difference in differences),
+        "higher": sum(difference > 0 for difference in differences),
+        "equal": sum(difference == 0 for difference in differences),
     }
 
 
@@ -172,14 +185,15 @@ def contrasts(frames: StudyFrames) -> pd.DataFrame:
     left_out: runs that take a pair and seed out, and why; stopped: counted runs that a rule stopped, and where, and
     stopped_runs how many.
     """
-    runs, singles = _runs(frames), pairs(frames)
+    runs, differences = _runs(frames), records(by_seed(frames))
     rows = []
-    for (column, name), own in by_seed(frames).groupby(["column", "contrast"], sort=False):
-        found = singles[(singles["column"] == column) & (singles["contrast"] == name)]
+    for (column, name), group in groupby(differences, key=itemgetter("column", "contrast")):
+        own = list(group)
+        found = _pairs(own, runs)
         rows.append({
             "column": column, "contrast": name, **_estimate(own), "pairs": len(found),
-            "pairs_used": int((found["seeds"] > 0).sum()), **_signs(found["difference"]),
-            "used": int(own["difference"].notna().sum()), "planned": len(own), **_notes(own, runs),
+            "pairs_used": sum(pair["seeds"] > 0 for pair in found), **_signs([pair["difference"] for pair in found]),
+            "used": sum(pair["seeds"] for pair in found), "planned": len(own), **_notes(own, runs),
         })  # fmt: skip
     table = pd.DataFrame(rows, columns=list(_CONTRASTS))
     adjusted = [holm(own["p"].to_numpy(dtype=float)) for _, own in table.groupby("column", sort=False)]
@@ -187,9 +201,9 @@ def contrasts(frames: StudyFrames) -> pd.DataFrame:
     return table.assign(verdict=[_verdict(row) for row in records(table)])
 
 
-def _estimate(own: pd.DataFrame) -> Row:
+def _estimate(own: Sequence[Row]) -> Row:
     """Difference of a contrast in one column with its interval. own: its rows of `by_seed`."""
-    wide = own.pivot(index="seed", columns=["first", "second"], values="difference").dropna(how="all")
+    wide = pd.DataFrame(own).pivot(index="seed", columns=["first", "second"], values="difference").dropna(how="all")
     per_seed = wide.mean(axis=1).round(_DECIMALS)
     found = Estimate(float(per_seed.mean()) if len(per_seed) else math.nan)
     if len(per_seed) >= SEEDS_FOR_SEEDS:
@@ -215,11 +229,11 @@ def _verdict(row: Row) -> str:
     return LOWER if row["difference"] < 0 else HIGHER
 
 
-def _notes(own: pd.DataFrame, runs: Mapping[tuple[str, int], Row]) -> Row:
+def _notes(own: Sequence[Row], runs: Mapping[tuple[str, int], Row]) -> Row:
     """The runs that take a pair and seed out, by arm and reason, and the counted ones that a rule stopped, by arm."""
     left_out: dict[str, set[str]] = {}
     stopped: dict[str, set[str]] = {}
-    for row in records(own):
+    for row in own:
         for arm, value in ((row["first"], row["first_value"]), (row["second"], row["second_value"])):
             run = runs.get((arm, row["seed"]))
             if math.isnan(value):
