@@ -1,8 +1,9 @@
 """At one mean age of the replayed samples, does the capacity of the buffer still matter?
 
-A batch is drawn with probability proportional to exp(-decay x age) times its delight. For each capacity the decay is
-solved for so that exp(-decay x age) alone, over the ages that the buffer holds, has the wanted mean age; what the
-sampling made of it is measured (mean_replay_age). DG-delayN trains on batches of that one age.
+A batch is drawn by freshness alone, with probability proportional to exp(-decay x age). For each capacity the decay is
+solved for so that the ages drawn have the wanted mean, whatever is learned meanwhile. In the arms `-delight` the same
+decay multiplies a batch's delight, as in the documents' studies; what that makes of the ages is measured
+(mean_replay_age). DG-delayN trains on batches of that one age.
 """
 
 import math
@@ -32,31 +33,55 @@ def decay_for(age: float, capacity: int) -> float:
     return round(high, 4)
 
 
+DRAWN = {"": "freshness", "-delight": "fresh_delight"}
+"""How the name of an arm ends -> by what a batch is drawn."""
+
 ARMS: dict[str, Settings] = {
     "DG": {"method": "DG"},
     **{f"DG-delay{delay}": {"method": "DG", "delay": delay} for delay in (2, 4, 8)},
     **{
-        f"capacity{capacity}-age{age}": {
+        f"capacity{capacity}-age{age}{end}": {
             "method": "ReplayDG",
             "replay_capacity": capacity,
             "replay_age_decay": decay_for(age, capacity),
+            "replay_priority": priority,
         }
+        for end, priority in DRAWN.items()
         for age in AGES
         for capacity in CAPACITIES
         if age <= mean_age(0.0, capacity)
     },
 }
 
+
+def _pairs(first: str, second: str) -> tuple[tuple[str, str], ...]:
+    """Pairs of arms by the names of both, in which {age} and {capacity} take every value that both have."""
+    each = [{"age": age, "capacity": capacity} for age in AGES for capacity in CAPACITIES]
+    named = dict.fromkeys((first.format(**values), second.format(**values)) for values in each)
+    return tuple(pair for pair in named if set(pair) <= set(ARMS))
+
+
 CONTRASTS: Contrasts = {
-    "capacity 32 against 8 at one mean age": tuple(
-        (f"capacity32-age{age}", f"capacity8-age{age}") for age in AGES if f"capacity8-age{age}" in ARMS
-    ),
-    "capacity 32 against 16 at one mean age": tuple((f"capacity32-age{age}", f"capacity16-age{age}") for age in AGES),
-    "mean age 3.5 against 1.5 at one capacity": tuple(
-        (f"capacity{capacity}-age3.5", f"capacity{capacity}-age1.5") for capacity in CAPACITIES
-    ),
-    "mean age 7.5 against 1.5 at one capacity": tuple(
-        (f"capacity{capacity}-age7.5", f"capacity{capacity}-age1.5") for capacity in CAPACITIES[1:]
+    **{
+        f"capacity 32 against {capacity} at one mean age": _pairs(
+            "capacity32-age{age}", f"capacity{capacity}-age{{age}}"
+        )
+        for capacity in (8, 16)
+    },
+    **{
+        f"mean age {age} against 1.5 at one capacity": _pairs(
+            f"capacity{{capacity}}-age{age}", "capacity{capacity}-age1.5"
+        )
+        for age in AGES[1:]
+    },
+    **{
+        f"capacity 32 against {capacity}, drawn by delight too": _pairs(
+            "capacity32-age{age}-delight", f"capacity{capacity}-age{{age}}-delight"
+        )
+        for capacity in (8, 16)
+    },
+    "drawn by delight too against by freshness alone": _pairs(
+        "capacity{capacity}-age{age}-delight", "capacity{capacity}-age{age}"
     ),
 }
 
@@ -67,5 +92,5 @@ STUDY = sandbox_study(
     baseline="DG",
     setting="capacity and freshness decay",
     contrasts=CONTRASTS,
-    smoke={**SMOKE, "trainer.total_training_steps": 10, "trainer.test_freq": 5},
+    smoke={**SMOKE, "trainer.total_training_steps": 6, "trainer.test_freq": 3},
 )

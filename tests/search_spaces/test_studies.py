@@ -188,6 +188,7 @@ DIFFER_IN = {
     ("matched-updates", "DG, four"): {"inner_epochs"},
     ("age-not-capacity", "capacity"): {"replay_capacity", "replay_age_decay"},
     ("age-not-capacity", "mean age"): {"replay_age_decay"},
+    ("age-not-capacity", "drawn by"): {"replay_priority"},
     **{("off-policy", f"{rule}, "): {"delay", "inner_epochs"} for rule in ("REINFORCE", "PMDMean", "DG")},
     **{("off-policy", f"{rule} against"): {"method"} for rule in ("PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")},
 }

@@ -65,7 +65,7 @@ class UpdateRuleConfig(StudyConfig):
     distill_alpha: NonNegative = Field(0.5, description="SelfDistillDG and SCOPELite: weight of the labels' loss")
     replay_capacity: int = Field(0, ge=0, description="batches kept for replay; 0: none")
     replay_priority: Literal[PRIORITIES] = Field("fresh_delight", description="what a batch is drawn by")  # type: ignore[valid-type]
-    replay_age_decay: NonNegative = Field(0.02, description="fresh_delight and FreshDG: decay a step of age")
+    replay_age_decay: NonNegative = Field(0.02, description="fresh_delight, freshness and FreshDG: decay a step of age")
     reward_noise: Share = Field(0.0, description="share of rewards that noise may change")
     reward_noise_mode: Literal[NOISE_MODES] = Field("none", description="what it changes them to")  # type: ignore[valid-type]
     diagnostics: bool = Field(False, description="cosine of the update with the oracle's, every 5 evaluations")

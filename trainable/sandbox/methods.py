@@ -34,5 +34,5 @@ SEQUENCE_NOISE = ("false_positive_rare_token", "false_positive_sep")
 NOISE_MODES = ("none", *SHARED_NOISE, *SEQUENCE_NOISE)
 """What a corrupted reward becomes: modes that every task has, and those that only sequences have."""
 
-PRIORITIES = ("uniform", "reward", "advantage", "surprisal", "delight", "fresh_delight")
-"""By what a batch of the replay buffer is drawn."""
+PRIORITIES = ("uniform", "reward", "advantage", "surprisal", "delight", "fresh_delight", "freshness")
+"""By what a batch of the replay buffer is drawn: the documents' six, and age alone."""

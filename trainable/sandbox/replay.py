@@ -57,7 +57,7 @@ class ReplayBuffer:
         ages = torch.tensor([age for age in range(newest, -1, -1) if age >= self.delay] or [0])
         eligible = [buffer.batches[newest - int(age)] for age in ages]
         priorities = torch.stack([stored.priority for stored in eligible], dim=1)  # [E, batches]
-        if self.rule == "fresh_delight":
+        if self.rule in FRESH:
             priorities = priorities * torch.exp(-self.age_decay * ages)
         places = _inverse_cumulative(priorities, uniforms)
         rollouts = replace(_gathered([stored.rollouts for stored in eligible], places), age=ages[places])
@@ -87,8 +87,11 @@ PRIORITY: dict[str, Callable[[Rollouts], Tensor]] = {
     "surprisal": lambda batch: -batch.actor_log_probs,
     "delight": lambda batch: actor_delight(batch).clamp(min=0),
     "fresh_delight": lambda batch: actor_delight(batch).clamp(min=0),
+    "freshness": lambda batch: torch.ones_like(batch.actor_log_probs),
 }
 """What is averaged over a batch's tokens, [E, B, T] or [E, B, 1], to give its priority."""
+FRESH = ("fresh_delight", "freshness")
+"""Those that exp(-replay_age_decay age) multiplies when a batch is drawn."""
 
 
 def _mean_over_kept(values: Tensor, keep: Tensor) -> Tensor:

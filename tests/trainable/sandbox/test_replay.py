@@ -75,7 +75,7 @@ def literal(rule: str, batch: Rollouts, member: int) -> float:
             delight = max(0.0, advantage * -log_prob)
             values.append({
                 "uniform": 1.0, "reward": abs(reward), "advantage": abs(advantage), "surprisal": -log_prob,
-                "delight": delight, "fresh_delight": delight,
+                "delight": delight, "fresh_delight": delight, "freshness": 1.0,
             }[rule])  # fmt: skip
     return sum(values) / len(values)
 
@@ -98,7 +98,7 @@ def test_members_draw_by_their_own_priorities(rule: str, seed: int, numbers: lis
     assert drawn.rollouts.age.min() >= 2
     for member in range(2):
         weights = [literal(rule, batch, member) for batch in batches[:3]]
-        if rule == "fresh_delight":
+        if rule in ("fresh_delight", "freshness"):
             weights = [weight * math.exp(-0.3 * age) for weight, age in zip(weights, (4, 3, 2), strict=True)]
         place = 4 - int(drawn.rollouts.age[member])
         assert float(drawn.priority[member]) == pytest.approx(weights[place], rel=1e-5, abs=1e-7)
