@@ -25,7 +25,8 @@ from tune_study.interrupt import Interrupt
 from tune_study.outputs import read_status
 from tune_study.plan import StudyPlan, make_plan
 from tune_study.progress import Progress
-from tune_study.run import Session, execute, make_tuner
+from tune_study.ray_here import RayHere
+from tune_study.run import Session, Suite, execute, make_tuner
 
 STEPS = 4
 
@@ -45,7 +46,8 @@ def places(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> li
     plan.folder.mkdir(parents=True)
     meeting = Meeting.options(name="meeting").remote(len(plan.runs))
     interrupt = Interrupt(plan.folder / ".interrupt")
-    session = Session(plan, allotment, "off", Console(quiet=True), {}, interrupt, progress)
+    suite = Suite(RayHere([], Console(quiet=True), here=False), interrupt, lambda: None)
+    session = Session(plan, allotment, "off", Console(quiet=True), suite, {}, progress)
     grid = make_tuner(session, Recorder(plan, allotment, progress), []).fit()
     ray.kill(meeting)
     assert not grid.errors

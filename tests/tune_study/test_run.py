@@ -43,8 +43,9 @@ from tune_study.interrupt import Interrupt
 from tune_study.outputs import RunStatus, read_status
 from tune_study.plan import PlanError, StudyPlan, make_plan
 from tune_study.progress import Progress
+from tune_study.ray_here import RayHere
 from tune_study.resources import Allotment, preflight
-from tune_study.run import Session, execute, make_tuner
+from tune_study.run import Session, Suite, execute, make_tuner
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -411,7 +412,9 @@ def placed(plan: StudyPlan, at_once: int) -> list[dict[str, Any]]:
     for run in plan.runs:
         plan.run_dir(run.run_id).mkdir(parents=True)
     meeting = Meeting.options(name="meeting").remote(at_once)
-    session = Session(plan, allotment, "off", Console(quiet=True), {}, Interrupt(plan.folder / ".interrupt"), progress)
+    console = Console(quiet=True)
+    suite = Suite(RayHere([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
+    session = Session(plan, allotment, "off", console, suite, {}, progress)
     grid = make_tuner(session, Recorder(plan, allotment, progress), []).fit()
     ray.kill(meeting)
     assert not grid.errors
