@@ -203,19 +203,21 @@ def contrasts(frames: StudyFrames) -> pd.DataFrame:
 
 def _estimate(own: Sequence[Row]) -> Row:
     """Difference of a contrast in one column with its interval. own: its rows of `by_seed`."""
-    wide = pd.DataFrame(own).pivot(index="seed", columns=["first", "second"], values="difference").dropna(how="all")
-    per_seed = wide.mean(axis=1).round(_DECIMALS)
-    found = Estimate(float(per_seed.mean()) if len(per_seed) else math.nan)
-    if len(per_seed) >= SEEDS_FOR_SEEDS:
-        found = mean_over_seeds(per_seed)
-    same = wide.dropna(axis=1).to_numpy(dtype=float)
+    held: dict[int, dict[tuple[str, str], float]] = {}  # by seed, the pairs of which it has a difference
+    for row in own:
+        if not math.isnan(row["difference"]):
+            held.setdefault(row["seed"], {})[row["first"], row["second"]] = row["difference"]
+    per_seed = [round(_mean(list(found.values())), _DECIMALS) for _, found in sorted(held.items())]
+    enough = len(per_seed) >= SEEDS_FOR_SEEDS
+    found = mean_over_seeds(np.array(per_seed)) if enough else Estimate(_mean(per_seed))
+    of_all = set.intersection(*map(set, held.values())) if held else set()
     return {
         "difference": found.value,
         "low": found.low,
         "high": found.high,
         "seeds": len(per_seed),
         "p": found.p,
-        "difference_same_pairs": float(same.mean()) if same.size else math.nan,
+        "difference_same_pairs": _mean([differences[pair] for differences in held.values() for pair in of_all]),
     }
 
 

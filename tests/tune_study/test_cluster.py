@@ -166,6 +166,7 @@ def test_a_run_whose_process_died_goes_on_from_storage_with_the_same_rows(found:
     assert len(crash["sizes"]) == 2
 
 
+@pytest.mark.slow
 def test_a_folder_that_a_node_does_not_share_is_refused(faked: Faked) -> None:
     if not can_be_elsewhere(faked.hidden):
         pytest.skip("this user may not give a process another view of the file system")
