@@ -62,7 +62,7 @@ def start(plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], dr
         found = [_ready(plan, of(plan), visible, nodes) for plan in plans]
         if len(plans) == 1:
             return run_ready(found[0], console, asked.skipped)
-        _check_room_of_all(plans, [study.allotment for study in found])
+        disk.check_together([study.room for study in found if study.plan.storage is None])
 
         def ready(plan: StudyPlan) -> Ready:
             return _ready(plan, of(plan), visible, nodes)
@@ -91,7 +91,7 @@ def _ready(plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple
     outputs.check_writable(plan.output)
     if plan.storage is None:
         disk.check(needs.room)
-    return Ready(plan, needs.allotment, mode, room_line(plan, needs.room))
+    return Ready(plan, needs.allotment, mode, needs.room, room_line(plan, needs.room))
 
 
 def _needs(
@@ -102,12 +102,6 @@ def _needs(
     used = tuple(gpu for gpu in visible if gpu.id in allotment.gpus)
     card = memory_plan.find_card(asked.gpu_memory_gib, used)
     return _Needs(allotment, room, memory_plan.plan_memory(plan, allotment, card, os.environ), used)
-
-
-def _check_room_of_all(plans: Sequence[StudyPlan], allotments: Sequence[Allotment]) -> None:
-    """PlanError where the studies of a suite need more disk together than is free."""
-    pairs = zip(plans, allotments, strict=True)
-    disk.check_together([disk.budget(plan, allotment, os.environ) for plan, allotment in pairs if plan.storage is None])
 
 
 def _allotted(

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from tune_study import outputs
 from tune_study.describe import say
+from tune_study.disk import Budget
 from tune_study.interrupt import interrupt_of
 from tune_study.plan import StudyPlan
 from tune_study.ray_here import RayHere
@@ -19,20 +20,21 @@ _INTERRUPTED = 130
 
 
 class Ready(NamedTuple):
-    """A study that may start: everything that it needs was found. room_line: what it takes on disk, in words."""
+    """A study that may start: everything that it needs was found. room: what it takes on disk; room_line: in words."""
 
     plan: StudyPlan
     allotment: Allotment
     wandb_mode: str
+    room: Budget
     room_line: str
 
 
 def run_ready(study: Ready, console: Console, skipped: Sequence[str], suite: Suite | None = None) -> int:
     """Run a study that is ready; the exit code. skipped: statuses of runs that are not run again."""
-    plan, allotment, wandb_mode, room_line = study
+    plan = study.plan
     say(console, f"preset {plan.preset}: {plan.preset_reason}")
-    say(console, room_line)
-    return execute(plan, allotment, wandb_mode, console, skipped, suite)
+    say(console, study.room_line)
+    return execute(plan, study.allotment, study.wandb_mode, console, skipped, suite)
 
 
 def run_suite(
@@ -59,11 +61,12 @@ def run_suite(
         try:
             for plan in plans:
                 say(console, of_several(plans, begun))
-                begun += 1
                 suite = Suite(ray, interrupt_of(plan.folder), farewell)
                 # One request for training and all that comes after: what is being written then is finished.
                 with suite.interrupt.handled(lambda text: say(console, text)):
-                    code = max(code, run_ready(ready(plan), console, skipped, suite))
+                    study = ready(plan)
+                    begun += 1
+                    code = max(code, run_ready(study, console, skipped, suite))
                 # Also where it came as the last runs of the study ended, whose own code is then 0.
                 if begun < len(plans) and suite.interrupt.is_requested:
                     code = _INTERRUPTED

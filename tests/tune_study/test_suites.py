@@ -146,7 +146,7 @@ def test_a_suite_does_not_begin_where_a_later_study_lacks_something(
 
 
 def test_a_study_that_has_come_to_lack_something_by_its_turn_does_not_begin(
-    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fills_the_disk(*_: object) -> int:
         def full(*_: object) -> None:
@@ -157,6 +157,7 @@ def test_a_study_that_has_come_to_lack_something_by_its_turn_does_not_begin(
 
     with pytest.raises(PlanError, match="no room"):
         run(two_plans, monkeypatch, fills_the_disk)
+    assert NOT_STARTED in capsys.readouterr().out
     assert not interrupt_of(two_plans[1].folder).path.parent.joinpath("study.json").exists()
 
 
