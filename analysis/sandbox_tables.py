@@ -138,24 +138,16 @@ def means(frames: StudyFrames, column: str) -> pd.DataFrame:
     the end, as it is scored.
     """
     table = curves(frames, column)
-    parts = [_mean(str(arm), rows) for arm, rows in table[table["status"].isin(SCORED)].groupby("arm", sort=False)]
-    return (
-        pd.concat(parts, ignore_index=True)
-        if parts
-        else pd.DataFrame(columns=["arm", "step", "value", "error", "runs"])
-    )
-
-
-def _mean(arm: str, rows: pd.DataFrame) -> pd.DataFrame:
-    wide = rows.pivot_table(index="step", columns="run_id", values="value")
-    stopped = rows.loc[rows["status"] == "early_stopped", "run_id"].unique().tolist()
-    wide[stopped] = wide[stopped].ffill()
-    wide = wide.dropna()
-    error = wide.std(axis=1, ddof=1) / math.sqrt(wide.shape[1])
-    return pd.DataFrame(
-        {"arm": arm, "step": wide.index, "value": wide.mean(axis=1).to_numpy(), "error": error.to_numpy(),
-         "runs": wide.shape[1]}
-    )  # fmt: skip
+    order = pd.CategoricalDtype(arms(frames))
+    scored = table[table["status"].isin(SCORED)].astype({"arm": order})
+    wide = scored.pivot_table(index=["arm", "step"], columns="seed", values="value", observed=True)
+    stopped = scored.loc[scored["status"] == "early_stopped", ["arm", "seed"]].drop_duplicates()
+    for arm, seed in stopped.itertuples(index=False):
+        wide.loc[arm, seed] = wide.loc[arm, seed].ffill().to_numpy()
+    runs = wide.notna().groupby(level="arm", observed=True).transform("any").sum(axis=1)
+    error = wide.std(axis=1, ddof=1) / np.sqrt(runs)
+    numbers = pd.DataFrame({"value": wide.mean(axis=1), "error": error, "runs": runs})
+    return numbers[wide.count(axis=1) == runs].reset_index().astype({"arm": table["arm"].dtype})
 
 
 def statuses(frames: StudyFrames) -> list[Row]:
