@@ -25,7 +25,7 @@ REVERSAL: Settings = MappingProxyType(
 """The shared conditions of the published sweeps."""
 
 SMOKE: Settings = MappingProxyType(
-    {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 2, "trainer.resume_every": 4}
+    {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 4, "trainer.resume_every": 4}
 )
 
 _BYTES_OF_A_PARAMETER = 12

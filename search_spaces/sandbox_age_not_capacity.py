@@ -92,5 +92,5 @@ STUDY = sandbox_study(
     baseline="DG",
     setting="capacity and freshness decay",
     contrasts=CONTRASTS,
-    smoke={**SMOKE, "trainer.total_training_steps": 10, "trainer.test_freq": 5},
+    smoke={**SMOKE, "trainer.total_training_steps": 10, "trainer.test_freq": 10},
 )

@@ -18,5 +18,5 @@ STUDY = sandbox_study(
     fixed={},
     setting="rule and delay",
     run="sandbox_delays_{task}",
-    smoke={**SMOKE, "trainer.total_training_steps": 102, "trainer.test_freq": 51},
+    smoke={**SMOKE, "trainer.total_training_steps": 102, "trainer.test_freq": 102, "trainer.resume_every": 102},
 )

@@ -36,5 +36,5 @@ STUDY = sandbox_study(
     baseline="REINFORCE-onpolicy",
     setting="rule and staleness",
     contrasts=CONTRASTS,
-    smoke={**SMOKE, "trainer.total_training_steps": 6, "trainer.test_freq": 3},
+    smoke={**SMOKE, "trainer.total_training_steps": 6, "trainer.test_freq": 6},
 )

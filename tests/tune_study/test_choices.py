@@ -64,8 +64,8 @@ def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
 
 
 def test_a_smoke_form_changes_what_it_says_and_can_be_changed(tmp_path: Path) -> None:
-    assert "steps a run 4, validation every 2 steps" in run(tmp_path, "influence", "--smoke")[1]
-    assert "steps a run 6, validation every 2 steps" in run(tmp_path, "influence", "--smoke", "--steps", "6")[1]
+    assert "steps a run 4, validation every 4 steps" in run(tmp_path, "influence", "--smoke")[1]
+    assert "steps a run 6, validation every 4 steps" in run(tmp_path, "influence", "--smoke", "--steps", "6")[1]
     assert "seeds 0\n" in run(tmp_path, "influence", "--smoke")[1]
     assert "seeds 0,1\n" in run(tmp_path, "influence", "--smoke", "--seeds", "2")[1]
 
