@@ -71,6 +71,10 @@ def test_pairs_of_one_seed_are_not_independent(tmp_path: Path) -> None:
         assert four[name] == pytest.approx(one[name])
 
 
+EMPTY = {name: empty(name) for name in ("steps", "rooms", "gradients", "gradient_groups")}
+"""Made once: a column of its type each takes longer than what is tested."""
+
+
 def made_frames(cells: dict[tuple[str, int], tuple[str, float]], declared: list[dict[str, Any]]) -> StudyFrames:
     """Frames in memory. cells: status and test error by arm and seed."""
     rows = [
@@ -80,7 +84,7 @@ def made_frames(cells: dict[tuple[str, int], tuple[str, float]], declared: list[
     ]  # fmt: skip
     trials = typed(pd.DataFrame(rows, columns=list(rows[0])), FAMILIES["update_rules"].schemas["trials"])
     whole = {"name": "s", "family": "update_rules", "contrasts": declared}
-    return StudyFrames(trials, empty("steps"), empty("rooms"), whole)
+    return StudyFrames(trials, study=whole, **EMPTY)
 
 
 ARMS = "ABCDE"
