@@ -148,14 +148,14 @@ def _by_column(rows: list[Row], compared: pd.DataFrame) -> list[Row]:
 
 
 def _reasons(cells: list[Row]) -> list[Row]:
-    """Why cells were expected to differ, or left open: each reason once, with its arms."""
-    found: dict[tuple[str, str], list[str]] = {}
+    """Why cells were expected to differ, or left open: each reason of a study once, with its arms."""
+    found: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         if cell["why"]:
-            found.setdefault((cell["expected"], cell["why"]), []).append(cell["arm"])
+            found.setdefault((cell["study"], cell["expected"], cell["why"]), []).append(cell["arm"])
     return [
-        {"expected": expected, "why": why, "arms": ", ".join(dict.fromkeys(named))}
-        for (expected, why), named in found.items()
+        {"study": study, "expected": expected, "why": why, "arms": ", ".join(dict.fromkeys(named))}
+        for (study, expected, why), named in found.items()
     ]
 
 

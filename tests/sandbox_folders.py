@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from analysis.published.update_rule_sandbox import ARMS
 from tests.run_folders import NOT_SETTLED, write_lines
 from trainable.sandbox.config import UpdateRuleConfig
 from trainable.sandbox.records import STEP_COLUMNS
@@ -81,9 +82,9 @@ def write_sandbox(output: Path, runs: Sequence[MadeRun], study: MadeStudy | None
 
 
 def _config(made: MadeStudy, run: MadeRun | None = None) -> dict[str, Any]:
-    """The configuration with its defaults filled in. settings: dotted, as everywhere."""
+    """The configuration with its defaults filled in; an arm of a published name has what was published of it."""
     data: dict[str, Any] = {"trainer": {"total_training_steps": made.total_steps, "test_freq": made.test_freq}}
-    dotted = {**made.settings, **({"seed": run.seed, **run.settings} if run else {})}
+    dotted = {**made.settings, **({"seed": run.seed, **ARMS.get(run.arm, {}), **run.settings} if run else {})}
     for name, value in dotted.items():
         section, _, key = name.rpartition(".")
         (data[section] if section else data)[key] = value

@@ -16,7 +16,7 @@ AGREES, DIFFERS, OPEN = "agrees", "differs", "open"
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a study's published runs have in common: settings by their dotted names, other than the defaults."""
+    """What the published runs of an arm were made with: settings by their dotted names, the defaults among them."""
 
     settings: Mapping[str, object]
 

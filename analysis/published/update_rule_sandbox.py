@@ -17,19 +17,50 @@ _ERROR, _ENTROPY, _UNSCORED = "final_test_error", "final_entropy", "final_test_e
 _LOW, _ZERO = "first_step_entropy_low", "first_step_error_zero"
 _AGE, _DELTA, _DROP = "replay_age", "batch_delta_entropy", "entropy_drop_pos_adv"
 
-_SHORT = {"batch_size": 96, "trainer.total_training_steps": 300, "trainer.test_freq": 20}
-CONDITIONS: Mapping[str, Conditions] = {
-    "influence": Conditions({"task": "token_reversal", **_SHORT}),
-    "reward-noise": Conditions(
-        {"task": "token_reversal", "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token", **_SHORT}
-    ),
-    "replay": Conditions({"task": "token_reversal", "delay": 4, **_SHORT}),
-    "partial-credit": Conditions({"task": "masked_reversal", "score_len": 5, **_SHORT}),
-    "dense-correction": Conditions(
-        {"task": "chain_reversal", "batch_size": 96, "trainer.total_training_steps": 1500, "trainer.test_freq": 50}
-    ),
-    "grpo-entropy": Conditions({"task": "token_reversal", **_SHORT}),
-}
+_SHARED: Mapping[str, object] = {
+    "method": "DG", "delay": 0, "lr": 1e-3, "inner_epochs": 1, "group_size": 4, "baseline": "expected",
+    "std_normalization": True, "eta": 1.0, "tpo_eta": 1.0, "grpo_beta": 0.04, "iw_cap": 10.0, "clip_low": 0.2,
+    "clip_high": 0.28, "kondo_keep": 0.5, "guard_strength": 0.5, "uncertainty_scale": 1.0,
+    "uncertainty_threshold": 0.5, "distill_alpha": 0.5, "replay_capacity": 0, "replay_priority": "fresh_delight",
+    "replay_age_decay": 0.02, "reward_noise": 0.0, "reward_noise_mode": "none", "vocab_size": 2, "seq_len": 10,
+    "score_len": 5, "binary_reward": False, "d_model": 64, "nhead": 2, "num_layers": 2, "fallback_patience": 10,
+    "batch_size": 96, "trainer.total_training_steps": 300, "trainer.test_freq": 20,
+}  # fmt: skip
+"""What holds unless a study or an arm says otherwise: the source's defaults, and its batches, steps and rhythm."""
+STUDIES: Mapping[str, Mapping[str, object]] = {
+    "influence": {"task": "token_reversal"},
+    "reward-noise": {
+        "task": "token_reversal", "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token",
+    },
+    "replay": {"task": "token_reversal", "delay": 4},
+    "partial-credit": {"task": "masked_reversal"},
+    "dense-correction": {
+        "task": "chain_reversal", "trainer.total_training_steps": 1500, "trainer.test_freq": 50,
+    },
+    "grpo-entropy": {"task": "token_reversal"},
+}  # fmt: skip
+_GROUPED: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}
+ARMS: Mapping[str, Mapping[str, object]] = {
+    **{name: {"method": name} for name in (
+        "DG", "UncertaintyDG", "FilteredDG", "RewardVarianceDG", "ASPO", "R2VPO", "CE", "SelfDistillDG", "SCOPELite",
+        "DGToken", "DGEntropyGuard",
+    )},
+    **{name: {"method": name, **_GROUPED} for name in ("GRPO", "TPO", "TPOToken", "GRPOToken")},
+    "TEMPO": {"method": "TEMPO", "group_size": 8},
+    "FilteredDG-0.2": {"method": "FilteredDG", "uncertainty_threshold": 0.2},
+    "FilteredDG-0.3": {"method": "FilteredDG", "uncertainty_threshold": 0.3},
+    "ReplayDG-5": {"method": "ReplayDG", "replay_capacity": 5},
+    "FreshDG-5": {"method": "FreshDG", "replay_capacity": 5},
+    "ReplayDG-32": {"method": "ReplayDG", "replay_capacity": 32},
+    "FreshDG-32": {"method": "FreshDG", "replay_capacity": 32},
+    "FreshDG-32-decay0.5": {"method": "FreshDG", "replay_capacity": 32, "replay_age_decay": 0.5},
+}  # fmt: skip
+
+
+def conditions(study: str, arm: str) -> Conditions:
+    """Every setting that makes the published runs of an arm what they are."""
+    return Conditions({**_SHARED, **STUDIES[study], **ARMS[arm]})
+
 
 _CHAOS = (
     "with one epoch and no delay all ratios are 1, so that ASPO and R2VPO are REINFORCE with the baseline sum pi^2: "
@@ -69,14 +100,14 @@ def _cells(
     """Cells of one column of a table. notes: of an arm, what is expected and why."""
     return tuple(
         Cell(studies, arm, column, mean, spread, SEEDS, section, expected=notes.get(arm, (AGREES, ""))[0],
-             why=notes.get(arm, (AGREES, ""))[1], conditions=CONDITIONS[studies[0]])
+             why=notes.get(arm, (AGREES, ""))[1], conditions=conditions(studies[0], arm))
         for arm, mean, spread in rows
     )  # fmt: skip
 
 
 def _pooled(study: str, section: str, column: str, rows: Iterable[_Row], why: str = _ROW_LEVEL) -> tuple[Cell, ...]:
     return tuple(
-        Cell((study,), arm, column, mean, spread, ROWS, section, POOLED, OPEN, why, CONDITIONS[study])
+        Cell((study,), arm, column, mean, spread, ROWS, section, POOLED, OPEN, why, conditions(study, arm))
         for arm, mean, spread in rows
     )
 
@@ -84,7 +115,7 @@ def _pooled(study: str, section: str, column: str, rows: Iterable[_Row], why: st
 def _never(study: str, section: str, column: str, arms: Iterable[str]) -> tuple[Cell, ...]:
     nan = float("nan")
     return tuple(
-        Cell((study,), arm, column, nan, nan, SEEDS, section, NEVER, AGREES, _NO_SEED, CONDITIONS[study])
+        Cell((study,), arm, column, nan, nan, SEEDS, section, NEVER, AGREES, _NO_SEED, conditions(study, arm))
         for arm in arms
     )
 

@@ -7,7 +7,10 @@ from collections import Counter
 import pytest
 
 from analysis.published.cells import AGREES, DIFFERS, NEVER, OPEN, PER_SEED, POOLED, Cell
-from analysis.published.update_rule_sandbox import CELLS, CONDITIONS
+from analysis.published.update_rule_sandbox import CELLS, STUDIES, conditions
+from search_spaces import STUDIES as OURS
+from trainable.config import with_overrides
+from trainable.sandbox.config import UpdateRuleConfig
 from trainable.sandbox.records import STEP_COLUMNS, TRIAL_COLUMNS
 
 PRINTED = """
@@ -115,7 +118,34 @@ def test_cells_count_as_what_they_are() -> None:
     for cell in CELLS:
         assert cell.column in (steps if cell.kind == POOLED else trials)
         assert cell.n == (45 if cell.kind == POOLED else 3)
-        assert cell.conditions is CONDITIONS[cell.studies[0]]
+        assert all(cell.conditions == conditions(study, cell.arm) for study in cell.studies)
+
+
+WITHOUT_PART = {"seed", "diagnostics", "entropy_diagnostics", "oracle_fit"}
+"""Settings that differ between runs of an arm, or measure it."""
+OF_OTHER_TASKS = {"hidden", "mnist_folder", "model_name", "text_file", "context_len", "kl_weight"}
+
+
+def test_every_setting_that_makes_a_run_what_it_is_has_a_published_value() -> None:
+    fields = set(UpdateRuleConfig.model_fields) - {"trainer"} - WITHOUT_PART - OF_OTHER_TASKS
+    trainer = {"trainer.total_training_steps", "trainer.test_freq"}
+    beside = {f"trainer.{name}" for name in UpdateRuleConfig.without_result["trainer"]} | {"trainer.n_gpus_per_node"}
+    assert {f"trainer.{name}" for name in type(UpdateRuleConfig().trainer).model_fields} == trainer | beside
+    for cell in CELLS:
+        assert cell.conditions.settings.keys() == fields | trainer
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_our_studies_are_the_published_ones(name: str) -> None:
+    """Every arm of ours has published cells, and each of its settings is the published one."""
+    ours = OURS[name]
+    published = {cell.arm: cell.conditions for cell in CELLS if name in cell.studies}
+    assert set(published) == set(ours.axis.named)
+    for arm, settings in ours.axis.named.items():
+        config = with_overrides(UpdateRuleConfig(), {**ours.fixed, **settings}).model_dump()
+        held = config | {f"trainer.{key}": value for key, value in config["trainer"].items()}
+        for key, value in published[arm].settings.items():
+            assert held[key] == value, f"{arm}: {key}"
 
 
 def test_what_is_expected_is_said_with_a_reason() -> None:

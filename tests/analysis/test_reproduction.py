@@ -15,7 +15,7 @@ from scipy import stats
 from analysis.frames import records
 from analysis.load import load
 from analysis.published.cells import Cell
-from analysis.published.update_rule_sandbox import CELLS, CONDITIONS
+from analysis.published.update_rule_sandbox import CELLS, conditions
 from analysis.reproduction import reproduction, sentences, tally
 from analysis.stats import Sample, holm, welch
 from tests.sandbox_folders import UNIFORM, MadeRun, MadeStudy, seeds, write_sandbox
@@ -25,8 +25,8 @@ FAR = (0.50, 0.51, 0.505, 0.503, 0.507)
 
 
 def study(name: str) -> MadeStudy:
-    """A study with the published settings."""
-    settings = dict(CONDITIONS[name].settings)
+    """A study with the published settings; those of its arms come with their names."""
+    settings = dict(conditions(name, "DG").settings)
     steps, freq = (int(str(settings.pop(f"trainer.{key}"))) for key in ("total_training_steps", "test_freq"))
     return MadeStudy(name, total_steps=steps, test_freq=freq, settings=settings)
 
@@ -151,6 +151,28 @@ def test_runs_with_other_settings_are_not_held_against_the_published_ones(tmp_pa
     one = reproduction(load(write_sandbox(tmp_path / "one", seeds("DG", DG[:1]), study("influence"))))
     assert one["reason"].iloc[0] == "1 of our runs has a value: two are needed for a spread"
     assert math.isnan(one["spread"].iloc[0])
+
+
+@pytest.mark.parametrize(
+    ("of_all", "of_tpo", "difference"),
+    [
+        ({"lr": 0.1}, {}, "lr 0.001, ours: 0.1"),
+        ({"seq_len": 4}, {}, "seq_len 10, ours: 4"),
+        ({}, {"method": "GRPO"}, "method TPO, ours: GRPO"),
+        ({}, {"inner_epochs": 1}, "inner_epochs 4, ours: 1"),
+        ({}, {"group_size": 12}, "group_size 8, ours: 12"),
+    ],
+)
+def test_every_setting_of_an_arm_must_be_the_published_one(
+    tmp_path: Path, of_all: dict[str, object], of_tpo: dict[str, object], difference: str
+) -> None:
+    made = study("influence")
+    runs = [replace(run, settings=of_tpo) for run in seeds("TPO", (0.24, 0.3, 0.2))]
+    other = replace(made, settings={**made.settings, **of_all})
+    table = reproduction(load(write_sandbox(tmp_path, [*seeds("DG", DG), *runs], other)))
+    reasons = dict(zip(table["arm"], table["reason"], strict=True))
+    assert reasons["TPO"] == f"the published runs have {difference}"
+    assert (reasons["DG"] == "") == (not of_all)
 
 
 def test_a_cell_that_two_studies_run_is_tested_once(tmp_path: Path) -> None:

@@ -217,6 +217,21 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
     assert "3 published cells: 2 agree" in words
 
 
+def test_rows_of_several_studies_say_which_they_are_of(tmp_path: Path) -> None:
+    write_sandbox(tmp_path, seeds("DG", DG))
+    noise = {"task": "token_reversal", "batch_size": 96, "reward_noise": 0.2,
+             "reward_noise_mode": "false_positive_rare_token"}  # fmt: skip
+    write_sandbox(tmp_path, [*seeds("DG", DG), *seeds("ASPO", DG)], MadeStudy("reward-noise", settings=noise))
+    words = " ".join(checked(report.write_index(tmp_path).read_text()).text.split())
+    for told in ("influence DG final_test_error 0.3345", "reward-noise DG final_test_error 0.3778"):
+        assert words.count(told) == 1
+    assert "reward-noise, ASPO, R2VPO: with one epoch" in words
+    alone = " ".join(
+        checked((report.write_report(tmp_path / "results" / "sandbox_influence")).read_text()).text.split()
+    )
+    assert "influence DG final_test_error" not in alone
+
+
 DECLARED = {"contrasts": [
     {"name": "DG against <TPO>", "pairs": [["DG", "TPO"], ["SameAsDG", "TPO"], ["GRPO", "TPO"]]},
     {"name": "never run", "pairs": [["DG", "ASPO"]]},
