@@ -110,9 +110,9 @@ REJECTIONS: tuple[Rejection, ...] = (
         "method={c.method} draws candidates at the prefixes of the step it trains on: set delay=0 replay_capacity=0",
     ),
     Rejection(
-        lambda c: c.method in CANDIDATE and (c.diagnostics or c.entropy_diagnostics),
+        lambda c: c.method in CANDIDATE and (c.diagnostics or c.entropy_diagnostics or c.oracle_fit),
         "method={c.method} trains on candidates, and the diagnostics measure tokens that were taken: set "
-        "diagnostics=false entropy_diagnostics=false",
+        "diagnostics=false entropy_diagnostics=false oracle_fit=false",
     ),
     Rejection(
         lambda c: c.method == "ReplayDG" and c.replay_capacity == 0,

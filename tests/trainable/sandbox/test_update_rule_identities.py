@@ -9,6 +9,8 @@ from hypothesis import given
 from torch import Tensor
 
 from tests.strategies_update_rules import Case, cases, config_of, examples, random_case
+from trainable.algo.advantages import group_skill
+from trainable.algo.target_policy import target_policy
 from trainable.sandbox.methods import GROUPED, METHODS
 from trainable.sandbox.rollouts import Candidates, Rollouts
 from trainable.sandbox.update_rules import UPDATE_RULES
@@ -166,6 +168,26 @@ def test_gradient_of_tpo_is_p_minus_q(case: Case) -> None:
         q = torch.softmax(anchor + z, -1)
         expected = ((p - q) / p.shape[1]).flatten(1).unsqueeze(-1).expand_as(taken)
         torch.testing.assert_close(of_taken(case, gradient(case, method)), expected)
+
+
+@given(case=cases(("TPO",)))
+@examples
+def test_tpo_is_the_loss_that_fine_tunes_language_models(case: Case) -> None:
+    """`trainable.algo` has it over whole groups named by number, the sandbox over rows of groups with some left out."""
+    case = all_kept(case)
+    ours = gradient(case)
+    for member, own in enumerate(case.log_probs):
+        table, rollouts = own.clone().requires_grad_(), case.rollouts
+        sums = table.gather(-1, rollouts.actions[member].unsqueeze(-1)).sum((-2, -1))
+        groups, mask = torch.arange(len(sums)) // 3, torch.ones(len(sums), 1, dtype=torch.bool)
+        skills = group_skill(rollouts.rewards[member], groups, mask).squeeze(-1)
+        old = rollouts.actor_log_probs[member].sum(-1)
+        found = target_policy(sums, old, skills, groups, case.config.tpo_eta)
+        (theirs,) = torch.autograd.grad(found.loss, table)
+        torch.testing.assert_close(ours[member], theirs)
+        rule = UPDATE_RULES["TPO"](rollouts, case.log_probs, case.config)
+        torch.testing.assert_close(rule.loss[member], found.loss.detach())
+        torch.testing.assert_close(rule.metrics["tpo_target_entropy"][member], found.entropy)
 
 
 @given(case=cases(("GroupPG",)))
