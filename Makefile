@@ -25,9 +25,10 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The same examples on every machine; test-all and a plain pytest draw new ones each time.
+# The same examples on every machine; test-all and a plain pytest draw new ones each time. Files in the order that
+# tests/conftest.py gives them: the longest first.
 test: check
-	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist loadfile -m "not slow and not faults and not engines"
+	$(BIN)/python -m pytest $(PARALLEL) --hypothesis-profile ci --dist loadfile --no-loadscope-reorder -m "not slow and not faults and not engines"
 
 # The longest first, so that both processes end together.
 test-faults: setup
