@@ -41,8 +41,7 @@ def arms(frames: StudyFrames) -> list[str]:
 
 def runs_of(frames: StudyFrames, arm: str, *, scored: bool = False) -> pd.DataFrame:
     """Rows of `trials` of one arm, settings left out. scored: only runs that completed or that a rule stopped."""
-    columns = [name for name in frames.trials if not str(name).startswith("config/")]
-    runs = frames.trials.loc[frames.trials["arm"] == arm, columns]
+    runs = frames.runs[frames.runs["arm"] == arm]
     return runs[runs["status"].isin(SCORED)] if scored else runs
 
 

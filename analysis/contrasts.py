@@ -108,8 +108,7 @@ def by_seed(frames: StudyFrames) -> pd.DataFrame:
 
 def _runs(frames: StudyFrames) -> dict[tuple[str, int], Row]:
     """Every run of the study by its arm and seed."""
-    columns = [name for name in frames.trials if not str(name).startswith("config/")]
-    return {(run["arm"], run["seed"]): run for run in records(frames.trials[columns])}
+    return {(run["arm"], run["seed"]): run for run in records(frames.runs)}
 
 
 def _value(run: Row | None, column: str) -> float:

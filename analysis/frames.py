@@ -69,6 +69,11 @@ class StudyFrames:
         return list({family.name: family for family in map(family_of, self.studies)}.values())
 
     @cached_property
+    def runs(self) -> pd.DataFrame:
+        """`trials` without the columns of settings, which are most of them."""
+        return self.trials[[name for name in self.trials if not str(name).startswith("config/")]]
+
+    @cached_property
     def steps_by_run(self) -> dict[str, pd.DataFrame]:
         """Rows of `steps` of each run that has some, in their order."""
         return {str(run_id): rows for run_id, rows in self.steps.groupby("run_id", sort=False)}

@@ -22,7 +22,7 @@ from analysis import (
     verdicts,
 )
 from analysis.compare import single
-from analysis.frames import StudyFrames, records
+from analysis.frames import StudyFrames, records, together
 from analysis.load import load, study_folders
 from analysis.page import environment, inline_svg, settings_rows, write_page
 
@@ -94,7 +94,7 @@ def write_index(output: Path | str) -> Path:
         }
         for folder, frames in zip(folders, parts, strict=True)
     ]
-    frames = load(output)
+    frames = parts[0] if len(parts) == 1 else together(parts)
     agreement = records(series.consistency(frames))
     held = sandbox_report.beside_published(frames)
     page = environment().get_template("index.html.j2").render(studies=studies, agreement=agreement, **held)

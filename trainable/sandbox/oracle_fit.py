@@ -18,9 +18,9 @@ class Samples(NamedTuple):
     """Of each taken token of a batch, [E, N] each; N samples in the order of the batch.
 
     projection: product of the gradient of its log-probability with that of the oracle's cross-entropy, a loss: a token
-    whose log-probability should rise for the oracle's sake has a negative one. advantage: reward minus baseline, whatever the rule is.
-    surprisal: of the policy that learns. delight: advantage times surprisal. gate: sigmoid of delight / eta.
-    kept: whether the token's rollout is trained on.
+    whose log-probability should rise for the oracle's sake has a negative one. advantage: reward minus baseline,
+    whatever the rule is. surprisal: of the policy that learns. delight: advantage times surprisal. gate: sigmoid of
+    delight / eta. kept: whether the token's rollout is trained on.
     """
 
     projection: Tensor

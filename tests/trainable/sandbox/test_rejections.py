@@ -86,9 +86,13 @@ REGIMES: list[Case] = [
     *every((*CANDIDATE, "DGToken"), NOISE, "set reward_noise=0 reward_noise_mode=none"),
     *every(CANDIDATE, {"delay": 1}, "set delay=0 replay_capacity=0"),
     *every(CANDIDATE, {"replay_capacity": 2}, "set delay=0 replay_capacity=0"),
-    *every(CANDIDATE, {"diagnostics": True}, "set diagnostics=false entropy_diagnostics=false oracle_fit=false"),
-    *every(CANDIDATE, {"entropy_diagnostics": True}, "set diagnostics=false entropy_diagnostics=false oracle_fit=false"),
-    *every(CANDIDATE, {"oracle_fit": True}, "set diagnostics=false entropy_diagnostics=false oracle_fit=false"),
+    *(
+        case
+        for measure in ("diagnostics", "entropy_diagnostics", "oracle_fit")
+        for case in every(
+            CANDIDATE, {measure: True}, "set diagnostics=false entropy_diagnostics=false oracle_fit=false"
+        )
+    ),
     ({"method": "ReplayDG"}, "set replay_capacity=5, or method=DG"),
     ({"method": "ReplayDG", "delay": 4}, "set replay_capacity=5, or method=DG"),
     ({"method": "FreshDG"}, "set replay_capacity=5 or delay=4, or method=DG"),
