@@ -1,16 +1,24 @@
+import fcntl
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.faults.kills import STEPS, Tormented, unbroken
+from tests.faults.kills import RUN, STEPS, Tormented, unbroken
 
 Watch = Callable[[Tormented], None]
 
 
 @pytest.fixture(scope="session")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> Tormented:
-    """The study that was left alone."""
-    return unbroken(tmp_path_factory.mktemp("straight"), STEPS)
+def straight(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Tormented:
+    """The study that was left alone: of all processes of the tests, the first to ask for it makes it for all."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own if worker_id == "master" else own.parent) / "straight"
+    folder.mkdir(exist_ok=True)
+    with (folder.parent / "straight.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / RUN / "report.html").exists():
+            unbroken(folder, STEPS)
+    return Tormented(folder, STEPS)
 
 
 @pytest.fixture(scope="session")

@@ -28,9 +28,9 @@ SMALL = (
 
 
 def smoke(output: Path, *words: str) -> str:
-    """What the command says; it ends well."""
+    """What the command says of small batches; it ends well."""
     command = [sys.executable, "-m", "tune_study", "run", "smoke", "--preset", "laptop", "--output", str(output)]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, *SMALL, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -39,7 +39,7 @@ def smoke(output: Path, *words: str) -> str:
 def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp("smoke")
     smoke(found, "--groups", "3", "--steps", "5")
-    smoke(found / "points", "--groups", ",".join(POINTS), "--steps", "2", *SMALL)
+    smoke(found / "points", "--groups", ",".join(POINTS), "--steps", "2")
     return found
 
 
@@ -79,7 +79,7 @@ def test_points_of_every_group_run(output: Path) -> None:
 def test_a_second_start_trains_nothing(output: Path) -> None:
     folder = output / "points/results" / RUN
     before = {path: path.read_bytes() for path in folder.glob("runs/*/metrics.jsonl")}
-    said = smoke(output / "points", "--groups", ",".join(POINTS), "--steps", "2", *SMALL)
+    said = smoke(output / "points", "--groups", ",".join(POINTS), "--steps", "2")
     assert "0 of 8 runs to go" in said
     assert "Starting Ray" not in said
     assert {path: path.read_bytes() for path in folder.glob("runs/*/metrics.jsonl")} == before
