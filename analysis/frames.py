@@ -184,8 +184,10 @@ def together(parts: list[StudyFrames]) -> StudyFrames:
     """Several studies as one; where two have the same name, their `study` column and name become the run's name.
 
     Studies of different families stand below each other: a column that a study's family does not have is missing in
-    its rows, and `StudyFrames.one` leaves it out again.
+    its rows, and `StudyFrames.one` leaves it out again. One study is itself.
     """
+    if len(parts) == 1:
+        return parts[0]
     names = [part.studies[0]["name"] for part in parts]
     named = [_renamed(part) if names.count(name) > 1 else part for part, name in zip(parts, names, strict=True)]
     families = [family for part in named for family in part.families]

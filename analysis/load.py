@@ -57,7 +57,7 @@ def load(path: Path | str, *, live: bool = False) -> StudyFrames:
     folders = study_folders(Path(path))
     parts = [_read_parquet(folder, live) if _parquet_is_newest(folder) else read_run(folder, live=live)
              for folder in folders]  # fmt: skip
-    return parts[0] if len(parts) == 1 else together(parts)
+    return together(parts)
 
 
 def study_folders(path: Path) -> list[Path]:

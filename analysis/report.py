@@ -94,7 +94,7 @@ def write_index(output: Path | str) -> Path:
         }
         for folder, frames in zip(folders, parts, strict=True)
     ]
-    frames = parts[0] if len(parts) == 1 else together(parts)
+    frames = together(parts)
     agreement = records(series.consistency(frames))
     held = sandbox_report.beside_published(frames)
     page = environment().get_template("index.html.j2").render(studies=studies, agreement=agreement, **held)
