@@ -14,6 +14,8 @@ LINE = 120
 _OUTCOMES = {
     "better": "Better than it",
     "worse": "Worse than it",
+    "ended higher": "Ended higher than it",
+    "ended lower": "Ended lower than it",
     "no difference resolved": "No difference from it resolved",
     "failed regime": "Failed regime, stopped by a rule",
     "no comparison": "Without comparison",
@@ -22,12 +24,12 @@ _OUTCOMES = {
 
 
 def headline(summary: pd.DataFrame) -> str:
-    """The arms by verdict, in one line. summary: `tables.arm_summary`."""
+    """The arms by verdict, in one line, with what the comparison is over. summary: `tables.arm_summary`."""
     if summary.empty:
         return "No run is recorded."
     baseline = summary["baseline"].iloc[0]
     compared = f"baseline {baseline}" if isinstance(baseline, str) and baseline else "no baseline among them"
-    parts = [f"{len(summary)} arm{'s' if len(summary) > 1 else ''}, {compared}."]
+    parts = [f"{len(summary)} arm{'s' if len(summary) > 1 else ''}, {compared}.", *_compared_over(summary)]
     for outcome, words in _OUTCOMES.items():
         arms = summary.loc[summary["outcome"] == outcome, "arm"].to_list()
         if arms:
@@ -36,6 +38,25 @@ def headline(summary: pd.DataFrame) -> str:
               for row in records(summary) if row["early_stopped"] and row["completed"]]  # fmt: skip
     parts += [f"Some runs stopped by a rule: {_by_name(partly)}."] if partly else []
     return " ".join(parts)
+
+
+def _compared_over(summary: pd.DataFrame) -> list[str]:
+    """What the arms' comparisons are over, in a sentence; none where nothing was compared."""
+    seeds = summary.loc[summary["p"].notna(), "paired_seeds"]
+    if seeds.empty:
+        return []
+    if seeds.min() >= SEEDS_FOR_SEEDS:
+        return [f"Compared over {span(seeds)} seeds."]
+    return [
+        f"Compared over validation rooms, by {span(seeds)} run{'s' if seeds.max() > 1 else ''} per arm: this is what "
+        f"{'this run' if seeds.max() == 1 else 'these runs'} did, and another seed may turn out differently."
+    ]
+
+
+def span(numbers: "pd.Series[int]") -> str:
+    """`3`, or `3 to 5` where the numbers differ."""
+    low, high = int(numbers.min()), int(numbers.max())
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _by_name(arms: list[str]) -> str:

@@ -1,6 +1,5 @@
 """The frames of a study: their columns, types, order, files, and equality."""
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,6 +20,7 @@ from analysis.families import (
     Schema,
     family_of,
 )
+from trainable.links import whole_file
 from trainable.records import TIME_COLUMNS
 
 Study = dict[str, Any]
@@ -115,10 +115,8 @@ class StudyFrames:
     def write_parquet(self, folder: Path | str) -> None:
         """Write every frame to `folder` as <name>.parquet, each beside and then renamed."""
         for part in FRAMES:
-            target = Path(folder) / f"{part}.parquet"
-            beside = target.with_suffix(".parquet.tmp")
-            getattr(self, part).to_parquet(beside, index=False)
-            os.replace(beside, target)
+            with whole_file(Path(folder) / f"{part}.parquet") as beside:
+                getattr(self, part).to_parquet(beside, index=False)
 
 
 def shared_schema(families: Iterable[Family], part: str) -> Schema:

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from analysis import gradient_plots as plots
 from analysis import gradients as tables
 from analysis.gradient_keys import TABLE_COLUMNS, published_metrics, published_tables
+from trainable.links import whole_file
 
 DPI = 150
 COMPARED = 3
@@ -44,8 +45,10 @@ def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[
         written.append(names[what].with_suffix(".png"))
         _save(figure, written[-1])
     metrics, table = names["metrics"].with_suffix(".json"), names["bucket_rv_table"].with_suffix(".csv")
-    metrics.write_text(_metrics(rows, groups), encoding="utf-8")
-    tables.as_trained(groups)[["bucket", "reward_std"]].to_csv(table, index=False)
+    with whole_file(metrics) as beside:
+        beside.write_text(_metrics(rows, groups), encoding="utf-8")
+    with whole_file(table) as beside:
+        tables.as_trained(groups)[["bucket", "reward_std"]].to_csv(beside, index=False)
     return [*written, metrics, table]
 
 
@@ -73,4 +76,5 @@ def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    figure.savefig(path, dpi=DPI)
+    with whole_file(path) as beside:
+        figure.savefig(beside, dpi=DPI, format="png")

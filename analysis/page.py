@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,15 +15,15 @@ from matplotlib.figure import Figure
 
 from analysis import gradient_plots, verdicts
 from analysis.frames import Study
+from trainable.links import whole_file
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(path: Path, page: str) -> Path:
     """Write a page beside its place and rename it there; returns `path`."""
-    beside = path.with_suffix(".html.tmp")
-    beside.write_text(page, encoding="utf-8")
-    os.replace(beside, path)
+    with whole_file(path) as beside:
+        beside.write_text(page, encoding="utf-8")
     return path
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -25,6 +25,7 @@ from analysis.compare import single
 from analysis.frames import StudyFrames, records, together
 from analysis.load import load, study_folders
 from analysis.page import environment, inline_svg, settings_rows, write_page
+from trainable.links import make_folder, whole_file
 
 PERMUTATION_SEED = 0
 
@@ -43,21 +44,40 @@ _CURVES = (
 )
 
 
+class Conclusion(NamedTuple):
+    """What a study came to in words: its headline, and one line per arm (arm, outcome, verdict)."""
+
+    headline: str
+    arms: tuple[str, ...]
+
+
 def write_report(folder: Path | str, *, live: bool = False) -> Path:
     """Write report.html and figures/*.png into a results/<run> folder; returns the report's path.
 
     The page needs no network and no script, and is that of the study's family (`PAGES`). Tables beside it are written
     as figures/*.csv. live: the study's process still runs, so "running" is kept as a status.
     """
-    folder = Path(folder)
-    frames = load(folder, live=live)
+    return write_report_of(load(folder, live=live), Path(folder))
+
+
+def conclude(frames: StudyFrames) -> Conclusion:
+    """The headline and the verdicts of a study's report, for a terminal."""
+    index = _page_of(frames).index(frames)
+    lines = (f"{row['arm']}: {index['number']} {row['number']}; {row['verdict']}" for row in index["arms"])
+    return Conclusion(index["headline"], tuple(lines))
+
+
+def write_report_of(frames: StudyFrames, folder: Path) -> Path:
+    """`write_report` for a study that is loaded already."""
     figures = draw_figures(frames)
-    (folder / "figures").mkdir(exist_ok=True)
+    pictures = make_folder(folder, "figures")
     for name, figure in figures.items():
-        figure.savefig(folder / "figures" / f"{name}.png", dpi=150)
+        with whole_file(pictures / f"{name}.png") as beside:
+            figure.savefig(beside, dpi=150, format="png")
         figure.set_layout_engine("none")  # laid out once; the page's copy is the same figure
     for name, table in _page_of(frames).tables(frames):
-        table.to_csv(folder / "figures" / f"{name}.csv", index=False)
+        with whole_file(pictures / f"{name}.csv") as beside:
+            table.to_csv(beside, index=False)
     return write_page(folder / "report.html", render_page(frames, figures))
 
 

@@ -168,7 +168,9 @@ def headline(frames: StudyFrames, compared: pd.DataFrame) -> str:
     here = baseline in arms(frames)
     number = len(arms(frames))
     compared_with = f"baseline {baseline}" if here else "no baseline among them"
+    over = "; ".join(dict.fromkeys(found["basis"]))
     names = [f"{number} arm{'s' if number > 1 else ''}, {compared_with}."]
+    names += [f"Compared with it: {over}."] if over else []
     resolved = found["p_holm"] < LEVEL
     for words, rows in (
         ("Lower test error than it at the end", found[resolved & (found["difference"] < 0)]),

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from analysis.compare import SEEDS_FOR_SEEDS
 from analysis.frames import records
 
 LEVEL = 0.05
@@ -88,8 +89,17 @@ def _unfinished(run: Mapping[str, Any]) -> str:
     return f"seed {run['seed']} {status}{steps}" + (f" ({run['reason']})" if run["reason"] else "")
 
 
+def these_runs(seeds: int) -> str:
+    """The runs of an arm that a sentence is about: `this run`, or `these 2 runs`."""
+    return "this run" if seeds == 1 else f"these {seeds} runs"
+
+
 def outcome(row: Mapping[str, Any]) -> str:
-    """The verdict in one word of a fixed list, to sort and colour by."""
+    """The verdict in words of a fixed list, to sort and colour by.
+
+    `better` and `worse` speak of the setting and need an interval over seeds (`compare.SEEDS_FOR_SEEDS` of them);
+    with fewer, `ended higher` and `ended lower` say what the runs did that were made.
+    """
     scored = row["completed"] + row["early_stopped"]
     if not scored:
         return "no verdict"
@@ -101,6 +111,8 @@ def outcome(row: Mapping[str, Any]) -> str:
         return "no comparison"
     if row["p_holm"] >= LEVEL:
         return "no difference resolved"
+    if row["paired_seeds"] < SEEDS_FOR_SEEDS:
+        return "ended higher" if row["difference"] > 0 else "ended lower"
     return "better" if row["difference"] > 0 else "worse"
 
 
@@ -108,7 +120,8 @@ def verdict(row: Mapping[str, Any]) -> str:
     """One sentence on an arm. row: a row of `tables.arm_summary`.
 
     An arm whose scored runs were all stopped by a rule is a failed regime, whatever its last success was. Otherwise it
-    is better or worse than the baseline, or no difference is resolved, and then how small a one could have been.
+    is better or worse than the baseline, or no difference is resolved, and then how small a one could have been. With
+    fewer than three seeds the sentence is about these runs, which ended higher or lower, and not about the setting.
     Runs that failed, were interrupted or never ran are named; they are not scored.
     """
     found, scored = outcome(row), row["completed"] + row["early_stopped"]
@@ -144,8 +157,10 @@ def _against_baseline(row: Mapping[str, Any], found: str) -> str:
     numbers = f"{signed(row['difference'])} {interval(row['difference_low'], row['difference_high'])}"
     tested = f"{numbers}, Holm {p_value(row['p_holm'])}"
     failed = ", itself a failed regime" if row["baseline_failed"] else ""
+    runs = f"{these_runs(row['paired_seeds'])} " if row["paired_seeds"] < SEEDS_FOR_SEEDS else ""
     if found != "no difference resolved":
-        return f"{found} than {baseline}{failed}: {tested} ({row['basis']})"
+        return f"{runs}{found} than {baseline}{failed}: {tested} ({row['basis']})"
     limit = row["detectable"]
     missed = f"one below about {share(limit)} would probably be missed" if limit < 1 else "any would probably be missed"
-    return f"no difference from {baseline}{failed} resolved: {tested}; {missed} ({row['basis']})"
+    of_runs = f" of {runs.strip()}" if runs else ""
+    return f"no difference{of_runs} from {baseline}{failed} resolved: {tested}; {missed} ({row['basis']})"

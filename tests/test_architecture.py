@@ -25,7 +25,8 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "trainable.records": ((), ()),
     "trainable.seeds": ((), ("numpy",)),
     "trainable.stop_rules": (("trainable.sections",), ()),
-    "trainable.run_files": ((), ()),
+    "trainable.links": ((), ()),
+    "trainable.run_files": (("trainable.links",), ()),
     "trainable.failures": ((), ()),
     "trainable.full_disk": (("trainable.failures",), ()),
     "trainable.uris": (("trainable.failures",), ()),
@@ -55,7 +56,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("trainable.rollout", "trainable.failures", "trainable.qwen2"),
         ("torch", "numpy", "safetensors", "vllm"),
     ),
-    "trainable.checkpoint": (("trainable.run_files",), ("torch", "safetensors")),
+    "trainable.checkpoint": (("trainable.run_files", "trainable.links"), ("torch", "safetensors")),
     "trainable.ppo_trainable": (("trainable",), ("torch", "ray")),
     "trainable.backend.ranks": (("trainable",), ("torch", "ray")),
     "trainable.backend.zero": (("trainable",), ("torch", "deepspeed")),
@@ -84,7 +85,7 @@ TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (),
     ),
     "analysis": (
-        ("analysis", "trainable.records", "trainable.sandbox.records"),
+        ("analysis", "trainable.records", "trainable.sandbox.records", "trainable.links"),
         ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
     ),
     "tune_study": (

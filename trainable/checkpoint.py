@@ -18,9 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trainable.links import LinkError
 from trainable.run_files import SUMS, sync_path
 
 TENSORS, VALUES = "state.safetensors", "state.json"
+
+_HALF_WRITTEN = re.compile(r"\.step_\d+\.(?:writing|old|fetching)")
 
 
 class CheckpointError(RuntimeError):
@@ -99,11 +102,18 @@ def _read_sums(path: Path) -> dict[str, str]:
 
 
 def write_rolling(folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], keep: int) -> None:
-    """Write the state after `step` as `folder`/step_<step>, then remove all but the newest `keep` below it."""
+    """Write the state after `step` as `folder`/step_<step>, then remove all but the newest `keep` states in it.
+
+    Nothing but states is removed, whole or half-written. LinkError, before anything is written, where `folder` is a
+    link.
+    """
+    if folder.is_symlink():
+        raise LinkError(folder)
     write_checkpoint(folder / f"step_{step}", tensors, values)
     for path in list(folder.iterdir()):
         number = _step(path.name)
-        if number is None or number > step:  # half-written, or of an attempt that was given up
+        of_an_attempt_given_up = number is not None and number > step
+        if of_an_attempt_given_up or _HALF_WRITTEN.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
     for _, path in list(numbered(folder))[keep:]:
         shutil.rmtree(path, ignore_errors=True)

@@ -8,7 +8,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
+
+from trainable.links import open_no_link
 
 METRICS, ROOMS, GRADIENTS, PROBES = "metrics.jsonl", "rooms.jsonl", "gradients.jsonl", "probes.jsonl"
 STATE, LOCK = "state", ".lock"
@@ -29,7 +31,7 @@ def hold(run_dir: Path, patience: float) -> BinaryIO:
     import fcntl
 
     deadline = time.monotonic() + patience
-    handle = (run_dir / LOCK).open("a+b")
+    handle = cast(BinaryIO, open_no_link(run_dir / LOCK, "a+b"))
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,7 +54,7 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append one JSON line and ask the disk for it; a line that a crash tore is closed off first."""
     line = json.dumps({key: _finite(value) for key, value in record.items()}, allow_nan=False)
     is_new = not path.exists()
-    with path.open("ab") as file:
+    with open_no_link(path, "ab") as file:
         if file.tell() and not _ends_with_newline(path):
             file.write(b"\n")
         file.write(line.encode() + b"\n")

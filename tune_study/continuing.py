@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from search_spaces import STUDIES
+from search_spaces.study import Study
 from trainable.config import ConfigError, RunConfig, explain, with_overrides
 from trainable.setting_types import shown
 from trainable.stop_rules import RULES
@@ -119,16 +120,25 @@ def _object(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def plan_from_folder(folder: Path, placed: Mapping[str, object] = NOT_MOVED) -> StudyPlan:
+def plan_from_folder(folder: Path, placed: Mapping[str, object] = NOT_MOVED, study: Study | None = None) -> StudyPlan:
     """The plan of the study in results/<run>, as it was resolved when it was started; PlanError if there is none.
 
-    placed: settings of its place that are to be others from now on, such as {"trainer.n_gpus_per_node": 2}.
+    placed: settings of its place that are to be others from now on, such as {"trainer.n_gpus_per_node": 2}. study: as
+    the caller declares it; without one it is that of the same name in `search_spaces`. The folder chooses no code: a
+    Trainable that no such study declares is refused, and nothing of its name is looked up.
     """
     folder = Path(os.path.abspath(folder))
     data = read_study(folder)
-    study = STUDIES.get(data["name"])
+    study = study or STUDIES.get(data["name"])
     if study is None:
         raise PlanError(f"{folder} holds the study '{shown(data['name'])}', which is none of {', '.join(STUDIES)}.")
+    declared = {study.trainable, *(each.trainable for each in STUDIES.values())}
+    if data["trainable"] not in declared:
+        raise PlanError(
+            f"{folder}/study.json names the Trainable '{shown(data['trainable'])}', and only those that the studies "
+            f"of search_spaces declare are run ({', '.join(sorted(declared))}). Nothing was imported. Restore the "
+            f"file, or start the study anew with another --output."
+        )
     try:
         base = with_overrides(study.family.config.model_validate(data["settings"]), placed)
         if isinstance(base, RunConfig) and study.name == "smoke":
@@ -170,7 +180,7 @@ def join(plan: StudyPlan, extend: bool) -> StudyPlan:
     """
     if not (plan.folder / "study.json").exists():
         return plan
-    held = plan_from_folder(plan.folder)
+    held = plan_from_folder(plan.folder, study=plan.study)
     check_storage(held, plan.storage)
     changes = differences(held, plan)
     if changes:

@@ -12,6 +12,7 @@ from analysis.gradient_plots import WHEN
 from analysis.gradients import analyses
 from analysis.line_files import SOURCES
 from analysis.load import load
+from trainable.links import make_folder
 from trainable.setting_types import shown
 from tune_study.describe import print_table, say
 from tune_study.plan import PlanError, parse_values
@@ -111,10 +112,13 @@ def write_pictures(
             f"{listed}{', ...' * (len(chosen) > 4)}."
         )
     for one in chosen:
-        target = output_dir or folder / FIGURES / one.run_id / ("probe" if one.source == "probe" else "")
+        names = (*FIGURES.parts, one.run_id, *(["probe"] if one.source == "probe" else []))
+        target = output_dir or folder.joinpath(*names)
         parts = (frames.gradients, frames.gradient_groups)
         gradients, groups = (part[(part["run_id"] == one.run_id) & (part["source"] == one.source)] for part in parts)
         try:
+            if output_dir is None:
+                make_folder(folder, *names)
             written = write_analyses(gradients, groups, one.steps, target)
         except OSError as error:
             raise PlanError(f"{target} cannot be written ({error}): type another --output-dir.") from None

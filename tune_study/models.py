@@ -1,9 +1,8 @@
-"""Are the model, other files and the Trainable there? Answered without loading them, before anything starts."""
+"""Are the model and other files there? Answered without loading them, before anything starts."""
 
 import glob
 import json
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 from trainable.setting_types import shown
@@ -101,14 +100,3 @@ def _try(folder: Path, is_qwen2: bool, chat: str) -> None:
         from trainable.chat_template import check_template
 
         check_template(folder)
-
-
-def check_trainable(name: str) -> None:
-    """PlanError unless "module:Class" names a module that is there; it is not imported."""
-    module, _, attribute = name.partition(":")
-    try:
-        is_there = bool(attribute) and find_spec(module) is not None
-    except (ImportError, AttributeError, TypeError, ValueError):  # find_spec's answers to what is no module's name
-        is_there = False
-    if not is_there:
-        raise PlanError(f"The Trainable {shown(name)} cannot be found: name it as module:Class, importable from here.")

@@ -19,7 +19,7 @@ from trainable.uris import below
 from tune_study.cluster import Node, fit
 from tune_study.machine import available_memory, gpu_memory
 from tune_study.memory_plan import Card
-from tune_study.models import check_model, check_trainable
+from tune_study.models import check_model
 from tune_study.outputs import versions
 from tune_study.plan import PlanError, StudyPlan
 from tune_study.resources import check_engines
@@ -34,13 +34,12 @@ class Question(NamedTuple):
     """What a node is asked.
 
     marker: a file that it should see, by its path or by its URI in a storage. stored: the URI of the study there; None
-    without a storage. models: that runs load. trainable: see `Study`. settings: of a run, as JSON.
+    without a storage. models: that runs load. settings: of a run, as JSON.
     """
 
     marker: str
     stored: str | None
     models: tuple[str, ...]
-    trainable: str
     settings: dict[str, Any] | None
 
 
@@ -73,7 +72,6 @@ def code_sum() -> str:
 def answer(question: Question) -> Answer:
     """What the machine of this process has; run on a node."""
     try:
-        check_trainable(question.trainable)
         if question.settings is not None:
             config = RunConfig.model_validate(question.settings)
             for model in question.models:
@@ -146,7 +144,7 @@ def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, Answer]:
             plan.ppo.model_dump(mode="json"),
         )
     with _marker(plan) as marker:
-        question = Question(marker, plan.stored, models, plan.study.trainable, settings)
+        question = Question(marker, plan.stored, models, settings)
         answers = ask(nodes, question)
     check_versions({**versions(), "code": code_sum()}, {node.name: found.versions for node, found in answers.items()})
     for node, found in answers.items():

@@ -6,18 +6,22 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from trainable.links import LinkError, check_no_links, open_no_link, whole_file
 from trainable.run_files import METRICS, read_rows, sync_path
 from tune_study.plan import PlanError, RunSpec, StudyPlan
+
+if TYPE_CHECKING:
+    from analysis.report import Conclusion
 
 ENDED = ("completed", "early_stopped")
 """Statuses of runs that are never run again."""
@@ -58,16 +62,10 @@ def now() -> str:
 def write_text(path: Path, text: str) -> None:
     """Write a file beside its place and rename it there, so that no reader ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError:
-        beside.unlink(missing_ok=True)
-        raise
-    os.replace(beside, path)
+    with whole_file(path) as beside, beside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     sync_path(path.parent)  # a power cut must not leave the old name with nothing in it
 
 
@@ -105,7 +103,7 @@ def write_status(run_dir: Path, status: RunStatus) -> None:
 def append_line(path: Path, line: str) -> None:
     """One more line of a log."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as log:
+    with open_no_link(path, "a") as log:
         log.write(line + "\n")
 
 
@@ -220,6 +218,24 @@ def check_writable(output: Path) -> None:
         raise PlanError(f"--output {output} cannot be written ({nearest} does not allow it): type another folder.")
 
 
+def refuse_links(plan: StudyPlan) -> None:
+    """PlanError where a file or folder that the study would write is a symbolic link, or lies below one."""
+    places = {plan.summary_log, *(plan.output / place for spec in plan.runs for place in (spec.log, spec.checkpoints))}
+    _refuse_links(plan.output, places, plan.folder)
+
+
+def refuse_links_in(folder: Path) -> None:
+    """PlanError where there is a symbolic link anywhere in results/<run>; the way to it may have some."""
+    _refuse_links(folder, (), folder)
+
+
+def _refuse_links(root: Path, places: Iterable[Path], tree: Path) -> None:
+    try:
+        check_no_links(root, places, [tree])
+    except LinkError as error:
+        raise PlanError(f"{error}.") from None
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the study's folder, or PlanError while another process does; the hold ends with the process."""
@@ -227,7 +243,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / ".lock").open("w")
+        lock = open_no_link(folder / ".lock", "a")
     except OSError as error:
         raise PlanError(f"{folder} cannot be written ({error}): type another --output.") from None
     with lock as handle:
@@ -291,8 +307,10 @@ def write_index(output: Path) -> Path:
     return write(output)
 
 
-def write_report(folder: Path) -> Path:
-    """report.html and its figures from the tables."""
-    from analysis.report import write_report as write
+def write_report(folder: Path) -> "tuple[Path, Conclusion]":
+    """Write report.html and its figures from the tables: the report's path, and what it says in words."""
+    from analysis.load import load
+    from analysis.report import conclude, write_report_of
 
-    return write(folder, live=is_running(folder))
+    frames = load(folder, live=is_running(folder))
+    return write_report_of(frames, folder), conclude(frames)

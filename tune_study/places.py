@@ -147,12 +147,14 @@ def looked_at(text: str) -> Iterator[tuple[Path, bool]]:
 
 
 def copied(text: str) -> Path:
-    """The folder of the study that RUN names, with the newest rows of its storage if it has one.
+    """The folder of the study that RUN names, to be written in, with the newest rows of its storage if it has one.
 
-    One that is named by a URI is copied to results/<run> below the current folder. PlanError.
+    One that is named by a URI is copied to results/<run> below the current folder. PlanError, also for a folder with a
+    symbolic link in it.
     """
     if not is_uri(text):
         folder = Path(text)
+        outputs.refuse_links_in(folder)
         if read_study(folder).get("storage"):
             plan = plan_from_folder(folder)
             _fetch(plan.stored or "", folder)
@@ -160,6 +162,7 @@ def copied(text: str) -> Path:
     root, name = _split(text)
     folder = Path.cwd() / "results" / name
     _check_here(folder, root)
+    outputs.refuse_links_in(folder)
     _fetch(text, folder)
     read_study(folder)
     return folder

@@ -91,6 +91,7 @@ def execute(
     skipped: statuses of runs that are not run again. suite: what it shares with the others of its suite, if any.
     """
     here = not allotment.cluster
+    outputs.refuse_links(plan)
     with outputs.locked(plan.folder), ExitStack() as own:
         for leftover in end_leftovers(plan.folder) if here else []:
             say(console, f"Ended process {leftover}, which an earlier start of this study had left behind")
@@ -346,14 +347,19 @@ def _conclude(session: Session, problem: str, unwritten: Mapping[str, RunStatus]
 
 
 def write_results(folder: Path, console: Console) -> str:
-    """Tables and report of results/<run>; what went wrong, or nothing. The rows are safe whatever happens here."""
+    """Write tables and report of results/<run>, and print what they say; return what went wrong, or nothing.
+
+    The rows are safe whatever happens here.
+    """
     try:
         outputs.write_tables(folder)
-        report = outputs.write_report(folder)
+        report, conclusion = outputs.write_report(folder)
     except Exception as error:
         return (
             f"The rows are safe in {folder}/runs, but the tables or the report could not be written: "
             f"{type(error).__name__}: {error}. Try again with: python -m tune_study report {folder}"
         )
+    for line in (conclusion.headline, *(f"  {arm}" for arm in conclusion.arms)):
+        say(console, line)
     say(console, f"Report: {report}")
     return ""

@@ -11,7 +11,7 @@ from tune_study import cluster, describe, disk, memory_plan, outputs, resources
 from tune_study.cluster import Node
 from tune_study.disk import Budget
 from tune_study.memory_plan import MemoryPlan
-from tune_study.models import check_file, check_model, check_trainable
+from tune_study.models import check_file, check_model
 from tune_study.plan import StudyPlan, flat_settings
 from tune_study.resources import Allotment, Gpu
 from tune_study.run import choose_wandb
@@ -83,6 +83,7 @@ def _print(
 def _ready(plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None) -> Ready:
     """A study whose needs are met; PlanError where they are not."""
     mode = choose_wandb(asked.wandb, plan)
+    outputs.refuse_links(plan)
     needs = _needs(plan, asked, visible, nodes, dry_run=False)
     if nodes is None:
         _check_machine(plan, needs)
@@ -124,7 +125,6 @@ def room_line(plan: StudyPlan, room: Budget) -> str:
 
 def _check_machine(plan: StudyPlan, needs: _Needs) -> None:
     """PlanError for what this machine lacks."""
-    check_trainable(plan.study.trainable)
     _check_files(plan)
     if plan.model is not None:
         check_model(plan.model, os.environ, plan.ppo.model.chat_format)

@@ -49,7 +49,7 @@ def test_the_page_says_what_it_must(page: Page) -> None:
     words = " ".join(page.text.split())
     for told in (
         "12 runs: 10 completed, 1 early stopped, 1 failed",
-        "4 arms, baseline DG.",
+        "4 arms, baseline DG. Compared with it: paired, 3 seeds",
         "3 seeds: intervals are Student's t over seeds; a band in a figure is a standard error.",
         "TPO: uniform_groups stopped 1 of 3 runs (step 107: 10 ≥ 10); a stopped run counts with its last row.",
         "GRPO, not counted: seed 2 failed after 40 of 300 steps (RuntimeError: <x>).",

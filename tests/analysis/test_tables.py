@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from scipy import stats as scipy_stats
 
-from analysis import tables, verdicts
+from analysis import findings, tables, verdicts
 from analysis.compare import basis, by_room, last_points
 from analysis.frames import StudyFrames
 from analysis.load import read_run
@@ -225,27 +225,52 @@ def test_verdicts_of_two_rules_in_one_arm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("difference", "p_holm", "word"),
-    [(0.1, 0.049, "better"), (-0.1, 0.049, "worse"), (0.1, 0.051, "no difference resolved"),
-     (0.1, float("nan"), "no comparison")],
+    ("seeds", "difference", "p_holm", "word"),
+    [(3, 0.1, 0.049, "better"), (5, -0.1, 0.049, "worse"), (3, 0.1, 0.051, "no difference resolved"),
+     (3, 0.1, float("nan"), "no comparison"), (1, 0.1, 0.049, "ended higher"), (2, -0.1, 0.001, "ended lower"),
+     (2, 0.1, 0.051, "no difference resolved")],
 )  # fmt: skip
-def test_the_outcome_follows_the_adjusted_p(difference: float, p_holm: float, word: str) -> None:
-    row = {"completed": 1, "early_stopped": 0, "is_baseline": False, "difference": difference, "p_holm": p_holm}
-    assert verdicts.outcome(row) == word
+def test_the_outcome_follows_the_adjusted_p_and_the_seeds(
+    seeds: int, difference: float, p_holm: float, word: str
+) -> None:
+    row = {"completed": seeds, "early_stopped": 0, "is_baseline": False, "difference": difference, "p_holm": p_holm}
+    assert verdicts.outcome({**row, "paired_seeds": seeds}) == word
 
 
-def test_verdict_worse_and_better(summary: pd.DataFrame, tmp_path: Path) -> None:
+def test_one_run_is_spoken_of_and_not_its_setting(summary: pd.DataFrame, tmp_path: Path) -> None:
     row = row_of(summary, "1")
     numbers = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
-    assert row["verdict"] == f"worse than the baseline (0): {numbers}, Holm p < 0.001 ({ONE_RUN})".replace("-", "−")
-    better = row_of(frames_of(tmp_path, MadeRun("0"), MadeRun("0.1", success=(0.35, 0.9)), rooms=300), "0.1")
-    assert better["verdict"].startswith("better than the baseline (0): +0.")
+    told = f"this run ended lower than the baseline (0): {numbers}, Holm p < 0.001 ({ONE_RUN})"
+    assert row["verdict"] == told.replace("-", "−")
+    runs = [MadeRun(arm, seed, success=(0.35, end)) for arm, end in (("0", 0.35), ("0.1", 0.9)) for seed in (0, 1)]
+    higher = row_of(frames_of(tmp_path, *runs, rooms=300), "0.1")
+    assert higher["verdict"].startswith("these 2 runs ended higher than the baseline (0): +0.")
+
+
+def test_with_three_seeds_the_verdict_is_about_the_setting(tmp_path: Path) -> None:
+    arms = (("0", 0.35), ("0.1", 0.9), ("1", 0.02))
+    runs = [MadeRun(arm, seed, success=(0.35, end)) for arm, end in arms for seed in range(3)]
+    summary = tables.arm_summary(frames_of(tmp_path, *runs, rooms=300))
+    assert row_of(summary, "0.1")["verdict"].startswith("better than the baseline (0): +0.")
+    assert row_of(summary, "1")["verdict"].startswith("worse than the baseline (0): −0.")
+    assert findings.headline(summary) == (
+        "3 arms, baseline 0. Compared over 3 seeds. Better than it: arm 0.1. Worse than it: arm 1."
+    )
+
+
+def test_the_headline_of_one_seed_says_what_the_runs_did(summary: pd.DataFrame) -> None:
+    headline = findings.headline(summary)
+    assert "Compared over validation rooms, by 1 run per arm: this is what this run did, and another seed" in headline
+    assert "Ended lower than it: " in headline
+    assert "orse than" not in headline
+    assert "etter than" not in headline
+    assert not any(word in verdict for verdict in summary["verdict"] for word in ("worse than", "better than"))
 
 
 def test_verdict_of_an_unresolved_difference_says_what_would_have_been_missed(summary: pd.DataFrame) -> None:
     row = row_of(summary, "0.03")
     assert row["outcome"] == "no difference resolved"
-    assert row["verdict"].startswith("no difference from the baseline (0) resolved: ")
+    assert row["verdict"].startswith("no difference of this run from the baseline (0) resolved: ")
     assert f"; one below about {row['detectable']:.3f} would probably be missed ({ONE_RUN})" in row["verdict"]
     assert row["detectable"] > (row["difference_high"] - row["difference_low"]) / 2
 
@@ -295,7 +320,7 @@ def test_verdict_without_a_scored_baseline(tmp_path: Path) -> None:
 
 def test_verdict_against_a_failed_baseline(tmp_path: Path) -> None:
     row = row_of(frames_of(tmp_path, collapsed("0"), MadeRun("0.1"), rooms=200), "0.1")
-    assert row["verdict"].startswith("better than the baseline (0), itself a failed regime: +0.")
+    assert row["verdict"].startswith("this run ended higher than the baseline (0), itself a failed regime: +0.")
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:

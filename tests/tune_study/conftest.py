@@ -21,6 +21,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{warning}"))
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder to type commands in, on a machine without GPUs and without fetched models."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "no-such-cache"))
+    return tmp_path
+
+
 @pytest.fixture(scope="package")
 def ray_session() -> Iterator[None]:
     """One Ray for all tests: four CPUs and two GPUs that are declared, which is all that placement looks at."""

@@ -46,15 +46,6 @@ def type_in(line: str) -> Answer:
     return Answer(result.exit_code, result.stdout, result.stderr)
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder to type commands in, on a machine without GPUs and without fetched models."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "no-such-cache"))
-    return tmp_path
-
-
 def held_study(output: Path, **settings: object) -> StudyPlan:
     """A study that was started in `output`, and nothing more."""
     steps: dict[str, object] = {"trainer.total_training_steps": 3}

@@ -315,7 +315,7 @@ def test_nodes_with_too_little_room_are_refused() -> None:
 def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     plan = plan_in(tmp_path)
-    question = Question(str(tmp_path), None, ("sokoban-tiny",), plan.study.trainable, plan.base.model_dump(mode="json"))
+    question = Question(str(tmp_path), None, ("sokoban-tiny",), plan.base.model_dump(mode="json"))
     found = answer(question)
     assert (found.sees, found.lacks) == ("", "")
     assert found.versions["code"] == code_sum()

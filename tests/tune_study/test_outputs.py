@@ -9,7 +9,7 @@ import pytest
 from search_spaces import STUDIES
 from trainable.records import STATUSES
 from tune_study.continuing import check_unchanged, plan_from_folder
-from tune_study.models import absolute, check_model, check_trainable, hub_cache
+from tune_study.models import absolute, check_model, hub_cache
 from tune_study.outputs import (
     RunStatus,
     check_writable,
@@ -374,10 +374,3 @@ def test_a_folder_that_the_engine_cannot_run_is_refused(tmp_path: Path, config: 
 def test_what_was_not_fetched_is_no_model(tmp_path: Path, path: str) -> None:
     with pytest.raises(PlanError, match="is not here"):
         check_model(path, {"HF_HUB_CACHE": str(tmp_path)})
-
-
-def test_a_trainable_is_looked_for_but_not_imported() -> None:
-    check_trainable("tests.fakes:FakeTrainable")
-    for name in ("nowhere.at_all:Class", "tests.nowhere:Class", "tests.fakes", ""):
-        with pytest.raises(PlanError, match="cannot be found"):
-            check_trainable(name)

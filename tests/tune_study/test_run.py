@@ -361,7 +361,7 @@ def cut(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.fixture(scope="module")
 def resumed(cut: Outcome) -> Outcome:
-    return run_study(plan_from_folder(cut.plan.folder))
+    return run_study(plan_from_folder(cut.plan.folder, study=fake_study()))
 
 
 def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(cut: Outcome) -> None:
@@ -464,7 +464,7 @@ def test_settings_that_change_no_row_may_change(outcome: Outcome) -> None:
 
 
 def test_a_resumed_plan_is_the_plan_that_was_run(outcome: Outcome) -> None:
-    assert plan_from_folder(outcome.plan.folder) == outcome.plan
+    assert plan_from_folder(outcome.plan.folder, study=fake_study()) == outcome.plan
 
 
 def test_numbers_that_are_not_finite_are_not_measured(outcome: Outcome) -> None:

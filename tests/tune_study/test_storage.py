@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+import search_spaces
 from search_spaces import STUDIES
 from tests.fakes import COLLAPSES, CRASHES_ONCE, as_json, fake_row
 from trainable.mirror import INTERRUPT, Mirror
@@ -34,6 +35,14 @@ from tune_study.resources import preflight
 from tune_study.run import execute
 from tune_study.storage import LAST, StoredStudy
 
+FAKE = replace(STUDIES["kl"], trainable="tests.fakes:FakeTrainable")
+
+
+@pytest.fixture(autouse=True)
+def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study of these tests is one of the house's own: no folder brings a Trainable with it."""
+    monkeypatch.setitem(search_spaces.STUDIES, "kl", FAKE)
+
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,9 +58,8 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
 
 
 def plan_in(folder: Path, uri: str | None, values: tuple[str, ...] = ("0", "0.1"), **settings: object) -> StudyPlan:
-    study = replace(STUDIES["kl"], trainable="tests.fakes:FakeTrainable")
     dotted = {"trainer.total_training_steps": 3, "trainer.disk_patience": 0, **settings}
-    return replace(make_plan(study, "laptop", "a test", dotted, values, 1, folder), storage=uri)
+    return replace(make_plan(FAKE, "laptop", "a test", dotted, values, 1, folder), storage=uri)
 
 
 def stored(plan: StudyPlan, said: list[str] | None = None) -> StoredStudy:

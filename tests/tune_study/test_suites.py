@@ -127,7 +127,7 @@ def test_a_lost_ray_says_the_same_before_the_process_ends(
 def test_an_index_that_cannot_be_written_is_told(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (two_plans[0].output / "index.html.tmp").mkdir()
+    (two_plans[0].output / "index.html").mkdir()
     assert run(two_plans, monkeypatch, lambda *_: 0)[0] == 1
     assert f"No index of the studies in {two_plans[0].output} could be written" in capsys.readouterr().err
 
