@@ -49,7 +49,7 @@ def _compared_over(summary: pd.DataFrame) -> list[str]:
         return [f"Compared over {span(seeds)} seeds."]
     return [
         f"Compared over validation rooms, by {span(seeds)} run{'s' if seeds.max() > 1 else ''} per arm: this is what "
-        f"{'this run' if seeds.max() == 1 else 'these runs'} did, and another seed may turn out differently."
+        "these runs did, and another seed may turn out differently."
     ]
 
 

@@ -26,15 +26,15 @@ def unchanged(settings: Settings, base: StudyConfig) -> Settings:
 class Axis:
     """What the arms of a study differ in: one setting, or the points of a grid by name.
 
-    setting: the dotted field, or what the points differ in, in words. option: the command line's flag for its values.
-    grids: preset -> values, as they are typed. along: what else every value sets. named: values that are words, and
-    what each sets instead. members: words that may be typed for several values at once. adapt: what an arm's settings
-    are under a base configuration.
+    setting: the dotted field, or what the points differ in, in words. grids: preset -> values, as
+    they are typed. option: the published flag for its values, where there is one. along: what else every value sets.
+    named: values that are words, and what each sets instead. members: words that may be typed for several values at
+    once. adapt: what an arm's settings are under a base configuration.
     """
 
     setting: str
-    option: str
     grids: Mapping[str, tuple[str, ...]]
+    option: str = "--values"
     along: Settings = field(default_factory=_nothing)
     named: Mapping[str, Settings] = field(default_factory=dict)
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -1,5 +1,6 @@
 """Every command that the documents show is run, in the order in which they show it, in an empty folder."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -28,19 +29,28 @@ MINUTES = (
 )
 
 
-def commands() -> Iterator[str]:
-    seen = set()
+ACTIVATE = "source .venv/bin/activate"
+
+
+def commands() -> Iterator[tuple[str, bool]]:
+    """Every command of every page once, and whether the environment is active where the reader meets it.
+
+    The README is read first and from its start; before its own activation line `python` is the system's.
+    """
+    seen, is_active = set(), False
     for page in PAGES:
         for block in re.findall(r"```bash\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
             for line in block.splitlines():
                 command = line.split("  #")[0].strip()
-                if command and not command.startswith("#") and command not in seen:
+                if command == ACTIVATE:
+                    is_active = True
+                elif command and not command.startswith("#") and command not in seen:
                     seen.add(command)
-                    yield command
+                    yield command, is_active
 
 
-LIGHT = [command for command in commands() if not command.startswith(MINUTES)]
-HEAVY = [command for command in commands() if command.startswith(MINUTES)]
+LIGHT = [(command, is_active) for command, is_active in commands() if not command.startswith(MINUTES)]
+HEAVY = [(command, is_active) for command, is_active in commands() if command.startswith(MINUTES)]
 
 
 @pytest.fixture(scope="module")
@@ -48,28 +58,51 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("reader")
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    words = shlex.split(command)
+def environment(is_active: bool) -> dict[str, str]:
+    """The reader's environment: that of a new terminal, in which the project's own is active or not."""
+    own = Path(sys.prefix) / "bin"
+    elsewhere = [entry for entry in os.environ["PATH"].split(os.pathsep) if Path(entry).resolve() != own.resolve()]
+    environ = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    return {**environ, "PATH": os.pathsep.join([*([str(own)] if is_active else []), *elsewhere])}
+
+
+def run(command: str, is_active: bool, folder: Path) -> subprocess.CompletedProcess[str]:
+    words, environ = shlex.split(command), environment(is_active)
     if words[0] == "make":
-        return subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True)
+        return subprocess.run(["make", "-n", *words[1:]], cwd=ROOT, capture_output=True, text=True, env=environ)
     assert words[0] == "python", f"the documents show a command that no test knows how to run: {command}"
     if words[1].startswith("benchmarks/"):
         words[1] = str(ROOT / words[1])
-    return subprocess.run([sys.executable, *words[1:]], cwd=folder, capture_output=True, text=True)
+    return subprocess.run(["bash", "-c", shlex.join(words)], cwd=folder, capture_output=True, text=True, env=environ)
 
 
-@pytest.mark.parametrize("command", LIGHT)
-def test_command(command: str, folder: Path) -> None:
-    done = run(command, folder)
+@pytest.mark.parametrize(("command", "is_active"), LIGHT)
+def test_command(command: str, is_active: bool, folder: Path) -> None:
+    done = run(command, is_active, folder)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("command", HEAVY)
-def test_command_of_minutes(command: str, folder: Path) -> None:
-    done = run(command, folder)
+@pytest.mark.parametrize(("command", "is_active"), HEAVY)
+def test_command_of_minutes(command: str, is_active: bool, folder: Path) -> None:
+    done = run(command, is_active, folder)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_activation_line_of_the_readme_activates_the_environment(folder: Path) -> None:
+    assert sys.prefix != sys.base_prefix, "the tests run in a virtual environment, as `make setup` makes it"
+    line = ACTIVATE.replace(".venv", sys.prefix)
+    done = subprocess.run(
+        ["bash", "-c", f"{line} && python -c 'import sys; print(sys.prefix)'"],
+        cwd=folder, capture_output=True, text=True, env=environment(is_active=False),
+    )  # fmt: skip
+    assert done.stdout.strip() == sys.prefix, done.stderr
+
+
+def test_before_the_activation_line_there_is_no_environment(folder: Path) -> None:
+    done = run("python -m tune_study list", False, folder)
+    assert done.returncode != 0
 
 
 def test_the_python_example_of_the_readme(folder: Path) -> None:

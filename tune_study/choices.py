@@ -42,6 +42,10 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 """Option -> the settings that it sets."""
 
 
+VALUES = "--values"
+"""The option for the values of any study's axis; some studies have a published one beside it."""
+
+
 class Choices(NamedTuple):
     """What was typed of what to run; None: it was not.
 
@@ -121,15 +125,17 @@ def _filter_settings(study: Study, choices: Choices) -> dict[str, object]:
 
 
 def axis_values(study: Study, options: Mapping[str, str | None]) -> tuple[str, ...] | None:
-    """The values of the study's own axis option; PlanError for the option of another study."""
-    for option, text in options.items():
-        if text is not None and option != study.axis.option:
+    """The values typed for the study's axis, with its own option or with --values; PlanError for another's option."""
+    typed = {option: text for option, text in options.items() if text is not None}
+    for option in typed:
+        if option not in (study.axis.option, VALUES):
             raise PlanError(
                 f"{option} does not belong to study {study.name}, whose axis is {study.axis.setting}: "
                 f"type {study.axis.option}."
             )
-    own = options[study.axis.option]
-    return None if own is None else expand(study, parse_values(own, study.axis.option))
+    if len(typed) > 1:
+        raise PlanError(f"{' and '.join(typed)} are two names of one option of study {study.name}: type one of them.")
+    return next((expand(study, parse_values(text, option)) for option, text in typed.items()), None)
 
 
 def _include_zero(study: Study, text: str | None) -> bool | None:

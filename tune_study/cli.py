@@ -14,10 +14,10 @@ from search_spaces import STUDIES, SUITES
 from trainable.config import ConfigError
 from tune_study import continuing, describe, outputs, places, resources
 from tune_study import options as opt
-from tune_study.choices import Choices, chosen_studies, planned
-from tune_study.plan import PlanError, collect_overrides, find_study
+from tune_study.choices import VALUES, Choices, chosen_studies, planned
+from tune_study.plan import PlanError, StudyPlan, collect_overrides, find_study
 from tune_study.run import write_results
-from tune_study.starting import Asked, start
+from tune_study.starting import Asked, start, why_not_paper
 from tune_study.summary import DEFAULT_SKIPPED, parse_skipped
 from tune_study.terminal import protect_output
 
@@ -82,6 +82,7 @@ def run(
     preset: opt.Preset = None,
     model: opt.Model = None,
     steps: opt.Steps = None,
+    values: opt.Values = None,
     kl_values: opt.KLValues = None,
     entropy_values: opt.EntropyValues = None,
     rollout_filter_value: opt.FilterValues = None,
@@ -126,6 +127,7 @@ def run(
             "--log-prob-micro-batch-size-per-gpu": log_prob_micro_batch_size_per_gpu,
         },
         axes={
+            VALUES: values,
             "--kl-values": kl_values,
             "--entropy-values": entropy_values,
             "--rollout_filter_value": rollout_filter_value,
@@ -141,7 +143,17 @@ def run(
     )
     asked = Asked(gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped(skip_statuses))
     studies = chosen_studies(study, kl_type)
-    plans = [planned(chosen, choices, _absolute(output), storage, extend, real=not dry_run) for chosen in studies]
+
+    def make_plans(choices: Choices) -> list[StudyPlan]:
+        return [planned(chosen, choices, _absolute(output), storage, extend, real=not dry_run) for chosen in studies]
+
+    plans = make_plans(choices)
+    asks_for_gpus = (model, gpus, gpus_per_exp, gpu_memory_utilization, gpu_memory_gib, address) != (None,) * 6
+    if preset is None and choices.preset == "paper" and not asks_for_gpus:
+        reason = why_not_paper(plans, asked, visible, outputs.command_line())
+        if reason:
+            seen = f"{choices.preset_reason}, which preset paper does not fit: {reason}"
+            plans = make_plans(choices._replace(preset="laptop", preset_reason=seen))
     raise typer.Exit(start(plans, asked, visible, dry_run, Console()))
 
 

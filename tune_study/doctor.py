@@ -27,6 +27,7 @@ from tune_study.machine import Finding
 from tune_study.models import SHIPPED, check_model
 from tune_study.plan import PlanError
 from tune_study.resources import Allotment, Gpu, bundles, choose_preset, cpu_count, detect_gpus
+from tune_study.session_folder import PREFIX, RAY
 
 _SECONDS = 120.0
 """What an import or Ray's start-up is given. On a busy machine with two cores they take 10."""
@@ -233,8 +234,7 @@ def check_ray_start(ray: Path, environ: Mapping[str, str], limit: float) -> Find
     outcome = run_python(_RAY, environ, limit)
     if not outcome.problem:
         return Finding("start Ray", "ok", f"started and ran a task in {float(outcome.said):.1f} s")
-    # Ray names the folder of a session after the process that starts it.
-    sessions = sorted(ray.glob(f"ray/session_*_{outcome.pid}"))
+    sessions = sorted(ray.glob(f"{PREFIX}{outcome.pid}*/{RAY}/session_*_{outcome.pid}"))
     advice = f"See whether {ray} can be written; Ray has made no session there. RAY_TMPDIR names another folder."
     if sessions:
         advice = f"Read the logs in {sessions[-1] / 'logs'}, gcs_server.* and raylet.* first."

@@ -19,6 +19,7 @@ from rich.filesize import decimal
 
 from trainable.config import RunConfig
 from tune_study.resources import Gpu, cpu_count
+from tune_study.session_folder import PREFIX, RAY
 
 _GB = 10**9
 # Measured on the laptop preset: driver and Ray hold 0.9 GB together, a trial 0.6 GB.
@@ -36,7 +37,7 @@ _OPEN_FILES = 4096
 _PORTS = 16
 # The address of a socket holds 108 bytes, 104 on a Mac, one of them for its end; below, the longest that Ray makes.
 _SOCKET_BYTES = 103 if sys.platform == "darwin" else 107
-_SOCKET = "/ray/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+_SOCKET = f"/{PREFIX}4194304/{RAY}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 # What the driver keeps of an idle GPU is far less than this share.
 _HELD_SHARE = 0.1
 _LOCK = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
@@ -155,7 +156,7 @@ def nearest(folder: Path) -> Path:
 
 
 def ray_folder(environ: Mapping[str, str]) -> Path:
-    """The folder in which Ray makes its own folder `ray`, as Ray 2.60 chooses it."""
+    """The folder in which the folder of Ray's files is made: where Ray 2.60 would make its own."""
     names = ("RAY_TMPDIR", "TMPDIR") if sys.platform == "linux" else ("RAY_TMPDIR",)
     return Path(os.path.abspath(next((environ[name] for name in names if name in environ), "/tmp")))
 

@@ -202,8 +202,23 @@ def _too_much(found: MemoryPlan) -> str:
     return f"{MOMENTS[moment]} takes {_gib(found.peak)} GiB of {_gib(found.budget)} ({named}, ...)"
 
 
+def why_not(found: MemoryPlan, study: Study) -> tuple[str, list[str]]:
+    """What is too much for the cards that the runs are planned for, and options to type any of which makes it fit.
+
+    The options are most useful first and none where nothing helps. An empty text where the runs fit, or where the
+    memory of the cards is not known.
+    """
+    if found.fits or not found.card.is_known:
+        return "", []
+    return _too_much(found), _remedies(found, study)
+
+
+def _remedies(found: MemoryPlan, study: Study) -> list[str]:
+    return list(itertools.islice(_ways(found, study), _MOST_WAYS))
+
+
 def _advice(found: MemoryPlan, study: Study) -> str:
-    ways = list(itertools.islice(_ways(found, study), _MOST_WAYS))
+    ways = _remedies(found, study)
     if not ways:
         return "No setting makes it fit: choose a smaller model with --model, or larger cards."
     return f"Any of these makes it fit: {'; '.join(ways)}."

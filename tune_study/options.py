@@ -25,6 +25,9 @@ Preset = Annotated[
 ]
 Model = Annotated[str | None, Option("--model", metavar="PATH", help="sokoban-tiny, a folder, or a hub id.")]
 Steps = Annotated[int | None, Option("--steps", metavar="N", help="Training steps a run.")]
+Values = Annotated[
+    str | None, Option("--values", metavar="LIST", help="Values of the study's axis, whichever it is; see list.")
+]
 KLValues = Annotated[
     str | None, Option("--kl-values", "--kl_values", metavar="LIST", help="Study kl: coefficients, like 0,0.01.")
 ]

@@ -2,9 +2,11 @@
 
 import logging
 import os
+import secrets
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -12,10 +14,14 @@ from rich.console import Console
 
 from tune_study.describe import say
 from tune_study.leftovers import MARK, ray_mark
+from tune_study.machine import ray_folder
 from tune_study.resources import Allotment
+from tune_study.session_folder import session_folder
 
 if TYPE_CHECKING:
     from tune_study.watching import Daemon
+
+_MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 
 class RayHere:
@@ -75,7 +81,11 @@ class RayHere:
 
 @contextmanager
 def started_ray(allotment: Allotment, console: Console) -> Iterator["tuple[Daemon, ...]"]:
-    """Ray on this machine alone, unless the caller started or joined one; its processes, where they are this one's."""
+    """Ray on this machine alone, unless the caller started or joined one; its processes, where they are this one's.
+
+    It listens on the loopback address, asks for a token that only its own processes have, and keeps its files in a
+    folder that only this user can enter (docs/reliability.md says what that leaves open).
+    """
     import ray
 
     from tune_study.watching import ray_daemons
@@ -86,9 +96,37 @@ def started_ray(allotment: Allotment, console: Console) -> Iterator["tuple[Daemo
         yield ()
         return
     say(console, "Starting Ray ...")
+    with session_folder(ray_folder(os.environ)) as folder:
+        _start(allotment, folder)
+        try:
+            yield ray_daemons()
+        finally:
+            ray.shutdown()
+
+
+@cache
+def _token() -> str:
+    """The token of every Ray that this process starts; it is made here and written nowhere.
+
+    Ray reads its token once in a process, so that another one for a later start would be refused.
+    """
+    return secrets.token_hex(32)
+
+
+def _start(allotment: Allotment, folder: Path) -> None:
+    """`ray.init` with its files in `folder`; what it starts inherits the token, and nothing else does.
+
+    Ray 2.60 asks for a token where no mode is set, and then also in a process that had imported Ray before, which
+    setting the mode to `token` here would come too late for. RuntimeError if a later Ray does otherwise.
+    """
+    import ray
+
     # A closed terminal tells the whole process group; Ray's processes inherit that they do not hear it, as Ray itself
     # sees to for Ctrl-C.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    os.environ.pop(_MODE, None)
+    theirs = os.environ.get(_TOKEN)
+    os.environ[_TOKEN] = _token()
     try:
         ray.init(
             address="local",
@@ -97,10 +135,13 @@ def started_ray(allotment: Allotment, console: Console) -> Iterator["tuple[Daemo
             include_dashboard=False,
             log_to_driver=False,
             logging_level=logging.ERROR,
+            _temp_dir=str(folder),
         )
     finally:
+        os.environ.pop(_TOKEN)
+        if theirs is not None:
+            os.environ[_TOKEN] = theirs
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    try:
-        yield ray_daemons()
-    finally:
+    if os.environ.get(_MODE) != "token":
         ray.shutdown()
+        raise RuntimeError(f"Ray {ray.__version__} started without asking for a token, so it was ended again")

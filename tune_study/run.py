@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from tune_study.storage import StoredStudy
 
 _ENVIRONMENT = {
-    "RAY_AUTH_MODE": "disabled",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
     "TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S": "0",
@@ -43,6 +42,9 @@ _ENVIRONMENT = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
 }
 """Set before Ray is imported, where the user has not set them."""
+
+_LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""Ray's switch for machines that are no part of a cluster: at 0 it listens on the loopback address alone."""
 
 WANDB_MODES = ("offline", "sync", "online", "off")
 
@@ -191,10 +193,11 @@ def choose_wandb(asked: str | None, plan: StudyPlan) -> str:
 
 
 def prepare_environment(gpus: tuple[str, ...], joins: bool = False) -> None:
-    """What Ray reads from the environment when it is imported and started; a cluster has its own rules of entry."""
+    """Set what Ray reads from the environment when it is imported and started; a cluster has its own rules of entry."""
     for name, value in _ENVIRONMENT.items():
-        if not (joins and name == "RAY_AUTH_MODE"):
-            os.environ.setdefault(name, value)
+        os.environ.setdefault(name, value)
+    if not joins:
+        os.environ[_LOOPBACK] = "0"
     if gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
 

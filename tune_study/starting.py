@@ -70,6 +70,20 @@ def start(plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], dr
         return run_suite(plans, ready, console, asked.skipped, here=nodes is None)
 
 
+def why_not_paper(plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], command: str) -> str:
+    """Why `plans` do not fit the GPUs of this machine, and the command that would; nothing where they fit.
+
+    command: what was typed, to which options are added.
+    """
+    for plan in plans:
+        memory = _needs(plan, asked, visible, None, dry_run=True).memory
+        too_much, ways = ("", []) if memory is None else memory_plan.why_not(memory, plan.study)
+        if too_much:
+            instead = f"this would fit: {command} --preset paper {ways[0]}" if ways else "no setting makes it fit"
+            return f"{too_much}; {instead}"
+    return ""
+
+
 def _print(
     plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None, console: Console
 ) -> None:

@@ -260,7 +260,7 @@ def test_with_three_seeds_the_verdict_is_about_the_setting(tmp_path: Path) -> No
 
 def test_the_headline_of_one_seed_says_what_the_runs_did(summary: pd.DataFrame) -> None:
     headline = findings.headline(summary)
-    assert "Compared over validation rooms, by 1 run per arm: this is what this run did, and another seed" in headline
+    assert "Compared over validation rooms, by 1 run per arm: this is what these runs did, and another seed" in headline
     assert "Ended lower than it: " in headline
     assert "orse than" not in headline
     assert "etter than" not in headline

@@ -12,9 +12,13 @@ from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
 from tests.scripted import SMALL
 from tests.trainers import QUIET
+from tune_study.ray_here import started_ray
+from tune_study.resources import Allotment, bundles
+from tune_study.run import prepare_environment
 
 pytestmark = [
     pytest.mark.engines,
@@ -30,12 +34,9 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[None]:
     """Two GPUs that are only declared: Ray deals them out, the run computes on the processor."""
-    import ray
-
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+    prepare_environment(())
+    with started_ray(Allotment(bundles(2), 4, ("0", "1"), (), 1, ""), Console(quiet=True)):
+        yield
 
 
 def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:

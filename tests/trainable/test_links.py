@@ -77,9 +77,14 @@ def test_a_whole_file_takes_the_place_of_a_link(tmp_path: Path, home: Path) -> N
 
 def test_a_whole_file_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
-    with pytest.raises(ZeroDivisionError), whole_file(tmp_path / "a") as beside:
-        beside.write_text("half")
-        raise ZeroDivisionError
+
+    def fail() -> None:
+        with whole_file(tmp_path / "a") as beside:
+            beside.write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
     assert contents(tmp_path) == {"a": "old"}
 
 

@@ -1,9 +1,11 @@
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from tune_study.ray_here import started_ray
+from tune_study.resources import Allotment, bundles
 from tune_study.run import prepare_environment
 
 HERE = Path(__file__).parent
@@ -34,15 +36,5 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ray_session() -> Iterator[None]:
     """One Ray for all tests: four CPUs and two GPUs that are declared, which is all that placement looks at."""
     prepare_environment(())
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=4,
-        num_gpus=2,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.CRITICAL,
-    )
-    yield
-    ray.shutdown()
+    with started_ray(Allotment(bundles(0), 4, ("0", "1"), (), 1, ""), Console(quiet=True)):
+        yield

@@ -1,11 +1,14 @@
 """What the options of `run` mean for studies of other families, and for suites."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import search_spaces
 from search_spaces import STUDIES, SUITES
+from search_spaces.study import Axis, Study
 from trainable.sandbox.config import UpdateRuleConfig
 from tune_study.choices import Choices, planned
 from tune_study.cli import app
@@ -68,6 +71,38 @@ def test_a_smoke_form_changes_what_it_says_and_can_be_changed(tmp_path: Path) ->
     assert "steps a run 6, validation every 4 steps" in run(tmp_path, "influence", "--smoke", "--steps", "6")[1]
     assert "seeds 0\n" in run(tmp_path, "influence", "--smoke")[1]
     assert "seeds 0,1\n" in run(tmp_path, "influence", "--smoke", "--seeds", "2")[1]
+
+
+def study_of(setting: str, option: str) -> Study:
+    """A sweep over a setting that no shipped study sweeps."""
+    grid = {"paper": ("1e-6", "3e-6"), "laptop": ("1e-4", "3e-4")}
+    axis = Axis(setting, grid, option=option)
+    words = {"name": "rate", "title": "Rate", "run": "rate_{model}", "experiment": "rate_{label}-{model}"}
+    return replace(STUDIES["kl"], axis=axis, baseline="1e-4", summary="rate={arm}", **words)
+
+
+@pytest.mark.parametrize("option", ["--values", "--lr-values"])
+def test_a_study_of_another_setting_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    monkeypatch.setitem(search_spaces.STUDIES, "rate", study_of("actor.lr", option))
+    code, shown, said = run(tmp_path, "rate", "--preset", "laptop")
+    assert (code, said) == (0, "")
+    assert "2 runs: actor.lr in 1e-4,3e-4" in shown
+    code, shown, said = run(tmp_path, "rate", "--preset", "laptop", "--values", "1e-3,2e-3,1e-4")
+    assert (code, said) == (0, "")
+    assert "3 runs: actor.lr in 1e-3,2e-3,1e-4" in shown
+    code, _, said = run(tmp_path, "rate", "--preset", "laptop", "--kl-values", "0.1")
+    assert code == 2
+    assert f"--kl-values does not belong to study rate, whose axis is actor.lr: type {option}." in said
+
+
+def test_values_are_typed_for_any_axis_and_once(tmp_path: Path) -> None:
+    for words in (["kl", "--values", "0,0.2"], ["top-p", "--values", "0.9,nofilter"], ["influence", "--values", "DG"]):
+        code, shown, said = run(tmp_path, *words, "--preset", "laptop")
+        assert (code, said) == (0, "")
+        assert f" in {words[2]}" in shown
+    code, _, said = run(tmp_path, "kl", "--values", "0", "--kl-values", "0.1")
+    assert code == 2
+    assert "--values and --kl-values are two names of one option of study kl: type one of them." in said
 
 
 def test_any_combination_names_its_folder(tmp_path: Path) -> None:

@@ -313,6 +313,39 @@ def test_a_real_run_that_does_not_fit_is_refused_and_writes_nothing(
     assert snapshot(here) == before
 
 
+def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_with_an_h100(here, monkeypatch, 81000)
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "run", "kl", "--dry-run"])
+    answer = type_in("run kl --dry-run")
+    assert answer.code == 0, answer.err
+    (reason,) = re.findall(r"^preset laptop: (.*)", answer.out, re.M)
+    assert reason.startswith(
+        "a CUDA GPU is visible (NVIDIA H100 80GB HBM3), which preset paper does not fit: rollout takes "
+    )
+    (command,) = re.findall(r"this would fit: python -m tune_study (run kl --dry-run --preset paper .*)", reason)
+    fitting = type_in(command)
+    assert fitting.code == 0, fitting.err
+    assert re.search(r"^fits: ", fitting.out, re.M)
+    refused = type_in("run kl --preset paper --dry-run")
+    assert "DOES NOT FIT: " in refused.out
+
+
+@pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 80"])
+def test_who_asks_for_gpus_gets_no_other_preset(here: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    machine_with_an_h100(here, monkeypatch, 81000)
+    answer = type_in(f"run kl {option} --dry-run")
+    assert "preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
+    assert "DOES NOT FIT: " in answer.out
+
+
+def test_where_paper_fits_it_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with_an_h100(here, monkeypatch, 81000)
+    answer = type_in("run kl --set model.path=Qwen/Qwen2.5-0.5B --dry-run")
+    assert "preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
+
+
 def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine_with_an_h100(here, monkeypatch, 81000)
     out = type_in(f"{SMALL} --dry-run").out

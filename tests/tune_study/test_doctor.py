@@ -282,7 +282,4 @@ def test_this_machine_without_a_gpu_has_no_problem(tmp_path: Path, short: Path) 
     assert re.fullmatch(r"started and ran a task in \d+\.\d s", findings[-1].found)
     assert list(tmp_path.iterdir()) == []
     assert "s3cret" not in str(findings)
-    # Ray's names are as long as the check of its folder takes them to be.
-    (session,) = (short / "ray").glob("session_2*")
-    assumed = machine._SOCKET.split("/")[2].rpartition("_")[0]
-    assert len(session.name.rpartition("_")[0]) == len(assumed)
+    assert list(short.iterdir()) == []
