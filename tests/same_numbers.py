@@ -1,0 +1,111 @@
+"""Does another version of this project compute the same numbers? Small forms of studies, run by both and compared.
+
+    python -m tests.same_numbers run OUTPUT [--checkout DIR]     # DIR has its own .venv; default: this one
+    python -m tests.same_numbers compare OLD NEW                 # exit 1 where a shared column differs in one bit
+
+Two versions that are to agree are run on one machine. Times are left out; a column or a table that has another name in
+the new version is listed in RENAMED.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = (
+    "run kl --steps 6 --kl-values 0,0.1",
+    "run entropy --steps 6 --entropy-values 0,0.03",
+    "run top-p --steps 6 --rollout_filter_value 0.9,nofilter",
+    "run gradient-analysis --steps 2 --set trainer.gradient_analysis_every=1",
+    "run smoke --groups 3 --steps 5",
+    "run grpo-entropy-sokoban --steps 5 --arms std-clip0.2,tpo",
+    "run sandbox-all --smoke",
+)
+"""What is run, after one another, into one output folder, on the laptop preset."""
+
+TABLES = {
+    "trials": ("run_id",),
+    "steps": ("run_id", "step"),
+    "rooms": ("run_id", "step", "split", "mode", "room"),
+    "gradients": ("run_id", "source", "step", "prefilter", "component", "bucket"),
+    "gradient_groups": ("run_id", "source", "step", "prefilter", "group"),
+}
+"""Table of the old version -> the columns that name its rows."""
+
+RENAMED: dict[str, str] = {}
+"""Name of a column or a table in the old version -> its name in the new one."""
+
+NOT_NUMBERS = ("trial_id", "started_at", "ended_at", "config_hash")
+
+
+def is_compared(name: str) -> bool:
+    """Whether a column of the old version must be equal: not times, nor names that a version gives itself."""
+    return not (name.startswith(("seconds", "config/")) or "per_second" in name or name in NOT_NUMBERS)
+
+
+def run_all(output: Path, checkout: Path) -> int:
+    """Run every command with the version in `checkout`; the first exit code that is not 0."""
+    for command in COMMANDS:
+        words = [str(checkout / ".venv/bin/python"), "-m", "tune_study", *command.split(), "--preset", "laptop"]
+        print(command, flush=True)
+        done = subprocess.run([*words, "--output", str(output)], cwd=checkout, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            return done.returncode
+    return 0
+
+
+def compare(old: Path, new: Path) -> list[str]:
+    """Sentences about what differs; empty where every shared column is equal to the last bit."""
+    differences: list[str] = []
+    for path in sorted(old.glob("results/*/*.parquet")):
+        name = path.stem
+        other = new / path.parent.relative_to(old) / f"{RENAMED.get(name, name)}.parquet"
+        where = f"{path.parent.name}/{name}"
+        if not other.exists():
+            differences.append(f"{where}: no {other.name} in the new version")
+            continue
+        differences += [f"{where}: {each}" for each in compare_tables(name, *map(pd.read_parquet, (path, other)))]
+    return differences
+
+
+def compare_tables(name: str, old: pd.DataFrame, new: pd.DataFrame) -> list[str]:
+    """Sentences about what differs between two forms of one table."""
+    old = old.rename(columns=RENAMED)
+    keys = [RENAMED.get(key, key) for key in TABLES[name] if RENAMED.get(key, key) in old]
+    old, new = (frame.sort_values(keys, ignore_index=True) for frame in (old, new))
+    if len(old) != len(new):
+        return [f"{len(old)} rows against {len(new)}"]
+    shared = [column for column in old if column in new and is_compared(column)]
+    gone = sorted(column for column in old if column not in new and is_compared(column))
+    unequal = [
+        f"{column} differs in {int((~equal).sum())} of {len(old)} rows"
+        for column in shared
+        if not (equal := (old[column] == new[column]) | (old[column].isna() & new[column].isna())).all()
+    ]
+    print(f"{name}: {len(shared)} columns of {len(old)} rows compared" + (f"; gone: {', '.join(gone)}" if gone else ""))
+    return unequal
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    runs = commands.add_parser("run")
+    runs.add_argument("output", type=Path)
+    runs.add_argument("--checkout", type=Path, default=ROOT)
+    pair = commands.add_parser("compare")
+    pair.add_argument("old", type=Path)
+    pair.add_argument("new", type=Path)
+    given = parser.parse_args()
+    if given.command == "run":
+        sys.exit(run_all(given.output.absolute(), given.checkout.absolute()))
+    differences = compare(given.old, given.new)
+    print("\n".join(differences) or "Every shared column is equal to the last bit.")
+    sys.exit(bool(differences))
+
+
+if __name__ == "__main__":
+    main()
