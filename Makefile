@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 ENGINES := .venv-engines/bin
+BENCH := .venv-bench/bin
 # More than cores here: a test of a study waits for Ray, one of an ended study for its processes.
 PARALLEL := --numprocesses 3
 
@@ -19,7 +20,7 @@ setup: .venv/ready
 	touch $@
 
 kl entropy top-p: setup
-	$(BIN)/python -m tune_study run $@
+	$(BIN)/python -m tune_study run $@ $(if $(PRESET),--preset $(PRESET))
 
 check: setup
 	$(BIN)/ruff check .
@@ -58,11 +59,21 @@ format: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: setup
-	for script in $(filter-out benchmarks/rollout_engines.py,$(wildcard benchmarks/*.py)); do $(BIN)/python $$script || exit 1; done
+# With TRL, in an environment of its own.
+.venv-bench/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-bench
+	$(BENCH)/python -m pip install --quiet --upgrade pip
+	$(BENCH)/python -m pip install --quiet "$(TORCH)"
+	$(BENCH)/python -m pip install --quiet --editable ".[test,bench]"
+	touch $@
+
+# Every script of benchmarks/ (others are modules) but the one that needs vLLM.
+bench: .venv-bench/ready
+	for script in $(filter-out benchmarks/rollout_engines.py,$(shell grep -l __main__ benchmarks/*.py)); do \
+		$(BENCH)/python $$script || exit 1; done
 
 bench-engines: .venv-engines/ready
 	OMP_NUM_THREADS=1 $(ENGINES)/python benchmarks/rollout_engines.py
 
 clean:
-	rm -rf .venv .venv-engines build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-engines .venv-bench build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,8 +1,9 @@
-"""Cross-scoring of thoughts against prompts: one read a prompt beside one whole sequence a pair, as one JSON object.
+"""Cross-scoring of thoughts: one read per prompt beside one whole sequence per pair, as one JSON object.
 
 Both score the same prompts and thoughts of one rollout of 8 rooms x 16 episodes: 64 trajectory draws, each against
 every other's prompt, and 64 first turns against the 8 openings. The share is of training without validation, when both
-samples are diagnosed every fifth step. Run: python benchmarks/cross_scoring.py
+samples are diagnosed every fifth step.
+Run: python benchmarks/cross_scoring.py [--repetitions 5] [--steps 5] [--samples 64]
 """
 
 import json
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from machine import describe
+from options import make_parser, read_count
 from torch import Tensor
 
 from search_spaces.presets import PRESETS
@@ -28,15 +30,11 @@ from trainable.seeds import stream
 from trainable.thoughts import Pairs, first_turn_pairs, read_turns, trajectory_pairs
 from trainable.trainer import PPOTrainer
 
-REPETITIONS = 5
-STEPS = 5
 COMPUTE_FREQ = 5
-SAMPLES = 64
 GAME = {
     **PRESETS["laptop"],
     "trainer.val_before_train": False,
     "trainer.test_freq": -1,
-    "trainer.total_training_steps": STEPS + 2,
     # Almost 0 keeps every step on the same policy, and so on the same lengths.
     "actor.lr": 1e-12,
     "critic.lr": 1e-12,
@@ -95,21 +93,21 @@ def rolled_out(trainer: PPOTrainer) -> list[Episode]:
     )  # fmt: skip
 
 
-def sample(trainer: PPOTrainer, episodes: Sequence[Episode]) -> dict[str, Pairs]:
-    """Both samples of the diagnostics."""
+def sample(trainer: PPOTrainer, episodes: Sequence[Episode], count: int) -> dict[str, Pairs]:
+    """Both samples of the diagnostics, `count` draws each."""
     turns, rng = read_turns(episodes, trainer.codec), np.random.default_rng(0)
     return {
-        "trajectory": trajectory_pairs(turns, SAMPLES, rng),
-        "first_turn": first_turn_pairs(turns, [episode.group for episode in episodes], SAMPLES, rng),
+        "trajectory": trajectory_pairs(turns, count, rng),
+        "first_turn": first_turn_pairs(turns, [episode.group for episode in episodes], count, rng),
     }
 
 
-def compared(model: Qwen2, pairs: Pairs) -> tuple[dict[str, object], dict[str, Spent]]:
+def compared(model: Qwen2, pairs: Pairs, repetitions: int) -> tuple[dict[str, object], dict[str, Spent]]:
     """Both ways by turns, after one call of each not counted, which is where they are checked against each other."""
     ways = {"shared": shared_scores, "naive": naive_scores}
     shared, naive = (way(model, pairs) for way in ways.values())
     spent: dict[str, list[Spent]] = {name: [] for name in ways}
-    for _ in range(REPETITIONS):
+    for _ in range(repetitions):
         for name, way in ways.items():
             spent[name].append(clocked(lambda way=way: way(model, pairs)))
     medians = {name: median(those) for name, those in spent.items()}
@@ -128,31 +126,36 @@ def compared(model: Qwen2, pairs: Pairs) -> tuple[dict[str, object], dict[str, S
     }, medians  # fmt: skip
 
 
-def around(trainer: PPOTrainer, episodes: Sequence[Episode], model: Qwen2) -> Spent:
+def around(trainer: PPOTrainer, episodes: Sequence[Episode], samples: int, repetitions: int) -> Spent:
     """All that a diagnosis takes besides the scoring: reading turns, sampling pairs, metrics."""
-    scored = {name: (pairs, cross_scores(model, pairs.prompts, pairs.thoughts))
-              for name, pairs in sample(trainer, episodes).items()}  # fmt: skip
+    scored = {name: (pairs, cross_scores(trainer.model, pairs.prompts, pairs.thoughts))
+              for name, pairs in sample(trainer, episodes, samples).items()}  # fmt: skip
 
     def work() -> None:
-        sample(trainer, episodes)
+        sample(trainer, episodes, samples)
         for pairs, found in scored.values():
             own = torch.from_numpy(pairs.own)
             mutual_information(found.sums, found.lengths, own)
             retrieval(found.sums, own, torch.from_numpy(pairs.classes))
 
-    return median([clocked(work) for _ in range(REPETITIONS)])
+    return median([clocked(work) for _ in range(repetitions)])
 
 
 def main() -> None:
     """Medians of both ways on both samples, and their share of training at the published frequency."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--repetitions", type=read_count, default=5, help="counted repetitions of each way")
+    parser.add_argument("--steps", type=read_count, default=5, help="counted training steps")
+    parser.add_argument("--samples", type=read_count, default=64, help="draws of each sample")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    trainer = PPOTrainer(with_overrides(RunConfig(), GAME))
+    trainer = PPOTrainer(with_overrides(RunConfig(), {**GAME, "trainer.total_training_steps": given.steps + 2}))
     episodes = rolled_out(trainer)
     results, spent = {}, {}
-    for name, pairs in sample(trainer, episodes).items():
-        results[name], spent[name] = compared(trainer.model, pairs)
-    other = around(trainer, episodes, trainer.model)
-    rows = [trainer.step()[0] for _ in range(STEPS + 1)][1:]
+    for name, pairs in sample(trainer, episodes, given.samples).items():
+        results[name], spent[name] = compared(trainer.model, pairs, given.repetitions)
+    other = around(trainer, episodes, given.samples, given.repetitions)
+    rows = [trainer.step()[0] for _ in range(given.steps + 1)][1:]
     step, rollout = (statistics.median(row[key] for row in rows) for key in ("cpu_seconds_step", "seconds_rollout"))
     shares = {}
     for way in ("shared", "naive"):
@@ -166,7 +169,7 @@ def main() -> None:
         "seconds_rollout": round(rollout, 3),
         "compute_freq": COMPUTE_FREQ,
         "share_of_training": shares,
-        "repetitions": REPETITIONS,
+        "repetitions": given.repetitions,
         **describe(),
     }, indent=1))  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""How fast the game is on one core: actions, rooms and solver tables a second, as one JSON object.
+"""How fast the game is on one core: actions, rooms and solver tables per second, as one JSON object.
 
-Run, with the project installed: python benchmarks/environment.py
+Run, with the project installed: python benchmarks/environment.py [--repetitions 7]
 """
 
 import json
@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from machine import describe
+from options import make_parser, read_count
 
 from trainable.sokoban.board import step
 from trainable.sokoban.generate import Room, generate_rooms
@@ -19,14 +20,13 @@ BATCH = 128
 ACTIONS_PER_EPISODE = 10
 EPISODES = 200
 ROOMS = 2000
-REPETITIONS = 7
 
 
-def rate(work: Callable[[], object], items: int) -> float:
-    """Items a CPU second: the median of several repetitions after one that is not counted."""
+def rate(work: Callable[[], object], items: int, repetitions: int) -> float:
+    """Items per CPU second: the median of several repetitions after one that is not counted."""
     work()
     rates = []
-    for _ in range(REPETITIONS):
+    for _ in range(repetitions):
         start = time.process_time()
         work()
         rates.append(items / (time.process_time() - start))
@@ -43,19 +43,28 @@ def play(rooms: Sequence[Room]) -> None:
             cells = step(cells, action).cells
 
 
-def measure() -> dict[str, object]:
+def measure(repetitions: int) -> dict[str, object]:
     """Run all three measurements and name the machine."""
     rooms = generate_rooms(range(123, 123 + BATCH))
     return {
         "benchmark": "environment",
-        "env_steps_per_cpu_second": rate(lambda: play(rooms), BATCH * EPISODES * ACTIONS_PER_EPISODE),
+        "env_steps_per_cpu_second": rate(lambda: play(rooms), BATCH * EPISODES * ACTIONS_PER_EPISODE, repetitions),
         "batch": BATCH,
-        "rooms_per_cpu_second": rate(lambda: generate_rooms(range(20_000, 20_000 + ROOMS)), ROOMS),
-        "solver_tables_per_cpu_second": rate(lambda: [distance_table(room.cells) for room in rooms], BATCH),
-        "repetitions": REPETITIONS,
+        "rooms_per_cpu_second": rate(lambda: generate_rooms(range(20_000, 20_000 + ROOMS)), ROOMS, repetitions),
+        "solver_tables_per_cpu_second": rate(
+            lambda: [distance_table(room.cells) for room in rooms], BATCH, repetitions
+        ),
+        "repetitions": repetitions,
         **describe(),
     }
 
 
+def main() -> None:
+    """Measure as often as the command line says."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--repetitions", type=read_count, default=7, help="counted repetitions of each measurement")
+    print(json.dumps(measure(parser.parse_args().repetitions), indent=1))
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(), indent=1))
+    main()

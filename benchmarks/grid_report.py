@@ -1,30 +1,33 @@
 """Seconds that the report of a grid takes, 68 and 164 arms of 50 steps and 512 rooms, as one JSON object.
 
 Rows are made up (tests/grid_folders.py), tables are read from parquet as after a run. CPU and wall seconds of one
-`analysis.report.write_report` each. Run from the root: PYTHONPATH=. python benchmarks/grid_report.py
+`analysis.report.write_report` each. Run: python benchmarks/grid_report.py [--arms 164] [--steps 50] [--rooms 512]
 """
 
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from machine import describe
+from options import make_parser, read_count
 
 from analysis.load import load
 from analysis.report import write_report
-from tests.grid_folders import ALL_TYPES, ONE_TYPE, made_runs, made_study
+
+# The tests are not installed with the project.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+from tests.grid_folders import ALL_TYPES, ONE_TYPE, made_runs, made_study, smoke_arms
 from tests.run_folders import write_study
 
-STEPS, ROOMS = 50, 512
 
-
-def seconds(kl_types: Mapping[str, Iterable[str]]) -> dict[str, float]:
+def seconds(kl_types: Mapping[str, Iterable[str]], arms: int, steps: int, rooms: int) -> dict[str, float]:
     """CPU and wall seconds of one report, and the page's size in MB."""
     with tempfile.TemporaryDirectory() as output:
-        runs = made_runs(kl_types, steps=STEPS)
-        folder = write_study(Path(output), runs, made_study(rooms=ROOMS, steps=STEPS))
+        runs = made_runs(kl_types, steps=steps)[:arms]
+        folder = write_study(Path(output), runs, made_study(rooms=rooms, steps=steps))
         load(folder).write_parquet(folder)
         cpu, wall = time.process_time(), time.perf_counter()
         page = write_report(folder)
@@ -38,8 +41,15 @@ def seconds(kl_types: Mapping[str, Iterable[str]]) -> dict[str, float]:
 
 def main() -> None:
     """Time both grids."""
-    grids = [seconds(kl_types) for kl_types in (ONE_TYPE, ALL_TYPES)]
-    print(json.dumps({"benchmark": "grid_report", "grids": grids, **describe()}, indent=1))
+    parser = make_parser(__doc__)
+    most = len(smoke_arms(ALL_TYPES))
+    parser.add_argument("--arms", type=read_count, default=most, help="number of arms of each grid, from the first")
+    parser.add_argument("--steps", type=read_count, default=50, help="training steps of each run")
+    parser.add_argument("--rooms", type=read_count, default=512, help="validation rooms of each run")
+    given = parser.parse_args()
+    grids = [seconds(kl_types, given.arms, given.steps, given.rooms) for kl_types in (ONE_TYPE, ALL_TYPES)]
+    measured = {"steps": given.steps, "rooms": given.rooms, "grids": grids}
+    print(json.dumps({"benchmark": "grid_report", **measured, **describe()}, indent=1))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import os
 import platform
 import subprocess
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("numpy", "torch", "transformers", "ray")
@@ -27,13 +27,29 @@ def git_commit() -> str | None:
         return None
 
 
+def find_version(package: str) -> str | None:
+    """The version of an installed package, or None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def read_load_average() -> float | None:
+    """Processes that ran or waited during the last minute, or None where the system does not tell."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except OSError:
+        return None
+
+
 def describe() -> dict[str, object]:
-    """What to print beside every figure."""
+    """What to print beside every figure; None stands for what this machine lacks or does not tell."""
     return {
         "cpu_model": cpu_model(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {name: find_version(name) for name in PACKAGES},
         "commit": git_commit(),
-        "load_average": round(os.getloadavg()[0], 2),
+        "load_average": read_load_average(),
     }

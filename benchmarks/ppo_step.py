@@ -1,7 +1,7 @@
 """CPU seconds of one PPO step by variant, each phase apart, as one JSON object.
 
 Variants take turns, step by step, on the same rooms, so that a drifting machine moves all of them alike.
-Run: python benchmarks/ppo_step.py
+Run: python benchmarks/ppo_step.py [--steps 8] [--rooms 8]
 """
 
 import json
@@ -9,13 +9,13 @@ import statistics
 
 import torch
 from machine import describe
+from options import make_parser, read_count
 
 from search_spaces.kl import STUDY
 from search_spaces.presets import PRESETS
 from trainable.config import RunConfig, with_overrides
 from trainable.trainer import PPOTrainer
 
-STEPS = 8
 PHASES = ("rollout", "values", "reference", "update_critic", "update_actor")
 VARIANTS: dict[str, dict[str, object]] = {
     "separate critic": {},
@@ -26,20 +26,25 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-def make_trainer(changes: dict[str, object]) -> PPOTrainer:
+def make_trainer(changes: dict[str, object], steps: int, rooms: int) -> PPOTrainer:
     """The laptop preset's KL study at coefficient 0, changed."""
-    fixed = {"trainer.val_before_train": False, "trainer.test_freq": -1, "trainer.total_training_steps": STEPS + 1}
+    fixed = {"trainer.val_before_train": False, "trainer.test_freq": -1, "trainer.total_training_steps": steps + 1,
+             "env.env_groups": rooms}  # fmt: skip
     settings = {**PRESETS["laptop"], **STUDY.fixed, "actor.kl_loss_coef": 0, **fixed, **changes}
     # A learning rate of almost 0 keeps every variant on the same policy, and so on the same lengths.
     return PPOTrainer(with_overrides(RunConfig(), {**settings, "actor.lr": 1e-12, "critic.lr": 1e-12}))
 
 
 def main() -> None:
-    """Median CPU seconds a step, and per 1,000 trained tokens, after one step not counted."""
+    """Median CPU seconds per step, and per 1,000 trained tokens, after one step not counted."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--steps", type=read_count, default=8, help="counted training steps of each variant")
+    parser.add_argument("--rooms", type=read_count, default=8, help="training rooms per step")
+    given = parser.parse_args()
     torch.set_num_threads(1)
-    trainers = {name: make_trainer(changes) for name, changes in VARIANTS.items()}
+    trainers = {name: make_trainer(changes, given.steps, given.rooms) for name, changes in VARIANTS.items()}
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
-    for step in range(STEPS + 1):
+    for step in range(given.steps + 1):
         for name, trainer in trainers.items():
             row = trainer.step().row
             if step:
@@ -57,8 +62,8 @@ def main() -> None:
             },
         }
     tokens = statistics.median(row["trained_tokens"] for row in rows["separate critic"])
-    print(json.dumps({"benchmark": "ppo_step", "trained_tokens_a_step": tokens, "steps": STEPS,
-                      "variants": result, **describe()}, indent=1))  # fmt: skip
+    print(json.dumps({"benchmark": "ppo_step", "trained_tokens_a_step": tokens, "steps": given.steps,
+                      "rooms": given.rooms, "variants": result, **describe()}, indent=1))  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Rollout of one training step: our sampler beside transformers' generate on the same prompts, as one JSON object.
 
 Both play the same 8 rooms x 16 episodes with the same protocol; generate prefills the whole conversation at each turn,
-since it keeps no cache between calls with ragged rows. Run: python benchmarks/rollout.py
+since it keeps no cache between calls with ragged rows.
+Run: python benchmarks/rollout.py [--repetitions 7]
 """
 
 import json
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from machine import describe
+from options import make_parser, read_count
 from transformers import AutoModelForCausalLM
 
 from search_spaces.presets import PRESETS
@@ -21,9 +23,6 @@ from trainable.rollout.play import play
 from trainable.rollout.sampler import Conversation, Sampled, Sampler, SamplingParams
 from trainable.seeds import stream
 from trainable.trainer import PPOTrainer
-
-REPETITIONS = 7
-GAME = {**PRESETS["laptop"], "trainer.total_training_steps": REPETITIONS + 1}
 
 
 class GenerateConversation:
@@ -84,11 +83,15 @@ def timed_play(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[float,
 
 def main() -> None:
     """Alternate the two samplers over the rooms of several steps; medians after one repetition not counted."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--repetitions", type=read_count, default=7, help="counted rollouts of each sampler")
+    repetitions = parser.parse_args().repetitions
     torch.set_num_threads(1)
-    trainer = PPOTrainer(with_overrides(RunConfig(), GAME))
+    game = {**PRESETS["laptop"], "trainer.total_training_steps": repetitions + 1}
+    trainer = PPOTrainer(with_overrides(RunConfig(), game))
     peer = GenerateSampler(AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny")).eval())
     rates: dict[str, list[float]] = {"ours": [], "generate": []}
-    for step in range(REPETITIONS + 1):
+    for step in range(repetitions + 1):
         for name, sampler in (("ours", trainer.engine.sampler), ("generate", peer)):
             seconds, tokens = timed_play(trainer, sampler, step)
             if step:
@@ -99,7 +102,7 @@ def main() -> None:
         "benchmark": "rollout",
         "sampled_tokens_per_cpu_second": medians,
         "ratio": {"median": round(statistics.median(pairs), 2), "range": [round(min(pairs), 2), round(max(pairs), 2)]},
-        "repetitions": REPETITIONS,
+        "repetitions": repetitions,
         **describe(),
     }, indent=1))  # fmt: skip
 

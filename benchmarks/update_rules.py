@@ -6,7 +6,6 @@ four inner epochs. One by one is what a trial a seed would do in one process, an
 python benchmarks/update_rules.py [--steps 300] [--seeds 3]
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import time
 
 import torch
 from machine import describe
+from options import make_parser, read_count
 
 from search_spaces.sandbox import GROUPED, REVERSAL
 from trainable.config import with_overrides
@@ -62,9 +62,9 @@ def compared(settings: dict[str, object], steps: int, seeds: int) -> dict[str, o
 
 def main() -> None:
     """Time the three conditions."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser = make_parser(__doc__)
+    parser.add_argument("--steps", type=read_count, default=300, help="training steps of each run")
+    parser.add_argument("--seeds", type=read_count, default=3, help="seeds of each condition")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     found = {name: compared(dict(settings), asked.steps, asked.seeds) for name, settings in CONDITIONS.items()}

@@ -1,7 +1,10 @@
-"""Benchmarks of a step and of passes run on a processor, and count operations as they are made."""
+"""Every benchmark runs shortly; those of a step and of passes count operations as they are made."""
 
+import functools
 import importlib
+import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,32 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
+SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
+TINY = ("--shape", "tiny", "--device", "cpu", "--episodes", "16", "--tokens", "4")
+SHORT: dict[str, tuple[str, ...]] = {
+    "cross_scoring.py": ("--repetitions", "1", "--steps", "1", "--samples", "8"),
+    "environment.py": ("--repetitions", "1"),
+    "gpu_step.py": (*TINY, "--dtype", "float32"),
+    "grid_report.py": ("--arms", "2", "--steps", "5", "--rooms", "8"),
+    "packing.py": ("--device", "cpu", "--repetitions", "2"),
+    "ppo_step.py": ("--steps", "1", "--rooms", "2"),
+    "rollout.py": ("--repetitions", "1"),
+    "rollout_engines.py": ("--repetitions", "1"),
+    "sweep_overhead.py": ("--arms", "1", "--steps", "1", "--rooms", "8"),
+    "trl_grpo.py": ("--repetitions", "1"),
+    "update_rules.py": ("--steps", "1", "--seeds", "1"),
+}
+"""Options with which a benchmark takes a few seconds."""
+
+NEEDS = {"rollout_engines.py": "vllm", "trl_grpo.py": "trl"}
+"""Packages that only some environments have: `make bench` and `make bench-engines` install them."""
+
+THIRD_PARTY = {
+    # TRL uses what transformers has renamed.
+    "trl_grpo.py": ("FutureWarning",),
+    # vLLM's own imports warn.
+    "rollout_engines.py": ("DeprecationWarning", "FutureWarning", "UserWarning"),
+}
 PHASES = ["rollout_stand_in", "collapse", "values", "reference", "update_critic", "update_actor"]
 
 
@@ -20,14 +49,54 @@ def gpu_step(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("gpu_step")
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", str(FOLDER / "gpu_step.py"), "--shape", "tiny", "--device", "cpu"]
-    return subprocess.run([*command, *options], capture_output=True, text=True)
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("machine")
+
+
+@functools.cache
+def run(script: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """One process for all tests that want the same of it."""
+    own = [word for category in THIRD_PARTY.get(script, ()) for word in ("-W", f"default::{category}")]
+    command = [sys.executable, "-W", "error", *own, str(FOLDER / script), *options]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_benchmark_prints_what_it_measured_and_where(script: str, machine: ModuleType) -> None:
+    assert script in SHORT, f"add options to SHORT with which benchmarks/{script} takes a few seconds"
+    package = NEEDS.get(script)
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"{script} needs {package}, which is not installed here")
+    done = run(script, *SHORT[script])
+    assert done.returncode == 0, done.stderr[-2000:]
+    printed = json.loads(done.stdout)
+    assert printed["benchmark"] == script.removesuffix(".py")
+    assert set(machine.describe()) < set(printed)
+
+
+def test_what_a_machine_lacks_or_does_not_tell_is_null(machine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError
+
+    monkeypatch.setattr(machine, "PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setattr(os, "getloadavg", refuse)
+    described = machine.describe()
+    assert described["packages"] == {"torch": torch.__version__, "no-such-package": None}
+    assert described["load_average"] is None
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "many"])
+def test_a_count_below_one_is_refused(value: str) -> None:
+    done = run("environment.py", "--repetitions", value)
+    assert done.returncode == 2
+    assert f"argument --repetitions: '{value}' is not a whole number of at least 1" in done.stderr
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_of_the_tiny_shape_is_measured_phase_by_phase(dtype: str) -> None:
-    done = run("--episodes", "16", "--tokens", "4", "--dtype", dtype)
+    done = run("gpu_step.py", *TINY, "--dtype", dtype)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert list(found["phases"]) == PHASES
@@ -48,8 +117,7 @@ def test_the_share_is_operations_over_seconds_times_the_rate(
 
 
 def test_passes_without_padding_are_measured_beside_padded_ones() -> None:
-    command = [sys.executable, "-W", "error", str(FOLDER / "packing.py"), "--device", "cpu", "--repetitions", "2"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run("packing.py", *SHORT["packing.py"])
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     for case in ("laptop", "laptop, every token four times"):
@@ -63,7 +131,7 @@ def test_passes_without_padding_are_measured_beside_padded_ones() -> None:
     (("--tokens", "1"), "--tokens is 1; it must be at least 2"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused(options: tuple[str, ...], message: str) -> None:
-    done = run(*options)
+    done = run("gpu_step.py", *TINY, *options)
     assert done.returncode == 2
     assert message in done.stderr
 
@@ -78,8 +146,7 @@ def test_shapes_are_those_of_the_models_they_are_named_for(gpu_step: ModuleType,
 
 @pytest.mark.slow
 def test_the_sandbox_is_measured_together_and_one_by_one() -> None:
-    command = [sys.executable, "-W", "error", str(FOLDER / "update_rules.py"), "--steps", "1", "--seeds", "2"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = run("update_rules.py", "--steps", "1", "--seeds", "2")
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert list(found["conditions"]) == ["DG", "GRPO, 4 inner epochs", "TPOToken, 4 inner epochs"]
