@@ -15,16 +15,16 @@ from pathlib import Path
 import pandas as pd
 
 ROOT = Path(__file__).parent.parent
-COMMANDS = (
-    "run kl --steps 6 --kl-values 0,0.1",
-    "run entropy --steps 6 --entropy-values 0,0.03",
-    "run top-p --steps 6 --rollout_filter_value 0.9,nofilter",
-    "run gradient-analysis --steps 2 --set trainer.gradient_analysis_every=1",
-    "run smoke --groups 3 --steps 5",
-    "run grpo-entropy-sokoban --steps 5 --arms std-clip0.2,tpo",
-    "run sandbox-all --smoke",
-)
-"""What is run, after one another, into one output folder, on the laptop preset."""
+COMMANDS = {
+    "run kl --steps 6 --kl-values 0,0.1": "sweeps",
+    "run entropy --steps 6 --entropy-values 0,0.03": "sweeps",
+    "run top-p --steps 6 --rollout_filter_value 0.9,nofilter": "sweeps",
+    "run gradient-analysis --steps 2 --set trainer.gradient_analysis_every=1": "sweeps",
+    "run smoke --groups 3 --steps 5": "sweeps",
+    "run grpo-entropy-sokoban --steps 5 --arms std-clip0.2,tpo": "sweeps",
+    "run sandbox-all --smoke": "sandbox",
+}
+"""What is run, after one another, on the laptop preset -> the folder that it goes to."""
 
 TABLES = {
     "trials": ("run_id",),
@@ -48,10 +48,12 @@ def is_compared(name: str) -> bool:
 
 def run_all(output: Path, checkout: Path) -> int:
     """Run every command with the version in `checkout`; the first exit code that is not 0."""
-    for command in COMMANDS:
+    for command, folder in COMMANDS.items():
         words = [str(checkout / ".venv/bin/python"), "-m", "tune_study", *command.split(), "--preset", "laptop"]
         print(command, flush=True)
-        done = subprocess.run([*words, "--output", str(output)], cwd=checkout, stdout=subprocess.DEVNULL, check=False)
+        done = subprocess.run(
+            [*words, "--output", str(output / folder)], cwd=checkout, stdout=subprocess.DEVNULL, check=False
+        )
         if done.returncode:
             return done.returncode
     return 0
@@ -60,7 +62,7 @@ def run_all(output: Path, checkout: Path) -> int:
 def compare(old: Path, new: Path) -> list[str]:
     """Sentences about what differs; empty where every shared column is equal to the last bit."""
     differences: list[str] = []
-    for path in sorted(old.glob("results/*/*.parquet")):
+    for path in sorted(old.glob("*/results/*/*.parquet")):
         name = path.stem
         other = new / path.parent.relative_to(old) / f"{RENAMED.get(name, name)}.parquet"
         where = f"{path.parent.name}/{name}"
