@@ -18,17 +18,17 @@ from machine import describe
 from options import make_parser, read_count
 from torch import Tensor
 
-from search_spaces.presets import PRESETS
+from search_spaces.declaration.presets import PRESETS
 from trainable.algo.mutual_information import mutual_information, retrieval
-from trainable.config import RunConfig, with_overrides
-from trainable.cross_scores import cross_scores
-from trainable.qwen2 import Qwen2
+from trainable.config.run_config import RunConfig, with_overrides
+from trainable.config.seeds import stream
+from trainable.diagnostics.cross_scores import cross_scores
+from trainable.diagnostics.thoughts import Pairs, first_turn_pairs, read_turns, trajectory_pairs
+from trainable.models.qwen2 import Qwen2
+from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import play
 from trainable.rollout.sampler import SamplingParams
-from trainable.seeds import stream
-from trainable.thoughts import Pairs, first_turn_pairs, read_turns, trajectory_pairs
-from trainable.trainer import PPOTrainer
 
 COMPUTE_FREQ = 5
 GAME = {

@@ -12,9 +12,9 @@ import numpy as np
 from machine import describe
 from options import make_parser, read_count
 
-from trainable.sokoban.board import step
-from trainable.sokoban.generate import Room, generate_rooms
-from trainable.sokoban.solver import distance_table
+from trainable.envs.sokoban.board import step
+from trainable.envs.sokoban.generate import Room, generate_rooms
+from trainable.envs.sokoban.solver import distance_table
 
 BATCH = 128
 ACTIONS_PER_EPISODE = 10

@@ -19,18 +19,18 @@ from machine import describe
 from trainable.algo.batching import length_stratified_order
 from trainable.algo.mutual_information import mutual_information
 from trainable.backend.one_device import OneDevice
-from trainable.batch import Batch, collate
-from trainable.cost import clocked, forward_flops, matrix_rate
-from trainable.cross_scores import cross_scores
-from trainable.policy import find_model, frozen_copy
-from trainable.qwen2 import PassSettings, Qwen2, ValueModel
-from trainable.qwen2_shape import Qwen2Shape
+from trainable.config.sections import ActorConfig, CriticConfig
+from trainable.diagnostics.cross_scores import cross_scores
+from trainable.models.load import find_model, frozen_copy
+from trainable.models.qwen2 import PassSettings, Qwen2, ValueModel
+from trainable.models.qwen2_shape import Qwen2Shape
+from trainable.ppo.flops import clocked, forward_flops, matrix_rate
+from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
+from trainable.rollout.batch import Batch, collate
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from trainable.sections import ActorConfig, CriticConfig
-from trainable.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
-from tune_study.model_shapes import published_sizes
+from tune_study.placement.model_shapes import published_sizes
 
 COPIES = 16
 TURNS = 5

@@ -1,7 +1,7 @@
 """Seconds that the report of a grid takes, 68 and 164 arms of 50 steps and 512 rooms, as one JSON object.
 
-Rows are made up (tests/grid_folders.py), tables are read from parquet as after a run. CPU and wall seconds of one
-`analysis.report.write_report` each. Run: python benchmarks/grid_report.py [--arms 164] [--steps 50] [--rooms 512]
+Rows are made up (tests/fakes/grid_folders.py), tables are read from parquet as after a run. CPU and wall seconds of one
+`analysis.report.pages.write_report` each. Run: python benchmarks/grid_report.py [--arms 164] [--steps 50] [--rooms 512]
 """
 
 import json
@@ -14,13 +14,13 @@ from pathlib import Path
 from machine import describe
 from options import make_parser, read_count
 
-from analysis.load import load
-from analysis.report import write_report
+from analysis.data.load import load
+from analysis.report.pages import write_report
 
 # The tests are not installed with the project.
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.grid_folders import ALL_TYPES, ONE_TYPE, made_runs, made_study, smoke_arms
-from tests.run_folders import write_study
+from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, made_runs, made_study, smoke_arms
+from tests.fakes.run_folders import write_study
 
 
 def seconds(kl_types: Mapping[str, Iterable[str]], arms: int, steps: int, rooms: int) -> dict[str, float]:

@@ -21,17 +21,17 @@ from machine import describe
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from search_spaces.presets import PRESETS
+from search_spaces.declaration.presets import PRESETS
 from trainable.algo.batching import length_stratified_order
 from trainable.algo.vocabulary import logprobs_from_hidden
-from trainable.batch import Batch, collate, mini_batches
-from trainable.config import RunConfig, with_overrides
-from trainable.cost import clocked
-from trainable.qwen2 import Qwen2, Trunk
-from trainable.qwen2_shape import rotary
-from trainable.seeds import stream
-from trainable.trainer import PPOTrainer
-from trainable.update import Targets, weighted_passes
+from trainable.config.run_config import RunConfig, with_overrides
+from trainable.config.seeds import stream
+from trainable.models.qwen2 import Qwen2, Trunk
+from trainable.models.qwen2_shape import rotary
+from trainable.ppo.flops import clocked
+from trainable.ppo.trainer import PPOTrainer
+from trainable.ppo.update import Targets, weighted_passes
+from trainable.rollout.batch import Batch, collate, mini_batches
 
 MINI, ROWS, ROWS_WITHOUT_GRADIENTS, TOKENS = 32, 16, 8, 16_384
 Cut = Iterable[tuple[Tensor, Tensor, Tensor]]

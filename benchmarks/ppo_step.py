@@ -11,10 +11,10 @@ import torch
 from machine import describe
 from options import make_parser, read_count
 
-from search_spaces.kl import STUDY
-from search_spaces.presets import PRESETS
-from trainable.config import RunConfig, with_overrides
-from trainable.trainer import PPOTrainer
+from search_spaces.declaration.presets import PRESETS
+from search_spaces.language_model.kl import STUDY
+from trainable.config.run_config import RunConfig, with_overrides
+from trainable.ppo.trainer import PPOTrainer
 
 PHASES = ("rollout", "values", "reference", "update_critic", "update_actor")
 VARIANTS: dict[str, dict[str, object]] = {

@@ -16,13 +16,13 @@ from machine import describe
 from options import make_parser, read_count
 from transformers import AutoModelForCausalLM
 
-from search_spaces.presets import PRESETS
-from trainable.config import RunConfig, with_overrides
-from trainable.policy import find_model
+from search_spaces.declaration.presets import PRESETS
+from trainable.config.run_config import RunConfig, with_overrides
+from trainable.config.seeds import stream
+from trainable.models.load import find_model
+from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.play import play
 from trainable.rollout.sampler import Conversation, Sampled, Sampler, SamplingParams
-from trainable.seeds import stream
-from trainable.trainer import PPOTrainer
 
 
 class GenerateConversation:

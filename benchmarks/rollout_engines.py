@@ -15,14 +15,14 @@ from options import make_parser, read_count
 from rollout import GenerateSampler
 from transformers import AutoModelForCausalLM
 
-from trainable.policy import Policy, load_policy, make_codec
-from trainable.protocol import make_protocol
+from trainable.config.seeds import stream
+from trainable.envs.sokoban.prompt import make_protocol
+from trainable.envs.sokoban.room_sets import training_rooms
+from trainable.models.load import Policy, load_policy, make_codec
 from trainable.rollout.play import Rules, play
 from trainable.rollout.sampler import Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
-from trainable.seeds import stream
-from trainable.sokoban.room_sets import training_rooms
 
 GROUPS, COPIES, REPLY, CONTEXT = 8, 16, 24, 512
 CPU = torch.device("cpu")

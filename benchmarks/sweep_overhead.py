@@ -16,7 +16,7 @@ from machine import describe
 from options import make_parser, read_count
 
 import analysis
-from search_spaces.kl import STUDY
+from search_spaces.language_model.kl import STUDY
 
 PRESET = "laptop"
 COEFFICIENTS = STUDY.axis.grids[PRESET]

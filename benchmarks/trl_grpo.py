@@ -24,14 +24,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 from trainable.algo.advantages import grpo
 from trainable.backend.one_device import OneDevice
-from trainable.batch import Batch, collate
-from trainable.policy import find_model, load_policy
+from trainable.config.sections import ActorConfig
+from trainable.config.seeds import stream
+from trainable.models.load import find_model, load_policy
+from trainable.ppo.update import ActorUpdate, Targets
+from trainable.rollout.batch import Batch, collate
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import Sampled, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from trainable.sections import ActorConfig
-from trainable.seeds import stream
-from trainable.update import ActorUpdate, Targets
 
 PROMPTS, COPIES, PROMPT, COMPLETION, MINI = 8, 16, 100, 45, 32
 ROWS = PROMPTS * COPIES

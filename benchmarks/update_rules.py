@@ -15,10 +15,10 @@ import torch
 from machine import describe
 from options import make_parser, read_count
 
-from search_spaces.sandbox import GROUPED, REVERSAL
-from trainable.config import with_overrides
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.make import make_trainer
+from search_spaces.sandbox.family import GROUPED, REVERSAL
+from trainable.config.run_config import with_overrides
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.training.make import make_trainer
 
 CONDITIONS = {
     "DG": {"method": "DG"},
@@ -39,7 +39,8 @@ def timed(config: UpdateRuleConfig, seeds: tuple[int, ...]) -> dict[str, float]:
 def process_seconds() -> float:
     """Wall seconds from a new process to its first models."""
     code = (
-        "from trainable.sandbox.config import UpdateRuleConfig; from trainable.sandbox.make import make_trainer; "
+        "from trainable.sandbox.config.settings import UpdateRuleConfig; "
+        "from trainable.sandbox.training.make import make_trainer; "
         "make_trainer(UpdateRuleConfig(task='token_reversal'), (0,))"
     )
     start = time.perf_counter()

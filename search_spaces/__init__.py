@@ -1,29 +1,24 @@
-"""All studies by name, the suites of several, and the families they belong to."""
+"""Declare: a question, its axis, its contrasts; every study by name."""
 
-from search_spaces import (
-    entropy,
-    gradient_analysis,
-    grpo_entropy_sokoban,
-    kl,
-    sandbox_age_not_capacity,
-    sandbox_delays,
-    sandbox_dense_correction,
-    sandbox_entropy_mechanism,
-    sandbox_grpo_entropy,
-    sandbox_influence,
-    sandbox_matched_updates,
-    sandbox_off_policy,
-    sandbox_partial_credit,
-    sandbox_replay,
-    sandbox_reward_noise,
-    sandbox_single,
-    smoke,
-    top_p,
+from search_spaces.declaration.family import Family
+from search_spaces.declaration.study import Study
+from search_spaces.language_model import entropy, gradient_analysis, grpo_entropy_sokoban, kl, smoke, top_p
+from search_spaces.language_model.family import PPO
+from search_spaces.sandbox import (
+    age_not_capacity,
+    delays,
+    dense_correction,
+    entropy_mechanism,
+    grpo_entropy,
+    influence,
+    matched_updates,
+    off_policy,
+    partial_credit,
+    replay,
+    reward_noise,
+    single,
 )
-from search_spaces.family import Family
-from search_spaces.language_model import PPO
-from search_spaces.sandbox import UPDATE_RULES
-from search_spaces.study import Study
+from search_spaces.sandbox.family import UPDATE_RULES
 
 STUDIES: dict[str, Study] = {
     study.name: study
@@ -34,18 +29,18 @@ STUDIES: dict[str, Study] = {
         gradient_analysis.STUDY,
         smoke.smoke(),
         smoke.SMOKE_ALL,
-        sandbox_single.STUDY,
-        sandbox_delays.STUDY,
-        sandbox_influence.STUDY,
-        sandbox_reward_noise.STUDY,
-        sandbox_replay.STUDY,
-        sandbox_partial_credit.STUDY,
-        sandbox_dense_correction.STUDY,
-        sandbox_grpo_entropy.STUDY,
-        sandbox_entropy_mechanism.STUDY,
-        sandbox_matched_updates.STUDY,
-        sandbox_age_not_capacity.STUDY,
-        sandbox_off_policy.STUDY,
+        single.STUDY,
+        delays.STUDY,
+        influence.STUDY,
+        reward_noise.STUDY,
+        replay.STUDY,
+        partial_credit.STUDY,
+        dense_correction.STUDY,
+        grpo_entropy.STUDY,
+        entropy_mechanism.STUDY,
+        matched_updates.STUDY,
+        age_not_capacity.STUDY,
+        off_policy.STUDY,
         grpo_entropy_sokoban.STUDY,
     )
 }

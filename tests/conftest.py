@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from tests.s3_server import s3_server
+from tests.fakes.s3_server import s3_server
 
 settings.register_profile("unhurried", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("unhurried")
@@ -21,7 +21,7 @@ def pytest_configure() -> None:
 
 LONGEST = (
     "test_smoke_run.py", "test_run.py", "test_docs.py", "test_sandbox_run.py", "test_end_to_end.py", "test_probe.py",
-    "test_grid_report.py", "test_disk.py", "test_storage.py", "test_malformed.py", "test_benchmarks.py",
+    "test_report.py", "test_disk.py", "test_storage.py", "test_malformed.py", "test_benchmarks.py",
 )  # fmt: skip
 
 

@@ -13,79 +13,79 @@ STANDARD = set(sys.stdlib_module_names)
 
 # Module prefix -> (own modules it may import, other packages it may import). The longest matching prefix counts.
 TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "trainable.config": (
-        ("trainable.aliases", "trainable.sections", "trainable.setting_types", "trainable.study_config"),
+    "trainable.config.run_config": (
+        ("trainable.config.aliases", "trainable.config.sections", "trainable.config.setting_types", "trainable.config.study_config"),
         ("pydantic",),
     ),
-    "trainable.section": (("trainable.setting_types",), ("pydantic",)),
-    "trainable.sections": (("trainable.section", "trainable.setting_types", "trainable.study_config"), ("pydantic",)),
-    "trainable.study_config": (("trainable.section",), ()),
-    "trainable.setting_types": ((), ("pydantic",)),
-    "trainable.aliases": ((), ()),
-    "trainable.records": ((), ()),
-    "trainable.seeds": ((), ("numpy",)),
-    "trainable.stop_rules": (("trainable.sections",), ()),
-    "trainable.links": ((), ()),
-    "trainable.run_files": (("trainable.links",), ()),
-    "trainable.failures": ((), ()),
-    "trainable.full_disk": (("trainable.failures",), ()),
-    "trainable.uris": (("trainable.failures",), ()),
-    "trainable.remote": (("trainable.uris", "trainable.failures"), ("pyarrow",)),
-    "trainable.mirror": (("trainable.remote", "trainable.failures", "trainable.full_disk", "trainable.run_files"), ()),
+    "trainable.config.section": (("trainable.config.setting_types",), ("pydantic",)),
+    "trainable.config.sections": (("trainable.config.section", "trainable.config.setting_types", "trainable.config.study_config"), ("pydantic",)),
+    "trainable.config.study_config": (("trainable.config.section",), ()),
+    "trainable.config.setting_types": ((), ("pydantic",)),
+    "trainable.config.aliases": ((), ()),
+    "trainable.runs.records": ((), ()),
+    "trainable.config.seeds": ((), ("numpy",)),
+    "trainable.runs.stop_rules": (("trainable.config.sections",), ()),
+    "trainable.runs.links": ((), ()),
+    "trainable.runs.run_files": (("trainable.runs.links",), ()),
+    "trainable.runs.failures": ((), ()),
+    "trainable.runs.full_disk": (("trainable.runs.failures",), ()),
+    "trainable.runs.uris": (("trainable.runs.failures",), ()),
+    "trainable.runs.remote": (("trainable.runs.uris", "trainable.runs.failures"), ("pyarrow",)),
+    "trainable.runs.mirror": (("trainable.runs.remote", "trainable.runs.failures", "trainable.runs.full_disk", "trainable.runs.run_files"), ()),
     "trainable.algo": (("trainable.algo",), ("torch",)),
-    "trainable.sokoban": (("trainable.sokoban", "trainable.seeds"), ("numpy",)),
-    "trainable.chat": ((), ()),
-    "trainable.chat_template": (("trainable.chat",), ("jinja2", "tokenizers")),
-    "trainable.protocol": (("trainable.sokoban", "trainable.seeds", "trainable.chat"), ("numpy",)),
-    "trainable.qwen2_shape": ((), ("torch",)),
-    "trainable.kv_cache": ((), ("torch",)),
-    "trainable.packing": ((), ("torch",)),
-    "trainable.qwen2": (("trainable.kv_cache", "trainable.packing", "trainable.qwen2_shape"), ("torch",)),
-    "trainable.language_model": (("trainable.kv_cache", "trainable.qwen2"), ("torch",)),
-    "trainable.hub_config": ((), ("torch", "transformers")),
-    "trainable.hub_model": (
-        ("trainable.hub_config", "trainable.kv_cache", "trainable.qwen2", "trainable.failures"),
+    "trainable.envs.sokoban": (("trainable.envs.sokoban", "trainable.config.seeds"), ("numpy",)),
+    "trainable.envs.chat": ((), ()),
+    "trainable.models.chat_template": (("trainable.envs.chat",), ("jinja2", "tokenizers")),
+    "trainable.envs.sokoban.prompt": (("trainable.envs.sokoban", "trainable.config.seeds", "trainable.envs.chat"), ("numpy",)),
+    "trainable.models.qwen2_shape": ((), ("torch",)),
+    "trainable.models.kv_cache": ((), ("torch",)),
+    "trainable.models.packing": ((), ("torch",)),
+    "trainable.models.qwen2": (("trainable.models.kv_cache", "trainable.models.packing", "trainable.models.qwen2_shape"), ("torch",)),
+    "trainable.models.interface": (("trainable.models.kv_cache", "trainable.models.qwen2"), ("torch",)),
+    "trainable.models.hub_config": ((), ("torch", "transformers")),
+    "trainable.models.hub_model": (
+        ("trainable.models.hub_config", "trainable.models.kv_cache", "trainable.models.qwen2", "trainable.runs.failures"),
         ("torch", "transformers"),
     ),
     "trainable.rollout": (
-        ("trainable.rollout", "trainable.sokoban", "trainable.protocol", "trainable.seeds", "trainable.config",
-         "trainable.language_model", "trainable.failures"),
+        ("trainable.rollout", "trainable.envs.sokoban", "trainable.envs.sokoban.prompt", "trainable.config.seeds", "trainable.config.run_config",
+         "trainable.models.interface", "trainable.runs.failures"),
         ("torch", "numpy", "transformers"),
     ),
     "trainable.rollout.vllm_sampler": (
-        ("trainable.rollout", "trainable.failures", "trainable.qwen2"),
+        ("trainable.rollout", "trainable.runs.failures", "trainable.models.qwen2"),
         ("torch", "numpy", "safetensors", "vllm"),
     ),
-    "trainable.checkpoint": (("trainable.run_files", "trainable.links"), ("torch", "safetensors")),
+    "trainable.runs.checkpoint": (("trainable.runs.run_files", "trainable.runs.links"), ("torch", "safetensors")),
     "trainable.ppo_trainable": (("trainable",), ("torch", "ray")),
-    "trainable.backend.ranks": (("trainable",), ("torch", "ray")),
+    "trainable.ppo.ranks": (("trainable",), ("torch", "ray")),
     "trainable.backend.zero": (("trainable",), ("torch", "deepspeed")),
     "trainable.backend.zero_weights": (("trainable",), ("torch", "deepspeed")),
     "trainable.backend.make": (("trainable",), ("torch",)),
     "trainable.backend": (
-        ("trainable.backend", "trainable.meter", "trainable.nonfinite", "trainable.state", "trainable.sections"),
+        ("trainable.backend", "trainable.backend.meter", "trainable.runs.nonfinite", "trainable.runs.state", "trainable.config.sections"),
         ("torch", "numpy"),
     ),
-    "trainable.lora": (("trainable",), ("torch", "numpy", "safetensors", "peft")),
-    "trainable.sandbox.methods": ((), ()),
-    "trainable.sandbox.rejections": (("trainable.sandbox",), ()),
-    "trainable.sandbox.records": (("trainable.records",), ()),
-    "trainable.sandbox.config": (
-        ("trainable.sandbox.methods", "trainable.sandbox.rejections", "trainable.study_config",
-         "trainable.setting_types"),
+    "trainable.models.lora": (("trainable",), ("torch", "numpy", "safetensors", "peft")),
+    "trainable.sandbox.config.methods": ((), ()),
+    "trainable.sandbox.config.rejections": (("trainable.sandbox",), ()),
+    "trainable.sandbox.measure.records": (("trainable.runs.records",), ()),
+    "trainable.sandbox.config.settings": (
+        ("trainable.sandbox.config.methods", "trainable.sandbox.config.rejections", "trainable.config.study_config",
+         "trainable.config.setting_types"),
         ("pydantic",),
     ),
     "trainable.sandbox.rules": (("trainable.sandbox", "trainable.algo"), ("torch",)),
-    "trainable.sandbox.update_rules": (("trainable.sandbox",), ("torch",)),
-    "trainable.sandbox.trainable": (("trainable",), ("torch", "ray")),
+    "trainable.sandbox.rules.catalog": (("trainable.sandbox",), ("torch",)),
+    "trainable.sandbox.training.trainable": (("trainable",), ("torch", "ray")),
     "trainable": (("trainable",), ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub")),
     "search_spaces": (
-        ("search_spaces", "trainable.config", "trainable.study_config", "trainable.sandbox.config",
-         "trainable.sandbox.methods"),
+        ("search_spaces", "trainable.config.run_config", "trainable.config.study_config", "trainable.sandbox.config.settings",
+         "trainable.sandbox.config.methods"),
         (),
     ),
     "analysis": (
-        ("analysis", "trainable.records", "trainable.sandbox.records", "trainable.links"),
+        ("analysis", "trainable.runs.records", "trainable.sandbox.measure.records", "trainable.runs.links"),
         ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
     ),
     "tune_study": (
@@ -136,8 +136,8 @@ def test_imports_point_one_way(module: str, path: Path) -> None:
 
 
 def test_the_table_catches_a_wrong_import() -> None:
-    own, outside = allowed("analysis.load")
-    assert not below("trainable.trainer", own)
+    own, outside = allowed("analysis.data.load")
+    assert not below("trainable.ppo.trainer", own)
     assert "torch" not in outside
 
 
@@ -146,8 +146,8 @@ def test_the_table_catches_a_wrong_import() -> None:
     [
         ("import analysis", ("torch", "ray", "transformers")),
         ("import search_spaces", ("torch", "ray", "transformers")),
-        ("import tune_study.cli", ("torch", "ray", "transformers", "matplotlib", "pandas")),
-        ("import trainable.trainer", ("ray", "transformers", "vllm", "deepspeed", "peft")),
+        ("import tune_study.commands.cli", ("torch", "ray", "transformers", "matplotlib", "pandas")),
+        ("import trainable.ppo.trainer", ("ray", "transformers", "vllm", "deepspeed", "peft")),
     ],
 )
 def test_light_imports_stay_light(statement: str, absent: tuple[str, ...]) -> None:

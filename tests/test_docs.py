@@ -1,5 +1,6 @@
 """Every command that the documents show is run, in the order in which they show it, in an empty folder."""
 
+import ast
 import os
 import re
 import shlex
@@ -11,18 +12,18 @@ from pathlib import Path
 import pytest
 
 import analysis
-from tune_study import probe
+from tune_study.commands import probe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 MINUTES = (
-    "python -m trainable.embedded",
+    "python -m trainable.tiny",
     "python benchmarks/",
     # One study, analysed, probed and drawn.
     "python -m tune_study run gradient-analysis --preset laptop --algo PPO --steps 3",
     "python -m tune_study probe small/",
     "python -m tune_study plot-gradients small/",
-    # tests/tune_study/test_doctor.py runs it.
+    # tests/tune_study/commands/test_doctor.py runs it.
     "python -m tune_study doctor",
     # A study of its own, as test_sandbox_run.py has one.
     "python -m tune_study run influence --smoke",
@@ -108,7 +109,7 @@ def test_before_the_activation_line_there_is_no_environment(folder: Path) -> Non
 def test_the_python_example_of_the_readme(folder: Path) -> None:
     if not (folder / "out").exists():
         pytest.skip("needs the study that test_command runs; run the whole file")
-    frames = analysis.load(folder / "out")
+    frames = analysis.data.load(folder / "out")
     assert len(frames.trials) == 2
     assert set(frames.trials["status"]) == {"completed"}
     assert len(frames.steps) == 6
@@ -117,12 +118,13 @@ def test_the_python_example_of_the_readme(folder: Path) -> None:
     assert 0 < trainer.evaluate("val", "greedy").success < 1
 
 
-def test_readme_names_every_module() -> None:
+def test_readme_has_every_folder_in_its_own_words() -> None:
+    """The tree of the README is the first line of every package's docstring."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    tree = re.findall(r"^  (\w+(?:\.py|/)) ", text, re.MULTILINE)
     for package in ("search_spaces", "trainable", "tune_study", "analysis"):
-        for path in (ROOT / package).iterdir():
-            name = f"{path.name}/" if path.is_dir() else path.name
-            if path.name.startswith("__") or (path.is_dir() and not list(path.glob("*.py"))):
-                continue
-            assert name in tree, f"{package}/{path.name} is not in the README's tree"
+        for path in sorted((ROOT / package).rglob("__init__.py")):
+            folder = path.parent.relative_to(ROOT)
+            line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+            assert line.endswith("."), f"{path} has no docstring that says what the folder holds"
+            name = "  " * (len(folder.parts) - 1) + f"{folder.name}/"
+            assert f"\n{name:<24}{line.removesuffix('.')}\n" in text, f"{folder} is not in the README's tree so"

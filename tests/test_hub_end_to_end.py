@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import analysis
-from tests.carried import Row, ended, newest, run_files, started, timeless
-from tests.hub_models import NO_SYSTEM, small_model
-from trainable.policy import load_policy
-from trainable.trainer import PPOTrainer
+from tests.fakes.carried import Row, ended, newest, run_files, started, timeless
+from tests.fakes.hub_models import NO_SYSTEM, small_model
+from trainable.models.load import load_policy
+from trainable.ppo.trainer import PPOTrainer
 
 SETTINGS = {
     "actor__use_kl_loss": True, "actor__kl_loss_coef": 0.01, "rollout__response_length": 8, "env__max_turn": 2,
@@ -69,7 +69,7 @@ def test_a_template_without_a_place_for_the_system(tmp_path: Path) -> None:
     folder = small_model(tmp_path / "model", "gemma", NO_SYSTEM)
     trainable = started(tmp_path, **SETTINGS, model__path=str(folder))
     assert trainable.step()["optimizer_steps"] == 2
-    assert opened(trainable.trainer).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
+    assert opened(trainable.ppo.trainer).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
 
 
 @pytest.mark.slow  # the trainable's own steps are above
@@ -82,7 +82,7 @@ def test_the_command_runs_a_study_on_it(llama: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    (trial,) = analysis.load(tmp_path).trials.to_dict("records")
+    (trial,) = analysis.data.load(tmp_path).trials.to_dict("records")
     assert (trial["status"], trial["steps_done"]) == ("completed", 2)
     assert (tmp_path / "results" / "kl_sweep_small-llama" / "report.html").is_file()
 

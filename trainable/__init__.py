@@ -1,0 +1,1 @@
+"""Train: one run, with no knowledge of the study it belongs to."""

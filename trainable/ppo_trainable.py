@@ -7,13 +7,13 @@ from typing import Any, BinaryIO
 import torch
 from ray import tune
 
-from trainable.backend.ranks import make_trainer
-from trainable.checkpoint import CheckpointError, numbered, read_checkpoint, write_checkpoint, write_rolling
-from trainable.config import RunConfig, with_overrides
-from trainable.full_disk import until_written
-from trainable.records import empty_row
-from trainable.run_files import GRADIENTS, METRICS, ROOMS, STATE, append_line, hold, read_lines, read_rows
-from trainable.stop_rules import RULES, decide
+from trainable.config.run_config import RunConfig, with_overrides
+from trainable.ppo.ranks import make_trainer
+from trainable.runs.checkpoint import CheckpointError, numbered, read_checkpoint, write_checkpoint, write_rolling
+from trainable.runs.full_disk import until_written
+from trainable.runs.records import empty_row
+from trainable.runs.run_files import GRADIENTS, METRICS, ROOMS, STATE, append_line, hold, read_lines, read_rows
+from trainable.runs.stop_rules import RULES, decide
 
 IDENTITY = ("run_id", "study", "arm", "seed")
 

@@ -1,0 +1,1 @@
+"""Run: the only package that starts Ray."""

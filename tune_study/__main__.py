@@ -1,5 +1,5 @@
 """`python -m tune_study`."""
 
-from tune_study.cli import main
+from tune_study.commands.cli import main
 
 main()

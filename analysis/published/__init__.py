@@ -1,0 +1,1 @@
+"""numbers that others published, and ours against them."""

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from trainable.records import (
+from trainable.runs.records import (
     GRADIENT_COLUMNS,
     GRADIENT_GROUP_COLUMNS,
     ROW_COLUMNS,
@@ -13,7 +13,7 @@ from trainable.records import (
     TRIAL_LAST_VALUES,
     Column,
 )
-from trainable.sandbox import records as sandbox
+from trainable.sandbox.measure import records as sandbox
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.scripted import random_model, shape
+from tests.fakes.scripted import random_model, shape
+from trainable.backend.meter import Meter
 from trainable.backend.world import connect, leave
 from trainable.backend.zero import Zero
-from trainable.meter import Meter
-from trainable.qwen2 import Qwen2
-from trainable.sections import OptimConfig, TrainerConfig
+from trainable.config.sections import OptimConfig, TrainerConfig
+from trainable.models.qwen2 import Qwen2
 
 
 def check(rank: int, stage: int, meeting: Path) -> None:

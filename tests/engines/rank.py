@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from tests.scripted import small
-from tests.trainers import QUIET
+from tests.fakes.scripted import small
+from tests.fakes.trainers import QUIET
 from trainable.backend.world import ALONE, connect, leave
-from trainable.checkpoint import read_checkpoint, write_checkpoint
-from trainable.trainer import PPOTrainer
+from trainable.ppo.trainer import PPOTrainer
+from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
 
 def train(folder: Path, rank: int, size: int, steps: int, overrides: dict[str, Any], start: Path | None) -> None:

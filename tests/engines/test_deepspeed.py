@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.hub_models import NO_SYSTEM, small_model
-from trainable.records import TIME_COLUMNS
+from tests.fakes.hub_models import NO_SYSTEM, small_model
+from trainable.runs.records import TIME_COLUMNS
 
 pytestmark = [
     pytest.mark.engines,

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from tests.scripted import SMALL
-from tests.trainers import QUIET
-from tune_study.ray_here import started_ray
-from tune_study.resources import Allotment, bundles
-from tune_study.run import prepare_environment
+from tests.fakes.scripted import SMALL
+from tests.fakes.trainers import QUIET
+from tune_study.placement.resources import Allotment, bundles
+from tune_study.tune.local_ray import started_ray
+from tune_study.tune.run import prepare_environment
 
 pytestmark = [
     pytest.mark.engines,
@@ -44,7 +44,7 @@ def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
     from ray import tune
 
     from trainable.ppo_trainable import PPOTrainable
-    from tune_study.resources import placement
+    from tune_study.placement.resources import placement
 
     config = {
         "study": "kl", "run_id": "run", "arm": "0", "seed": 0, "settings": {**SETTINGS, **overrides},
@@ -65,7 +65,7 @@ def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None, stage: int) -> None:
-    from tests.trainers import quiet
+    from tests.fakes.trainers import quiet
     from trainable.backend.one_device import OneDevice
 
     rows, result = run(tmp_path, **{"trainer.zero_stage": stage})
@@ -83,7 +83,7 @@ def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None,
 
 def test_two_ranks_share_out_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path: Path, gpus: None) -> None:
     """A pass over the whole mini-batch precedes each of DeepSpeed's optimizer steps, with the weights of the moment."""
-    from tests.trainers import quiet
+    from tests.fakes.trainers import quiet
 
     settings = {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill", "actor.ppo_epochs": 2}
     rows, result = run(tmp_path, **settings)
@@ -158,7 +158,7 @@ def test_what_another_rank_met_is_the_trials_error(tmp_path: Path, gpus: None) -
     """A ValueError of one rank is told, not the connections that it closed for the others."""
     import ray
 
-    from trainable.backend.ranks import _cause
+    from trainable.ppo.ranks import _cause
 
     @ray.remote
     def fails() -> None:

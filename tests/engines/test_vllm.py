@@ -10,18 +10,18 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from tests.scripted import random_model
-from trainable.embedded.recipe import tiny_shape
-from trainable.policy import Policy, load_policy, make_codec
-from trainable.protocol import make_protocol
-from trainable.qwen2 import Qwen2
+from tests.fakes.scripted import random_model
+from trainable.envs.sokoban.prompt import make_protocol
+from trainable.envs.sokoban.room_sets import training_rooms
+from trainable.models.load import Policy, load_policy, make_codec
+from trainable.models.qwen2 import Qwen2
 from trainable.rollout.agreement import EngineMismatchError, check_agreement, compare
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.play import Rules, play
 from trainable.rollout.sampler import Sampled, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import HEAD, EngineSettings, VllmSampler
-from trainable.sokoban.room_sets import training_rooms
+from trainable.tiny.recipe import tiny_shape
 
 pytestmark = [
     pytest.mark.engines,

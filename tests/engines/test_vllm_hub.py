@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.hub_models import RUN, make_model, write
-from trainable.lora import hub_weights
-from trainable.policy import Policy, load_policy
+from tests.fakes.hub_models import RUN, make_model, write
+from trainable.models.load import Policy, load_policy
+from trainable.models.lora import hub_weights
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler

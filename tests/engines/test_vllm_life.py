@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from tests.scripted import random_model
-from trainable.embedded.recipe import tiny_shape, write_model
+from tests.fakes.scripted import random_model
 from trainable.rollout.vllm_sampler import HEAD
+from trainable.tiny.recipe import tiny_shape, write_model
 
 pytestmark = [
     pytest.mark.engines,

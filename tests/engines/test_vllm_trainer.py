@@ -13,8 +13,8 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_reach_vllm_merged(dtype: str) -> None:
-    from tests.trainers import quiet
-    from trainable.lora import ADAPTER, adapters
+    from tests.fakes.trainers import quiet
+    from trainable.models.lora import ADAPTER, adapters
     from trainable.rollout.agreement import EngineMismatchError
 
     trainer = quiet(
@@ -31,7 +31,7 @@ def test_adapters_reach_vllm_merged(dtype: str) -> None:
 
 
 def test_rows_have_the_agreement_and_old_weights_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.trainers import quiet
+    from tests.fakes.trainers import quiet
     from trainable.rollout.agreement import EngineMismatchError
 
     trainer = quiet(rollout__name="vllm", rollout__max_model_len=256, trainer__total_training_steps=4)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from trainable.checkpoint import TENSORS, VALUES, CheckpointError, read_checkpoint, write_checkpoint
-from trainable.run_files import SUMS
+from trainable.runs.checkpoint import TENSORS, VALUES, CheckpointError, read_checkpoint, write_checkpoint
+from trainable.runs.run_files import SUMS
 
 FILES = (TENSORS, VALUES, SUMS)
 KINDS = ("cut", "bit", "byte", "zeros", "missing", "empty", "longer", "swapped", "folder")

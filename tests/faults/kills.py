@@ -22,10 +22,10 @@ import psutil
 from safetensors.torch import load_file
 
 import analysis
-from analysis.frames import FRAMES
-from trainable.checkpoint import numbered
-from trainable.run_files import LOCK, METRICS, STATE, read_rows
-from tune_study.watching import DAEMONS
+from analysis.data.frames import FRAMES
+from trainable.runs.checkpoint import numbered
+from trainable.runs.run_files import LOCK, METRICS, STATE, read_rows
+from tune_study.tune.watchdog import DAEMONS
 
 RUN = "results/kl_sweep_sokoban-tiny"
 SMALL = [

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from search_spaces import FAMILIES, STUDIES, SUITES
-from search_spaces.family import Family
-from search_spaces.language_model import PPO
-from search_spaces.presets import PRESETS
-from search_spaces.study import Study
-from trainable.aliases import ALIASES
-from trainable.config import ConfigError, field_names, with_overrides
-from trainable.setting_types import LARGEST_WHOLE_NUMBER
-from trainable.study_config import StudyConfig
-from tune_study.cli import app
-from tune_study.plan import MOST_SEEDS
-from tune_study.run import WANDB_MODES
+from search_spaces.declaration.family import Family
+from search_spaces.declaration.presets import PRESETS
+from search_spaces.declaration.study import Study
+from search_spaces.language_model.family import PPO
+from trainable.config.aliases import ALIASES
+from trainable.config.run_config import ConfigError, field_names, with_overrides
+from trainable.config.setting_types import LARGEST_WHOLE_NUMBER
+from trainable.config.study_config import StudyConfig
+from tune_study.commands.cli import app
+from tune_study.plan.study_plan import MOST_SEEDS
+from tune_study.tune.run import WANDB_MODES
 
 LONGEST_ANSWER = 4000
 

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from search_spaces import STUDIES
+from tests.fakes.run_folders import MadeRun, MadeStudy
+from tests.fakes.run_folders import write_study as write_made_study
 from tests.faults.malformed import Tally, assert_clear, hunt, json_values, one_kind, type_in
-from tests.run_folders import MadeRun, MadeStudy
-from tests.run_folders import write_study as write_made_study
-from tune_study.continuing import plan_from_folder
-from tune_study.outputs import RunStatus, write_status, write_study
-from tune_study.plan import StudyPlan, make_plan
+from tune_study.folder.outputs import RunStatus, write_status, write_study
+from tune_study.folder.study_file import plan_from_folder
+from tune_study.plan.study_plan import StudyPlan, make_plan
 
 RUN = "out/results/kl_sweep_sokoban-tiny"
 STUDY, LINES = f"{RUN}/study.json", ("metrics.jsonl", "rooms.jsonl")

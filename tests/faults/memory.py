@@ -11,11 +11,11 @@ import psutil
 from rich.console import Console
 
 from search_spaces import STUDIES
-from trainable.run_files import METRICS
-from tune_study.plan import StudyPlan, make_plan
-from tune_study.progress import Progress
-from tune_study.resources import preflight
-from tune_study.run import execute
+from trainable.runs.run_files import METRICS
+from tune_study.placement.resources import preflight
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune.progress import Progress
+from tune_study.tune.run import execute
 
 STEPS = 5
 
@@ -37,7 +37,7 @@ class Watched(Progress):
 
 def tiny_plan(folder: Path, trials: int) -> StudyPlan:
     """`trials` arms of a few fake steps each, that keep the contract of a run."""
-    study = replace(STUDIES["kl"], trainable="tests.fakes:FakeTrainable")
+    study = replace(STUDIES["kl"], trainable="tests.fakes.trainable:FakeTrainable")
     values = [f"1.{number:04}" for number in range(trials)]
     return make_plan(study, "laptop", "memory", {"trainer.total_training_steps": STEPS}, values, 1, folder)
 

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.trainers import quiet
 from tests.faults.damage import KINDS, check_damage, every_cut, every_flip, is_refused, write_small
-from tests.trainers import quiet
-from trainable.checkpoint import read_checkpoint, write_checkpoint
+from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from analysis.frames import FRAMES, same_rows
-from analysis.load import read_run
+from analysis.data.frames import FRAMES, same_rows
+from analysis.data.load import read_run
 from search_spaces import FAMILIES
-from search_spaces.family import Family
+from search_spaces.declaration.family import Family
 from tests.faults import malformed, malformed_folders
 from tests.faults.malformed import assert_refused, check_any_line, check_line, check_settings
 from tests.faults.malformed_folders import (
@@ -21,9 +21,9 @@ from tests.faults.malformed_folders import (
     contents,
     write_good,
 )
-from trainable.config import RunConfig
-from trainable.run_files import read_rows
-from tune_study.plan import MOST_SEEDS
+from trainable.config.run_config import RunConfig
+from trainable.runs.run_files import read_rows
+from tune_study.plan.study_plan import MOST_SEEDS
 
 NESTED = "[" * 5000
 FIRST = f"{RUN}/runs/sokoban_kl_sweep_nofilter_0-sokoban-tiny"

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.scripted import random_model, shape
-from trainable import packing
-from trainable.packing import by_length, causal_attention, pack
-from trainable.qwen2 import PassSettings
+from tests.fakes.scripted import random_model, shape
+from trainable.models import packing
+from trainable.models.packing import by_length, causal_attention, pack
+from trainable.models.qwen2 import PassSettings
 
 pytestmark = [
     pytest.mark.gpu,

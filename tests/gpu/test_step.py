@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.scripted import random_model, shape
-from tests.trainers import quiet
+from tests.fakes.scripted import random_model, shape
+from tests.fakes.trainers import quiet
 from trainable.algo.vocabulary import token_numbers
-from trainable.cross_scores import cross_scores
-from trainable.filtering import filter_episodes
-from trainable.policy import frozen_copy
-from trainable.qwen2 import PassSettings, Qwen2
+from trainable.diagnostics.cross_scores import cross_scores
+from trainable.models.load import frozen_copy
+from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.ppo.filtering import filter_episodes
+from trainable.ppo.trainer import PPOTrainer
+from trainable.ppo.update import TokenFunction
 from trainable.rollout.episode import Episode
-from trainable.trainer import PPOTrainer
-from trainable.update import TokenFunction
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from search_spaces import STUDIES
-from search_spaces.smoke import smoke
-from search_spaces.study import Study
-from tune_study.continuing import join, plan_from_folder
-from tune_study.outputs import write_study
-from tune_study.plan import PlanError, StudyPlan, expand, find_study, make_plan, values_said
+from search_spaces.declaration.study import Study
+from search_spaces.language_model.smoke import smoke
+from tune_study.folder.outputs import write_study
+from tune_study.folder.study_file import join, plan_from_folder
+from tune_study.plan.study_plan import PlanError, StudyPlan, expand, find_study, make_plan, values_said
 
 LOW = ["0001", "0003", "001", "003"]
 TOP = ["topk100", "topk80", "topk60", "topk40"]

@@ -5,16 +5,16 @@ from string import Formatter
 import numpy as np
 import pytest
 
-from analysis.contrasts import declared
+from analysis.sandbox.contrasts import declared
 from search_spaces import STUDIES
-from search_spaces.family import value_label
-from search_spaces.language_model import PPO
-from search_spaces.presets import PRESETS
-from search_spaces.sandbox_age_not_capacity import decay_for
-from search_spaces.study import Study
-from trainable.config import canonical_key, field_names, with_overrides
-from trainable.stop_rules import RULES
-from trainable.study_config import StudyConfig
+from search_spaces.declaration.family import value_label
+from search_spaces.declaration.presets import PRESETS
+from search_spaces.declaration.study import Study
+from search_spaces.language_model.family import PPO
+from search_spaces.sandbox.age_not_capacity import decay_for
+from trainable.config.run_config import canonical_key, field_names, with_overrides
+from trainable.config.study_config import StudyConfig
+from trainable.runs.stop_rules import RULES
 
 ALL = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 SWEEPS = pytest.mark.parametrize("study", [STUDIES[name] for name in ("kl", "entropy", "top-p")], ids=lambda s: s.name)

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.carried import Straight, ended, started
-from tests.scripted import random_model
-from trainable.embedded.recipe import tiny_shape, write_model
+from tests.fakes.carried import Straight, ended, started
+from tests.fakes.scripted import random_model
+from trainable.tiny.recipe import tiny_shape, write_model
 
 
 @pytest.fixture(autouse=True, scope="session")

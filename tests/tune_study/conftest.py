@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tune_study.ray_here import started_ray
-from tune_study.resources import Allotment, bundles
-from tune_study.run import prepare_environment
+from tune_study.placement.resources import Allotment, bundles
+from tune_study.tune.local_ray import started_ray
+from tune_study.tune.run import prepare_environment
 
 HERE = Path(__file__).parent
 THIRD_PARTY = (

@@ -1,0 +1,1 @@
+"""filters, advantages, losses, estimators: pure tensor functions."""

@@ -1,0 +1,1 @@
+"""who owns optimizer and weights: one device, or DeepSpeed over ranks."""

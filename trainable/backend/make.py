@@ -6,8 +6,8 @@ from torch import nn
 
 from trainable.backend.one_device import Backend, OneDevice, adamw
 from trainable.backend.world import Connected, World
-from trainable.config import RunConfig
-from trainable.sections import OptimConfig, TrainerConfig
+from trainable.config.run_config import RunConfig
+from trainable.config.sections import OptimConfig, TrainerConfig
 
 
 def make_backends(

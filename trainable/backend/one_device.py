@@ -7,11 +7,11 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from trainable.backend.meter import Meter
 from trainable.backend.world import ALONE, World
-from trainable.meter import Meter
-from trainable.nonfinite import Named, bad_gradients, bad_weights
-from trainable.sections import OptimConfig
-from trainable.state import check_shapes, flat_state, load_flat_state, tensor_shapes, trained
+from trainable.config.sections import OptimConfig
+from trainable.runs.nonfinite import Named, bad_gradients, bad_weights
+from trainable.runs.state import check_shapes, flat_state, load_flat_state, tensor_shapes, trained
 
 T = TypeVar("T")
 

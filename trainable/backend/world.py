@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its stubs
 
-from trainable.state import Lazy
+from trainable.runs.state import Lazy
 
 T = TypeVar("T")
 

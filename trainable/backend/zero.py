@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainable.backend.meter import Meter
 from trainable.backend.one_device import adamw, below, named_parameters
 from trainable.backend.world import World
 from trainable.backend.zero_weights import MOMENTS, Copied, Dealt, Weights
-from trainable.meter import Meter
-from trainable.sections import OptimConfig, TrainerConfig
-from trainable.state import check_shapes, tensor_shapes, trained
+from trainable.config.sections import OptimConfig, TrainerConfig
+from trainable.runs.state import check_shapes, tensor_shapes, trained
 
 DEALT_BUCKET = 50_000_000
 """Elements that are reduced at once in stage 3, where each network has a buffer of them for good."""

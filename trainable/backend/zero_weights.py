@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from trainable.backend.one_device import named_parameters
 from trainable.backend.world import World
-from trainable.nonfinite import bad_weights
-from trainable.qwen2 import PassSettings
-from trainable.state import trained
+from trainable.models.qwen2 import PassSettings
+from trainable.runs.nonfinite import bad_weights
+from trainable.runs.state import trained
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -1,0 +1,1 @@
+"""episodes, samplers (torch, vLLM), and the engine that plays them."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from trainable.protocol import Observation, Protocol, Reply, parse
+from trainable.envs.sokoban.board import Action, step
+from trainable.envs.sokoban.generate import Room
+from trainable.envs.sokoban.prompt import Observation, Protocol, Reply, parse
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import Sampled, Sampler, SamplingParams
-from trainable.sokoban.board import Action, step
-from trainable.sokoban.generate import Room
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainable.failures import NonFiniteError
-from trainable.language_model import LanguageModel
+from trainable.models.interface import LanguageModel
 from trainable.rollout.sampler import Conversation, Sampled, SamplingParams
+from trainable.runs.failures import NonFiniteError
 
 CROWDED = 0.5  # share of talking rows below which they are moved together; moving copies the cache
 

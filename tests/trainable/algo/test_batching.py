@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.strategies_algo import examples
+from tests.strategies.algo import examples
 from trainable.algo.batching import (
     adjust_copy,
     adjust_delete,

@@ -7,8 +7,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests import oracles_algo as oracle
-from tests.strategies_algo import examples, matrix, numbers, score_vectors
+from tests.oracles import algo as oracle
+from tests.strategies.algo import examples, matrix, numbers, score_vectors
 from trainable.algo.filters import (
     MinP,
     Rule,

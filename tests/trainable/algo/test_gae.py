@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import oracles_algo as oracle
-from tests.strategies_algo import Sequences, discounts, examples, sequences
+from tests.oracles import algo as oracle
+from tests.strategies.algo import Sequences, discounts, examples, sequences
 from trainable.algo.advantages import bi_level_gae, conserve_rewards, gae
 from trainable.algo.reductions import masked_whiten
 

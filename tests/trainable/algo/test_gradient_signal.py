@@ -10,8 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import oracles_gradient_signal as oracle
-from tests.strategies_algo import examples
+from tests.oracles import gradient_signal as oracle
+from tests.strategies.algo import examples
 from trainable.algo.gradient_signal import (
     GradientSignal,
     component_cosines,

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from tests import oracles_algo as oracle
-from tests.strategies_algo import Sequences, discounts, examples, grouped_scores, sequences
+from tests.oracles import algo as oracle
+from tests.strategies.algo import Sequences, discounts, examples, grouped_scores, sequences
 from trainable.algo.advantages import group_skill, grpo, reinforce_plus_plus, reinforce_plus_plus_baseline, rloo
 
 Drawn = tuple[list[float], list[int]]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.strategies_algo import Sequences, examples, sequences
+from tests.strategies.algo import Sequences, examples, sequences
 from trainable.algo.kl_control import AdaptiveKL, kl_penalised_rewards
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import oracles_algo as oracle
+from tests.oracles import algo as oracle
 from trainable.algo.losses import KL_ESTIMATORS, full_kl, kl_estimate
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import oracles_algo as oracle
-from tests.strategies_algo import examples
+from tests.oracles import algo as oracle
+from tests.strategies.algo import examples
 from trainable.algo.losses import (
     entropy_from_logits,
     full_kl,

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import oracles_mutual_information as oracles
-from tests.strategies_algo import examples, matrix
+from tests.oracles import mutual_information as oracles
+from tests.strategies.algo import examples, matrix
 from trainable.algo.mutual_information import (
     mixture,
     mutual_information,

@@ -3,8 +3,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import oracles_algo as oracle
-from tests.strategies_algo import Sequences, examples, sequences
+from tests.oracles import algo as oracle
+from tests.strategies.algo import Sequences, examples, sequences
 from trainable.algo.reductions import LOSS_AGG_MODES, loss_weights, masked_mean, masked_whiten
 
 

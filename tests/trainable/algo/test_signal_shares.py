@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from tests import oracles_gradient_signal as oracle
-from tests.strategies_algo import examples
+from tests.oracles import gradient_signal as oracle
+from tests.strategies.algo import examples
 from tests.trainable.algo.test_gradient_signal import close, random_vectors
 from trainable.algo.gradient_signal import fold_gram, gradient_signal, signal_shares, update_shares
 

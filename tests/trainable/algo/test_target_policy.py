@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import oracles_algo as oracle
-from tests.strategies_algo import examples
+from tests.oracles import algo as oracle
+from tests.strategies.algo import examples
 from trainable.algo.target_policy import target_policy
 
 ETAS = st.sampled_from([0.1, 1.0, 7.0])

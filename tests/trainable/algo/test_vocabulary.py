@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.strategies_algo import examples
+from tests.strategies.algo import examples
 from trainable.algo.losses import entropy_from_logits, full_kl, logprobs_from_logits
 from trainable.algo.vocabulary import TokenNumbers, logprobs_from_hidden, token_numbers
 

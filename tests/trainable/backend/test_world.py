@@ -6,14 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.trainers import quiet
-from trainable import update
+from tests.fakes.trainers import quiet
 from trainable.algo.batching import length_stratified_order
+from trainable.backend.meter import Meter
 from trainable.backend.world import ALONE, Alone, dealt_rows, in_order, my_block, skipped_children
-from trainable.meter import Meter
-from trainable.seeds import stream
-from trainable.trainer import PPOTrainer
-from trainable.update import passes
+from trainable.config.seeds import stream
+from trainable.ppo import update
+from trainable.ppo.trainer import PPOTrainer
+from trainable.ppo.update import passes
 
 SIZES = st.integers(1, 7)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from trainable.sandbox.rollouts import Candidates, Rollouts
+from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 
 
 def drawn_batch(seed: int, members: int = 2, size: int = 5, length: int = 3, actions: int = 4) -> Rollouts:

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.members import Streams
-from trainable.sandbox.methods import GROUPED
-from trainable.sandbox.rollouts import Rollouts
-from trainable.sandbox.trainer import Progress, UpdateRuleTrainer
+from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.rollouts import Rollouts
+from trainable.sandbox.config.methods import GROUPED
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.training.trainer import Progress, UpdateRuleTrainer
 
 PROMPTS, POSITIONS, ACTIONS = 3, 2, 4
 

@@ -8,8 +8,8 @@ A good action that was unlikely passes, a bad one that was unlikely does not; g 
 import torch
 from torch import Tensor
 
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.rollouts import Rollouts
+from trainable.sandbox.batch.rollouts import Rollouts
+from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.rule import RuleLoss, advantages, log_probs_of, policy_gradient_loss, uncertainty
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from trainable.algo.losses import LOG_RATIO_LIMIT, ppo_clip
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.rollouts import Rollouts
+from trainable.sandbox.batch.rollouts import Rollouts
+from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.rule import (
     RuleLoss,
     Spread,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.rollouts import Rollouts
+from trainable.sandbox.batch.rollouts import Rollouts
+from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.delight import dg
 from trainable.sandbox.rules.rule import RuleLoss, actor_advantages, kept_mean
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.rollouts import Rollouts
+from trainable.sandbox.batch.rollouts import Rollouts
+from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.delight import dg, gate
 from trainable.sandbox.rules.rule import RuleLoss, kept_mean, log_probs_of, rule_loss, squared_mass
 from trainable.sandbox.rules.token_credit import right_and_scored, scored

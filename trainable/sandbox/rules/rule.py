@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from trainable.algo.losses import LOG_RATIO_LIMIT
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.rollouts import Rollouts
+from trainable.sandbox.batch.rollouts import Rollouts
+from trainable.sandbox.config.settings import UpdateRuleConfig
 
 CONSTANT_BASELINE = 0.5
 
 
 @dataclass(frozen=True)
 class RuleLoss:
-    """loss: [E], with gradients. metrics: [E] each, without, named as in `trainable.sandbox.records.RULE_COLUMNS`."""
+    """loss: [E], with gradients. metrics: [E] each, without, named as in `RULE_COLUMNS` of the sandbox's records."""
 
     loss: Tensor
     metrics: dict[str, Tensor]

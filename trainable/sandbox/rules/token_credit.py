@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.rollouts import Candidates, Rollouts
+from trainable.sandbox.batch.rollouts import Candidates, Rollouts
+from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.delight import gate
 from trainable.sandbox.rules.grouped import clipped_surrogate, normalised
 from trainable.sandbox.rules.rule import (

@@ -1,1 +1,1 @@
-"""What the sandbox trains on: sequence tasks, a classification bandit, and a bandit of a language model."""
+"""bandits, sequences, classification, a language-model bandit."""

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.decoding import drawn, taken
-from trainable.sandbox.members import Streams
-from trainable.sandbox.methods import GROUPED
-from trainable.sandbox.reward_noise import bandit_feature, corrupted
-from trainable.sandbox.rollouts import Rollouts
+from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.reward_noise import bandit_feature, corrupted
+from trainable.sandbox.batch.rollouts import Rollouts
+from trainable.sandbox.config.methods import GROUPED
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.models.decoding import drawn, taken
 from trainable.sandbox.tasks.groups import all_kept, kept_rollouts, split_groups
 
 

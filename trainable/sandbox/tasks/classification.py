@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.members import Streams
-from trainable.sandbox.mlp import Perceptrons, first_perceptrons
-from trainable.sandbox.rollouts import Rollouts
-from trainable.sandbox.task import Models
+from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.rollouts import Rollouts
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.models.mlp import Perceptrons, first_perceptrons
 from trainable.sandbox.tasks.bandits import bandit_rollouts, prompts_a_step
 from trainable.sandbox.tasks.images import CLASSES, Images, read_images
+from trainable.sandbox.tasks.task import Models
 
 
 class ClassificationTask:
-    """mnist (see `trainable.sandbox.task.Task`): T is 1, observations are 784 pixels between 0 and 1."""
+    """mnist (see `trainable.sandbox.tasks.task.Task`): T is 1, observations are 784 pixels between 0 and 1."""
 
     def __init__(self, config: UpdateRuleConfig, images: Images | None = None) -> None:
         self.config = config

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainable.seeds import stream
+from trainable.config.seeds import stream
 
 Pixels = NDArray[np.float32]
 SIDE, CLASSES = 28, 10

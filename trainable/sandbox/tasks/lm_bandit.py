@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from trainable.policy import load_policy
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.decoding import taken
-from trainable.sandbox.language_models import LanguageModels
-from trainable.sandbox.members import Streams
-from trainable.sandbox.rollouts import Rollouts
-from trainable.sandbox.task import Models
+from trainable.models.load import load_policy
+from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.rollouts import Rollouts
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.models.decoding import taken
+from trainable.sandbox.models.language_models import LanguageModels
 from trainable.sandbox.tasks.bandits import bandit_rollouts, prompts_a_step
+from trainable.sandbox.tasks.task import Models
 from trainable.sandbox.tasks.texts import read_tokens
 
 WINDOWS = 500
@@ -18,7 +18,7 @@ WINDOWS_AT_ONCE = 16
 
 
 class LanguageModelBandit:
-    """lm_bandit (see `trainable.sandbox.task.Task`): T is 1, observations are context_len tokens.
+    """lm_bandit (see `trainable.sandbox.tasks.task.Task`): T is 1, observations are context_len tokens.
 
     The reward is whether the token is the text's own, noise included, less kl_weight (log pi(a) - log pi_first(a)).
     """

@@ -1,10 +1,10 @@
 """From settings to the task that they name."""
 
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.task import Task
+from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.tasks.classification import ClassificationTask
 from trainable.sandbox.tasks.lm_bandit import LanguageModelBandit
 from trainable.sandbox.tasks.sequences import SequenceTask
+from trainable.sandbox.tasks.task import Task
 
 
 def make_task(config: UpdateRuleConfig) -> Task:

@@ -3,23 +3,23 @@
 import torch
 from torch import Tensor
 
-from trainable.sandbox.config import UpdateRuleConfig
-from trainable.sandbox.decoding import Continuations, continuations, drawn, taken
-from trainable.sandbox.members import Streams
-from trainable.sandbox.methods import CANDIDATE, GROUPED
-from trainable.sandbox.reward_noise import corrupted, sequence_feature
-from trainable.sandbox.rollouts import Candidates, Rollouts
-from trainable.sandbox.task import Models
+from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.reward_noise import corrupted, sequence_feature
+from trainable.sandbox.batch.rollouts import Candidates, Rollouts
+from trainable.sandbox.config.methods import CANDIDATE, GROUPED
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.models.decoding import Continuations, continuations, drawn, taken
+from trainable.sandbox.models.transformer import Transformers, TransformerShape, first_transformers
 from trainable.sandbox.tasks.groups import all_kept, kept_rollouts, spread_groups
 from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, sequence_rewards
-from trainable.sandbox.transformer import Transformers, TransformerShape, first_transformers
+from trainable.sandbox.tasks.task import Models
 
 EVALUATED_PROMPTS = 1000
 EVALUATED_AT_ONCE = 250  # of each member, so that what one token needs stays in the processor's cache
 
 
 class SequenceTask:
-    """One of the five sequence tasks (see `trainable.sandbox.task.Task`). T is seq_len, tokens are actions."""
+    """One of the five sequence tasks (see `trainable.sandbox.tasks.task.Task`). T is seq_len, tokens are actions."""
 
     def __init__(self, config: UpdateRuleConfig) -> None:
         self.config = config

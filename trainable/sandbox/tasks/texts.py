@@ -13,11 +13,11 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainable.embedded.demonstrations import Habits, dialogues
-from trainable.embedded.recipe import ACTIONS, ACTIONS_A_TURN, TURNS
-from trainable.protocol import make_protocol
-from trainable.seeds import stream
-from trainable.sokoban.room_sets import demonstration_rooms
+from trainable.config.seeds import stream
+from trainable.envs.sokoban.prompt import make_protocol
+from trainable.envs.sokoban.room_sets import demonstration_rooms
+from trainable.tiny.demonstrations import Habits, dialogues
+from trainable.tiny.recipe import ACTIONS, ACTIONS_A_TURN, TURNS
 
 SHIPPED = Path(__file__).parent / "sokoban_dialogues.jsonl"
 SHIPPED_PASSAGES = 480

@@ -1,0 +1,1 @@
+"""run folders to tidy frames, and which runs are compared."""

@@ -1,0 +1,177 @@
+"""Families of studies: which columns their runs write, and what a run comes to. study.json names the family of a study.
+
+The columns that name a run and say how it ended are those of every family; a family adds what its trainer measures. A
+new one is a value in `FAMILIES` and, where its report differs, an entry in `analysis.report.pages.PAGES`.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import trainable.sandbox.measure.records as sandbox
+from analysis.stats.estimates import area_under_curve
+from trainable.runs.records import (
+    GRADIENT_COLUMNS,
+    GRADIENT_GROUP_COLUMNS,
+    ROW_COLUMNS,
+    STEP_COLUMNS,
+    STOP_COLUMNS,
+    TRIAL_COLUMNS,
+    TRIAL_LAST_VALUES,
+    Column,
+)
+
+Row = dict[str, Any]
+Schema = dict[str, str]
+
+TEXT, NUMBER, COUNT, COUNT_OR_MISSING, TRUTH = "str", "float64", "int64", "Int64", "bool"
+TIME = "datetime64[us, UTC]"
+LOW_ENTROPY = 0.1
+_EXCEPTIONS = {
+    "seed": COUNT,
+    "step": COUNT,
+    "steps_done": COUNT,
+    "steps_total": COUNT_OR_MISSING,
+    "stop_step": COUNT_OR_MISSING,
+    "group": COUNT,
+    "prefilter": TRUTH,
+    "uses_training_batch": TRUTH,
+}
+
+
+def _kind(column: Column) -> str:
+    """The dtype of a column of records.py: no unit is text, UTC is a time, all else a number."""
+    if column.name in _EXCEPTIONS:
+        return _EXCEPTIONS[column.name]
+    return {"": TEXT, "UTC": TIME}.get(column.unit, NUMBER)
+
+
+def _kinds(*groups: Iterable[Column]) -> Schema:
+    return {column.name: _kind(column) for group in groups for column in group}
+
+
+_RUN = _kinds(column for column in ROW_COLUMNS if column.name != "step")
+_AXIS = {"axis_setting": TEXT, "axis_value": NUMBER}
+_ANALYSES = {
+    "rooms": {**_RUN, "step": COUNT, "split": TEXT, "mode": TEXT, "room": COUNT, "cluster": COUNT, "success": TRUTH},
+    "gradients": _kinds(ROW_COLUMNS, GRADIENT_COLUMNS),
+    "gradient_groups": {
+        **_kinds(ROW_COLUMNS),
+        "source": TEXT,
+        "prefilter": TRUTH,
+        "bucket": TEXT,
+        **_kinds(GRADIENT_GROUP_COLUMNS),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the runs of one kind of study write.
+
+    first_step: the least step of a row. step_columns: what a row measures. trial_columns: what stands of a run in
+    `trials`, in order, beside its names, its axis and its settings. values: from a run's rows, sorted by step, to its
+    `steps_done` and the trial columns that no file states; with them the step up to which the run keeps its last
+    values, None where that is its last row.
+    """
+
+    name: str
+    first_step: int
+    step_columns: tuple[Column, ...]
+    trial_columns: tuple[Column, ...]
+    values: Callable[[Sequence[Row], int | None], Row]
+
+    @cached_property
+    def schemas(self) -> Mapping[str, Schema]:
+        """Columns and types of each frame. What only other families write (rooms, gradients) is an empty frame."""
+        return {
+            "trials": {**_RUN, **_AXIS, **_kinds(self.trial_columns)},
+            "steps": _kinds(ROW_COLUMNS, self.step_columns, STOP_COLUMNS),
+            **_ANALYSES,
+        }
+
+
+def family_of(study: Mapping[str, Any]) -> Family:
+    """The family that study.json names; "ppo" where it names none. ValueError where there is no such family."""
+    name = study.get("family", "ppo")
+    if name not in FAMILIES:
+        raise ValueError(
+            f"study.json of `{study.get('name', '')}` is of the family {name!r}, which this version cannot read; it "
+            f"reads {', '.join(FAMILIES)}."
+        )
+    return FAMILIES[name]
+
+
+def last(rows: Sequence[Row], column: str) -> Any:
+    """The last value of a column that is not missing; None without one."""
+    return next((row[column] for row in reversed(rows) if row.get(column) is not None), None)
+
+
+def _ppo(rows: Sequence[Row], until: int | None) -> Row:
+    validations = [row["val_success"] for row in rows if row.get("val_success") is not None]
+    return {
+        "steps_done": len(rows),
+        "final_val_success": last(rows, "val_success"),
+        "final_val_success_unseen": last(rows, "val_success_unseen"),
+        "final_val_greedy_success": last(rows, "val_greedy_success"),
+        "peak_val_success": max(validations, default=None),
+        **{name: last(rows, name) for name in TRIAL_LAST_VALUES},
+    }
+
+
+def _update_rules(rows: Sequence[Row], until: int | None) -> Row:
+    """Rows are evaluations: the last row's values, first steps at which something holds, means."""
+    final = rows[-1] if rows else {}
+    finals = [column.name for column in sandbox.TRIAL_COLUMNS if column.name.startswith("final_")]
+    return {
+        "steps_done": final.get("step", 0),
+        **{name: final.get(name.removeprefix("final_")) for name in finals},
+        "first_step_entropy_low": _first(rows, "entropy", LOW_ENTROPY),
+        "first_step_error_zero": _first(rows, "test_error", 0.0),
+        "mean_entropy": _mean_over_steps(rows, "entropy", final.get("step", 0) if until is None else until),
+        "mean_replay_age": _mean_over_batches(rows, "age_mean"),
+        "mean_effective_age": _mean_over_batches(rows, "effective_age"),
+    }
+
+
+def _first(rows: Sequence[Row], column: str, most: float) -> Any:
+    """The first step at which the column is at most `most`; None where it never is."""
+    return next((row["step"] for row in rows if row.get(column) is not None and row[column] <= most), None)
+
+
+def _mean_over_batches(rows: Sequence[Row], column: str) -> float | None:
+    """The mean of a column that is itself a mean over the batches since the row before; None where no row has it.
+
+    A row with a loss was written after the batch of its step, one without before it, so rows stand for unequal numbers
+    of batches: the first one of a run without delay for a single one, of age 0.
+    """
+    done = [row["step"] + (row.get("loss") is not None) for row in rows]
+    counts = [after - before for before, after in pairwise([0, *done])]
+    found = [(count, row[column]) for count, row in zip(counts, rows, strict=True) if row.get(column) is not None]
+    return sum(count * value for count, value in found) / sum(count for count, _ in found) if found else None
+
+
+def _mean_over_steps(rows: Sequence[Row], column: str, until: int) -> float:
+    """Mean height of the column's curve from its first value to the step `until`; NaN without a value."""
+    found = [row for row in rows if row.get(column) is not None]
+    return area_under_curve([row["step"] for row in found], [row[column] for row in found], until)
+
+
+def _of_files(column: Column) -> bool:
+    """Whether a trial column of records.py is of every family: not a success on rooms."""
+    return not column.name.endswith("_success") and not column.name.endswith("_success_unseen")
+
+
+_LAST_VALUES = tuple(column for name in TRIAL_LAST_VALUES for column in STEP_COLUMNS if column.name == name)
+_COMMON = tuple(column for column in TRIAL_COLUMNS if _of_files(column))
+RUN_FILES: Schema = {**_RUN, **_kinds(_COMMON, STOP_COLUMNS)}
+"""Types of what stands in run.json and status.json under a column's name."""
+
+FAMILIES: dict[str, Family] = {
+    "ppo": Family("ppo", 1, STEP_COLUMNS, (*TRIAL_COLUMNS, *STOP_COLUMNS, *_LAST_VALUES), _ppo),
+    "update_rules": Family(
+        "update_rules", 0, sandbox.STEP_COLUMNS, (*_COMMON, *STOP_COLUMNS, *sandbox.TRIAL_COLUMNS), _update_rules
+    ),
+}

@@ -1,0 +1,222 @@
+"""The frames of a study: their columns, types, order, files, and equality."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+import trainable.sandbox.measure.records as sandbox
+from analysis.data.families import COUNT_OR_MISSING, FAMILIES, NUMBER, TEXT, TIME, Family, Schema, family_of
+from trainable.runs.links import whole_file
+from trainable.runs.records import TIME_COLUMNS
+
+Study = dict[str, Any]
+
+FRAMES = ("trials", "steps", "rooms", "gradients", "gradient_groups")
+SCHEMAS = FAMILIES["ppo"].schemas
+"""Columns and types of the frames of a study of language models; other families: `Family.schemas`."""
+
+# Differ between two executions of one run: times, and the name that Ray Tune gave it.
+NOT_COMPARED: frozenset[str] = (
+    TIME_COLUMNS | {column.name for column in sandbox.TIME_COLUMNS} | {"tokens_per_second", "trial_id"}
+)
+
+
+def empty(name: str) -> pd.DataFrame:
+    """The frame called `name` without a row, every column in its type."""
+    return typed(pd.DataFrame(columns=list(SCHEMAS[name])), SCHEMAS[name])
+
+
+@dataclass(frozen=True)
+class StudyFrames:
+    """What a study wrote, as tidy frames.
+
+    trials: one row a run. steps: one row a training step of a run, or an evaluation in the update-rule sandbox. rooms:
+    one row an episode of an evaluation. gradients: one row a loss component in a bucket of an analysis batch.
+    gradient_groups: one row a group of one. Both are empty where no gradients were analysed, and with rooms in the
+    sandbox.
+    study: study.json, or a list of them when several studies were loaded together.
+    """
+
+    trials: pd.DataFrame
+    steps: pd.DataFrame
+    rooms: pd.DataFrame
+    study: Study | list[Study]
+    gradients: pd.DataFrame = field(default_factory=lambda: empty("gradients"))
+    gradient_groups: pd.DataFrame = field(default_factory=lambda: empty("gradient_groups"))
+
+    @property
+    def studies(self) -> list[Study]:
+        """study.json of each study, always as a list."""
+        return self.study if isinstance(self.study, list) else [self.study]
+
+    @property
+    def families(self) -> list[Family]:
+        """The families of the studies, each once: one, unless studies of several kinds were loaded together."""
+        return list({family.name: family for family in map(family_of, self.studies)}.values())
+
+    @cached_property
+    def runs(self) -> pd.DataFrame:
+        """`trials` without the columns of settings, which are most of them."""
+        return self.trials[[name for name in self.trials if not str(name).startswith("config/")]]
+
+    @cached_property
+    def steps_by_run(self) -> dict[str, pd.DataFrame]:
+        """Rows of `steps` of each run that has some, in their order."""
+        return {str(run_id): rows for run_id, rows in self.steps.groupby("run_id", sort=False)}
+
+    def steps_of(self, run_id: str) -> pd.DataFrame:
+        """Rows of `steps` of one run; none for a run without a step."""
+        return self.steps_by_run.get(run_id, self.steps.iloc[:0])
+
+    @cached_property
+    def validations(self) -> dict[tuple[str, str], dict[int, pd.DataFrame]]:
+        """The first and last validation of each run by (run_id, mode), then by step: (index room; success, cluster).
+
+        The first is that before training, at step 0. The last is the last one no later than the run's last step.
+        Made in one pass over `rooms`, which has a row an episode: hundreds of thousands in a grid.
+        """
+        rooms = self.rooms[self.rooms["split"] == "val"]
+        done: Any = rooms["run_id"].map(self.trials.set_index("run_id")["steps_done"])
+        rooms = rooms[rooms["step"] <= done.astype(NUMBER)]
+        last = rooms.groupby(["run_id", "mode"])["step"].transform("max")
+        ends = rooms[(rooms["step"] == last) | (rooms["step"] == 0)]
+        names = ["run_id", "mode", "step"]
+        means: Any = ends.groupby([*names, "room"]).agg(success=("success", "mean"), cluster=("cluster", "first"))
+        found: dict[tuple[str, str], dict[int, pd.DataFrame]] = {}
+        for (run_id, mode, step), rows in means.groupby(level=names, sort=True):
+            found.setdefault((run_id, mode), {})[int(step)] = rows.droplevel(names)
+        return found
+
+    def one(self, name: str) -> "StudyFrames":
+        """The frames of the study called `name` in the `study` column, without columns of other families."""
+        names = [study["name"] for study in self.studies]
+        if name not in names:
+            raise ValueError(f"There is no study `{name}` here; there are: {', '.join(names)}.")
+        study = self.studies[names.index(name)]
+        foreign = foreign_columns(self.families, family_of(study))
+        frames = {part: getattr(self, part).drop(columns=list(foreign[part])) for part in FRAMES}
+        rows = {part: frame[frame["study"] == name].reset_index(drop=True) for part, frame in frames.items()}
+        return StudyFrames(**rows, study=study)
+
+    def write_parquet(self, folder: Path | str) -> None:
+        """Write every frame to `folder` as <name>.parquet, each beside and then renamed."""
+        for part in FRAMES:
+            with whole_file(Path(folder) / f"{part}.parquet") as beside:
+                getattr(self, part).to_parquet(beside, index=False)
+
+
+def shared_schema(families: Iterable[Family], part: str) -> Schema:
+    """The columns of all families in the frame called `part`; a name that two share has one type (a test)."""
+    return {name: kind for family in families for name, kind in family.schemas[part].items()}
+
+
+def foreign_columns(families: Iterable[Family], own: Family) -> dict[str, list[str]]:
+    """Of each frame the columns that other families have and `own` does not."""
+    others = list(families)
+    return {part: [name for name in shared_schema(others, part) if name not in own.schemas[part]] for part in FRAMES}
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows of a frame as dictionaries."""
+    return [{str(name): value for name, value in row.items()} for row in frame.to_dict("records")]
+
+
+def typed(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
+    """`frame` with every column of `schema`, in its type also when all missing; columns beside it come last."""
+    columns = {name: _cast(frame[name], kind) if name in frame else _missing(frame, kind)
+               for name, kind in schema.items()}  # fmt: skip
+    beside = {name: _filled(frame[name]) for name in frame.columns if name not in schema}
+    return pd.DataFrame({**columns, **beside}, index=frame.index).reset_index(drop=True)
+
+
+def _cast(values: Any, kind: str) -> Any:
+    """A pandas Series as `kind`; missing text is empty text."""
+    if values.dtype == kind and not values.hasnans:
+        return values
+    if kind == TEXT:
+        return values.astype(object).where(values.notna(), "").astype(TEXT)
+    if kind == TIME:
+        written = values.astype(object).where(values.notna(), None)
+        return pd.to_datetime(written, utc=True, format="ISO8601").astype(TIME)
+    if kind == COUNT_OR_MISSING:
+        return values.astype(NUMBER).astype(COUNT_OR_MISSING)
+    return values.astype(kind)
+
+
+def _missing(frame: pd.DataFrame, kind: str) -> Any:
+    return _cast(pd.Series([None] * len(frame), index=frame.index, dtype=object), kind)
+
+
+def _filled(values: Any) -> Any:
+    """A text column's gaps as empty text; other types keep their own missing value."""
+    return _cast(values, TEXT) if isinstance(values.dtype, pd.StringDtype) or values.dtype == object else values
+
+
+def setting_column(values: list[Any]) -> Any:
+    """One setting of every run as a column: boolean, Int64, float64, or text (lists as JSON) that may be missing."""
+    present = [value for value in values if value is not None]
+    if present and all(isinstance(value, bool) for value in present):
+        return pd.Series(values, dtype="boolean")
+    if present and all(isinstance(value, int) and not isinstance(value, bool) for value in present):
+        return pd.Series(values, dtype=COUNT_OR_MISSING)
+    if present and all(isinstance(value, int | float) and not isinstance(value, bool) for value in present):
+        return pd.Series(values, dtype=NUMBER)
+    return pd.Series(["" if value is None else str(value) for value in values], dtype=TEXT)
+
+
+def together(parts: list[StudyFrames]) -> StudyFrames:
+    """Several studies as one; where two have the same name, their `study` column and name become the run's name.
+
+    Studies of different families stand below each other: a column that a study's family does not have is missing in
+    its rows, and `StudyFrames.one` leaves it out again. One study is itself.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    names = [part.studies[0]["name"] for part in parts]
+    named = [_renamed(part) if names.count(name) > 1 else part for part, name in zip(parts, names, strict=True)]
+    families = [family for part in named for family in part.families]
+    frames = {
+        name: typed(
+            pd.concat([getattr(part, name) for part in named], ignore_index=True), shared_schema(families, name)
+        )
+        for name in FRAMES
+    }
+    return StudyFrames(**frames, study=[part.studies[0] for part in named])
+
+
+def _renamed(part: StudyFrames) -> StudyFrames:
+    study = part.studies[0]
+    frames = {name: getattr(part, name).assign(study=study["run"]) for name in FRAMES}
+    return replace(part, **frames, study={**study, "name": study["run"]})
+
+
+def same_rows(a: pd.DataFrame, b: pd.DataFrame, leave_out: Iterable[str] = ()) -> list[str]:
+    """Differences between two frames of one kind as sentences; empty when they are equal bit for bit.
+
+    Times and Ray Tune's id are left out, and so are the columns of `leave_out`. Two missing values are equal.
+    """
+    left_out = NOT_COMPARED | set(leave_out)
+    columns_a, columns_b = ([name for name in frame.columns if name not in left_out] for frame in (a, b))
+    if columns_a != columns_b:
+        return [f"columns differ: {sorted(set(columns_a) ^ set(columns_b)) or 'in order'}"]
+    if len(a) != len(b):
+        return [f"{len(a)} rows against {len(b)}"]
+    differences = (_difference(name, a[name].reset_index(drop=True), b[name].reset_index(drop=True))
+                   for name in columns_a)  # fmt: skip
+    return [difference for difference in differences if difference]
+
+
+def _difference(name: str, a: Any, b: Any) -> str:
+    if a.dtype != b.dtype:
+        return f"{name}: type {a.dtype} against {b.dtype}"
+    both_missing = a.isna().to_numpy() & b.isna().to_numpy()
+    equal = (a == b).fillna(False).to_numpy(dtype=bool) | both_missing
+    if equal.all():
+        return ""
+    first = int(np.argmin(equal))
+    return f"{name}: {int((~equal).sum())} of {len(a)} rows differ, first {first}: {a[first]!r} against {b[first]!r}"

@@ -1,0 +1,1 @@
+"""gradient analyses: tables, published keys, figures."""

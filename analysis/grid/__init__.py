@@ -1,0 +1,1 @@
+"""arms on a grid of factors: panels, heat maps, switches."""

@@ -1,0 +1,1 @@
+"""templates, formats, figures as elements of a page."""

@@ -1,0 +1,1 @@
+"""tables and figures to one page per study, and an index."""

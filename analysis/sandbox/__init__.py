@@ -1,0 +1,1 @@
+"""update rules: tables, declared contrasts, figures, page."""

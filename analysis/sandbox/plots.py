@@ -1,0 +1,91 @@
+"""Figures of the update-rule sandbox: each draws one table of `sandbox_tables` or `series` and computes nothing."""
+
+from collections.abc import Mapping, Sequence
+from textwrap import fill
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from analysis.sandbox.tables import Panel
+from analysis.sweep.plots import INK, STOPPED, STYLE, arm_colors
+
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#222222", "#8c6d31", "#7b61c4")
+"""Arms are rules, without an order: hues that are told apart without colour vision; the red of stops is left out."""
+
+
+def rule_colors(arms: Sequence[str]) -> dict[str, str]:
+    """A colour for each arm: hues where there are enough, else along the map of `plots.arm_colors`."""
+    return dict(zip(arms, COLORS, strict=False)) if len(arms) <= len(COLORS) else arm_colors(arms)
+
+
+def draw_means(
+    drawn: Sequence[tuple[Panel, pd.DataFrame, pd.DataFrame]], colors: Mapping[str, str], chance: float | None
+) -> Figure:
+    """A panel a column: each arm's mean with a band of its standard error, its runs as thin lines.
+
+    drawn: the panel, `series.curves` and `sandbox_tables.means` of its column. chance: test error of a random content
+    token, a dashed line in panels of a test error; None: none.
+    """
+    with mpl.rc_context(dict(STYLE)):
+        figure = Figure(figsize=(8.8 if len(drawn) > 1 else 6.6, 4.2), layout="constrained")
+        row = figure.subplots(1, len(drawn), squeeze=False)[0]
+        for axes, (panel, runs, means) in zip(row, drawn, strict=True):
+            _curves(axes, runs, means, colors)
+            if chance is not None and panel.column.startswith("test_error"):
+                axes.axhline(chance, color="#888888", linestyle=(0, (4, 3)), linewidth=1, zorder=0)
+            axes.set_xlabel("training step")
+            axes.set_ylabel(panel.label)
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
+        shown = {arm: color for arm, color in colors.items() if any((runs["arm"] == arm).any() for _, runs, _ in drawn)}
+        handles: list[Any] = [Line2D([], [], color=color, linewidth=2, label=arm) for arm, color in shown.items()]
+        if any((runs["status"] == "early_stopped").any() for _, runs, _ in drawn):
+            handles.append(Line2D([], [], color=STOPPED, marker="X", linestyle="none", label="a rule stopped the run"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+    return figure
+
+
+def _curves(axes: Any, runs: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, str]) -> None:
+    several = runs.groupby("arm")["run_id"].nunique()
+    for arm, color in colors.items():
+        for _, run in runs[runs["arm"] == arm].groupby("run_id", sort=False):
+            thin = {"linewidth": 0.6, "alpha": 0.4} if several[arm] > 1 else {"linewidth": 1.8}
+            axes.plot(run["step"], run["value"], color=color, zorder=2, **thin)
+            if run["status"].iloc[-1] == "early_stopped":
+                end = run.iloc[-1]
+                axes.scatter(end["step"], end["value"], marker="X", s=30, color=STOPPED, zorder=5, clip_on=False)
+        mean = means[(means["arm"] == arm) & (means["runs"] > 1)]
+        if len(mean):
+            low, high = mean["value"] - mean["error"], mean["value"] + mean["error"]
+            axes.fill_between(mean["step"].astype(float), low, high, color=color, alpha=0.22, linewidth=0, zorder=3)
+            axes.plot(mean["step"], mean["value"], color=color, linewidth=2, zorder=4)
+
+
+def draw_contrasts(table: pd.DataFrame, singles: pd.DataFrame) -> Figure:
+    """A panel a column, a line a contrast: its difference with its interval, below it its pairs as rings, 0 dashed.
+
+    table: `contrasts.contrasts`. singles: `contrasts.pairs`.
+    """
+    columns = list(dict.fromkeys(table["column"]))
+    names = list(dict.fromkeys(table["contrast"]))
+    height = {name: -index for index, name in enumerate(names)}
+    with mpl.rc_context(dict(STYLE)):
+        figure = Figure(figsize=(8.8, 0.9 + 0.45 * len(names)), layout="constrained")
+        row = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
+        for axes, column in zip(row, columns, strict=True):
+            axes.axvline(0, color="#888888", linestyle=(0, (4, 3)), linewidth=1, zorder=0)
+            rings = singles[singles["column"] == column]
+            axes.scatter(
+                rings["difference"], rings["contrast"].map(height) - 0.24, s=16, facecolor="none", edgecolor="#888888"
+            )
+            own = table[table["column"] == column]
+            axes.hlines(own["contrast"].map(height), own["low"], own["high"], color=INK, linewidth=2, zorder=3)
+            axes.scatter(own["difference"], own["contrast"].map(height), s=30, color=INK, zorder=4)
+            axes.set_xlabel(f"{column},\nfirst minus second")
+            axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
+        row[0].set_yticks(list(height.values()), [fill(name, 34) for name in names])
+        row[0].set_ylim(-len(names) + 0.4, 0.6)
+    return figure

@@ -1,0 +1,1 @@
+"""intervals, paired differences, trends, adjusted p-values."""

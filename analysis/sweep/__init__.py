@@ -1,0 +1,1 @@
+"""arms along an axis: tables, curves, verdicts, figures."""

@@ -1,0 +1,1 @@
+"""what a study, a family of studies and a preset are, as data."""

@@ -1,0 +1,61 @@
+"""What studies of one kind share: the type of their configurations, its presets, and the words of their names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainable.config.study_config import StudyConfig
+
+Settings = Mapping[str, object]
+"""Dotted fields of a family's configuration and their values."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A column that is shown while a run trains: the row's name for it, what it is called, how a number is formatted.
+
+    before: the column that stands for it until it is measured; empty: none.
+    """
+
+    column: str
+    name: str
+    form: str
+    before: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of studies.
+
+    name: as study.json and the tables say it. config: of a run. presets: name -> what it sets. seeds: preset -> seeds
+    of an arm where nobody asks for a number. words: a configuration -> what the templates of a study may use.
+    loads: a configuration -> the model that its runs load and train, None for those that make their own.
+    seeds_together: whether one trial trains all seeds of an arm side by side, each a run of its own. sizes: a
+    configuration and the parameters of what it loads -> bytes of a state, and of a row with all that is made of it;
+    None where the model's shape decides. shown: columns of the progress table, the first being how good a run is,
+    which `status` shows too. line: columns of a step's line, in a log and where there is no terminal. models: settings
+    that name a model, which may be a folder here. files: settings that name a file or folder here, if they are set.
+    """
+
+    name: str
+    config: type[StudyConfig]
+    presets: Mapping[str, Settings]
+    seeds: Mapping[str, int]
+    words: Callable[[Any], dict[str, str]]
+    loads: Callable[[Any], str | None]
+    shown: tuple[Shown, ...]
+    line: tuple[Shown, ...]
+    seeds_together: bool = False
+    sizes: Callable[[Any, int], tuple[int, int]] | None = None
+    models: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+    @property
+    def measure(self) -> str:
+        """The column that says how good a run is."""
+        return self.shown[0].column
+
+
+def value_label(value: str) -> str:
+    """The published label of an axis value: no dots, lower case ("0.001" -> "0001", "1.0" -> "10")."""
+    return value.replace(".", "").lower()

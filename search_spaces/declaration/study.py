@@ -1,0 +1,98 @@
+"""What a study is: one question, one base configuration, one axis or a few, and where its files go."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from search_spaces.declaration.family import Family, Settings
+from search_spaces.language_model.family import PPO
+from trainable.config.study_config import StudyConfig
+
+Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
+"""What is compared, in words -> pairs of arms that differ in it alone: the first minus the second."""
+
+
+def _nothing() -> Settings:
+    return MappingProxyType({})
+
+
+def unchanged(settings: Settings, base: StudyConfig) -> Settings:
+    """An arm's settings, whatever the study's base configuration is."""
+    return settings
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What the arms of a study differ in: one setting, or the points of a grid by name.
+
+    setting: the dotted field, or what the points differ in, in words. grids: preset -> values, as
+    they are typed. option: the published flag for its values, where there is one. along: what else every value sets.
+    named: values that are words, and what each sets instead. members: words that may be typed for several values at
+    once. adapt: what an arm's settings are under a base configuration.
+    """
+
+    setting: str
+    grids: Mapping[str, tuple[str, ...]]
+    option: str = "--values"
+    along: Settings = field(default_factory=_nothing)
+    named: Mapping[str, Settings] = field(default_factory=dict)
+    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    adapt: Callable[[Settings, Any], Settings] = unchanged
+
+    def settings(self, value: str, base: StudyConfig) -> dict[str, object]:
+        """The settings of the arm at `value`, a number or one of `named`, in a study of base configuration `base`."""
+        found = self.named.get(value, {**self.along, self.setting: value})
+        return dict(self.adapt(found, base))
+
+    @property
+    def swept(self) -> frozenset[str]:
+        """The dotted fields that the arms differ in."""
+        named = frozenset[str]().union(*self.named.values())
+        return named if set(self.named) >= set().union(*self.grids.values()) else named | {self.setting, *self.along}
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question and all that is needed to run it; data only.
+
+    title: the heading of the summary log. summary: what its lines say of a run before its times, the first field being
+    its name; summary_times: the times, see `tune_study.folder.summary.run_times`. presets: what a preset sets for this
+    study. baseline: the value that others are compared with. smoke: what --smoke sets, to try out a study in seconds.
+    contrasts: what the question compares, said before anything is run.
+    seeds: of each arm where nobody asks for a number; None: the preset's.
+
+    Templates may use the words of the study's family. Of language models: {model} (last part of the model's path),
+    {size} (its billions of parameters, like 3B; the model where its name has none), {tag} (nofilter or filter_zero, by
+    rollout_filter_include_zero), {strategy} (of the filter), {kl_type} (kl_loss_type), {collapse} (the diagnostics that
+    are on: ftmt, ft, mt, nocd), {mass} (rollout_filter_value without dots), {train} and {analysis} (groups x rollouts
+    of a step and of a gradient analysis), {every} (steps between two analyses), and for summaries {include_zero},
+    {filter_value}, {share} (the same, 1 for 1.0), {kl}, {entropy}, {first}, {multi} and {samples}. Templates of one run
+    also have {arm} (the axis value), {label} (the same without dots, lower case), {run} and {experiment}; run,
+    summary_log, wandb_project and baseline are of the whole study. probe_log has {seed} (-seed1, or nothing for seed
+    0), {step} (of the checkpoint) and {val} (withval or noval).
+    """
+
+    name: str
+    title: str
+    question: str
+    axis: Axis
+    summary: str
+    fixed: Settings
+    run: str
+    experiment: str
+    log: str
+    checkpoints: str
+    wandb_project: str
+    baseline: str
+    probe_log: str = "gradient_analysis_probe_sokoban_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
+    family: Family = PPO
+    trainable: str = "trainable.ppo_trainable:PPOTrainable"
+    stop_rules: tuple[str, ...] = ("reward_variance_collapse", "low_validation_success", "empty_filtered_steps")
+    summary_log: str = "{run}.log"
+    summary_times: tuple[str, ...] = ("train", "eval", "total")
+    presets: Mapping[str, Settings] = field(default_factory=dict)
+    seeds: int | None = None
+    include_zero_option: bool = True
+    smoke: Settings = field(default_factory=_nothing)
+    contrasts: Contrasts = field(default_factory=dict)

@@ -1,0 +1,1 @@
+"""studies that fine-tune a language model with PPO or GRPO."""

@@ -1,0 +1,28 @@
+"""What the three published sweeps fix, so that each changes one axis only."""
+
+from types import MappingProxyType
+
+from search_spaces.declaration.family import Settings
+
+SWEEP_SETTINGS: Settings = MappingProxyType(
+    {
+        "algorithm.adv_estimator": "gae",
+        "actor.entropy_from_logits_with_chunking": True,
+        "actor.filter_loss_scaling": "none",
+        "actor.ppo_mini_batch_size": 32,
+        "actor.ppo_micro_batch_size_per_gpu": 4,
+        "critic.ppo_mini_batch_size": 32,
+        "critic.ppo_micro_batch_size_per_gpu": 4,
+        "rollout.log_prob_micro_batch_size_per_gpu": 8,
+        "rollout.ref_log_prob_micro_batch_size_per_gpu": 8,
+        "filter.rollout_filter_strategy": "top_p",
+        "filter.rollout_filter_top_p_prob_mode": "softmax",
+        "filter.rollout_filter_type": "largest",
+        "filter.rollout_filter_metric": "reward_variance",
+        "env.env_groups": 8,
+        "env.group_size": 16,
+        "env.val_env_groups": 512,
+        "env.val_group_size": 1,
+        "trainer.val_before_train": True,
+    }
+)

@@ -1,0 +1,71 @@
+"""Where does GRPO's entropy go: does dropping the std normalisation, or a tighter clip, or a bounded target keep it?
+
+The arms of GRPO cross its normalisation (std; nostd divides by nothing, as in Dr. GRPO) with the clip: tight (0.05),
+standard (0.2), and wide (0.2 below, 0.28 above, as in DAPO). Nothing else differs in them: all aggregate alike. TPO has
+neither a clip nor a choice of normalisation, and its mini-batches hold two whole groups each, which those of GRPO need
+not. Four passes over a batch of four mini-batches take ratios away from 1; in a single update no clip could act. The
+dual clip at 3 stays on in all arms of GRPO.
+"""
+
+from search_spaces.declaration.family import Settings
+from search_spaces.declaration.study import Axis, Study
+from search_spaces.language_model.common import SWEEP_SETTINGS
+
+CLIPS: dict[str, tuple[float, float]] = {"0.05": (0.05, 0.05), "0.2": (0.2, 0.2), "0.28": (0.2, 0.28)}
+"""Name of a clip -> clip_ratio_low, clip_ratio_high."""
+
+
+def _grpo(is_normalised: bool, clip: str) -> Settings:
+    low, high = CLIPS[clip]
+    return {
+        "actor.policy_loss": "ppo_clip",
+        "actor.clip_ratio_low": low,
+        "actor.clip_ratio_high": high,
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.norm_adv_by_std_in_grpo": is_normalised,
+    }
+
+
+ARMS: dict[str, Settings] = {
+    **{
+        f"{name}-clip{clip}": _grpo(is_normalised, clip)
+        for name, is_normalised in (("std", True), ("nostd", False))
+        for clip in CLIPS
+    },
+    "tpo": {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill"},
+}
+
+STUDY = Study(
+    name="grpo-entropy-sokoban",
+    title="GRPO Entropy on Sokoban",
+    question=__doc__.splitlines()[0],
+    axis=Axis(
+        setting="std normalisation x clip, and TPO",
+        option="--arms",
+        grids={"paper": tuple(ARMS), "laptop": tuple(ARMS)},
+        named=ARMS,
+    ),
+    summary="arm={arm} | filter={tag} | include_zero={include_zero}",
+    fixed={
+        **SWEEP_SETTINGS,
+        "algorithm.adv_estimator": "grpo",
+        "actor.loss_agg_mode": "seq-mean-token-mean",
+        "actor.ppo_epochs": 4,
+        "actor.use_kl_loss": False,
+        "actor.kl_loss_coef": 0.0,
+        "actor.entropy_coeff": 0.0,
+        "filter.rollout_filter_value": 1.0,
+    },
+    run="grpo_entropy_{model}",
+    experiment="sokoban_grpo_entropy_{tag}_{label}-{model}",
+    log="{run}/{tag}/{label}/{experiment}.log",
+    checkpoints="{run}/{label}/{experiment}",
+    wandb_project="ragen_grpo_entropy",
+    baseline="std-clip0.2",
+    smoke={
+        "trainer.total_training_steps": 1,
+        "env.env_groups": 2,
+        "env.val_env_groups": 8,
+        "env.test_env_groups": 0,
+    },
+)

@@ -1,0 +1,27 @@
+"""Does a KL penalty to the initial policy hold off collapse, and from which coefficient does it cost success?"""
+
+from search_spaces.declaration.study import Axis, Study
+from search_spaces.language_model.common import SWEEP_SETTINGS
+
+STUDY = Study(
+    name="kl",
+    title="KL Sweep",
+    question=__doc__,
+    axis=Axis(
+        setting="actor.kl_loss_coef",
+        option="--kl-values",
+        grids={
+            "paper": ("0", "0.001", "0.003", "0.01", "0.03", "0.1"),
+            "laptop": ("0", "0.01", "0.03", "0.1", "0.3", "1"),
+        },
+        along={"actor.use_kl_loss": True},
+    ),
+    summary="kl={arm} | filter={tag} | include_zero={include_zero}",
+    fixed={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
+    run="kl_sweep_{model}",
+    experiment="sokoban_kl_sweep_{tag}_{label}-{model}",
+    log="{run}/{tag}/{label}/{experiment}.log",
+    checkpoints="{run}/{label}/{experiment}",
+    wandb_project="ragen_release_kl_sweep",
+    baseline="0",
+)

@@ -1,0 +1,140 @@
+"""Where in the plane of KL and entropy coefficients does training last, with which filter, and under which KL loss?"""
+
+import itertools
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+from search_spaces.declaration.family import Settings
+from search_spaces.declaration.study import Axis, Study
+from trainable.config.run_config import RunConfig
+
+COEFFICIENTS = ("0.001", "0.003", "0.01", "0.03")
+RATIOS = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4}
+"""Published names of the shares that a filter keeps, which every strategy has."""
+
+KL_TYPES = ("low_var_kl", "kl", "mse")
+STRATEGIES = {"top_p": "top_p", "top_k": "top_k_abs", "min_p": "min_p", "top_f": "top_f"}
+"""Published names of filter strategies, whose top_k takes a count of groups, and names here."""
+
+GROUPS = ("1", "2", "3", "4", "5")
+ALL = {"kl": ("1", "4", "5"), "mse": ("1", "4", "5"), "low_var_kl": GROUPS}
+"""The published order over all KL losses: groups that need no KL loss run once."""
+
+_ZERO = ("0",)
+
+
+class Block(NamedTuple):
+    """One group of the grid: its filters by name, its coefficients, and whether rewards count for nothing.
+
+    prefix: what stands before a filter's name in the names of its runs.
+    """
+
+    filters: Mapping[str, float]
+    kl: tuple[str, ...]
+    entropy: tuple[str, ...]
+    zero_task_advantage: bool = False
+    prefix: str = ""
+
+
+BLOCKS: dict[str, Block] = {
+    "1": Block(RATIOS, COEFFICIENTS, _ZERO),
+    "2": Block(RATIOS, _ZERO, COEFFICIENTS),
+    "3": Block(RATIOS, _ZERO, _ZERO),
+    "4": Block({"topk100": 1.0}, COEFFICIENTS, COEFFICIENTS, zero_task_advantage=True, prefix="ta-"),
+    "5": Block({"nofilter": 1.0}, COEFFICIENTS, COEFFICIENTS),
+}
+
+
+def arms(group: str, kl_type: str) -> dict[str, Settings]:
+    """The arms of a group by their published names, which the collapse tag ends: see `Study`, {collapse}."""
+    block = BLOCKS[group]
+    found: dict[str, Settings] = {}
+    for (name, ratio), kl, entropy in itertools.product(block.filters.items(), block.kl, block.entropy):
+        label = f"kl{kl.replace('.', '')}-ent{entropy.replace('.', '')}-{kl_type}"
+        found[f"g{group}-smoke-ppo-sokoban-{block.prefix}{name}-{label}"] = MappingProxyType({
+            "filter.rollout_filter_value": ratio,
+            "actor.use_kl_loss": kl != "0",
+            "actor.kl_loss_coef": float(kl),
+            "actor.kl_loss_type": kl_type,
+            "actor.entropy_coeff": float(entropy),
+            "algorithm.zero_task_advantage": block.zero_task_advantage,
+        })  # fmt: skip
+    return found
+
+
+def counted(settings: Settings, base: RunConfig) -> Settings:
+    """`settings` with the share of groups as a count, where the strategy takes one: max(1, int(share * groups))."""
+    if base.filter.rollout_filter_strategy != "top_k_abs":
+        return settings
+    share = float(str(settings["filter.rollout_filter_value"]))
+    return {**settings, "filter.rollout_filter_value": max(1, int(share * base.env.env_groups))}
+
+
+_ARMS = {group: {kl_type: arms(group, kl_type) for kl_type in KL_TYPES} for group in GROUPS}
+_NAMED = {name: settings for kinds in _ARMS.values() for found in kinds.values() for name, settings in found.items()}
+
+_SETTINGS: Settings = MappingProxyType({
+    "algorithm.adv_estimator": "gae",
+    "actor.filter_loss_scaling": "sqrt",
+    "filter.rollout_filter_strategy": "top_p",
+    "env.env_groups": 8,
+    "env.group_size": 16,
+    "trainer.total_training_steps": 50,
+    "trainer.test_freq": 10,
+    "trainer.val_before_train": False,
+    "trainer.save_freq": -1,
+    "collapse_detection.first_turn_enabled": True,
+    "collapse_detection.multi_turn_enabled": True,
+    "collapse_detection.num_samples": 64,
+})  # fmt: skip
+
+
+def _study(name: str, kl_types: Mapping[str, tuple[str, ...]], losses: str) -> Study:
+    """A study over groups under each KL loss of `kl_types`. losses: the part of its files' names that tells them."""
+    pairs = [(kl_type, group) for kl_type, groups in kl_types.items() for group in groups]
+    grid = tuple(itertools.chain.from_iterable(_ARMS[group][kl_type] for kl_type, group in pairs))
+    members = {
+        wanted: tuple(
+            itertools.chain.from_iterable(_ARMS[group][kl_type] for kl_type, group in pairs if group == wanted)
+        )
+        for wanted in GROUPS
+    }
+    kl_type = pairs[-1][0]
+    return Study(
+        name=name,
+        title="KL/Entropy Smoke Test",
+        question=__doc__,
+        axis=Axis(
+            setting="KL and entropy coefficients, filter",
+            option="--groups",
+            grids={"paper": grid, "laptop": grid},
+            named=_NAMED,
+            members=members,
+            adapt=counted,
+        ),
+        summary=(
+            "{experiment} | filter={share} | kl={kl} | entropy={entropy} | "
+            "collapse=first:{first},multi:{multi},samples:{samples}"
+        ),
+        summary_times=("train", "eval", "collapse", "collapse_first", "collapse_multi", "total"),
+        fixed={**_SETTINGS, "actor.kl_loss_type": kl_type},
+        presets={"paper": {"model.path": "Qwen/Qwen2.5-3B-Instruct"}},
+        run=f"smoke_test_{{strategy}}_{{size}}_{losses}_{{collapse}}",
+        experiment="{arm}-{collapse}",
+        log="smoke_test_{strategy}_details/{experiment}.log",
+        summary_log=f"smoke_test_{{strategy}}/smoke_test_results_{{size}}_{losses}_{{collapse}}.log",
+        seeds=1,
+        checkpoints="{run}/{experiment}",
+        wandb_project="ragen-smoke_test_{strategy}",
+        baseline="g3-smoke-ppo-sokoban-topk100-kl0-ent0-{kl_type}",
+    )
+
+
+def smoke(kl_type: str = "low_var_kl") -> Study:
+    """The five groups under one KL loss: 68 runs."""
+    return _study("smoke", {kl_type: GROUPS}, "{kl_type}")
+
+
+SMOKE_ALL = _study("smoke-all", ALL, "all")
+"""The groups that differ by it under each KL loss: 164 runs."""

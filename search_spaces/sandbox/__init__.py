@@ -1,0 +1,1 @@
+"""studies of update rules on toy tasks."""

@@ -1,0 +1,21 @@
+"""Does correcting a policy along its own prefixes solve a chain of rewards sooner than imitating right sequences?"""
+
+from search_spaces.sandbox.family import REVERSAL, sandbox_study
+
+STUDY = sandbox_study(
+    name="dense-correction",
+    question=__doc__,
+    arms={
+        "CE": {"method": "CE"},
+        "SelfDistillDG": {"method": "SelfDistillDG"},
+        "SCOPELite": {"method": "SCOPELite"},
+    },
+    baseline="CE",
+    fixed={
+        **REVERSAL,
+        "task": "chain_reversal",
+        "trainer.total_training_steps": 1500,
+        "trainer.test_freq": 50,
+        "trainer.resume_every": 250,
+    },
+)

@@ -1,0 +1,76 @@
+"""Does dropping the division by a group's deviation slow the entropy decay of GRPO, and does tightening the clip?
+
+The documents say that the division drives the decay and that the clip, downstream of it, does not matter; they ran
+neither ablation. Here all rules of the family cross the division, three clips, and the KL to the sampling policy. DAPO
+has no such KL; its upper clip stays 1.4 times the lower one. The outcome is the entropy, its mean over the run first.
+Without the division a KL coefficient weighs about 1 / deviation times more against the surrogate, so only the pairs
+without KL isolate the division. DrGRPO is GRPO without division times the number of tokens: clipping of gradients and
+Adam's epsilon tell them apart.
+"""
+
+from search_spaces.declaration.family import Settings
+from search_spaces.declaration.study import Contrasts
+from search_spaces.sandbox.family import GROUPED, REVERSAL, sandbox_study
+
+CLIPS = ("0.05", "0.1", "0.2")
+BETAS = ("0.04", "0")
+
+_RULES: dict[str, Settings] = {
+    "GRPO": {"method": "GRPO"},
+    "GRPO-nostd": {"method": "GRPO", "std_normalization": False},
+    "DrGRPO": {"method": "DrGRPO"},
+}
+_DAPO: dict[str, Settings] = {
+    "DAPO": {"method": "DAPO"},
+    "DAPO-nostd": {"method": "DAPO", "std_normalization": False},
+}
+
+ARMS: dict[str, Settings] = {
+    **{
+        f"{name}-clip{clip}-beta{beta}": {**rule, "clip_low": float(clip), "grpo_beta": float(beta)}
+        for name, rule in _RULES.items()
+        for clip in CLIPS
+        for beta in BETAS
+    },
+    **{
+        f"{name}-clip{clip}": {**rule, "clip_low": float(clip), "clip_high": round(1.4 * float(clip), 3)}
+        for name, rule in _DAPO.items()
+        for clip in CLIPS
+    },
+}
+
+_GRPO_ENDS = tuple(f"clip{clip}-beta{beta}" for clip in CLIPS for beta in BETAS)
+_ENDS = {"GRPO": _GRPO_ENDS, "GRPO-nostd": _GRPO_ENDS, "DrGRPO": _GRPO_ENDS} | dict.fromkeys(
+    _DAPO, tuple(f"clip{clip}" for clip in CLIPS)
+)
+
+
+def _clips(tight: str, wide: str) -> tuple[tuple[str, str], ...]:
+    """Every arm with the tight clip beside the same with the wide one."""
+    tights = [f"{name}-{end}" for name, ends in _ENDS.items() for end in ends if end.split("-")[0] == f"clip{tight}"]
+    return tuple((arm, arm.replace(f"clip{tight}", f"clip{wide}")) for arm in tights)
+
+
+CONTRASTS: Contrasts = {
+    "GRPO without the division by the deviation": tuple((f"GRPO-nostd-{end}", f"GRPO-{end}") for end in _GRPO_ENDS),
+    "the same where no KL acts": tuple(
+        (f"GRPO-nostd-{end}", f"GRPO-{end}") for end in _GRPO_ENDS if end.endswith("beta0")
+    ),
+    "DAPO without the division by the deviation": tuple((f"DAPO-nostd-{end}", f"DAPO-{end}") for end in _ENDS["DAPO"]),
+    "DrGRPO (no division, sum over tokens) against GRPO": tuple((f"DrGRPO-{end}", f"GRPO-{end}") for end in _GRPO_ENDS),
+    "clip 0.05 against 0.2": _clips("0.05", "0.2"),
+    "clip 0.1 against 0.2": _clips("0.1", "0.2"),
+    "without the KL to the sampling policy": tuple(
+        (f"{name}-clip{clip}-beta0", f"{name}-clip{clip}-beta0.04") for name in _RULES for clip in CLIPS
+    ),
+}
+
+STUDY = sandbox_study(
+    name="entropy-mechanism",
+    question=__doc__,
+    arms=ARMS,
+    baseline="GRPO-clip0.2-beta0.04",
+    setting="rule, clip and KL coefficient",
+    contrasts=CONTRASTS,
+    fixed={**REVERSAL, **GROUPED, "method": "GRPO", "entropy_diagnostics": True},
+)

@@ -1,0 +1,70 @@
+"""Is TPO ahead of GRPO at equal rollouts and equal optimizer steps, and how does each bear reusing its rollouts?
+
+Arms `NAME-epochsN` train on 300 batches, N optimizer steps each: at one N, both have equal rollouts and equal updates.
+Arms `NAME-epochsN-updates1200` make 1200 optimizer steps in all, on 1200 / N batches. DG is there at 300 and at 1200
+optimizer steps on the same 300 batches, since the documents compare it at 300 with others at 1200.
+"""
+
+from search_spaces.declaration.family import Settings
+from search_spaces.declaration.study import Contrasts
+from search_spaces.sandbox.family import sandbox_study
+from trainable.sandbox.config.settings import UpdateRuleConfig
+
+EPOCHS = (1, 2, 4, 8)
+UPDATES, BATCHES = 1200, 300
+
+ARMS: dict[str, Settings] = {
+    **{
+        f"{method}-epochs{epochs}": {"method": method, "group_size": 8, "inner_epochs": epochs}
+        for method in ("TPO", "GRPO")
+        for epochs in EPOCHS
+    },
+    **{
+        f"{method}-epochs{epochs}-updates{UPDATES}": {
+            "method": method,
+            "group_size": 8,
+            "inner_epochs": epochs,
+            "trainer.total_training_steps": UPDATES // epochs,
+        }
+        for method in ("TPO", "GRPO")
+        for epochs in EPOCHS
+        if UPDATES // epochs != BATCHES
+    },
+    **{f"DG-epochs{epochs}": {"method": "DG", "inner_epochs": epochs} for epochs in (1, 4)},
+}
+
+CONTRASTS: Contrasts = {
+    "TPO against GRPO at equal rollouts and updates": tuple(
+        (f"TPO-epochs{epochs}", f"GRPO-epochs{epochs}") for epochs in EPOCHS
+    ),
+    **{
+        f"TPO against GRPO, inner epochs {epochs}": ((f"TPO-epochs{epochs}", f"GRPO-epochs{epochs}"),)
+        for epochs in EPOCHS
+    },
+    "TPO against GRPO at 1200 updates, inner epochs 1, 2, 8": tuple(
+        (f"TPO-epochs{epochs}-updates{UPDATES}", f"GRPO-epochs{epochs}-updates{UPDATES}") for epochs in (1, 2, 8)
+    ),
+    "TPO, eight inner epochs against one": (("TPO-epochs8", "TPO-epochs1"),),
+    "GRPO, eight inner epochs against one": (("GRPO-epochs8", "GRPO-epochs1"),),
+    "TPO with one inner epoch against DG": (("TPO-epochs1", "DG-epochs1"),),
+    "DG, four inner epochs against one": (("DG-epochs4", "DG-epochs1"),),
+}
+
+
+def scaled(settings: Settings, base: UpdateRuleConfig) -> Settings:
+    """An arm's own number of batches, said for 300 of the others, in a study of another length."""
+    own = settings.get("trainer.total_training_steps")
+    if not isinstance(own, int):
+        return settings
+    return {**settings, "trainer.total_training_steps": own * base.trainer.total_training_steps // BATCHES}
+
+
+STUDY = sandbox_study(
+    name="matched-updates",
+    question=__doc__,
+    arms=ARMS,
+    baseline="GRPO-epochs4",
+    contrasts=CONTRASTS,
+    adapt=scaled,
+    setting="rule, inner epochs and batches",
+)

@@ -1,0 +1,40 @@
+"""Do rules that correct for importance ratios differ at all, and for the better, where the ratios are not 1?
+
+On policy and with one update a batch REINFORCE, PG, TrajPG, ASPO and R2VPO are one algorithm, and every published run
+of them was such a run. Here each is run with batches that are one and four updates old, and with four updates a batch;
+PMDMean, whose baseline is the mean of the batch, and DG, which corrects nothing, are beside them. A rule is to be held
+against REINFORCE of the same staleness; REINFORCE-onpolicy tells what the staleness costs.
+"""
+
+from search_spaces.declaration.family import Settings
+from search_spaces.declaration.study import Contrasts
+from search_spaces.sandbox.family import SMOKE, sandbox_study
+
+RULES = ("REINFORCE", "PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")
+ON_POLICY = ("REINFORCE", "PMDMean", "DG")
+"""Those that differ on policy: the first stands for the five that do not."""
+REGIMES: dict[str, Settings] = {"delay1": {"delay": 1}, "delay4": {"delay": 4}, "epochs4": {"inner_epochs": 4}}
+
+ARMS: dict[str, Settings] = {
+    **{f"{rule}-onpolicy": {"method": rule} for rule in ON_POLICY},
+    **{f"{rule}-{name}": {"method": rule, **regime} for name, regime in REGIMES.items() for rule in RULES},
+}
+
+CONTRASTS: Contrasts = {
+    f"{rule} against REINFORCE off policy": tuple((f"{rule}-{name}", f"REINFORCE-{name}") for name in REGIMES)
+    for rule in RULES[1:]
+} | {
+    f"{rule}, {name} against on policy": ((f"{rule}-{name}", f"{rule}-onpolicy"),)
+    for rule in ON_POLICY
+    for name in REGIMES
+}
+
+STUDY = sandbox_study(
+    name="off-policy",
+    question=__doc__,
+    arms=ARMS,
+    baseline="REINFORCE-onpolicy",
+    setting="rule and staleness",
+    contrasts=CONTRASTS,
+    smoke={**SMOKE, "trainer.total_training_steps": 6, "trainer.test_freq": 6},
+)

@@ -1,0 +1,20 @@
+"""Is it the age of replayed samples that breaks learning from a buffer, or its capacity, when all samples are old?"""
+
+from search_spaces.sandbox.family import REVERSAL, SMOKE, sandbox_study
+
+STUDY = sandbox_study(
+    name="replay",
+    question=__doc__,
+    arms={
+        "DG": {"method": "DG"},
+        "ReplayDG-5": {"method": "ReplayDG", "replay_capacity": 5},
+        "FreshDG-5": {"method": "FreshDG", "replay_capacity": 5},
+        "ReplayDG-32": {"method": "ReplayDG", "replay_capacity": 32},
+        "FreshDG-32": {"method": "FreshDG", "replay_capacity": 32},
+        "FreshDG-32-decay0.5": {"method": "FreshDG", "replay_capacity": 32, "replay_age_decay": 0.5},
+    },
+    baseline="DG",
+    setting="rule and buffer",
+    fixed={**REVERSAL, "delay": 4},
+    smoke={**SMOKE, "trainer.total_training_steps": 7},
+)

@@ -1,0 +1,182 @@
+"""The pictures and the page of a grid: every cell is written, one scale of colours, all numbers beside them."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from analysis.data.frames import StudyFrames, records
+from analysis.data.load import load
+from analysis.grid import layout
+from analysis.grid import plots as grid_plots
+from analysis.report import pages
+from analysis.sweep import findings, plots, tables
+from tests.analysis.report.test_pages import Page, checked
+from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, made_runs, write_grid
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The 164 arms of three KL losses."""
+    return write_grid(tmp_path_factory.mktemp("grid"), ALL_TYPES, rooms=20)
+
+
+@pytest.fixture(scope="module")
+def frames(folder: Path) -> StudyFrames:
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def figures(frames: StudyFrames) -> dict[str, Figure]:
+    return pages.draw_figures(frames)
+
+
+@pytest.fixture(scope="module")
+def page(frames: StudyFrames, figures: dict[str, Figure]) -> Page:
+    return checked(pages.render_page(frames, figures))
+
+
+def cells_of(frames: StudyFrames) -> tuple[layout.Grid, pd.DataFrame]:
+    found = layout.find(frames)
+    assert found is not None
+    return found, layout.cells(found, layout.members(frames, found))
+
+
+def panels_of(figure: Figure) -> dict[str, Any]:
+    return {axes.get_title(loc="left"): axes for axes in figure.axes if axes.get_title(loc="left")}
+
+
+def test_every_cell_is_written_at_its_place(frames: StudyFrames, figures: dict[str, Figure]) -> None:
+    _, table = cells_of(frames)
+    drawn = panels_of(figures["grid_success"])
+    levels = ["0", "0.001", "0.003", "0.01", "0.03"]
+    assert set(drawn) == set(table["panel"])
+    for panel, axes in drawn.items():
+        assert [label.get_text() for label in axes.get_xticklabels()] == levels  # ordered categories, 0 first
+        written = {text.get_position(): text.get_text() for text in axes.texts}
+        own = records(table[table["panel"] == panel])
+        assert len(written) == len(own)
+        for cell in own:
+            place = (levels.index(f"{cell['x']:g}"), levels.index(f"{cell['y']:g}"))
+            assert written[place] == grid_plots.cell_text(
+                cell["state"], cell["early_stopped"], cell["scored"], cell["runs"], cell["success"]
+            )
+
+
+def test_stopped_cells_have_a_frame_and_no_other(frames: StudyFrames, figures: dict[str, Figure]) -> None:
+    _, table = cells_of(frames)
+    for panel, axes in panels_of(figures["grid_entropy"]).items():
+        frames_drawn = [patch for patch in axes.patches if isinstance(patch, Rectangle) and not patch.get_fill()]
+        assert len(frames_drawn) == (table.loc[table["panel"] == panel, "early_stopped"] > 0).sum()
+
+
+def test_one_scale_of_colours_and_text_that_is_read_on_it(frames: StudyFrames, figures: dict[str, Figure]) -> None:
+    _, table = cells_of(frames)
+    low, high = table["success"].min(), table["success"].max()
+    for panel, axes in panels_of(figures["grid_success"]).items():
+        squares = {(patch.get_x() + 0.5, patch.get_y() + 0.5): patch.get_facecolor()
+                   for patch in axes.patches if patch.get_fill()}  # fmt: skip
+        for cell in records(table[(table["panel"] == panel) & table["success"].notna()]):
+            xs, ys = (sorted(table[axis].unique()) for axis in ("x", "y"))
+            expected = mpl.colormaps["cividis"]((cell["success"] - low) / (high - low))
+            assert squares[xs.index(cell["x"]), ys.index(cell["y"])] == pytest.approx(expected, abs=0.01)
+    shades = [mpl.colors.to_hex(mpl.colormaps["cividis"](place / 50)) for place in range(51)]
+    assert {grid_plots.ink_on(shade) for shade in shades} == {"white", "black"}
+    assert (grid_plots.ink_on("#000000"), grid_plots.ink_on("#ffffff")) == ("white", "black")
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (("scored", 0, 1, 1, 0.534), ".53"),
+        (("stopped", 1, 1, 1, 0.0), "✕ 0"),
+        (("stopped", 1, 3, 3, 0.5), "✕1/3 .50"),
+        (("scored", 0, 2, 3, 1.0), "1.00\n2 of 3"),
+        (("never_ran", 0, 0, 1, float("nan")), "never\nran"),
+        (("failed", 0, 0, 2, float("nan")), "failed"),
+        (("scored", 0, 1, 1, float("nan")), "–"),
+        (("scored", 0, 1, 1, 0.00041), "4.1e-4"),
+        (("scored", 0, 1, 1, -0.25), "-.25"),
+        (("scored", 0, 1, 1, 12.34), "12.3"),
+    ],
+)
+def test_what_a_cell_says(cell: tuple[str, int, int, int, float], text: str) -> None:
+    assert grid_plots.cell_text(*cell) == text
+
+
+def test_losses_stand_side_by_side(frames: StudyFrames) -> None:
+    found, table = cells_of(frames)
+    placed = grid_plots.layout(found, table)
+    assert (placed.rows, placed.columns) == (5, 3)
+    for panel, (row, column) in placed.places.items():
+        assert f"loss {('kl', 'mse', 'low_var_kl')[column]}" in panel
+        assert ("zero task advantage" in panel) == (row == 1)  # right below the panel with the task
+
+
+def test_every_run_has_its_curve(frames: StudyFrames, figures: dict[str, Figure]) -> None:
+    found, _ = cells_of(frames)
+    members = layout.members(frames, found)
+    curves = layout.curves(frames, found, members, "val_success")
+    for panel, axes in panels_of(figures["validation_curves"]).items():
+        segments = axes.collections[0].get_segments()
+        own = curves[curves["panel"] == panel]
+        assert len(segments) == own["run_id"].nunique()
+        assert sorted(len(segment) for segment in segments) == sorted(own.groupby("run_id").size())
+
+
+def test_the_page_is_whole_and_says_what_it_must(frames: StudyFrames, page: Page) -> None:
+    words = " ".join(page.text.split())
+    for told in (
+        "164 runs: 146 completed, 16 early stopped, 1 failed, 1 never ran",
+        "161 comparisons with one baseline: p-values are Holm's, over all of them",
+        "20 runs without a KL loss belong to every form of it and are shown under each",
+        "k1 (kl_loss_type=kl) used as a loss does not anchor to the reference",
+        "What regularisation does alone",
+        "1 seed: intervals and p-values are over validation rooms",
+        "reward_variance_collapse stopped 1 of 1 runs (step 15: 0.09 < 0.1)",
+    ):
+        assert told in words
+    for arm in frames.trials["arm"]:
+        assert arm in page.text
+    assert "Success against" not in page.text  # a grid has no single axis
+
+
+def test_one_loss_has_no_word_on_k1(tmp_path: Path) -> None:
+    runs = [run for run in made_runs(ONE_TYPE) if run.arm.startswith(("g3", "g4", "g5"))]
+    found = load(write_grid(tmp_path, {"low_var_kl": ("3", "4", "5")}, rooms=10))
+    assert len(found.trials) == len(runs)
+    page = checked(pages.render_page(found, {}))
+    assert "hold the policy at its reference" not in page.text
+    assert "k1 (kl_loss_type=kl)" not in page.text
+
+
+def test_files_beside_the_page(tmp_path: Path) -> None:
+    written = write_grid(tmp_path, {"kl": ("5",)}, seeds=2, rooms=10)
+    first = pages.write_report(written).read_text()
+    table = pd.read_csv(written / "figures" / "grid_cells.csv")
+    assert len(table) == 16
+    assert {"actor.kl_loss_coef", "actor.entropy_coeff", "success", "success_std", "runs", "state"} <= set(table)
+    assert (written / "figures" / "grid_kl_to_reference.csv").exists()
+    assert pages.write_report(written).read_text() == first
+    assert "grid_success.png" in {path.name for path in (written / "figures").iterdir()}
+
+
+def test_a_headline_counts_arms_that_do_not_fit_a_line(frames: StudyFrames) -> None:
+    found = layout.find(frames)
+    assert found is not None
+    summary = tables.arm_summary(layout.renamed(frames, layout.arm_labels(frames, found)))
+    headline = findings.headline(summary)
+    assert len(headline) < 500
+    assert "Failed regime, stopped by a rule: 16 arms." in headline
+
+
+def test_many_lines_that_were_never_stopped_are_counted() -> None:
+    rows = [{"arm": f"a panel with a long name {n}", "step": step, "share": 1.0, "runs": 4, "stopped": 0}
+            for n in range(9) for step in (0, 20)]  # fmt: skip
+    (axes,) = plots.draw_survival(pd.DataFrame(rows), {}).axes
+    (label,) = axes.get_legend_handles_labels()[1]
+    assert label == "never stopped: 9 of 9"

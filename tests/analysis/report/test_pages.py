@@ -1,0 +1,317 @@
+"""The report of every kind of study: complete, self-contained, well-formed, and the same when written again."""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from analysis.data.load import load, read_run
+from analysis.html.page import count, duration
+from analysis.report import pages
+from analysis.report.pages import write_index, write_report
+from analysis.sweep import findings, tables
+from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
+from trainable.config.run_config import RunConfig
+
+STOP = ("low_validation_success", 0.002, 0.01)
+STOPPED = MadeRun("0.3", status="early_stopped", steps=45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP)
+SMALL = MadeStudy(rooms=40, total_steps=10)
+VOID = {"meta", "br", "img", "link", "hr", "input", "path", "use", "rect", "circle", "line"}
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, and keeps ids, links and the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.errors: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.tags: set[str] = set()
+        self.text = ""
+        self.feed(text)
+        self.close()
+        self.errors += [f"<{tag}> never closed" for tag in self.open]
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        names = [name for name, _ in attrs]
+        self.errors += [f"<{tag}> repeats {name}" for name in set(names) if names.count(name) > 1]
+        for name, value in attrs:
+            if name == "id" and value is not None:
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href", "data", "action") and value is not None:
+                self.links.append(value)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in VOID:
+            return
+        self.text += " " * (tag in ("td", "th", "li", "p"))
+        if not self.open or self.open[-1] != tag:
+            self.errors.append(f"</{tag}> closes {self.open[-1:]}")
+        else:
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def checked(text: str) -> Page:
+    page = Page(text)
+    assert page.errors == []
+    assert len(page.ids) == len(set(page.ids))
+    return page
+
+
+def page_without_figures(folder: Path, *, live: bool = False) -> Page:
+    return checked(pages.render_page(load(folder, live=live), {}))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A six-arm study of one seed, one arm stopped, with its report."""
+    runs = [MadeRun(arm) for arm in ("0", "0.01", "0.03", "0.1", "1")]
+    runs.insert(4, STOPPED)
+    defaults = {"defaults": RunConfig().model_dump(mode="json")}
+    written = write_study(tmp_path_factory.mktemp("report"), runs, MadeStudy(rooms=200, extra=defaults))
+    assert write_report(written) == written / "report.html"
+    return written
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    return checked((folder / "report.html").read_text())
+
+
+def test_every_arm_status_and_verdict_is_on_the_page(folder: Path, page: Page) -> None:
+    summary = tables.arm_summary(read_run(folder))
+    for row in summary.itertuples():
+        assert row.arm in page.text
+        assert " ".join(row.verdict.split()) in " ".join(page.text.split())
+    assert "Does a KL penalty hold off collapse" in page.text
+    assert "6 runs: 5 completed, 1 early stopped" in page.text
+
+
+def test_the_stop_is_told_with_rule_value_threshold_and_step(page: Page) -> None:
+    words = " ".join(page.text.split())
+    assert "low_validation_success stopped 1 of 1 runs (step 45: 0.002 < 0.01)" in words
+    assert "arm03-seed0 0.3 0 low_validation_success 45 0.002 0.01" in words
+
+
+def test_one_seed_is_called_one_seed(page: Page) -> None:
+    assert "over rooms, of this one run; says nothing about seeds" in page.text
+    assert "nothing here is a claim about the setting itself" in page.text
+    assert "200 rooms, 175 of them different up to symmetry" in page.text
+
+
+def test_every_setting_is_there_and_changed_ones_are_marked(folder: Path, page: Page) -> None:
+    study = json.loads((folder / "study.json").read_text())
+    rows = pages.settings_rows(study)
+    text = (folder / "report.html").read_text()
+    assert len(rows) > 80
+    for row in rows:
+        assert f"<code>{row['name']}</code>" in text
+        assert html.escape(row["value"], quote=False).replace('"', "&#34;") in text
+    changed = {row["name"] for row in rows if row["changed"]}
+    marked = set(re.findall(r'<tr class="changed"><td><code>([^<]*)</code>', text))
+    assert marked == changed
+    assert {"model.path", "actor.lr", "trainer.total_training_steps"} <= changed
+    assert "env.group_size" not in changed
+    assert "actor.use_kl_loss" in page.text
+
+
+def test_without_recorded_defaults_nothing_is_marked(tmp_path: Path) -> None:
+    text = pages.render_page(load(write_study(tmp_path, [MadeRun("0", steps=10)], SMALL)), {})
+    assert 'class="changed"' not in text
+    assert "The defaults are not recorded in study.json" in text
+
+
+def test_reproducibility_is_told(page: Page) -> None:
+    for words in (
+        "python -m tune_study run kl --preset laptop",
+        "0123456789abcdef",
+        "torch 2.13.0",
+        "seeds 123 to 322",
+    ):
+        assert words in page.text
+
+
+def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    assert page.tags.isdisjoint({"script", "link", "iframe", "img", "object"})
+    text = (folder / "report.html").read_text()
+    outside = {url for url in re.findall(r"https?://[^\s\"'<>)]+", text) if not url.startswith("http://www.w3.org/")}
+    assert outside == set()
+    assert "@import" not in text
+    assert re.findall(r"url\((?!#)", text) == []
+
+
+def test_figures_are_inline_and_beside(folder: Path) -> None:
+    names = {path.stem for path in (folder / "figures").glob("*.png")}
+    expected = {"dose_response", "validation_curves", "reward_std", "entropy", "kept_groups", "stop_survival"}
+    assert names == expected
+    text = (folder / "report.html").read_text()
+    assert text.count('<svg role="img"') == len(expected)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in (folder / "figures").glob("*.png"))
+
+
+def test_writing_it_again_changes_nothing(tmp_path: Path) -> None:
+    written = write_study(tmp_path, [MadeRun("0", steps=3)], MadeStudy(rooms=10, total_steps=3))
+    first = write_report(written).read_text()
+    assert write_report(written).read_text() == first
+    assert first.count("<svg") == 4
+
+
+def test_it_reads_in_the_dark_and_on_paper(folder: Path) -> None:
+    text = (folder / "report.html").read_text()
+    assert "prefers-color-scheme: dark" in text
+    assert "@media print" in text
+    assert "default-src 'none'" in text
+
+
+FAILED = {"status": "failed", "steps": 4, "reason": "RuntimeError: <x>"}
+ENDED = {"status": "early_stopped", "steps": 10, "stop": STOP}
+
+
+@pytest.mark.parametrize(
+    ("runs", "words"),
+    [
+        ([], "No run is recorded."),
+        ([MadeRun("0", status="", steps=0)], "no verdict: seed 0 never ran"),
+        ([MadeRun("0", status="running", steps=0)], "Without a scored run: arm 0."),
+        ([MadeRun("0", steps=10)], "1 arm, baseline 0."),
+        ([MadeRun(arm, **FAILED) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),  # type: ignore[arg-type]
+        ([MadeRun(arm, **ENDED) for arm in ("0", "0.1")], "Failed regime, stopped by"),  # type: ignore[arg-type]
+        ([MadeRun(arm, seed, steps=10) for arm in ("0", "nofilter") for seed in range(3)], "over 3 seeds"),
+        ([MadeRun("0.1", steps=10)], "has no scored run with a seed of this arm"),
+    ],
+)  # fmt: skip
+def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[MadeRun], words: str) -> None:
+    written = write_study(tmp_path, runs, SMALL)
+    found = page_without_figures(written)
+    pages.draw_figures(load(written))
+    assert words in " ".join(found.text.split())
+
+
+def test_a_running_study_can_be_reported(tmp_path: Path) -> None:
+    written = write_study(tmp_path, [MadeRun("0", steps=10), MadeRun("0.1", status="running", steps=6)], SMALL)
+    assert "1 running" in page_without_figures(written, live=True).text
+    assert "1 interrupted" in page_without_figures(written).text
+
+
+@pytest.mark.parametrize("missing", ["entropy", "reward_std", "val_greedy_success", "base_val_success", "kept_ratio"])
+def test_a_missing_column_costs_only_its_own_part(tmp_path: Path, missing: str) -> None:
+    runs = [MadeRun(arm, steps=10, rows={missing: None}) for arm in ("0", "0.1")]
+    written = write_study(tmp_path, runs, SMALL)
+    found = page_without_figures(written)
+    pages.draw_figures(load(written))
+    assert "Verdict for each arm" in found.text
+
+
+def test_missing_rooms_and_a_bare_study_json(tmp_path: Path) -> None:
+    run = MadeRun("0.1", steps=10)
+    written = write_study(tmp_path, [MadeRun("0", steps=10), run], SMALL)
+    (written / "runs" / run.run_id / "rooms.jsonl").unlink()
+    (written / "study.json").write_text(json.dumps({"name": "kl", "run": "kl_sweep"}))
+    assert "The defaults are not recorded" in page_without_figures(written).text
+
+
+def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
+    run = MadeRun("0", status="failed", steps=3, reason="<script>alert(1)</script>")
+    text = pages.render_page(load(write_study(tmp_path, [run], SMALL)), {})
+    assert "<script>" not in text
+    assert "&lt;script&gt;alert(1)" in text
+
+
+def test_the_index_links_every_study_and_holds_equal_runs_against_each_other(tmp_path: Path) -> None:
+    write_study(tmp_path, [MadeRun("0", steps=10), MadeRun("0.1", steps=10)], SMALL)
+    entropy = MadeStudy("entropy", "entropy_sweep", "actor.entropy_coeff", rooms=40, total_steps=10)
+    write_study(tmp_path, [MadeRun("0", steps=10), MadeRun("0.03", steps=10)], entropy)
+    found = checked(write_index(tmp_path).read_text())
+    assert found.links == ["results/entropy_sweep/report.html", "results/kl_sweep_sokoban-tiny/report.html"]
+    assert all((tmp_path / link).parent.is_dir() for link in found.links)
+    words = " ".join(found.text.split())
+    assert "entropy/arm0-seed0 and kl/arm0-seed0: equal" in words
+    assert "2 studies" in words
+
+
+def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
+    runs = [MadeRun(arm, seed, steps=10) for arm in ("0", "0.1") for seed in range(3)]
+    runs[5] = MadeRun("0.1", 2, status="early_stopped", steps=5, stop=STOP)
+    runs[2] = MadeRun("0", 2, status="failed", steps=5)
+    summary = tables.arm_summary(load(write_study(tmp_path, runs, SMALL)))
+    assert findings.headline(summary).endswith(" Some runs stopped by a rule: arm 0.1 (1 of 3).")
+    assert findings.interval_basis(summary) == (
+        "0: over rooms, of these 2 runs; says nothing about seeds; 0.1: over 3 seeds"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gain", "greedy", "words"),
+    [
+        ((0.2, 0.1, 0.3), (0.1, 0.05, 0.15), "Both rise"),
+        ((0.2, 0.1, 0.3), (0.0, -0.05, 0.05), "a rise of greedy success is not resolved"),
+        ((0.02, -0.1, 0.1), (0.1, 0.05, 0.15), "A rise of sampled success is not resolved"),
+        ((0.2, 0.1, 0.3), (float("nan"),) * 3, "Without greedy success it stays open"),
+    ],
+)
+def test_learning_is_told_with_what_it_does_not_show(
+    gain: tuple[float, ...], greedy: tuple[float, ...], words: str
+) -> None:
+    names = ("", "_low", "_high")
+    row = {"arm": "0", "gain_basis": "over 3 seeds", "base_val_greedy_success": 0.6, "final_val_success": 0.65}
+    row |= {f"gain{name}": value for name, value in zip(names, gain, strict=True)}
+    row |= {f"gain_greedy{name}": value for name, value in zip(names, greedy, strict=True)}
+    sentences = findings.learning_sentences(row)
+    assert any(words in sentence for sentence in sentences)
+    assert "Sampled success at the end (0.650) is above the base policy's own greedy success (0.600)." in sentences
+
+
+def test_five_seeds_are_no_longer_called_few(tmp_path: Path) -> None:
+    runs = [MadeRun(arm, seed, steps=2) for arm in ("0", "0.1") for seed in range(5)]
+    frames = load(write_study(tmp_path, runs, MadeStudy(rooms=10, total_steps=2)))
+    assert findings.caveats(frames, tables.arm_summary(frames))[0] == (
+        "5 seeds: differences are paired by seed, with Student's t interval."
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(240, "240"), (5400, "5 400"), (12_345, "12.3 k"), (1_230_000, "1.23 M"), (float("nan"), "–")]
+)
+def test_counts(value: float, text: str) -> None:
+    assert count(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(12.4, "12 s"), (185, "3 min 05 s"), (3720, "1 h 02 min"), (59.7, "1 min 00 s")]
+)
+def test_durations(value: float, text: str) -> None:
+    assert duration(value) == text
+
+
+BROWSER = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--dump-dom"]
+    command = [str(BROWSER), *flags, f"--user-data-dir={tmp_path}", (folder / "report.html").as_uri()]
+    dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    shown = Page(dom).text
+    assert "Verdict for each arm" in shown
+    for arm in read_run(folder).trials["arm"]:
+        assert re.search(rf'<th scope="row">{re.escape(arm)}</th>', dom)
+    assert dom.count("<svg") == 6

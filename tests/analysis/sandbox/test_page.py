@@ -1,0 +1,282 @@
+"""The report of every kind of sandbox study: complete, self-contained, well-formed, and the same when written again."""
+
+import json
+import re
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from analysis.data.frames import StudyFrames
+from analysis.data.load import load
+from analysis.published.reproduction import sentences
+from analysis.report import pages
+from analysis.sandbox import page as sandbox_report
+from analysis.sandbox import plots as sandbox_plots
+from analysis.sweep.plots import STOPPED
+from tests.analysis.report.test_pages import Page, checked
+from tests.fakes.sandbox_folders import UNIFORM, MadeRun, MadeStudy, seeds, write_sandbox
+
+DG, TPO = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29)
+SMALL = MadeStudy("some-study", total_steps=40)
+FULL = [
+    *seeds("DG", DG),
+    *seeds("TPO", TPO[:2], entropy=(1.0, 0.05)),
+    MadeRun("TPO", 2, status="early_stopped", steps=107, error=(0.6, 0.29), stop=UNIFORM),
+    *seeds("GRPO", (0.36, 1.0), final={"greedy_separator_rate": 0.99}),
+    MadeRun("GRPO", 2, status="failed", steps=40, reason="RuntimeError: <x>"),
+    *seeds("SameAsDG", DG),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study of three published arms and one of its own, with a stop, a collapse and a failure, and its report."""
+    written = write_sandbox(tmp_path_factory.mktemp("sandbox"), FULL)
+    assert pages.write_report(written) == written / "report.html"
+    return written
+
+
+@pytest.fixture(scope="module")
+def page(folder: Path) -> Page:
+    return checked((folder / "report.html").read_text())
+
+
+def words_of(frames: StudyFrames) -> str:
+    pages.draw_figures(frames)
+    return " ".join(checked(pages.render_page(frames, {})).text.split())
+
+
+def test_the_page_says_what_it_must(page: Page) -> None:
+    words = " ".join(page.text.split())
+    for told in (
+        "12 runs: 10 completed, 1 early stopped, 1 failed",
+        "4 arms, baseline DG. Compared with it: paired, 3 seeds",
+        "3 seeds: intervals are Student's t over seeds; a band in a figure is a standard error.",
+        "TPO: uniform_groups stopped 1 of 3 runs (step 107: 10 ≥ 10); a stopped run counts with its last row.",
+        "GRPO, not counted: seed 2 failed after 40 of 300 steps (RuntimeError: <x>).",
+        "GRPO: in 2 of 2 runs (seed 0, 1) more than half of the greedily decoded tokens are separators",
+        "GRPO: a test error of 0.680 is at or above that of random content tokens (0.50)",
+        "DG and SameAsDG end with equal numbers in every seed: here they are one algorithm.",
+        "plus and minus one standard error of that mean (not a deviation of runs)",
+        "3 published cells: 3 agree; 0 not as expected. At most 3 of our seeds: 10 were planned.",
+        "never: seed 0, 1, 2",
+        "python -m tune_study run influence",
+    ):
+        assert told in words
+
+
+def test_numbers_are_named_and_stand_beside_the_published_ones(folder: Path, page: Page) -> None:
+    text = (folder / "report.html").read_text()
+    row = re.search(r'<th scope="row">TPO</th>\s*(.*?)</tr>', text, re.DOTALL)
+    assert row is not None
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", row.group(1), re.DOTALL)
+    assert cells[:6] == ["0.2500", "0.0265", "0.0458", "3", "0.2399", "0.0573 (3)"]
+    assert "−0.0800" in cells[6]
+    for head in ("standard<br>error", "standard<br>deviation", "published<br>mean", "published standard<br>deviation"):
+        assert head in text
+
+
+def test_files_beside_the_page(folder: Path) -> None:
+    names = {path.name for path in (folder / "figures").iterdir()}
+    assert names == {
+        "curves.png", "runs_test_error.png", "runs_entropy.png", "arm_numbers.csv", "differences.csv",
+        "reproduction.csv", "mean_test_error.csv", "mean_entropy.csv",
+    }  # fmt: skip
+    cells = pd.read_csv(folder / "figures" / "reproduction.csv", keep_default_na=False, na_values=["NaN"])
+    assert cells["arm"].to_list() == ["DG", "GRPO", "TPO"]
+    assert len(sentences(sandbox_report.reproduction(load(folder)))) == 3
+
+
+def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
+    text = (folder / "report.html").read_text()
+    assert page.tags.isdisjoint({"script", "link", "iframe", "img", "object"})
+    assert all(link.startswith(("#", "data:")) for link in page.links)
+    outside = {url for url in re.findall(r"https?://[^\s\"'<>)]+", text) if not url.startswith("http://www.w3.org/")}
+    assert outside == set()
+    assert text.count('<svg role="img"') == 3
+
+
+def test_writing_it_again_changes_nothing(tmp_path: Path) -> None:
+    written = write_sandbox(tmp_path, [MadeRun("DG", steps=40)], SMALL)
+    first = pages.write_report(written).read_text()
+    assert pages.write_report(written).read_text() == first
+
+
+def test_without_published_numbers_there_is_no_word_of_them(tmp_path: Path) -> None:
+    words = words_of(load(write_sandbox(tmp_path, [*seeds("DG", DG), *seeds("TPO", TPO)], MadeStudy("some-study"))))
+    assert "published" not in words
+    assert "paired, 3 seeds" in words
+
+
+@pytest.mark.parametrize(
+    ("runs", "told"),
+    [
+        ([], "No run is recorded."),
+        ([MadeRun("DG", steps=None, status="")], "No run ended by the protocol, so nothing is compared."),
+        ([MadeRun("DG", steps=0, status="running")], "DG, not counted: seed 0 interrupted after 0 of 40 steps"),
+        ([MadeRun("DG", steps=40), MadeRun("TPO", steps=40)], "1 seed: no standard error and no interval"),
+        ([MadeRun("TPO", steps=40)], "1 arm, no baseline among them."),
+        ([MadeRun(arm, seed, steps=40) for arm in ("DG", "TPO") for seed in (0, 1)], "2 seeds: intervals need three"),
+        ([MadeRun("DG", steps=20, status="early_stopped", stop=UNIFORM)], "uniform_groups stopped 1 of 1 runs"),
+        ([MadeRun("DG", steps=20, status="failed", reason="<script>")], "(<script>)"),
+    ],
+)
+def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[MadeRun], told: str) -> None:
+    assert told in words_of(load(write_sandbox(tmp_path, runs, SMALL)))
+
+
+@pytest.mark.parametrize("missing", ["test_error", "entropy", "greedy_separator_rate", "loss", "seconds_total"])
+def test_a_missing_column_costs_only_its_own_part(tmp_path: Path, missing: str) -> None:
+    runs = [MadeRun(arm, seed, steps=40, rows={missing: None}) for arm in ("DG", "TPO") for seed in range(3)]
+    words = words_of(load(write_sandbox(tmp_path, runs, SMALL)))
+    assert "What was run" in words
+    assert f"final_{missing}" not in words
+
+
+def test_a_bare_study_json_will_do(tmp_path: Path) -> None:
+    written = write_sandbox(tmp_path, [MadeRun("DG", steps=40)], SMALL)
+    (written / "study.json").write_text(json.dumps({"name": "x", "family": "update_rules"}))
+    assert "The defaults are not recorded" in words_of(load(written))
+
+
+def test_a_filter_that_keeps_nothing_is_told(tmp_path: Path) -> None:
+    runs = [MadeRun("FilteredDG", steps=40, rows={"kept_frac": 0.0}), MadeRun("DG", steps=40, rows={"kept_frac": 1.0})]
+    told = sandbox_report.notes(load(write_sandbox(tmp_path, runs, SMALL)))
+    assert [line for line in told if "kept nothing" in line] == [
+        "FilteredDG: its filter kept nothing of any logged batch, so that its weights may be the first."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "level"),
+    [
+        ({"task": "token_reversal"}, 0.5),
+        ({"task": "masked_reversal", "vocab_size": 4}, 0.75),
+        ({"task": "chain_reversal"}, None),
+        ({"task": "token_reversal", "binary_reward": True}, None),
+        ({"task": "mnist"}, None),
+    ],
+)
+def test_chance_is_that_of_content_tokens_where_single_tokens_count(
+    tmp_path: Path, settings: dict[str, object], level: float | None
+) -> None:
+    frames = load(write_sandbox(tmp_path, [MadeRun("DG", steps=40)], MadeStudy(total_steps=40, settings=settings)))
+    assert sandbox_report.chance(frames) == level
+
+
+def test_the_figure_shows_what_the_tables_hold(folder: Path) -> None:
+    frames = load(folder)
+    figure = sandbox_report.draw_figures(frames)["curves"]
+    error, entropy = figure.axes
+    assert (error.get_ylabel(), entropy.get_ylabel()) == ("test error (share)", "entropy (nats)")
+    colors = sandbox_plots.rule_colors(["DG", "TPO", "GRPO", "SameAsDG"])
+    for axes, lines in ((error, 12 + 4 + 1), (entropy, 12 + 4)):  # runs, means, and chance
+        assert len(axes.lines) == lines
+        assert len([band for band in axes.collections if len(band.get_paths()) and band.get_alpha() == 0.22]) == 4
+    thick = [line for line in error.lines if line.get_linewidth() == 2]
+    assert [line.get_color() for line in thick] == list(colors.values())
+    assert [line.get_ydata()[-1] for line in thick][:2] == [pytest.approx(0.33), pytest.approx(0.25)]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == [*colors, "a rule stopped the run"]
+    assert STOPPED not in sandbox_plots.COLORS
+
+
+def test_more_arms_than_hues_still_have_colours() -> None:
+    names = [f"rule {n}" for n in range(31)]
+    assert len(set(sandbox_plots.rule_colors(names).values())) == 31
+
+
+def test_pooled_cells_are_listed_apart(tmp_path: Path) -> None:
+    made = MadeStudy("replay", settings={"task": "token_reversal", "batch_size": 96, "delay": 4})
+    runs = [MadeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}, error=(0.6, 0.5)) for seed in range(3)]
+    frames = load(write_sandbox(tmp_path, runs, made))
+    words = words_of(frames)
+    assert "ReplayDG-5 replay_age replay 4.00SD 0.00, rows 45 4.00SD 0.00, rows 48" in words
+    context = sandbox_report.context(frames, {})
+    assert {row["kind"] for row in context["cells"]} == {"per seed"}
+    assert len(context["pooled"]) == 5
+
+
+def test_the_mean_of_every_run_has_no_step_that_one_run_alone_has(folder: Path) -> None:
+    figure = sandbox_report.draw_figures(load(folder))["runs_test_error"]
+    means = [line for axes in figure.axes for line in axes.lines if line.get_linewidth() == 2.2]
+    assert means
+    assert all(step % 20 == 0 for line in means for step in line.get_xdata())
+
+
+def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path) -> None:
+    runs = [*seeds("DG", DG), *seeds("GRPO", (0.5, 0.52, 0.51)), *seeds("TPO", (0.31, 0.33, 0.36))]
+    write_sandbox(tmp_path, runs)
+    write_sandbox(tmp_path, seeds("DG", DG), MadeStudy("some-study"))
+    found = checked(pages.write_index(tmp_path).read_text())
+    words = " ".join(found.text.split())
+    assert found.links == ["results/sandbox_influence/report.html", "results/sandbox_some-study/report.html"]
+    assert "influence 9 runs: 9 completed" in words
+    assert re.search(r"DG 0\.3300 – .*GRPO 0\.5100 higher: \+0\.1800 against the baseline, Holm p", words)
+    assert re.search(r"TPO 0\.3333 no difference resolved: \+0\.0033 against the baseline, Holm p", words)
+    assert words.count("Beside the published numbers") == 1
+    assert "3 published cells: 2 agree" in words
+
+
+def test_rows_of_several_studies_say_which_they_are_of(tmp_path: Path) -> None:
+    write_sandbox(tmp_path, seeds("DG", DG))
+    noise = {"task": "token_reversal", "batch_size": 96, "reward_noise": 0.2,
+             "reward_noise_mode": "false_positive_rare_token"}  # fmt: skip
+    write_sandbox(tmp_path, [*seeds("DG", DG), *seeds("ASPO", DG)], MadeStudy("reward-noise", settings=noise))
+    words = " ".join(checked(pages.write_index(tmp_path).read_text()).text.split())
+    for told in ("influence DG final_test_error 0.3345", "reward-noise DG final_test_error 0.3778"):
+        assert words.count(told) == 1
+    assert "reward-noise, ASPO, R2VPO: with one epoch" in words
+    alone = " ".join(checked((pages.write_report(tmp_path / "results" / "sandbox_influence")).read_text()).text.split())
+    assert "influence DG final_test_error" not in alone
+
+
+DECLARED = {"contrasts": [
+    {"name": "DG against <TPO>", "pairs": [["DG", "TPO"], ["SameAsDG", "TPO"], ["GRPO", "TPO"]]},
+    {"name": "never run", "pairs": [["DG", "ASPO"]]},
+]}  # fmt: skip
+
+
+def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) -> None:
+    written = write_sandbox(tmp_path, FULL, MadeStudy("some-study", extra=DECLARED))
+    pages.write_report(written)
+    page = checked((written / "report.html").read_text())
+    words = " ".join(page.text.split())
+    for told in (
+        "Declared contrasts",
+        "DG against <TPO> +0.1",  # the contrast's row
+        "never run – – no comparison",
+        "DG against <TPO>, final_test_error: ",
+        "GRPO failed: seed 2",
+        "TPO: seed 2 at step 107",
+        "ASPO not run: seeds 0, 1, 2",
+        "Contrasted for: what a rule is for.",
+    ):
+        assert told in words, told
+    names = {path.name for path in (written / "figures").iterdir()}
+    assert {"contrasts.csv", "contrast_pairs.csv", "contrasts.png"} <= names
+    table = pd.read_csv(written / "figures" / "contrasts.csv")
+    assert table["contrast"].to_list() == ["DG against <TPO>", "never run"] * 3
+    row = table.iloc[0]
+    assert row["difference"] == pytest.approx(((0.10 + 0.10 + 0.16) / 3 + (0.08 + 0.08 + 0.74) / 3 + 0.06) / 3)
+    assert len(pd.read_csv(written / "figures" / "contrast_pairs.csv")) == 3 * 4
+    assert "contrasts" in sandbox_report.draw_figures(load(written))
+
+
+def test_without_contrasts_there_is_no_word_of_them(folder: Path, page: Page) -> None:
+    assert "contrast" not in page.text.lower()
+    assert "contrasts" not in sandbox_report.draw_figures(load(folder))
+
+
+def test_contrasts_without_a_number_are_told(tmp_path: Path) -> None:
+    runs = [MadeRun("DG", steps=None, status="")]
+    words = words_of(load(write_sandbox(tmp_path, runs, MadeStudy("some-study", extra=DECLARED))))
+    assert "2 contrasts; no run has a number for them yet." in words
+
+
+def test_pairs_of_different_lengths_are_named(tmp_path: Path) -> None:
+    longer = [MadeRun("DG", 0, steps=40), MadeRun("TPO", 0, steps=80, settings={"trainer.total_training_steps": 80})]
+    made = MadeStudy("some-study", total_steps=40, extra={"contrasts": [{"name": "x", "pairs": [["TPO", "DG"]]}]})
+    words = words_of(load(write_sandbox(tmp_path, longer, made)))
+    assert "a mean over a run is one over different stretches of training: TPO (80 steps) and DG (40)." in words

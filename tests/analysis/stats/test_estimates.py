@@ -1,0 +1,235 @@
+"""Statistics against slow literal versions, scipy, hand values and simulated coverage."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats as scipy_stats
+
+from analysis.stats import estimates
+from tests.oracles import analysis as oracles
+
+SIMULATIONS = 600
+shares = st.floats(0, 1, allow_nan=False)
+
+
+@given(st.integers(1, 600).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+@settings(max_examples=60, deadline=None)
+def test_wilson_solves_its_equation(counts: tuple[int, int]) -> None:
+    found = estimates.wilson(*counts)
+    assert (found.low, found.high) == pytest.approx(oracles.wilson(*counts), abs=1e-9)
+    assert found.low <= found.value <= found.high
+
+
+def test_wilson_hand_value_and_no_trials() -> None:
+    found = estimates.wilson(1, 1)
+    assert (found.low, found.high) == pytest.approx((1 / (1 + 1.959964**2), 1.0), rel=1e-6)
+    empty = estimates.wilson(0, 0)
+    assert math.isnan(empty.value)
+    assert (empty.low, empty.high) == (0.0, 1.0)
+
+
+def test_share_over_rooms_without_clusters_is_wilson() -> None:
+    success = [1] * 30 + [0] * 70
+    found = estimates.share_over_rooms(success, range(100))
+    # The cluster-robust variance has C/(C-1): an effective number of N-1.
+    assert found[:3] == pytest.approx(estimates.wilson(30 * 99 / 100, 99)[:3], rel=1e-9)
+
+
+def test_repeating_every_room_adds_nothing() -> None:
+    success, rooms = [1] * 30 + [0] * 70, list(range(100))
+    once, twice = estimates.share_over_rooms(success, rooms), estimates.share_over_rooms(success * 2, rooms * 2)
+    assert twice.value == once.value
+    assert (twice.low, twice.high) == pytest.approx((once.low, once.high), rel=1e-9)
+    assert twice.n == 100
+
+
+def test_share_over_rooms_at_its_bounds_counts_clusters() -> None:
+    found = estimates.share_over_rooms([0] * 40, [index // 2 for index in range(40)])
+    assert (found.value, found.low) == (0.0, 0.0)
+    assert found.high == pytest.approx(estimates.wilson(0, 20).high)
+    assert math.isnan(estimates.share_over_rooms([], []).value)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]), st.integers(0, 9)), min_size=2, max_size=40),
+)
+@settings(max_examples=60, deadline=None)
+def test_difference_over_rooms_equals_its_oracle(pairs: list[tuple[float, int]]) -> None:
+    differences, clusters = [value for value, _ in pairs], [name for _, name in pairs]
+    found = estimates.difference_over_rooms(differences, clusters)
+    expected = oracles.clustered_difference(differences, clusters)
+    assert (found.value, found.low, found.high) == pytest.approx(expected, abs=1e-12)
+
+
+def test_difference_over_rooms_turns_with_its_sign() -> None:
+    differences = [1.0] * 20 + [-1.0] * 5 + [0.0] * 75
+    found = estimates.difference_over_rooms(differences, range(100))
+    turned = estimates.difference_over_rooms([-value for value in differences], range(100))
+    assert found.value == pytest.approx(0.15)
+    assert found.low > 0
+    assert (turned.value, turned.low, turned.high) == pytest.approx((-found.value, -found.high, -found.low))
+    assert turned.p == pytest.approx(found.p)
+
+
+def test_no_discordant_room_still_has_an_interval() -> None:
+    found = estimates.difference_over_rooms([0.0] * 512, range(512))
+    assert found.value == 0
+    assert found.high == pytest.approx(scipy_stats.t.ppf(0.975, 513) / 514)
+    assert found.p == pytest.approx(1.0)
+
+
+def test_mean_over_seeds_is_the_paired_t_test() -> None:
+    arm, baseline = np.array([0.60, 0.58, 0.64, 0.55]), np.array([0.50, 0.55, 0.52, 0.53])
+    found = estimates.mean_over_seeds(arm - baseline)
+    expected = scipy_stats.ttest_rel(arm, baseline)
+    interval = expected.confidence_interval(0.95)
+    assert found.p == pytest.approx(expected.pvalue)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+
+
+def test_one_seed_has_no_interval() -> None:
+    found = estimates.mean_over_seeds([0.1])
+    assert found.value == 0.1
+    assert math.isnan(found.low)
+    assert math.isnan(estimates.mean_over_seeds([]).value)
+
+
+def test_equal_differences_have_width_zero() -> None:
+    found = estimates.mean_over_seeds([0.25, 0.25, 0.25])
+    assert (found.low, found.high, found.p) == (0.25, 0.25, 0.0)
+    assert estimates.mean_over_seeds([0.0, 0.0, 0.0]).p == 1.0
+
+
+def simulated_rooms(generator: np.random.Generator, shift: float) -> tuple[np.ndarray, np.ndarray]:
+    """Paired outcomes on 150 rooms in 110 clusters: rooms of a cluster share their difficulty, arms share the room."""
+    clusters = np.concatenate([np.arange(110), np.arange(40)])
+    difficulty = generator.beta(1.2, 1.2, size=110)[clusters]
+    arm = generator.random(150) < np.clip(difficulty + shift, 0, 1)
+    return arm.astype(float) - (generator.random(150) < difficulty), clusters
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.15])
+def test_interval_over_rooms_covers(shift: float) -> None:
+    generator = np.random.default_rng(1)
+    difficulties = np.random.default_rng(2).beta(1.2, 1.2, size=200_000)
+    truth = float(np.mean(np.clip(difficulties + shift, 0, 1) - difficulties))
+    found = [estimates.difference_over_rooms(*simulated_rooms(generator, shift)) for _ in range(SIMULATIONS)]
+    covered = np.mean([estimate.low <= truth <= estimate.high for estimate in found])
+    assert 0.925 <= covered <= 0.98
+
+
+def test_share_over_rooms_covers_where_the_naive_interval_does_not() -> None:
+    generator = np.random.default_rng(3)
+    clustered, naive = [], []
+    for _ in range(SIMULATIONS):
+        success = np.repeat(generator.random(60) < 0.3, 4)
+        clusters = np.repeat(np.arange(60), 4)
+        clustered.append(estimates.share_over_rooms(success, clusters))
+        naive.append(estimates.wilson(success.sum(), success.size))
+    covered, wrong = (np.mean([each.low <= 0.3 <= each.high for each in found]) for found in (clustered, naive))
+    assert 0.925 <= covered <= 0.98
+    assert wrong < 0.8
+
+
+def test_interval_over_seeds_covers() -> None:
+    draws = np.random.default_rng(4).normal(0.05, 0.04, size=(SIMULATIONS, 3))
+    found = [estimates.mean_over_seeds(row) for row in draws]
+    assert 0.925 <= np.mean([estimate.low <= 0.05 <= estimate.high for estimate in found]) <= 0.975
+
+
+@given(st.lists(shares, min_size=1, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_holm_equals_its_oracle(p: list[float]) -> None:
+    assert estimates.holm(p) == pytest.approx(oracles.holm(p))
+
+
+def test_holm_hand_values_and_missing() -> None:
+    assert estimates.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    found = estimates.holm([0.04, np.nan, 0.01])
+    assert math.isnan(found[1])
+    assert found[[0, 2]] == pytest.approx([0.04, 0.02])
+
+
+def test_detectable_difference_is_found_with_the_power_asked_for() -> None:
+    size, sd = 12, 0.06
+    smallest = estimates.detectable_difference(sd / math.sqrt(size), size - 1)
+    draws = np.random.default_rng(5).normal(smallest, sd, size=(3000, size))
+    assert np.mean([estimates.mean_over_seeds(row).p < 0.05 for row in draws]) == pytest.approx(0.8, abs=0.03)
+
+
+def test_detectable_difference_grows_with_comparisons_and_needs_noise() -> None:
+    assert estimates.detectable_difference(0.02, 500, 5) > estimates.detectable_difference(0.02, 500)
+    assert math.isnan(estimates.detectable_difference(float("nan"), 5))
+
+
+def test_spearman_trend_enumerates_few_runs() -> None:
+    axis, outcome = [0, 0.01, 0.03, 0.1, 0.3], [0.5, 0.6, 0.4, 0.3, 0.2]
+    found = estimates.spearman_trend(axis, outcome, [0] * 5, np.random.default_rng(0))
+    assert found.rho == pytest.approx(scipy_stats.spearmanr(axis, outcome).statistic)
+    far = [abs(scipy_stats.spearmanr(axis, order).statistic) >= abs(found.rho) - 1e-9
+           for order in itertools.permutations(outcome)]  # fmt: skip
+    assert found.p == pytest.approx(np.mean(far))
+
+
+def test_spearman_trend_draws_within_seeds_and_from_the_generator_only() -> None:
+    axis, seeds = np.tile(np.arange(5), 3), np.repeat(np.arange(3), 5)
+    outcome = seeds * 10.0 + axis  # a perfect trend in each seed, drowned between seeds
+    first, second = (estimates.spearman_trend(axis, outcome, seeds, np.random.default_rng(1), 999) for _ in range(2))
+    assert first == second
+    assert first.p == pytest.approx(1 / 1000)
+    mixed = estimates.spearman_trend(axis, outcome, np.zeros(15), np.random.default_rng(1), 999)
+    assert mixed.p > 0.1
+
+
+@pytest.mark.parametrize(("axis", "outcome"), [([0, 1], [0.1, 0.2]), ([1, 1, 1], [1, 2, 3]), ([1, 2, 3], [5, 5, 5])])
+def test_spearman_trend_degenerate(axis: list[float], outcome: list[float]) -> None:
+    assert math.isnan(estimates.spearman_trend(axis, outcome, [0] * len(axis), np.random.default_rng(0)).rho)
+
+
+def test_page_trend_sees_both_directions() -> None:
+    rising = [[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.35, 0.5], [0.1, 0.15, 0.3, 0.6]]
+    expected = min(1.0, 2 * scipy_stats.page_trend_test(rising).pvalue)
+    assert estimates.page_trend(rising) == pytest.approx(expected)
+    assert estimates.page_trend([row[::-1] for row in rising]) == pytest.approx(expected)
+    assert math.isnan(estimates.page_trend([[0.1, 0.2, 0.3]]))
+
+
+@given(st.lists(st.tuples(st.integers(1, 20), shares), min_size=1, max_size=8), st.integers(1, 200))
+@settings(max_examples=60, deadline=None)
+def test_area_equals_its_oracle(pieces: list[tuple[int, float]], more: int) -> None:
+    steps = np.cumsum([step for step, _ in pieces])
+    values = [value for _, value in pieces]
+    found = estimates.area_under_curve(steps, values, steps[0] + more)
+    assert found == pytest.approx(oracles.area(steps, values, steps[0] + more), abs=2e-3)
+
+
+def test_area_carries_the_last_value() -> None:
+    assert estimates.area_under_curve([0, 10], [0.4, 0.0], 40) == pytest.approx(0.05)
+    assert estimates.area_under_curve([0, 10], [0.2, 0.2], 60) == pytest.approx(0.2)
+    assert estimates.area_under_curve([5], [0.3], 5) == 0.3
+    assert math.isnan(estimates.area_under_curve([], [], 10))
+
+
+@given(st.lists(shares, min_size=1, max_size=5), st.lists(shares, min_size=1, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_improvement_equals_its_oracle_and_its_complement(arm: list[float], baseline: list[float]) -> None:
+    found = estimates.probability_of_improvement(arm, baseline)
+    assert found == pytest.approx(oracles.improvement(arm, baseline))
+    assert found + estimates.probability_of_improvement(baseline, arm) == pytest.approx(1.0)
+
+
+def test_improvement_of_nothing() -> None:
+    assert math.isnan(estimates.probability_of_improvement([], [0.1]))
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.booleans()), min_size=1, max_size=10))
+@settings(max_examples=60, deadline=None)
+def test_survival_equals_its_oracle(runs: list[tuple[int, bool]]) -> None:
+    ends, stopped = [end for end, _ in runs], [stop for _, stop in runs]
+    steps, left = estimates.survival(ends, stopped)
+    assert (steps[0], left[0]) == (0, 1)
+    assert left == pytest.approx([oracles.survival(ends, stopped, int(step)) for step in steps])

@@ -1,0 +1,409 @@
+"""The comparison of arms: what is scored, what differs by how much, and in which words."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats as scipy_stats
+
+from analysis.data.compare import basis, by_room, last_points
+from analysis.data.frames import StudyFrames
+from analysis.data.load import read_run
+from analysis.stats.estimates import detectable_difference, difference_over_rooms, holm
+from analysis.sweep import findings, tables, verdicts
+from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
+
+LOW = ("low_validation_success", 0.002, 0.01)
+ONE_RUN = "over rooms, of this one run; says nothing about seeds"
+
+
+def collapsed(arm: str, seed: int = 0, steps: int = 45) -> MadeRun:
+    return MadeRun(arm, seed, status="early_stopped", steps=steps, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=LOW)
+
+
+def frames_of(folder: Path, *runs: MadeRun, **changes: object) -> StudyFrames:
+    study = MadeStudy(**{"rooms": 120, **changes})  # type: ignore[arg-type]
+    return read_run(write_study(folder, runs, study))
+
+
+def row_of(frames: StudyFrames | pd.DataFrame, arm: str) -> pd.Series:
+    summary = frames if isinstance(frames, pd.DataFrame) else tables.arm_summary(frames)
+    return summary.set_index("arm").loc[arm]
+
+
+@pytest.fixture(scope="module")
+def six(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+    """One seed, six arms, the fifth stopped by a rule."""
+    ends = {"0": 0.6, "0.01": 0.61, "0.03": 0.6, "0.1": 0.58, "1": 0.30}
+    runs = [MadeRun(arm, success=(0.35, end)) for arm, end in ends.items()]
+    runs.insert(4, collapsed("0.3"))
+    return frames_of(tmp_path_factory.mktemp("six"), *runs, rooms=400)
+
+
+@pytest.fixture(scope="module")
+def summary(six: StudyFrames) -> pd.DataFrame:
+    return tables.arm_summary(six)
+
+
+@pytest.fixture(scope="module")
+def seeded(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
+    """Three seeds of three arms; one run of arm 1 stopped, one of nofilter failed."""
+    runs = [MadeRun("0", seed) for seed in range(3)]
+    runs += [MadeRun("0.1", seed, success=(0.35, 0.9)) for seed in range(3)]
+    runs += [MadeRun("1", 0, success=(0.35, 0.4)), collapsed("1", 1), MadeRun("1", 2, success=(0.35, 0.4))]
+    runs += [MadeRun("nofilter", 0), MadeRun("nofilter", 1)]
+    runs += [MadeRun("nofilter", 2, status="failed", steps=12, reason="RuntimeError: no memory")]
+    return frames_of(tmp_path_factory.mktemp("seeded"), *runs)
+
+
+def test_one_row_an_arm_in_the_order_of_the_study(summary: pd.DataFrame) -> None:
+    assert summary["arm"].to_list() == ["0", "0.01", "0.03", "0.1", "0.3", "1"]
+    assert summary["is_baseline"].to_list() == [True] + [False] * 5
+    assert summary["early_stopped"].to_list() == [0, 0, 0, 0, 1, 0]
+
+
+def test_one_seed_is_compared_over_rooms_at_the_last_validation(six: StudyFrames, summary: pd.DataFrame) -> None:
+    rooms = six.rooms[(six.rooms["split"] == "val") & (six.rooms["mode"] == "sampled") & (six.rooms["step"] == 60)]
+    wide = rooms.pivot_table(index="room", columns="arm", values="success", aggfunc="first").astype(float)
+    clusters = rooms.drop_duplicates("room").set_index("room")["cluster"].loc[wide.index]
+    expected = difference_over_rooms(wide["1"] - wide["0"], clusters)
+    row = row_of(summary, "1")
+    assert (row["difference"], row["difference_low"], row["difference_high"]) == pytest.approx(expected[:3])
+    assert row["difference"] == pytest.approx(row["final_val_success"] - row_of(summary, "0")["final_val_success"])
+    assert (row["basis"], row["paired_seeds"]) == (ONE_RUN, 1)
+
+
+def test_p_values_and_power_count_all_compared_arms(summary: pd.DataFrame) -> None:
+    compared = summary[~summary["is_baseline"]]
+    assert compared["p_holm"].to_list() == pytest.approx(holm(compared["p"]))
+    assert (compared["p_holm"] > compared["p"]).sum() >= 3
+    expected = [detectable_difference(row.se, row.df, 5) for row in compared.itertuples()]
+    assert compared["detectable"].to_list() == pytest.approx(expected)
+
+
+def test_the_last_validation_of_a_stopped_run_is_what_counts(six: StudyFrames, summary: pd.DataFrame) -> None:
+    row = row_of(summary, "0.3")
+    trial = six.trials.set_index("arm").loc["0.3"]
+    assert row["final_val_success"] == trial["final_val_success"]
+    assert row["difference"] < -0.5
+    assert row["final_stopped_as_zero"] == 0
+    assert math.isnan(row["final_survivors"])
+    assert (row["stopped_share"], row["stopped_high"]) == (1.0, 1.0)
+    assert row["outcome"] == "failed regime"
+
+
+def test_area_of_a_stopped_run_carries_its_last_value(six: StudyFrames, summary: pd.DataFrame) -> None:
+    row = row_of(summary, "0.3")
+    steps = six.steps[(six.steps["arm"] == "0.3") & six.steps["val_success"].notna()]
+    x = [0, *steps["step"], 60]
+    y = [row["base_val_success"], *steps["val_success"], steps["val_success"].iloc[-1]]
+    assert row["auc"] == pytest.approx(np.trapezoid(y, x) / 60)
+    assert row["auc_difference"] == pytest.approx(row["auc"] - row_of(summary, "0")["auc"])
+
+
+def test_gain_is_over_the_rooms_of_the_run_itself(summary: pd.DataFrame) -> None:
+    row = row_of(summary, "0")
+    assert row["gain"] == pytest.approx(row["final_val_success"] - row["base_val_success"])
+    assert row["gain_greedy"] == pytest.approx(row["final_val_greedy_success"] - row["base_val_greedy_success"])
+    assert row["gain_low"] < row["gain"] < row["gain_high"]
+
+
+def test_gain_over_three_seeds_is_over_seeds(seeded: StudyFrames) -> None:
+    runs = seeded.trials[seeded.trials["arm"] == "0.1"]
+    row = row_of(seeded, "0.1")
+    assert row["gain"] == pytest.approx((runs["final_val_success"] - runs["base_val_success"]).mean())
+    greedy = runs["final_val_greedy_success"] - runs["base_val_greedy_success"]
+    interval = scipy_stats.ttest_1samp(greedy, 0).confidence_interval(0.95)
+    assert (row["gain_greedy_low"], row["gain_greedy_high"]) == pytest.approx((interval.low, interval.high))
+
+
+def test_costs_are_means_over_runs(summary: pd.DataFrame) -> None:
+    row = row_of(summary, "0")
+    assert (row["total_env_steps"], row["total_sampled_tokens"], row["kept_ratio"]) == (54_000, 300_000, 1.0)
+    assert row_of(summary, "0.3")["kept_ratio"] < 1
+
+
+def test_three_seeds_are_compared_over_seeds(seeded: StudyFrames) -> None:
+    final = seeded.trials.pivot_table(index="seed", columns="arm", values="final_val_success")
+    expected = scipy_stats.ttest_rel(final["0.1"], final["0"])
+    row = row_of(seeded, "0.1")
+    assert row["difference"] == pytest.approx((final["0.1"] - final["0"]).mean())
+    assert row["difference_low"] == pytest.approx(expected.confidence_interval(0.95).low)
+    assert row["p"] == pytest.approx(expected.pvalue)
+    assert (row["basis"], row["paired_seeds"], row["improvement"]) == ("over 3 seeds", 3, 1.0)
+
+
+def test_a_failed_run_is_named_and_not_scored(seeded: StudyFrames) -> None:
+    row = row_of(seeded, "nofilter")
+    assert (row["runs"], row["completed"], row["failed"], row["paired_seeds"]) == (3, 2, 1, 2)
+    assert row["basis"] == "over rooms, of these 2 runs; says nothing about seeds"
+    assert row["verdict"].endswith("not scored: seed 2 failed after 12 of 60 steps (RuntimeError: no memory)")
+    scored = seeded.trials[(seeded.trials["arm"] == "nofilter") & (seeded.trials["status"] == "completed")]
+    assert row["final_val_success"] == pytest.approx(scored["final_val_success"].mean())
+
+
+def test_stops_are_a_rate_of_their_own(seeded: StudyFrames) -> None:
+    row = row_of(seeded, "1")
+    assert row["stopped_share"] == pytest.approx(1 / 3)
+    assert row["final_stopped_as_zero"] < row["final_val_success"] < row["final_survivors"]
+    assert row["verdict"].startswith(
+        "failed regime in 1 of 3 runs: low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01); "
+    )
+
+
+@pytest.mark.parametrize(("seeds", "words"), [(0, ""), (1, ONE_RUN), (2, "over rooms, of these 2 runs; "
+                                              "says nothing about seeds"), (3, "over 3 seeds")])  # fmt: skip
+def test_basis_never_claims_more(seeds: int, words: str) -> None:
+    assert basis(seeds) == words
+
+
+def test_rooms_after_the_last_step_do_not_count(tmp_path: Path) -> None:
+    run = MadeRun("0")
+    folder = write_study(tmp_path, [run], MadeStudy(rooms=10))
+    path = folder / "runs" / run.run_id / "metrics.jsonl"
+    path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:57]))
+    frames = read_run(folder)
+    assert [point.step for point in last_points(by_room(frames, frames.trials)).values()] == [55]
+
+
+def test_episodes_of_one_room_are_averaged(tmp_path: Path) -> None:
+    frames = frames_of(tmp_path, MadeRun("0"), rooms=4)
+    doubled = pd.concat([frames.rooms, frames.rooms.assign(success=~frames.rooms["success"])], ignore_index=True)
+    found = by_room(StudyFrames(frames.trials, frames.steps, doubled, frames.study), frames.trials)
+    assert all((rows["success"] == 0.5).all() and len(rows) == 4 for rows in found.values())
+
+
+def test_without_rooms_there_is_a_value_and_no_interval(tmp_path: Path) -> None:
+    runs = [MadeRun("0"), MadeRun("0.1")]
+    folder = write_study(tmp_path, runs, MadeStudy(rooms=10))
+    for run in runs:
+        (folder / "runs" / run.run_id / "rooms.jsonl").unlink()
+    row = row_of(read_run(folder), "0.1")
+    assert not math.isnan(row["difference"])
+    assert not math.isnan(row["gain"])
+    assert math.isnan(row["difference_low"])
+    assert row["verdict"].startswith("no interval: ")
+
+
+def test_a_run_stopped_before_its_first_validation_has_the_base_policys(tmp_path: Path) -> None:
+    empty = MadeRun("0.1", status="early_stopped", steps=3, stop=("empty_filtered_steps", 3, 3))
+    folder = write_study(tmp_path, [MadeRun("0"), empty], MadeStudy(rooms=40))
+    path = folder / "runs" / empty.run_id
+    metrics = (path / "metrics.jsonl").read_text().splitlines()
+    (path / "metrics.jsonl").write_text("\n".join(metrics[:2]) + "\n")
+    row = row_of(read_run(folder), "0.1")
+    assert row["final_val_success"] == row["base_val_success"]
+    assert row["gain"] == 0
+
+
+# Verdicts: one sentence for each case.
+
+
+@pytest.mark.parametrize(
+    ("rule", "value", "threshold", "sentence"),
+    [
+        ("low_validation_success", 0.002, 0.01, "step 45: 0.002 < 0.01"),
+        ("reward_variance_collapse", 0.1234, 0.35, "step 45: 0.123 < 0.35"),
+        ("empty_filtered_steps", 5, 5, "step 45: 5 ≥ 5"),
+    ],
+)
+def test_verdict_of_a_stopped_arm(tmp_path: Path, rule: str, value: float, threshold: float, sentence: str) -> None:
+    stopped = MadeRun("0.1", status="early_stopped", steps=45, stop=(rule, value, threshold))
+    row = row_of(frames_of(tmp_path, MadeRun("0"), stopped), "0.1")
+    assert row["verdict"] == f"failed regime: {rule} stopped 1 of 1 runs ({sentence})"
+
+
+def test_verdicts_of_two_rules_in_one_arm(tmp_path: Path) -> None:
+    other = MadeRun("0.1", 1, status="early_stopped", steps=30, stop=("empty_filtered_steps", 5, 5))
+    frames = frames_of(tmp_path, MadeRun("0"), collapsed("0.1"), other, collapsed("0.1", 2, 50))
+    assert row_of(frames, "0.1")["verdict"] == (
+        "failed regime: low_validation_success stopped 2 of 3 runs (step 45: 0.002 < 0.01; step 50: 0.002 < 0.01) "
+        "and empty_filtered_steps stopped 1 of 3 runs (step 30: 5 ≥ 5)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seeds", "difference", "p_holm", "word"),
+    [(3, 0.1, 0.049, "better"), (5, -0.1, 0.049, "worse"), (3, 0.1, 0.051, "no difference resolved"),
+     (3, 0.1, float("nan"), "no comparison"), (1, 0.1, 0.049, "ended higher"), (2, -0.1, 0.001, "ended lower"),
+     (2, 0.1, 0.051, "no difference resolved")],
+)  # fmt: skip
+def test_the_outcome_follows_the_adjusted_p_and_the_seeds(
+    seeds: int, difference: float, p_holm: float, word: str
+) -> None:
+    row = {"completed": seeds, "early_stopped": 0, "is_baseline": False, "difference": difference, "p_holm": p_holm}
+    assert verdicts.outcome({**row, "paired_seeds": seeds}) == word
+
+
+def test_one_run_is_spoken_of_and_not_its_setting(summary: pd.DataFrame, tmp_path: Path) -> None:
+    row = row_of(summary, "1")
+    numbers = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
+    told = f"this run ended lower than the baseline (0): {numbers}, Holm p < 0.001 ({ONE_RUN})"
+    assert row["verdict"] == told.replace("-", "−")
+    runs = [MadeRun(arm, seed, success=(0.35, end)) for arm, end in (("0", 0.35), ("0.1", 0.9)) for seed in (0, 1)]
+    higher = row_of(frames_of(tmp_path, *runs, rooms=300), "0.1")
+    assert higher["verdict"].startswith("these 2 runs ended higher than the baseline (0): +0.")
+
+
+def test_with_three_seeds_the_verdict_is_about_the_setting(tmp_path: Path) -> None:
+    arms = (("0", 0.35), ("0.1", 0.9), ("1", 0.02))
+    runs = [MadeRun(arm, seed, success=(0.35, end)) for arm, end in arms for seed in range(3)]
+    summary = tables.arm_summary(frames_of(tmp_path, *runs, rooms=300))
+    assert row_of(summary, "0.1")["verdict"].startswith("better than the baseline (0): +0.")
+    assert row_of(summary, "1")["verdict"].startswith("worse than the baseline (0): −0.")
+    assert findings.headline(summary) == (
+        "3 arms, baseline 0. Compared over 3 seeds. Better than it: arm 0.1. Worse than it: arm 1."
+    )
+
+
+def test_the_headline_of_one_seed_says_what_the_runs_did(summary: pd.DataFrame) -> None:
+    headline = findings.headline(summary)
+    assert "Compared over validation rooms, by 1 run per arm: this is what these runs did, and another seed" in headline
+    assert "Ended lower than it: " in headline
+    assert "orse than" not in headline
+    assert "etter than" not in headline
+    assert not any(word in verdict for verdict in summary["verdict"] for word in ("worse than", "better than"))
+
+
+def test_verdict_of_an_unresolved_difference_says_what_would_have_been_missed(summary: pd.DataFrame) -> None:
+    row = row_of(summary, "0.03")
+    assert row["outcome"] == "no difference resolved"
+    assert row["verdict"].startswith("no difference of this run from the baseline (0) resolved: ")
+    assert f"; one below about {row['detectable']:.3f} would probably be missed ({ONE_RUN})" in row["verdict"]
+    assert row["detectable"] > (row["difference_high"] - row["difference_low"]) / 2
+
+
+def test_a_hopeless_comparison_says_so(summary: pd.DataFrame) -> None:
+    row = {**row_of(summary, "0.03"), "arm": "0.03", "detectable": 1.7}
+    assert "; any would probably be missed (" in verdicts.verdict(row)
+
+
+def test_an_interval_of_a_share_stays_within_its_bounds(seeded: StudyFrames) -> None:
+    row = row_of(seeded, "1")
+    assert (row["final_low"], row["final_high"]) == (0.0, pytest.approx(row["final_high"]))
+    assert row["final_high"] <= 1
+
+
+def test_verdict_of_the_baseline(summary: pd.DataFrame) -> None:
+    row = row_of(summary, "0")
+    assert row["verdict"] == (
+        f"baseline: {row['final_val_success']:.3f} at the end, {row['gain']:+.3f} [{row['gain_low']:+.3f}, "
+        f"{row['gain_high']:+.3f}] from the base policy ({ONE_RUN})"
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "sentence"),
+    [
+        (MadeRun("0.1", status="failed", steps=0, reason="ValueError: x"), "seed 0 failed after 0 of 60 steps"),
+        (
+            MadeRun("0.1", status="interrupted", steps=20, reason="stopped by the user"),
+            "seed 0 interrupted after 20 of",
+        ),
+        (MadeRun("0.1", status="", steps=0), "seed 0 never ran (no training step was recorded)"),
+    ],
+)
+def test_verdict_of_an_arm_without_a_scored_run(tmp_path: Path, run: MadeRun, sentence: str) -> None:
+    row = row_of(frames_of(tmp_path, MadeRun("0"), run), "0.1")
+    assert row["verdict"].startswith(f"no verdict: {sentence}")
+    assert row["outcome"] == "no verdict"
+    assert math.isnan(row["final_val_success"])
+
+
+def test_verdict_without_a_scored_baseline(tmp_path: Path) -> None:
+    frames = frames_of(tmp_path, MadeRun("0", status="failed", steps=3, reason="x"), MadeRun("0.1"))
+    row = row_of(frames, "0.1")
+    assert row["verdict"] == "no comparison: the baseline (0) has no scored run with a seed of this arm"
+
+
+def test_verdict_against_a_failed_baseline(tmp_path: Path) -> None:
+    row = row_of(frames_of(tmp_path, collapsed("0"), MadeRun("0.1"), rooms=200), "0.1")
+    assert row["verdict"].startswith("this run ended higher than the baseline (0), itself a failed regime: +0.")
+
+
+def test_no_run_at_all(tmp_path: Path) -> None:
+    frames = frames_of(tmp_path)
+    assert tables.arm_summary(frames).empty
+    assert tables.dose_response(frames).empty
+    assert tables.run_outcomes(frames).empty
+    assert math.isnan(tables.trend(frames, np.random.default_rng(0))[0].rho)
+
+
+def test_several_studies_are_refused(six: StudyFrames, summary: pd.DataFrame) -> None:
+    both = StudyFrames(six.trials, six.steps, six.rooms, [*six.studies, *six.studies])
+    with pytest.raises(ValueError, match="These frames hold 2 studies"):
+        tables.arm_summary(both)
+
+
+# The axis.
+
+
+def places(folder: Path, *values: str) -> tuple[list[float], str]:
+    frames = frames_of(
+        folder, *(MadeRun(value, status="", steps=0) for value in values), values=values, setting="actor.entropy_coeff"
+    )
+    names, found, scale = tables.axis_places(frames)
+    assert names == list(values)
+    return found, scale
+
+
+def test_places_are_logarithmic_with_nought_and_words_apart(tmp_path: Path) -> None:
+    found, scale = places(tmp_path, "0", "0.01", "0.1", "1", "nofilter")
+    assert scale == "log"
+    assert found == pytest.approx([-3, -2, -1, 0, 1])
+
+
+def test_places_below_nought_go_on_to_the_left(tmp_path: Path) -> None:
+    found, _ = places(tmp_path, "-0.1", "0", "0.01", "0.1")
+    assert found == pytest.approx([-4, -3, -2, -1])
+
+
+def test_places_are_ranks_where_a_log_scale_would_merge_them(tmp_path: Path) -> None:
+    found, scale = places(tmp_path, "1.0", "0.98", "0.4", "nofilter")
+    assert scale == "rank"
+    assert found == [2, 1, 0, 3]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [(("0",), [-1.0]), (("0.1",), [0.0]), (("nofilter",), [1.0]), (("0", "nofilter"), [-1.0, 1.0])],
+)
+def test_places_of_few_arms(tmp_path: Path, values: tuple[str, ...], expected: list[float]) -> None:
+    assert places(tmp_path, *values)[0] == pytest.approx(expected)
+
+
+def test_dose_response_has_what_the_figure_shows(six: StudyFrames, summary: pd.DataFrame) -> None:
+    table = tables.dose_response(six)
+    assert table["success"].to_list() == summary["final_val_success"].to_list()
+    assert table[["low", "high"]].to_numpy().tolist() == summary[["final_low", "final_high"]].to_numpy().tolist()
+    assert table["base"].nunique() == 1
+    assert table["early_stopped"].to_list() == [0, 0, 0, 0, 1, 0]
+    assert (table["low"] < table["success"]).all()
+    outcomes = tables.run_outcomes(six)
+    assert outcomes["x"].to_list() == table["x"].to_list()
+
+
+def test_trend_leaves_words_out_and_pairs_seeds(seeded: StudyFrames) -> None:
+    found, page = tables.trend(seeded, np.random.default_rng(0))
+    assert found.n == 9
+    table = seeded.trials[seeded.trials["arm"] != "nofilter"].pivot_table(
+        index="seed", columns="axis_value", values="final_val_success"
+    )
+    one_sided = [scipy_stats.page_trend_test(values).pvalue for values in (table, table.to_numpy()[:, ::-1])]
+    assert page == pytest.approx(min(1, 2 * min(one_sided)))
+
+
+def test_trend_of_one_seed_has_no_page_test(six: StudyFrames) -> None:
+    found, page = tables.trend(six, np.random.default_rng(0))
+    assert (found.n, math.isnan(page)) == (6, True)
+    assert found.rho < 0
+
+
+def test_numbers_are_written_with_a_true_minus() -> None:
+    assert verdicts.signed(-0.1234) == "−0.123"
+    assert verdicts.interval(-0.1, 0.2) == "[−0.100, +0.200]"
+    assert verdicts.interval(float("nan"), 0.2) == ""
+    assert verdicts.share(float("nan")) == "–"
+    assert (verdicts.p_value(0.0004), verdicts.p_value(0.0123)) == ("p < 0.001", "p 0.012")

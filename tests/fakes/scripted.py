@@ -1,0 +1,156 @@
+"""Fakes and small makings for trainable: a sampler that replays replies, random episodes, small models and settings."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from search_spaces.declaration.presets import PRESETS
+from trainable.config.run_config import RunConfig, with_overrides
+from trainable.models.qwen2 import Qwen2
+from trainable.models.qwen2_shape import Qwen2Shape
+from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.sampler import Sampled, SamplingParams
+
+SMALL = {
+    **PRESETS["laptop"],
+    "env.env_groups": 2,
+    "env.group_size": 4,
+    "env.val_env_groups": 16,
+    "env.test_env_groups": 8,
+    "actor.ppo_mini_batch_size": 4,
+    "actor.ppo_micro_batch_size_per_gpu": 2,
+    "critic.ppo_mini_batch_size": 4,
+    "critic.ppo_micro_batch_size_per_gpu": 2,
+    "trainer.total_training_steps": 3,
+    "trainer.test_freq": 2,
+}
+
+
+def small(**overrides: object) -> RunConfig:
+    """The laptop preset, made small; keys are fields with `__` for the dot."""
+    return with_overrides(RunConfig(), {**SMALL, **{key.replace("__", "."): value for key, value in overrides.items()}})
+
+
+def shape(**sizes: object) -> Qwen2Shape:
+    """A shape of a few thousand parameters."""
+    usual = {
+        "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "max_position_embeddings": 128, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True, "eos_token_id": 2,
+    }  # fmt: skip
+    return Qwen2Shape(**{**usual, **sizes})
+
+
+def random_model(sizes: Qwen2Shape, seed: int = 0, spread: float = 0.4) -> Qwen2:
+    """A model in which every parameter, biases and gains too, is drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    model = Qwen2(sizes)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            weight.copy_(1 + 0.2 * noise if "norm" in name else spread * noise)
+    return model
+
+
+def hub_twin(model: Qwen2) -> torch.nn.Module:
+    """Transformers' own Qwen2 with the same weights."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = model.shape
+    config = Qwen2Config(
+        vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size, intermediate_size=sizes.intermediate_size,
+        num_hidden_layers=sizes.num_hidden_layers, num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_key_value_heads, max_position_embeddings=sizes.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta}, rms_norm_eps=sizes.rms_norm_eps,
+        tie_word_embeddings=sizes.tie_word_embeddings, eos_token_id=sizes.eos_token_id, bos_token_id=None,
+        pad_token_id=None, attention_dropout=0.0,
+    )  # fmt: skip
+    twin = Qwen2ForCausalLM(config).eval()
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+# ---------------------------------------------------------------------------- a sampler that replays
+
+
+@dataclass
+class ScriptedSampler:
+    """Replays `script`: for each row its replies in order, as token ids. Remembers what it was asked and gave.
+
+    The log-prob of token n of turn t of row r is -(r + t/10 + n/1000), its entropy the same without the sign.
+    """
+
+    script: Sequence[Sequence[Sequence[int]]]
+    prompts: list[list[int]] = field(default_factory=list)
+    asked: list[dict[int, list[int]]] = field(default_factory=list)
+    gave: list[dict[int, Sampled]] = field(default_factory=list)
+
+    def converse(
+        self, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams, uniforms: np.random.Generator
+    ) -> "ScriptedSampler":
+        assert len(self.script) == len(prompts) * copies
+        self.prompts = [list(prompt) for prompt in prompts for _ in range(copies)]
+        self.params = params
+        return self
+
+    def reply(self, rows: Sequence[int], given: Sequence[Sequence[int]]) -> list[Sampled]:
+        before = list(self.asked[-1]) if self.asked else list(range(len(self.script)))
+        assert list(rows) == sorted(set(rows))
+        assert set(rows) <= set(before)
+        turn = len(self.asked)
+        self.asked.append({row: list(ids) for row, ids in zip(rows, given, strict=True)})
+        self.gave.append({row: self._reply(row, turn) for row in rows})
+        return [self.gave[-1][row] for row in rows]
+
+    def _reply(self, row: int, turn: int) -> Sampled:
+        ids = np.array(self.script[row][turn], dtype=np.int64)
+        entropies = (row + turn / 10 + np.arange(len(ids)) / 1000).astype(np.float32)
+        return Sampled(ids, -entropies, entropies, bool(ids[-1] == self.params.stop_token))
+
+
+# ---------------------------------------------------------------------------- episodes
+
+
+def make_episode(
+    turns: Sequence[tuple[int, int, float]], group: int = 0, rng: np.random.Generator | None = None, vocab: int = 23
+) -> Episode:
+    """An episode of turns (given tokens, sampled tokens, reward) with random tokens and log-probs."""
+    rng = rng or np.random.default_rng(0)
+    mask = np.concatenate([np.repeat([False, True], [given, sampled]) for given, sampled, _ in turns])
+    count = len(mask)
+    return Episode(
+        room_seed=100 + group,
+        group=group,
+        tokens=rng.integers(0, vocab, count),
+        mask=mask,
+        logprobs=np.where(mask, -3 * rng.random(count), 0).astype(np.float32),
+        entropies=np.where(mask, rng.random(count), 0).astype(np.float32),
+        turns=np.repeat(np.arange(len(turns)), [given + sampled for given, sampled, _ in turns]),
+        turn_rewards=tuple(reward for _, _, reward in turns),
+        actions=len(turns),
+        invalid_turns=0,
+        stop=StopReason.OUT_OF_TURNS,
+        texts=("",) * len(turns),
+    )
+
+
+def random_episodes(count: int, group_size: int, seed: int = 0, vocab: int = 23) -> list[Episode]:
+    """Episodes of one to three turns of uneven length; groups stand together."""
+    rng = np.random.default_rng(seed)
+    return [
+        make_episode(
+            [
+                (int(rng.integers(1, 6)), int(rng.integers(1, 7)), float(rng.normal()))
+                for _ in range(int(rng.integers(1, 4)))
+            ],
+            number // group_size, rng, vocab,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+
+
+def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -1,0 +1,138 @@
+"""Batches for the update rules: drawn shapes, rewards with ties, keep masks, several members; and how to slice them."""
+
+from dataclasses import fields, replace
+from typing import NamedTuple
+
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.oracles.update_rules import Member
+from trainable.sandbox.batch.rollouts import Candidates, Rollouts
+from trainable.sandbox.config.methods import CANDIDATE, GROUPED, METHODS
+from trainable.sandbox.config.settings import UpdateRuleConfig
+
+examples = settings(deadline=None, max_examples=25)
+
+ONE_ACTION = ("LogGrowth", "TPOFullAction")
+BINARY = ("LogGrowth", "MaxRL")
+SIZE, ACTIONS = 3, 3
+LEVELS, BINARY_LEVELS = (0.0, 1 / 3, 0.7, 1.0), (0.0, 1.0)
+MAY_BE_GROUPED = ("UncertaintyDG", "FilteredDG", "RewardVarianceDG")
+NEEDS = {
+    "ReplayDG": {"replay_capacity": 5}, "FreshDG": {"delay": 4}, "MaxRL": {"binary_reward": True},
+    "LogGrowth": {"task": "mnist"}, "TPOFullAction": {"task": "mnist"},
+}  # fmt: skip
+"""Settings without which a rule is refused."""
+
+
+def config_of(method: str, **settings: object) -> UpdateRuleConfig:
+    return UpdateRuleConfig.model_validate(
+        {"task": "token_reversal", "method": method, **NEEDS.get(method, {}), **settings}
+    )
+
+
+class Case(NamedTuple):
+    """A batch with log-probabilities [E, B, T, A] of the policy that learns, float64, and the settings of a rule."""
+
+    rollouts: Rollouts
+    log_probs: Tensor
+    config: UpdateRuleConfig
+
+    def on_policy(self) -> "Case":
+        """The same samples, drawn by the policy that learns."""
+        taken = self.log_probs.gather(-1, self.rollouts.actions.unsqueeze(-1)).squeeze(-1)
+        candidates = self.rollouts.candidates
+        if candidates is not None:
+            candidates = replace(candidates, log_probs=self.log_probs.gather(-1, candidates.actions))
+        return self._replace(rollouts=replace(self.rollouts, actor_log_probs=taken, candidates=candidates))
+
+
+def random_case(
+    seed: int, method: str, members: int, groups: int, length: int, grouped: bool = False, **knobs: object
+) -> Case:
+    """A case of seeded random numbers; rewards are from a few values, so that groups have ties."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (members, groups * SIZE, 1 if method in ONE_ACTION else length)
+    table = torch.log_softmax(1.5 * torch.randn(*shape, ACTIONS, generator=g, dtype=torch.float64), -1)
+    draw = lambda below, *s: torch.randint(below, s, generator=g)  # noqa: E731
+    levels = torch.tensor(BINARY_LEVELS if method in BINARY else LEVELS, dtype=torch.float64)
+    taken = draw(ACTIONS, *shape)
+    near = lambda logs: logs + 0.3 * torch.randn(logs.shape, generator=g, dtype=torch.float64)  # noqa: E731
+    keep = torch.rand(shape[:2], generator=g) < 0.7
+    keep[:, draw(shape[1], 1)] = True
+    options = draw(ACTIONS, *shape, SIZE)
+    candidates = Candidates(options, near(table.gather(-1, options)), levels[draw(len(levels), *shape, SIZE)])
+    rollouts = Rollouts(
+        observations=draw(4, *shape[:2], 7),
+        actions=taken,
+        labels=draw(ACTIONS, *shape),
+        rewards=levels[draw(len(levels), *shape[:2])],
+        actor_log_probs=near(table.gather(-1, taken.unsqueeze(-1)).squeeze(-1)).clamp(max=0),
+        actor_baseline=table.exp().square().sum(-1),
+        keep=keep,
+        age=draw(40, members),
+        group_size=SIZE if grouped or method in GROUPED else None,
+        score_mask=torch.rand(shape, generator=g) < 0.6 if draw(2, 1) else None,
+        expected_reward=torch.rand(shape[:2], generator=g, dtype=torch.float64) if draw(3, 1) == 0 else None,
+        candidates=candidates if method in CANDIDATE else None,
+    )
+    return Case(rollouts, table, config_of(method, **knobs))
+
+
+knobs = st.fixed_dictionaries(
+    {
+        "baseline": st.sampled_from(["expected", "zero", "constant"]),
+        "std_normalization": st.booleans(),
+        "eta": st.sampled_from([0.3, 1.0, 4.0]),
+        "tpo_eta": st.sampled_from([0.5, 1.0]),
+        "grpo_beta": st.sampled_from([0.0, 0.04, 1.0]),
+        "iw_cap": st.sampled_from([1.1, 10.0]),
+        "clip_low": st.sampled_from([0.05, 0.2]),
+        "clip_high": st.sampled_from([0.1, 0.28]),
+        "guard_strength": st.sampled_from([0.0, 0.5]),
+        "uncertainty_scale": st.sampled_from([0.0, 1.0]),
+        "uncertainty_threshold": st.sampled_from([0.2, 0.35, 0.5]),
+        "distill_alpha": st.sampled_from([0.0, 0.5]),
+        "replay_age_decay": st.sampled_from([0.02, 0.5]),
+    }
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn, methods: tuple[str, ...] = METHODS) -> Case:
+    method = draw(st.sampled_from(methods))
+    grouped = method in MAY_BE_GROUPED and draw(st.booleans())
+    shape = [draw(st.integers(1, 3)) for _ in range(3)]
+    return random_case(draw(st.integers(0, 2**20)), method, *shape, grouped=grouped, **draw(knobs))
+
+
+def sliced(rollouts: Rollouts, pick: slice) -> Rollouts:
+    """The batch of some members."""
+    candidates = rollouts.candidates
+    if candidates is not None:
+        candidates = Candidates(candidates.actions[pick], candidates.log_probs[pick], candidates.rewards[pick])
+    values = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
+    found = {name: value[pick] for name, value in values.items() if isinstance(value, Tensor)}
+    return replace(rollouts, **found, candidates=candidates)
+
+
+def member_of(rollouts: Rollouts, e: int) -> Member:
+    """Member `e` of the batch, as lists."""
+    mask = rollouts.score_mask if rollouts.score_mask is not None else torch.ones_like(rollouts.actions).bool()
+    candidates = rollouts.candidates
+    return Member(
+        actions=rollouts.actions[e].tolist(),
+        labels=rollouts.labels[e].tolist(),
+        rewards=rollouts.rewards[e].tolist(),
+        old=rollouts.actor_log_probs[e].tolist(),
+        keep=rollouts.keep[e].tolist(),
+        age=float(rollouts.age[e]),
+        group_size=rollouts.group_size,
+        counts=mask[e].tolist(),
+        expected_reward=None if rollouts.expected_reward is None else rollouts.expected_reward[e].tolist(),
+        candidate_actions=[] if candidates is None else candidates.actions[e].tolist(),
+        candidate_old=[] if candidates is None else candidates.log_probs[e].tolist(),
+        candidate_rewards=[] if candidates is None else candidates.rewards[e].tolist(),
+    )

@@ -1,0 +1,279 @@
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tests.strategies.algo import examples
+from trainable.diagnostics.cross_scores import cross_scores
+from trainable.diagnostics.thoughts import Turn, first_turn_pairs, read_turns, thought_coverage, trajectory_pairs
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_protocol
+from trainable.envs.sokoban.room_sets import training_rooms
+from trainable.models.load import load_policy, make_codec
+from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.play import Codec, Rules, play
+from trainable.rollout.sampler import SamplingParams
+from trainable.rollout.torch_sampler import TorchSampler
+from trainable.tiny.tokenizer import build_tokenizer
+
+TINY = build_tokenizer()
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Bytes with a few merges, as a hub model's: tags are several tokens, and some pieces straddle their ends."""
+    merges = [("<", "/"), (".", "</"), ("Ġ", "</"), ("t", "h"), ("th", "i"), ("Ġ", "U"), ("Ġ", "Ġ"), (">", "<")]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = [*alphabet, *("".join(pair) for pair in merges)]
+    tokenizer = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_MESSAGE])
+    return tokenizer
+
+
+BYTES = byte_tokenizer()
+
+
+def episode(replies: Sequence[str], tokenizer: Tokenizer = TINY, group: int = 0) -> Episode:
+    """An episode that says `replies`; what is given is "<think>" and, later, a turn's header before it."""
+    given_ids = [tokenizer.encode("Turn 1:\nState:\n" * (turn > 0) + "<think>").ids for turn in range(len(replies))]
+    said = [tokenizer.encode(reply).ids for reply in replies]
+    parts = [part for pair in zip(given_ids, said, strict=True) for part in pair]
+    sizes = [len(part) for part in parts]
+    zeros = np.zeros(sum(sizes), dtype=np.float32)
+    return Episode(
+        room_seed=0, group=group, tokens=np.concatenate([np.array(part, dtype=np.int64) for part in parts]),
+        mask=np.repeat([False, True] * len(replies), sizes), logprobs=zeros, entropies=zeros,
+        turns=np.repeat(np.arange(len(parts)) // 2, sizes), turn_rewards=(0.0,) * len(replies), actions=1,
+        invalid_turns=0, stop=StopReason.OUT_OF_TURNS, texts=tuple(reply.split("<|im_end|>")[0] for reply in replies),
+    )  # fmt: skip
+
+
+def thoughts(replies: Sequence[str], tokenizer: Tokenizer = TINY) -> list[str]:
+    """The text of each turn's thought."""
+    (turns,) = read_turns([episode(replies, tokenizer)], make_codec(tokenizer))
+    return [tokenizer.decode(turn.thought.tolist()) for turn in turns]
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("end", ["</think><answer>Up</answer><|im_end|>", "</think> <answer>U", "</think>"])
+@pytest.mark.parametrize("tokenizer", [TINY, BYTES], ids=["tiny", "bytes"])
+def test_a_thought_is_what_stands_before_its_end(tokenizer: Tokenizer, end: str) -> None:
+    assert thoughts(["P32 X22 O11 UL" + end], tokenizer) == ["P32 X22 O11 UL"]
+
+
+def test_the_tiny_tokenizer_ends_a_thought_and_starts_an_answer_with_one_token() -> None:
+    assert len(TINY.encode("</think><answer>").ids) == 1
+    assert len(BYTES.encode("</think><answer>").ids) > 5
+
+
+@pytest.mark.parametrize("tokenizer", [TINY, BYTES], ids=["tiny", "bytes"])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "</think><answer>Up</answer>",
+        " \n </think><answer>Up</answer>",
+        "UL",
+        "UL<answer>Up</answer><|im_end|>",
+        "UL</t",
+    ],
+    ids=["empty", "blank", "cut off", "not closed", "half closed"],
+)
+def test_a_thought_that_is_empty_or_not_closed_has_no_tokens(tokenizer: Tokenizer, reply: str) -> None:
+    (turns,) = read_turns([episode([reply], tokenizer)], make_codec(tokenizer))
+    assert len(turns[0].thought) == 0
+    assert not turns[0].valid
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ("\n\nUL\n</think>", "UL"),  # blank tokens at both ends go
+        ("U  L </think>", "U  L"),  # " </" holds the tag's start; what is inside stays
+        ("think. Up.</think>", "think. Up"),  # ".</" holds the tag's start, and the full stop goes with it
+        ("U</think>L</think>", "U"),  # the first end counts
+        ("é</think>", "é"),  # one letter, two tokens, none of which is text by itself
+        (" Up</think>", " Up"),  # the blank is part of a token that says something
+    ],
+)
+def test_only_tokens_wholly_inside_the_thought_are_kept(reply: str, told: str) -> None:
+    assert thoughts([reply], BYTES) == [told]
+
+
+def test_an_answer_is_not_needed() -> None:
+    assert thoughts(["UL</think><|im_end|>", "U</think>L<|im_end|>"]) == ["UL", "U"]
+
+
+def test_a_prompt_is_the_whole_conversation_up_to_the_forced_start() -> None:
+    replies = ["UL</think><answer>Up</answer><|im_end|>", "D</think><answer>Down</answer><|im_end|>"]
+    played = episode(replies)
+    ((first, second),) = read_turns([played], make_codec(TINY))
+    assert TINY.decode(first.prompt.tolist()) == "<think>"
+    assert TINY.decode(second.prompt.tolist(), skip_special_tokens=False) == (
+        "<think>" + replies[0] + "Turn 1:\nState:\n<think>"
+    )
+    assert np.array_equal(np.concatenate((second.prompt, second.thought)), played.tokens[: len(second.prompt) + 1])
+
+
+@examples
+@given(st.text("UDLR P3\n", max_size=8), st.sampled_from([END_OF_MESSAGE, "</think>", "</think><answer>"]))
+def test_thoughts_survive_from_text_to_tokens_and_back(said: str, end: str) -> None:
+    told = said.strip() if end != END_OF_MESSAGE else ""
+    assert [text.strip() for text in thoughts([said + end])] == [told]
+
+
+# ---------------------------------------------------------------------------- counting and sampling
+
+
+def turn(prompt: Sequence[int], thought: Sequence[int]) -> Turn:
+    return Turn(np.array(prompt, dtype=np.int64), np.array(thought, dtype=np.int64))
+
+
+# Five episodes of three groups; groups 0 and 2 open alike.
+EPISODES = [
+    [turn([1], [10]), turn([1, 2], [11])],
+    [turn([1], [])],
+    [turn([5], [12, 13]), turn([5, 6], []), turn([5, 6, 7], [14])],
+    [turn([1], [15])],
+    [turn([1], []), turn([1, 9], [])],
+]
+GROUPS = [0, 0, 1, 2, 2]
+
+
+def test_coverage_by_hand() -> None:
+    assert thought_coverage(EPISODES) == pytest.approx(
+        {
+            "collapse/valid_thinking_rate": 5 / 9,
+            "collapse/first_turn_num_total": 5,
+            "collapse/first_turn_num_valid": 3,
+            "collapse/first_turn_valid_rate": 3 / 5,
+        }
+    )
+    assert set(thought_coverage([]).values()) == {0}
+
+
+def test_first_turns_stand_against_the_openings_of_their_groups() -> None:
+    pairs = first_turn_pairs(EPISODES, GROUPS, 64, np.random.default_rng(0))
+    assert [list(thought) for thought in pairs.thoughts] == [[10], [12, 13], [15]]
+    assert [list(prompt) for prompt in pairs.prompts] == [[1], [5], [1]]
+    assert pairs.own.tolist() == [0, 1, 2]
+    assert pairs.classes.tolist() == [0, 1, 0]
+
+
+def test_a_group_without_a_valid_first_turn_has_no_column() -> None:
+    pairs = first_turn_pairs(EPISODES, [0, 3, 1, 1, 0], 64, np.random.default_rng(0))
+    assert [list(prompt) for prompt in pairs.prompts] == [[1], [5]]
+    assert pairs.own.tolist() == [0, 1, 1]
+
+
+def many(count: int) -> list[list[Turn]]:
+    """Episodes of one to three turns whose tokens tell them apart; every fourth has no valid turn."""
+    return [
+        [turn([number, place], [number, place] if number % 4 else []) for place in range(1 + number % 3)]
+        for number in range(count)
+    ]
+
+
+def test_first_turns_are_drawn_without_replacement_and_follow_their_own_prompt() -> None:
+    episodes = many(40)
+    pairs = first_turn_pairs(episodes, range(40), 8, np.random.default_rng(1))
+    drawn = [int(thought[0]) for thought in pairs.thoughts]
+    assert len(set(drawn)) == len(drawn) == 8
+    assert [int(pairs.prompts[column][0]) for column in pairs.own] == drawn
+    counts = np.zeros(40)
+    for seed in range(400):
+        for thought in first_turn_pairs(episodes, range(40), 8, np.random.default_rng(seed)).thoughts:
+            counts[thought[0]] += 1
+    assert not counts[::4].any()
+    # Each of the 30 valid ones comes in 8/30 of the draws: 107 of 400, give or take five standard errors of 8.9.
+    assert np.delete(counts, np.arange(0, 40, 4)) == pytest.approx(400 * 8 / 30, abs=45)
+
+
+def test_trajectory_draws_have_a_column_each_and_weigh_episodes_alike() -> None:
+    episodes = many(8)
+    counts: dict[tuple[int, int], int] = {}
+    draws = 0
+    for seed in range(1500):
+        pairs = trajectory_pairs(episodes, 4, np.random.default_rng(seed))
+        assert len(pairs.prompts) == len(pairs.thoughts) == len(pairs.own) == len(pairs.classes) <= 4
+        assert pairs.own.tolist() == list(range(len(pairs.own)))
+        for prompt, thought in zip(pairs.prompts, pairs.thoughts, strict=True):
+            assert np.array_equal(prompt, thought)
+            where = int(thought[0]), int(thought[1])
+            counts[where] = counts.get(where, 0) + 1
+        draws += 4
+    for number in range(8):
+        for place in range(1 + number % 3):
+            share = counts.get((number, place), 0) / draws
+            wanted = 1 / 8 / (1 + number % 3) if number % 4 else 0
+            assert share == pytest.approx(wanted, abs=5 * (0.125 / draws) ** 0.5)
+
+
+def test_a_turn_drawn_twice_has_two_columns_of_one_class() -> None:
+    pairs = trajectory_pairs([[turn([1], [2])], [turn([1], [3]), turn([4], [5])]], 64, np.random.default_rng(0))
+    assert len(pairs.prompts) == 3  # as many draws as there are valid turns
+    alike = {tuple(prompt): number for prompt, number in zip(pairs.prompts, pairs.classes.tolist(), strict=True)}
+    assert [alike[tuple(prompt)] for prompt in pairs.prompts] == pairs.classes.tolist()
+    assert len(set(alike.values())) == len(alike)
+
+
+def test_sampling_is_reproduced_by_its_generator() -> None:
+    episodes = many(30)
+    for sample in (
+        lambda rng: first_turn_pairs(episodes, range(30), 5, rng),
+        lambda rng: trajectory_pairs(episodes, 5, rng),
+    ):
+        first, again, other = (sample(np.random.default_rng(seed)) for seed in (3, 3, 4))
+        assert np.array_equal(np.concatenate(first.thoughts), np.concatenate(again.thoughts))
+        assert np.concatenate(first.thoughts).tolist() != np.concatenate(other.thoughts).tolist()
+
+
+def test_no_valid_turn_gives_no_pairs() -> None:
+    for pairs in (
+        first_turn_pairs([EPISODES[1]], [0], 64, np.random.default_rng(0)),
+        trajectory_pairs([EPISODES[4]], 64, np.random.default_rng(0)),
+    ):
+        assert len(pairs.prompts) == len(pairs.thoughts) == len(pairs.own) == len(pairs.classes) == 0
+
+
+# ---------------------------------------------------------------------------- a real rollout
+
+
+@pytest.fixture(scope="module")
+def rollout() -> tuple[list[Episode], Codec]:
+    policy = load_policy("sokoban-tiny", torch.device("cpu"))
+    codec = make_codec(policy.tokenizer)
+    rules = Rules(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context=512)
+    episodes = play(
+        training_rooms(0, 1, 3, 10_000), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10), codec,
+        rules, SamplingParams(1.0, 24, policy.stop_token), np.random.default_rng(0),
+    )  # fmt: skip
+    return episodes, codec
+
+
+def test_a_real_rollouts_thoughts_read_as_its_texts_do(rollout: tuple[list[Episode], Codec]) -> None:
+    episodes, codec = rollout
+    for played, turns in zip(episodes, read_turns(episodes, codec), strict=True):
+        for text, one in zip(played.texts, turns, strict=True):
+            told = text.split("</think>")[0].strip() if "</think>" in text else ""
+            assert codec.decode([one.thought])[0].strip() == told
+
+
+def test_a_thoughts_score_after_its_own_prompt_is_what_the_sampler_said(rollout: tuple[list[Episode], Codec]) -> None:
+    episodes, codec = rollout
+    model = load_policy("sokoban-tiny", torch.device("cpu")).model
+    compared = 0
+    for played, turns in zip(episodes, read_turns(episodes, codec), strict=True):
+        for one in turns:
+            start = len(one.prompt)
+            stop = start + len(one.thought)
+            if one.valid and np.array_equal(played.tokens[start:stop], one.thought):
+                found = cross_scores(model, [one.prompt], [one.thought]).sums
+                assert float(found) == pytest.approx(float(played.logprobs[start:stop].sum()), rel=1e-4, abs=1e-4)
+                compared += 1
+    assert compared > 20

@@ -1,0 +1,174 @@
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.oracles.sokoban import oracle_room
+from trainable.envs.sokoban import room_sets
+from trainable.envs.sokoban.board import check_board
+from trainable.envs.sokoban.generate import Room, fallback_seed, generate_room, generate_rooms
+from trainable.envs.sokoban.solver import solve
+from trainable.envs.sokoban.text import parse_grid, render
+
+ROOT = Path(__file__).parents[4]
+REFERENCE = json.loads((ROOT / "tests/data/sokoban_rooms.json").read_text(encoding="utf-8"))["rooms"]
+FALLING_BACK = (3248, 11482)  # found by search; the second lies among the published training seeds
+
+
+@pytest.mark.parametrize("entry", REFERENCE, ids=lambda entry: str(entry["seed"]))
+def test_published_rooms_are_reproduced(entry):
+    room = generate_room(entry["seed"])
+    assert render(room.cells, "grid").replace("\n", "/") == entry["room"]
+    assert len(solve(room.cells)) == entry["shortest"]
+
+
+def test_there_are_96_reference_rooms():
+    assert [entry["seed"] for entry in REFERENCE] == list(range(123, 219))
+
+
+def test_published_validation_rooms_have_the_published_difficulty():
+    rooms = room_sets.validation_rooms()
+    lengths = [len(solve(room.cells)) for room in rooms]
+    assert Counter(lengths) == {1: 48, 2: 127, 3: 55, 4: 86, 5: 75, 6: 52, 7: 28, 8: 26, 9: 7, 10: 8}
+    assert round(np.mean(lengths), 2) == 3.99
+    assert len({room.cells.tobytes() for room in rooms}) == 472
+    assert len(room_sets.room_keys(rooms)) == 389
+
+
+def test_published_training_rooms_have_the_published_difficulty():
+    lengths = [len(solve(room.cells)) for room in generate_rooms(range(10_000, 10_800))]
+    assert sum(lengths) / 800 == 4.145
+    assert sum(length <= 10 for length in lengths) / 800 == 0.9925
+
+
+@pytest.mark.parametrize(
+    ("seed", "target", "box", "player"),
+    [(123, (2, 1), (3, 1), (3, 2)), (124, (2, 1), (3, 1), (4, 1)), (10_000, (1, 1), (3, 1), (4, 2))],
+)
+def test_worked_examples(seed, target, box, player):
+    cells = generate_room(seed).cells
+    assert [tuple(np.argwhere(cells == code)[0].tolist()) for code in (2, 4, 5)] == [target, box, player]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.integers(0, 2**32 - 1), st.integers(4, 9), st.integers(4, 9), st.sampled_from((2, 5, 30, 100, 300)),
+    st.integers(1, 40),
+)  # fmt: skip
+def test_other_sizes_and_depths_equal_the_literal_generator(seed, rows, cols, search_depth, num_steps):
+    expected = oracle_room(seed, rows, cols, num_steps, search_depth)
+    settings_ = {"rows": rows, "cols": cols, "num_steps": num_steps, "search_depth": search_depth}
+    if expected is None:
+        try:
+            room = generate_room(seed, **settings_)
+        except ValueError:
+            return
+        derived = generate_room(fallback_seed(seed), **settings_)
+        np.testing.assert_array_equal(room.cells, derived.cells)
+    else:
+        np.testing.assert_array_equal(generate_room(seed, **settings_).cells, expected)
+
+
+def test_a_depth_that_cuts_the_search_short_equals_the_literal_generator():
+    for seed in range(12):
+        expected = oracle_room(seed, 10, 10, 60, 300)
+        np.testing.assert_array_equal(generate_room(seed, 10, 10, 60).cells, expected)
+    shallow, deep = (
+        [generate_room(seed, 10, 10, 60, search_depth=depth).cells.tobytes() for seed in range(12)]
+        for depth in (40, 300)
+    )
+    assert shallow != deep
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.integers(0, 2**32 - 1))
+def test_every_room_can_be_played_and_solved_and_is_not_solved(seed):
+    cells = generate_room(seed).cells
+    check_board(cells)
+    assert np.count_nonzero(cells == 4) == 1
+    assert solve(cells)
+
+
+def test_rooms_do_not_depend_on_global_streams_or_on_each_other():
+    alone = [generate_room(seed).cells.tobytes() for seed in (5, 123, 3248)]
+    np.random.seed(99)  # noqa: NPY002
+    together = [room.cells.tobytes() for room in generate_rooms((5, 123, 3248))]
+    backwards = [room.cells.tobytes() for room in generate_rooms((3248, 123, 5))]
+    assert alone == together == backwards[::-1]
+
+
+def test_rooms_are_the_same_in_processes_with_different_hash_seeds():
+    seeds = (123, *FALLING_BACK)
+    script = (
+        "from trainable.envs.sokoban.generate import *\n"
+        f"for r in generate_rooms({seeds}): print(r.cells.tobytes().hex())"
+    )
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT, check=True, capture_output=True, text=True,
+        ).stdout
+        for hash_seed in ("0", "1")
+    ]  # fmt: skip
+    here = "".join(generate_room(seed).cells.tobytes().hex() + "\n" for seed in seeds)
+    assert outputs == [here, here]
+
+
+@pytest.mark.parametrize("seed", FALLING_BACK)
+def test_a_seed_without_a_room_takes_the_room_of_its_derived_seed(seed):
+    assert oracle_room(seed, 6, 6, 20, 300) is None
+    room = generate_room(seed)
+    assert room.seed == seed
+    np.testing.assert_array_equal(room.cells, oracle_room(fallback_seed(seed), 6, 6, 20, 300))
+
+
+def test_derived_seeds_are_the_first_bytes_of_sha256():
+    # printf 3248 | sha256sum
+    assert fallback_seed(3248) == 0x59AE69C1
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.booleans())
+def test_key_is_the_same_for_all_eight_symmetries(seed, quarter_turns, mirrored):
+    cells = generate_room(seed).cells
+    turned = np.rot90(cells.T if mirrored else cells, quarter_turns)
+    assert Room(0, turned).key == Room(0, cells).key
+    eight = [np.rot90(side, turns).tobytes() for side in (cells, cells.T) for turns in range(4)]
+    assert Room(0, cells).key == min(eight)
+
+
+def test_key_tells_rooms_apart():
+    one, other = parse_grid("#####\n#PXO#\n#####"), parse_grid("#####\n#XPO#\n#####")
+    assert Room(0, one).key != Room(0, other).key
+
+
+def test_cells_are_read_only():
+    cells = generate_room(123).cells
+    with pytest.raises(ValueError, match="read-only"):
+        cells[0, 0] = 1
+
+
+@pytest.mark.parametrize(
+    ("settings_", "message"),
+    [
+        ({"num_boxes": 2}, "num_boxes=1"),
+        ({"rows": 3}, "4 to 20 rows"),
+        ({"cols": 21}, "4 to 20 cols"),
+        ({"p_change_directions": 1.5}, "0 to 1"),
+        ({"tries": 0}, "tries is 0"),
+        ({"search_depth": 1}, "search_depth is 1"),
+        ({"seed": -1}, "0 to 4294967295"),
+        ({"seed": 2**32}, "0 to 4294967295"),
+        ({"num_steps": 1, "rows": 4, "cols": 4, "search_depth": 2}, "carve more"),
+    ],
+)
+def test_bad_settings_are_named(settings_, message):
+    with pytest.raises(ValueError, match=message):
+        generate_room(**({"seed": 0} | settings_))

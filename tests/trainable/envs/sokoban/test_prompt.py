@@ -1,0 +1,242 @@
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainable.envs.sokoban.board import Action
+from trainable.envs.sokoban.prompt import Observation, Reply, make_protocol, parse, reply_text
+from trainable.envs.sokoban.room_sets import validation_rooms
+
+UP, DOWN, LEFT, RIGHT = Action.UP, Action.DOWN, Action.LEFT, Action.RIGHT
+ROOM_123 = validation_rooms(1)[0].cells
+
+
+def answer(text: str) -> str:
+    return f"why</think><answer>{text}</answer>"
+
+
+# answer, actions, invalid; at most two actions
+ANSWERS: list[tuple[str, tuple[Action, ...], bool]] = [
+    ("Up || Left", (UP, LEFT), False),
+    ("Up", (UP,), False),
+    (" down\n||\tRIGHT ", (DOWN, RIGHT), False),  # blanks around words, any case
+    ("Up||Left", (UP, LEFT), False),
+    ("|| Up || || Down ||", (UP, DOWN), False),  # blank items do not count
+    ("Up || Left || Down", (UP, LEFT), False),  # too many is cut, not penalised
+    ("Up || Left || Jump", (UP, LEFT), False),  # what is cut is not looked at
+    ("Jump || Up || Left", (UP,), True),  # cut first, then unknown words dropped
+    ("Jump || Hop || Left", (), True),
+    ("Jump || Up", (UP,), True),
+    ("Up Left", (), True),
+    ("Up | Left", (), True),
+    ("", (), True),
+    (" || ", (), True),
+    ("none", (), True),
+    ("<answer>Up", (UP,), False),  # stray tags and markers are taken out
+    ("<|im_start|>Up <|im_end|>|| Le<think>ft", (UP, LEFT), False),
+]
+
+
+@pytest.mark.parametrize(("text", "actions", "invalid"), ANSWERS)
+def test_answers(text: str, actions: tuple[Action, ...], invalid: bool) -> None:
+    assert parse(answer(text), max_actions=2) == Reply("why", actions, invalid)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Up",
+        "Up || Left</answer>",
+        "why</think>Up",
+        "why</think><answer>Up",
+        "why <answer>Up</answer>",
+        "why</think> so <answer>Up</answer>",
+        "why<\\think><answer>Up</answer>",
+        "why</THINK><ANSWER>Up</ANSWER>",
+    ],
+)
+def test_what_has_no_thought_and_answer_has_no_action(text: str) -> None:
+    assert parse(text, 2) == Reply("", (), True)
+
+
+def test_space_may_stand_between_thought_and_answer_and_both_may_have_lines() -> None:
+    assert parse("a\nb</think> \n\t<answer>Up\n||\nLeft</answer> and more", 2) == Reply("a\nb", (UP, LEFT), False)
+
+
+def test_the_first_match_counts() -> None:
+    two = "a</think><answer>Up</answer>b</think><answer>Left</answer>"
+    assert parse(two, 2) == Reply("a", (UP,), False)
+    # A closing tag that no answer follows belongs to the thought, whose tags are then taken out.
+    assert parse("a</think> so <answer>Up</answer></think><answer>Left</answer>", 2) == Reply("a so Up", (LEFT,), False)
+
+
+def test_the_limit_is_an_argument() -> None:
+    text = answer("Up || Down || Jump || Left")
+    assert parse(text, 1).actions == (UP,)
+    assert parse(text, 3) == Reply("why", (UP, DOWN), True)
+    assert parse(text, 9) == Reply("why", (UP, DOWN, LEFT), True)
+
+
+def literal_parse(text: str, limit: int) -> tuple[list[str], bool]:
+    """The rules of the fact sheet, character by character: action names, and whether the penalty is due."""
+    open_answer, close_answer, close_thought = "<answer>", "</answer>", "</think>"
+    for end in range(len(text)):
+        if not text.startswith(close_thought, end):
+            continue
+        after = text[end + len(close_thought) :].lstrip()
+        if after.startswith(open_answer) and close_answer in after:
+            inside = after[len(open_answer) : after.index(close_answer)]
+            break
+    else:
+        return [], True
+    for tag in ("<think>", close_thought, open_answer, close_answer, "<|im_start|>", "<|im_end|>"):
+        inside = inside.replace(tag, "")
+    words = [item.strip().lower() for item in inside.strip().split("||") if item.strip() != ""][:limit]
+    known = [word for word in words if word in ("up", "down", "left", "right")]
+    return known, known == [] or known != words
+
+
+PIECES: Sequence[str] = (
+    "<think>", "</think>", "<answer>", "</answer>", "<|im_start|>", "<|im_end|>", "||", "|", " ", "\n", "Up", "down",
+    "LEFT", "Right", "Jump", "none", "√", "\x00", "<", ">",
+)  # fmt: skip
+replies = st.one_of(
+    st.lists(st.sampled_from(PIECES), max_size=14).map("".join),
+    st.lists(st.sampled_from(PIECES), max_size=8).map(lambda parts: answer("".join(parts))),
+    st.text(max_size=40),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(replies, st.integers(1, 4))
+def test_any_text_is_read_by_the_rules(text: str, limit: int) -> None:
+    reply = parse(text, limit)
+    names, invalid = literal_parse(text, limit)
+    assert [action.name.lower() for action in reply.actions] == names
+    assert reply.invalid == invalid
+    assert len(reply.actions) <= limit
+    assert all(action != Action.NONE for action in reply.actions)
+
+
+@given(st.lists(st.sampled_from([UP, DOWN, LEFT, RIGHT]), min_size=1, max_size=3), st.text("UDLRPXO123 ", max_size=9))
+def test_a_well_formed_reply_is_read_back(actions: list[Action], thought: str) -> None:
+    assert parse(reply_text(thought, actions), 3) == Reply(thought.strip(), tuple(actions), False)
+
+
+# ---------------------------------------------------------------------------- prompts
+
+FULL_OPENING = """<|im_start|>system
+You are a helpful assistant. You are solving a Sokoban puzzle: move the player so that every box stands on a target. \
+You are given a grid and zero-indexed coordinates (row, column), from (0, 0) at the top left to (5, 5) at the bottom \
+right. Moving toward a box next to you pushes it one cell, if the cell behind it is free. You cannot push a box \
+through a wall or another box, and you cannot pull. Your answer is a sequence of actions, for example \
+<answer>Right || Right || Up</answer>.
+The meaning of each symbol is:
+#: wall, _: empty, O: target, √: box on target, X: box, P: player, S: player on target
+Your available actions are:
+Up, Down, Left, Right
+You may take up to 10 actions, separated by the action separator " || ".<|im_end|>
+<|im_start|>user
+
+Turn 1:
+State:
+Coordinates:\x20
+Board size: 6 rows x 6 cols (zero-indexed).
+Targets: (2, 1)
+Boxes: (3, 1)
+Player: (3, 2)
+Grid Map:\x20
+######
+######
+#O####
+#XP###
+#__###
+######
+You have 10 actions left. Always output: <think> [Your thoughts] </think> <answer> [your answer] </answer> with no \
+extra text. Strictly follow this format. Max response length: 120 words (tokens).
+<|im_end|>
+<|im_start|>assistant
+<think>"""
+
+FULL_FOLLOWING = """
+<|im_start|>user
+Reward:
+-0.2
+
+Turn 3:
+State:
+######
+######
+#O####
+#XP###
+#__###
+######
+Your last answer held no valid action; the state has not changed.
+You have 8 actions left. Always output: <think> [Your thoughts] </think> <answer> [your answer] </answer> with no \
+extra text. Strictly follow this format. Max response length: 120 words (tokens).
+<|im_end|>
+<|im_start|>assistant
+<think>"""
+
+COMPACT_OPENING = """<|im_start|>system
+Sokoban<|im_end|>
+<|im_start|>user
+Turn 1:
+State:
+####
+O###
+XP##
+__##
+10 actions left
+<|im_end|>
+<|im_start|>assistant
+<think>"""
+
+COMPACT_FOLLOWING = """
+<|im_start|>user
+Reward:
+-0.2
+Turn 3:
+State:
+####
+O###
+XP##
+__##
+8 actions left
+<|im_end|>
+<|im_start|>assistant
+<think>"""
+
+
+def test_the_full_prompt() -> None:
+    protocol = make_protocol("full", "grid_coord", 10)
+    assert protocol.opening(Observation(1, ROOM_123, 10)) == FULL_OPENING
+
+
+def test_the_full_prompt_of_a_later_turn() -> None:
+    protocol = make_protocol("full", "grid", 10)
+    later = Observation(3, ROOM_123, 8, last_reward=-0.2, last_invalid=True)
+    assert protocol.following(later) == FULL_FOLLOWING
+    warning = "Your last answer held no valid action; the state has not changed.\n"
+    assert protocol.following(later._replace(last_invalid=False)) == FULL_FOLLOWING.replace(warning, "")
+
+
+def test_the_full_prompt_names_its_own_limit_of_actions() -> None:
+    assert "You may take up to 7 actions," in make_protocol("full", "grid", 7).opening(Observation(1, ROOM_123, 7))
+
+
+def test_the_compact_prompt() -> None:
+    protocol = make_protocol("compact", "grid", 10)
+    assert protocol.opening(Observation(1, ROOM_123, 10)) == COMPACT_OPENING
+    assert protocol.following(Observation(3, ROOM_123, 8, last_reward=-0.2)) == COMPACT_FOLLOWING
+
+
+@pytest.mark.parametrize(
+    ("reward", "shown"), [(0.0, "0.0"), (-0.1 - 0.1, "-0.2"), (-0.1 + 1.0 - 0.1 - 1.0, "-0.2"), (0.9, "0.9")]
+)
+@pytest.mark.parametrize("style", ["full", "compact"])
+def test_rewards_are_shown_with_one_digit(style: str, reward: float, shown: str) -> None:
+    text = make_protocol(style, "grid", 10).following(Observation(2, ROOM_123, 9, reward))
+    assert text.startswith(f"\n<|im_start|>user\nReward:\n{shown}\n")

@@ -1,0 +1,114 @@
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.oracles.sokoban import oracle_shortest, random_board, read, write
+from trainable.envs.sokoban import room_sets
+from trainable.envs.sokoban.board import Action, is_solved, step
+from trainable.envs.sokoban.solver import distance_table, optimal_actions, solve
+from trainable.envs.sokoban.text import parse_grid
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def replay(cells, actions):
+    for action in actions:
+        cells = step(cells[None], np.array([action])).cells[0]
+    return cells
+
+
+def test_solutions_of_all_validation_rooms_solve_them_and_agree_with_the_table():
+    for room in room_sets.validation_rooms():
+        actions = solve(room.cells)
+        assert is_solved(replay(room.cells, actions)[None]).item()
+        game = read(room.cells)
+        (box,) = game.boxes
+        player = game.player[0] * 6 + game.player[1]
+        assert distance_table(room.cells)[player, box[0] * 6 + box[1]] == len(actions)
+
+
+@settings(deadline=None, max_examples=10)
+@given(SEEDS)
+def test_every_entry_of_the_table_is_the_length_of_a_shortest_solution(seed):
+    cells = random_board(np.random.default_rng(seed), 5, 6, 1)
+    table = distance_table(cells)
+    assert table.dtype == np.int16
+    game = read(cells)
+    everywhere = list(product(range(5), range(6)))
+    for (p, player), (b, box) in product(enumerate(everywhere), repeat=2):
+        if player in game.floor and box in game.floor and player != box:
+            solution = solve(write(game._replace(player=player, boxes=frozenset({box}))))
+            assert table[p, b] == (-1 if solution is None else len(solution))
+        else:
+            assert table[p, b] == -1
+
+
+@settings(deadline=None, max_examples=40)
+@given(SEEDS, st.integers(1, 2))
+def test_solve_is_as_short_as_brute_force(seed, boxes):
+    cells = random_board(np.random.default_rng(seed), 5, 5, boxes)
+    solution = solve(cells)
+    expected = oracle_shortest(cells, limit=60)
+    if expected is None:
+        assert solution is None
+    else:
+        assert len(solution) == expected
+        assert is_solved(replay(cells, solution)[None]).item()
+
+
+def test_solve_is_as_short_as_trying_all_sequences():
+    for room in room_sets.validation_rooms(48):
+        shortest = len(solve(room.cells))
+        for length in range(min(shortest, 4) + 1):
+            sequences = np.array(list(product(range(1, 5), repeat=length)), dtype=np.int64).reshape(4**length, length)
+            cells = np.repeat(room.cells[None], len(sequences), axis=0)
+            for actions in sequences.T:
+                cells = step(cells, actions).cells
+            assert is_solved(cells).any() == (length == shortest)
+
+
+@settings(deadline=None, max_examples=40)
+@given(SEEDS)
+def test_optimal_actions_are_exactly_those_that_come_one_closer(seed):
+    cells = random_board(np.random.default_rng(seed), 6, 5, 1)
+    shortest = solve(cells)
+    after = {action: step(cells[None], np.array([action])).cells[0] for action in list(Action)[1:]}
+    closer = tuple(
+        action
+        for action, board in after.items()
+        if shortest and (rest := solve(board)) is not None and len(rest) == len(shortest) - 1
+    )
+    assert optimal_actions(distance_table(cells), cells) == closer
+
+
+def test_all_optimal_actions_are_named():
+    cells = parse_grid("######\n#P___#\n#__X_#\n#__O_#\n######")
+    assert optimal_actions(distance_table(cells), cells) == (Action.RIGHT,)
+    assert solve(cells) == (Action.RIGHT, Action.RIGHT, Action.DOWN)
+    two_ways = parse_grid("######\n#____#\n#P___#\n#_XO_#\n#____#\n######")
+    assert optimal_actions(distance_table(two_ways), two_ways) == (Action.DOWN,)
+    diagonal = parse_grid("######\n#P___#\n#____#\n#_XO_#\n######")
+    assert optimal_actions(distance_table(diagonal), diagonal) == (Action.DOWN,)
+
+
+def test_solved_and_unsolvable_boards():
+    solved, unsolvable = parse_grid("#####\n#P√_#\n#####"), parse_grid("#####\n#XPO#\n#####")
+    assert solve(solved) == ()
+    assert solve(unsolvable) is None
+    assert optimal_actions(distance_table(solved), solved) == ()
+    assert optimal_actions(distance_table(unsolvable), unsolvable) == ()
+
+
+def test_a_limit_on_actions_hides_longer_solutions_only():
+    cells = parse_grid("######\n######\n#O####\n#XP###\n#__###\n######")
+    assert solve(cells, max_actions=2) is None
+    assert solve(cells, max_actions=3) == (Action.DOWN, Action.LEFT, Action.UP)
+
+
+def test_a_table_is_refused_for_two_boxes():
+    cells = random_board(np.random.default_rng(0), 6, 6, 2)
+    with pytest.raises(ValueError, match="2 boxes"):
+        distance_table(cells)

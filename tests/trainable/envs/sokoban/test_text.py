@@ -1,0 +1,61 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.oracles.sokoban import random_board
+from trainable.envs.sokoban.generate import generate_room
+from trainable.envs.sokoban.text import parse_grid, render
+
+GRID_123 = "######\n######\n#O####\n#XP###\n#__###\n######"
+COORDINATES_123 = "Board size: 6 rows x 6 cols (zero-indexed).\nTargets: (2, 1)\nBoxes: (3, 1)\nPlayer: (3, 2)"
+
+
+def test_published_room_123_in_all_formats():
+    cells = generate_room(123).cells
+    assert render(cells, "grid") == GRID_123
+    assert render(cells, "coord") == COORDINATES_123
+    assert render(cells, "grid_coord") == f"Coordinates: \n{COORDINATES_123}\nGrid Map: \n{GRID_123}"
+
+
+def test_every_kind_of_thing_is_listed_in_order():
+    cells = parse_grid("#######\n#S√X__#\n#OX___#\n#_√_O_#\n#__X__#\n#######")
+    assert render(cells, "coord") == (
+        "Board size: 6 rows x 7 cols (zero-indexed).\n"
+        "Targets: (1, 1), (1, 2), (2, 1), (3, 2), (3, 4)\n"
+        "Boxes: (1, 3), (2, 2), (4, 3)\n"
+        "Boxes on target: (1, 2), (3, 2)\n"
+        "Player on target: (1, 1)"
+    )
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(5, 8), st.integers(5, 8), st.integers(1, 3))
+def test_parse_is_the_inverse_of_the_grid(seed, rows, cols, boxes):
+    cells = random_board(np.random.default_rng(seed), rows, cols, boxes)
+    text = render(cells, "grid")
+    parsed = parse_grid(text)
+    assert parsed.dtype == np.int8
+    np.testing.assert_array_equal(parsed, cells)
+    assert render(parsed, "grid") == text
+    assert parse_grid(text + "\n").tobytes() == cells.tobytes()
+
+
+def test_another_format_is_refused():
+    cells = generate_room(123).cells
+    with pytest.raises(ValueError, match="'ascii'; choose one of grid_coord, grid, coord"):
+        render(cells, "ascii")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("#####\n#P*O#\n#####", "unknown symbols"),
+        ("#####\n#PXO#\n####", "lengths"),
+        ("#####\n#_XO#\n#####", "0 players"),
+        ("", "two axes"),
+    ],
+)
+def test_texts_that_are_no_board_are_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_grid(text)

@@ -1,0 +1,195 @@
+"""Chat templates cut into parts: what is put together turn by turn is what transformers renders of the whole."""
+
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, pre_tokenizers
+
+from tests.fakes.hub_models import DROPS_THOUGHTS, NO_SYSTEM, STRIPPING, byte_tokenizer, folder_with
+from trainable.envs.chat import CHATML, ChatFormat
+from trainable.envs.sokoban.prompt import Observation, make_protocol
+from trainable.envs.sokoban.room_sets import validation_rooms
+from trainable.models.chat_template import chat_format
+from trainable.models.load import make_codec
+
+PLAIN = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DEFAULT_SYSTEM = "{% if messages[0].role != 'system' %}<|im_start|>system\nHelp.<|im_end|>\n{% endif %}" + PLAIN
+SILENT_ON_SYSTEM = "{% set messages = messages | rejectattr('role', 'equalto', 'system') | list %}" + PLAIN
+INSTRUCT = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'system' %}{{ m.content }}\n\n{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+NO_MARKS = (
+    "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
+)
+BLANK_BEFORE_END = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}"
+)
+DATED = "Today is {% if strftime_now is defined %}{{ strftime_now('%c') }}{% else %}some day{% endif %}.\n" + PLAIN
+BLANK_BEFORE_REPLY = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+SYSTEM_IN_THE_LAST = (
+    "{% set told = messages[0].content if messages[0].role == 'system' else '' %}"
+    "{{ bos_token }}{% for m in messages if m.role != 'system' %}{% if m.role == 'user' %}"
+    "[INST] {% if loop.last and told %}{{ told }}\n\n{% endif %}{{ m.content }} [/INST]"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+# Whether a system message has a place, and the token that ends a reply.
+TEMPLATES = {
+    "plain": (PLAIN, True, "<|im_end|>"),
+    "default system": (DEFAULT_SYSTEM, True, "<|im_end|>"),
+    "stripping": (STRIPPING, True, "<|end|>"),
+    "no system": (NO_SYSTEM, False, "<|end|>"),
+    "silent on system": (SILENT_ON_SYSTEM, False, "<|im_end|>"),
+    "instruct": (INSTRUCT, True, "</s>"),
+    "no marks": (NO_MARKS, True, "</s>"),
+    "a blank before the reply": (BLANK_BEFORE_REPLY, False, "</s>"),
+    "system in the last message": (SYSTEM_IN_THE_LAST, False, "</s>"),
+}
+
+
+def cut(folder: Path, template: object, tokenizer: Tokenizer | None = None, wanted: str = "auto") -> ChatFormat:
+    tokenizer = tokenizer or byte_tokenizer()
+    return chat_format(folder_with(folder, template), tokenizer, tokenizer.token_to_id("</s>"), wanted)
+
+
+def rendered(template: str, messages: list[dict[str, str]]) -> str:
+    """What transformers makes of a conversation up to the next reply."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token="<s>", eos_token="</s>")
+    text: str = tokenizer.apply_chat_template(
+        messages, chat_template=template, tokenize=False, add_generation_prompt=True
+    )
+    return text
+
+
+def messages(system: str, users: list[str], replies: list[str], has_system: bool) -> list[dict[str, str]]:
+    first = [{"role": "system", "content": system}] if has_system else []
+    opening = users[0] if has_system else f"{system}\n\n{users[0].strip()}"
+    found = [*first, {"role": "user", "content": opening}]
+    for user, reply in zip(users[1:], replies, strict=True):
+        found += [{"role": "assistant", "content": reply}, {"role": "user", "content": user}]
+    return found
+
+
+@pytest.mark.parametrize("name", list(TEMPLATES))
+def test_turn_by_turn_is_what_transformers_renders(name: str, tmp_path: Path) -> None:
+    template, has_system, end = TEMPLATES[name]
+    chat = cut(tmp_path, template)
+    assert chat.end == end
+    users = ["\nTurn 1:\n#O\n" if has_system else "Turn 1:", "Turn 2:\n#X\n", "  three "]
+    replies = ["<think>P</think><answer>Up</answer>", "<think>a\n\nb</think> <answer>Left</answer>"]
+    told = chat.opening("Play.", users[0])
+    blank = " " if name == "a blank before the reply" else ""
+    assert told == rendered(template, messages("Play.", users[:1], [], has_system)) + blank
+    for number, (user, reply) in enumerate(zip(users[1:], replies, strict=True), 2):
+        told += reply + chat.end + chat.following(user)
+        whole = rendered(template, messages("Play.", users[:number], replies[: number - 1], has_system)) + blank
+        assert told.replace("</s>", "") == whole.replace("</s>", "")
+        assert (told == whole) == (name != "no marks")  # a sampled end stays in the conversation
+
+
+def test_a_blank_before_the_end_does_not_end_a_turn_twice(tmp_path: Path) -> None:
+    chat = cut(tmp_path, BLANK_BEFORE_END)
+    assert (chat.end, chat.next_user) == ("</s>", "<s>[INST] ")
+
+
+def test_the_template_of_qwen_gives_todays_prompts(tmp_path: Path) -> None:
+    assert cut(tmp_path, PLAIN) == cut(tmp_path, DEFAULT_SYSTEM) == CHATML
+    for style in ("full", "compact"):
+        ours = make_protocol(style, "grid_coord", 10)
+        theirs = make_protocol(style, "grid_coord", 10, cut(tmp_path, PLAIN))
+        for number, room in enumerate(validation_rooms(5), 1):
+            observation = Observation(number, room.cells, 8, -0.2, True)
+            assert ours.opening(observation) == theirs.opening(observation)
+            assert ours.following(observation) == theirs.following(observation)
+
+
+def test_a_turn_has_the_tokens_that_it_has_in_the_whole(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    encode = make_codec(tokenizer).encode
+    chat = cut(tmp_path, STRIPPING, tokenizer)
+    protocol = make_protocol("full", "grid", 10, chat)
+    room = validation_rooms(1)[0]
+    opening = protocol.opening(Observation(1, room.cells, 10))
+    following = protocol.following(Observation(2, room.cells, 8, -0.2))
+    parts = [opening, "P</think><answer>Up</answer>" + chat.end, following]
+    assert [number for part in encode(parts) for number in part] == encode(["".join(parts)])[0]
+    assert opening.startswith("<s><|turn|>system\n\nYou are a helpful assistant.")
+    assert opening.endswith("<|end|><|turn|>assistant\n\n<think>")
+    assert following.startswith("<|turn|>user\n\nReward:\n-0.2\n")
+
+
+def test_the_templates_own_file_goes_first_and_a_list_has_a_default(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": NO_MARKS}, {"name": "default", "template": PLAIN}]
+    assert cut(tmp_path, named) == CHATML
+    (tmp_path / "chat_template.jinja").write_text(STRIPPING)
+    assert cut(tmp_path, named).strips
+
+
+def test_a_template_knows_no_clock(tmp_path: Path) -> None:
+    assert cut(tmp_path, DATED).start == "Today is some day.\n<|im_start|>system\n"
+
+
+@pytest.mark.parametrize("template", [None, PLAIN])
+def test_without_a_template_it_is_chatml_after_what_the_tokenizer_puts_first(
+    tmp_path: Path, template: str | None
+) -> None:
+    wanted = "auto" if template is None else "chatml"
+    assert cut(tmp_path, template, byte_tokenizer(), wanted) == CHATML
+    assert cut(tmp_path, template, byte_tokenizer(adds_start=True), wanted).start == "<s>" + CHATML.start
+
+
+def test_no_tokenizer_config_is_no_template(tmp_path: Path) -> None:
+    assert chat_format(tmp_path, byte_tokenizer(), 0) == CHATML
+
+
+OPENS_THOUGHTS = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
+COUNTS_TURNS = PLAIN.replace(
+    "{{ m['content'] }}", "{% if m.role == 'user' %}{{ loop.index }} {% endif %}{{ m['content'] }}"
+)
+LAST_IS_OTHER = PLAIN.replace("{{ m['content'] }}", "{{ m['content'] }}{% if loop.last %}!{% endif %}")
+REFUSED = {
+    "drops thoughts": (DROPS_THOUGHTS, "tells a conversation's beginning otherwise once it goes on"),
+    "opens thoughts": (OPENS_THOUGHTS, "tells a conversation's beginning otherwise once it goes on"),
+    "counts turns": (COUNTS_TURNS, "does not put the same text round every turn"),
+    "last is other": (LAST_IS_OTHER, "tells a conversation's beginning otherwise once it goes on"),
+    "refuses replies": ("{{ raise_exception('never') }}", r"does not take such a conversation \(never\)"),
+    "hides users": ("hello", "does not show a message as it is"),
+    "wrong syntax": ("{% for %}", "does not take such a conversation"),
+    "strips one side": (PLAIN.replace("m['content']", "m['content'].lstrip()"), "changes the blanks round a message"),
+    "reaches out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "does not take such a conversation"),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_a_template_that_does_not_grow_is_refused_with_what_to_type(name: str, tmp_path: Path) -> None:
+    template, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=rf"The chat template .* {reason}.*--set model\.chat_format=chatml"):
+        cut(tmp_path, template)
+    assert cut(tmp_path, template, wanted="chatml") == CHATML
+
+
+def test_a_tokenizer_that_cuts_turns_otherwise_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    # A blank before every text, though not before every part of one.
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first")
+    with pytest.raises(ValueError, match="cut a turn into other tokens alone than inside the conversation"):
+        cut(tmp_path, NO_MARKS, tokenizer)
+
+
+def test_an_end_that_takes_the_blanks_after_it(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken("<|close|>", special=True, normalized=False, rstrip=True)])
+    chat = cut(tmp_path, PLAIN.replace("<|im_end|>", "<|close|>"), tokenizer)
+    assert (chat.end, chat.next_user) == ("<|close|>", "<|im_start|>user\n")

@@ -1,0 +1,101 @@
+"""Adapters over models of other architectures: they learn, they are named, and their passes keep within the budget."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.fakes.hub_models import NO_SYSTEM, small_model, some_tokens, wrapped
+from tests.fakes.trainers import quiet, steps
+from trainable.algo.batching import cut_by_tokens
+from trainable.config.sections import ModelConfig
+from trainable.models.lora import adapted, hub_weights, weight_names, write_adapters
+from trainable.ppo import update
+from trainable.runs.state import flat_state, load_flat_state
+
+SMALL = {
+    "rollout__response_length": 8, "env__max_turn": 2, "actor__use_kl_loss": True, "actor__kl_loss_coef": 0.01,
+    "model__lora_rank": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma"])
+def test_adapters_learn_over_another_architecture(kind: str, tmp_path: Path) -> None:
+    trainer = quiet(model__path=str(small_model(tmp_path / kind, kind, NO_SYSTEM)), **SMALL)
+    before = {name: value.clone() for name, value in trainer.state()[0].items()}
+    assert all(".lora_" in name or name.startswith("critic/score.") for name in before)
+    (row,) = steps(trainer, 1)
+    after = trainer.state()[0]
+    assert row["actor_grad_norm"] > 0
+    assert any(not torch.equal(after[name], value) for name, value in before.items() if "lora_B" in name)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "gemma"])
+def test_peft_reads_the_adapters_of_another_architecture(kind: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    causal, model = wrapped(kind)
+    settings = ModelConfig(lora_rank=2)
+    policy = adapted(model, settings, np.random.default_rng(0))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in policy.named_parameters():
+            if "lora_B" in name:
+                weight.copy_(torch.randn(weight.shape, generator=generator))
+        tokens = some_tokens(2, 7)
+        ours = policy.lm_head(policy.model.hidden_at(tokens, torch.arange(14)))
+        base = model.lm_head(model.model.hidden_at(tokens, torch.arange(14)))  # before peft puts adapters into it
+        write_adapters(policy, settings, tmp_path)
+        twin = PeftModel.from_pretrained(causal, str(tmp_path))
+        theirs = twin(input_ids=tokens).logits.flatten(0, 1)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert float((ours - base).abs().max()) > 1e-2
+    assert weight_names(policy) == dict(hub_weights(policy)).keys()
+
+
+@pytest.mark.parametrize("is_hub", [True, False])
+def test_passes_are_cut_as_the_model_reads_them(is_hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of policy, critic and reference: those of a model that pads are bounded as rectangles, others by their tokens."""
+    asked: list[bool] = []
+
+    def watched(lengths: torch.Tensor, most: int, pads: bool = False) -> list[torch.Tensor]:
+        asked.append(pads)
+        return cut_by_tokens(lengths, most, pads)
+
+    monkeypatch.setattr(update, "cut_by_tokens", watched)
+    model = {"model__path": str(small_model(tmp_path / "llama", template=NO_SYSTEM))} if is_hub else {}
+    steps(quiet(**SMALL, **model), 1)
+    assert len(asked) >= 4  # values, reference, and the updates of critic and policy
+    assert set(asked) == {is_hub}
+
+
+class _WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("bias_of_gates", torch.ones(3))
+
+
+def test_buffers_are_no_part_of_a_state() -> None:
+    part, other = _WithBuffer(), _WithBuffer()
+    found = {name: value.clone() for name, value in flat_state(part).items()}
+    assert found.keys() == {"linear.weight", "linear.bias"}
+    load_flat_state(other, found)
+    assert all(torch.equal(value, found[name]) for name, value in flat_state(other).items())
+
+
+@pytest.mark.parametrize("change", [{"use_sliding_window": True, "sliding_window": 4}, {"hidden_act": "gelu"}])
+def test_a_qwen2_of_another_kind_is_not_run_by_our_own_code(change: dict[str, object], tmp_path: Path) -> None:
+    from trainable.models.load import _is_own
+
+    write = partial((tmp_path / "config.json").write_text, encoding="utf-8")
+    config = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu"}
+    write(json.dumps(config))
+    assert _is_own(tmp_path)
+    write(json.dumps(config | change))
+    assert not _is_own(tmp_path)

@@ -1,0 +1,286 @@
+"""Models of transformers under our interface: the numbers are those of their own forward, whatever the route."""
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fakes.hub_models import RUN, VOCABULARY, make_model, some_tokens, wrapped, write
+from tests.fakes.scripted import hub_twin, random_model, shape
+from trainable.diagnostics.cross_scores import cross_scores
+from trainable.models.hub_config import shape_of
+from trainable.models.hub_model import HubModel, load_hub_model
+from trainable.models.load import Policy, frozen_copy, load_policy, make_critic
+from trainable.models.lora import hub_weights
+from trainable.models.qwen2 import PassSettings, Qwen2
+from trainable.rollout.sampler import SamplingParams
+from trainable.rollout.torch_sampler import TorchSampler
+from trainable.rollout.vllm_sampler import hub_shapes
+from trainable.runs.state import flat_state, load_flat_state
+
+CPU = torch.device("cpu")
+
+
+def wrapped_twin(model: Qwen2) -> HubModel:
+    twin = hub_twin(model)
+    return HubModel(twin, shape_of(twin, Path()))
+
+
+def close(found: Tensor, wanted: Tensor, limit: float = 1e-4) -> None:
+    torch.testing.assert_close(found, wanted, rtol=limit, atol=limit * float(wanted.abs().max()))
+
+
+def left_padded(chunks: list[list[int]], first: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, positions and validity of chunks (B, q) that follow `first` tokens of each row."""
+    widest = max(len(chunk) for chunk in chunks)
+    short = torch.tensor([widest - len(chunk) for chunk in chunks])[:, None]
+    tokens = torch.tensor([[0] * (widest - len(chunk)) + chunk for chunk in chunks])
+    steps = torch.arange(widest) - short
+    return tokens, (torch.tensor(first)[:, None] + steps).clamp_min(0), steps >= 0
+
+
+# ---------------------------------------------------------------------------- every architecture
+
+
+@pytest.fixture(scope="module", params=list(RUN))
+def pair(request: pytest.FixtureRequest) -> tuple[Any, HubModel]:
+    return wrapped(request.param)
+
+
+def test_logits_are_those_of_the_models_own_forward(pair: tuple[Any, HubModel]) -> None:
+    causal, model = pair
+    tokens, where = some_tokens(3, 17), torch.tensor([50, 0, 5, 5, 33])
+    with torch.no_grad():
+        wanted = causal(input_ids=tokens).logits.flatten(0, 1)[where]
+        close(model.lm_head(model.model.hidden_at(tokens, where)), wanted)
+
+
+def test_padding_on_the_right_changes_nothing(pair: tuple[Any, HubModel]) -> None:
+    _, model = pair
+    tokens = some_tokens(2, 12)
+    padded = tokens.clone()
+    padded[0, 7:] = 3
+    with torch.no_grad():
+        close(model.model.hidden_at(padded, torch.arange(7)), model.model.hidden_at(tokens[:1, :7], torch.arange(7)))
+
+
+def test_gradients_are_those_of_the_models_own_forward(pair: tuple[Any, HubModel]) -> None:
+    causal, model = deepcopy(pair)
+    twin = make_model(causal.config.model_type)  # the same numbers, other tensors
+    tokens, where = some_tokens(2, 9), torch.tensor([2, 7, 12, 15])
+    slopes = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    (model.lm_head(model.model.hidden_at(tokens, where)) * slopes).sum().backward()
+    (twin(input_ids=tokens).logits.flatten(0, 1)[where] * slopes).sum().backward()
+    wanted = {id_.replace(f"{twin.base_model_prefix}.", "", 1): weight for id_, weight in twin.named_parameters()}
+    found = {name.removeprefix("model.base."): weight for name, weight in model.named_parameters()}
+    assert found.keys() == wanted.keys()
+    for name, weight in found.items():
+        assert (weight.grad is None) == (wanted[name].grad is None)
+        if weight.grad is not None:
+            close(weight.grad, wanted[name].grad)
+
+
+def test_recomputing_blocks_changes_no_gradient(pair: tuple[Any, HubModel]) -> None:
+    tokens, where = some_tokens(2, 9), torch.tensor([2, 7, 12, 15])
+    found = []
+    for recompute in (False, True):
+        model = deepcopy(pair[1])
+        model.model.passes = PassSettings(recompute=recompute)
+        calls: list[int] = []
+        block = model.model.blocks[0]
+        forward = block.input_layernorm if hasattr(block, "input_layernorm") else next(block.children())
+        forward.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model.model.hidden_at(tokens, where).square().sum().backward()
+        found.append((model, len(calls)))
+        assert not any(part.training for part in model.model.base.modules())
+    (kept, once), (again, twice) = found
+    assert (once, twice) == (1, 2)
+    for one, other in zip(kept.parameters(), again.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None and other.grad is not None:
+            close(other.grad, one.grad, 1e-5)
+
+
+def test_a_cache_gives_what_whole_sequences_give(pair: tuple[Any, HubModel]) -> None:
+    _, model = pair
+    rows: list[list[int]] = [[], [], []]
+
+    def extend(chunks: list[list[int]]) -> None:
+        tokens, positions, valid = left_padded(chunks, [len(row) for row in rows[: len(chunks)]])
+        found = model.model.extend(tokens, positions, valid, cache)
+        for row, chunk in enumerate(chunks):
+            rows[row] = rows[row] + chunk
+            if chunk:
+                whole = model.model.hidden_at(torch.tensor([rows[row]]), torch.tensor([len(rows[row]) - 1]))
+                close(found[row], whole[0])
+
+    with torch.inference_mode():
+        cache = model.model.new_cache(3, 4)
+        extend([[1, 2, 3, 4, 5], [6], [7, 8, 9]])
+        extend([[4], [5], [6]])
+        cache.select(torch.tensor([2, 0, 2]))
+        rows[:] = [rows[2], rows[0], rows[2]]
+        extend([[5, 6], [4], [1, 1, 1]])
+        extend([[9], [8]])  # only the first two go on
+        cache.pack()
+        extend([[1], [], [4, 5]])
+        extend([[7], [8], [9]])
+
+
+def test_a_tree_after_a_cache_gives_what_its_paths_give(pair: tuple[Any, HubModel]) -> None:
+    _, model = pair
+    prompts, thoughts = [[5, 6, 7, 8], [9, 10], [5]], [[20, 21, 22], [20, 21, 30], [40], [40, 41]]
+    found = cross_scores(model, prompts, thoughts).sums
+    for row, thought in enumerate(thoughts):
+        for column, prompt in enumerate(prompts):
+            tokens = torch.tensor([prompt + thought])
+            with torch.no_grad():
+                logs = model.lm_head(model.model.hidden_at(tokens, torch.arange(tokens.shape[1]))).log_softmax(-1)
+            told = logs[len(prompt) - 1 : -1].gather(1, torch.tensor(thought)[:, None])
+            assert float(found[row, column]) == pytest.approx(float(told.sum()), rel=1e-4)
+
+
+def test_greedy_replies_are_those_of_generate(pair: tuple[Any, HubModel]) -> None:
+    causal, model = pair
+    prompts = [[5, 6, 7, 8, 9], [11, 12]]
+    conversation = TorchSampler(model).converse(prompts, 1, SamplingParams(0.0, 12, 2), np.random.default_rng(0))
+    replies = conversation.reply([0, 1], [[], []])
+    more = conversation.reply([0, 1], [[50, 51], [52]])
+    for prompt, reply, given, next_reply in zip(prompts, replies, [[50, 51], [52]], more, strict=True):
+        for told, wanted in (
+            (prompt, reply.ids.tolist()), ([*prompt, *reply.ids.tolist(), *given], next_reply.ids.tolist()),
+        ):  # fmt: skip
+            made = causal.generate(
+                torch.tensor([told]), attention_mask=torch.ones(1, len(told), dtype=torch.long), do_sample=False,
+                max_new_tokens=12, eos_token_id=2, pad_token_id=0,
+            )  # fmt: skip
+            assert made[0, len(told) :].tolist() == wanted
+
+
+def test_passes_in_bfloat16_are_near_those_in_float32(pair: tuple[Any, HubModel]) -> None:
+    model = deepcopy(pair[1])
+    tokens, where = some_tokens(2, 9), torch.arange(18)
+    with torch.no_grad():
+        exact = model.model.hidden_at(tokens, where)
+        model.model.passes = PassSettings(torch.bfloat16)
+        rounded = model.model.hidden_at(tokens, where)
+        cache = model.model.new_cache(2, 9)
+        last = model.model.extend(tokens, torch.arange(9).expand(2, 9), torch.ones(2, 9, dtype=torch.bool), cache)
+    assert rounded.dtype == last.dtype == cache.keys[0].dtype == cache.values[0].dtype == torch.bfloat16
+    assert float((rounded - exact).norm() / exact.norm()) < 0.1
+    assert float((last - exact[[8, 17]]).norm() / exact[[8, 17]].norm()) < 0.1
+
+
+# ---------------------------------------------------------------------------- our own Qwen2 is the oracle
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_qwen2_through_transformers_is_our_own(tied: bool) -> None:
+    ours = random_model(shape(tie_word_embeddings=tied, hidden_size=32, num_attention_heads=4, num_key_value_heads=2))
+    theirs = wrapped_twin(ours)
+    tokens, where = some_tokens(3, 11, 23), torch.tensor([32, 0, 5, 20])
+    slopes = torch.randn(4, 23, generator=torch.Generator().manual_seed(1))
+    for model in (ours, theirs):
+        (model.lm_head(model.model.hidden_at(tokens, where)) * slopes).sum().backward()
+    found = {theirs._hub_names[name]: weight.grad for name, weight in theirs.named_parameters()}
+    wanted = {name: weight.grad for name, weight in ours.named_parameters()}
+    assert found.keys() == wanted.keys()
+    for name, gradient in found.items():
+        assert gradient is not None
+        close(gradient, wanted[name])  # type: ignore[arg-type]
+    assert dict(hub_weights(theirs)).keys() == dict(hub_weights(ours)).keys()
+    prompts, thoughts = [[5, 6, 7, 8], [9, 10]], [[20, 21, 22], [20, 21], [11]]
+    close(cross_scores(theirs, prompts, thoughts).sums, cross_scores(ours, prompts, thoughts).sums)
+    assert replace(theirs.shape, block_weights=()).attention_size == ours.shape.attention_size
+    assert sum(theirs.shape.block_weights) == sum(ours.shape.block_weights)
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "eos_token_id"):
+        assert getattr(theirs.shape, name) == getattr(ours.shape, name)
+
+
+def test_draws_are_those_of_our_own_qwen2() -> None:
+    ours = random_model(shape())
+    told = [
+        TorchSampler(model).converse([[5, 6], [7]], 3, SamplingParams(1.0, 8, 2), np.random.default_rng(4))
+        .reply(range(6), [[]] * 6)
+        for model in (ours, wrapped_twin(ours))
+    ]  # fmt: skip
+    for one, other in zip(*told, strict=True):
+        assert one.ids.tolist() == other.ids.tolist()
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------- files
+
+
+def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
+    causal = make_model("llama")
+    policy = load_policy(str(write(causal.to(torch.bfloat16), tmp_path)), CPU)
+    found = dict(hub_weights(policy.model))
+    assert found.keys() == causal.state_dict().keys()
+    for name, weight in causal.state_dict().items():
+        assert found[name].dtype == torch.float32
+        assert torch.equal(found[name], weight.float())
+
+
+def test_a_state_is_put_back_and_a_tied_head_stored_once() -> None:
+    _, model = wrapped("gemma")
+    other = HubModel(make_model("gemma", seed=5), model.shape)
+    assert "lm_head.weight" in model.state_dict()
+    saved = {name: value.clone() for name, value in flat_state(model).items()}
+    assert "lm_head.weight" not in saved
+    load_flat_state(other, saved)
+    assert other.lm_head.weight is other.model.embed_tokens.weight
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value)
+
+
+def test_a_qwen2_is_our_own_unless_its_positions_are_scaled(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 320}
+    for number, (changes, kind) in enumerate([({}, Qwen2), ({"rope_parameters": yarn}, HubModel)]):
+        folder = write(make_model("qwen2", RUN["llama"] | changes), tmp_path / str(number))
+        assert type(load_policy(str(folder), CPU).model) is kind
+
+
+def test_every_weight_has_its_name_in_the_files(tmp_path: Path) -> None:
+    for kind in ("llama", "gpt_neox"):  # GPT-NeoX's head is embed_out in files, lm_head in transformers
+        folder = write(make_model(kind), tmp_path / kind)
+        assert set(dict(hub_weights(load_policy(str(folder), CPU).model))) == set(hub_shapes(folder))
+
+
+def test_names_without_the_trunks_prefix_are_kept_as_the_files_have_them() -> None:
+    causal = make_model("gpt2")
+    model = HubModel(causal, shape_of(causal, Path()), ["wte.weight", "h.0.ln_1.weight"])
+    names = set(dict(hub_weights(model)))
+    assert {"wte.weight", "h.0.ln_1.weight", "lm_head.weight", "transformer.ln_f.weight"} <= names
+
+
+def test_a_critic_and_a_reference_are_copies_of_their_own() -> None:
+    _, model = wrapped("llama")
+    model.model.passes = PassSettings(torch.bfloat16)
+    critic = make_critic(Policy(model, None, Path()), np.random.default_rng(0), CPU)  # type: ignore[arg-type]
+    reference = frozen_copy(model)
+    tokens, where = some_tokens(2, 6), torch.tensor([3, 8])
+    with torch.no_grad():
+        hidden = model.model.hidden_at(tokens, where)
+        close(critic.values_at(tokens, where), hidden.float() @ critic.score.weight[0], 1e-5)
+        assert torch.equal(reference.model.hidden_at(tokens, where), hidden)
+        assert torch.equal(reference.lm_head(hidden), model.lm_head(hidden))
+        next(model.parameters()).zero_()
+    assert all(weight.abs().sum() > 0 for weight in (next(critic.parameters()), next(reference.parameters())))
+    assert reference.lm_head.weight.dtype == torch.bfloat16
+    assert not any(weight.requires_grad for weight in reference.parameters())
+    assert all(weight.requires_grad for weight in critic.parameters())
+
+
+def test_a_tensor_that_the_files_lack_is_named(tmp_path: Path) -> None:
+    causal = make_model("llama")
+    weights = causal.state_dict()
+    weights.pop("model.norm.weight")
+    causal.save_pretrained(tmp_path, state_dict=weights)
+    with pytest.raises(ValueError, match=r"is not whole: 1 of its tensors .* \(model\.norm\.weight\)\. Fetch it again"):
+        load_hub_model(tmp_path, [])

@@ -1,0 +1,129 @@
+"""Models of transformers that would not be run exactly, or not whole, and what each is told."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fakes.hub_models import RUN, VOCABULARY, make_model, some_tokens, wrapped, write
+from trainable.models.hub_config import read_config, shape_of
+from trainable.models.hub_model import check_exact, load_hub_model
+from trainable.models.load import load_policy
+from trainable.models.qwen2 import PassSettings
+
+CPU = torch.device("cpu")
+SMALL = RUN["llama"]
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "capped logits": ("gemma2", SMALL | {"head_dim": 8}, r"is a Gemma2ForCausalLM, and its logits are not its head"),
+    "scaled logits": ("granite", SMALL | {"logits_scaling": 4.0}, r"logits are not its head's output"),
+    "a head's bias": ("phi", SMALL, r"is a PhiForCausalLM, and its head has a bias"),
+    "positions from the mask": (
+        "bloom", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}, r"BloomForCausalLM, and",
+    ),
+    "recurrent state": ("mamba", SMALL | {"state_size": 4}, r"MambaForCausalLM, and"),
+    "looking ahead": ("bert", SMALL | {"is_decoder": False}, r"BertLMHeadModel, and"),
+    "layers of two kinds": (
+        "qwen3_next",
+        SMALL | {"num_hidden_layers": 4, "head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
+                 "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1,
+                 "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+        r"Qwen3NextForCausalLM, and",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", list(REFUSED))
+def test_what_is_not_run_exactly_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    kind, fields, reason = REFUSED[case]
+    write(make_model(kind, fields), tmp_path)
+    with pytest.raises(ValueError, match=reason + r".*The torch engine runs decoder-only causal LMs .*--model"):
+        load_policy(str(tmp_path), CPU)
+
+
+def test_a_model_that_looks_ahead_is_refused() -> None:
+    causal, model = wrapped("llama")
+    for layer in causal.model.layers:
+        layer.self_attn.is_causal = False
+    with pytest.raises(ValueError, match="a pass over other tokens after those asked about does not give"):
+        check_exact(causal, model, Path())
+
+
+ROUTES = {
+    "reading into a cache": "extend", "scoring a tree after a cache": "branch", "appending to a cache": "extend",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(ROUTES))
+def test_a_route_that_is_off_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    causal, model = wrapped("llama")
+    route, calls = getattr(model.model, ROUTES[name]), []
+
+    def off(*given: Tensor) -> Tensor:
+        calls.append(1)
+        is_meant = name != "appending to a cache" or len(calls) == 2
+        return route(*given) * (1.01 if is_meant else 1.0)
+
+    monkeypatch.setattr(model.model, ROUTES[name], off)
+    with pytest.raises(ValueError, match=f"is a LlamaForCausalLM, and {name} does not give the hidden states"):
+        check_exact(causal, model, Path())
+
+
+def test_a_full_memory_is_not_taken_for_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal, model = wrapped("llama")
+
+    def full(*_: Tensor) -> Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr(model.model, "extend", full)
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        check_exact(causal, model, Path())
+
+
+def test_an_encoder_beside_the_decoder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration, and has an encoder beside its decoder"):
+        read_config(tmp_path)
+
+
+def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "of_my_own", "architectures": ["Mine"], "auto_map": {"AutoConfig": "mine.Config"}}'
+    )
+    (tmp_path / "mine.py").write_text("raise SystemExit('the code was run')")
+    with pytest.raises(ValueError, match="of no kind that transformers knows, and code from its folder is not run"):
+        read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "context"),
+    [
+        ("llama", {}, 640),
+        ("mistral", {"sliding_window": 64}, 64),
+        ("phi3", {"sliding_window": 100}, 100),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
+                                       "original_max_position_embeddings": 128}}, 128),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 640),
+    ],
+)  # fmt: skip
+def test_the_context_is_what_every_layer_sees_whole(kind: str, changes: dict[str, Any], context: int) -> None:
+    assert shape_of(make_model(kind, RUN[kind] | changes), Path()).max_position_embeddings == context
+
+
+def test_the_end_of_a_text_may_be_named_beside_the_config(tmp_path: Path) -> None:
+    causal = make_model("llama", SMALL | {"eos_token_id": None})
+    with pytest.raises(ValueError, match="names no eos_token_id"):
+        shape_of(causal, tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    assert shape_of(causal, tmp_path).eos_token_id == 7
+
+
+def test_no_pass_drops_anything(tmp_path: Path) -> None:
+    write(make_model("gpt2"), tmp_path)
+    model = load_hub_model(tmp_path, [])
+    model.train()
+    tokens, where = some_tokens(2, 6), torch.arange(12)
+    wanted = model.model.hidden_at(tokens, where)
+    model.model.passes = PassSettings(recompute=True)
+    assert torch.equal(model.model.hidden_at(tokens, where), wanted)

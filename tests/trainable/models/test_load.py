@@ -1,0 +1,110 @@
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.fakes.scripted import random_model, shape
+from trainable.models.load import Policy, find_model, load_policy, make_codec, make_critic
+from trainable.models.qwen2 import Qwen2
+from trainable.tiny.tokenizer import write_tokenizer
+
+CPU = torch.device("cpu")
+
+
+def write(
+    model: Qwen2, folder: Path, parts: int = 1, dtype: torch.dtype = torch.float32, tied_head: bool = False
+) -> Path:
+    """The model's files as a hub folder may hold them: in several parts, in half precision, with a tied head or not."""
+    config = {"architectures": ["Qwen2ForCausalLM"], **asdict(model.shape)}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = {
+        name: weight.to(dtype).clone()
+        for name, weight in model.state_dict().items()
+        if name != "lm_head.weight" or tied_head or not model.shape.tie_word_embeddings
+    }
+    names = sorted(weights)
+    for part in range(parts):
+        chosen = {name: weights[name] for name in names[part::parts]}
+        save_file(chosen, folder / f"model-{part + 1:05}-of-{parts:05}.safetensors")
+    write_tokenizer(folder)
+    return folder
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_weights_are_those_of_the_files(tmp_path: Path, parts: int, tied: bool) -> None:
+    model = random_model(shape(tie_word_embeddings=tied))
+    policy = load_policy(str(write(model, tmp_path, parts)), CPU)
+    assert policy.folder == tmp_path
+    for name, weight in model.state_dict().items():
+        assert torch.equal(policy.model.state_dict()[name], weight), name
+    assert (policy.model.lm_head.weight is policy.model.model.embed_tokens.weight) == tied
+
+
+def test_half_precision_is_read_as_float32(tmp_path: Path) -> None:
+    model = random_model(shape())
+    policy = load_policy(str(write(model, tmp_path, dtype=torch.bfloat16, tied_head=True)), CPU)
+    for name, weight in policy.model.state_dict().items():
+        assert weight.dtype == torch.float32
+        assert torch.equal(weight, model.state_dict()[name].bfloat16().float())
+
+
+def test_a_missing_weight_is_an_error(tmp_path: Path) -> None:
+    write(random_model(shape()), tmp_path, parts=2)
+    (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    with pytest.raises(RuntimeError, match="Missing key"):
+        load_policy(str(tmp_path), CPU)
+
+
+def test_the_shipped_model_is_found_by_its_name() -> None:
+    assert (find_model("sokoban-tiny") / "model.safetensors").is_file()
+
+
+def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"is not a model: it holds no config\.json\. .*sokoban-tiny"):
+        find_model(str(tmp_path))
+
+
+def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
+    write(random_model(shape()), tmp_path)
+    (tmp_path / "model-00001-of-00001.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds no \.safetensors file"):
+        load_policy(str(tmp_path), CPU)
+
+
+@pytest.mark.parametrize("path", ["Nobody/no-such-model", "no such model!", "/no/such/folder"])
+def test_a_model_that_is_nowhere_is_refused_with_the_command_that_fetches_it(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=rf"{path} is neither a folder nor in the local hub cache\. Fetch it with `hf"):
+        find_model(path)
+
+
+def test_the_critic_starts_as_a_copy_of_the_policy_with_its_own_small_head() -> None:
+    model = random_model(shape(hidden_size=64))
+    policy = Policy(model, None, Path())  # type: ignore[arg-type]
+    critic = make_critic(policy, np.random.default_rng(0), CPU)
+    again = make_critic(policy, np.random.default_rng(0), CPU)
+    other = make_critic(policy, np.random.default_rng(1), CPU)
+    assert torch.equal(critic.score.weight, again.score.weight)
+    assert not torch.equal(critic.score.weight, other.score.weight)
+    assert 0.01 < float(critic.score.weight.detach().std()) < 0.03
+    assert critic.score.bias.tolist() == [0.0]
+    for name, weight in critic.model.named_parameters():
+        twin = model.model.get_parameter(name)
+        assert torch.equal(weight, twin)
+        assert weight is not twin
+        assert weight.requires_grad
+
+
+def test_the_codec_adds_and_shows_no_special_tokens(tmp_path: Path) -> None:
+    policy = load_policy(str(write(random_model(replace(shape(), vocab_size=23)), tmp_path)), CPU)
+    codec = make_codec(policy.tokenizer)
+    ids = codec.encode(["Up || Left</answer><|im_end|>", "Up", ""])
+    assert [len(row) for row in ids] == [5, 1, 0]
+    assert codec.decode([np.array(row) for row in ids]) == ["Up || Left</answer>", "Up", ""]

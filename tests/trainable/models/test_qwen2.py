@@ -1,0 +1,260 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.fakes.scripted import hub_twin, random_model, shape
+from trainable.models.qwen2 import Qwen2, ValueModel
+from trainable.models.qwen2_shape import Qwen2Shape
+
+# heads, key-value heads, tied head, layers, rotary base
+LAYOUTS = [
+    (4, 4, True, 2, 10_000.0),  # one key head a query head
+    (4, 2, False, 3, 1_000_000.0),  # grouped
+    (4, 1, True, 1, 500.0),  # one key head for all
+    (2, 1, False, 2, 10_000.0),
+]
+
+
+def layout(heads: int, kv_heads: int, tied: bool, layers: int, theta: float) -> Qwen2:
+    sizes = shape(
+        hidden_size=32, num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
+        num_hidden_layers=layers, rope_theta=theta, rms_norm_eps=1e-5,
+    )  # fmt: skip
+    return random_model(sizes, seed=heads + kv_heads, spread=0.3)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=str)
+def model(request: pytest.FixtureRequest) -> Qwen2:
+    return layout(*request.param)
+
+
+@pytest.fixture(scope="module")
+def grouped() -> Qwen2:
+    return layout(*LAYOUTS[1])
+
+
+def some_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 23, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def everywhere(tokens: Tensor) -> Tensor:
+    return torch.arange(tokens.numel())
+
+
+def close(found: Tensor, wanted: Tensor, limit: float = 1e-5) -> None:
+    torch.testing.assert_close(found, wanted, rtol=limit, atol=limit)
+
+
+# ---------------------------------------------------------------------------- whole sequences
+
+
+def test_logits_are_those_of_transformers(model: Qwen2) -> None:
+    tokens = some_tokens(3, 17)
+    with torch.no_grad():
+        found = model.lm_head(model.model.hidden_at(tokens, everywhere(tokens)))
+        wanted = hub_twin(model)(input_ids=tokens).logits
+    close(found, wanted.flatten(0, 1))
+
+
+def test_a_subset_of_positions_has_the_numbers_of_the_full_forward(model: Qwen2) -> None:
+    tokens = some_tokens(3, 11)
+    where = torch.tensor([32, 0, 5, 5, 12, 20])
+    with torch.no_grad():
+        full = model.model.hidden_at(tokens, everywhere(tokens))
+        close(model.model.hidden_at(tokens, where), full[where])
+        assert model.model.hidden_at(tokens, where[:0]).shape == (0, 32)
+
+
+def test_padding_on_the_right_changes_nothing(grouped: Qwen2) -> None:
+    tokens = some_tokens(2, 12)
+    padded = tokens.clone()
+    padded[0, 7:] = 3
+    where = torch.arange(7)
+    with torch.no_grad():
+        close(grouped.model.hidden_at(padded, where), grouped.model.hidden_at(tokens[:1, :7], where))
+
+
+def test_gradients_are_those_of_transformers(model: Qwen2) -> None:
+    tokens, where = some_tokens(3, 13), torch.tensor([2, 7, 12, 15, 25, 38])
+    weights = torch.randn(6, 23, generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    (model.lm_head(model.model.hidden_at(tokens, where)) * weights).sum().backward()
+    twin = hub_twin(model)
+    (twin(input_ids=tokens).logits.flatten(0, 1)[where] * weights).sum().backward()
+    wanted = {name: weight.grad for name, weight in twin.named_parameters()}
+    for name, weight in model.named_parameters():
+        assert weight.grad is not None
+        close(weight.grad, wanted.pop(name), 1e-4)
+    assert not wanted
+
+
+def test_a_tied_head_is_the_embedding(model: Qwen2) -> None:
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == model.shape.tie_word_embeddings
+
+
+def test_values_are_a_line_on_the_hidden_state(grouped: Qwen2) -> None:
+    critic = ValueModel(grouped.shape)
+    critic.model.load_state_dict(grouped.model.state_dict())
+    tokens, where = some_tokens(2, 6), torch.tensor([3, 8])
+    with torch.no_grad():
+        hidden = hub_twin(grouped).model(input_ids=tokens).last_hidden_state.flatten(0, 1)[where]
+        wanted = (hidden * critic.score.weight[0]).sum(1) + critic.score.bias[0]
+        close(critic.values_at(tokens, where), wanted)
+
+
+# ---------------------------------------------------------------------------- the cache
+
+
+class Rows:
+    """Rows that grow in a cache, and what a full forward says of each."""
+
+    def __init__(self, model: Qwen2, rows: int, slots: int) -> None:
+        self.model, self.tokens = model, [[] for _ in range(rows)]
+        self.cache = model.model.new_cache(rows, slots)
+
+    def extend(self, chunks: list[list[int]]) -> None:
+        """Append a chunk to each of the first rows, and compare their last hidden states."""
+        widest = max(len(chunk) for chunk in chunks)
+        fillers = [widest - len(chunk) for chunk in chunks]
+        tokens = torch.tensor([[0] * short + chunk for short, chunk in zip(fillers, chunks, strict=True)])
+        valid = torch.tensor([[False] * short + [True] * (widest - short) for short in fillers])
+        first = torch.tensor([len(row) for row in self.tokens[: len(chunks)]])
+        positions = (first[:, None] + torch.arange(widest) - torch.tensor(fillers)[:, None]).clamp_min(0)
+        found = self.model.model.extend(tokens, positions, valid, self.cache)
+        for row, chunk in enumerate(chunks):
+            self.tokens[row] = self.tokens[row] + chunk
+            if chunk:
+                close(found[row], self.last_hidden(self.tokens[row]))
+
+    def last_hidden(self, tokens: list[int]) -> Tensor:
+        return self.model.model.hidden_at(torch.tensor([tokens]), torch.tensor([len(tokens) - 1]))[0]
+
+    def select(self, rows: list[int]) -> None:
+        self.cache.select(torch.tensor(rows))
+        self.tokens = [self.tokens[row] for row in rows]
+
+
+def test_prompts_of_unequal_length_then_token_by_token(model: Qwen2) -> None:
+    with torch.inference_mode():
+        rows = Rows(model, 3, 4)
+        rows.extend([[1, 2, 3, 4, 5], [6], [7, 8, 9]])
+        rows.select([0, 1, 2])
+        for token in range(4):
+            rows.extend([[token], [token + 1], [token + 2]])
+        rows.select([2, 0, 2, 1])
+        rows.extend([[5, 6], [4], [1, 1, 1], [2, 9]])
+        rows.extend([[5], [4]])  # only the first two go on
+        rows.cache.pack()
+        rows.extend([[1], [], [4, 5], [6]])
+        rows.select([1, 3])
+        rows.extend([[3, 3], [8]])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 2**32 - 1))
+def test_any_chunking_and_selection_equals_the_full_forward(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    model = layout(*LAYOUTS[int(rng.integers(len(LAYOUTS)))]).double()  # so that no rounding is taken for a fault
+    count = int(rng.integers(1, 5))
+
+    def chunk(least: int) -> list[int]:
+        return rng.integers(0, 23, int(rng.integers(least, 5))).tolist()
+
+    with torch.inference_mode():
+        rows = Rows(model, count, int(rng.integers(1, 30)))
+        rows.extend([chunk(1) for _ in range(count)])
+        for _ in range(5):
+            active = int(rng.integers(1, len(rows.tokens) + 1))
+            chunks = [chunk(0) for _ in range(active)]
+            if any(chunks):
+                rows.extend(chunks)
+            if rng.random() < 0.5:
+                rows.select(rng.integers(0, len(rows.tokens), int(rng.integers(1, 6))).tolist())
+            if rng.random() < 0.5:
+                rows.cache.pack()
+
+
+def test_packing_leaves_as_many_slots_as_the_longest_row_has_tokens(grouped: Qwen2) -> None:
+    with torch.inference_mode():
+        rows = Rows(grouped, 3, 10)
+        rows.extend([[1, 2, 3, 4], [5], [9, 9]])
+        rows.extend([[6], [7]])
+        assert rows.cache.used == 5
+        rows.select([1, 2])
+        rows.cache.pack()
+        assert rows.cache.used == 2
+        assert (rows.cache.bias[:, :2] == 0).all()
+        assert (rows.cache.bias[:, 2:] == -torch.inf).all()
+        rows.extend([[8], [8]])
+
+
+def test_the_cache_grows_by_itself(grouped: Qwen2) -> None:
+    with torch.inference_mode():
+        rows = Rows(grouped, 1, 2)
+        for token in range(12):
+            rows.extend([[token]])
+        assert rows.cache.bias.shape[1] >= 12
+
+
+def test_nothing_is_made_on_another_device_than_the_tokens(grouped: Qwen2) -> None:
+    """Stands in for a GPU: what is made without naming a device lands on `meta`, where it cannot mix with numbers."""
+    tokens = some_tokens(2, 5)
+    valid = torch.ones(2, 5, dtype=torch.bool)
+    positions = torch.arange(5).expand(2, 5)
+    cache = grouped.model.new_cache(2, 3)
+    where = torch.tensor([4, 9])
+    rows = torch.tensor([1, 0, 1])
+    with torch.inference_mode(), torch.device("meta"):
+        full = grouped.model.hidden_at(tokens, where)
+        close(grouped.model.extend(tokens, positions, valid, cache), full)
+        cache.select(rows)
+        cache.pack()
+    assert cache.keys[0].device.type == "cpu"
+
+
+# ---------------------------------------------------------------------------- config.json
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    config = {
+        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "eos_token_id": 2, "rope_theta": 10_000.0, "extra": 1,
+        **changes,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return folder
+
+
+def test_a_config_is_read(tmp_path: Path) -> None:
+    assert Qwen2Shape.read(write_config(tmp_path)) == shape()
+    assert shape().head_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "field", "value"),
+    [
+        ({"eos_token_id": [7, 8]}, "eos_token_id", 7),
+        ({"rope_theta": 1e6}, "rope_theta", 1e6),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 500.0}}, "rope_theta", 500.0),
+        ({"rope_theta": None}, "rope_theta", 10_000.0),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings", False),
+    ],
+)
+def test_forms_that_a_config_may_take(tmp_path: Path, changes: dict[str, object], field: str, value: object) -> None:
+    assert getattr(Qwen2Shape.read(write_config(tmp_path, **changes)), field) == value
+
+
+@pytest.mark.parametrize(
+    "changes", [{"architectures": ["LlamaForCausalLM"]}, {"architectures": None, "model_type": "llama"}]
+)
+def test_another_architecture_is_refused_by_name(tmp_path: Path, changes: dict[str, object]) -> None:
+    folder = write_config(tmp_path, **changes)
+    with pytest.raises(ValueError, match=r"(?i)is a llama.*the torch engine runs Qwen2ForCausalLM.*--model"):
+        Qwen2Shape.read(folder)

@@ -1,0 +1,47 @@
+import json
+
+import pytest
+
+from tests.fakes.scripted import make_episode
+from trainable.ppo.evaluation import number_classes, summarise
+from trainable.rollout.episode import Episode, StopReason
+
+
+def episode(group: int, solved: bool, score: float, turns: int, invalid: int) -> Episode:
+    parts = [(2, 1, score if turn == 0 else 0.0) for turn in range(turns)]
+    return make_episode(parts, group)._replace(
+        stop=StopReason.SOLVED if solved else StopReason.OUT_OF_TURNS, invalid_turns=invalid
+    )
+
+
+EPISODES = [episode(0, True, 10.9, 1, 0), episode(0, False, -1.0, 5, 1), episode(1, False, -0.5, 4, 2)]
+
+
+def test_an_evaluation_counts_episodes_and_turns() -> None:
+    found = summarise(EPISODES, 5, "val", "sampled", [7, 3])
+    assert found.success == pytest.approx(1 / 3)
+    assert found.score == pytest.approx(9.4 / 3)
+    assert found.invalid_turns == pytest.approx(3 / 10)
+    assert found.rooms == (100, 100, 101)
+    assert found.clusters == (7, 7, 3)
+    assert found.solved == (True, False, False)
+
+
+def test_success_over_a_part_of_the_rooms() -> None:
+    found = summarise(EPISODES, 5, "val", "sampled", [0, 1])
+    assert found.success_where([True, False, False]) == 1.0
+    assert found.success_where([True, False, True]) == 0.5
+    assert found.success_where([False, True, True]) == 0.0
+    assert found.success_where([False] * 3) is None
+
+
+def test_the_line_is_the_one_of_the_contract() -> None:
+    line = json.loads(json.dumps(summarise(EPISODES, 0, "test", "greedy", [4, 0]).line()))
+    assert line == {
+        "step": 0, "split": "test", "mode": "greedy", "rooms": [100, 100, 101], "clusters": [4, 4, 0], "success": "100",
+    }  # fmt: skip
+
+
+def test_classes_are_numbered_as_they_appear() -> None:
+    assert number_classes([b"x", b"y", b"x", b"a", b"y"]) == [0, 1, 0, 2, 1]
+    assert number_classes([]) == []

@@ -1,0 +1,81 @@
+"""The paper preset's path on a model of the hub's kind: byte-level tokenizer, published prompt, untied head."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from search_spaces.language_model.kl import STUDY
+from trainable.config.run_config import RunConfig, with_overrides
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_protocol
+from trainable.envs.sokoban.room_sets import validation_rooms
+from trainable.models.qwen2 import Qwen2
+from trainable.models.qwen2_shape import Qwen2Shape
+from trainable.ppo.trainer import PPOTrainer
+from trainable.tiny.recipe import write_model
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    protocol = make_protocol("full", "grid_coord", 10)
+    texts = [protocol.opening(Observation(1, room.cells, 10)) for room in validation_rooms(20)]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=600, show_progress=False, initial_alphabet=alphabet)
+    )
+    specials = ["<|endoftext|>", "<|im_start|>", END_OF_MESSAGE]
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in specials])
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub") / "Qwen-small"
+    tokenizer = byte_level_tokenizer()
+    torch.manual_seed(0)
+    shape = Qwen2Shape(
+        vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, rope_theta=1e6,
+        rms_norm_eps=1e-6, tie_word_embeddings=True, eos_token_id=tokenizer.token_to_id(END_OF_MESSAGE),
+    )  # fmt: skip
+    write_model(Qwen2(shape), folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_the_paper_settings_train_a_step(hub_model: Path) -> None:
+    small = {
+        "model.path": str(hub_model), "rollout.response_length": 6, "env.env_groups": 2, "env.group_size": 4,
+        "env.val_env_groups": 4, "env.test_env_groups": 2, "env.max_turn": 2, "actor.ppo_mini_batch_size": 4,
+        "critic.ppo_mini_batch_size": 4, "trainer.total_training_steps": 1, "trainer.device": "cpu",
+        "actor.lr": 1e-3, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.01, "rollout.name": "torch",
+    }  # fmt: skip
+    trainer = PPOTrainer(with_overrides(RunConfig(), {**STUDY.fixed, **small}))
+    before = trainer.model.lm_head.weight.detach().clone()
+    row, evaluations, _ = trainer.step()
+    assert row["optimizer_steps"] == 2
+    assert row["train_invalid_turns"] == 1.0
+    assert row["train_reward"] == pytest.approx(-0.2)
+    assert not torch.equal(before, trainer.model.lm_head.weight)
+    assert {evaluation.mode for evaluation in evaluations} == {"sampled", "greedy"}
+
+
+def test_sampled_log_probs_are_the_models_own(hub_model: Path) -> None:
+    settings = {
+        "model.path": str(hub_model), "rollout.response_length": 6, "env.env_groups": 2, "env.group_size": 3,
+        "env.max_turn": 3, "trainer.total_training_steps": 1, "trainer.device": "cpu", "env.val_env_groups": 2,
+        "rollout.name": "torch", "model.dtype": "float32",
+    }  # fmt: skip
+    trainer = PPOTrainer(with_overrides(RunConfig(), settings))
+    trainer.step_index = 1
+    for episode in trainer._collect():
+        where = torch.from_numpy(np.flatnonzero(episode.mask) - 1)
+        tokens = torch.from_numpy(episode.tokens)[None]
+        with torch.no_grad():
+            logs = trainer.model.lm_head(trainer.model.model.hidden_at(tokens, where)).log_softmax(-1)
+        chosen = logs.gather(1, tokens[0, where + 1][:, None]).squeeze(1)
+        torch.testing.assert_close(chosen, torch.from_numpy(episode.logprobs[episode.mask]), atol=2e-5, rtol=1e-4)

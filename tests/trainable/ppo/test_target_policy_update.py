@@ -1,0 +1,252 @@
+"""The tpo loss in the update: the gradient of the one-shot loss for any cut, any number of ranks, and whole runs."""
+
+import copy
+import threading
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.fakes.scripted import hub_twin, make_episode, random_model, shape, small
+from tests.fakes.trainers import finite, moved, quiet, steps, weights
+from trainable.algo.target_policy import target_policy
+from trainable.backend.meter import Meter
+from trainable.backend.one_device import OneDevice
+from trainable.backend.world import ALONE, World
+from trainable.config.run_config import ConfigError
+from trainable.config.sections import ActorConfig
+from trainable.models.qwen2 import Qwen2
+from trainable.ppo import update
+from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens
+from trainable.rollout.batch import Batch, collate, update_order
+from trainable.runs.records import STEP_COLUMNS
+
+TEMPERATURE, SIZE, ETA = 0.8, 4, 0.5
+CUT: dict[str, Any] = {
+    "policy_loss": "tpo", "tpo_eta": ETA, "ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 4, "grad_clip": 1e9,
+}  # fmt: skip
+
+
+class Recorder(torch.optim.SGD):
+    """Keeps the gradient of each step as one vector, and moves nothing."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.0)
+        self.steps: list[Tensor] = []
+
+    def step(self, closure: None = None) -> None:
+        self.steps.append(torch.cat([w.grad.flatten() for group in self.param_groups for w in group["params"]]))
+
+
+MODEL = random_model(shape(), seed=1, spread=0.25).double()
+
+
+def make_batch() -> Batch:
+    """Three groups of episodes of two turns, whose old log-probs lie around the model's; rows of groups interleaved.
+
+    All have as many trained tokens, and unequally many others: sums far apart would leave a group nothing to learn.
+    """
+    rng = np.random.default_rng(5)
+    turns = [[(int(rng.integers(1, 6)), sampled, 0.0) for sampled in (3, 2)] for _ in range(3 * SIZE)]
+    batch = collate([make_episode(turns[row], row % 3, rng) for row in range(3 * SIZE)])
+    noise = 0.1 * torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(6))
+    now = at_trained_tokens(batch, 3, TokenFunction.logprobs(MODEL, TEMPERATURE))
+    return batch._replace(logprobs=(now + noise) * batch.mask)
+
+
+BATCH = make_batch()
+SKILLS = torch.randn(3 * SIZE, generator=torch.Generator().manual_seed(7))
+ORDER = update_order(BATCH, keeps_groups=True)
+
+
+def targets() -> Targets:
+    nothing = torch.zeros(BATCH.mask.shape)
+    return Targets(SKILLS[:, None] * BATCH.mask, nothing, nothing, 0.5 * BATCH.logprobs)
+
+
+def ran(model: Qwen2, world: World = ALONE, order: Tensor = ORDER, **settings: Any) -> tuple[list[Tensor], Meter]:
+    actor = ActorConfig(**{**CUT, **settings})
+    recorder = Recorder(model.parameters())
+    backend = OneDevice("actor_optimizer", {"actor": model}, recorder, actor.grad_clip)
+    backend.world = world
+    meter = ActorUpdate(model, backend, actor, TEMPERATURE).run(BATCH, targets(), order)
+    return recorder.steps, meter
+
+
+def one_shot(rows: Tensor) -> tuple[float, Tensor]:
+    """Loss and gradient of a mini-batch at once: whole padded forwards of transformers, autograd through the loss."""
+    twin, part = hub_twin(MODEL).double(), BATCH.rows(rows)
+    logs = (twin(input_ids=part.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+    taken = logs.gather(-1, part.tokens[:, 1:, None])[..., 0]
+    now = (taken.double() * part.mask[:, 1:]).sum(1)
+    old = (part.logprobs.double() * part.mask).sum(1)
+    loss = target_policy(now, old, SKILLS[rows], part.group_ids, ETA).loss
+    loss.backward()
+    named = dict(twin.named_parameters())
+    return float(loss.detach()), torch.cat([named[name].grad.flatten() for name, _ in MODEL.named_parameters()])
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    """Within 1e-6 of the gradient's norm, which is far from 0."""
+    assert float(wanted.norm()) > 0.1
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-6
+
+
+@pytest.mark.parametrize("tokens_a_pass", [1, 40, 10_000])
+@pytest.mark.parametrize("micro", [1, 4, 8])
+def test_any_cut_gives_the_gradient_of_the_loss_at_once(
+    monkeypatch: pytest.MonkeyPatch, tokens_a_pass: int, micro: int
+) -> None:
+    monkeypatch.setitem(update.TOKENS_A_PASS, "cpu", tokens_a_pass)
+    found, meter = ran(MODEL, ppo_micro_batch_size_per_gpu=micro)
+    wanted = [one_shot(rows) for rows in ORDER.split(8)]
+    assert [len(rows) for rows in ORDER.split(8)] == [8, 4]
+    for gradient, (_, at_once) in zip(found, wanted, strict=True):
+        close(gradient, at_once)
+    assert meter.means()["pg_loss"] == pytest.approx(sum(loss for loss, _ in wanted) / 2, rel=1e-6)
+
+
+def test_a_mini_batch_of_one_group_leaves_the_others_out() -> None:
+    found, _ = ran(MODEL, ppo_mini_batch_size=4)
+    for gradient, rows in zip(found, ORDER.split(4), strict=True):
+        close(gradient, one_shot(rows)[1])
+
+
+def test_kl_and_entropy_are_added_as_to_any_policy_loss() -> None:
+    terms: dict[str, Any] = {
+        "entropy_coeff": 0.3, "use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": "low_var_kl",
+    }  # fmt: skip
+    both, meter = ran(MODEL, **terms)
+    alone, _ = ran(MODEL)
+    clipped: dict[str, Any] = {"policy_loss": "ppo_clip", "clip_ratio_low": 0.0, "clip_ratio_high": 0.0}
+    with_terms, without = ran(MODEL, **clipped, **terms)[0], ran(MODEL, **clipped)[0]
+    for found, task, more, less in zip(both, alone, with_terms, without, strict=True):
+        assert float((found - task - (more - less)).norm() / found.norm()) < 1e-5
+    assert {"kl_loss", "entropy_loss", "ppo_kl", "tpo_target_entropy", "tpo_target_top_prob"} <= set(meter.means())
+    assert "pg_clipfrac" not in meter.means()
+
+
+class Threads:
+    """Ranks of a run as threads of this process."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, desk: dict[int, Any]) -> None:
+        self.rank, self.size, self.barrier, self.desk = rank, size, barrier, desk
+
+    def gather(self, mine: Any) -> list[Any]:
+        self.desk[self.rank] = mine
+        self.barrier.wait()
+        found = [self.desk[rank] for rank in range(self.size)]
+        self.barrier.wait()
+        return found
+
+    def total(self, part: Tensor) -> Tensor:
+        parts: Sequence[Tensor] = self.gather(part.clone())
+        return part.copy_(torch.stack(list(parts)).sum(0))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_share_out_a_groups_rollouts_sum_to_the_same_gradient(size: int) -> None:
+    barrier, desk, found = threading.Barrier(size), {}, {}
+
+    def work(rank: int) -> None:
+        world: Any = Threads(rank, size, barrier, desk)
+        found[rank] = ran(copy.deepcopy(MODEL), world)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alone, meter = ran(MODEL)
+    for number, gradient in enumerate(alone):
+        close(torch.stack([found[rank][0][number] for rank in range(size)]).sum(0), gradient)
+    for name, value in meter.means().items():
+        if name != "actor_grad_norm":  # that of one device, which here has a part of the gradient
+            assert found[0][1].means()[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_a_mini_batch_that_splits_a_group_is_refused() -> None:
+    with pytest.raises(ValueError, match="splits a group"):
+        ran(MODEL, order=torch.arange(3 * SIZE))
+
+
+def test_descending_brings_the_policy_to_its_target() -> None:
+    model = copy.deepcopy(MODEL)
+    backend = OneDevice("actor_optimizer", {"actor": model}, torch.optim.SGD(model.parameters(), lr=0.002), 1e9)
+    settings = ActorConfig(**{**CUT, "ppo_mini_batch_size": 12})
+    actor = ActorUpdate(model, backend, settings, TEMPERATURE)
+    losses = []
+    for _ in range(30):
+        means = actor.run(BATCH, targets(), ORDER).means()
+        losses.append(means["pg_loss"])
+    least = means["tpo_target_entropy"]  # cross-entropy is least where the policy is the target
+    assert all(after < before for before, after in pairwise(losses))
+    assert losses[-1] - least < 0.2 * (losses[0] - least)
+
+
+# ---------------------------------------------------------------------------- whole runs
+
+TPO = {"actor__policy_loss": "tpo", "algorithm__adv_estimator": "group_skill"}
+
+
+def test_a_run_trains_and_says_what_its_targets_were() -> None:
+    trainer = quiet(**TPO, actor__ppo_epochs=2)
+    before = weights(trainer)
+    rows = steps(trainer, 2)
+    for row in rows:
+        assert finite(row)
+        assert row["optimizer_steps"] == 4
+        assert set(row) <= {column.name for column in STEP_COLUMNS}
+        assert 0 < row["tpo_target_entropy"] < torch.log(torch.tensor(4.0))
+        assert 0.25 < row["tpo_target_top_prob"] <= 1
+        assert "pg_clipfrac" not in row
+    assert moved(trainer, before, "actor/")
+    assert trainer.critic is None
+
+
+def test_on_the_sampling_policy_the_first_pull_is_towards_the_skilled() -> None:
+    """One mini-batch of the whole batch: nothing has moved, so p is the old policy and the loss is cross-entropy."""
+    trainer = quiet(**TPO, actor__ppo_mini_batch_size=8)
+    (row,) = steps(trainer, 1)
+    assert row["pg_loss"] > row["tpo_target_entropy"]
+    assert abs(row["ppo_kl"]) < 1e-5
+
+
+def test_nothing_is_copied_into_a_group() -> None:
+    """Three kept groups in mini-batches of two: the last one has one group, where others would copy episodes."""
+    settings = {"env__env_groups": 3, "actor__ppo_mini_batch_size": 8}
+    (row,), (other,) = steps(quiet(**TPO, **settings), 1), steps(quiet(**settings), 1)
+    assert (row["batch_size"], row["optimizer_steps"]) == (12, 2)
+    assert (other["batch_size"], other["optimizer_steps"]) == (24, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"env__group_size": 1}, "set env.group_size=2"),
+        ({"algorithm__adv_estimator": "grpo"}, "set algorithm.adv_estimator=group_skill"),
+        ({"algorithm__adv_estimator": "gae"}, "set algorithm.adv_estimator=group_skill"),
+        ({"env__group_size": 3}, "set actor.ppo_mini_batch_size=6, or a multiple"),
+        ({"actor__filter_loss_scaling": "sqrt"}, "set actor.filter_loss_scaling=none"),
+        ({"algorithm__zero_task_advantage": True}, "set algorithm.zero_task_advantage=false"),
+        ({"actor__tis_imp_ratio_cap": 2.0}, "set actor.tis_imp_ratio_cap=null"),
+        ({"trainer__zero_stage": 3}, "set trainer.zero_stage=2"),
+        ({"trainer__gradient_analysis_mode": True}, "set trainer.gradient_analysis_mode=false"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(changes: dict[str, object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        small(**{**TPO, **changes})
+
+
+def test_the_size_that_a_refusal_names_is_taken() -> None:
+    assert small(**{**TPO, "env__group_size": 3, "actor__ppo_mini_batch_size": 6}).actor.keeps_groups
+
+
+def test_eta_is_part_of_the_configuration_of_tpo_alone() -> None:
+    assert small(actor__tpo_eta=2.0).config_hash() == small().config_hash()
+    assert small(**TPO, actor__tpo_eta=2.0).config_hash() != small(**TPO).config_hash()

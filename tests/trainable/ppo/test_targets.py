@@ -1,0 +1,170 @@
+"""Every estimator against the loops of oracles_algo, on batches of episodes."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fakes.scripted import random_episodes
+from tests.oracles import algo as oracle
+from trainable.config.sections import AlgorithmConfig, KLControl
+from trainable.ppo.targets import make_targets
+from trainable.ppo.update import Targets
+from trainable.rollout.batch import Batch, collate
+
+BATCH = collate(random_episodes(12, 4, seed=3))
+MASK = BATCH.mask.tolist()
+VALUES = torch.randn(BATCH.mask.shape, generator=torch.Generator().manual_seed(1)) * BATCH.mask
+REFERENCE = BATCH.logprobs + 0.3 * torch.randn(BATCH.mask.shape, generator=torch.Generator().manual_seed(2))
+
+
+def targets(scale: float = 1.0, kl_coef: float = 0.0, batch: Batch = BATCH, **settings: object) -> Targets:
+    return make_targets(batch, VALUES, REFERENCE, AlgorithmConfig(**settings), kl_coef, scale)
+
+
+def scores_at_the_end() -> list[list[float]]:
+    """The published placement: the whole score on the last trained token."""
+    rows = []
+    for mask, score in zip(MASK, BATCH.scores.tolist(), strict=True):
+        last = max(t for t, m in enumerate(mask) if m)
+        rows.append([score if t == last else 0.0 for t in range(len(mask))])
+    return rows
+
+
+def whitened(rows: list[list[float]]) -> Tensor:
+    width = len(rows[0])
+    flat = oracle.whiten([x for row in rows for x in row], [m for row in MASK for m in row])
+    return torch.tensor([flat[start : start + width] for start in range(0, len(flat), width)])
+
+
+def per_sequence(advantages: list[float]) -> Tensor:
+    return torch.tensor(advantages)[:, None] * BATCH.mask
+
+
+def close(found: Tensor, wanted: Tensor) -> None:
+    torch.testing.assert_close(found[BATCH.mask], wanted[BATCH.mask], rtol=1e-4, atol=1e-5)
+    assert not found[~BATCH.mask].any()
+
+
+def gae_oracle(rewards: list[list[float]], gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    pairs = [
+        oracle.gae(row, values, mask, gamma, lam)
+        for row, values, mask in zip(rewards, VALUES.tolist(), MASK, strict=True)
+    ]
+    return whitened([advantages for advantages, _ in pairs]), torch.tensor([returns for _, returns in pairs])
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.97, 0.9)])
+def test_gae_has_the_score_at_the_last_token_and_is_whitened(gamma: float, lam: float) -> None:
+    found = targets(gamma=gamma, lam=lam)
+    advantages, returns = gae_oracle(scores_at_the_end(), gamma, lam)
+    close(found.advantages, advantages)
+    close(found.returns, returns)
+    assert torch.equal(found.values, VALUES)
+    assert found.ref_logprobs is REFERENCE
+
+
+def test_with_gamma_and_lambda_1_every_return_is_the_score() -> None:
+    close(targets().returns, BATCH.scores[:, None] * BATCH.mask)
+
+
+def test_bi_level_gae_has_each_turns_reward_at_its_end() -> None:
+    found = targets(gamma=0.98, lam=0.9, bi_level_gae=True, high_level_gamma=0.8)
+    pairs = [
+        oracle.bi_level_gae(rewards, values, mask, turns, 0.98, 0.9, 0.8)
+        for rewards, values, mask, turns in zip(
+            BATCH.rewards.tolist(), VALUES.tolist(), MASK, BATCH.turns.tolist(), strict=True
+        )
+    ]
+    close(found.advantages, whitened([advantages for advantages, _ in pairs]))
+    close(found.returns, torch.tensor([returns for _, returns in pairs]))
+
+
+SCORES, GROUPS = BATCH.scores.tolist(), BATCH.group_ids.tolist()
+
+
+@pytest.mark.parametrize("by_std", [True, False])
+def test_grpo(by_std: bool) -> None:
+    found = targets(adv_estimator="grpo", norm_adv_by_std_in_grpo=by_std)
+    close(found.advantages, per_sequence(oracle.grpo(SCORES, GROUPS, by_std)))
+    assert not found.returns.any()
+
+
+def test_rloo() -> None:
+    close(targets(adv_estimator="rloo").advantages, per_sequence(oracle.rloo(SCORES, GROUPS)))
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_reinforce_plus_plus(gamma: float) -> None:
+    to_go = [oracle.reward_to_go(rewards, mask, gamma) for rewards, mask in zip(scores_at_the_end(), MASK, strict=True)]
+    close(targets(adv_estimator="reinforce_plus_plus", gamma=gamma).advantages, whitened(to_go))
+
+
+def test_reinforce_plus_plus_with_a_baseline() -> None:
+    groups = oracle.groups_of(SCORES, GROUPS)
+    centred = [score - sum(group) / len(group) for score, group in zip(SCORES, groups, strict=True)]
+    rows = [[x if m else 0.0 for m in mask] for x, mask in zip(centred, MASK, strict=True)]
+    close(targets(adv_estimator="reinforce_plus_plus_baseline").advantages, whitened(rows))
+
+
+ESTIMATORS = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "group_skill"]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_the_filters_scale_multiplies_advantages_after_whitening_and_leaves_returns(estimator: str) -> None:
+    plain, scaled = targets(adv_estimator=estimator), targets(0.25, adv_estimator=estimator)
+    assert plain.advantages.abs().max() > 0.5
+    torch.testing.assert_close(scaled.advantages, 0.25 * plain.advantages)
+    assert torch.equal(scaled.returns, plain.returns)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_zero_task_advantage_leaves_what_the_critic_aims_at(estimator: str) -> None:
+    plain, zero = targets(adv_estimator=estimator), targets(adv_estimator=estimator, zero_task_advantage=True)
+    assert not zero.advantages.any()
+    assert torch.equal(zero.returns, plain.returns)
+    assert torch.equal(zero.values, plain.values)
+
+
+def penalised(kl_coef: float) -> list[list[float]]:
+    """Scores at the end minus the coefficient times (log-prob - reference) at every trained token."""
+    gap = ((BATCH.logprobs - REFERENCE) * BATCH.mask).tolist()
+    return [
+        [r - kl_coef * d for r, d in zip(rewards, gaps, strict=True)]
+        for rewards, gaps in zip(scores_at_the_end(), gap, strict=True)
+    ]
+
+
+def test_kl_in_the_reward_is_taken_off_token_by_token() -> None:
+    found = targets(kl_coef=0.7, use_kl_in_reward=True, gamma=0.9, lam=0.95)
+    advantages, returns = gae_oracle(penalised(0.7), 0.9, 0.95)
+    close(found.advantages, advantages)
+    close(found.returns, returns)
+
+
+def test_kl_in_the_reward_reaches_estimators_without_a_critic() -> None:
+    found = targets(kl_coef=0.7, use_kl_in_reward=True, adv_estimator="rloo")
+    close(found.advantages, per_sequence(oracle.rloo([sum(row) for row in penalised(0.7)], GROUPS)))
+
+
+def test_kl_in_the_reward_at_coefficient_0_or_switched_off_changes_nothing() -> None:
+    plain = targets()
+    assert torch.equal(targets(kl_coef=0.7).advantages, plain.advantages)
+    off = targets(kl_coef=0.0, use_kl_in_reward=True, kl_ctrl=KLControl())
+    torch.testing.assert_close(off.advantages, plain.advantages)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_nothing_is_made_on_another_device_than_the_batch(estimator: str) -> None:
+    """As in test_qwen2: what names no device lands on `meta`."""
+    settings = {"adv_estimator": estimator, "use_kl_in_reward": True, "bi_level_gae": estimator == "gae"}
+    wanted = targets(kl_coef=0.5, **settings)
+    with torch.device("meta"):
+        found = targets(kl_coef=0.5, **settings)
+    assert torch.equal(found.advantages, wanted.advantages)
+    assert torch.equal(found.returns, wanted.returns)
+
+
+def test_without_a_critic_values_are_zero() -> None:
+    found = make_targets(BATCH, None, None, AlgorithmConfig(adv_estimator="grpo"), 0.0, 1.0)
+    assert not found.values.any()
+    assert found.ref_logprobs is None

@@ -1,0 +1,77 @@
+"""What a trainer reads again of an engine's episodes, and what it does with the difference."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.trainers import quiet
+from trainable.backend.meter import Meter
+from trainable.config.seeds import stream
+from trainable.ppo.trainer import PPOTrainer
+from trainable.ppo.update import passes
+from trainable.rollout.agreement import EngineMismatchError
+from trainable.rollout.engine import SharedWeights, Vllm, reread
+from trainable.rollout.episode import Episode
+
+
+def played(trainer: PPOTrainer) -> list[Episode]:
+    return trainer.roll_out(trainer.val_rooms * 2, 3, stream(0, "sampling", 1))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_what_is_read_again_is_what_the_shared_sampler_gave(temperature: float) -> None:
+    trainer = quiet(rollout__temperature=temperature)
+    episodes = played(trainer)
+    again = reread(trainer.model, episodes, temperature, 2, trainer.device)
+    for one, other in zip(again, episodes, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.entropies, other.entropies, atol=1e-5)
+        assert one.engine_logprobs is other.logprobs
+        assert not one.logprobs[~one.mask].any()
+    assert reread(trainer.model, [], 1.0, 2, trainer.device) == []
+
+
+def shifted(episodes: list[Episode], by: float) -> list[Episode]:
+    """The episodes of an engine whose log-probs are off."""
+    return [
+        episode._replace(engine_logprobs=np.where(episode.mask, episode.logprobs - by, 0).astype(np.float32))
+        for episode in episodes
+    ]
+
+
+def test_columns_are_of_the_difference_and_too_large_a_one_ends_the_run() -> None:
+    trainer = quiet()
+    episodes = played(trainer)
+    assert SharedWeights(trainer.model, trainer.backends["actor"].whole).compared(episodes, 1) == {}
+    engine = Vllm.__new__(Vllm)
+    engine.config = trainer.config
+    row = engine.compared(shifted(episodes, 0.01), 1)
+    assert row["engine_gap_mean"] == pytest.approx(0.01, rel=1e-3)
+    assert row["engine_gap_max"] == pytest.approx(0.01, rel=1e-3)
+    assert row["engine_effective_share"] == pytest.approx(1)
+    with pytest.raises(EngineMismatchError, match="At step 4 the engine's log-probs differ"):
+        engine.compared(shifted(episodes, 0.2), 4)
+
+
+@pytest.mark.parametrize(("shift", "weight"), [(0.1, np.exp(0.1)), (-0.3, np.exp(-0.3)), (1.0, 1.5)])
+def test_truncated_weights_multiply_the_policys_loss(shift: float, weight: float) -> None:
+    losses = []
+    for cap in (None, 1.5):
+        trainer = quiet(actor__tis_imp_ratio_cap=cap)
+        episodes = shifted(played(trainer), shift)
+        batch, targets = trainer.prepare(episodes, 2, 2, stream(0, "duplicates", 1), {})
+        rows = torch.arange(len(batch.lengths))
+        meter = Meter()
+        with torch.no_grad():
+            losses.append([
+                float(trainer.actor_update().components(part, meter)["task"])
+                for part in passes(batch, targets, rows, "token-mean", 2, batch.tokens.shape[1])
+            ])  # fmt: skip
+    assert losses[1] == pytest.approx([weight * loss for loss in losses[0]], rel=1e-4)
+    assert any(abs(loss) > 1e-3 for loss in losses[0])
+
+
+def test_a_conversation_is_no_longer_than_the_setting_or_the_models_context() -> None:
+    assert quiet(rollout__max_model_len=200).rules.context == 200
+    own = quiet().model.shape.max_position_embeddings
+    assert quiet(rollout__max_model_len=own + 1).rules.context == own

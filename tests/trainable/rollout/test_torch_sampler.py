@@ -1,0 +1,241 @@
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from tests.fakes.scripted import hub_twin, random_model, shape
+from trainable.envs.sokoban.prompt import make_protocol
+from trainable.envs.sokoban.room_sets import training_rooms
+from trainable.models.load import Policy, load_policy, make_codec
+from trainable.models.qwen2 import Qwen2
+from trainable.ppo.update import TokenFunction, at_trained_tokens
+from trainable.rollout.batch import collate
+from trainable.rollout.episode import Episode, StopReason
+from trainable.rollout.play import Rules, play
+from trainable.rollout.sampler import Sampled, SamplingParams
+from trainable.rollout.torch_sampler import TorchSampler, draw
+
+BELOW_ONE = 1 - 2**-24  # the largest float32 that a generator draws
+
+
+# ---------------------------------------------------------------------------- one draw
+
+
+def picked(logits: Sequence[float], uniforms: Sequence[float], temperature: float = 1.0) -> list[int]:
+    rows = torch.tensor([list(logits)] * len(uniforms))
+    return draw(rows, temperature, torch.tensor(uniforms))[0].tolist()
+
+
+def test_a_draw_inverts_the_distribution_function() -> None:
+    logits = np.log([0.5, 0.25, 0.25]).tolist()
+    uniforms = [0.0, 0.25, 0.4999, 0.5001, 0.7499, 0.7501, 0.9999, BELOW_ONE]
+    assert picked(logits, uniforms) == [0, 0, 0, 1, 1, 2, 2, 2]
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    nothing = -float("inf")
+    logits = [nothing, 0.0, nothing, 0.0, nothing]
+    assert picked(logits, [0.0, 0.499, 0.501, BELOW_ONE]) == [1, 1, 3, 3]
+    # So improbable that it is 0 in float32 is as good as without.
+    assert picked([-200.0, 0.0, -200.0], [0.0, BELOW_ONE]) == [1, 1]
+
+
+def test_a_draw_near_one_stays_inside_the_vocabulary() -> None:
+    logits = 3 * torch.randn(500, 60, generator=torch.Generator().manual_seed(0))
+    assert (logits.softmax(-1).double().sum(-1) < BELOW_ONE).sum() > 50  # rounding leaves a gap below 1
+    tokens, logprobs, _ = draw(logits, 1.0, torch.full((500,), BELOW_ONE))
+    assert (tokens < 60).all()
+    assert torch.isfinite(logprobs).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_draws_follow_the_tempered_distribution(temperature: float) -> None:
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.0, -3.0, 1.0])
+    uniforms = torch.from_numpy(np.random.default_rng(0).random(20_000, dtype=np.float32))
+    tokens, logprobs, entropies = draw(logits.expand(20_000, 6), temperature, uniforms)
+    probs = np.exp(logits.double().numpy() / temperature)
+    probs /= probs.sum()
+    assert stats.chisquare(np.bincount(tokens, minlength=6), 20_000 * probs).pvalue > 0.01
+    np.testing.assert_allclose(logprobs, np.log(probs)[tokens], rtol=1e-5)
+    np.testing.assert_allclose(entropies, -(probs * np.log(probs)).sum(), rtol=1e-5)
+
+
+def test_temperature_0_takes_the_likeliest_and_reports_temperature_1() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 0.0]])
+    tokens, logprobs, entropies = draw(logits, 0.0, torch.tensor([0.999, 0.999]))
+    assert tokens.tolist() == [1, 0]
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).max(-1).values)
+    torch.testing.assert_close(entropies, torch.distributions.Categorical(logits=logits).entropy())
+
+
+# ---------------------------------------------------------------------------- conversations
+
+STOP = 2
+
+
+@pytest.fixture(scope="module")
+def model() -> Qwen2:
+    """Small and random, with a stop token that comes every few tokens."""
+    return random_model(shape(num_hidden_layers=2), seed=4, spread=0.25)
+
+
+Turn = dict[int, Sampled]
+Script = Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]
+
+
+Prompts = Sequence[Sequence[int]]
+
+
+def talk(
+    model: Qwen2, prompts: Prompts, copies: int, script: Script, temperature: float = 1.0, length: int = 9
+) -> list[Turn]:
+    """Replies by row, a turn each; script: the rows that go on, and what each is given."""
+    params = SamplingParams(temperature, length, STOP)
+    conversation = TorchSampler(model).converse(prompts, copies, params, np.random.default_rng(7))
+    rows = list(range(len(prompts) * copies))
+    turns = [dict(zip(rows, conversation.reply(rows, [[]] * len(rows)), strict=True))]
+    for going, given in script:
+        turns.append(dict(zip(going, conversation.reply(going, given), strict=True)))
+    return turns
+
+
+PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
+GIVEN = [[3, 4], [5], [6, 7, 8], [9, 9], [1], [3, 3, 3, 3]]
+
+
+def full_script(rows: Sequence[int]) -> Script:
+    return [(rows, [GIVEN[row % 6] for row in rows]), (rows, [GIVEN[(row + 1) % 6] for row in rows])]
+
+
+def histories(turns: list[Turn], copies: int, script: Script, row: int) -> list[tuple[list[int], Sampled]]:
+    """What the row had seen before each of its replies."""
+    seen, found = list(PROMPTS[row // copies]), []
+    for number, turn in enumerate(turns):
+        if number:
+            going, given = script[number - 1]
+            if row not in going:
+                break
+            seen = [*seen, *given[list(going).index(row)]]
+        found.append((seen, turn[row]))
+        seen = [*seen, *turn[row].ids.tolist()]
+    return found
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
+def test_numbers_of_every_turn_are_those_of_a_full_forward(model: Qwen2, temperature: float) -> None:
+    script = [(range(6), GIVEN), ([1, 2, 4], [GIVEN[1], GIVEN[2], GIVEN[4]]), ([1, 4], [[8, 8], [1]])]
+    turns = talk(model, PROMPTS, 2, script, temperature)
+    twin, replies = hub_twin(model), 0
+    for row in range(6):
+        for seen, reply in histories(turns, 2, script, row):
+            replies += 1
+            tokens = torch.tensor([[*seen, *reply.ids.tolist()]])
+            with torch.no_grad():
+                logits = twin(input_ids=tokens).logits[0, len(seen) - 1 : -1] / (temperature or 1.0)
+            wanted = torch.distributions.Categorical(logits=logits)
+            np.testing.assert_allclose(reply.logprobs, wanted.log_prob(tokens[0, len(seen) :]), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(reply.entropies, wanted.entropy(), rtol=1e-5, atol=1e-5)
+            if temperature == 0:
+                assert reply.ids.tolist() == logits.argmax(-1).tolist()
+    assert replies == 6 + 6 + 3 + 2
+
+
+def test_replies_end_with_the_stop_token_or_at_their_length(model: Qwen2) -> None:
+    turns = talk(model, PROMPTS, 10, full_script(range(30)))
+    replies = [reply for turn in turns for reply in turn.values()]
+    for reply in replies:
+        assert 1 <= len(reply.ids) <= 9
+        assert STOP not in reply.ids[:-1]
+        assert reply.finished == (reply.ids[-1] == STOP)
+        assert reply.finished or len(reply.ids) == 9
+        assert len(reply.ids) == len(reply.logprobs) == len(reply.entropies)
+        assert (reply.ids.dtype, reply.logprobs.dtype, reply.entropies.dtype) == (np.int64, np.float32, np.float32)
+    assert 10 < sum(reply.finished for reply in replies) < len(replies)
+
+
+def same(one: Sampled, other: Sampled) -> None:
+    assert one.ids.tolist() == other.ids.tolist()
+    np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_dropping_rows_changes_no_other_row(model: Qwen2) -> None:
+    rows = range(12)
+    everyone = talk(model, PROMPTS, 4, full_script(rows))
+    few = [2, 3, 7, 11]
+    (_, given), (_, later) = full_script(rows)
+    some = talk(model, PROMPTS, 4, [(few, [given[r] for r in few]), (few[1:], [later[r] for r in few[1:]])])
+    for turn, kept in enumerate((rows, few, few[1:])):
+        for row in kept:
+            same(some[turn][row], everyone[turn][row])
+
+
+def test_adding_rows_changes_no_row_before_them(model: Qwen2) -> None:
+    alone = talk(model, PROMPTS[:2], 4, full_script(range(8)))
+    beside = talk(model, PROMPTS, 4, full_script(range(12)))
+    for turn in range(3):
+        for row in range(8):
+            same(alone[turn][row], beside[turn][row])
+
+
+def test_copies_of_a_prompt_differ_and_equal_generators_agree(model: Qwen2) -> None:
+    (first,) = talk(model, PROMPTS[:1], 16, [])
+    (again,) = talk(model, PROMPTS[:1], 16, [])
+    assert [reply.ids.tolist() for reply in first.values()] == [reply.ids.tolist() for reply in again.values()]
+    assert len({tuple(reply.ids.tolist()) for reply in first.values()}) > 8
+
+
+def test_first_tokens_follow_the_model(model: Qwen2) -> None:
+    (turn,) = talk(model, PROMPTS[:1], 4000, [], length=1)
+    counts = np.bincount([int(reply.ids[0]) for reply in turn.values()], minlength=23)
+    with torch.no_grad():
+        probs = hub_twin(model)(input_ids=torch.tensor(PROMPTS[:1])).logits[0, -1].double().softmax(-1).numpy()
+    assert 4000 * probs.min() > 5
+    assert stats.chisquare(counts, 4000 * probs / probs.sum()).pvalue > 0.01
+
+
+def test_greedy_replies_are_those_of_transformers_generate(model: Qwen2) -> None:
+    script = [(range(3), GIVEN[:3])]
+    turns = talk(model, PROMPTS, 1, script, temperature=0.0, length=12)
+    twin = hub_twin(model)
+    for row in range(3):
+        for seen, reply in histories(turns, 1, script, row):
+            out = twin.generate(
+                torch.tensor([seen]), attention_mask=torch.ones(1, len(seen), dtype=torch.long), do_sample=False,
+                max_new_tokens=12, eos_token_id=STOP, pad_token_id=0,
+            )  # fmt: skip
+            assert reply.ids.tolist() == out[0, len(seen) :].tolist()
+
+
+# ---------------------------------------------------------------------------- the shipped model at play
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Policy:
+    return load_policy("sokoban-tiny", torch.device("cpu"))
+
+
+def episodes(policy: Policy, temperature: float) -> list[Episode]:
+    return play(
+        training_rooms(0, 1, 4), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10),
+        make_codec(policy.tokenizer), Rules(5, 2, 10, -0.1, 512),
+        SamplingParams(temperature, 24, policy.model.shape.eos_token_id), np.random.default_rng(0),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_sampler_and_the_trainer_agree(shipped: Policy, temperature: float) -> None:
+    played = episodes(shipped, temperature)
+    assert len({episode.stop for episode in played}) > 1
+    batch = collate(played)
+    found = at_trained_tokens(batch, 5, TokenFunction.logprobs(shipped.model, temperature))
+    torch.testing.assert_close(batch.logprobs, found, rtol=1e-5, atol=1e-5)
+
+
+def test_greedy_episodes_of_a_room_are_equal(shipped: Policy) -> None:
+    played = episodes(shipped, 0.0)
+    for group in range(4):
+        texts = {episode.texts for episode in played if episode.group == group}
+        assert len(texts) == 1
+    assert any(episode.stop is StopReason.SOLVED for episode in played)

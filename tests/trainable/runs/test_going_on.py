@@ -1,0 +1,249 @@
+"""A run that was cut goes on: from its newest whole state, to the rows of one that was not."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes.carried import Row, Straight, config, newest, run_files, started, timeless
+from trainable import ppo_trainable
+from trainable.ppo_trainable import PPOTrainable
+from trainable.runs.checkpoint import numbered, read_checkpoint, write_checkpoint
+from trainable.runs.run_files import BusyError, read_rows
+
+
+def compare(folder: Path, straight: Straight) -> None:
+    """Rows and evaluations that count equal those of the run that was not interrupted."""
+    rows, lines = run_files(folder)
+    assert [timeless(row) for row in rows] == [timeless(row) for row in run_files(straight[0])[0]]
+
+    def counting(found: list[Row]) -> dict[tuple[Any, ...], Row]:
+        return {(line["step"], line["split"], line["mode"]): line for line in found}
+
+    assert counting(lines) == counting(run_files(straight[0])[1])
+
+
+@pytest.mark.parametrize("stop", [0, 1, 2])
+def test_interrupted_after_a_step_and_started_again(stop: int, tmp_path: Path, straight: Straight) -> None:
+    first = started(tmp_path)
+    for _ in range(stop):
+        first.step()
+    again = started(tmp_path)
+    assert [row["step"] for row in again.rows] == list(range(1, stop + 1))
+    assert [again.step()["step"] for _ in range(3 - stop)] == list(range(stop + 1, 4))
+    compare(tmp_path, straight)
+
+
+def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, straight: Straight) -> None:
+    first = started(tmp_path, trainer__resume_every=2)
+    rows = [first.step() for _ in range(3)][:2]
+    # As if the process had died before the last state was written.
+    shutil.rmtree(tmp_path / "runs" / "r" / "state")
+    again = started(tmp_path, trainer__resume_every=2)
+    assert again.rows == []
+    repeated = [again.step() for _ in range(2)]
+    assert [timeless(row) for row in repeated] == [timeless(row) for row in rows]
+    later = started(tmp_path, trainer__resume_every=2)
+    assert [row["step"] for row in later.rows] == [1, 2]
+    assert later.step()["done"]
+    compare(tmp_path, straight)
+
+
+def test_death_between_row_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: Straight) -> None:
+    first = started(tmp_path)
+    first.step()
+
+    def dies(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ppo_trainable, "write_rolling", dies)
+        with pytest.raises(KeyboardInterrupt):
+            first.step()
+    assert [row["step"] for row in read_rows(tmp_path / "runs" / "r" / "metrics.jsonl")] == [1, 2]
+    again = started(tmp_path)
+    assert [row["step"] for row in again.rows] == [1]
+    assert [again.step()["step"] for _ in range(2)] == [2, 3]
+    compare(tmp_path, straight)
+
+
+def test_a_torn_last_row_is_written_again(tmp_path: Path, straight: Straight) -> None:
+    first = started(tmp_path)
+    first.step()
+    with (tmp_path / "runs" / "r" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "train_suc')
+    again = started(tmp_path)
+    again.step()
+    again.step()
+    compare(tmp_path, straight)
+
+
+FILES = ("state.safetensors", "state.json", "checksums.json")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+def test_a_damaged_state_is_named_and_the_one_before_is_used(
+    tmp_path: Path, straight: Straight, name: str, damage: Callable[[Path], None]
+) -> None:
+    first = started(tmp_path)
+    first.step()
+    first.step()
+    damaged = newest(tmp_path)
+    damage(damaged / name)
+    again = started(tmp_path)
+    assert [row["step"] for row in again.rows] == [1]
+    row = again.step()
+    assert row["note"].startswith(f"{damaged} is not used: {damaged}")
+    assert row["note"].endswith("the run goes on after step 1")
+    assert again.step()["note"] == ""
+    compare(tmp_path, straight)
+
+
+def test_where_every_state_is_damaged_the_run_starts_over(tmp_path: Path, straight: Straight) -> None:
+    started(tmp_path).step()
+    cut(newest(tmp_path) / "state.safetensors")
+    again = started(tmp_path)
+    rows = [again.step() for _ in range(3)]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert rows[0]["note"].endswith("the run goes on after step 0")
+    compare(tmp_path, straight)
+
+
+def test_a_kept_checkpoint_is_used_where_every_rolling_state_is_damaged(tmp_path: Path, straight: Straight) -> None:
+    first = started(tmp_path, trainer__save_freq=1)
+    first.step()
+    first.step()
+    for _, path in numbered(tmp_path / "runs" / "r" / "state"):
+        cut(path / "state.json")
+    cut(tmp_path / "saved" / "global_step_2" / "checksums.json")
+    again = started(tmp_path, trainer__save_freq=1)
+    assert [again.step()["step"] for _ in range(2)] == [2, 3]
+    compare(tmp_path, straight)
+
+
+def other_settings(values: Row) -> Row:
+    return {**values, "settings": {**values["settings"], "seed": 1}}
+
+
+def no_settings(values: Row) -> Row:
+    return {name: value for name, value in values.items() if name != "settings"}
+
+
+def wrong_step(values: Row) -> Row:
+    return {**values, "step": 1}
+
+
+def lacking(values: Row) -> Row:
+    return {name: value for name, value in values.items() if name != "kl_coef"}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [(other_settings, "written with other settings"), (no_settings, "RunConfig"), (wrong_step, "it holds step 1"),
+     (lacking, "kl_coef")],
+)  # fmt: skip
+def test_a_whole_state_that_is_not_this_runs_is_not_used(
+    tmp_path: Path, straight: Straight, change: Callable[[Row], Row], why: str
+) -> None:
+    first = started(tmp_path)
+    first.step()
+    first.step()
+    tensors, values = read_checkpoint(newest(tmp_path))
+    write_checkpoint(newest(tmp_path), tensors, change(values))
+    again = started(tmp_path)
+    row = again.step()
+    assert why in row["note"]
+    assert row["step"] == 2
+    again.step()
+    compare(tmp_path, straight)
+
+
+@pytest.mark.parametrize("change", ["missing", "reshaped", "added"])
+def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(tmp_path: Path, straight: Straight, change: str) -> None:
+    first = started(tmp_path)
+    first.step()
+    first.step()
+    tensors, values = read_checkpoint(newest(tmp_path))
+    name = "critic_optimizer/0/exp_avg"
+    odd = {
+        "missing": {},
+        "reshaped": {name: tensors[name].flatten()},
+        "added": {name: tensors[name], "actor/x": tensors[name].clone()},
+    }
+    write_checkpoint(newest(tmp_path), {**{key: t for key, t in tensors.items() if key != name}, **odd[change]}, values)
+    again = started(tmp_path)
+    row = again.step()
+    assert "do not fit" in row["note"]
+    assert row["step"] == 2
+    again.step()
+    compare(tmp_path, straight)
+
+
+def test_a_state_without_its_rows_is_not_used(tmp_path: Path, straight: Straight) -> None:
+    first = started(tmp_path)
+    first.step()
+    first.step()
+    metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines()[1] + "\n")  # the row of step 1 is gone
+    again = started(tmp_path)
+    rows = [again.step() for _ in range(3)]
+    assert "rows of the steps 1 to 2 are missing" in rows[0]["note"]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    compare(tmp_path, straight)
+
+
+def test_a_state_without_its_evaluations_is_not_used(tmp_path: Path, straight: Straight) -> None:
+    first = started(tmp_path)
+    first.step()
+    first.step()
+    (tmp_path / "runs" / "r" / "rooms.jsonl").unlink()
+    again = started(tmp_path)
+    row = again.step()
+    assert "evaluations up to step 2 are missing" in row["note"]
+    assert row["step"] == 2  # the one before was written before any evaluation but the first
+    again.step()
+    rows, _ = run_files(tmp_path)
+    assert [timeless(each) for each in rows] == [timeless(each) for each in run_files(straight[0])[0]]
+
+
+def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> None:
+    first = started(tmp_path)
+    first.step()
+    again = started(tmp_path)
+    again.step()
+    again.step()
+    assert "step_1" not in {path.name for path in (tmp_path / "runs" / "r" / "state").iterdir()}
+    mapped = Path("/proc/self/maps").read_text()
+    assert str(tmp_path) not in mapped
+
+
+def test_no_two_processes_train_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ppo_trainable, "_HOLD_PATIENCE_S", 0.0)
+    started(tmp_path)
+    with pytest.raises(BusyError, match=f"runs/r is still held by another process .pid {os.getpid()} on "):
+        PPOTrainable(config(tmp_path))
+    assert PPOTrainable(config(tmp_path / "other", finished=True)).held is None
+
+
+def test_a_run_that_ended_unrecorded_reports_its_last_row_again(tmp_path: Path) -> None:
+    """The process died after the last row and state, before anybody wrote that the run had ended."""
+    first = started(tmp_path, trainer__total_training_steps=1)
+    last = first.step()
+    before = (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes()
+    again = started(tmp_path, trainer__total_training_steps=1)
+    assert again.step() == last
+    assert (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes() == before

@@ -1,0 +1,112 @@
+"""What a run writes stays in its folder: links in it are refused, and what they lead to is as it was."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainable.runs.checkpoint import write_rolling
+from trainable.runs.links import LinkError, check_no_links, make_folder, open_no_link, whole_file
+from trainable.runs.run_files import append_line, hold
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder of somebody's own, with a file, a folder and a folder that is named like a state."""
+    home = tmp_path / "home"
+    for name in ("letter.txt", "photos/cat.jpg", "step_9/mine.txt", ".notes.writing/draft.txt"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(name)
+    return home
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_rolling_state_is_not_written_through_a_link(tmp_path: Path, home: Path) -> None:
+    before = contents(home)
+    (tmp_path / "state").symlink_to(home)
+    with pytest.raises(LinkError, match="state is a symbolic link"):
+        write_rolling(tmp_path / "state", 1, {"w": torch.ones(1)}, {}, 2)
+    assert contents(home) == before
+
+
+def test_only_states_are_cleared_away(tmp_path: Path) -> None:
+    folder = tmp_path / "state"
+    for name in ("documents", "step_x", ".git", "step_5", ".step_2.writing", ".step_2.old"):
+        (folder / name).mkdir(parents=True)
+    (folder / "notes.txt").write_text("mine")
+    write_rolling(folder, 1, {"w": torch.ones(1)}, {}, 2)
+    assert sorted(path.name for path in folder.iterdir()) == [".git", "documents", "notes.txt", "step_1", "step_x"]
+
+
+@pytest.mark.parametrize("write", [
+    lambda path: append_line(path, {"step": 1}),
+    lambda path: open_no_link(path, "w"),
+    lambda path: open_no_link(path, "ab"),
+])  # fmt: skip
+def test_a_file_is_not_opened_through_a_link(tmp_path: Path, home: Path, write: Callable[[Path], object]) -> None:
+    (tmp_path / "metrics.jsonl").symlink_to(home / "letter.txt")
+    with pytest.raises(LinkError, match=r"metrics\.jsonl is a symbolic link"):
+        write(tmp_path / "metrics.jsonl")
+    assert (home / "letter.txt").read_text() == "letter.txt"
+
+
+def test_a_lock_is_not_taken_through_a_link(tmp_path: Path, home: Path) -> None:
+    (tmp_path / ".lock").symlink_to(home / "letter.txt")
+    with pytest.raises(LinkError):
+        hold(tmp_path, 0)
+    assert (home / "letter.txt").read_text() == "letter.txt"
+
+
+def test_a_whole_file_takes_the_place_of_a_link(tmp_path: Path, home: Path) -> None:
+    target = tmp_path / "report.html"
+    target.symlink_to(home / "letter.txt")
+    target.with_name(f".report.html.{os.getpid()}.part").symlink_to(home / "photos" / "cat.jpg")
+    before = contents(home)
+    with whole_file(target) as beside:
+        beside.write_text("<p>")
+    assert not target.is_symlink()
+    assert target.read_text() == "<p>"
+    assert contents(home) == before
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_whole_file_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("old")
+
+    def fail() -> None:
+        with whole_file(tmp_path / "a") as beside:
+            beside.write_text("half")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert contents(tmp_path) == {"a": "old"}
+
+
+def test_folders_are_made_name_by_name(tmp_path: Path, home: Path) -> None:
+    assert make_folder(tmp_path, "figures", "gradients") == tmp_path / "figures" / "gradients"
+    assert make_folder(tmp_path, "figures", "gradients").is_dir()
+    (tmp_path / "figures" / "runs").symlink_to(home)
+    with pytest.raises(LinkError, match="runs is a symbolic link"):
+        make_folder(tmp_path, "figures", "runs", "photos")
+
+
+@pytest.mark.parametrize("linked", ["out/results", "out/results/run", "out/results/run/runs/a", "out/logs/run.log"])
+def test_a_link_below_the_root_is_seen_wherever_it_is(tmp_path: Path, home: Path, linked: str) -> None:
+    root = tmp_path / "out"
+    (tmp_path / linked).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / linked).symlink_to(home)
+    with pytest.raises(LinkError, match=f"{linked} is a symbolic link"):
+        check_no_links(root, [root / "logs" / "run.log"], [root / "results" / "run"])
+
+
+def test_the_way_to_the_root_may_have_links(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "results" / "run").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "disk")
+    check_no_links(tmp_path / "out", [tmp_path / "out" / "logs"], [tmp_path / "out" / "results" / "run"])
+    check_no_links(tmp_path / "out", [], [tmp_path / "out"])

@@ -1,0 +1,115 @@
+"""Places in a storage: what their names may be, what they can fail with, and that files are there whole."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainable.runs.failures import StorageError, classify
+from trainable.runs.mirror import patiently
+from trainable.runs.remote import Place, get_bytes, listing, open_place, put_bytes, put_file
+from trainable.runs.uris import below, check_uri, is_same, parent
+
+
+def test_a_path_may_hold_what_means_something_in_a_uri() -> None:
+    assert parent("/x/a#b/c?d") == ("/x/a#b", "c?d")
+    assert is_same("/x/a#b/", "/x/a#b")
+    assert not is_same("/x/a#b", "/x/a#c")
+
+
+# What a storage can fail with.
+
+
+def test_a_storage_that_fails_is_waited_for_and_then_named(tmp_path: Path) -> None:
+    said: list[str] = []
+    failing = iter([OSError("AWS Error NETWORK_CONNECTION"), None])
+
+    def once() -> str:
+        error = next(failing)
+        if error:
+            raise error
+        return "done"
+
+    assert patiently(once, 60.0, said.append) == "done"
+    assert said == [
+        "waiting up to 60 s for the storage to answer: AWS Error NETWORK_CONNECTION", "the storage answers again"
+    ]  # fmt: skip
+    gone = Place(open_place(str(tmp_path)).files, str(tmp_path / "file" / "below"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match=r"It did not answer well within 0 s \(trainer\.disk_patience\)\.") as raised:
+        patiently(partial(put_bytes, gone, b""), 0.0, said.append)
+    failure = classify(raised.value, has_rows=True)
+    assert (failure.kind, failure.is_retried) == ("storage", False)
+
+
+@pytest.mark.parametrize("error", [
+    PermissionError(13, "forbidden"), FileNotFoundError(2, "nothing"), OSError("AWS Error ACCESS_DENIED in PutObject"),
+    OSError("AWS Error NO_SUCH_BUCKET during PutObject"),
+])  # fmt: skip
+def test_what_will_not_pass_is_not_waited_for(error: OSError) -> None:
+    calls: list[int] = []
+
+    def fails() -> None:
+        calls.append(1)
+        raise error
+
+    with pytest.raises(StorageError):
+        patiently(fails, 3600.0, calls.append)
+    assert calls == [1]
+
+
+# URIs.
+
+
+@pytest.mark.parametrize("uri", [
+    "s3://key:word@bucket/x", "s3://key:wo/rd@bucket/x", "s3://bucket/x?access_key=a", "abfs://bucket/x?sas_token=a",
+    "S3://key:word@bucket", "gs://bucket/x?SECRET=",
+])  # fmt: skip
+def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
+    with pytest.raises(StorageError, match="carries a user name with a password, a key or a token") as raised:
+        open_place(uri)
+    assert "word" not in str(raised.value).replace("password", "")
+    assert "bucket" not in str(raised.value)
+
+
+@pytest.mark.parametrize("uri", [
+    "s3://bucket/a:b", "hdfs://host:8020/x", "gs://anonymous@bucket/x", "/mnt/a:b", "s3://b?endpoint_override=host:9000",
+])  # fmt: skip
+def test_other_colons_are_no_credentials(uri: str) -> None:
+    check_uri(uri)
+
+
+@pytest.mark.parametrize("uri", ["nope://bucket/x", "s3://", "relative/folder", "s3://?scheme=http"])
+def test_what_is_no_storage_is_refused(uri: str) -> None:
+    with pytest.raises(StorageError, match=r"is no storage that can be used|names no folder"):
+        open_place(uri)
+
+
+@settings(deadline=None)
+@given(st.lists(st.from_regex(r"[a-z0-9_.-]{1,8}", fullmatch=True).filter(lambda part: part.strip(".")), min_size=1))
+def test_below_and_parent_are_inverses(parts: list[str]) -> None:
+    for root in ("s3://bucket", "s3://bucket/pre?region=x", "/mnt"):
+        uri = root
+        for part in parts:
+            assert parent(below(uri, part)) == (uri, part)
+            uri = below(uri, part)
+
+
+def test_a_reader_of_a_shared_folder_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = open_place(str(tmp_path)).at("a/b")
+    put_bytes(place, b"whole")
+    source = tmp_path / "source"
+    source.write_bytes(b"new content")
+    monkeypatch.setattr("trainable.runs.remote._settle", lambda place, target: None)  # it dies just before
+    put_file(place, source)
+    assert get_bytes(place) == b"whole"
+    assert sorted(listing(open_place(str(tmp_path)).at("a"))) == ["b"]
+
+
+def test_how_a_folder_is_reached_does_not_make_it_another() -> None:
+    assert is_same("s3://bucket/x?endpoint_override=a:1&scheme=http", "s3://bucket/x/")
+    assert not is_same("s3://bucket/x", "s3://bucket/y")
+    assert not is_same("s3://bucket/x", "gs://bucket/x")
+    assert not is_same("s3://bucket/x", "s3://other/x")

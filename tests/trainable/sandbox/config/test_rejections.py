@@ -1,0 +1,180 @@
+"""Every configuration that is refused, with the reason that is given; and that ordinary ones are not."""
+
+from collections.abc import Mapping
+
+import pytest
+from pydantic import ValidationError
+
+from tests.strategies.update_rules import NEEDS
+from trainable.config.run_config import explain
+from trainable.sandbox.config.methods import (
+    BANDITS,
+    CANDIDATE,
+    CHAIN_TASKS,
+    DELIGHT,
+    GROUPED,
+    SEQUENCE_NOISE,
+    SEQUENCE_ONLY,
+    SEQUENCE_TASKS,
+    SHARED_NOISE,
+    TARGET,
+    TASKS,
+)
+from trainable.sandbox.config.rejections import CLIPPED, REJECTIONS, rejection
+from trainable.sandbox.config.settings import RunnerConfig, UpdateRuleConfig
+
+SEQUENCE = {"task": "token_reversal"}
+NOISE = {"reward_noise": 0.2, "reward_noise_mode": "label_flip"}
+Case = tuple[dict[str, object], str]
+
+
+def every(names: tuple[str, ...], settings: Mapping[str, object], words: str) -> list[Case]:
+    return [({**SEQUENCE, **NEEDS.get(name, {}), "method": name, **settings}, words) for name in names]
+
+
+BOUNDS: list[Case] = [
+    ({key: value}, f"`{key}={value}` cannot be used")
+    for key, value in {
+        "task": "go", "method": "PPO", "delay": -1, "batch_size": 0, "lr": 0.0, "hidden": 0, "d_model": 0, "nhead": 0,
+        "num_layers": 0, "baseline": "mean", "inner_epochs": 0, "group_size": 0, "replay_capacity": -1,
+        "replay_age_decay": -0.1, "replay_priority": "age", "seq_len": 0, "score_len": 0, "vocab_size": 0,
+        "context_len": 0, "kl_weight": -0.1, "reward_noise": 1.5, "reward_noise_mode": "flip", "kondo_keep": 0.0,
+        "clip_low": -0.1, "clip_high": -0.1, "iw_cap": 0.0, "grpo_beta": -0.1, "uncertainty_scale": -1.0,
+        "uncertainty_threshold": -1.0, "distill_alpha": -1.0, "eta": -1.0, "tpo_eta": -1.0, "guard_strength": 2.0,
+    }.items()
+]  # fmt: skip
+NUMBERS: list[Case] = [
+    ({"kondo_keep": 1.5}, "kondo_keep=1.5"),
+    ({"reward_noise": -0.1}, "reward_noise=-0.1"),
+    ({"trainer": {"total_training_steps": 0}}, "total_training_steps=0"),
+    ({"trainer": {"test_freq": 0}}, "test_freq=0"),
+    *every(DELIGHT, {"eta": 0}, "set eta=1"),
+    *every(("PMDMean",), {"eta": 0}, "set eta=1"),
+    *every(TARGET, {"tpo_eta": 0}, "set tpo_eta=1"),
+    ({"delay": 1000}, "set num_steps above delay"),
+    *every(CLIPPED, {"clip_low": 1.0}, "set clip_low=0.2"),
+]
+SHAPES: list[Case] = [
+    ({"d_model": 64, "nhead": 3}, "nhead=3 does not divide d_model=64: set nhead=1, or a divisor"),
+    ({"delay": 4, "replay_capacity": 4}, "set replay_capacity above delay"),
+    ({"delay": 4, "replay_capacity": 1}, "replay_capacity=1 drops every batch before delay=4"),
+    ({"task": "chain_arithmetic", "seq_len": 1}, "set seq_len=2 or more"),
+    ({"task": "format_answer", "seq_len": 1}, "set seq_len=2 or more"),
+    ({"task": "masked_reversal", "seq_len": 4, "score_len": 5}, "score_len=5 scores more positions than seq_len=4"),
+    *(({"task": task, "binary_reward": True}, "set binary_reward=false") for task in CHAIN_TASKS),
+]
+NOISES: list[Case] = [
+    ({"reward_noise": 0.2}, "reward_noise=0.2 needs a mode"),
+    ({"reward_noise_mode": "label_flip"}, "reward_noise_mode=label_flip changes no reward at reward_noise=0"),
+    *(
+        ({"task": task, "reward_noise": 0.2, "reward_noise_mode": mode}, "set reward_noise_mode=false_positive_action0")
+        for task in BANDITS
+        for mode in SEQUENCE_NOISE
+    ),
+]
+REGIMES: list[Case] = [
+    *every((*GROUPED, *CANDIDATE), {"group_size": 1}, "set group_size=2 or more"),
+    *every(GROUPED, {"batch_size": 100, "group_size": 8}, "set batch_size=96 group_size=8"),
+    *(case for task in BANDITS for case in every(SEQUENCE_ONLY, {"task": task}, "set task=token_reversal")),
+    *(
+        case
+        for task in CHAIN_TASKS
+        for case in every((*CANDIDATE, "DGToken"), {"task": task}, "set task=token_reversal or task=masked_reversal")
+    ),
+    *(case for task in BANDITS for case in every(CANDIDATE, {"task": task}, "or task=masked_reversal")),
+    *every((*CANDIDATE, "DGToken"), {"binary_reward": True}, "set binary_reward=false"),
+    *every((*CANDIDATE, "DGToken"), NOISE, "set reward_noise=0 reward_noise_mode=none"),
+    *every(CANDIDATE, {"delay": 1}, "set delay=0 replay_capacity=0"),
+    *every(CANDIDATE, {"replay_capacity": 2}, "set delay=0 replay_capacity=0"),
+    *(
+        case
+        for measure in ("diagnostics", "entropy_diagnostics", "oracle_fit")
+        for case in every(
+            CANDIDATE, {measure: True}, "set diagnostics=false entropy_diagnostics=false oracle_fit=false"
+        )
+    ),
+    ({"method": "ReplayDG"}, "set replay_capacity=5, or method=DG"),
+    ({"method": "ReplayDG", "delay": 4}, "set replay_capacity=5, or method=DG"),
+    ({"method": "FreshDG"}, "set replay_capacity=5 or delay=4, or method=DG"),
+    *(({"method": "LogGrowth", "task": task}, "set task=mnist") for task in SEQUENCE_TASKS),
+    *every(("LogGrowth", "DAPO", "DAPOLite"), {"task": "lm_bandit", "kl_weight": 0.1}, "set kl_weight=0"),
+    *every(("LogGrowth", "MaxRL", "TPOFullAction"), NOISE, "noise breaks that: set reward_noise=0"),
+    *(({"method": "MaxRL", "task": task}, "set task=token_reversal binary_reward=true") for task in CHAIN_TASKS),
+    ({"method": "MaxRL", "task": "token_reversal"}, "set binary_reward=true"),
+    ({"method": "MaxRL", "task": "masked_reversal"}, "set binary_reward=true"),
+    ({"method": "MaxRL", "task": "lm_bandit", "kl_weight": 0.1}, "set kl_weight=0"),
+    *(({"method": "TPOFullAction", "task": task}, "set task=mnist") for task in TASKS if task != "mnist"),
+    *every(("TPOFullAction",), {"delay": 1}, "set delay=0 replay_capacity=0 inner_epochs=1"),
+    *every(("TPOFullAction",), {"replay_capacity": 1}, "set delay=0 replay_capacity=0 inner_epochs=1"),
+    *every(("TPOFullAction",), {"inner_epochs": 2}, "set delay=0 replay_capacity=0 inner_epochs=1"),
+]
+REFUSED = [*BOUNDS, *NUMBERS, *SHAPES, *NOISES, *REGIMES]
+
+
+def reason(settings: Mapping[str, object]) -> str:
+    with pytest.raises(ValidationError) as refusal:
+        UpdateRuleConfig.model_validate(settings)
+    return explain(refusal.value)
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED, ids=str)
+def test_refused_with_what_to_set(settings: dict[str, object], words: str) -> None:
+    text = reason(settings)
+    assert words in text
+    assert text.endswith(".")
+    assert "{" not in text
+    if "This combination" in text:
+        assert "set " in text
+
+
+def test_every_rejection_of_the_table_is_some_case() -> None:
+    """And each is the first that applies to one of them, so that none is out of reach."""
+    seen = set()
+    for settings, _ in (*NUMBERS, *SHAPES, *NOISES, *REGIMES):
+        length = RunnerConfig.model_construct(**settings.get("trainer", {}))
+        config = UpdateRuleConfig.model_construct(**{**settings, "trainer": length})
+        first = next((i for i, item in enumerate(REJECTIONS) if item.applies(config)), None)
+        seen.add(first)
+    assert seen - {None} == set(range(len(REJECTIONS)))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_a_method(task: str) -> None:
+    assert rejection(UpdateRuleConfig.model_validate({"task": task})) is None
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("mode", SHARED_NOISE)
+def test_shared_noise_suits_every_task(task: str, mode: str) -> None:
+    UpdateRuleConfig.model_validate({"task": task, "reward_noise": 0.2, "reward_noise_mode": mode})
+
+
+@pytest.mark.parametrize("mode", SEQUENCE_NOISE)
+def test_sequences_have_noise_of_their_own(mode: str) -> None:
+    UpdateRuleConfig.model_validate({**SEQUENCE, "reward_noise": 0.2, "reward_noise_mode": mode})
+
+
+PUBLISHED: list[dict[str, object]] = [
+    {"method": "DG"},
+    *({"method": method, "group_size": 8, "inner_epochs": 4} for method in ("GRPO", "TPO", "DrGRPO", "DAPO", "TEMPO")),
+    *(
+        {"method": method, "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token"}
+        for method in ("DG", "UncertaintyDG", "FilteredDG", "RewardVarianceDG", "ASPO", "R2VPO")
+    ),
+    {"method": "DG", "delay": 4},
+    *({"method": method, "delay": 4, "replay_capacity": 32} for method in ("ReplayDG", "FreshDG")),
+    *({"method": method, "task": "masked_reversal"} for method in ("CE", "DG", "DGToken")),
+    *({"method": method, "task": "masked_reversal", "group_size": 8} for method in CANDIDATE),
+    *({"method": method, "task": "chain_reversal"} for method in ("CE", "SelfDistillDG", "SCOPELite")),
+]
+
+
+@pytest.mark.parametrize("settings", PUBLISHED, ids=str)
+def test_published_conditions_are_accepted(settings: dict[str, object]) -> None:
+    UpdateRuleConfig.model_validate({**SEQUENCE, "batch_size": 96, **settings})
+
+
+@pytest.mark.parametrize("method", ["CE", "REINFORCE", "PG", "TrajPG", "ASPO", "R2VPO", "DG", "Kondo", "GRPO", "TPO"])
+@pytest.mark.parametrize("task", TASKS)
+def test_rules_without_a_restriction_run_on_every_task(method: str, task: str) -> None:
+    UpdateRuleConfig.model_validate({"method": method, "task": task})

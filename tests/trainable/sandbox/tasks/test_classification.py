@@ -1,0 +1,186 @@
+"""The classification bandit: its perceptrons against torch's layers, its images, its batches and evaluation."""
+
+import gzip
+import itertools
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.trainable.sandbox.tasks import oracles
+from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.rollouts import Rollouts
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.models.mlp import Perceptrons, first_perceptrons
+from trainable.sandbox.tasks.classification import ClassificationTask
+from trainable.sandbox.tasks.images import Images, read_images, stand_in
+
+
+def few_images(count: int = 50) -> Images:
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(256, (2, count, 784), generator=generator, dtype=torch.uint8)
+    classes = torch.randint(10, (2, count), generator=generator)
+    return Images(pixels[0], classes[0], pixels[1], classes[1], source="stand-in")
+
+
+def started(seeds: tuple[int, ...] = (3, 4), **settings: object) -> tuple[ClassificationTask, Perceptrons, Streams]:
+    config = UpdateRuleConfig(**{"task": "mnist", "batch_size": 40, "hidden": 12, **settings})
+    task, streams = ClassificationTask(config, few_images()), Streams(seeds)
+    return task, task.make_models(streams), streams
+
+
+def plain(models: Perceptrons, member: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    sizes = [784, 12, 12, 10]
+    layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
+    for number, layer in enumerate(layers):
+        parts = {part: models.weights[f"layers.{number}.{part}"][member].detach() for part in ("weight", "bias")}
+        layer.load_state_dict(parts)
+    return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
+
+
+def test_a_member_is_torchs_perceptron_with_its_weights() -> None:
+    task, models, streams = started()
+    rollouts = task.sample(models, streams, 1)
+    log_probs = task.log_probs(models, rollouts)
+    assert log_probs.shape == (2, 40, 1, 10)
+    log_probs[..., 0].sum().backward()
+    for member in range(2):
+        one = plain(models, member)
+        expected = one(rollouts.observations[member]).log_softmax(-1)
+        torch.testing.assert_close(log_probs[member, :, 0], expected, atol=1e-5, rtol=1e-5)
+        expected[..., 0].sum().backward()
+        for number in range(3):
+            for part in ("weight", "bias"):
+                ours = models.weights[f"layers.{number}.{part}"].grad
+                theirs = getattr(one[2 * number], part).grad
+                assert ours is not None
+                torch.testing.assert_close(ours[member], theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_first_weights_are_uniform_within_the_bound_of_torchs_linear_layers() -> None:
+    models = first_perceptrons((784, 50, 50, 10), Streams((1, 2)))
+    for name, weight in models.weights.items():
+        bound = (784 if name.startswith("layers.0") else 50) ** -0.5
+        assert float(weight.detach().abs().max()) <= bound
+        if weight[0].numel() > 400:
+            assert float(weight.detach().std()) == pytest.approx(bound / 3**0.5, abs=0.05 * bound)
+    assert not torch.equal(models.weights["layers.1.weight"][0], models.weights["layers.1.weight"][1])
+
+
+def test_a_batch_is_what_its_fields_say() -> None:
+    task, models, streams = started()
+    rollouts = task.sample(models, streams, 1)
+    log_probs = task.log_probs(models, rollouts).detach()
+    chosen = streams.integers("sandbox_prompts", 1, below=50, shape=(40,))
+    assert torch.equal(rollouts.labels[..., 0], task.images.train_labels[chosen])
+    assert torch.equal(rollouts.observations, task.images.train_images[chosen] / 255)
+    assert torch.equal(rollouts.rewards, (rollouts.actions == rollouts.labels).float()[..., 0])
+    assert rollouts.expected_reward is not None
+    right = log_probs.gather(-1, rollouts.labels[..., None])[..., 0]
+    torch.testing.assert_close(rollouts.expected_reward[..., None], right.exp(), atol=1e-6, rtol=1e-5)
+    of_taken = log_probs.gather(-1, rollouts.actions[..., None])[..., 0]
+    torch.testing.assert_close(rollouts.actor_log_probs, of_taken, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(rollouts.actor_baseline, log_probs.exp().square().sum(-1), atol=1e-6, rtol=1e-5)
+    assert rollouts.keep.all()
+
+
+def test_groups_guess_at_one_image_and_uniform_ones_are_left_out() -> None:
+    task, models, streams = started(method="GRPO", group_size=4)
+    rollouts = task.sample(models, streams, 1)
+    images = rollouts.observations.unflatten(1, (10, 4))
+    assert (images == images[:, :, :1]).all()
+    assert rollouts.expected_reward is None
+    for member in range(2):
+        mixed = oracles.mixed_groups(rollouts.rewards[member].tolist(), 4)
+        kept = mixed if any(mixed) else [True] * 10
+        assert rollouts.keep[member].tolist() == [one for one in kept for _ in range(4)]
+
+
+def test_noise_lies_about_classes_and_hides_the_expected_reward() -> None:
+    task, models, streams = started(reward_noise=0.5, reward_noise_mode="false_positive_action0")
+    rollouts = task.sample(models, streams, 1)
+    lied = streams.uniform("sandbox_noise", 1, shape=(40, 2))[..., 0] < 0.5
+    expected = (rollouts.actions == rollouts.labels)[..., 0] | (lied & (rollouts.actions[..., 0] == 0))
+    assert torch.equal(rollouts.rewards, expected.float())
+    assert rollouts.expected_reward is None
+
+
+def test_a_member_draws_the_same_whoever_is_beside_it() -> None:
+    task, models, streams = started((3, 4))
+    together = task.sample(models, streams, 6)
+    for member, seed in enumerate((3, 4)):
+        task, models, streams = started((seed,))
+        alone = task.sample(models, streams, 6)
+        for name in (field.name for field in fields(Rollouts)):
+            value, beside = getattr(alone, name), getattr(together, name)
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(beside[member], value[0], atol=1e-5, rtol=0)
+
+
+def test_evaluation_is_of_the_likeliest_class_of_all_test_images() -> None:
+    task, models, streams = started()
+    found = task.evaluate(models, streams, 0)
+    for member in range(2):
+        probabilities = plain(models, member)(task.images.test_images / 255).softmax(-1).detach()
+        error = (probabilities.argmax(-1) != task.images.test_labels).float().mean()
+        entropy = -(probabilities * probabilities.log()).sum(-1).mean()
+        assert float(found["test_error"][member]) == pytest.approx(float(error), abs=1e-6)
+        assert float(found["entropy"][member]) == pytest.approx(float(entropy), abs=1e-5)
+    assert found["stand_in_data"].tolist() == [1, 1]
+
+
+def test_the_stand_in_has_mnists_shape_and_is_always_the_same() -> None:
+    images, again = stand_in(), stand_in()
+    assert images.train_images.shape == (60_000, 784)
+    assert images.test_images.shape == (10_000, 784)
+    assert images.train_images.dtype == torch.uint8
+    assert set(images.train_labels.tolist()) == set(range(10))
+    for one, other in zip(images[:4], again[:4], strict=True):
+        assert torch.equal(one, other)
+
+
+def write_idx(folder: Path, zipped: bool) -> None:
+    rng = np.random.default_rng(0)
+    for name, shape in {
+        "train-images-idx3-ubyte": (60_000, 28, 28), "train-labels-idx1-ubyte": (60_000,),
+        "t10k-images-idx3-ubyte": (10_000, 28, 28), "t10k-labels-idx1-ubyte": (10_000,),
+    }.items():  # fmt: skip
+        values = np.zeros(shape, dtype=np.uint8) if "images" in name else rng.integers(10, size=shape, dtype=np.uint8)
+        values.flat[:3] = 5, 6, 7
+        content = bytes([0, 0, 8, len(shape)]) + np.array(shape, dtype=">i4").tobytes() + values.tobytes()
+        if zipped:
+            (folder / f"{name}.gz").write_bytes(gzip.compress(content, compresslevel=1))
+        else:
+            (folder / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("zipped", [False, True])
+def test_mnists_files_are_read(tmp_path: Path, zipped: bool) -> None:
+    write_idx(tmp_path, zipped)
+    images = read_images(str(tmp_path))
+    assert images.source == "mnist"
+    assert images.train_images[0, :4].tolist() == [5, 6, 7, 0]
+    assert images.test_labels[:3].tolist() == [5, 6, 7]
+    assert images.train_images.shape == (60_000, 784)
+
+
+def test_files_that_are_not_mnists_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"neither train-images-idx3-ubyte nor train-images-idx3-ubyte\.gz"):
+        read_images(str(tmp_path))
+    write_idx(tmp_path, zipped=False)
+    labels = tmp_path / "t10k-labels-idx1-ubyte"
+    whole = labels.read_bytes()
+    labels.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=r"t10k-labels-idx1-ubyte is not MNIST's: 10007 bytes"):
+        read_images(str(tmp_path))
+    labels.write_bytes(whole[:-1] + bytes([10]))
+    with pytest.raises(ValueError, match="a label is above 9"):
+        read_images(str(tmp_path))
+    labels.unlink()
+    (tmp_path / f"{labels.name}.gz").write_bytes(b"not a gzip file")
+    with pytest.raises(ValueError, match="cannot be unpacked"):
+        read_images(str(tmp_path))

@@ -1,0 +1,164 @@
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.fakes.scripted import hub_twin
+from trainable.config.seeds import stream
+from trainable.envs.sokoban.prompt import parse
+from trainable.envs.sokoban.room_sets import demonstration_rooms
+from trainable.models.load import find_model, load_policy
+from trainable.tiny import __main__ as command
+from trainable.tiny.demonstrations import Habits
+from trainable.tiny.recipe import (
+    ROOMS_APART,
+    Recipe,
+    Stage,
+    encoded_dialogues,
+    initial_model,
+    make,
+    tiny_shape,
+    train,
+    write_model,
+)
+from trainable.tiny.tokenizer import build_tokenizer
+
+SHORT = Recipe(seed=3, batch=16, stages=(Stage(160, 3e-3, 1e-3, Habits()), Stage(48, 1e-3, 1e-4, Habits(detour=1.0))))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    folder, lines = tmp_path_factory.mktemp("made"), []
+    make(folder, SHORT, lines.append)
+    return folder, lines
+
+
+def test_the_shape_is_small_and_fits_its_tokenizer() -> None:
+    shape = tiny_shape()
+    assert shape.head_dim == 32
+    assert shape.vocab_size == build_tokenizer().get_vocab_size()
+    assert build_tokenizer().id_to_token(shape.eos_token_id) == "<|im_end|>"
+    assert sum(weight.numel() for weight in initial_model(0).parameters()) < 150_000
+
+
+def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
+    torch.manual_seed(1)
+    first = initial_model(5).state_dict()
+    torch.manual_seed(2)
+    again, other = initial_model(5).state_dict(), initial_model(6).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
+
+
+def test_only_replies_are_learned_and_each_room_comes_once() -> None:
+    stage, tokenizer = Stage(12, 1e-3, 1e-3, Habits()), build_tokenizer()
+    examples = encoded_dialogues(stage, 500, np.random.default_rng(0))
+    rooms = demonstration_rooms(12, 500)
+    assert len(examples) == 12
+    for example, room in zip(examples, rooms, strict=True):
+        text = tokenizer.decode(example.tokens.tolist(), skip_special_tokens=False)
+        replies = [part.split("<|im_end|>")[0] for part in text.split("<think>")[1:]]
+        learned = tokenizer.decode(example.tokens[example.learned].tolist(), skip_special_tokens=False)
+        assert learned == "".join(reply + "<|im_end|>" for reply in replies)
+        assert not any(parse(reply, 2).invalid for reply in replies)
+        assert text.count("X") >= 1
+        assert room.seed >= 700_000_500
+
+
+def test_a_stage_starts_far_from_the_rooms_of_the_one_before() -> None:
+    assert max(stage.dialogues for stage in Recipe().stages) * 2 < ROOMS_APART
+
+
+def test_training_lowers_the_loss() -> None:
+    stage = Stage(320, 3e-3, 1e-4, Habits())
+    rng = stream(0, "demonstrations", 0)
+    examples = encoded_dialogues(stage, 0, rng)
+    model = initial_model(0)
+    assert train(model, examples[:16], Stage(16, 1e-9, 1e-9, Habits()), 16, rng) == pytest.approx(
+        np.log(tiny_shape().vocab_size), rel=1e-2
+    )
+    assert train(model, examples, stage, 16, rng) < 4.0
+
+
+def test_the_loss_is_that_of_the_replies_predicted_from_what_stands_before_them() -> None:
+    stage = Stage(16, 1e-12, 1e-12, Habits())
+    examples = encoded_dialogues(stage, 0, np.random.default_rng(0))
+    model = load_policy("sokoban-tiny", torch.device("cpu")).model
+    twin, losses = hub_twin(model), []
+    for example in examples:
+        tokens = torch.from_numpy(example.tokens)
+        with torch.no_grad():
+            logs = twin(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
+        losses += (-logs.gather(1, tokens[1:, None])[example.learned[1:], 0]).tolist()
+    assert train(model, examples, stage, 16, np.random.default_rng(0)) == pytest.approx(np.mean(losses), rel=1e-4)
+    assert np.mean(losses) < 1.0
+
+
+def test_making_it_twice_gives_the_same_weights(made: tuple[Path, list[str]], tmp_path: Path) -> None:
+    make(tmp_path / "again", SHORT, lambda line: None)
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "recipe.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (made[0] / name).read_bytes(), name
+
+
+def test_what_was_made_says_how(made: tuple[Path, list[str]]) -> None:
+    folder, lines = made
+    assert json.loads((folder / "recipe.json").read_text()) == json.loads(json.dumps(asdict(SHORT)))
+    assert [line.split(":")[0] for line in lines] == ["stage 1", "stage 1", "stage 2", "stage 2"]
+    assert "160 dialogues" in lines[0]
+
+
+def test_transformers_loads_the_folder_and_agrees(made: tuple[Path, list[str]]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    twin = AutoModelForCausalLM.from_pretrained(made[0]).eval()
+    assert type(twin).__name__ == "Qwen2ForCausalLM"
+    assert twin.config.eos_token_id == tiny_shape().eos_token_id
+    model = load_policy(str(made[0]), torch.device("cpu")).model
+    tokens = torch.arange(60).view(2, 30)
+    with torch.no_grad():
+        found = model.lm_head(model.model.hidden_at(tokens, torch.arange(60)))
+        torch.testing.assert_close(found, twin(input_ids=tokens).logits.flatten(0, 1), rtol=1e-5, atol=1e-5)
+
+
+def test_the_shipped_model_is_of_the_recipe_in_the_code() -> None:
+    folder = find_model("sokoban-tiny")
+    assert json.loads((folder / "recipe.json").read_text()) == json.loads(json.dumps(asdict(Recipe())))
+    policy = load_policy("sokoban-tiny", torch.device("cpu"))
+    assert policy.model.shape == tiny_shape()
+    assert policy.tokenizer.get_vocab() == build_tokenizer().get_vocab()
+    text = "<think>P32 X31 O21 DLU</think><answer>Down || Left</answer><|im_end|>#O__\n10 actions left\n"
+    assert policy.tokenizer.encode(text).ids == build_tokenizer().encode(text).ids
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+def test_the_command_evaluates_a_policy(
+    random_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = {"env.val_env_groups": 4, "env.test_env_groups": 3, "rollout.response_length": 4}
+    monkeypatch.setattr(command, "LAPTOP_GAME", {**command.LAPTOP_GAME, **small})
+    monkeypatch.setattr("sys.argv", ["embedded", "--evaluate", str(random_folder)])
+    command.main()
+    validation, test = capsys.readouterr().out.splitlines()
+    assert validation.startswith(f"{random_folder.name}: 4 validation rooms, sampled 0.000, greedy 0.000, invalid")
+    assert test == "3 test rooms, sampled 0.000, greedy 0.000"
+
+
+def test_the_command_does_not_write_into_a_folder_that_holds_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("sys.argv", ["embedded", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    assert "is not empty; name a new folder with --output" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_a_model_that_was_read_is_written_the_same(tmp_path: Path, random_folder: Path) -> None:
+    write_model(load_policy(str(random_folder), torch.device("cpu")).model, tmp_path)
+    assert (tmp_path / "model.safetensors").read_bytes() == (random_folder / "model.safetensors").read_bytes()

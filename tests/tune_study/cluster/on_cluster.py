@@ -1,0 +1,91 @@
+"""Studies of small Trainables on a joined cluster, for tests that look at where runs are and what becomes of them.
+
+A program of its own: python -m tests.tune_study.on_cluster ADDRESS OUTPUT STORAGE, which prints JSON.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+
+from search_spaces import STUDIES
+from tests.fakes.trainable import CRASHES_ONCE, Meeting, as_json, fake_row
+from trainable.runs.mirror import line_files
+from trainable.runs.remote import get_bytes, listing, open_place
+from trainable.runs.run_files import METRICS, read_rows
+from trainable.runs.uris import below
+from tune_study.folder.outputs import read_status
+from tune_study.host.interrupt import Interrupt
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune import cluster
+from tune_study.tune.callbacks import Recorder
+from tune_study.tune.carried import run_config
+from tune_study.tune.local_ray import RayHere
+from tune_study.tune.progress import Progress
+from tune_study.tune.run import Session, Suite, execute, make_tuner
+
+STEPS = 4
+
+
+def plan_of(output: Path, trainable: str, gpus: float, values: tuple[str, ...], storage: str) -> StudyPlan:
+    settings = {
+        "trainer.total_training_steps": STEPS, "trainer.n_gpus_per_node": gpus, "trainer.device": "auto"
+    }  # fmt: skip
+    study = replace(STUDIES["kl"], trainable=f"tests.fakes.trainable:{trainable}")
+    return replace(make_plan(study, "laptop", "a test", settings, values, 1, output), storage=storage)
+
+
+def places(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> list[dict[str, Any]]:
+    """Where each run of the plan was, by its own account: all of them at once."""
+    allotment = cluster.allot(plan, address, nodes, None, None)
+    progress = Progress(plan, len(plan.runs), Console(quiet=True))
+    plan.folder.mkdir(parents=True)
+    meeting = Meeting.options(name="meeting").remote(len(plan.runs))
+    interrupt = Interrupt(plan.folder / ".interrupt")
+    suite = Suite(RayHere([], Console(quiet=True), here=False), interrupt, lambda: None)
+    session = Session(plan, allotment, "off", Console(quiet=True), suite, {}, progress)
+    grid = make_tuner(session, Recorder(plan, allotment, progress), []).fit()
+    ray.kill(meeting)
+    assert not grid.errors
+    stored = open_place(plan.stored or "")
+    return [json.loads(get_bytes(stored.at(f"runs/{run.run_id}/place.json"))) for run in plan.runs]
+
+
+def crashed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> dict[str, Any]:
+    """Runs of which one loses its process in a step: statuses, rows here, and rows as they should be."""
+    code = execute(plan, cluster.allot(plan, address, nodes, None, None), "off", Console(quiet=True))
+    files = {name: info.size for name, info in listing(open_place(plan.stored or "")).items()}
+    return {
+        "code": code,
+        "statuses": [getattr(read_status(plan.run_dir(run.run_id)), "status", None) for run in plan.runs],
+        "rows": [read_rows(plan.run_dir(run.run_id) / METRICS) for run in plan.runs],
+        "wanted": [
+            [as_json(fake_row(run_config(plan, run, False), run.config, step)) for step in range(1, STEPS + 1)]
+            for run in plan.runs
+        ],
+        "sizes": [
+            [(plan.folder / name).stat().st_size, size] for name, size in line_files(files).items() if METRICS in name
+        ],
+    }
+
+
+def main(address: str, output: str, storage: str) -> None:
+    """Two runs of two GPUs, four of one, and a study that meets a crash."""
+    folder, found = Path(output), {}
+    with cluster.joined(address) as nodes:
+        assert nodes is not None
+        pairs = plan_of(folder / "pairs", "PlacedTrainable", 2, ("0", "0.1"), below(storage, "pairs"))
+        found["pairs"] = places(pairs, address, nodes)
+        single = plan_of(folder / "single", "PlacedTrainable", 1, ("0", "0.1", "0.2", "0.3"), below(storage, "single"))
+        found["single"] = places(single, address, nodes)
+        crash = plan_of(folder / "crash", "FakeTrainable", 0, (CRASHES_ONCE, "0.1"), below(storage, "crash"))
+        found["crash"] = crashed(crash, address, nodes)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,367 @@
+"""Studies on a faked cluster of two nodes with two declared GPUs each; rows and states are in a real S3 server."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from search_spaces import STUDIES
+from tests.fakes.carried import timeless
+from tests.tune_study.cluster.faked_cluster import can_be_elsewhere, faked_cluster
+from trainable.ppo_trainable import PPOTrainable
+from trainable.runs.checkpoint import read_checkpoint
+from trainable.runs.mirror import Mirror, is_whole, sealed
+from trainable.runs.remote import listing, open_place
+from trainable.runs.run_files import METRICS, read_lines, read_rows
+from tune_study.commands import node_checks, probe
+from tune_study.commands.node_checks import (
+    Answer,
+    Question,
+    answer,
+    check_room,
+    check_versions,
+    code_sum,
+    smallest_card,
+)
+from tune_study.folder.outputs import read_json, read_status
+from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.tune import cluster
+from tune_study.tune.carried import run_config
+from tune_study.tune.cluster import Node, allot, fit, joined, read_nodes
+
+ROOT = Path(__file__).parents[3]
+SMALL = {
+    "env.env_groups": "2", "env.group_size": "2", "env.val_env_groups": "4", "env.test_env_groups": "0",
+    "actor.ppo_mini_batch_size": "4", "critic.ppo_mini_batch_size": "4", "trainer.total_training_steps": "2",
+    "trainer.save_freq": "2", "trainer.n_gpus_per_node": "1", "trainer.device": "auto",
+}  # fmt: skip
+TYPED = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
+
+
+class Faked(NamedTuple):
+    """A faked cluster: its address, the environment of its processes, a folder that its second node has not."""
+
+    address: str
+    environment: dict[str, str]
+    hidden: Path
+    storage: str
+
+
+@pytest.fixture(scope="module")
+def faked(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[Faked]:
+    hidden = tmp_path_factory.mktemp("hidden")
+    environment = {
+        **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT), "TUNE_STUDY_SCRATCH": str(hidden / "scratch"),
+    }  # fmt: skip
+    with faked_cluster(environment, hidden) as address:
+        yield Faked(address, environment, hidden, f"s3://shelf/cluster?{s3}")
+
+
+def type_in(faked: Faked, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "tune_study", *words, "--address", faked.address]
+    return subprocess.run(command, cwd=folder, env=faked.environment, capture_output=True, text=True)
+
+
+def plan_in(folder: Path, **overrides: object) -> StudyPlan:
+    settings = {**SMALL, **{name.replace("__", "."): value for name, value in overrides.items()}}
+    return make_plan(STUDIES["kl"], "laptop", "a test", settings, ("0", "0.1"), 1, folder)
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
+    """The study's runs on this machine, without Ray."""
+    plan = plan_in(tmp_path_factory.mktemp("local"))
+    for spec in plan.runs:
+        run = PPOTrainable.__new__(PPOTrainable)
+        run.setup({**run_config(plan, spec, is_finished=False)})
+        for _ in range(spec.steps):
+            run.step()
+        run.cleanup()
+    return plan
+
+
+def check_same(plan: StudyPlan, local: StudyPlan, storage: str, folder: Path) -> None:
+    """Rows, evaluations and final weights of the study in storage are those of the local one."""
+    assert len(plan.runs) == 2
+    for spec in plan.runs:
+        place = open_place(storage).at(f"{plan.run}/runs/{spec.run_id}")
+        fetched = folder / spec.run_id
+        Mirror(place, fetched / "run", fetched / "kept", 0.0, lambda: False).fetch(with_state=True)
+        ours, theirs = (read_rows(where / METRICS) for where in (fetched / "run", local.run_dir(spec.run_id)))
+        assert [timeless(row) for row in ours] == [timeless(row) for row in theirs]
+        assert read_rows(plan.run_dir(spec.run_id) / METRICS) == ours
+        rooms = [list(read_lines(where / "rooms.jsonl")) for where in (fetched / "run", local.run_dir(spec.run_id))]
+        assert rooms[0] == rooms[1]
+        states = [
+            read_checkpoint(where / "state" / "step_2")[0] for where in (fetched / "run", local.run_dir(spec.run_id))
+        ]
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.slow
+def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
+    faked: Faked, local: StudyPlan, tmp_path: Path
+) -> None:
+    folder = faked.hidden / "first"
+    words = ("run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--storage", faked.storage)
+    done = type_in(faked, folder, *words, *TYPED)
+    assert done.returncode == 0, done.stderr
+    plan = plan_in(folder)
+    check_same(plan, local, faked.storage, tmp_path)
+    files = listing(open_place(faked.storage).at(plan.run))
+    assert {"study.json", "trials.parquet", "steps.parquet", "rooms.parquet", "report.html"} <= files.keys()
+    assert {f"logs/{plan.run}.log", *(spec.log.as_posix() for spec in plan.runs)} <= files.keys()
+    for spec in plan.runs:
+        own = [name.removeprefix(f"runs/{spec.run_id}/") for name in files if spec.run_id in name]
+        assert sealed(own) == [(2, "state/step_2"), (2, "kept/global_step_2")]
+        status = read_status(plan.run_dir(spec.run_id))
+        assert status is not None
+        assert status.status == "completed"
+        assert not (plan.run_dir(spec.run_id) / "state").exists()
+    assert not (folder / "model_saving").exists()
+    assert (read_json(plan.folder / "study.json") or {})["storage"] == faked.storage
+    assert not list((faked.hidden / "scratch").rglob("*.safetensors"))
+    target = probe.find(plan.folder, "0.1", None, None)
+    assert (target.step, target.path) == (2, plan.run_dir(plan.runs[1].run_id) / "state" / "step_2")
+    assert is_whole(target.path)
+    with pytest.raises(PlanError, match=r"has no checkpoint of step 1\. There are: 2\."):
+        probe.find(plan.folder, "0.1", 1, None)
+
+
+@pytest.fixture(scope="module")
+def found(faked: Faked, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What tests/tune_study/cluster/on_cluster.py saw."""
+    command = [sys.executable, "-m", "tests.tune_study.cluster.on_cluster", faked.address, str(faked.hidden / "small")]
+    done = subprocess.run(
+        [*command, faked.storage], cwd=ROOT, env=faked.environment, capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+@pytest.mark.slow
+def test_a_run_of_two_gpus_is_on_one_node_and_two_such_runs_are_on_both(found: dict[str, Any]) -> None:
+    pairs = found["pairs"]
+    assert [(place["bundles"], place["strategy"]) for place in pairs] == [(2, "STRICT_PACK")] * 2
+    assert [place["node"] == place["others_node"] for place in pairs] == [True, True]
+    assert [sorted((place["visible"], place["other"])) for place in pairs] == [["0", "1"], ["0", "1"]]
+    assert len({place["node"] for place in pairs}) == 2
+
+
+@pytest.mark.slow
+def test_four_runs_of_one_gpu_have_one_each(found: dict[str, Any]) -> None:
+    placed = Counter((place["node"], place["visible"]) for place in found["single"])
+    assert sorted(placed.values()) == [1, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_run_whose_process_died_goes_on_from_storage_with_the_same_rows(found: dict[str, Any]) -> None:
+    crash = found["crash"]
+    assert (crash["code"], crash["statuses"]) == (0, ["completed", "completed"])
+    assert crash["rows"] == crash["wanted"]
+    assert [size for size, _ in crash["sizes"]] == [size for _, size in crash["sizes"]]
+    assert len(crash["sizes"]) == 2
+
+
+@pytest.mark.slow
+def test_a_folder_that_a_node_does_not_share_is_refused(faked: Faked) -> None:
+    if not can_be_elsewhere(faked.hidden):
+        pytest.skip("this user may not give a process another view of the file system")
+    folder = faked.hidden / "not-shared"
+    done = type_in(faked, folder, "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *TYPED)
+    assert done.returncode == 2
+    assert f"does not see the folder {folder} of this machine, where every run writes: type --output" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(folder.iterdir()) == []
+    words = ("run", "kl", "--preset", "laptop", "--storage", str(faked.hidden / "storage"))
+    done = type_in(faked, folder, *words, *TYPED)
+    assert done.returncode == 2
+    assert "cannot read --storage file://" in done.stderr
+    assert not list((faked.hidden / "storage").iterdir())
+
+
+@pytest.mark.slow
+def test_a_killed_driver_is_followed_by_one_elsewhere(faked: Faked, local: StudyPlan, tmp_path: Path) -> None:
+    storage = faked.storage.replace("cluster?", "killed?")
+    plan = plan_in(tmp_path / "second")
+    words = ["run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", "--storage", storage, *TYPED]
+    (tmp_path / "one").mkdir()
+    command = [sys.executable, "-m", "tune_study", *words, "--address", faked.address]
+    with subprocess.Popen(command, cwd=tmp_path / "one", env=faked.environment, stdout=subprocess.DEVNULL) as driver:
+        place = open_place(storage).at(plan.run)
+        while not any("state/step_1/checksums.json" in name for name in listing(place)):
+            assert driver.poll() is None
+        driver.kill()
+    study = storage.replace("killed?", f"killed/{plan.run}?")
+    done = type_in(faked, tmp_path / "second", "resume", study)
+    assert done.returncode == 0, done.stderr
+    check_same(plan, local, storage, tmp_path / "look")
+
+
+@pytest.mark.slow
+def test_a_shared_folder_needs_no_storage(faked: Faked, local: StudyPlan, tmp_path: Path) -> None:
+    done = type_in(faked, tmp_path / "out", "run", "kl", "--preset", "laptop", "--kl-values", "0,0.1", *TYPED)
+    assert done.returncode == 0, done.stderr
+    plan = plan_in(tmp_path / "out")
+    for spec in plan.runs:
+        ours, theirs = (read_rows(each.run_dir(spec.run_id) / METRICS) for each in (plan, local))
+        assert [timeless(row) for row in ours] == [timeless(row) for row in theirs]
+
+
+# What a cluster holds.
+
+TWO = (Node("a", "one", 8.0, 4.0, "H100"), Node("b", "two", 2.0, 4.0, "H100"), Node("c", "head", 0.0, 0.0, ""))
+
+
+@pytest.mark.parametrize(("gpus", "wanted"), [
+    (1, (4, 2, 0)), (2, (2, 1, 0)), (4, (1, 0, 0)), (0.5, (8, 2, 0)), (0, (8, 2, 0)), (8, (0, 0, 0)),
+])  # fmt: skip
+def test_a_node_holds_what_its_cpus_and_gpus_allow(gpus: float, wanted: tuple[int, ...]) -> None:
+    assert tuple(fit(node, gpus) for node in TWO) == wanted
+
+
+def test_the_allotment_of_a_cluster(tmp_path: Path) -> None:
+    found = allot(plan_in(tmp_path, trainer__n_gpus_per_node="2"), "10.0.0.1:6379", TWO, None, None)
+    assert (found.max_concurrent, found.cpus, found.a_node) == (2, 10, 2)
+    assert found.slots == ("one:0", "one:1", "two:0")
+    assert (found.gpu_label, found.gpus, found.cluster) == ("2xH100", (), "10.0.0.1:6379")
+    assert allot(plan_in(tmp_path), "a:1", TWO, None, 1).max_concurrent == 1
+    influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
+    assert allot(influence, "a:1", TWO, None, None).max_concurrent == 3  # a trial has all seeds of an arm
+
+
+def test_storage_is_offered_to_studies_that_can_have_one(tmp_path: Path) -> None:
+    influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
+    assert node_checks._unseen(influence, TWO[0], "gone").endswith("with a folder that all nodes share.")
+    assert "or --storage with a bucket" in node_checks._unseen(plan_in(tmp_path), TWO[0], "gone")
+
+
+@pytest.mark.parametrize(("asked", "limit", "overrides", "message"), [
+    ("0,1", None, {}, "--gpus 0,1 names GPUs of this machine"),
+    (None, 0, {}, "--max-concurrent 0 leaves nothing to run"),
+    (None, None, {"trainer__n_gpus_per_node": "8"}, "no node of the cluster at a:1 has as much (one has 8 CPU and"),
+    (None, None, {"trainer__device": "cpu"}, "trainer.device is cpu"),
+])  # fmt: skip
+def test_what_a_cluster_cannot_run_is_refused(
+    asked: str | None, limit: int | None, overrides: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError) as raised:
+        allot(plan_in(tmp_path, **overrides), "a:1", TWO, asked, limit)
+    assert message in str(raised.value)
+
+
+def test_dead_nodes_do_not_count() -> None:
+    entry = {"NodeID": "0123456789", "NodeManagerAddress": "10.0.0.1", "Alive": True}
+    resources = {"CPU": 8.0, "GPU": 4.0, "accelerator_type:H100": 1.0, "node:10.0.0.1": 1.0}
+    nodes = read_nodes([{**entry, "Resources": resources}, {**entry, "Alive": False, "Resources": {}}])
+    assert nodes == (Node("0123456789", "10.0.0.1 (012345)", 8.0, 4.0, "H100"),)
+
+
+@pytest.mark.parametrize("address", ["local", "10.0.0.1", "ray://10.0.0.1:10001", "host:port", ":6379", "h:99999"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(PlanError, match="is no address of a cluster"), joined(address):
+        pass
+
+
+def test_where_nothing_answers_the_study_does_not_wait() -> None:
+    said = r"Nothing answers at --address 127\.0\.0\.1:1 \(Connection refused\)"
+    with pytest.raises(PlanError, match=said), joined("127.0.0.1:1"):
+        pass
+    with joined(None) as nodes:
+        assert nodes is None
+
+
+# What its nodes must have.
+
+SAME = {"python": "3.11.9", "ray": "2.60.0", "torch": "2.13.0", "code": "abc"}
+
+
+def test_nodes_with_other_packages_are_refused_by_name() -> None:
+    check_versions({**SAME, "torch": "2.13.0+cpu"}, {"one": SAME, "two": SAME})
+    with pytest.raises(PlanError, match=r"The node two has torch 2\.12\.0 and one 2\.13\.0"):
+        check_versions(SAME, {"one": SAME, "two": {**SAME, "torch": "2.12.0"}})
+    with pytest.raises(PlanError, match=r"The node two has torch not and one 2\.13\.0"):
+        check_versions(SAME, {"one": SAME, "two": {name: SAME[name] for name in ("python", "ray", "code")}})
+    for name in ("python", "ray", "code"):
+        with pytest.raises(PlanError, match=f"The node one has {name} other and this machine "):
+            check_versions(SAME, {"one": {**SAME, name: "other"}, "two": {**SAME, name: "other"}})
+
+
+def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> None:
+    found = {TWO[0]: Answer({}, "", "", 400, 1000, ()), TWO[1]: Answer({}, "", "", 100, 1000, ())}
+    check_room(found, 4, 8, 100, 0)  # one run on the first, none on the second
+    with pytest.raises(PlanError, match="The node one has 400 bytes free for the states of up to 4 runs"):
+        check_room(found, 1, 8, 101, 0)
+    check_room(found, 1, 1, 100, 0)
+
+
+def test_nodes_with_too_little_room_are_refused() -> None:
+    found = {TWO[0]: Answer({}, "", "", 100, 50, (81_559, 81_559)), TWO[1]: Answer({}, "", "", 90, 60, (46_068,))}
+    check_room(found, 1, 2, 45, 25)
+    check_room(found, 1, 2, None, 25)
+    with pytest.raises(PlanError, match="The node two has 90 bytes free for the states of up to 2 runs"):
+        check_room(found, 1, 2, 46, 25)
+    with pytest.raises(PlanError, match="52 bytes in the memory of the node one"):
+        check_room(found, 1, 2, 45, 26)
+    card = smallest_card(found)
+    assert card is not None
+    assert (card.size, card.is_known) == (46_068 * 2**20, True)
+    assert smallest_card({**found, TWO[2]: Answer({}, "", "", 0, 0, ())}) is None
+
+
+def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    plan = plan_in(tmp_path)
+    question = Question(str(tmp_path), None, ("sokoban-tiny",), plan.base.model_dump(mode="json"))
+    found = answer(question)
+    assert (found.sees, found.lacks) == ("", "")
+    assert found.versions["code"] == code_sum()
+    assert found.memory > 0
+    missing = question._replace(marker=str(tmp_path / "nothing"), models=("Qwen/Qwen2.5-3B",))
+    assert answer(missing).sees == "it is not there"
+    assert "Fetch it with `hf download Qwen/Qwen2.5-3B`" in answer(missing).lacks
+    stored = question._replace(marker=f"file://{tmp_path}/nothing", stored=f"file://{tmp_path}/study")
+    assert "nothing" in answer(stored).sees
+    assert answer(stored).free > 0
+
+
+def test_the_sum_over_the_code_tells_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trainable").mkdir()
+    for name in ("__init__.py", "b.py"):
+        (tmp_path / "trainable" / name).write_text("")
+    monkeypatch.setattr(node_checks.trainable, "__file__", str(tmp_path / "trainable" / "__init__.py"))
+    before = code_sum()
+    assert before == code_sum()
+    (tmp_path / "trainable" / "b.py").write_text("x = 1\n")
+    assert code_sum() != before
+
+
+def test_the_plan_of_a_cluster_says_where(tmp_path: Path) -> None:
+    found = replace(plan_in(tmp_path), storage=None)
+    notes = cluster.allot(found, "a:1", TWO, None, None).notes
+    assert notes == ("Ray cluster a:1: one has 8 CPU and 4 GPU; two has 2 CPU and 4 GPU; head has 0 CPU and 0 GPU",)
+
+
+def test_the_cluster_file_of_the_documents_is_one_that_ray_takes() -> None:
+    import yaml
+    from jsonschema import ValidationError
+    from ray.autoscaler._private.util import validate_config
+
+    text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
+    config = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    config["cluster_synced_files"] = []  # which Ray fills in before it looks
+    validate_config(config)
+    with pytest.raises(ValidationError, match="head_node_typ"):
+        validate_config({**config, "head_node_typ": "head"})

@@ -1,0 +1,153 @@
+"""What the options of `run` mean for studies of other families, and for suites."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import search_spaces
+from search_spaces import STUDIES, SUITES
+from search_spaces.declaration.study import Axis, Study
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from tune_study.commands.choices import Choices, planned
+from tune_study.commands.cli import app
+from tune_study.plan.study_plan import find_study
+
+
+def run(folder: Path, *words: str) -> tuple[int, str, str]:
+    """Exit code, what is shown and what is said of `run ... --dry-run` into `folder`, where nothing is left."""
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(folder)}
+    done = CliRunner(env=environment).invoke(app, ["run", *words, "--output", str(folder), "--dry-run"])
+    assert not list(folder.iterdir())
+    return done.exit_code, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "influence --model sokoban-tiny",
+            "--model does not belong to study influence, which has no setting model",
+        ),
+        ("influence --gpu-memory-utilization 0.5", "--gpu-memory-utilization does not belong to study influence"),
+        ("influence --gpus-per-exp 1", "n_gpus_per_node=1.0` cannot be used"),
+        ("influence --rollout_filter_include_zero True", "which filters no groups: leave it out"),
+        ("influence --rollout_filter_strategy top_p", "--rollout_filter_strategy does not belong to study influence"),
+        ("influence --storage /somewhere", "a trial of influence carries all seeds of an arm"),
+        ("influence --gpus 0", "--gpus 0: study influence trains on the CPU. Leave --gpus out."),
+        ("influence --groups 1", "--groups does not belong to study influence, whose axis is update rule: type --arms"),
+        (
+            "influence --arms DG,nothing",
+            "--arms nothing is no arm of study influence. A value is one of DG, GRPO, TPO",
+        ),
+        ("influence --set method=CE", "`method` is what the arms of study influence differ in: choose its values with"),
+        ("influence --set lrr=1", "`python -m tune_study settings sandbox` lists all with their meaning"),
+        ("influence --set num_steps=5 --steps 5", "`trainer.total_training_steps` is given twice"),
+        ("sandbox --set method=GRPO --set group_size=1", "leaves nothing to compare: set group_size=2 or more"),
+        ("sandbox-evidence --kl-type kl", "--kl-type does not belong to the studies of sandbox-evidence"),
+        ("sandbox-evidence --arms DG", "--arms DG is no arm of study dense-correction"),
+        ("kl --smoke", "--smoke does not belong to study kl: type --steps N"),
+    ],
+)
+def test_what_a_study_cannot_have_is_said(tmp_path: Path, words: str, message: str) -> None:
+    code, shown, said = run(tmp_path, *words.split())
+    assert (code, shown) == (2, "")
+    assert message in " ".join(said.split())
+
+
+def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
+    assert {name for name, study in STUDIES.items() if study.smoke} == set(SUITES["sandbox-all"])
+    code, shown, _ = run(tmp_path, "sandbox_evidence", "--seeds", "10")
+    assert code == 0
+    for number, name in enumerate(SUITES["sandbox-evidence"], 1):
+        assert f"Study {number} of 6: {name}" in shown
+        arms = STUDIES[name].axis.grids["laptop"]
+        assert f"{10 * len(arms)} runs: {STUDIES[name].axis.setting} in {','.join(arms)}" in shown
+
+
+def test_a_smoke_form_changes_what_it_says_and_can_be_changed(tmp_path: Path) -> None:
+    assert "steps a run 4, validation every 4 steps" in run(tmp_path, "influence", "--smoke")[1]
+    assert "steps a run 6, validation every 4 steps" in run(tmp_path, "influence", "--smoke", "--steps", "6")[1]
+    assert "seeds 0\n" in run(tmp_path, "influence", "--smoke")[1]
+    assert "seeds 0,1\n" in run(tmp_path, "influence", "--smoke", "--seeds", "2")[1]
+
+
+def study_of(setting: str, option: str) -> Study:
+    """A sweep over a setting that no shipped study sweeps."""
+    grid = {"paper": ("1e-6", "3e-6"), "laptop": ("1e-4", "3e-4")}
+    axis = Axis(setting, grid, option=option)
+    words = {"name": "rate", "title": "Rate", "run": "rate_{model}", "experiment": "rate_{label}-{model}"}
+    return replace(STUDIES["kl"], axis=axis, baseline="1e-4", summary="rate={arm}", **words)
+
+
+@pytest.mark.parametrize("option", ["--values", "--lr-values"])
+def test_a_study_of_another_setting_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    monkeypatch.setitem(search_spaces.STUDIES, "rate", study_of("actor.lr", option))
+    code, shown, said = run(tmp_path, "rate", "--preset", "laptop")
+    assert (code, said) == (0, "")
+    assert "2 runs: actor.lr in 1e-4,3e-4" in shown
+    code, shown, said = run(tmp_path, "rate", "--preset", "laptop", "--values", "1e-3,2e-3,1e-4")
+    assert (code, said) == (0, "")
+    assert "3 runs: actor.lr in 1e-3,2e-3,1e-4" in shown
+    code, _, said = run(tmp_path, "rate", "--preset", "laptop", "--kl-values", "0.1")
+    assert code == 2
+    assert f"--kl-values does not belong to study rate, whose axis is actor.lr: type {option}." in said
+
+
+def test_values_are_typed_for_any_axis_and_once(tmp_path: Path) -> None:
+    for words in (["kl", "--values", "0,0.2"], ["top-p", "--values", "0.9,nofilter"], ["influence", "--values", "DG"]):
+        code, shown, said = run(tmp_path, *words, "--preset", "laptop")
+        assert (code, said) == (0, "")
+        assert f" in {words[2]}" in shown
+    code, _, said = run(tmp_path, "kl", "--values", "0", "--kl-values", "0.1")
+    assert code == 2
+    assert "--values and --kl-values are two names of one option of study kl: type one of them." in said
+
+
+def test_any_combination_names_its_folder(tmp_path: Path) -> None:
+    words = ["--set", "task=chain_reversal", "--set", "method=SCOPELite", "--set", "num_steps=7"]
+    code, shown, _ = run(tmp_path, "sandbox", *words)
+    assert code == 0
+    assert f"results {tmp_path}/results/sandbox_chain_reversal_SCOPELite" in shown
+    assert "steps a run 7" in shown
+
+
+def test_a_model_that_is_not_here_starts_nothing(tmp_path: Path) -> None:
+    words = ["run", "sandbox", "--set", "task=lm_bandit", "--set", "model_name=no/such", "--output", str(tmp_path)]
+    done = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(tmp_path)}).invoke(app, words)
+    assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
+    said = " ".join(done.stderr.split())
+    assert said.startswith("tune_study: The model no/such is not here")
+    assert said.endswith("or type --set model_name=sokoban-tiny or a folder.")
+
+
+def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "lines.txt").touch()
+    monkeypatch.chdir(tmp_path)
+    axes = {STUDIES["sandbox"].axis.option: None}
+    typed = ("mnist_folder=digits", "text_file=lines.txt", "model_name=some/model")
+    choices = Choices("laptop", "a test", {}, axes, None, None, typed, None, False)
+    base = planned(STUDIES["sandbox"], choices, tmp_path / "out", None, False, real=False).base
+    assert isinstance(base, UpdateRuleConfig)
+    assert (base.mnist_folder, base.text_file) == (str(tmp_path / "digits"), str(tmp_path / "lines.txt"))
+    assert base.model_name == "some/model"
+
+
+def test_a_file_that_is_not_here_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    words = ["sandbox", "--set", "mnist_folder=digits", "--output", str(tmp_path)]
+    done = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}).invoke(app, ["run", *words])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "`mnist_folder=digits` is not here: type a path that is, or leave it out." in " ".join(done.stderr.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_mistypes_a_suite_is_told_of_it(tmp_path: Path) -> None:
+    code, _, said = run(tmp_path, "sandbox-evidenc")
+    assert (code, "a suite of studies: sandbox-evidence, sandbox-all." in " ".join(said.split())) == (2, True)
+
+
+def test_every_study_is_found_by_either_spelling() -> None:
+    for name in STUDIES:
+        assert find_study(name.replace("-", "_")) is STUDIES[name]

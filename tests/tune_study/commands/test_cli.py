@@ -1,0 +1,473 @@
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+import search_spaces
+from analysis.data import load
+from search_spaces import STUDIES
+from trainable.config.run_config import field_names
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from tune_study.commands.cli import app
+from tune_study.folder.outputs import RunStatus, locked, write_status, write_study
+from tune_study.placement.model_shapes import published_sizes
+from tune_study.plan.study_plan import StudyPlan, make_plan
+
+COMMANDS = (
+    "list",
+    "settings",
+    "run",
+    "resume",
+    "status",
+    "report",
+    "replay-stoppers",
+    "probe",
+    "plot-gradients",
+    "doctor",
+)
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def type_in(line: str) -> Answer:
+    result = CliRunner().invoke(app, shlex.split(line), prog_name="python -m tune_study")
+    return Answer(result.exit_code, result.stdout, result.stderr)
+
+
+def held_study(output: Path, **settings: object) -> StudyPlan:
+    """A study that was started in `output`, and nothing more."""
+    steps: dict[str, object] = {"trainer.total_training_steps": 3}
+    given = {name.replace("__", "."): value for name, value in settings.items()}
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", steps | given, ("0", "0.1"), 1, output)
+    write_study(plan)
+    return plan
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+REFUSED = [
+    ("run kll", "There is no study `kll`. The studies are kl, entropy, top-p"),
+    ("run kl --preset desk", "There is no preset `desk`: type --preset paper or --preset laptop."),
+    ("run kl --set actor.kl_loss_coeff=1", "There is no setting `actor.kl_loss_coeff`. Nearest: actor.kl_loss_coef"),
+    ("run kl --set actor.lr=0", "`actor.lr=0` cannot be used: input should be greater than 0."),
+    ("run kl --set actor.lr", "--set 'actor.lr' has no value"),
+    ("run kl --steps 0", "`trainer.total_training_steps=0` cannot be used: input should be greater than or equal to 1"),
+    ("run kl --kl-values 0,-1", "--kl-values -1: `actor.kl_loss_coef=-1` cannot be used"),
+    ("run kl --kl-values 0,0.1,0.10", "--kl-values has the value 0.10 twice (0.1 and 0.10): give each value once."),
+    ("run kl --seeds 0", "--seeds 0 leaves nothing to run"),
+    ("run smoke --groups 6", "--groups 6 is no group: type some of 1,2,3,4,5, or names of single arms"),
+    ("run kl --groups 1", "--groups does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
+    ("run kl --arms tpo", "--arms does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
+    (
+        "run grpo-entropy-sokoban --arms std",
+        "--arms std is no arm of study grpo-entropy-sokoban. A value is one of std-",
+    ),
+    ("run grpo-entropy-sokoban --arms tpo,tpo", "--arms has the value tpo twice"),
+    (
+        "run grpo-entropy-sokoban --set group_size=12",
+        "--arms tpo: This combination cannot be used: actor.policy_loss=tpo",
+    ),
+    (
+        "run grpo-entropy-sokoban --set actor.clip_ratio_low=0.1",
+        "is what the arms of study grpo-entropy-sokoban differ in",
+    ),
+    ("run kl --kl-type mse", "--kl-type does not belong to study kl: type --set actor.kl_loss_type=NAME."),
+    ("run smoke-all --kl-type mse", "--kl-type does not belong to study smoke-all"),
+    ("run smoke --kl-type abs", "--kl-type abs is no loss of the grid: type one of low_var_kl, kl, mse."),
+    ("run smoke --rollout_filter_strategy best", "--rollout_filter_strategy best is no strategy: type one of top_p,"),
+    ("run kl --rollout_filter_strategy top_k", "type --set filter.rollout_filter_strategy=NAME."),
+    ("run smoke --set actor.entropy_coeff=1", "is what the arms of study smoke differ in: choose its values with --gr"),
+    ("run kl --skip-statuses failed", "--skip-statuses 'failed' cannot be used: type completed,early_stopped, and"),
+    (
+        "run kl --entropy-values 0",
+        "--entropy-values does not belong to study kl, whose axis is actor.kl_loss_coef: type",
+    ),
+    ("run entropy --kl-values 0", "type --entropy-values."),
+    ("run kl --rollout_filter_value 0.9", "type --kl-values."),
+    ("run top-p --kl-values 0", "type --rollout_filter_value."),
+    ("run top-p --rollout_filter_include_zero True", "--rollout_filter_include_zero does not belong to study top-p"),
+    ("run kl --rollout_filter_include_zero maybe", "'maybe' is neither True nor False"),
+    ("run kl --preset paper --gpus 0,1,2 --gpus-per-exp 2 --dry-run", "3 GPUs do not divide into runs of 2"),
+    ("run kl --preset paper --gpus 0,1", "The run asks for GPU 0,1 and no GPU is visible"),
+    ("run kl --preset paper", "The run asks for 1 GPU a run and no GPU is visible"),
+    ("run kl --gpus 0", "--gpus 0 is given but a run takes no GPU"),
+    ("run kl --max-concurrent 0", "--max-concurrent 0 leaves nothing to run"),
+    ("run kl --wandb maybe", "--wandb maybe is no mode: type --wandb offline, --wandb sync, --wandb online, --"),
+    ("run kl --model Qwen/Qwen2.5-3B", "Fetch it with `hf download Qwen/Qwen2.5-3B`"),
+    ("run kl --model ./no-such-folder", "The model ./no-such-folder is not here"),
+    ("resume results/nothing", "holds no study (no study.json)"),
+    ("status results/nothing", "holds no study (no study.json)"),
+    ("report results/nothing", "holds no study (no study.json)"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_bad_input_gets_one_paragraph_and_writes_nothing(here: Path, line: str, message: str) -> None:
+    answer = type_in(line)
+    assert answer.code == 2
+    assert message in answer.err
+    assert answer.err.count("\n") == 1
+    assert answer.out == ""
+    assert list(here.iterdir()) == []
+
+
+def test_a_folder_without_a_config_is_no_model(here: Path) -> None:
+    (here / "weights").mkdir()
+    answer = type_in("run kl --model weights")
+    assert (answer.code, snapshot(here)) == (2, {})
+    assert f"The folder {here / 'weights'} is no model: it has no config.json" in answer.err
+
+
+def test_a_fetched_model_is_a_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = here / "cache" / "models--Qwen--Qwen2.5-3B" / "snapshots" / "abc"
+    fetched.mkdir(parents=True)
+    (fetched / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    (fetched / "model.safetensors").touch()
+    (fetched / "tokenizer.json").touch()
+    monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
+    answer = type_in("run kl --model Qwen/Qwen2.5-3B --output /dev/null")
+    assert "--output /dev/null is a file" in answer.err
+
+
+@pytest.mark.parametrize("output", ["taken", "taken/below"])
+def test_an_output_that_cannot_be_written_is_refused(here: Path, output: str) -> None:
+    (here / "taken").write_text("mine")
+    answer = type_in(f"run kl --output {output}")
+    assert answer.code == 2
+    assert f"--output {here / output}" in answer.err
+    assert snapshot(here) == {str(here / "taken"): b"mine"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--steps 4 --kl-values 0,0.1", "trainer.total_training_steps: 3 -> 4"),
+        ("--steps 4 --kl-values 0,0.1 --extend", "trainer.total_training_steps: 3 -> 4"),
+        ("--steps 3 --kl-values 0,0.1 --set gamma=0.9", "algorithm.gamma: 1.0 -> 0.9"),
+        ("--steps 3 --kl-values 0,0.2", "--kl-values: 0,0.1 -> 0,0.2"),
+        ("--steps 3 --kl-values 0,0.1 --seeds 2", "--seeds: 1 -> 2"),
+        ("--steps 3 --kl-values 0,0.1,0.10 --extend", "twice"),
+    ],
+)
+def test_a_folder_with_another_study_is_left_as_it_is(here: Path, options: str, message: str) -> None:
+    held_study(here)
+    before = snapshot(here)
+    answer = type_in(f"run kl --preset laptop {options}")
+    assert answer.code == 2
+    assert message in answer.err
+    assert snapshot(here) == before
+
+
+def test_a_study_that_another_process_runs_is_not_started_again(here: Path) -> None:
+    plan = held_study(here)
+    with locked(plan.folder):
+        before = snapshot(here)
+        answer = type_in(f"resume {plan.folder}")
+        assert answer.code == 2
+        assert f"Another process is running the study in {plan.folder}" in answer.err
+        assert snapshot(here) == before
+
+
+def test_options_of_the_command_line_parser_keep_their_own_errors(here: Path) -> None:
+    answer = type_in("run kl --kl-value 0")
+    assert answer.code == 2
+    assert "--kl-values" in answer.err
+    assert type_in("run kl --steps many").code == 2
+
+
+PUBLISHED_COMMANDS = [
+    # The examples of the published documents, and what their output part lists for them.
+    (
+        "run top-p --rollout_filter_value 0.9,nofilter --gpus-per-exp 4 --gpus 0,1,2,3,4,5,6,7",
+        ["logs/top_p_sweep_Qwen2.5-3B/09/", "logs/top_p_sweep_Qwen2.5-3B/nofilter/"],
+    ),
+    (
+        "run kl --kl-values 0,0.01 --rollout_filter_include_zero False --gpus-per-exp 4 --gpus 0,1,2,3,4,5,6,7",
+        ["logs/kl_sweep_Qwen2.5-3B/filter_zero/0/", "logs/kl_sweep_Qwen2.5-3B/filter_zero/001/"],
+    ),
+    (
+        "run entropy --entropy-values 0,0.01 --rollout_filter_include_zero False --gpus-per-exp 4 "
+        "--gpus 0,1,2,3,4,5,6,7",
+        ["logs/entropy_sweep_Qwen2.5-3B/filter_zero/0/", "logs/entropy_sweep_Qwen2.5-3B/filter_zero/001/"],
+    ),
+    (
+        "run kl --kl-values 0,0.001,0.01 --rollout_filter_include_zero False --gpus 0,1 --ray-num-cpus 16 "
+        "--save-freq 50",
+        ["model_saving/kl_sweep_Qwen2.5-3B/0001/"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "places"), PUBLISHED_COMMANDS, ids=[line[:20] for line, _ in PUBLISHED_COMMANDS])
+def test_the_published_examples_are_planned(here: Path, line: str, places: list[str]) -> None:
+    answer = type_in(f"{line} --preset paper --seeds 1 --dry-run")
+    assert answer.code == 0, answer.err
+    for place in places:
+        assert place in answer.out
+    assert list(here.iterdir()) == []
+
+
+def test_every_published_option_is_taken_in_every_spelling(here: Path) -> None:
+    options = {
+        "--steps": "7",
+        "--kl-values": "0,0.5",
+        "--rollout_filter_include_zero": "False",
+        "--gpus": "0,1",
+        "--gpus-per-exp": "0.5",
+        "--ray-num-cpus": "3",
+        "--gpu-memory-utilization": "0.25",
+        "--save-freq": "5",
+    }
+    start = "run kl --preset paper --dry-run "
+    plain = type_in(start + " ".join(f"{name} {value}" for name, value in options.items()))
+    assert plain.code == 0, plain.err
+    assert "6 runs: actor.kl_loss_coef in 0,0.5; seeds 0,1,2" in plain.out
+    assert "steps a run 7," in plain.out
+    assert "a run reserves 1 CPU 0.5 GPU; 3 at once on 3 CPUs" in plain.out
+    assert "filter_zero" in plain.out
+    dashed = [(f"--{name[2:].replace('_', '-')}", value) for name, value in options.items()]
+    underscored = [(f"--{name[2:].replace('-', '_')}", value) for name, value in options.items()]
+    for spelled in (options.items(), dashed, underscored):
+        assert type_in(start + " ".join(f"{name}={value}" for name, value in spelled)) == plain
+
+
+HALF = "run kl --preset paper --kl-values 0.01 --seeds 1 --gpus 0 --gpus-per-exp 0.5"
+
+
+def test_a_dry_run_marks_what_does_not_fit_and_says_what_would(here: Path) -> None:
+    answer = type_in(f"{HALF} --dry-run")
+    assert (answer.code, answer.err) == (0, "")
+    assert "memory: a card of 80.0 GiB (assumed, since no GPU is visible" in answer.out
+    assert "DOES NOT FIT: policy backward takes " in answer.out
+    assert type_in(f"{HALF.replace('0.5', '1')} --gpu_memory_gib=288 --dry-run").out.count("fits: ") == 1
+    assert "time:" not in answer.out, "a card without a name has no rates"
+    assert list(here.iterdir()) == []
+
+
+def test_the_documents_show_the_plan_as_it_is_printed(here: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "placement.md").read_text(encoding="utf-8")
+    commands = re.findall(r"```bash\npython -m tune_study (.*?)\n```", page)
+    assert commands == [f"{HALF} --dry-run", f"{HALF} --set model.lora_rank=64 --dry-run"]
+    for command, shown in zip(commands, re.findall(r"```text\n(.*?)\n```", page, re.DOTALL), strict=True):
+        assert shown in type_in(command).out
+
+
+def machine_with_an_h100(here: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    """GPU 0 of 81559 MiB, `free` of them free and the rest held by process 4242, and a fetched Qwen2.5-0.5B."""
+    uuid = "GPU-5a4b"
+    answers = (
+        f"*memory.free*) echo '0, {uuid}, {free}, 81559';; *compute-apps*) echo '{uuid}, 4242, {81559 - free}';; "
+        f"*query-gpu=index,uuid,name*) echo '0, {uuid}, NVIDIA H100 80GB HBM3';;"
+    )
+    script = here / "bin" / "nvidia-smi"
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\ncase $1 in {answers} esac\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    fetched = here / "cache" / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "abc"
+    fetched.mkdir(parents=True)
+    sizes = {"architectures": ["Qwen2ForCausalLM"], **(published_sizes("Qwen/Qwen2.5-0.5B") or {})}
+    (fetched / "config.json").write_text(json.dumps(sizes))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (fetched / name).touch()
+    monkeypatch.setenv("HF_HUB_CACHE", str(here / "cache"))
+
+
+SMALL = (
+    "run kl --preset paper --model Qwen/Qwen2.5-0.5B --set rollout.name=torch --set env.val_env_groups=64 --output o"
+)
+
+
+@pytest.mark.parametrize(
+    ("free", "options", "message"),
+    [
+        (81000, "--gpus-per-exp 0.1", "The runs do not fit: "),
+        (81000, "--gpu-memory-gib 8", "The runs do not fit: "),
+        (1024, "--set env.test_env_groups=64", "held by PID 4242 (78.6 GiB). End them"),
+    ],
+)
+def test_a_real_run_that_does_not_fit_is_refused_and_writes_nothing(
+    here: Path, free: int, options: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_with_an_h100(here, monkeypatch, free)
+    before = snapshot(here)
+    answer = type_in(f"{SMALL} {options}")
+    assert (answer.code, answer.out) == (2, "")
+    assert message in answer.err
+    assert answer.err.count("\n") == 1
+    assert snapshot(here) == before
+
+
+def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine_with_an_h100(here, monkeypatch, 81000)
+    monkeypatch.setattr(sys, "argv", ["__main__.py", "run", "kl", "--dry-run"])
+    answer = type_in("run kl --dry-run")
+    assert answer.code == 0, answer.err
+    (reason,) = re.findall(r"^preset laptop: (.*)", answer.out, re.M)
+    assert reason.startswith(
+        "a CUDA GPU is visible (NVIDIA H100 80GB HBM3), which preset paper does not fit: rollout takes "
+    )
+    (command,) = re.findall(r"this would fit: python -m tune_study (run kl --dry-run --preset paper .*)", reason)
+    fitting = type_in(command)
+    assert fitting.code == 0, fitting.err
+    assert re.search(r"^fits: ", fitting.out, re.M)
+    refused = type_in("run kl --preset paper --dry-run")
+    assert "DOES NOT FIT: " in refused.out
+
+
+@pytest.mark.parametrize("option", ["--gpus 0", "--gpus-per-exp 1", "--model Qwen/Qwen2.5-3B", "--gpu-memory-gib 80"])
+def test_who_asks_for_gpus_gets_no_other_preset(here: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    machine_with_an_h100(here, monkeypatch, 81000)
+    answer = type_in(f"run kl {option} --dry-run")
+    assert "preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
+    assert "DOES NOT FIT: " in answer.out
+
+
+def test_where_paper_fits_it_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with_an_h100(here, monkeypatch, 81000)
+    answer = type_in("run kl --set model.path=Qwen/Qwen2.5-0.5B --dry-run")
+    assert "preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
+
+
+def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine_with_an_h100(here, monkeypatch, 81000)
+    out = type_in(f"{SMALL} --dry-run").out
+    assert "memory: a card of 79.6 GiB (as nvidia-smi says)" in out
+    assert re.search(r"^time: at most about [\d.]+ (s|min) a step, .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
+
+
+def test_a_dry_run_names_every_run_and_writes_nothing(here: Path) -> None:
+    answer = type_in("run entropy --preset laptop --seeds 2 --dry-run --output out")
+    assert answer.code == 0
+    assert "preset laptop: asked for by --preset" in answer.out
+    for label in ("0", "0003", "001", "003", "01", "03"):
+        name = f"sokoban_entropy_sweep_nofilter_{label}-sokoban-tiny"
+        assert re.search(rf"^{name} .*logs/entropy_sweep_sokoban-tiny/nofilter/{label}/{name}\.log", answer.out, re.M)
+        assert f"\n{name}-seed1 " in answer.out
+    assert f"results {here}/out/results/entropy_sweep_sokoban-tiny" in answer.out
+    assert list(here.iterdir()) == []
+
+
+def test_the_preset_and_its_reason_are_said(here: Path) -> None:
+    assert "preset laptop: no CUDA GPU is visible" in type_in("run kl --dry-run").out
+
+
+def test_extending_is_planned_over_old_and_new(here: Path) -> None:
+    held_study(here)
+    answer = type_in("run kl --preset laptop --steps 3 --kl-values 0.2 --seeds 2 --extend --dry-run")
+    assert answer.code == 0, answer.err
+    assert "6 runs: actor.kl_loss_coef in 0,0.1,0.2; seeds 0,1" in answer.out
+
+
+def test_a_study_goes_on_with_other_gpus(here: Path) -> None:
+    folder = held_study(here, trainer__device="auto").folder
+    answer = type_in(f"resume {folder} --gpus-per-exp 0.5 --gpus 0 --dry-run")
+    assert answer.code == 0, answer.err
+    assert "GPU slots 0 0" in answer.out
+    same = "run kl --preset laptop --steps 3 --kl-values 0,0.1"
+    again = type_in(f"{same} --gpus-per-exp 0.5 --gpus 0 --set trainer.device=cuda --dry-run")
+    assert again.code == 0, again.err
+    refused = type_in(f"resume {folder} --gpus-per-exp -1")
+    assert refused.code == 2
+    assert "`trainer.n_gpus_per_node=-1.0` cannot be used" in refused.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_ends_with_an_example(command: str) -> None:
+    answer = type_in(f"{command} --help")
+    assert answer.code == 0
+    assert answer.out.rstrip().splitlines()[-1].startswith(f"  Example: python -m tune_study {command}")
+
+
+def test_list_shows_every_study() -> None:
+    out = type_in("list").out
+    for study in STUDIES.values():
+        assert study.question.strip() in out
+        assert study.axis.option in out
+        assert (",".join(study.axis.grids["laptop"]) if not study.axis.members else "group 1 (16 arms)") in out
+
+
+def test_settings_lists_every_field_with_default_and_bounds() -> None:
+    lines = {line.split()[0]: line for line in type_in("settings").out.splitlines()}
+    assert lines.keys() - {"setting"} == set(field_names()) - {"seed"}
+    assert re.search(r" 0\.001 +weight of that penalty.* number >= 0$", lines["actor.kl_loss_coef"])
+    assert re.search(r" none +.* none \| linear \| sqrt$", lines["actor.filter_loss_scaling"])
+    assert re.search(r" 512 +.* whole number >= 0, <= 512$", lines["env.test_env_groups"])
+
+
+def test_settings_of_a_sandbox_are_its_own() -> None:
+    lines = {line.split()[0]: line for line in type_in("settings influence").out.splitlines()}
+    assert lines.keys() - {"setting"} == set(field_names(UpdateRuleConfig)) - {"seed"}
+    assert re.search(r" 0\.04 +.* number >= 0$", lines["grpo_beta"])
+    assert type_in("settings nothing").code == 2
+
+
+def test_status_says_how_far_each_run_is(here: Path) -> None:
+    plan = held_study(here)
+    first = plan.runs[0].run_id
+    (plan.run_dir(first) / "metrics.jsonl").write_text('{"step": 1, "val_success": 0.25}\n{"step": 2}\n{"st')
+    write_status(plan.run_dir(first), RunStatus(first, "running"))
+    gone = type_in(f"status {plan.folder}")
+    assert gone.out.startswith("kl (laptop): not running\n")
+    row = r"sokoban_kl_sweep_nofilter_0-sokoban-tiny +0 +0 +{} +2/3 +0\.250 *{}\n"
+    assert re.search(row.format("interrupted", "the process that ran the study is gone"), gone.out)
+    assert re.search(r"nofilter_01-sokoban-tiny +0\.1 +0 +never_ran +0/3 +- +has not started\n", gone.out)
+    with locked(plan.folder):
+        assert re.search(row.format("running", ""), type_in(f"status {plan.folder}").out)
+
+
+def test_the_command_line_starts_without_torch_and_ray() -> None:
+    code = (
+        "import sys; from tune_study.commands.cli import app; app(['run', 'kl', '--preset', 'laptop', '--dry-run'], "
+        "standalone_mode=False); print(sorted({'torch', 'ray', 'pandas', 'wandb', 'analysis'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_python_dash_m_is_the_command_line() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tune_study", "run", "nothing"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("tune_study: There is no study `nothing`.")
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_a_study_from_the_command_to_the_frames(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = replace(STUDIES["kl"], trainable="tests.fakes.trainable:FakeTrainable")
+    monkeypatch.setitem(search_spaces.STUDIES, "kl", fake)
+    line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --output out"
+    first = type_in(line)
+    assert first.code == 0, first.err
+    folder = here / "out" / "results" / "kl_sweep_sokoban-tiny"
+    assert f"Report: {folder}/report.html" in first.out
+    frames = load(here / "out")
+    assert (len(frames.trials), len(frames.steps)) == (2, 6)
+    assert frames.trials["status"].tolist() == ["completed", "completed"]
+    (folder / "report.html").unlink()
+    again = type_in(f"report {folder}")
+    assert again.code == 0, again.err
+    assert (folder / "report.html").exists()
+    rows = [path.read_text() for path in sorted(folder.glob("runs/*/metrics.jsonl"))]
+    twice = type_in(line)
+    assert twice.code == 0, twice.err
+    assert "0 of 2 runs to go" in twice.out
+    assert [path.read_text() for path in sorted(folder.glob("runs/*/metrics.jsonl"))] == rows

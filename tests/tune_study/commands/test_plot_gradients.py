@@ -1,0 +1,204 @@
+"""The command plot-gradients: what it lists, what it writes where, and what it refuses in one paragraph."""
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.fakes import sandbox_folders
+from tests.fakes.run_folders import MadeAnalysis, MadeRun, MadeStudy, write_analyses, write_study
+from tune_study.commands.cli import app
+from tune_study.commands.gradients import Chosen, choose, parse_steps, read_analyses
+from tune_study.plan.study_plan import PlanError
+
+STUDY = MadeStudy(total_steps=3, test_freq=2, rooms=10)
+RUNS = (MadeRun("0", steps=3), MadeRun("0.1", steps=3))
+
+
+class Answer(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+def type_in(folder: Path, line: str = "") -> Answer:
+    words = ["plot-gradients", str(folder), *shlex.split(line)]
+    result = CliRunner().invoke(app, words, prog_name="python -m tune_study")
+    return Answer(result.exit_code, result.stdout, result.stderr)
+
+
+def study(output: Path, *analyses: Sequence[MadeAnalysis]) -> Path:
+    """A study with a run for each list of analyses."""
+    runs = RUNS[: len(analyses)]
+    folder = write_study(output, runs, STUDY)
+    for run, made in zip(runs, analyses, strict=True):
+        write_analyses(folder, run, made)
+    return folder
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """One run, analysed at steps 1 and 11, before the filter as well."""
+    return study(tmp_path, [MadeAnalysis(step, prefilter=before) for step in (1, 11) for before in (True, False)])
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """Two runs, and a probe of the first."""
+    return study(tmp_path, [MadeAnalysis(1), MadeAnalysis(1, "probe")], [MadeAnalysis(1), MadeAnalysis(11)])
+
+
+def names_below(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+def expected(*steps: int, below: str = "") -> set[str]:
+    pictures = ("plots", "loss_plots", "reward_std", "normed_grads", "summary", "signal")
+    each = {f"gradient_analysis_{what}_step_{step}.png" for what in pictures for step in steps}
+    each |= {f"gradient_analysis_metrics_step_{step}.json" for step in steps}
+    each |= {f"gradient_analysis_bucket_rv_table_step_{step}.csv" for step in steps}
+    return {below + name for name in each | {"gradient_analysis_steps.png"}}
+
+
+def test_the_pictures_of_every_step_go_into_the_runs_folder(plain: Path) -> None:
+    answer = type_in(plain)
+    target = plain / "figures" / "gradients" / "arm0-seed0"
+    assert (answer.code, answer.err) == (0, "")
+    assert names_below(target) == expected(1, 11)
+    assert {Path(line) for line in answer.out.splitlines()} == {target / name for name in expected(1, 11)}
+    metrics = json.loads((target / "gradient_analysis_metrics_step_11.json").read_text())
+    assert {"grad_norm/all/task", "grad_norm_prefilter/bucket_6/entropy", "actor/loss/total"} <= set(metrics)
+
+
+@pytest.mark.parametrize("texts", [("11", "1"), ("1,11",), ("11, 1", "11")])
+def test_steps_are_chosen_in_any_spelling(plain: Path, texts: tuple[str, ...]) -> None:
+    found = choose(read_analyses(plain), None, None, parse_steps(texts))
+    assert found == [Chosen("arm0-seed0", "train", (1, 11))]
+
+
+def test_an_output_folder_of_ones_own(plain: Path, tmp_path: Path) -> None:
+    answer = type_in(plain, f"--step 11 --output-dir {tmp_path}/new/pictures")
+    assert answer.code == 0
+    assert names_below(tmp_path / "new" / "pictures") == expected(11)
+    assert not (plain / "figures").exists()
+
+
+def test_runs_and_probes_have_folders_of_their_own(mixed: Path) -> None:
+    assert type_in(mixed).code == 0
+    found = names_below(mixed / "figures" / "gradients")
+    assert found == (
+        expected(1, below="arm0-seed0/")
+        | expected(1, below="arm0-seed0/probe/")
+        | expected(1, 11, below="arm01-seed0/")
+    )
+
+
+@pytest.mark.parametrize(
+    ("trial", "source", "steps", "found"),
+    [
+        (None, None, (11,), [("arm01-seed0", "train", (11,))]),
+        (None, "probe", (), [("arm0-seed0", "probe", (1,))]),
+        (None, "train", (1,), [("arm0-seed0", "train", (1,)), ("arm01-seed0", "train", (1,))]),
+        ("arm01-seed0", None, (), [("arm01-seed0", "train", (1, 11))]),
+        ("0.1", None, (11, 1), [("arm01-seed0", "train", (1, 11))]),
+        ("0", None, (), [("arm0-seed0", "train", (1,)), ("arm0-seed0", "probe", (1,))]),
+    ],
+)
+def test_a_run_a_source_and_steps_can_be_chosen(
+    mixed: Path, trial: str | None, source: str | None, steps: tuple[int, ...], found: list[tuple[object, ...]]
+) -> None:
+    assert choose(read_analyses(mixed), trial, source, steps) == found
+
+
+def test_steps_are_listed_and_nothing_is_drawn(mixed: Path) -> None:
+    answer = type_in(mixed, "--list-steps")
+    assert answer.code == 0
+    assert [line.split()[:3] for line in answer.out.splitlines()[1:]] == [
+        ["arm0-seed0", "train", "1"], ["arm0-seed0", "probe", "1"], ["arm01-seed0", "train", "1"],
+        ["arm01-seed0", "train", "11"],
+    ]  # fmt: skip
+    assert "after the filter" in answer.out
+    assert "task, entropy" in answer.out
+    assert not (mixed / "figures").exists()
+
+
+def test_the_list_tells_before_from_after_the_filter(plain: Path) -> None:
+    lines = type_in(plain, "--list-steps --step 11").out.splitlines()[1:]
+    assert ["before the filter" in line for line in lines] == [False, True]
+    assert all(line.split()[2] == "11" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--step 2", "Step 2 was not analysed: type --step with one of 1, 11."),
+        ("--trial arm0-seed0 --step 11", "Step 11 was not analysed: type --step with one of 1."),
+        ("--step 1,2,3", "Step 2, 3 was not analysed"),
+        ("--step x", "--step 'x' is no step: type whole numbers"),
+        ("--step -1", "--step '-1' is no step"),
+        ("--step 1,,2", "has an empty entry"),
+        (
+            "--trial arm2-seed0",
+            "No analysis is of a run `arm2-seed0`: type --trial and one of arm0-seed0, arm01-seed0.",
+        ),
+        ("--source test", "There is no source `test`: type --source train or --source probe."),
+        (
+            "--trial arm01-seed0 --source probe",
+            "No analysis is of source probe: leave --source out, or type --source tr",
+        ),
+        ("--output-dir new", "add one of --trial arm0-seed0 --source train, --trial arm0-seed0 --source probe"),
+        ("--trial arm0-seed0 --output-dir new", "--output-dir takes the pictures of one run and source, and 2 were"),
+    ],
+)
+def test_bad_input_gets_one_paragraph_and_writes_nothing(
+    mixed: Path, line: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(mixed.parent)
+    before = names_below(mixed.parent)
+    answer = type_in(mixed, line)
+    assert answer.code == 2
+    assert message in answer.err
+    assert answer.err.count("\n") == 1
+    assert answer.out == ""
+    assert names_below(mixed.parent) == before
+
+
+def test_a_study_without_analyses_says_how_to_get_some(tmp_path: Path) -> None:
+    folder = study(tmp_path, [])
+    for line in ("", "--list-steps"):
+        answer = type_in(folder, line)
+        assert answer.code == 2
+        assert "holds no gradient analysis: run a study with --set trainer.gradient_analysis_mode=True" in answer.err
+
+
+def test_a_study_without_a_language_model_is_told_where_its_gradients_are(tmp_path: Path) -> None:
+    folder = sandbox_folders.write_sandbox(tmp_path, sandbox_folders.seeds("DG", (0.4,)))
+    with pytest.raises(PlanError, match="fine-tuned no language model: the gradients of its runs were measured while"):
+        read_analyses(folder)
+
+
+def test_a_folder_without_a_study_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
+    assert "holds no study (no study.json)" in type_in(tmp_path).err
+    folder = study(tmp_path, [MadeAnalysis()])
+    (folder / "runs" / "arm0-seed0" / "run.json").write_text("{")
+    answer = type_in(folder)
+    assert answer.code == 2
+    assert "run.json is not JSON" in answer.err
+
+
+def test_a_folder_that_cannot_be_made_is_refused(plain: Path, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine")
+    answer = type_in(plain, f"--output-dir {tmp_path}/taken")
+    assert answer.code == 2
+    assert "taken cannot be written" in answer.err
+    assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_help_ends_with_an_example(tmp_path: Path) -> None:
+    answer = type_in(tmp_path, "--help")
+    assert answer.code == 0
+    assert answer.out.rstrip().splitlines()[-1].startswith("  Example: python -m tune_study plot-gradients results/")

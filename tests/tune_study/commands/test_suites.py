@@ -1,0 +1,195 @@
+"""Suites: what is checked before the first study, how they end, and what is said then. Studies do not train here."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from search_spaces import STUDIES
+from tune_study.commands import preflight, suites
+from tune_study.folder import outputs
+from tune_study.host.interrupt import interrupt_of
+from tune_study.placement import disk
+from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.tune.run import Suite
+
+Study = Callable[[StudyPlan, Suite], int]
+NOT_STARTED = "Not started: replay. The same command goes on with all of them."
+
+
+@pytest.fixture
+def two_plans(tmp_path: Path) -> list[StudyPlan]:
+    return [make_plan(STUDIES[name], "laptop", "a test", {}, None, 1, tmp_path) for name in ("influence", "replay")]
+
+
+def run(plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, study: Study) -> tuple[int, list[str], str]:
+    """The exit code of a suite, the studies that began, and what was said; study: what each of them does."""
+    begun: list[str] = []
+
+    def execute(plan: StudyPlan, *given: object) -> int:
+        begun.append(plan.study.name)
+        suite = given[-1]
+        assert isinstance(suite, Suite)
+        outputs.write_study(plan)
+        return study(plan, suite)
+
+    monkeypatch.setattr(suites, "execute", execute)
+    console = Console(record=True, width=300)
+    code = preflight.start(plans, preflight.Asked(None, None, None, None, None), (), False, console)
+    return code, begun, console.export_text()
+
+
+def test_the_code_is_that_of_the_worst_and_there_is_an_index(
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, begun, said = run(two_plans, monkeypatch, lambda plan, _: int(plan is two_plans[0]))
+    assert (code, begun) == (1, ["influence", "replay"])
+    assert "Study 2 of 2: replay" in said
+    assert "Not started" not in said
+    assert said.count(f"Index: {two_plans[0].output}/index.html") == 1
+
+
+def test_an_interrupt_as_the_last_runs_of_a_study_end_is_one_for_its_suite(
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is left of the first study, whose own exit code is then 0."""
+
+    def ends(_: StudyPlan, suite: Suite) -> int:
+        suite.interrupt.request()
+        return 0
+
+    code, begun, said = run(two_plans, monkeypatch, ends)
+    assert (code, begun) == (130, ["influence"])
+    assert NOT_STARTED in said
+    assert "Index:" in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_report_is_written_lets_it_be_finished_and_ends_the_suite(
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    written = []
+
+    def reports(plan: StudyPlan, _: Suite) -> int:
+        os.kill(os.getpid(), number)
+        written.append(plan.study.name)
+        return 0
+
+    code, begun, said = run(two_plans, monkeypatch, reports)
+    assert (code, begun, written) == (130, ["influence"], ["influence"])
+    assert NOT_STARTED in said
+    assert signal.getsignal(number) is before
+
+
+def test_a_request_as_the_last_study_ends_changes_nothing(
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(plan: StudyPlan, suite: Suite) -> int:
+        if plan is two_plans[1]:
+            suite.interrupt.request()
+        return 0
+
+    assert run(two_plans, monkeypatch, ends)[:2] == (0, ["influence", "replay"])
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), PlanError("it cannot be written"), SystemExit(15)])
+def test_whatever_ends_a_suite_its_rest_is_named_and_what_is_there_has_an_index(
+    two_plans: list[StudyPlan],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+) -> None:
+    def fails(*_: object) -> int:
+        raise error
+
+    with pytest.raises(type(error)):
+        run(two_plans, monkeypatch, fails)
+    said = capsys.readouterr().out
+    assert NOT_STARTED in said
+    assert "Index:" in said
+
+
+def test_a_lost_ray_says_the_same_before_the_process_ends(
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def loses(_: StudyPlan, suite: Suite) -> int:
+        suite.farewell()
+        raise SystemExit(capsys.readouterr().out)  # the real one ends the process
+
+    with pytest.raises(SystemExit) as ended:
+        run(two_plans, monkeypatch, loses)
+    assert NOT_STARTED in str(ended.value)
+    assert "Index:" in str(ended.value)
+
+
+def test_an_index_that_cannot_be_written_is_told(
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (two_plans[0].output / "index.html").mkdir()
+    assert run(two_plans, monkeypatch, lambda *_: 0)[0] == 1
+    assert f"No index of the studies in {two_plans[0].output} could be written" in capsys.readouterr().err
+
+
+def test_a_suite_does_not_begin_where_a_later_study_lacks_something(
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(plan: StudyPlan, *_: object) -> None:
+        if plan is two_plans[1]:
+            raise PlanError("lacks something")
+
+    monkeypatch.setattr(preflight, "_check_machine", refused)
+    with pytest.raises(PlanError, match="lacks something"):
+        run(two_plans, monkeypatch, lambda *_: pytest.fail("it began"))
+    assert not two_plans[0].output.joinpath("results").exists()
+
+
+def test_a_study_that_has_come_to_lack_something_by_its_turn_does_not_begin(
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fills_the_disk(*_: object) -> int:
+        def full(*_: object) -> None:
+            raise PlanError("no room")
+
+        monkeypatch.setattr(disk, "check", full)
+        return 0
+
+    with pytest.raises(PlanError, match="no room"):
+        run(two_plans, monkeypatch, fills_the_disk)
+    assert NOT_STARTED in capsys.readouterr().out
+    assert not interrupt_of(two_plans[1].folder).path.parent.joinpath("study.json").exists()
+
+
+def test_studies_that_fit_one_by_one_and_not_together_are_refused(
+    two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = disk.budget
+    needed = 0
+
+    def tight(*given: object) -> disk.Budget:
+        return measured(*given)._replace(free=needed)  # type: ignore[arg-type]
+
+    for plan in two_plans:
+        allotment = preflight.resources.preflight(plan, None, (), 2, None, real=True)
+        needed += measured(plan, allotment, {}).total or 0
+    monkeypatch.setattr(disk, "budget", tight)
+    needed -= 1
+    with pytest.raises(
+        PlanError, match=r"The 2 studies need up to .* more on disk together, and .* free: type --output"
+    ):
+        run(two_plans, monkeypatch, lambda *_: 0)
+    needed += 1
+    assert run(two_plans, monkeypatch, lambda *_: 0)[0] == 0
+
+
+def test_gpus_are_for_the_studies_of_a_suite_that_take_some(tmp_path: Path, two_plans: list[StudyPlan]) -> None:
+    console = Console(record=True, width=300)
+    asked = preflight.Asked("0", None, None, None, None)
+    overrides = {"trainer.n_gpus_per_node": 1.0, "trainer.device": "cuda"}
+    with_gpu = make_plan(STUDIES["kl"], "laptop", "a test", overrides, ("0",), 1, tmp_path)
+    assert preflight.start([*two_plans, with_gpu], asked, (), True, console) == 0
+    with pytest.raises(PlanError, match=r"study influence trains on the CPU\. Leave --gpus out"):
+        preflight.start(two_plans, asked, (), True, console)

@@ -1,0 +1,376 @@
+import json
+import subprocess
+import threading
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from search_spaces import STUDIES
+from trainable.runs.records import STATUSES
+from tune_study.folder.outputs import (
+    RunStatus,
+    check_writable,
+    close_unfinished,
+    git_state,
+    is_running,
+    locked,
+    now,
+    read_json,
+    read_status,
+    write_json,
+    write_status,
+    write_study,
+)
+from tune_study.folder.study_file import check_unchanged, plan_from_folder
+from tune_study.folder.summary import finished_runs, parse_skipped, run_times, summary_line, wall_seconds, write_summary
+from tune_study.placement.models import absolute, check_model, hub_cache
+from tune_study.placement.resources import Allotment, preflight
+from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+
+
+def plan_in(output: Path, study: str = "kl", values: tuple[str, ...] = ("0", "0.1"), seeds: int = 1) -> StudyPlan:
+    return make_plan(STUDIES[study], "paper", "a test", {"trainer.n_gpus_per_node": 0}, values, seeds, output)
+
+
+def allotted(plan: StudyPlan) -> Allotment:
+    return preflight(plan, None, (), 2, None, real=True)._replace(gpu_label="1xH100")
+
+
+def ended(run_id: str, status: str = "completed", **more: object) -> RunStatus:
+    times = {"started_at": "2026-01-01T00:00:00+00:00", "ended_at": "2026-01-01T01:00:05+00:00"}
+    return RunStatus(run_id, status, **{**times, **more})  # type: ignore[arg-type]
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "file.json"
+    write_json(path, {"a": 1})
+    write_json(path, {"a": [2, "ü"]})
+    assert read_json(path) == {"a": [2, "ü"]}
+    assert [entry.name for entry in path.parent.iterdir()] == ["file.json"]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null"])
+def test_a_file_that_holds_no_object_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "file.json").write_text(text)
+    assert read_json(tmp_path / "file.json") is None
+    assert read_json(tmp_path / "missing.json") is None
+
+
+def test_a_status_survives_its_file(tmp_path: Path) -> None:
+    status = ended("a", "early_stopped", stop_rule="empty_filtered_steps", stop_value=5.0, stop_step=9)
+    write_status(tmp_path, status)
+    assert read_status(tmp_path) == status
+    assert read_status(tmp_path / "nowhere") is None
+
+
+def test_every_run_has_a_status_before_and_after(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path, values=("0", "0.1", "0.2"))
+    write_study(plan)
+    first, second, third = (plan.run_dir(run.run_id) for run in plan.runs)
+    assert {read_status(folder).status for folder in (first, second, third)} == {"never_ran"}  # type: ignore[union-attr]
+    write_status(first, ended("a"))
+    write_status(second, RunStatus("b", "running", started_at=now()))
+    (second / "metrics.jsonl").write_text('{"step": 3}\n')
+    close_unfinished(plan, "the study was interrupted")
+    found = [read_status(folder) for folder in (first, second, third)]
+    assert [status.status for status in found if status] == ["completed", "interrupted", "never_ran"]
+    assert [status.reason for status in found if status][2] == "the study was interrupted before it started"
+    assert {status.status for status in found if status} <= set(STATUSES)
+
+
+def test_a_study_file_gives_the_plan_again(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path, "top-p", ("1.0", "nofilter"), seeds=2)
+    write_study(plan)
+    assert plan_from_folder(plan.folder) == plan
+    assert plan_from_folder(plan.folder / ".." / plan.run) == plan
+
+
+def test_a_study_file_keeps_its_date_and_command_while_its_runs_are_the_same(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    write_study(plan)
+    path = plan.folder / "study.json"
+    held = {**json.loads(path.read_text()), "created_at": "2026-01-01T00:00:00+00:00", "command": "as typed"}
+    write_json(path, held)
+    write_study(plan)
+    assert json.loads(path.read_text())["command"] == "as typed"
+    write_study(plan_in(tmp_path, seeds=2))
+    again = json.loads(path.read_text())
+    assert again["command"] != "as typed"
+    assert again["created_at"] == "2026-01-01T00:00:00+00:00"
+    assert datetime.fromisoformat(again["created_at"]).tzinfo is not None
+
+
+def test_a_study_file_keeps_every_start_and_what_changed_between_two(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    assert write_study(plan) == []
+    path = plan.folder / "study.json"
+    first = json.loads(path.read_text())
+    assert [start["versions"] for start in first["starts"]] == [first["versions"]]
+    older = {**first["starts"][0], "versions": {**first["versions"], "torch": "2.0.0"}, "git": {"commit": "abc"}}
+    write_json(path, {**first, "starts": [older], "versions": older["versions"], "git": older["git"]})
+    changes = write_study(plan)
+    assert f"torch: 2.0.0 -> {first['versions']['torch']}" in changes
+    assert any(change.startswith("commit: abc -> ") for change in changes)
+    again = json.loads(path.read_text())
+    assert len(again["starts"]) == 2
+    assert again["versions"]["torch"] == "2.0.0"  # those of the first start
+    assert write_study(plan) == []  # as at the last start
+
+
+def test_a_study_that_is_declared_otherwise_now_is_not_gone_on_with(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    write_study(plan)
+    check_unchanged(plan_from_folder(plan.folder))
+    path = plan.run_dir(plan.runs[1].run_id) / "run.json"
+    run = json.loads(path.read_text())
+    run["config"]["actor"]["kl_loss_type"] = "mse"
+    write_json(path, run)
+    with pytest.raises(PlanError, match=r"declared otherwise(.|\n)*kl_loss_type: mse -> "):
+        check_unchanged(plan_from_folder(plan.folder))
+
+
+def test_a_glance_at_the_lock_does_not_refuse_a_start(tmp_path: Path) -> None:
+    def glance() -> None:
+        for _ in range(2000):
+            is_running(tmp_path)
+
+    watcher = threading.Thread(target=glance)
+    watcher.start()
+    for _ in range(200):
+        with locked(tmp_path):
+            pass
+    watcher.join()
+
+
+def test_a_failure_is_shown_with_its_class() -> None:
+    assert ended("a", "failed", failure_class="storage").shown == "failed (storage)"
+    assert ended("a").shown == "completed"
+
+
+@pytest.mark.parametrize("damage", [{"name": "unknown"}, {"settings": {"actor": {"lr": -1}}}, {"seeds": None}])
+def test_a_study_file_that_cannot_be_read_is_refused(tmp_path: Path, damage: dict[str, object]) -> None:
+    plan = plan_in(tmp_path)
+    write_study(plan)
+    path = plan.folder / "study.json"
+    write_json(path, {**json.loads(path.read_text()), **damage})
+    with pytest.raises(PlanError, match=str(plan.folder)):
+        plan_from_folder(plan.folder)
+
+
+def test_a_renamed_study_is_refused(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    write_study(plan)
+    plan.folder.rename(plan.folder.with_name("renamed"))
+    with pytest.raises(PlanError, match="was moved or renamed"):
+        plan_from_folder(plan.folder.with_name("renamed"))
+
+
+def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
+    assert not is_running(tmp_path)
+    with locked(tmp_path):
+        assert is_running(tmp_path)
+    assert not is_running(tmp_path)
+
+
+def test_outputs_that_can_be_written(tmp_path: Path) -> None:
+    check_writable(tmp_path)
+    check_writable(tmp_path / "new" / "folder")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -> None:
+    def git(*words: str) -> None:
+        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
+
+    (tmp_path / "code.py").write_text("")
+    assert git_state(tmp_path) is None
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "nothing")
+    assert git_state(tmp_path) is None
+    git("add", "code.py")
+    git("commit", "-q", "-m", "code")
+    state = git_state(tmp_path)
+    assert state is not None
+    assert (len(state["commit"]), state["dirty"]) == (40, False)
+    (tmp_path / "code.py").write_text("x = 1")
+    assert git_state(tmp_path) == {**state, "dirty": True}
+
+
+# The summary log.
+
+ROWS = [
+    {"step": 1, "seconds_total": 10.0, "seconds_validation": 2.5},
+    {"step": 2, "seconds_total": 18.126, "seconds_validation": None},
+    {"step": 3, "seconds_total": 30.0, "seconds_validation": 4.0},
+]
+
+
+def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
+    """Weights are measured, then trained, then the row is written."""
+    plan = plan_in(tmp_path)
+    write_study(plan)
+    run_dir = plan.run_dir(plan.runs[0].run_id)
+    write_status(run_dir, RunStatus("a", "running", started_at=now()))
+    (run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
+    close_unfinished(plan, "the study was interrupted")
+    status = read_status(run_dir)
+    assert status is not None
+    assert (status.status, status.reason) == ("interrupted", "the study was interrupted, after step 0")
+
+
+def test_the_line_of_a_failure_takes_no_time_away() -> None:
+    assert run_times([*ROWS, {"step": 4, "failure": "not finite"}], ("total",)) == ["total_time=30.00s"]
+
+
+def test_times_add_up() -> None:
+    plain = ("train", "eval", "total")
+    assert run_times(ROWS, plain) == ["train_time=23.50s", "eval_time=6.50s", "total_time=30.00s"]
+    assert run_times([], plain) == ["train_time=N/A", "eval_time=N/A", "total_time=N/A"]
+    spent = [{"seconds_collapse_first_turn": 1.5}, {"seconds_collapse_multi_turn": 2.0}, {}]
+    rows = [{**row, **more} for row, more in zip(ROWS, spent, strict=False)]
+    assert run_times(rows, ("train", "collapse", "collapse_first", "collapse_multi")) == [
+        "train_time=20.00s", "collapse_time=3.50s", "collapse_first_time=1.50s", "collapse_multi_time=2.00s",
+    ]  # fmt: skip
+
+
+def test_wall_time_is_from_first_start_to_end() -> None:
+    assert wall_seconds(ended("a")) == "3605s"
+    assert wall_seconds(RunStatus("a", "running", started_at=now())) == "N/A"
+
+
+def test_a_summary_line_has_the_published_fields_of_its_study(tmp_path: Path) -> None:
+    times = "train_time=N/A | eval_time=N/A | total_time=N/A | wall_time=3605s | gpu=1xH100"
+    kl, entropy = plan_in(tmp_path), plan_in(tmp_path, "entropy")
+    top_p = plan_in(tmp_path, "top-p", ("0.9", "nofilter"))
+    assert summary_line(kl, kl.runs[1], ended("a"), "1xH100") == (
+        f"kl=0.1 | filter=nofilter | include_zero=True | {times} | status=success | seed=0 | early_stop=none"
+    )
+    assert summary_line(entropy, entropy.runs[0], ended("a"), "1xH100").startswith("entropy=0 | filter=nofilter | inc")
+    assert summary_line(top_p, top_p.runs[0], ended("a"), "1xH100") == (
+        f"value=0.9 | include_zero=False | filter_value=0.9 | {times} | status=success | seed=0 | early_stop=none"
+    )
+    assert "include_zero=True | filter_value=1.0 |" in summary_line(top_p, top_p.runs[1], ended("a"), "1xH100")
+
+
+@pytest.mark.parametrize(
+    ("status", "published"),
+    [("completed", "success"), ("early_stopped", "success"), ("failed", "fail"), ("interrupted", "interrupted")],
+)
+def test_published_words_for_how_a_run_ended(tmp_path: Path, status: str, published: str) -> None:
+    plan = plan_in(tmp_path)
+    line = summary_line(plan, plan.runs[0], ended("a", status, reason="ValueError: no"), "1xH100")
+    assert f" | status={published} | " in line
+    assert line.endswith("\n  error: ValueError: no") == (status == "failed")
+
+
+def test_a_rule_is_named_with_its_step(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path)
+    status = ended("a", "early_stopped", stop_rule="low_validation_success", stop_step=50)
+    assert summary_line(plan, plan.runs[0], status, "1xH100").endswith("early_stop=low_validation_success@50")
+
+
+def test_a_run_that_never_started_is_missing(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path, seeds=2)
+    assert summary_line(plan, plan.runs[2], None, "1xH100") == "kl=0 | status=missing | seed=1"
+    assert summary_line(plan, plan.runs[2], RunStatus("a", "never_ran"), "x") == "kl=0 | status=missing | seed=1"
+
+
+def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path, values=("0", "0.1", "0.2"))
+    write_study(plan)
+    write_status(plan.run_dir(plan.runs[0].run_id), ended("a", ended_at="2026-01-01T03:00:00+00:00"))
+    write_status(plan.run_dir(plan.runs[2].run_id), ended("b", ended_at="2026-01-01T02:00:00+00:00"))
+    write_summary(plan, allotted(plan), closing=False)
+    lines = plan.summary_log.read_text().splitlines()
+    assert lines[0].startswith("=== KL Sweep Runner (Qwen2.5-3B): ")
+    assert lines[1] == "Values: 0,0.1,0.2 | Steps: 400 | GPUs per exp: 1xH100"
+    assert lines[2] == "Groups: none | GPU memory util: 0.5 | ray_num_cpus: 16 | save_freq: -1"
+    assert [line.split(" | ")[0] for line in lines[3:]] == ["kl=0.2", "kl=0"]
+    write_summary(plan, allotted(plan), closing=True)
+    block = plan.summary_log.read_text().split("\n\n")[1].splitlines()
+    assert block[:2] == [
+        "=== KL Sweep Summary ===",
+        "Project: ragen_release_kl_sweep | Steps: 400 | GPU per exp: 1xH100",
+    ]
+    assert [line.split(" | ")[0] for line in block[2:-1]] == ["kl=0", "kl=0.1", "kl=0.2"]
+    assert block[-1] == "Total: 3 | Success: 2 | Failed: 0 | Early stopped: 0 | Not ended: 1"
+    assert block[3] == "kl=0.1 | status=missing | seed=0"
+
+
+def test_only_runs_that_ended_well_are_finished(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path, values=("0", "0.1", "0.2", "0.3", "0.4"))
+    for run, status in zip(plan.runs, STATUSES, strict=True):
+        write_status(plan.run_dir(run.run_id), RunStatus(run.run_id, status))
+    assert [status.status for status in finished_runs(plan).values()] == ["completed", "early_stopped"]
+    found = finished_runs(plan, parse_skipped("completed,early_stopped, failed"))
+    assert [status.status for status in found.values()] == ["completed", "early_stopped", "failed"]
+
+
+@pytest.mark.parametrize("text", ["", "completed", "completed,early_stopped,running", "success", "failed"])
+def test_runs_that_have_ended_are_never_trained_again(text: str) -> None:
+    with pytest.raises(PlanError, match="type completed,early_stopped, and failed or interrupted after them"):
+        parse_skipped(text)
+
+
+def test_a_line_of_the_grid_has_the_published_form(tmp_path: Path) -> None:
+    study = STUDIES["smoke"]
+    values = (
+        "g5-smoke-ppo-sokoban-nofilter-kl0003-ent001-low_var_kl",
+        "g2-smoke-ppo-sokoban-topk80-kl0-ent003-low_var_kl",
+    )
+    plan = make_plan(study, "paper", "a test", {}, values, 1, tmp_path)
+    status = ended("a", "early_stopped", stop_rule="low_validation_success", stop_step=50)
+    times = "train_time=N/A | eval_time=N/A | collapse_time=N/A | collapse_first_time=N/A | collapse_multi_time=N/A"
+    end = f"{times} | total_time=N/A | wall_time=3605s | gpu=1xH100 | status=success | seed=0"
+    on = "collapse=first:true,multi:true,samples:64"
+    assert summary_line(plan, plan.runs[0], status, "1xH100") == (
+        f"{values[0]}-ftmt | filter=1 | kl=0.003 | entropy=0.01 | {on} | {end} | early_stop=low_validation_success@50"
+    )
+    assert summary_line(plan, plan.runs[1], ended("b"), "1xH100") == (
+        f"{values[1]}-ftmt | filter=0.8 | kl=0 | entropy=0.03 | {on} | {end} | early_stop=none"
+    )
+
+
+# Models.
+
+
+def test_where_the_hub_cache_is() -> None:
+    assert hub_cache({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}) == Path("/a")
+    assert hub_cache({"HF_HOME": "/b", "HOME": "/h"}) == Path("/b/hub")
+    assert hub_cache({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/huggingface/hub")
+    assert hub_cache({"HOME": "/h"}) == Path("/h/.cache/huggingface/hub")
+
+
+def test_the_shipped_model_and_a_folder_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
+    (tmp_path / "mine" / "model-00001-of-00002.safetensors").touch()
+    (tmp_path / "mine" / "tokenizer.json").touch()
+    check_model("sokoban-tiny", {})
+    check_model(str(tmp_path / "mine"), {})
+    monkeypatch.chdir(tmp_path)
+    assert absolute("mine") == str(tmp_path / "mine")
+    assert absolute("Qwen/Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{}", "no architecture"),
+        ("[]", "cannot be read"),
+        ("not json", "cannot be read"),
+        ('{"architectures": ["LlamaForCausalLM"]}', r"no \*.safetensors and no tokenizer.json"),
+        ('{"architectures": ["Qwen2ForCausalLM"]}', r"no \*.safetensors and no tokenizer.json"),
+    ],
+)
+def test_a_folder_that_the_engine_cannot_run_is_refused(tmp_path: Path, config: str, said: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(PlanError, match=said):
+        check_model(str(tmp_path), {})
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-3B", "../up", "no*such"])
+def test_what_was_not_fetched_is_no_model(tmp_path: Path, path: str) -> None:
+    with pytest.raises(PlanError, match="is not here"):
+        check_model(path, {"HF_HUB_CACHE": str(tmp_path)})

@@ -1,0 +1,429 @@
+"""A study's folder in storage: what its drivers copy there and back, and that there is one driver at a time."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import search_spaces
+from search_spaces import STUDIES
+from tests.fakes.trainable import COLLAPSES, CRASHES_ONCE, as_json, fake_row
+from trainable.runs.mirror import INTERRUPT, Mirror
+from trainable.runs.remote import get_bytes, listing, open_place, put_bytes
+from trainable.runs.run_files import METRICS, append_line, read_rows
+from trainable.runs.uris import below
+from tune_study.commands.cli import app
+from tune_study.commands.node_checks import check_scratch
+from tune_study.folder import lease, locate, outputs, storage
+from tune_study.folder.lease import LOCK, STALE_S, Hold, read_holder
+from tune_study.folder.outputs import RunStatus, read_json, read_status, write_status
+from tune_study.folder.storage import LAST, StoredStudy
+from tune_study.folder.study_file import plan_from_folder
+from tune_study.host.interrupt import Interrupt
+from tune_study.placement import disk
+from tune_study.placement.resources import preflight
+from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.tune.carried import run_config
+from tune_study.tune.run import execute
+
+FAKE = replace(STUDIES["kl"], trainable="tests.fakes.trainable:FakeTrainable")
+
+
+@pytest.fixture(autouse=True)
+def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The study of these tests is one of the house's own: no folder brings a Trainable with it."""
+    monkeypatch.setitem(search_spaces.STUDIES, "kl", FAKE)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "_SETTLING_S", 0.0)
+    monkeypatch.setattr(storage, "_LOOK_S", 0.01)
+
+
+@pytest.fixture(params=["s3", "path"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
+    """A storage of its own of each kind."""
+    name = request.node.name.replace("[", "-").replace("]", "")
+    return f"s3://shelf/{name}?{s3}" if request.param == "s3" else (tmp_path / "shared").as_uri()
+
+
+def plan_in(folder: Path, uri: str | None, values: tuple[str, ...] = ("0", "0.1"), **settings: object) -> StudyPlan:
+    dotted = {"trainer.total_training_steps": 3, "trainer.disk_patience": 0, **settings}
+    return replace(make_plan(FAKE, "laptop", "a test", dotted, values, 1, folder), storage=uri)
+
+
+def stored(plan: StudyPlan, said: list[str] | None = None) -> StoredStudy:
+    return StoredStudy(plan, Interrupt(plan.folder / ".interrupt"), (said if said is not None else []).append)
+
+
+def run_somewhere(plan: StudyPlan, node: Path, steps: int) -> None:
+    """What the first run of the plan writes on a node, and copies to storage."""
+    run_id = plan.runs[0].run_id
+    mirror = Mirror(open_place(plan.stored or "").at(f"runs/{run_id}"), node, node / "kept", 0.0, lambda: False)
+    node.mkdir(exist_ok=True)
+    for step in range(1, steps + 1):
+        append_line(node / METRICS, {"step": step, "run_id": run_id})
+        mirror.push()
+
+
+def started(plan: StudyPlan, status: str = "running") -> None:
+    """A driver that wrote the study's files, copied them, and is gone."""
+    with stored(plan).kept_up():
+        outputs.write_study(plan)
+        write_status(plan.run_dir(plan.runs[0].run_id), RunStatus(plan.runs[0].run_id, status, "a test"))
+        assert stored(plan).push() == ""
+
+
+# One driver.
+
+
+def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str) -> None:
+    place = open_place(uri)
+    first, second = Hold(place), Hold(place)
+    first.take("the study")
+    with pytest.raises(PlanError, match=rf"is being run by .* \(pid {os.getpid()}\), which said so \d+ s ago"):
+        second.take("the study")
+    assert first.taken_by() is None
+    second.release()  # not its own
+    assert read_holder(place) is not None
+    first.release()
+    assert read_holder(place) is None
+    second.take("the study")
+    assert sorted(listing(place)) == [LOCK]
+
+
+def test_the_lock_of_a_process_of_this_machine_that_is_gone_holds_nobody(uri: str) -> None:
+    lines = ("from tune_study.folder.lease import Hold", "from trainable.runs.remote import open_place")
+    code = "\n".join([*lines, f"Hold(open_place({uri!r})).take('the study')"])
+    subprocess.run([sys.executable, "-c", code], check=True)
+    holder = read_holder(open_place(uri))
+    assert holder is not None
+    assert holder.is_gone
+    Hold(open_place(uri)).take("the study")
+
+
+def test_a_lock_of_another_machine_counts_until_it_is_stale(tmp_path: Path) -> None:
+    place = open_place(str(tmp_path))
+    other = {"id": "x", "machine": "elsewhere", "pid": 1, "started": 0.0, "words": "somebody on elsewhere (pid 1)"}
+    put_bytes(place.at(LOCK), json.dumps(other).encode())
+    with pytest.raises(PlanError, match=r"run by somebody on elsewhere \(pid 1\)"):
+        Hold(place).take("the study")
+    now = (tmp_path / LOCK).stat().st_mtime
+    os.utime(tmp_path / LOCK, (now, now - STALE_S - 1))
+    Hold(place).take("the study")
+
+
+def test_of_two_that_start_at_once_the_one_whose_lock_stays_wins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = open_place(str(tmp_path))
+    other = Hold(place)
+    monkeypatch.setattr(lease.time, "sleep", lambda seconds: other.refresh())  # it looked before we wrote
+    with pytest.raises(PlanError, match="is being run by"):
+        Hold(place).take("the study")
+    other.take("the study")
+
+
+def test_a_driver_whose_study_was_taken_over_stops(tmp_path: Path) -> None:
+    plan, said = plan_in(tmp_path / "a", (tmp_path / "s").as_uri()), list[str]()
+    plan.folder.mkdir(parents=True)
+    study = stored(plan, said)
+    with study.kept_up():
+        study._refresh()
+        assert said == []
+        Hold(open_place(plan.stored or "")).refresh()
+        study._refresh()
+        assert study._interrupt.is_requested
+    assert len(said) == 1
+    assert "runs this study now: stopping." in said[0]
+    assert read_holder(open_place(plan.stored or "")) is not None  # the other's stays
+
+
+# Copies.
+
+
+def test_rows_come_and_statuses_go(uri: str, tmp_path: Path) -> None:
+    plan = plan_in(tmp_path / "a", uri)
+    started(plan)
+    run_id = plan.runs[0].run_id
+    assert f"runs/{run_id}/status.json" in listing(open_place(plan.stored or ""))
+    run_somewhere(plan, tmp_path / "node", 2)
+    stored(plan).pull(run_id)
+    assert [row["step"] for row in read_rows(plan.run_dir(run_id) / METRICS)] == [1, 2]
+    assert not (plan.run_dir(plan.runs[1].run_id) / METRICS).exists()
+
+
+def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_in(tmp_path / "a", uri)
+    started(plan, "completed")
+    run_somewhere(plan, tmp_path / "node", 3)
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    found = locate.resumed(plan.stored or "", real=True)
+    assert found == replace(plan, output=tmp_path / "b")
+    assert list((tmp_path / "b").iterdir()) == []  # nothing before the study is held
+    found.folder.mkdir(parents=True)
+    with stored(found).kept_up():
+        pass
+    status = read_status(found.run_dir(plan.runs[0].run_id))
+    assert status == RunStatus(plan.runs[0].run_id, "completed", "a test")
+    assert len(read_rows(found.run_dir(plan.runs[0].run_id) / METRICS)) == 3
+    # It was run in b last: what a has of it is the older copy.
+    assert storage.is_newest(plan.stored or "", found.folder)
+    assert not storage.is_newest(plan.stored or "", plan.folder)
+    write_status(found.run_dir(plan.runs[1].run_id), RunStatus(plan.runs[1].run_id, "failed", "in b"))
+    stored(found).push()
+    with stored(plan).kept_up():
+        pass
+    assert read_status(plan.run_dir(plan.runs[1].run_id)) == RunStatus(plan.runs[1].run_id, "failed", "in b")
+
+
+def test_who_only_reads_a_study_copies_no_old_status_back(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_in(tmp_path / "a", uri)
+    started(plan)
+    run_id = plan.runs[0].run_id
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    folder = locate.copied(plan.stored or "")
+    write_status(plan.run_dir(run_id), RunStatus(run_id, "completed", "while b made its report"))
+    assert stored(plan).push() == ""
+    (folder / "report.html").write_text("of b")
+    assert storage.copy_up(replace(plan_from_folder(folder), storage=plan.storage)) == ""
+    place = open_place(plan.stored or "")
+    assert json.loads(get_bytes(place.at(f"runs/{run_id}/status.json")))["status"] == "completed"
+    assert get_bytes(place.at("report.html")) == b"of b"
+
+
+def test_an_error_about_a_copy_names_the_study(uri: str, tmp_path: Path) -> None:
+    plan = plan_in(tmp_path / "a", uri)
+    started(plan)
+    with pytest.raises(PlanError) as raised:
+        locate.joined(plan_in(tmp_path / "b", uri, ("0.2",)), extend=False, real=True)
+    assert str(raised.value).startswith(f"{plan.stored} holds this study with other runs")
+    assert f"`python -m tune_study resume {plan.stored}`" in str(raised.value)
+
+
+def test_the_newest_driver_s_own_statuses_are_not_overwritten(uri: str, tmp_path: Path) -> None:
+    plan = plan_in(tmp_path / "a", uri)
+    started(plan)
+    run_id = plan.runs[0].run_id
+    write_status(plan.run_dir(run_id), RunStatus(run_id, "completed", "and then the driver was killed"))
+    with stored(plan).kept_up():
+        status = read_status(plan.run_dir(run_id))
+    assert status is not None
+    assert status.status == "completed"
+
+
+def test_an_extended_study_is_seen_by_the_machine_that_started_it(uri: str, tmp_path: Path) -> None:
+    started(plan_in(tmp_path / "a", uri))
+    more = locate.joined(plan_in(tmp_path / "b", uri, ("0.2",)), extend=True, real=True)
+    assert more.values == ("0", "0.1", "0.2")
+    assert more.output == tmp_path / "b"
+    started(more)
+    again = locate.resumed(str(plan_in(tmp_path / "a", uri).folder), real=True)
+    assert again == replace(more, output=tmp_path / "a")
+    with pytest.raises(PlanError, match="holds this study with other settings"):
+        locate.joined(plan_in(tmp_path / "c", uri, **{"actor.lr": 1e-3}), extend=False, real=True)
+    assert not (tmp_path / "c").exists()
+
+
+def test_another_storage_is_refused(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_in(tmp_path / "a", uri)
+    started(plan)
+    with pytest.raises(PlanError, match="keeps its runs in"):
+        locate.joined(replace(plan, storage="file:///somewhere"), extend=False, real=True)
+    assert locate.joined(replace(plan, storage=None), extend=False, real=True) == plan  # as it was started
+    plain = plan_in(tmp_path / "plain", None)
+    outputs.write_study(plain)
+    with pytest.raises(PlanError, match="was started without --storage"):
+        locate.joined(replace(plain, storage=uri), extend=False, real=True)
+    monkeypatch.chdir(tmp_path / "plain")
+    with pytest.raises(PlanError, match="was started without --storage"):
+        locate.resumed(plan.stored or "", real=True)
+
+
+def test_what_a_storage_does_not_take_is_said(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path / "a", (tmp_path / "s").as_uri())
+    started(plan)
+    shutil.rmtree(tmp_path / "s")
+    (tmp_path / "s").write_text("no folder any more")
+    stored(plan).pull()  # rows that cannot be had now are had later
+    problem = stored(plan).push()
+    assert problem.startswith(f"Statuses, tables and report could not be copied to {plan.stored}: ")
+    assert problem.endswith(f"copy them with `python -m tune_study report {plan.folder}`.")
+    with pytest.raises(PlanError, match="cannot be used"), stored(plan).kept_up():
+        pass
+
+
+def test_a_request_to_stop_is_handed_on_and_forgotten_by_the_next_start(uri: str, tmp_path: Path) -> None:
+    plan = plan_in(tmp_path / "a", uri)
+    plan.folder.mkdir(parents=True)
+    place = open_place(plan.stored or "")
+    study = stored(plan)
+    with study.kept_up():
+        study._interrupt.request()
+        while INTERRUPT not in listing(place):
+            pass
+    with stored(plan).kept_up():
+        assert INTERRUPT not in listing(place)
+
+
+def test_while_a_study_runs_rows_come_and_statuses_go_by_themselves(
+    uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "REFRESH_S", 0.01)
+    plan = plan_in(tmp_path / "a", uri)
+    run_id = plan.runs[0].run_id
+    place = open_place(plan.stored or "")
+    with stored(plan).kept_up():
+        first = get_bytes(place.at(LOCK))
+        outputs.write_study(plan)
+        run_somewhere(plan, tmp_path / "node", 2)
+        while len(read_rows(plan.run_dir(run_id) / METRICS)) < 2 or "study.json" not in listing(place):
+            pass
+        assert get_bytes(place.at(LOCK)) == first
+    assert LOCK not in listing(place)
+
+
+def test_states_need_room_on_the_node(tmp_path: Path) -> None:
+    check_scratch(tmp_path.as_uri(), 2, 1)
+    check_scratch(tmp_path.as_uri(), 2, None)
+    with pytest.raises(
+        PlanError, match=r"free for the states of up to 2 runs .* which take 2\.0 EB: set TUNE_STUDY_SCRATCH"
+    ):
+        check_scratch(tmp_path.as_uri(), 2, 10**18)
+
+
+def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> None:
+    for freq, states in (("-1", 3), ("1", 4)):
+        plan = plan_in(tmp_path, None, ("0",), **{"trainer.save_freq": freq})
+        room = disk.budget(plan, preflight(plan, None, (), 2, None, real=True), {})
+        assert room.checkpoint is not None
+        assert disk.scratch_bytes(room) == states * room.checkpoint
+        assert disk.scratch_bytes(room._replace(checkpoint=None)) is None
+
+
+# Through Ray, with its runs on this machine and their storage a folder.
+
+
+def run_study(plan: StudyPlan) -> tuple[int, str]:
+    console = Console(record=True, width=200, force_terminal=False)
+    return execute(plan, preflight(plan, None, (), 2, None, real=True), "off", console), console.export_text()
+
+
+@pytest.mark.usefixtures("ray_session")
+def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uri = (tmp_path / "shared").as_uri()
+    plan = plan_in(
+        tmp_path / "a", uri, (COLLAPSES, CRASHES_ONCE, "0.2"), **{"trainer.total_training_steps": 22}
+    )  # fmt: skip
+    run = open_place(plan.stored or "").at(f"runs/{plan.runs[0].run_id}")
+    put_bytes(run.at("interrupt.pid"), str(os.getpid()).encode())  # at step 4 the run sends us what Ctrl-C sends
+    code, text = run_study(plan)
+    assert code == 130
+    assert f"From another machine: python -m tune_study resume {shlex.quote(plan.stored or '')}" in text
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    again = locate.resumed(plan.stored or "", real=True)
+    code, text = run_study(again)
+    assert code == 0, text
+    for spec in again.runs:
+        status = read_status(again.run_dir(spec.run_id))
+        assert status is not None
+        assert status.status == ("early_stopped" if spec.arm == COLLAPSES else "completed")
+        config = run_config(again, spec, is_finished=False)
+        wanted = [
+            as_json(fake_row(config, spec.config, step)) for step in range(1, 21 if spec.arm == COLLAPSES else 23)
+        ]
+        assert read_rows(again.run_dir(spec.run_id) / METRICS) == wanted
+    place = open_place(plan.stored or "")
+    assert get_bytes(place.at("report.html")) == (again.folder / "report.html").read_bytes()
+    assert LOCK not in listing(place)
+
+
+# The command line.
+
+
+def type_in(line: str) -> Any:
+    return CliRunner().invoke(app, shlex.split(line), prog_name="python -m tune_study")
+
+
+def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_in(tmp_path / "a", uri)
+    started(plan)
+    run_somewhere(plan, tmp_path / "node", 2)
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    shown = type_in(f"status {shlex.quote(plan.stored or '')}")
+    assert shown.exit_code == 0, shown.stderr
+    assert "kl (laptop): not running" in shown.stdout
+    assert "2/3" in shown.stdout
+    assert "the process that ran the study is gone" in shown.stdout
+    assert list((tmp_path / "b").iterdir()) == []
+    with stored(plan).kept_up():
+        assert "kl (laptop): running" in type_in(f"status {shlex.quote(plan.stored or '')}").stdout
+    reported = type_in(f"report {shlex.quote(plan.stored or '')}")
+    assert reported.exit_code == 0, reported.stderr
+    report = tmp_path / "b" / "results" / plan.run / "report.html"
+    assert get_bytes(open_place(plan.stored or "").at("report.html")) == report.read_bytes()
+
+
+SMALL = "run kl --preset laptop --steps 1 --kl-values 0"
+REFUSED: list[tuple[Callable[[str], str], str]] = [
+    (lambda query: f"{SMALL} --storage s3://no-such-shelf/x?{query}", "cannot be used: "),
+    (lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query}", "carries a user name with a password"),
+    (lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query} --dry-run", "carries a user name with a password"),
+    (lambda query: f"{SMALL} --storage nope://shelf/x", "is no storage that can be used"),
+    (lambda query: f"{SMALL} --storage s3://shelf/x?scheme=http&endpoint_override=127.0.0.1:1", "cannot be "),
+    (lambda query: f"resume s3://shelf/nothing?{query}", "holds no study: type <storage>/<run>"),
+    (lambda query: f"status s3://shelf/nothing?{query}", "holds no study: type <storage>/<run>"),
+    (lambda query: f"report s3://shelf/nothing/x?{query}", "holds no study"),
+    (lambda query: f"status s3://shelf?{query}", "names no study"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_a_storage_that_cannot_be_used_is_refused_and_nothing_is_written(
+    line: Callable[[str], str], message: str, s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    answer = type_in(shlex.join(line(s3).split()))
+    assert answer.exit_code == 2, answer.stdout
+    assert message in answer.stderr
+    assert "word@" not in answer.stderr
+    assert answer.stderr.count("\n") == 1
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_dry_run_says_where_the_rows_would_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shown = type_in(f"{SMALL} --storage shared --dry-run")
+    assert shown.exit_code == 0, shown.stderr
+    assert f"storage: {tmp_path.as_uri()}/shared/kl_sweep_sokoban-tiny, up to " in shown.stdout.replace("\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path, "file:///x")
+    outputs.write_study(plan)
+    assert (read_json(plan.folder / "study.json") or {})["storage"] == "file:///x"
+    assert plan.stored == below("file:///x", plan.run)
+    assert locate.resumed(str(plan.folder), real=False) == plan
+    assert LAST not in os.listdir(plan.folder)

@@ -1,0 +1,183 @@
+import json
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.fakes.scripted import shape as torch_shape
+from trainable.config.seeds import stream
+from trainable.models.load import load_policy, make_critic
+from trainable.models.qwen2 import Qwen2, ValueModel
+from trainable.models.qwen2_shape import Qwen2Shape
+from tune_study.placement.model_size import (
+    Shape,
+    critic_parameters,
+    critic_tensors,
+    head_parameters,
+    head_tensors,
+    policy_parameters,
+    policy_tensors,
+    shape_of,
+)
+
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+# Sizes, vocabulary and tying of the hub's Qwen2.5 models, and the parameters that their cards count.
+PUBLISHED = [
+    ((896, 4864, 24, 14, 2), 151_936, True, 494_032_768),
+    ((1536, 8960, 28, 12, 2), 151_936, True, 1_543_714_304),
+    ((2048, 11008, 36, 16, 2), 151_936, True, 3_085_938_688),
+    ((3584, 18944, 28, 28, 4), 152_064, False, 7_615_616_512),
+    ((5120, 13824, 48, 40, 8), 152_064, False, 14_770_033_664),
+    ((5120, 27648, 64, 40, 8), 152_064, False, 32_763_876_352),
+    ((8192, 29568, 80, 64, 8), 152_064, False, 72_706_203_648),
+]
+
+
+def write_config(folder: Path, **changes: object) -> Path:
+    """A config.json as the hub has it, in `folder`; a change to None leaves the field out."""
+    config = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", **asdict(torch_shape()), **changes}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
+    return folder
+
+
+def numels(module: torch.nn.Module) -> list[int]:
+    return [parameter.numel() for parameter in module.parameters()]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Qwen2Shape:
+    kv_heads, groups, head_dim = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 5)) * 2
+    return torch_shape(
+        vocab_size=draw(st.integers(1, 60)),
+        hidden_size=kv_heads * groups * head_dim,
+        intermediate_size=draw(st.integers(1, 40)),
+        num_hidden_layers=draw(st.integers(1, 4)),
+        num_attention_heads=kv_heads * groups,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes())
+def test_counts_are_those_of_the_modules(wanted: Qwen2Shape) -> None:
+    with TemporaryDirectory() as folder:
+        found = shape_of(str(write_config(Path(folder), **asdict(wanted))), {})
+    assert found is not None
+    policy, critic = Qwen2(wanted), ValueModel(wanted)
+    assert (found.head_dim, found.tie_word_embeddings) == (wanted.head_dim, wanted.tie_word_embeddings)
+    assert policy_tensors(found) == numels(policy)
+    assert critic_tensors(found) == numels(critic)
+    assert head_tensors(found) == numels(critic.score)
+    assert policy_parameters(found) == sum(numels(policy))
+    assert critic_parameters(found) == sum(numels(critic))
+    assert head_parameters(found) == sum(numels(critic.score))
+
+
+@pytest.mark.parametrize(("sizes", "vocabulary", "tied", "parameters"), PUBLISHED)
+def test_the_hubs_models_have_their_published_parameters(
+    sizes: tuple[int, ...], vocabulary: int, tied: bool, parameters: int
+) -> None:
+    shape = Shape(**dict(zip(SIZES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied)
+    assert policy_parameters(shape) == parameters
+
+
+# Parameters, and those without embeddings, in 1e9, as the models' cards on the hub say (rounded or cut).
+CARDS = {"0.5": (0.49, 0.36), "1.5": (1.54, 1.31), "3": (3.09, 2.77), "7": (7.61, 6.53), "14": (14.7, 13.1),
+         "32": (32.5, 31.0), "72": (72.7, 70.0)}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", CARDS)
+def test_a_model_that_is_not_here_has_its_published_shape(size: str) -> None:
+    nowhere = {"HF_HUB_CACHE": "/nowhere"}
+    shape = shape_of(f"Qwen/Qwen2.5-{size}B", nowhere)
+    assert shape is not None
+    total, inside = CARDS[size]
+    embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
+    assert policy_parameters(shape) / 1e9 == pytest.approx(total, rel=0.01)
+    assert (policy_parameters(shape) - embeddings) / 1e9 == pytest.approx(inside, rel=0.01)
+    assert shape_of(f"Qwen/Qwen2.5-{size}B-Instruct", nowhere) == shape
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-Math-7B", "Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"])
+def test_variants_have_the_sizes_of_their_base(path: str) -> None:
+    assert shape_of(path, {"HF_HUB_CACHE": "/nowhere"}) == shape_of("Qwen/Qwen2.5-7B", {"HF_HUB_CACHE": "/nowhere"})
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["Qwen/Qwen2.5-4B", "Qwen/Qwen2.5-Math-3B", "Qwen/Qwen2.5-7B-Instruct-AWQ", "Qwen/Qwen2.5-7B ", "Qwen2.5-7B"],
+)
+def test_what_was_not_released_has_no_shape(path: str) -> None:
+    assert shape_of(path, {"HF_HUB_CACHE": "/nowhere"}) is None
+
+
+def test_a_config_that_is_here_comes_before_the_published_sizes(tmp_path: Path) -> None:
+    write_config(tmp_path / "models--Qwen--Qwen2.5-3B" / "snapshots" / "aaa", vocab_size=5)
+    shape = shape_of("Qwen/Qwen2.5-3B", {"HF_HUB_CACHE": str(tmp_path)})
+    assert shape is not None
+    assert shape.vocab_size == 5
+
+
+def test_the_shipped_model() -> None:
+    shape = shape_of("sokoban-tiny", {})
+    assert shape is not None
+    policy = load_policy("sokoban-tiny", torch.device("cpu"))
+    assert policy_tensors(shape) == numels(policy.model)
+    assert critic_tensors(shape) == numels(make_critic(policy, stream(0, "critic"), torch.device("cpu")))
+
+
+def test_a_hub_id_is_found_in_the_hub_cache(tmp_path: Path) -> None:
+    environ = {"HF_HUB_CACHE": str(tmp_path)}
+    assert shape_of("some/model", environ) is None
+    for snapshot, vocabulary in (("aaa", 5), ("bbb", 7)):
+        write_config(tmp_path / "models--some--model" / "snapshots" / snapshot, vocab_size=vocabulary)
+    found = shape_of("some/model", environ)
+    assert found is not None
+    assert found.vocab_size == 7
+    assert shape_of("some/model", {"HF_HUB_CACHE": str(tmp_path / "other")}) is None
+
+
+@pytest.mark.parametrize("path", ["", "nothing", "no/such/model", "*", "some/m*", "~nobody-of-this-name/x", "a" * 400])
+def test_what_is_not_here_has_no_shape(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_config(tmp_path / "models--some--model" / "snapshots" / "aaa")
+    monkeypatch.chdir(tmp_path)
+    assert shape_of(path, {"HF_HUB_CACHE": str(tmp_path)}) is None
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["LlamaForCausalLM"]},
+        {"architectures": None},
+        {"vocab_size": None},
+        {"hidden_size": "16"},
+        {"hidden_size": 16.5},
+        {"num_hidden_layers": 0},
+        {"intermediate_size": -1},
+        {"num_key_value_heads": []},
+        {"tie_word_embeddings": "yes"},
+    ],
+)
+def test_another_config_has_no_shape(changes: dict[str, object], tmp_path: Path) -> None:
+    assert shape_of(str(write_config(tmp_path)), {}) is not None
+    assert shape_of(str(write_config(tmp_path, **changes)), {}) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '"Qwen2ForCausalLM"', "\udcff"])
+def test_a_config_that_is_no_object_has_no_shape(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
+    assert shape_of(str(tmp_path), {}) is None
+
+
+def test_a_head_that_is_not_named_as_tied_is_one_of_its_own(tmp_path: Path) -> None:
+    shape = shape_of(str(write_config(tmp_path, tie_word_embeddings=None)), {})
+    assert shape is not None
+    assert policy_tensors(shape)[-1] == shape.vocab_size * shape.hidden_size

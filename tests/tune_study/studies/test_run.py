@@ -1,0 +1,473 @@
+"""Studies through a real Ray Tune, with a small real Trainable that keeps the contract of a run."""
+
+import gc
+import json
+import math
+import os
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+import psutil
+import pytest
+import ray
+from rich.console import Console
+
+from search_spaces import STUDIES
+from search_spaces.declaration.study import Study
+from tests.fakes.trainable import (
+    COLLAPSES,
+    CRASHES_ONCE,
+    DIES,
+    DIVERGES,
+    FAILS_IN_SETUP,
+    HANGS,
+    HAS_A_CHILD,
+    IS_TOO_LARGE,
+    IS_WRONG,
+    RAISES,
+    Meeting,
+    as_json,
+    fake_row,
+)
+from trainable.runs.records import STEP_COLUMNS, STOP_COLUMNS
+from trainable.runs.run_files import METRICS, read_rows
+from tune_study.folder.outputs import RunStatus, read_status
+from tune_study.folder.study_file import join, plan_from_folder
+from tune_study.host.interrupt import Interrupt
+from tune_study.placement.resources import Allotment, preflight
+from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.tune.callbacks import Recorder
+from tune_study.tune.carried import run_config
+from tune_study.tune.local_ray import RayHere
+from tune_study.tune.progress import Progress
+from tune_study.tune.run import Session, Suite, execute, make_tuner
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+STEPS = 22
+ARMS = ("0", COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE)
+FAILED = (RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE)
+
+
+def fake_study(trainable: str = "tests.fakes.trainable:FakeTrainable") -> Study:
+    return replace(STUDIES["kl"], trainable=trainable)
+
+
+def plan_in(folder: Path, values: Sequence[str], seeds: int = 1, **overrides: object) -> StudyPlan:
+    dotted: dict[str, object] = {"trainer.total_training_steps": STEPS}
+    dotted |= {key.replace("__", "."): value for key, value in overrides.items()}
+    return make_plan(fake_study(), "laptop", "a test", dotted, values, seeds, folder)
+
+
+def allotted(plan: StudyPlan) -> Allotment:
+    return preflight(plan, None, (), 2, None, real=True)
+
+
+class Outcome(NamedTuple):
+    """What a study left: its exit code, what it printed, and the status of every arm's first seed."""
+
+    plan: StudyPlan
+    code: int
+    text: str
+    arms: dict[str, RunStatus]
+
+
+def run_study(plan: StudyPlan, wandb: str = "off") -> Outcome:
+    console = Console(record=True, width=200, force_terminal=False)
+    code = execute(plan, allotted(plan), wandb, console)
+    gc.collect()  # what Ray left open is named in conftest and belongs to this test, not to whichever is next
+    found = {run.arm: read_status(plan.run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
+    return Outcome(plan, code, console.export_text(), {arm: s for arm, s in found.items() if s is not None})
+
+
+def run_id(plan: StudyPlan, arm: str) -> str:
+    return next(run.run_id for run in plan.runs if run.arm == arm)
+
+
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    return read_rows(run_dir / METRICS)
+
+
+def written_steps(plan: StudyPlan, arm: str) -> list[int]:
+    """The steps of an arm's rows as they were written, repeated ones included."""
+    text = (plan.run_dir(run_id(plan, arm)) / METRICS).read_text()
+    return [json.loads(line)["step"] for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def outcome(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A study with a run of every fate: completed, stopped by a rule, crashed and recovered, failed in many ways."""
+    plan = plan_in(tmp_path_factory.mktemp("study"), ARMS)
+    return run_study(plan, wandb="offline")
+
+
+def test_every_run_has_one_status_with_its_reason(outcome: Outcome) -> None:
+    assert {arm: status.status for arm, status in outcome.arms.items()} == {
+        "0": "completed",
+        COLLAPSES: "early_stopped",
+        CRASHES_ONCE: "completed",
+        **dict.fromkeys(FAILED, "failed"),
+    }
+    assert outcome.arms["0"].reason == f"trained {STEPS} of {STEPS} steps"
+    assert outcome.code == 1
+    assert f"Go on with: python -m tune_study resume {outcome.plan.folder}" in outcome.text
+
+
+def test_a_failure_has_its_class_and_its_words(outcome: Outcome) -> None:
+    three = " (3 times in a row without a step between)"
+    died = "ActorDiedError: The actor died unexpectedly before finishing this task."
+    found = {arm: (outcome.arms[arm].failure_class, outcome.arms[arm].reason) for arm in FAILED}
+    assert found == {
+        RAISES: ("error", "RuntimeError: the fake was told to raise" + three),
+        FAILS_IN_SETUP: ("configuration", "ValueError: the fake was told not to start"),
+        IS_WRONG: ("error", "KeyError: 'the fake was told to look for what is not there'"),
+        DIVERGES: (
+            "non-finite",
+            "NonFiniteError: steps 1 to 3 skipped updates whose numbers were not finite: pg_loss",
+        ),
+        DIES: ("process died", died + three),
+        IS_TOO_LARGE: (
+            "out of memory",
+            "RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 byte too many",
+        ),
+    }
+    trials = pd.read_parquet(outcome.plan.folder / "trials.parquet").set_index("arm")
+    assert trials["failure_class"].to_dict() == {arm: outcome.arms[arm].failure_class for arm in ARMS}
+
+
+def test_only_what_may_pass_is_tried_again(outcome: Outcome) -> None:
+    logs = {run.arm: (outcome.plan.output / run.log).read_text() for run in outcome.plan.runs}
+    starts = {arm: logs[arm].count(" started ") for arm in ARMS}
+    assert starts == {**dict.fromkeys(ARMS, 1), CRASHES_ONCE: 2, RAISES: 3, DIES: 3}
+    assert (outcome.plan.run_dir(run_id(outcome.plan, DIES)) / "deaths").read_text() == "xxx"
+
+
+def test_ray_calls_every_failed_run_an_error(outcome: Outcome) -> None:
+    from ray.tune import ExperimentAnalysis
+
+    ended = {trial.config["arm"]: trial.status for trial in ExperimentAnalysis(str(outcome.plan.folder)).trials}
+    assert ended == {arm: "ERROR" if arm in FAILED else "TERMINATED" for arm in ARMS}
+
+
+def test_ray_records_a_failed_run_as_an_error_whenever_it_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.tune import ExperimentAnalysis
+
+    monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0")  # at every turn, also between the failure and the giving up
+    ended = run_study(plan_in(tmp_path, (IS_WRONG,)))
+    assert [trial.status for trial in ExperimentAnalysis(str(ended.plan.folder)).trials] == ["ERROR"]
+
+
+def test_the_rule_that_stopped_a_run_is_in_its_status(outcome: Outcome) -> None:
+    status = outcome.arms[COLLAPSES]
+    assert (status.stop_rule, status.stop_step) == ("reward_variance_collapse", 20)
+    assert status.stop_value == 0.01
+    assert status.stop_threshold == pytest.approx(0.2)
+    assert status.reason == "reward_variance_collapse at step 20: 0.01 is below the threshold 0.2"
+
+
+def test_a_crashed_run_goes_on_from_its_own_state(outcome: Outcome) -> None:
+    assert written_steps(outcome.plan, CRASHES_ONCE) == list(range(1, STEPS + 1))
+
+
+def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
+    frame = ray_frame(outcome.plan.folder)
+    trained = [run for run in outcome.plan.runs if run.arm not in (FAILS_IN_SETUP, IS_TOO_LARGE)]
+    assert set(frame["run_id"].dropna()) == {run.run_id for run in trained}
+    for run in trained:
+        last = rows_of(outcome.plan.run_dir(run.run_id))[-1]
+        shown = frame.set_index("run_id").loc[run.run_id]
+        for column in ("step", *(c.name for c in STEP_COLUMNS)):
+            value = last.get(column)
+            assert same(shown[column], value), column
+    stopped = frame.set_index("run_id").loc[run_id(outcome.plan, COLLAPSES)]
+    assert (stopped["stop_rule"], stopped["stop_step"]) == ("reward_variance_collapse", 20)
+    trials = pd.read_parquet(outcome.plan.folder / "trials.parquet").set_index("run_id")
+    trials, frame = trials[trials["steps_done"] > 0], frame.dropna(subset="run_id")
+    assert trials["trial_id"].to_dict() == frame.set_index("run_id")["trial_id"].to_dict()
+    assert trials["steps_done"].to_dict() == frame.set_index("run_id")["step"].to_dict()
+
+
+def ray_frame(folder: Path) -> pd.DataFrame:
+    from ray.tune import ExperimentAnalysis, ResultGrid
+
+    return ResultGrid(ExperimentAnalysis(str(folder))).get_dataframe()
+
+
+def same(left: Any, right: Any) -> bool:
+    if right is None:
+        return left is None or bool(pd.isna(left))
+    return bool(left == right)
+
+
+def test_tunes_csv_has_every_column_although_the_first_row_lacks_their_values(outcome: Outcome) -> None:
+    frame = pd.read_csv(outcome.plan.folder / run_id(outcome.plan, COLLAPSES) / "progress.csv")
+    assert {c.name for c in (*STEP_COLUMNS, *STOP_COLUMNS)} <= set(frame.columns)
+    assert frame["stop_rule"].tolist()[-1] == "reward_variance_collapse"
+    assert frame["val_success"].notna().sum() == 4
+
+
+def test_tensorboard_files_are_there(outcome: Outcome) -> None:
+    for run in outcome.plan.runs:
+        assert list((outcome.plan.folder / run.run_id).glob("events.out.tfevents.*"))
+
+
+def test_logs_hold_a_line_a_step_and_why_a_run_failed(outcome: Outcome) -> None:
+    logs = {run.arm: (outcome.plan.output / run.log).read_text() for run in outcome.plan.runs}
+    assert logs["0"].count(f"/{STEPS} ") == STEPS
+    assert f"step 5/{STEPS} train_success=0.833 reward_std=2.0000 groups_kept=8 val_success=0.833" in logs["0"]
+    assert "early_stop=reward_variance_collapse at step 20" in logs[COLLAPSES]
+    assert 'raise RuntimeError("the fake was told to raise")' in logs[RAISES]
+    assert "=== process died, trying again: ActorDiedError: The actor died unexpectedly" in logs[CRASHES_ONCE]
+    assert "=== failed (non-finite) " in logs[DIVERGES]
+    assert "\x1b" not in logs[RAISES]
+
+
+def test_the_summary_has_the_published_form(outcome: Outcome) -> None:
+    lines = outcome.plan.summary_log.read_text().splitlines()
+    assert lines[0].startswith("=== KL Sweep Runner (sokoban-tiny): ")
+    assert lines[1] == f"Values: {','.join(ARMS)} | Steps: {STEPS} | GPUs per exp: 0xGPU"
+    block = lines[lines.index("=== KL Sweep Summary ===") :]
+    assert block[1] == f"Project: ragen_release_kl_sweep | Steps: {STEPS} | GPU per exp: 0xGPU"
+    assert block[2].startswith(
+        "kl=0 | filter=nofilter | include_zero=True | train_time=8.80s | eval_time=2.20s | total_time=11.00s | wall_"
+    )
+    assert block[2].endswith("s | gpu=0xGPU | status=success | seed=0 | early_stop=none")
+    assert block[3].endswith("status=success | seed=0 | early_stop=reward_variance_collapse@20")
+    assert block[5].endswith("status=fail | seed=0 | early_stop=none")
+    assert block[6].startswith("  error: RuntimeError: the fake was told to raise (3 times")
+    assert block[-1].startswith("Total: ")
+
+
+def test_the_study_file_says_what_was_run(outcome: Outcome) -> None:
+    study = json.loads((outcome.plan.folder / "study.json").read_text())
+    assert study["axis"] == {
+        "setting": "actor.kl_loss_coef",
+        "option": "--kl-values",
+        "values": list(ARMS),
+    }
+    assert (study["baseline"], study["seeds"], study["model"]) == ("0", [0], "sokoban-tiny")
+    assert study["settings"]["trainer"]["total_training_steps"] == STEPS
+    assert {"ray", "torch", "python"} <= study["versions"].keys()
+    run = json.loads((outcome.plan.run_dir(study["runs"][1]["run_id"]) / "run.json").read_text())
+    assert run["config"]["actor"]["kl_loss_coef"] == 0.3
+    assert study["runs"][1] == {key: value for key, value in run.items() if key != "config"}
+
+
+def test_the_report_is_named(outcome: Outcome) -> None:
+    assert f"Report: {outcome.plan.folder / 'report.html'}" in outcome.text
+    assert (outcome.plan.folder / "report.html").stat().st_size > 0
+
+
+def test_wandb_offline_keeps_a_run_for_each_run(outcome: Outcome) -> None:
+    written = list((outcome.plan.output / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert len(written) == len(outcome.plan.runs)
+    for run in outcome.plan.runs:
+        name = f"{run.run_id}-{run.config.config_hash()}"
+        assert any(path.name == f"run-{name}.wandb" and path.stat().st_size > 0 for path in written)
+
+
+def test_nothing_is_counted_as_running_afterwards(outcome: Outcome) -> None:
+    assert all(status.ended_at is not None for status in outcome.arms.values())
+
+
+def test_a_child_that_outlives_its_trial_is_ended_and_the_run_goes_on(tmp_path: Path) -> None:
+    ended = run_study(plan_in(tmp_path, (HAS_A_CHILD,)))
+    assert ended.arms[HAS_A_CHILD].status == "completed"
+    pid = int((ended.plan.run_dir(run_id(ended.plan, HAS_A_CHILD)) / "child").read_text())
+    assert not psutil.pid_exists(pid)
+    log = (ended.plan.output / ended.plan.runs[0].log).read_text()
+    assert f"=== ended what it had started: {pid} (python" in log
+
+
+def test_a_trial_that_hangs_at_its_end_does_not_hold_the_study(tmp_path: Path) -> None:
+    ended = run_study(plan_in(tmp_path, (HANGS,), trainer__total_training_steps=2))
+    assert (ended.code, ended.arms[HANGS].status) == (0, "completed")
+
+
+# Going on.
+
+
+@pytest.fixture(scope="module")
+def extended(outcome: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """That study moved elsewhere, what failed there mended, and another value added."""
+    folder = tmp_path_factory.mktemp("moved") / "study"
+    shutil.copytree(outcome.plan.output, folder, symlinks=True)
+    plan = join(plan_in(folder, ("0", "0.1")), extend=True)
+    for arm in FAILED:
+        (plan.run_dir(run_id(plan, arm)) / "mended").touch()
+    return run_study(plan)
+
+
+def test_an_extended_study_has_the_old_runs_and_the_new(extended: Outcome) -> None:
+    assert [run.arm for run in extended.plan.runs] == [*ARMS, "0.1"]
+    assert extended.code == 0
+    assert {arm: status.status for arm, status in extended.arms.items()} == {
+        "0": "completed",
+        COLLAPSES: "early_stopped",
+        CRASHES_ONCE: "completed",
+        **dict.fromkeys(FAILED, "completed"),
+        "0.1": "completed",
+    }
+    assert not any(status.failure_class for status in extended.arms.values())
+
+
+def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: Outcome) -> None:
+    assert f"{run_id(extended.plan, COLLAPSES)} is early_stopped and is not run again" in extended.text
+    assert "7 of 10 runs to go" in extended.text
+    for arm in ("0", COLLAPSES, CRASHES_ONCE):
+        name = run_id(extended.plan, arm)
+        assert rows_of(extended.plan.run_dir(name)) == rows_of(outcome.plan.run_dir(name))
+        assert written_steps(extended.plan, arm) == written_steps(outcome.plan, arm)
+        assert replace(extended.arms[arm], trial_id="") == replace(outcome.arms[arm], trial_id="")
+    log = (extended.plan.output / extended.plan.runs[0].log).read_text()
+    assert log.count(f"step {STEPS}/{STEPS}") == 1
+
+
+def test_a_failed_run_goes_on_from_its_state(extended: Outcome) -> None:
+    for arm in FAILED:
+        assert written_steps(extended.plan, arm) == list(range(1, STEPS + 1))
+
+
+def test_tunes_own_views_list_every_run_of_an_extended_study(extended: Outcome) -> None:
+    frame = ray_frame(extended.plan.folder).set_index("run_id")
+    assert set(frame.index) == {run.run_id for run in extended.plan.runs}
+    assert frame.loc[run_id(extended.plan, COLLAPSES), "stop_rule"] == "reward_variance_collapse"
+    assert {run_id: status.trial_id for run_id, status in by_run(extended).items()} == frame["trial_id"].to_dict()
+    for run in extended.plan.runs:
+        history = pd.read_csv(extended.plan.folder / run.run_id / "progress.csv").drop_duplicates("step")
+        assert history["step"].tolist() == [row["step"] for row in rows_of(extended.plan.run_dir(run.run_id))]
+
+
+def by_run(outcome: Outcome) -> dict[str, RunStatus]:
+    return {status.run_id: status for status in outcome.arms.values()}
+
+
+@pytest.fixture(scope="module")
+def cut(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A study that was interrupted by Ctrl-C while its first run, which is to collapse, was at step 4."""
+    plan = plan_in(tmp_path_factory.mktemp("cut"), (COLLAPSES, "0", "0.2"), trainer__total_training_steps=100)
+    folder = plan.run_dir(run_id(plan, COLLAPSES))
+    folder.mkdir(parents=True)
+    (folder / "interrupt.pid").write_text(str(os.getpid()))
+    return run_study(plan)
+
+
+@pytest.fixture(scope="module")
+def resumed(cut: Outcome) -> Outcome:
+    return run_study(plan_from_folder(cut.plan.folder, study=fake_study()))
+
+
+def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(cut: Outcome) -> None:
+    assert cut.code == 130
+    assert cut.arms[COLLAPSES].status == "interrupted"
+    assert cut.arms["0.2"] == RunStatus(
+        cut.arms["0.2"].run_id, "never_ran", "the study was interrupted before it started"
+    )
+    assert f"Go on with: python -m tune_study resume {cut.plan.folder}" in cut.text
+    assert cut.arms[COLLAPSES].reason.startswith("interrupted after step ")
+    assert len(pd.read_parquet(cut.plan.folder / "trials.parquet")) == 3
+
+
+def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(cut: Outcome, resumed: Outcome) -> None:
+    assert {arm: status.status for arm, status in resumed.arms.items()} == {
+        COLLAPSES: "early_stopped",
+        "0": "completed",
+        "0.2": "completed",
+    }
+    for run in resumed.plan.runs:
+        steps = 20 if run.arm == COLLAPSES else 100
+        config = run_config(resumed.plan, run, is_finished=False)
+        straight = [as_json(fake_row(config, run.config, step)) for step in range(1, steps + 1)]
+        assert rows_of(resumed.plan.run_dir(run.run_id)) == straight
+
+
+def test_a_stop_rule_counts_nothing_twice_after_an_interruption(resumed: Outcome) -> None:
+    assert resumed.arms[COLLAPSES].stop_step == 20
+
+
+def test_a_run_keeps_the_time_of_its_first_start(cut: Outcome, resumed: Outcome) -> None:
+    assert cut.arms[COLLAPSES].started_at is not None
+    assert resumed.arms[COLLAPSES].started_at == cut.arms[COLLAPSES].started_at
+
+
+# Placement on declared GPUs.
+
+
+def gpu_plan(folder: Path, share: float, values: Sequence[str]) -> StudyPlan:
+    plan = plan_in(folder, values, trainer__n_gpus_per_node=share, trainer__device="auto")
+    return replace(plan, study=fake_study("tests.fakes.trainable:PlacedTrainable"))
+
+
+def placed(plan: StudyPlan, at_once: int) -> list[dict[str, Any]]:
+    """Where and when each run was, by its own account."""
+    allotment = Allotment((), 4, ("0", "1"), (), len(plan.runs), "0xGPU")
+    progress = Progress(plan, 4, Console(quiet=True))
+    for run in plan.runs:
+        plan.run_dir(run.run_id).mkdir(parents=True)
+    meeting = Meeting.options(name="meeting").remote(at_once)
+    console = Console(quiet=True)
+    suite = Suite(RayHere([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
+    session = Session(plan, allotment, "off", console, suite, {}, progress)
+    grid = make_tuner(session, Recorder(plan, allotment, progress), []).fit()
+    ray.kill(meeting)
+    assert not grid.errors
+    return [json.loads((plan.run_dir(run.run_id) / "place.json").read_text()) for run in plan.runs]
+
+
+def test_two_halves_share_each_gpu(tmp_path: Path) -> None:
+    places = placed(gpu_plan(tmp_path, 0.5, ("0", "0.1", "0.2", "0.3")), at_once=4)
+    assert Counter(place["visible"] for place in places) == {"0": 2, "1": 2}
+
+
+def test_a_run_on_two_whole_gpus_is_one_group_on_one_node(tmp_path: Path) -> None:
+    places = placed(gpu_plan(tmp_path, 2, ("0", "0.1")), at_once=1)
+    assert [place["bundles"] for place in places] == [2, 2]
+    assert [place["strategy"] for place in places] == ["STRICT_PACK", "STRICT_PACK"]
+    assert [sorted((place["visible"], place["other"])) for place in places] == [["0", "1"], ["0", "1"]]
+
+
+# Refusals.
+
+
+def test_a_folder_with_other_settings_is_refused_with_the_difference(outcome: Outcome) -> None:
+    other = plan_in(outcome.plan.output, ARMS, actor__lr=1e-3)
+    with pytest.raises(PlanError, match=r"other settings:\n  actor\.lr: 0\.0003 -> 0\.001\n"):
+        join(other, extend=True)
+
+
+def test_new_values_or_seeds_need_extend(outcome: Outcome) -> None:
+    with pytest.raises(
+        PlanError, match=r"--kl-values: 0,0\.3,0\.4,0\.5,0\.6,0\.7,0\.8,0\.9,0\.91 -> 0,0\.75\n.*--extend"
+    ):
+        join(plan_in(outcome.plan.output, ("0", "0.75")), extend=False)
+    with pytest.raises(PlanError, match=r"--seeds: 1 -> 2\n"):
+        join(plan_in(outcome.plan.output, ARMS, seeds=2), extend=False)
+
+
+def test_a_value_typed_otherwise_is_the_same_arm(outcome: Outcome) -> None:
+    again = join(plan_in(outcome.plan.output, ("0.0", *ARMS[1:])), extend=False)
+    assert again.values == ARMS
+    more = join(plan_in(outcome.plan.output, ("0.30", "0.75")), extend=True)
+    assert more.values == (*ARMS, "0.75")
+
+
+def test_settings_that_change_no_row_may_change(outcome: Outcome) -> None:
+    same_runs = plan_in(outcome.plan.output, ARMS, trainer__save_freq=10)
+    assert join(same_runs, extend=False).base.trainer.save_freq == 10
+
+
+def test_a_resumed_plan_is_the_plan_that_was_run(outcome: Outcome) -> None:
+    assert plan_from_folder(outcome.plan.folder, study=fake_study()) == outcome.plan
+
+
+def test_numbers_that_are_not_finite_are_not_measured(outcome: Outcome) -> None:
+    rows = rows_of(outcome.plan.run_dir(run_id(outcome.plan, "0")))
+    assert all(row["kl_loss"] is None for row in rows)
+    assert not any(isinstance(value, float) and math.isnan(value) for row in rows for value in row.values())

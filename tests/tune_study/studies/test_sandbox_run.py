@@ -1,0 +1,171 @@
+"""Studies of the update-rule sandbox with real Ray and the real trainer: a trial carries all seeds of an arm."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from search_spaces import STUDIES
+from search_spaces.sandbox.family import sandbox_study
+from trainable.runs.run_files import METRICS, read_rows
+from tune_study.folder.outputs import RunStatus, read_status, write_status
+from tune_study.folder.study_file import join, plan_from_folder
+from tune_study.placement.resources import preflight
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune.run import execute
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+SMALL = {
+    "task": "token_reversal", "seq_len": 4, "d_model": 8, "batch_size": 16, "trainer.total_training_steps": 12,
+    "trainer.test_freq": 5, "trainer.resume_every": 5,
+}  # fmt: skip
+ARMS = {
+    "DG": {"method": "DG"},
+    # No sequence of 10 tokens is right by chance, so that no group is mixed.
+    "uniform": {"method": "GRPO", "binary_reward": True, "seq_len": 10, "group_size": 2, "fallback_patience": 3},
+    "wrong": {"task": "mnist", "mnist_folder": "no-such-folder"},
+}
+STUDY = sandbox_study("influence", "Does it run?", ARMS, "DG", fixed=SMALL)
+
+
+def run(plan: StudyPlan) -> tuple[int, str, dict[str, RunStatus]]:
+    console = Console(record=True, width=200, force_terminal=False)
+    code = execute(plan, preflight(plan, None, (), 2, None, real=True), "off", console)
+    found = {spec.run_id: read_status(plan.run_dir(spec.run_id)) for spec in plan.runs}
+    return code, console.export_text(), {run_id: status for run_id, status in found.items() if status is not None}
+
+
+def plan_in(folder: Path, seeds: int, arms: tuple[str, ...] = tuple(ARMS)) -> StudyPlan:
+    return make_plan(STUDY, "laptop", "a test", {}, arms, seeds, folder)
+
+
+def without_times(folder: Path) -> list[dict[str, object]]:
+    return [
+        {name: value for name, value in row.items() if not name.startswith("seconds")}
+        for row in read_rows(folder / METRICS, 0)
+    ]
+
+
+@pytest.fixture(scope="module")
+def folder(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with mock.patch.dict(STUDIES, influence=STUDY):  # where a study is found that goes on
+        yield tmp_path_factory.mktemp("sandbox")
+
+
+def test_every_seed_is_a_run_with_its_own_end(folder: Path) -> None:
+    plan = plan_in(folder, 2)
+    assert [[spec.run_id for spec in trial] for trial in plan.trials] == [
+        [f"influence-{arm}", f"influence-{arm}-seed1"] for arm in ARMS
+    ]
+    code, _, statuses = run(plan)
+    assert code == 1
+    assert {run_id: status.status for run_id, status in statuses.items()} == {
+        "influence-DG": "completed", "influence-DG-seed1": "completed",
+        "influence-uniform": "early_stopped", "influence-uniform-seed1": "early_stopped",
+        "influence-wrong": "failed", "influence-wrong-seed1": "failed",
+    }  # fmt: skip
+    assert "no-such-folder" in statuses["influence-wrong-seed1"].reason
+    stopped = statuses["influence-uniform"]
+    assert (stopped.stop_rule, stopped.stop_threshold, stopped.stop_step) == ("uniform_groups", 3, 2)
+    assert stopped.reason == "uniform_groups at step 2: 3 reached the threshold 3"
+    assert [row["step"] for row in read_rows(plan.run_dir("influence-DG-seed1") / METRICS, 0)] == [0, 5, 10, 12]
+    assert "Total: 6 | Success: 4 | Failed: 2 | Early stopped: 2 | Not ended: 0" in plan.summary_log.read_text()
+
+
+def test_tables_have_a_row_a_run_and_the_settings_of_its_arm(folder: Path) -> None:
+    trials = pd.read_parquet(folder / "results/influence/trials.parquet").set_index("run_id")
+    assert len(trials) == 6
+    assert trials.loc["influence-DG", "final_test_error"] == read_rows(
+        folder / "results/influence/runs/influence-DG" / METRICS
+    )[-1]["test_error"]  # fmt: skip
+    assert trials.loc["influence-uniform-seed1", "config/method"] == "GRPO"
+    assert trials.loc["influence-DG", "steps_done"] == 12
+
+
+def test_a_second_start_trains_only_what_failed(folder: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("results/influence/runs/*/metrics.jsonl")}
+    resumed = plan_from_folder(folder / "results/influence")
+    code, text, _ = run(resumed)
+    assert code == 1
+    assert text.count(" and is not run again") == 4
+    assert "2 of 6 runs to go" in text
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_more_seeds_are_trials_of_their_own(folder: Path, tmp_path: Path) -> None:
+    plan = join(plan_in(folder, 3, ("DG",)), extend=True)
+    code, _, statuses = run(replace(plan, values=("DG",), runs=tuple(s for s in plan.runs if s.arm == "DG")))
+    assert code == 0
+    assert statuses["influence-DG-seed2"].status == "completed"
+    alone = plan_in(tmp_path, 3, ("DG",))
+    assert run(alone)[0] == 0
+    ours, theirs = (without_times(each.run_dir("influence-DG-seed2")) for each in (plan, alone))
+    assert [row["step"] for row in ours] == [row["step"] for row in theirs]
+    assert ours[0]["test_error"] == theirs[0]["test_error"]
+    assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
+
+
+def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_session: None, tmp_path: Path) -> None:
+    """Its last row was on disk and nobody had been told; the other seed of its arm had no row."""
+    plan = plan_in(tmp_path, 2, ("uniform",))
+    _, _, before = run(plan)
+    for status in before.values():
+        write_status(plan.run_dir(status.run_id), RunStatus(status.run_id, "running", started_at=status.started_at))
+    shutil.rmtree(plan.run_dir("influence-uniform-seed1") / "state")
+    (plan.run_dir("influence-uniform-seed1") / METRICS).unlink()
+    code, _, after = run(plan)
+    assert code == 0
+    assert {run_id: (status.status, status.reason) for run_id, status in after.items()} == {
+        run_id: (status.status, status.reason) for run_id, status in before.items()
+    }
+
+
+def command(output: Path, *words: str) -> list[str]:
+    settings = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
+    long = ["--set", "trainer.total_training_steps=400", "--set", "trainer.test_freq=20", "--set", "method=DG"]
+    mine = settings[: settings.index("trainer.total_training_steps=12") - 1]
+    rest = ["--set", "trainer.resume_every=5", *long]
+    return [sys.executable, "-m", "tune_study", "run", "sandbox", "--output", str(output), *mine, *rest, *words]
+
+
+@pytest.mark.slow
+def test_a_killed_study_goes_on_with_the_same_rows(tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    done = subprocess.run(command(whole), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = "results/sandbox_token_reversal_DG/runs"
+    with (tmp_path / "out.txt").open("w") as out:
+        driver = subprocess.Popen(command(killed), stdout=out, stderr=out, start_new_session=True)
+        last = killed / runs / "sandbox_token_reversal_DG-single-seed2" / METRICS
+        deadline = time.monotonic() + 120
+        while len(read_rows(last)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.killpg(driver.pid, signal.SIGKILL)
+        driver.wait()
+    assert 3 <= len(read_rows(last)) < 21
+    done = subprocess.run(command(killed), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for path in sorted((whole / runs).glob("*")):
+        assert without_times(killed / runs / path.name) == without_times(path)
+        status = json.loads((killed / runs / path.name / "status.json").read_text())
+        assert status["status"] == "completed"
+
+
+def test_runs_of_one_trial_are_runs_of_their_own_in_wandb(ray_session: None, tmp_path: Path) -> None:
+    plan = plan_in(tmp_path, 2, ("DG",))
+    console = Console(record=True, width=200, force_terminal=False)
+    assert execute(plan, preflight(plan, None, (), 2, None, real=True), "offline", console) == 0
+    ids = sorted(path.stem.removeprefix("run-") for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert ids == sorted(f"{spec.run_id}-{spec.config.config_hash()}" for spec in plan.runs)

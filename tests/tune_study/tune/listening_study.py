@@ -1,0 +1,103 @@
+"""Ray as a study starts it, looked at from inside: what listens where, who may join, who may read its files.
+
+For a process of its own, since Ray reads its environment once. Prints one JSON object.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.console import Console
+
+from tune_study.placement.resources import Allotment, bundles
+from tune_study.tune.run import prepare_environment
+
+STRANGER = """
+import logging, os, sys
+os.environ.update(
+    RAY_AUTH_MODE=sys.argv[2], RAY_USAGE_STATS_ENABLED="0", HOME=sys.argv[3], RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="0"
+)
+if sys.argv[4]:
+    os.environ["RAY_AUTH_TOKEN"] = sys.argv[4]
+import argparse, ray, ray._private.runtime_env.uv_runtime_env_hook  # nobody may not read them later
+if len(sys.argv) > 5:
+    os.setgid(int(sys.argv[5]))
+    os.setuid(int(sys.argv[5]))
+    print("user", os.getuid())
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level=logging.CRITICAL)
+print("ran as", ray.get(ray.remote(lambda: os.getuid()).remote(), timeout=30))
+"""
+
+
+def listeners() -> list[str]:
+    """The addresses on which this process and what it started listen."""
+    me = psutil.Process()
+    addresses = []
+    for process in (me, *me.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            connections = process.net_connections(kind="tcp")
+            addresses += [each.laddr.ip for each in connections if each.status == psutil.CONN_LISTEN]
+    return addresses
+
+
+def join(*arguments: str) -> "subprocess.Popen[str]":
+    """A process that was not started by Ray and tries to join it; arguments: of STRANGER."""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return subprocess.Popen(
+        [sys.executable, "-c", STRANGER, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, cwd="/",
+    )  # fmt: skip
+
+
+def look(base: Path, home: str) -> dict[str, Any]:
+    """Start Ray with its files in `base`, and look. home: a folder that no `.ray` may appear in."""
+    import ray
+
+    from tune_study.tune.local_ray import started_ray
+
+    with started_ray(Allotment(bundles(0), 1, (), (), 1, ""), Console(quiet=True)):
+        address = ray.get_runtime_context().gcs_address
+        (folder,) = base.iterdir()
+        token = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_TOKEN"]).remote(), timeout=60)
+        strangers = {
+            "without a token": join(address, "disabled", home, ""),
+            "with a wrong token": join(address, "token", home, "0" * 64),
+            "with its token": join(address, "token", home, token),
+        }
+        if os.geteuid() == 0:
+            strangers["another user"] = join(address, "disabled", home, "", "65534")
+        answers = {name: stranger.communicate(timeout=120)[0].strip()[-2500:] for name, stranger in strangers.items()}
+        files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+        return {
+            "address": address,
+            "listeners": listeners(),
+            "answers": answers,
+            "mode": f"{folder.stat().st_mode & 0o777:o}",
+            "sockets": [len(os.fsencode(path)) for path in folder.glob("r/session_2*/sockets/*")],
+            "session": next(path.name for path in folder.glob("r/session_2*")),
+            "driver has the token": "RAY_AUTH_TOKEN" in os.environ,
+            "token in files": [path.name for path in files if token.encode() in path.read_bytes()],
+        }
+
+
+def start_again() -> int:
+    """A second start in the same process: the answer of a task."""
+    import ray
+
+    from tune_study.tune.local_ray import started_ray
+
+    with started_ray(Allotment(bundles(0), 1, (), (), 1, ""), Console(quiet=True)):
+        return int(ray.get(ray.remote(lambda: 7).remote(), timeout=60))
+
+
+if __name__ == "__main__":
+    base, home = Path(sys.argv[1]), sys.argv[2]
+    os.environ.update(RAY_TMPDIR=str(base), HOME=home)
+    prepare_environment(())
+    seen = look(base, home)
+    print(json.dumps({**seen, "again": start_again(), "after": [path.name for path in base.iterdir()]}))

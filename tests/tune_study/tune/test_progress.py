@@ -1,0 +1,141 @@
+import io
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from search_spaces import STUDIES
+from search_spaces.language_model.family import PPO
+from tune_study.commands.describe import print_table
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune.progress import Progress, clock, step_line
+
+
+def plan_of(values: tuple[str, ...] = ("0", "0.1"), steps: int = 100) -> StudyPlan:
+    settings = {"trainer.total_training_steps": steps}
+    return make_plan(STUDIES["kl"], "laptop", "a test", settings, values, 1, Path("/out"))
+
+
+def watched(plan: StudyPlan, is_terminal: bool = False, lanes: int = 1) -> tuple[Progress, io.StringIO, list[str]]:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=is_terminal, width=160)
+    return Progress(plan, lanes, console), screen, [run.run_id for run in plan.runs]
+
+
+def row(step: int, **values: Any) -> dict[str, Any]:
+    return {"step": step, "reward_std": 2.0, "groups_kept": 8.0, "tokens_per_second": 900.0, **values}
+
+
+def cells(progress: Progress) -> list[list[str]]:
+    table = progress.table()
+    columns = [list(column.cells) for column in table.columns]
+    return [[str(cell) for cell in line] for line in zip(*columns, strict=True)]
+
+
+def test_the_table_has_the_promised_columns() -> None:
+    progress, _, _ = watched(plan_of())
+    assert [column.header for column in progress.table().columns] == list(progress.columns)
+    assert progress.columns == (
+        "arm", "seed", "step", "success", "reward std", "groups kept", "tokens/s", "time left", "status"
+    )  # fmt: skip
+
+
+def test_the_table_follows_the_runs() -> None:
+    progress, _, (first, second) = watched(plan_of())
+    assert cells(progress)[0] == ["0", "0", "0/100", "-", "-", "-", "-", "-", "waiting"]
+    progress.start(first)
+    progress.row(first, row(1, base_val_success=0.25, seconds_total=2.0))
+    assert cells(progress)[0] == ["0", "0", "1/100", "0.250", "2.000", "8", "900", "3:18", "running"]
+    progress.row(first, row(5, val_success=0.0, seconds_total=10.0, reward_std=math.nan))
+    progress.row(first, row(6, seconds_total=12.0))
+    assert cells(progress)[0] == ["0", "0", "6/100", "0.000", "2.000", "8", "900", "3:08", "running"]
+    progress.end(first, "early_stopped", "a rule")
+    assert cells(progress)[0][-2:] == ["", "early_stopped"]
+    progress.skip(second, "completed", 100, 0.5)
+    assert cells(progress)[1] == ["0.1", "0", "100/100", "0.500", "-", "-", "-", "", "completed"]
+
+
+@pytest.mark.parametrize(("lanes", "left"), [(1, 300.0), (2, 200.0), (8, 200.0)])
+def test_time_left_is_the_work_left_over_the_runs_at_once(lanes: int, left: float) -> None:
+    progress, _, (first, _) = watched(plan_of(), lanes=lanes)
+    assert progress.study_time_left() is None
+    progress.start(first)
+    progress.row(first, row(50, seconds_total=100.0))
+    assert progress.study_time_left() == left
+
+
+def test_the_runs_of_a_trial_go_on_together() -> None:
+    settings = {"trainer.total_training_steps": 100}
+    plan = make_plan(STUDIES["influence"], "laptop", "a test", settings, ("DG", "TPO"), 3, Path("/out"))
+    progress, _, runs = watched(plan)
+    for run in runs:
+        if plan.trials[0][0].arm in run:
+            progress.start(run)
+            progress.row(run, row(50, seconds_total=100.0))
+    assert progress.study_time_left() == 100.0 + 200.0
+    progress.end(plan.trials[0][1].run_id, "early_stopped", "a rule")
+    assert progress.study_time_left() == 100.0 + 200.0
+
+
+def test_a_terminal_shows_the_table_with_times_and_keeps_it() -> None:
+    progress, screen, (first, _) = watched(plan_of(), is_terminal=True)
+    with progress.shown():
+        progress.start(first)
+        progress.row(first, row(10, val_success=0.5, seconds_total=20.0))
+    shown = screen.getvalue()
+    assert "kl (laptop)  elapsed 0:00  left 6:20" in shown
+    assert "10/100" in shown
+    assert first not in shown
+
+
+def test_without_a_terminal_lines_carry_full_names() -> None:
+    progress, screen, (first, _) = watched(plan_of())
+    with progress.shown():
+        progress.start(first)
+        for step in range(1, 13):
+            progress.row(first, row(step, val_success=0.5 if step % 6 == 0 else None, seconds_total=2.0 * step))
+        progress.again(first, "ValueError: no")
+        progress.end(first, "completed", "trained 12 of 12 steps")
+    name = "sokoban_kl_sweep_nofilter_0-sokoban-tiny"
+    numbers = "reward_std=2.0000 groups_kept=8"
+    assert screen.getvalue().splitlines() == [
+        f"{name} started",
+        f"{name} step 6/100 {numbers} val_success=0.500 tokens_per_second=900 time_left=3:08",
+        f"{name} step 10/100 {numbers} tokens_per_second=900 time_left=3:00",
+        f"{name} step 12/100 {numbers} val_success=0.500 tokens_per_second=900 time_left=2:56",
+        f"{name} failed, trying again: ValueError: no",
+        f"{name} completed: trained 12 of 12 steps",
+    ]
+
+
+def test_a_line_leaves_out_what_was_not_measured() -> None:
+    line = step_line(PPO, {"step": 3, "kl_loss": math.nan, "pg_loss": None, "entropy": 1.5, "stop_rule": ""}, 10)
+    assert line == "step 3/10 entropy=1.500"
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("reward_variance_collapse", "reward_variance_collapse at step 3: 0.1 is below the threshold 0.2"),
+        ("empty_filtered_steps", "empty_filtered_steps at step 3: 0.1 reached the threshold 0.2"),
+    ],
+)
+def test_a_line_says_why_a_run_stopped(rule: str, words: str) -> None:
+    stop = {"stop_rule": rule, "stop_value": 0.1, "stop_threshold": 0.2, "stop_step": 3}
+    assert step_line(PPO, {"step": 3, **stop}, 10) == f"step 3/10 early_stop={words}"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(None, "-"), (0.4, "0:00"), (61, "1:01"), (3661, "1:01:01")])
+def test_clock(seconds: float | None, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_a_plain_table_cuts_nothing() -> None:
+    screen = io.StringIO()
+    print_table(Console(file=screen, width=20), ("name", "value"), [["[a long] name " * 5, "1"], ["b", "22"]])
+    header, first, second = screen.getvalue().splitlines()
+    assert header.split() == ["name", "value"]
+    assert first == "[a long] name " * 5 + "  1"
+    assert second.split() == ["b", "22"]

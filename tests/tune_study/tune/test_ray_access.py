@@ -1,0 +1,118 @@
+"""Ray that a study starts: reached from this machine alone, with a token, in a folder of its user's own."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tune_study.host import machine
+from tune_study.host.session_folder import PREFIX, RAY, remove_abandoned, session_folder
+
+ROOT = Path(__file__).parents[3]
+REFUSED = "InvalidAuthToken"
+LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
+
+
+@pytest.fixture(scope="module")
+def seen() -> Iterator[dict[str, Any]]:
+    """What `listening_study` saw of a Ray with its files in a folder with a short name, and `.ray` of its home."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short:
+        base, home = Path(short, "b"), Path(short, "h")
+        home.mkdir()
+        Path(short).chmod(0o755)
+        home.chmod(0o777)
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.tune_study.tune.listening_study", str(base), str(home)],
+            capture_output=True, text=True, cwd=ROOT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        yield {**json.loads(done.stdout.splitlines()[-1]), "home": [path.name for path in home.iterdir()]}
+
+
+def test_every_port_is_on_the_loopback_address(seen: dict[str, Any]) -> None:
+    assert seen["address"].startswith("127.0.0.1:")
+    assert len(seen["listeners"]) >= 5  # GCS, raylet (2), agent, driver
+    assert set(seen["listeners"]) <= LOOPBACK
+
+
+@pytest.mark.parametrize("who", ["without a token", "with a wrong token", "another user"])
+def test_who_has_not_the_token_does_not_join(seen: dict[str, Any], who: str) -> None:
+    if who not in seen["answers"]:
+        pytest.skip("only root can become another user")
+    assert REFUSED in seen["answers"][who]
+    assert "ran as" not in seen["answers"][who]
+
+
+def test_who_has_the_token_joins(seen: dict[str, Any]) -> None:
+    assert seen["answers"]["with its token"].endswith(f"ran as {os.geteuid()}")
+
+
+def test_the_token_is_in_the_environment_of_rays_processes_alone(seen: dict[str, Any]) -> None:
+    assert seen["token in files"] == []
+    assert not seen["driver has the token"]
+    assert seen["home"] == []
+
+
+def test_a_second_start_in_one_process_works(seen: dict[str, Any]) -> None:
+    assert seen["again"] == 7
+
+
+def test_rays_files_are_private_and_go_with_it(seen: dict[str, Any]) -> None:
+    assert seen["mode"] == "700"
+    assert seen["after"] == []
+    assert max(seen["sockets"]) <= machine._SOCKET_BYTES
+    # Ray's names are as long as the check of its folder takes them to be.
+    assumed = machine._SOCKET.split("/")[3].rpartition("_")[0]
+    assert len(seen["session"].rpartition("_")[0]) == len(assumed)
+
+
+# The folder
+
+
+def test_a_session_folder_is_for_its_owner_and_is_removed(tmp_path: Path) -> None:
+    with session_folder(tmp_path / "base") as folder:
+        assert folder.name == RAY
+        assert folder.parent.name == f"{PREFIX}{os.getpid()}"
+        assert folder.parent.stat().st_mode & 0o777 == 0o700
+        folder.mkdir()
+        (folder / "log").write_text("x")
+        with session_folder(tmp_path / "base") as second:
+            assert second.parent != folder.parent
+        assert (folder / "log").exists()
+    assert list((tmp_path / "base").iterdir()) == []
+
+
+def test_after_an_error_the_logs_stay_until_the_next_start(tmp_path: Path) -> None:
+    def fail() -> None:
+        with session_folder(tmp_path) as folder:
+            folder.mkdir()
+            (folder / "log").write_text("why")
+            raise RuntimeError("Ray did not start")
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert [path.read_text() for path in tmp_path.glob(f"{PREFIX}*/{RAY}/log")] == ["why"]
+    with session_folder(tmp_path):
+        assert list(tmp_path.glob(f"{PREFIX}*/{RAY}/log")) == []
+
+
+def test_only_abandoned_folders_of_this_user_are_removed(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    for name in ("ts-1", "ts-2", "ts-3", "home", "tsar"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".lock").touch()
+    (tmp_path / "ts-3" / ".lock").unlink()  # not made by a driver
+    (tmp_path / "ts-4").symlink_to(home)
+    (tmp_path / "ts-5").touch()
+    with (tmp_path / "ts-2" / ".lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        remove_abandoned(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "ts-2", "ts-3", "ts-4", "ts-5", "tsar"]
+    assert (home / ".lock").exists()

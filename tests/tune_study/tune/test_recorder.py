@@ -1,0 +1,105 @@
+"""What the driver records of a trial that carries several runs, when its process dies or is cut short in between."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from search_spaces import STUDIES
+from trainable.runs.run_files import METRICS, append_line
+from tune_study.folder.outputs import RunStatus, read_status, write_study
+from tune_study.placement.resources import preflight
+from tune_study.plan.study_plan import StudyPlan, make_plan
+from tune_study.tune.callbacks import TRIES, Recorder
+from tune_study.tune.carried import trial_configs
+from tune_study.tune.progress import Progress
+
+STOPPED = {"step": 2, "stop_rule": "uniform_groups", "stop_value": 3.0, "stop_threshold": 3.0, "stop_step": 2}
+
+
+class Recorded:
+    """A trial of two runs that is under way, and what is on disk of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.plan: StudyPlan = make_plan(STUDIES["influence"], "laptop", "a test", {}, ("GRPO",), 2, folder)
+        write_study(self.plan)
+        allotment = preflight(self.plan, None, (), 2, None, real=True)
+        self.recorder = Recorder(self.plan, allotment, Progress(self.plan, 1, Console(quiet=True)))
+        (config,) = trial_configs(self.plan, {}, self.plan.folder / ".interrupt")
+        self.trial = SimpleNamespace(
+            config=config,
+            trial_id="one",
+            local_path=str(self.plan.folder / "trial"),
+            pickled_error_file=None,
+            run_metadata=SimpleNamespace(metric_n_steps={}, invalidate_cache=lambda: None),
+        )
+        self.recorder.on_trial_start(0, [], self.trial)
+
+    def wrote(self, seed: int, row: dict[str, Any]) -> None:
+        append_line(self.plan.run_dir(self.plan.runs[seed].run_id) / METRICS, row)
+
+    def told(self, rows: dict[int, dict[str, Any]]) -> None:
+        found = {self.plan.runs[seed].run_id: row for seed, row in rows.items()}
+        self.recorder.on_trial_result(0, [], self.trial, {"rows": found, "failed": {}})
+
+    def died(self) -> None:
+        self.recorder.on_trial_recover(0, [], self.trial)
+        self.recorder.on_trial_start(0, [], self.trial)
+
+    def status(self, seed: int) -> RunStatus:
+        status = read_status(self.plan.run_dir(self.plan.runs[seed].run_id))
+        assert status is not None
+        return status
+
+    def log(self, seed: int) -> str:
+        return (self.plan.output / self.plan.runs[seed].log).read_text()
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Recorded:
+    return Recorded(tmp_path)
+
+
+def test_a_run_that_ends_before_the_others_ends_once(recorded: Recorded) -> None:
+    recorded.wrote(0, STOPPED)
+    recorded.told({0: STOPPED})
+    status, log = recorded.status(0), recorded.log(0)
+    assert (status.status, status.stop_step) == ("early_stopped", 2)
+    recorded.died()
+    recorded.told({0: STOPPED})  # all had ended when the process died: it tells of all again
+    assert (recorded.status(0), recorded.log(0)) == (status, log)
+    assert log.count("early_stopped") == 1
+    assert recorded.status(1).status == "running"
+
+
+def test_a_rule_that_nobody_was_told_of_is_read_from_the_row(recorded: Recorded) -> None:
+    recorded.wrote(0, STOPPED)
+    recorded.died()
+    recorded.wrote(1, {"step": 300})
+    recorded.told({1: {"step": 300}})
+    recorded.recorder.on_trial_complete(0, [], recorded.trial)
+    assert [recorded.status(seed).status for seed in (0, 1)] == ["early_stopped", "completed"]
+    assert recorded.status(0).reason == "uniform_groups at step 2: 3 reached the threshold 3"
+
+
+def test_a_run_with_a_row_of_step_0_has_run(recorded: Recorded) -> None:
+    recorded.wrote(0, {"step": 0})
+    recorded.told({0: {"step": 0}})
+    recorded.recorder.on_trial_complete(0, [], recorded.trial)
+    assert [recorded.status(seed).status for seed in (0, 1)] == ["interrupted", "never_ran"]
+    assert recorded.status(0).reason == "interrupted after step 0 of 300"
+
+
+def test_failures_count_from_where_the_runs_that_go_on_are(recorded: Recorded) -> None:
+    recorded.wrote(0, {"step": 280})  # of an earlier start, without the other run
+    for step in range(TRIES + 1):
+        recorded.died()
+        for seed in (0, 1):
+            recorded.wrote(seed, {"step": step})
+    assert not recorded.recorder.given_up
+    for _ in range(TRIES):
+        assert not recorded.recorder.given_up
+        recorded.died()
+    assert recorded.recorder.given_up == {"one"}

@@ -1,0 +1,140 @@
+"""Uploads of offline runs by the real W&B command, to a service of this test's own on the loopback device."""
+
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import wandb
+
+from search_spaces import STUDIES
+from tests.tune_study.tune.test_wandb_logging import feed
+from tune_study.plan.study_plan import make_plan
+from tune_study.tune.wandb_logging import WandbRuns
+from tune_study.tune.wandb_sync import Uploads, reachable
+
+
+class Service(http.server.ThreadingHTTPServer):
+    """What `wandb sync` needs of a service: runs are made, files are taken. said: every request's path and body."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.said: list[tuple[str, str]] = []
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    server: Service
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode(errors="replace")
+        self.server.said.append((self.path, body))
+        self._answer({"data": self._data(json.loads(body))} if self.path == "/graphql" else {})
+
+    def do_PUT(self) -> None:
+        self.server.said.append((self.path, ""))
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self._answer({})
+
+    def _data(self, asked: dict[str, Any]) -> dict[str, Any]:
+        variables = asked["variables"]
+        if "createRunFiles" in asked["query"]:
+            files = [{"name": name, "uploadUrl": f"{self.server.address}/file"} for name in variables["files"]]
+            return {"createRunFiles": {"runID": "x", "uploadHeaders": [], "files": files}}
+        project = {"id": "x", "name": variables.get("project"), "entity": {"id": "e", "name": "me"}}
+        bucket = {"id": "b", "name": variables.get("name"), "displayName": "n", "config": "{}", "project": project}
+        return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+
+    def _answer(self, content: dict[str, Any]) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.fixture(autouse=True)
+def _no_address_is_kept() -> Iterator[None]:
+    """W&B reads its address once a process."""
+    wandb.teardown()
+    yield
+    wandb.teardown()
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    server = Service()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("WANDB_BASE_URL", server.address)
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def logged(output: Path, patience: float = 60.0) -> tuple[WandbRuns, bool]:
+    """A study of one run that logged one step, ended."""
+    plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0",), 1, output)
+    runs = WandbRuns(plan, "sync")
+    feed(runs, plan, finished=False)
+    return runs, runs.close(patience)
+
+
+def test_a_run_is_uploaded_when_it_ends(service: Service, tmp_path: Path) -> None:
+    runs, is_whole = logged(tmp_path)
+    assert is_whole, runs.problem
+    history = [body for path, body in service.said if path.endswith("file_stream") and "wandb-history" in body]
+    assert any('\\"val_success\\":0.5' in body for body in history)
+    assert len(list(tmp_path.glob("wandb/offline-run-*/*.synced"))) == 1
+
+
+def test_nothing_waits_for_a_service_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"  # bound and not listened at: every connection is refused
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        runs, is_whole = logged(tmp_path)
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    assert not is_whole
+    assert runs.problem == f"{address} cannot be reached. Upload it with: wandb sync {folder}"
+    assert list(folder.glob("*.wandb"))  # kept
+
+
+def test_what_failed_is_tried_again_at_the_end(service: Service, tmp_path: Path) -> None:
+    _, _ = logged(tmp_path)
+    (folder,) = tmp_path.glob("wandb/offline-run-*")
+    for mark in folder.glob("*.synced"):
+        mark.unlink()
+    uploads = Uploads()
+    uploads.add(folder, "http://127.0.0.1:1")
+    uploads.add(folder, service.address)
+    assert not uploads.close(60.0)  # the first address is not there at the end either
+    assert uploads.left == [folder]
+
+
+def test_an_upload_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    with socket.create_server(("127.0.0.1", 0)) as mute:  # takes connections, answers nothing
+        address = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        runs, is_whole = logged(tmp_path, patience=3.0)
+    assert not is_whole
+    assert "the upload was ended after" in runs.problem
+
+
+def test_what_is_no_address_is_not_reached() -> None:
+    assert not reachable("nowhere")
+    assert not reachable("http://127.0.0.1:99999")

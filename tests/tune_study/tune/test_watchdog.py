@@ -1,0 +1,96 @@
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tune_study.host.interrupt import Interrupt
+from tune_study.tune import watchdog
+from tune_study.tune.watchdog import Daemon, Room, guarded, is_gone
+
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_EVERY_S", 0.01)
+    monkeypatch.setattr(watchdog, "_PAUSE_S", 0.01)
+
+
+def test_the_last_will_is_called_once_a_daemon_is_gone() -> None:
+    child = subprocess.Popen(SLEEPS)
+    daemon = Daemon("raylet", psutil.Process(child.pid))
+    told: list[str] = []
+    called = threading.Event()
+
+    def last_will(lost: str) -> None:
+        told.append(lost)
+        called.set()
+
+    with guarded([daemon], last_will):
+        assert not called.wait(0.1)
+        assert not is_gone(daemon)
+        child.kill()
+        assert called.wait(30)
+    assert is_gone(daemon)
+    child.wait()
+    assert is_gone(daemon)
+    assert told == [f"Ray's process raylet ({child.pid}) is gone"]
+
+
+def test_nothing_is_called_where_all_is_well() -> None:
+    told: list[str] = []
+    with guarded([Daemon("raylet", psutil.Process())], told.append):
+        pass
+    with guarded([], told.append):
+        pass
+    assert told == []
+
+
+def room(folder: Path, patience: float, said: list[str]) -> Room:
+    return Room([folder, folder / "missing"], patience, Interrupt(folder / ".interrupt"), said.append)
+
+
+def test_the_driver_waits_while_a_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([0, 0, 0, 10**9, 10**9, 10**9])
+    monkeypatch.setattr(watchdog.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": next(free)}))
+    said: list[str] = []
+    room(tmp_path, 60, said).on_step_begin(1, [])
+    assert said == [f"The disk of {tmp_path} is full: waiting up to 60 s for room.", "There is room again."]
+
+
+def test_its_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LEAST_FREE", 10**18)
+    said: list[str] = []
+    watch = room(tmp_path, 0.05, said)
+    watch.on_step_begin(1, [])
+    assert said[-1] == "There is still no room."
+    watch._next = 0.0
+    watch.on_step_begin(2, [])
+    assert len(said) == 2  # it does not begin to wait again
+    monkeypatch.setattr(watchdog, "LEAST_FREE", 0)
+    watch._next = 0.0
+    watch.on_step_begin(3, [])
+    monkeypatch.setattr(watchdog, "LEAST_FREE", 10**18)
+    watch._next = 0.0
+    watch.on_step_begin(4, [])
+    assert len(said) == 4  # there was room in between
+
+
+def test_an_interruption_ends_its_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "LEAST_FREE", 10**18)
+    said: list[str] = []
+    watch = room(tmp_path, 600, said)
+    watch._interrupt.request()
+    watch.on_step_begin(1, [])
+    assert len(said) == 2
+
+
+def test_it_says_nothing_where_there_is_room(tmp_path: Path) -> None:
+    said: list[str] = []
+    watch = room(tmp_path, 600, said)
+    for iteration in range(3):
+        watch.on_step_begin(iteration, [])
+    assert said == []

@@ -1,0 +1,1 @@
+"""every setting: typed, bounded, documented; one way to override them."""

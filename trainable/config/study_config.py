@@ -1,0 +1,60 @@
+"""What every configuration of a run has, whatever it trains: what the driver needs to plan, place and name runs."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+from trainable.config.section import Section
+
+
+class Runner(Section):
+    """The section `trainer` of a configuration, as far as all have it: length, rhythm and place of a run.
+
+    total_training_steps: steps of a run. test_freq: steps between two evaluations. save_freq: steps between two
+    checkpoints to keep, -1 for none. resume_every: steps between two states for recovery. disk_patience: seconds that a
+    run waits for room on a full disk. device: auto, cpu or cuda. n_gpus_per_node: GPUs a trial. ray_num_cpus: CPUs that
+    Ray may use. logger: where rows go beside their files.
+    """
+
+    total_training_steps: int
+    test_freq: int
+    save_freq: int
+    resume_every: int
+    disk_patience: float
+    device: str
+    n_gpus_per_node: float
+    ray_num_cpus: int
+    logger: tuple[str, ...]
+
+
+class StudyConfig(Section):
+    """All settings of a run.
+
+    aliases: keys of documents -> dotted fields. listed: the command that lists all settings. without_result: section ->
+    settings that cannot change a row.
+    """
+
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    listed: ClassVar[str] = "settings"
+    without_result: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+
+    seed: int
+    trainer: Runner
+
+    def hashed(self) -> dict[str, Any]:
+        """Every setting that can change a result, the seed left out."""
+        data = self.model_dump(mode="json", exclude={"seed"})
+        for section, settings in self.without_result.items():
+            for setting in settings:
+                del data[section][setting]
+        return data
+
+    def config_hash(self) -> str:
+        """Twelve hex digits that name the configuration: every setting that can change a result, the seed left out.
+
+        Where a run is placed changes the order of its sums, and so a row in its last digits: a study can go on with
+        other GPUs than it was started with.
+        """
+        return hashlib.sha256(json.dumps(self.hashed(), sort_keys=True).encode()).hexdigest()[:12]

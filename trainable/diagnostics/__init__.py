@@ -1,0 +1,1 @@
+"""gradients by reward spread, and how much thoughts depend on prompts."""

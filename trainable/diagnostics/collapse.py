@@ -1,0 +1,149 @@
+"""The collapse diagnostics of one training step: how much the policy's thoughts depend on what it was asked.
+
+Two samples of the step's episodes are scored, every thought after every prompt: `first_turn`, thoughts of first turns
+after the openings of their groups, and `trajectory`, thoughts of all turns after each other's prompts.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from trainable.algo.mutual_information import (
+    mutual_information,
+    retrieval,
+    shuffled_retrieval_accuracy,
+    smoothed_zscores,
+)
+from trainable.backend.world import ALONE, World
+from trainable.config.sections import CollapseDetectionConfig
+from trainable.diagnostics.cross_scores import cross_scores
+from trainable.diagnostics.thoughts import Pairs, Turn, first_turn_pairs, read_turns, thought_coverage, trajectory_pairs
+from trainable.models.interface import LanguageModel
+from trainable.rollout.episode import Episode
+from trainable.rollout.play import Codec
+
+State = Mapping[str, float]
+
+
+class Diagnosis(NamedTuple):
+    """row: the step's `collapse_...` and `seconds_collapse_...` columns, those that have a number.
+
+    averages: moving averages of the marginals' std, by sample, for the next diagnosis; JSON can hold them.
+    """
+
+    row: dict[str, float]
+    averages: dict[str, State]
+
+
+class _Sample(NamedTuple):
+    """Pairs that were drawn, the names of the sample and of the column of its time, and the rest of its randomness."""
+
+    name: str
+    seconds: str
+    pairs: Pairs
+    rng: np.random.Generator
+
+
+def is_due(step: int, settings: CollapseDetectionConfig) -> bool:
+    """Whether training step `step` (the first is 1) is diagnosed: step 1, and every `compute_freq`-th.
+
+    Source: published code (RAGEN `CollapseDetector`).  Degenerate: with both samples off, never.
+    """
+    is_on = settings.first_turn_enabled or settings.multi_turn_enabled
+    return is_on and (step == 1 or step % settings.compute_freq == 0)
+
+
+def diagnose(
+    model: LanguageModel, codec: Codec, episodes: Sequence[Episode], settings: CollapseDetectionConfig,
+    averages: Mapping[str, State], rng: np.random.Generator, world: World = ALONE,
+) -> Diagnosis:  # fmt: skip
+    """Diagnose a step: all of its episodes, before the filter, under the policy that played them.
+
+    Args:
+        model: the policy before the step's update. Weights, gradients and mode are left alone; no gradient is kept.
+        codec: the policy's, which tells where a thought ends.
+        episodes: at least one, as they were played.
+        settings: which samples are drawn, and of how many thoughts.
+        averages: those of the diagnosis before, {} at the first; not changed.
+        rng: gives each sample a stream of its own, so that switching one off leaves the other's numbers as they are.
+        world: ranks with the same episodes, which score some prompts each.
+
+    Returns:
+        How many turns have a thought; and for each sample all quantities of `mutual_information`, `smoothed_zscores`
+        and `retrieval`, `retrieval_shuffled`, and its seconds. Log-probs are in nats, at temperature 1.
+
+    A sample's quantities are missing and its averages stay where it has no thought, fewer than two different prompts
+    (the published code scores two groups of one opening too), or a score that is not finite. Prompts that leave the
+    model's context no room for the sample's longest thought are left out, and with them the thoughts that followed
+    them; `play` keeps room for a whole reply after every prompt but an opening, so this is rare.
+
+    Source: published code (RAGEN `CollapseDetector.compute_collapse_metrics`).
+    """
+    turns = read_turns(episodes, codec)
+    row, following = _coverage(turns, settings), dict(averages)
+    for sample in _samples(turns, [episode.group for episode in episodes], settings, rng):
+        started = time.perf_counter()
+        found = _quantities(model, sample, averages.get(sample.name), world)
+        if found is not None:
+            quantities, following[sample.name] = found
+            row |= {f"collapse_{sample.name}_{key.replace('@', '_at_')}": value for key, value in quantities.items()}
+        row[sample.seconds] = time.perf_counter() - started
+    return Diagnosis(row, following)
+
+
+def _coverage(turns: Sequence[Sequence[Turn]], settings: CollapseDetectionConfig) -> dict[str, float]:
+    """How many turns have a thought; first turns are counted where their sample is on (published)."""
+    columns = {name.replace("/", "_"): value for name, value in thought_coverage(turns).items()}
+    if settings.first_turn_enabled:
+        return columns
+    return {name: value for name, value in columns.items() if not name.startswith("collapse_first_turn_")}
+
+
+def _samples(
+    turns: Sequence[Sequence[Turn]], groups: Sequence[int], settings: CollapseDetectionConfig, rng: np.random.Generator
+) -> Iterator[_Sample]:
+    """The samples that are on."""
+    first, trajectory = rng.spawn(2)
+    if settings.first_turn_enabled:
+        pairs = first_turn_pairs(turns, groups, settings.num_samples, first)
+        yield _Sample("first_turn", "seconds_collapse_first_turn", pairs, first)
+    if settings.multi_turn_enabled:
+        pairs = trajectory_pairs(turns, settings.num_samples, trajectory)
+        yield _Sample("trajectory", "seconds_collapse_multi_turn", pairs, trajectory)
+
+
+def _quantities(
+    model: LanguageModel, sample: _Sample, state: State | None, world: World
+) -> tuple[dict[str, float], State] | None:
+    """The sample's quantities under their published names, and its next averages; None where it cannot be measured."""
+    pairs = _fitting(sample.pairs, model.shape.max_position_embeddings)
+    if not len(pairs.own) or len(np.unique(pairs.classes)) < 2:
+        return None
+    prompts, thoughts = ([tokens.tolist() for tokens in part] for part in (pairs.prompts, pairs.thoughts))
+    scores = cross_scores(model, prompts, thoughts, world=world)
+    if not torch.isfinite(scores.sums).all():
+        return None  # A diagnosis stops nothing: sampler and update watch the policy's numbers.
+    own, classes = torch.from_numpy(pairs.own), torch.from_numpy(pairs.classes)
+    found = mutual_information(scores.sums, scores.lengths, own)
+    smoothed, following = smoothed_zscores(found, state)
+    generator = torch.Generator().manual_seed(int(sample.rng.integers(2**62)))
+    shuffled = shuffled_retrieval_accuracy(scores.sums, own, classes, generator)
+    return {
+        **found, **smoothed, **retrieval(scores.sums, own, classes), "retrieval_shuffled": shuffled,
+    }, following  # fmt: skip
+
+
+def _fitting(pairs: Pairs, context: int) -> Pairs:
+    """`pairs` less the prompts after which not every thought fits into `context` tokens, and less their thoughts."""
+    longest = max((len(thought) for thought in pairs.thoughts), default=0)
+    fits = np.array([len(prompt) + longest <= context for prompt in pairs.prompts], dtype=bool)
+    columns, rows = np.flatnonzero(fits), np.flatnonzero(fits[pairs.own])
+    return Pairs(
+        tuple(pairs.prompts[column] for column in columns),
+        tuple(pairs.thoughts[row] for row in rows),
+        (np.cumsum(fits) - 1)[pairs.own[rows]],
+        pairs.classes[columns],
+    )

@@ -1,0 +1,60 @@
+"""What can be asked of a policy that is not trained any more: what it said, how sure it was, what it expected."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from trainable.ppo.trainer import PPOTrainer
+from trainable.ppo.update import TokenFunction, at_trained_tokens
+from trainable.rollout.batch import Batch, collate
+from trainable.rollout.episode import Episode
+from trainable.rollout.play import Codec
+
+
+class Token(NamedTuple):
+    """One sampled token of an episode.
+
+    logprob: nats, under the policy as it is now, at the training temperature. entropy: nats, of the distribution that
+    it was sampled from. value: what the critic expects of the rest, in reward; None without a critic.
+    """
+
+    turn: int
+    token: int
+    text: str
+    logprob: float
+    entropy: float
+    value: float | None
+
+
+def transcript(episode: Episode, codec: Codec) -> str:
+    """The episode as it was read and sampled, with how it ended: one text for a person."""
+    (text,) = codec.decode([episode.tokens])
+    rewards = ", ".join(f"{reward:g}" for reward in episode.turn_rewards)
+    return (
+        f"room {episode.room_seed}: {episode.stop.value} after {episode.actions} actions, "
+        f"score {episode.score:g} (turns: {rewards})\n{text}"
+    )
+
+
+def tokens(trainer: PPOTrainer, episodes: Sequence[Episode]) -> list[list[Token]]:
+    """The sampled tokens of each episode, asked of the trainer's policy and critic; nothing is changed."""
+    batch = Batch(*(part.to(trainer.device) for part in collate(episodes)))
+    rows = trainer.config.rollout.log_prob_micro_batch_size_per_gpu
+    function = TokenFunction.logprobs(trainer.model, trainer.config.rollout.temperature)
+    logprobs, values = at_trained_tokens(batch, rows, function).cpu(), trainer.values(batch)
+    return [
+        [
+            Token(
+                int(episode.turns[place]), int(episode.tokens[place]), text, float(logprobs[number, place]),
+                float(episode.entropies[place]), None if values is None else float(values[number, place]),
+            )
+            for place, text in _sampled(episode, trainer.codec)
+        ]
+        for number, episode in enumerate(episodes)
+    ]  # fmt: skip
+
+
+def _sampled(episode: Episode, codec: Codec) -> list[tuple[int, str]]:
+    places = torch.from_numpy(episode.mask).nonzero().squeeze(-1).tolist()
+    return list(zip(places, codec.decode([[int(episode.tokens[place])] for place in places]), strict=True))

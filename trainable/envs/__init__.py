@@ -1,0 +1,1 @@
+"""the games, and how a conversation about them is written."""

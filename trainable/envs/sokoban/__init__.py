@@ -1,0 +1,1 @@
+"""Sokoban: board, published rooms, solver, text, prompt."""

@@ -1,0 +1,314 @@
+"""Rooms from seeds: the published generator, seed for seed, over integers instead of arrays."""
+
+import hashlib
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainable.envs.sokoban.board import Cells, Tile
+
+MAX_SEED = 2**32 - 1
+# Above this side the published search stops at its 300,000 states, which this one does not count.
+MIN_SIDE, MAX_SIDE = 4, 20
+MAX_FALLBACKS = 100
+
+_MIN_FLOOR = 3  # player, box on its target, and a cell to pull it to
+_WALK_DIRECTIONS = ((1, 0), (0, 1), (-1, 0), (0, -1))
+_PULL_DIRECTIONS = ((-1, 0), (1, 0), (0, -1), (0, 1))
+_STAMPS = (
+    ((0, -1), (0, 0), (0, 1)),
+    ((-1, 0), (0, 0), (1, 0)),
+    ((0, -1), (0, 0), (1, 0)),
+    ((0, -1), (0, 0), (1, -1), (1, 0)),
+    ((0, 0), (0, 1), (1, 0)),
+)
+_LEAVE = -1  # on the stack of the search: all below a state has been searched
+
+
+@dataclass(frozen=True, eq=False)
+class Room:
+    """A start board and the seed it was asked for with. Rooms compare by identity: compare `cells` or `key`.
+
+    seed: the seed given, also where a derived one made the room (see `fallback_seed`).
+    cells: int8 (R, C), read-only.
+    """
+
+    seed: int
+    cells: Cells
+
+    @property
+    def key(self) -> bytes:
+        """The room up to the eight symmetries of the square: the smallest of the eight boards' bytes."""
+        rows, cols = self.cells.shape
+        boards: list[bytes] = [board.tobytes() for board in self.cells.reshape(-1)[_symmetries(rows, cols)]]
+        return min(boards)
+
+
+def generate_room(
+    seed: int,
+    rows: int = 6,
+    cols: int = 6,
+    num_steps: int = 20,
+    p_change_directions: float = 0.35,
+    num_boxes: int = 1,
+    tries: int = 4,
+    search_depth: int = 300,
+) -> Room:
+    """Make the published room of a seed.
+
+    1. Carve: a walk of `num_steps` steps, which turns with probability `p_change_directions`, stamps one of five
+       3x3 shapes of floor at each step.
+    2. Place the player, then a target with the box on it, on random floor.
+    3. Pull: search depth-first (up, down, left, right; `search_depth` states deep) and keep the first state with the
+       largest Manhattan distance between box and target. Is that 0: back to 1, `tries` carvings in all.
+    4. With probability 0.5 (0.8 if that distance is 1) walk the player 1 to 3 steps away.
+
+    A seed that carves fewer than 3 cells of floor, or whose tries all fail, is replaced by `fallback_seed(seed)`.
+
+    seed: 0 to 2**32 - 1. rows, cols: 4 to 20, the border included. num_boxes: only 1.
+    Source: published code; its two random streams (Python's and NumPy's legacy one) are local here.
+    Raises ValueError for settings out of range, or if no room comes out after 100 derived seeds.
+    """
+    return generate_rooms((seed,), rows, cols, num_steps, p_change_directions, num_boxes, tries, search_depth)[0]
+
+
+def generate_rooms(
+    seeds: Iterable[int],
+    rows: int = 6,
+    cols: int = 6,
+    num_steps: int = 20,
+    p_change_directions: float = 0.35,
+    num_boxes: int = 1,
+    tries: int = 4,
+    search_depth: int = 300,
+) -> list[Room]:
+    """Make the room of each seed, as `generate_room` does, faster than one by one (one NumPy stream, reseeded)."""
+    settings = _Settings(rows, cols, num_steps, p_change_directions, tries, search_depth)
+    _check(settings, num_boxes)
+    numpy_stream = np.random.RandomState(0)
+    return [Room(int(seed), _first_room(int(seed), numpy_stream, settings)) for seed in seeds]
+
+
+def fallback_seed(seed: int) -> int:
+    """The seed that stands in for one that makes no room: the first 4 bytes (big-endian) of SHA-256 of its decimals.
+
+    The published code takes Python's `hash` of the same string, which differs from process to process.
+    """
+    return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
+
+
+class _Settings(NamedTuple):
+    rows: int
+    cols: int
+    num_steps: int
+    p_change_directions: float
+    tries: int
+    search_depth: int
+
+
+def _check(settings: _Settings, num_boxes: int) -> None:
+    if num_boxes != 1:
+        raise ValueError(f"num_boxes is {num_boxes}; rooms are made with one box only: pass num_boxes=1")
+    for name in ("rows", "cols"):
+        side = getattr(settings, name)
+        if not MIN_SIDE <= side <= MAX_SIDE:
+            raise ValueError(f"{name} is {side}; a room has {MIN_SIDE} to {MAX_SIDE} {name}, the border included")
+    if not 0 <= settings.p_change_directions <= 1:
+        raise ValueError(f"p_change_directions is {settings.p_change_directions}; a probability lies in 0 to 1")
+    for name, least in (("num_steps", 1), ("tries", 1), ("search_depth", 2)):
+        value = getattr(settings, name)
+        if value < least:
+            raise ValueError(f"{name} is {value}; it must be at least {least}")
+
+
+def _first_room(seed: int, numpy_stream: np.random.RandomState, settings: _Settings) -> Cells:
+    if not 0 <= seed <= MAX_SEED:
+        raise ValueError(f"seed is {seed}; a room's seed lies in 0 to {MAX_SEED} (2**32 - 1)")
+    candidate = seed
+    for _ in range(MAX_FALLBACKS + 1):
+        numpy_stream.seed(candidate)
+        cells = _attempt(random.Random(candidate), numpy_stream, settings)
+        if cells is not None:
+            return cells
+        candidate = fallback_seed(candidate)
+    raise ValueError(f"seed {seed} and {MAX_FALLBACKS} seeds derived from it make no room with {settings}; carve more")
+
+
+def _attempt(stream: random.Random, numpy_stream: np.random.RandomState, settings: _Settings) -> Cells | None:
+    """Carve, place and pull until the box stands away from its target; None where the seed makes no room."""
+    grid = _grid(settings.rows, settings.cols)
+    for _ in range(settings.tries):
+        carved = _carve(stream, settings, grid)
+        floor = [cell for cell in range(grid.size) if carved >> cell & 1]
+        if len(floor) < _MIN_FLOOR:
+            return None
+        player = floor[numpy_stream.randint(len(floor))]
+        free = [cell for cell in floor if cell != player]
+        target = free[numpy_stream.randint(len(free))]
+        score, box, player = _pull(grid, floor, player, target, settings.search_depth)
+        if score > 0:
+            player = _wander(stream, grid, set(floor) - {box}, player, 0.8 if score == 1 else 0.5)
+            return _board(grid, floor, player, box, target)
+    return None
+
+
+def _carve(stream: random.Random, settings: _Settings, grid: "_Grid") -> int:
+    """Walk at random and stamp floor; returns the inner cells that became floor, as a bit mask."""
+    height, width = settings.rows - 2, settings.cols - 2
+    row_step, col_step = stream.choice(_WALK_DIRECTIONS)
+    row = stream.randint(1, settings.rows - 1)
+    col = stream.randint(1, settings.cols - 1)
+    floor = 0
+    for _ in range(settings.num_steps):
+        if stream.random() < settings.p_change_directions:
+            row_step, col_step = stream.choice(_WALK_DIRECTIONS)
+        row = min(max(row + row_step, 1), height)
+        col = min(max(col + col_step, 1), width)
+        floor |= stream.choice(grid.stamps[(row - 1) * width + col - 1])
+    return floor
+
+
+def _pull(grid: "_Grid", floor: list[int], player: int, target: int, search_depth: int) -> tuple[int, int, int]:
+    """Play backwards from the box on its target; returns (score, box, player) of the first best state."""
+    walls = bytearray(b"\x01" * grid.size)
+    for cell in floor:
+        walls[cell] = 0
+    start = target * grid.size + player
+    visits = _search(start, walls * (2 * grid.size), grid.pulls, search_depth)
+    scores = _scores(grid.rows, grid.cols, target)
+    best = max(visits, key=scores.__getitem__)
+    return scores[best], *divmod(best % grid.size**2, grid.size)
+
+
+def _search(start: int, closed: bytearray, pulls: tuple[tuple[int, ...], ...], search_depth: int) -> list[int]:
+    """List the states in the order in which a recursive depth-first search enters them.
+
+    start: index of a state into `closed` and `pulls`.
+    closed: one byte a state, 1 where the player would stand in a wall; filled on the way.
+    pulls: for each state `_LEAVE`, then its successors, the one to search first last.
+    """
+    visits: list[int] = []
+    stack = [start]
+    depth = 1
+    while stack:
+        state = stack.pop()
+        if state == _LEAVE:
+            depth -= 1
+        elif depth < search_depth and not closed[state]:
+            closed[state] = 1
+            visits.append(state)
+            stack += pulls[state]
+            depth += 1
+    return visits
+
+
+def _wander(stream: random.Random, grid: "_Grid", free: set[int], player: int, probability: float) -> int:
+    """Walk the player 1 to 3 steps over free cells, never back, so that it does not always stand at the box."""
+    if stream.random() > probability:
+        return player
+    free = free - {player}
+    for _ in range(3):
+        ways = [cell for cell in grid.neighbours[player] if cell in free]
+        if not ways:
+            break
+        player = stream.choice(ways)
+        free = free - {player}
+        if stream.random() > 0.5:
+            break
+    return player
+
+
+def _board(grid: "_Grid", floor: list[int], player: int, box: int, target: int) -> Cells:
+    tiles = bytearray(grid.rows * grid.cols)
+    for cell in floor:
+        tiles[grid.board_cells[cell]] = Tile.FLOOR
+    tiles[grid.board_cells[target]] = Tile.TARGET
+    tiles[grid.board_cells[box]] = Tile.BOX
+    tiles[grid.board_cells[player]] = Tile.PLAYER_ON_TARGET if player == target else Tile.PLAYER
+    # An array over `bytes` is read-only.
+    return np.frombuffer(bytes(tiles), dtype=np.int8).reshape(grid.rows, grid.cols)
+
+
+class _Grid(NamedTuple):
+    """Look-up tables of one board size. Cells are the inner ones, numbered row by row.
+
+    A state of the backward game is (moved * size + box) * size + player: the published search tells a box that was
+    never pulled (moved = 0) from one that was, even on the same cell.
+    """
+
+    rows: int
+    cols: int
+    size: int
+    coordinates: tuple[tuple[int, int], ...]
+    board_cells: tuple[int, ...]
+    neighbours: tuple[tuple[int, ...], ...]
+    stamps: tuple[tuple[int, ...], ...]
+    pulls: tuple[tuple[int, ...], ...]
+
+
+@lru_cache(maxsize=8)
+def _grid(rows: int, cols: int) -> _Grid:
+    coordinates = tuple((row, col) for row in range(1, rows - 1) for col in range(1, cols - 1))
+    cell_at = {place: cell for cell, place in enumerate(coordinates)}
+    steps = tuple(
+        tuple(cell_at.get((row + row_step, col + col_step)) for row_step, col_step in _PULL_DIRECTIONS)
+        for row, col in coordinates
+    )
+    stamps = tuple(
+        tuple(
+            sum(1 << cell_at[(row + i, col + j)] for i, j in stamp if (row + i, col + j) in cell_at)
+            for stamp in _STAMPS
+        )
+        for row, col in coordinates
+    )
+    return _Grid(
+        rows=rows,
+        cols=cols,
+        size=len(coordinates),
+        coordinates=coordinates,
+        board_cells=tuple(row * cols + col for row, col in coordinates),
+        neighbours=tuple(tuple(cell for cell in around if cell is not None) for around in steps),
+        stamps=stamps,
+        pulls=_pull_table(steps),
+    )
+
+
+def _pull_table(steps: tuple[tuple[int | None, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Successors of each state on a board without inner walls; `_search` says in which form."""
+    size = len(steps)
+    table: list[tuple[int, ...]] = []
+    for moved in range(2):
+        for box in range(size):
+            for player, around in enumerate(steps):
+                behind = (around[1], around[0], around[3], around[2])
+                found = [
+                    (size + player) * size + ahead if back == box else (moved * size + box) * size + ahead
+                    for ahead, back in zip(around, behind, strict=True)
+                    if ahead is not None and ahead != box
+                ]
+                table.append((_LEAVE, *reversed(found)))
+    return tuple(table)
+
+
+@lru_cache(maxsize=64)
+def _scores(rows: int, cols: int, target: int) -> bytes:
+    """The score of each state: the Manhattan distance of box and target."""
+    # The published score is 0 where the player covers the target. With one box that changes no room: the search
+    # comes to such a state from one that scores as much (the player walked) or more (the box was pulled closer).
+    grid = _grid(rows, cols)
+    row, col = grid.coordinates[target]
+    distances = (abs(row - i) + abs(col - j) for i, j in grid.coordinates)
+    return 2 * b"".join(bytes([distance]) * grid.size for distance in distances)
+
+
+@lru_cache(maxsize=8)
+def _symmetries(rows: int, cols: int) -> npt.NDArray[np.intp]:
+    """Flat indices (8, R*C): the four quarter turns of the board, then those of its mirror image."""
+    index = np.arange(rows * cols).reshape(rows, cols)
+    turned = [np.rot90(side, turns).reshape(-1) for side in (index, index.T) for turns in range(4)]
+    return np.array(turned)

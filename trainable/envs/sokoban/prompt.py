@@ -1,0 +1,162 @@
+"""What the model is told and how its reply is read. Two prompt styles behind one interface.
+
+The text between messages is the model's chat format. The text of a turn ends with the forced start of the reply,
+`<think>`; everything that is not the model's own sampled token is given text.
+
+Departures from the published code, which rebuilds conversations from text: a reply stays in the conversation as it was
+sampled (there: re-rendered, with surplus actions cut), and what was shown in sampling is what is trained on (there: the
+warning after an invalid turn is dropped, and role headers are trained).
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from trainable.envs.chat import CHATML, ChatFormat
+from trainable.envs.sokoban.board import Action, Tile
+from trainable.envs.sokoban.text import SYMBOLS, render
+
+END_OF_MESSAGE = CHATML.end
+START_OF_THOUGHT = "<think>"
+ACTION_SEPARATOR = "||"
+_REPLY = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
+_TAGS = ("<think>", "</think>", "<answer>", "</answer>", "<|im_start|>", "<|im_end|>")
+_MEANINGS = {
+    Tile.WALL: "wall",
+    Tile.FLOOR: "empty",
+    Tile.TARGET: "target",
+    Tile.BOX_ON_TARGET: "box on target",
+    Tile.BOX: "box",
+    Tile.PLAYER: "player",
+    Tile.PLAYER_ON_TARGET: "player on target",
+}
+_ACTIONS = {action.name.lower(): action for action in Action if action != Action.NONE}
+
+
+class Reply(NamedTuple):
+    """A reply as it was read: thought and actions, and whether it draws the format penalty."""
+
+    thought: str
+    actions: tuple[Action, ...]
+    invalid: bool
+
+
+class Observation(NamedTuple):
+    """What a turn shows: its number from 1, the room (rows, cols), actions left, and how the turn before went."""
+
+    turn: int
+    cells: np.ndarray
+    actions_left: int
+    last_reward: float = 0.0
+    last_invalid: bool = False
+
+
+def parse(text: str, max_actions: int) -> Reply:
+    """Read the text after the forced `<think>` (specs: think and answer tags, first match).
+
+    Words between `||` beyond `max_actions` are cut first and draw no penalty; of the rest, unknown words are dropped.
+    A reply is invalid if a remaining word is unknown or no action is left.
+    """
+    match = _REPLY.search(START_OF_THOUGHT + text)
+    if match is None:
+        return Reply("", (), True)
+    thought, answer = (_strip_tags(part) for part in match.groups())
+    words = [word.strip() for word in answer.split(ACTION_SEPARATOR)]
+    words = [word for word in words if word][:max_actions]
+    actions = tuple(_ACTIONS[word.lower()] for word in words if word.lower() in _ACTIONS)
+    return Reply(thought, actions, len(actions) < len(words) or not actions)
+
+
+def _strip_tags(text: str) -> str:
+    for tag in _TAGS:
+        text = text.replace(tag, "")
+    return text.strip()
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """A prompt style with its limits filled in.
+
+    opening(observation) is the text before the first reply; following(observation) the text between a reply's end
+    marker and the next reply; end is that marker.
+    """
+
+    opening: Callable[[Observation], str]
+    following: Callable[[Observation], str]
+    end: str
+
+
+def make_protocol(style: str, observation_format: str, max_actions: int, chat: ChatFormat = CHATML) -> Protocol:
+    """The protocol of a prompt style, `full` or `compact`, in a chat format; ValueError for another style."""
+    if style not in ("full", "compact"):
+        raise ValueError(f"There is no prompt style `{style}`: it is full or compact.")
+    system = COMPACT_SYSTEM if style == "compact" else _system_prompt(max_actions)
+
+    def state(observation: Observation) -> str:
+        return _compact_state(observation) if style == "compact" else _full_state(observation, observation_format)
+
+    return Protocol(
+        lambda observation: chat.opening(system, state(observation)) + START_OF_THOUGHT,
+        lambda observation: (
+            chat.following(reward_line(observation.last_reward) + state(observation)) + START_OF_THOUGHT
+        ),
+        chat.end,
+    )
+
+
+def reward_line(reward: float) -> str:
+    """What the turn before earned."""
+    return f"Reward:\n{reward:.1f}\n"
+
+
+def _system_prompt(max_actions: int) -> str:
+    names = ", ".join(name.capitalize() for name in _ACTIONS)
+    legend = ", ".join(f"{SYMBOLS[tile]}: {meaning}" for tile, meaning in _MEANINGS.items())
+    return (
+        "You are a helpful assistant. You are solving a Sokoban puzzle: move the player so that every box stands on a "
+        "target. You are given a grid and zero-indexed coordinates (row, column), from (0, 0) at the top left to "
+        "(5, 5) at the bottom right. Moving toward a box next to you pushes it one cell, if the cell behind it is "
+        "free. You cannot push a box through a wall or another box, and you cannot pull. Your answer is a sequence "
+        "of actions, for example <answer>Right || Right || Up</answer>.\n"
+        f"The meaning of each symbol is:\n{legend}\n"
+        f"Your available actions are:\n{names}\n"
+        f'You may take up to {max_actions} actions, separated by the action separator " || ".'
+    )
+
+
+def _full_state(observation: Observation, observation_format: str) -> str:
+    warning = "Your last answer held no valid action; the state has not changed.\n" if observation.last_invalid else ""
+    return (
+        f"\nTurn {observation.turn}:\nState:\n{render(observation.cells, observation_format)}\n{warning}"
+        f"You have {observation.actions_left} actions left. Always output: "
+        "<think> [Your thoughts] </think> <answer> [your answer] </answer> with no extra text. "
+        "Strictly follow this format. Max response length: 120 words (tokens).\n"
+    )
+
+
+COMPACT_SYSTEM = "Sokoban"
+
+
+def compact_turn(turn: int) -> str:
+    """Header of a turn in the compact style."""
+    return f"Turn {turn}:\nState:\n"
+
+
+def compact_left(actions_left: int) -> str:
+    """Last line of a compact turn."""
+    return f"{actions_left} actions left\n"
+
+
+def _compact_state(observation: Observation) -> str:
+    # The outer wall is in every room: the compact style shows what is inside it.
+    grid = render(observation.cells[1:-1, 1:-1], "grid")
+    return f"{compact_turn(observation.turn)}{grid}\n{compact_left(observation.actions_left)}"
+
+
+def reply_text(thought: str, actions: Sequence[Action]) -> str:
+    """A well-formed reply after the forced `<think>`, without its end marker: what demonstrations teach."""
+    words = f" {ACTION_SEPARATOR} ".join(action.name.capitalize() for action in actions)
+    return f"{thought}</think><answer>{words}</answer>"

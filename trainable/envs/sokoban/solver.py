@@ -1,0 +1,155 @@
+"""Shortest solutions: a table of all distances of a one-box room, and a search for any board."""
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile, check_board
+
+Distances = npt.NDArray[np.int16]
+
+_State = tuple[int, frozenset[int]]  # player and boxes, as flat cells
+
+
+def distance_table(cells: Cells) -> Distances:
+    """Count the fewest actions that solve a one-box room, from every place of player and box.
+
+    distance(player, box) = 0 where the box is on the target, else 1 + the smallest distance one action leads to;
+    -1 where no actions solve it, or player and box cannot stand there.
+
+    cells: int8 (R, C), a board with one box; only its walls and its target matter.
+    Returns int16 (R*C, R*C), indexed by flat cells [player, box].
+    Raises ValueError for a board that cannot be played or has more or less than one box: use `solve` for those.
+    """
+    check_board(cells)
+    flat = cells.reshape(-1)
+    targets = _cells_with(cells, _TARGETS)
+    if len(targets) != 1:
+        raise ValueError(f"{len(targets)} boxes on the board; a distance table is for one box: call solve(cells)")
+    rows, cols = cells.shape
+    inner = np.arange(rows * cols).reshape(rows, cols)[1:-1, 1:-1].reshape(-1)
+    target = int(np.searchsorted(inner, next(iter(targets))))
+    by_box = _distances((flat[inner] == Tile.WALL).tobytes(), target, _predecessors(rows, cols))
+    table = np.full((rows * cols, rows * cols), -1, dtype=np.int16)
+    table[inner[:, None], inner] = np.array(by_box, dtype=np.int16).reshape(inner.size, inner.size).T
+    return table
+
+
+def optimal_actions(table: Distances, cells: Cells) -> tuple[Action, ...]:
+    """Name all actions that start a shortest solution, in the order up, down, left, right.
+
+    table: int16 (R*C, R*C), `distance_table` of this room. cells: int8 (R, C), one of its boards.
+    Empty where the board is solved or cannot be solved.
+    """
+    (player,) = _cells_with(cells, _PLAYERS)
+    (box,) = _cells_with(cells, _BOXES)
+    distance = int(table[player, box])
+    if distance <= 0:
+        return ()
+    return tuple(
+        action
+        for action, offset in _offsets(cells.shape[1])
+        # The table holds -1 for a player or a box in a wall, so blocked actions never match.
+        if table[player + offset, box + offset if player + offset == box else box] == distance - 1
+    )
+
+
+def solve(cells: Cells, max_actions: int | None = None) -> tuple[Action, ...] | None:
+    """Find a shortest solution by breadth-first search; of several, the first in the order up, down, left, right.
+
+    cells: int8 (R, C), a board with any number of boxes (the number of states grows fast with it).
+    max_actions: give up on longer solutions.
+    Returns the actions, () if the board is solved already, None if there is no solution (of that length).
+    """
+    check_board(cells)
+    open_cells = frozenset(np.flatnonzero(cells).tolist())
+    targets = _cells_with(cells, _TARGETS)
+    (player,) = _cells_with(cells, _PLAYERS)
+    start: _State = (player, _cells_with(cells, _BOXES))
+    offsets = _offsets(cells.shape[1])
+    paths: dict[_State, tuple[Action, ...]] = {start: ()}
+    queue = [start]
+    for state in queue:  # grows while it is read
+        path = paths[state]
+        if state[1] == targets:
+            return path
+        if max_actions is not None and len(path) >= max_actions:
+            continue
+        for action, offset in offsets:
+            after = _act(state, offset, open_cells)
+            if after is not None and after not in paths:
+                paths[after] = (*path, action)
+                queue.append(after)
+    return None
+
+
+def _act(state: _State, offset: int, open_cells: frozenset[int]) -> _State | None:
+    """The state after one action, None where it is blocked."""
+    player, boxes = state
+    ahead = player + offset
+    if ahead not in open_cells:
+        return None
+    if ahead not in boxes:
+        return ahead, boxes
+    behind = ahead + offset
+    if behind not in open_cells or behind in boxes:
+        return None
+    return ahead, boxes - {ahead} | {behind}
+
+
+def _distances(walls: bytes, target: int, predecessors: tuple[tuple[int, ...], ...]) -> list[int]:
+    """Breadth-first from all solved states backwards.
+
+    walls: one byte an inner cell, 1 for a wall. target: an inner cell.
+    Returns for each state box * size + player its distance or -1.
+    """
+    size = len(walls)
+    closed = bytearray(walls * size)
+    frontier = [target * size + player for player in range(size) if player != target and not walls[player]]
+    distances = [-1] * size**2
+    distance = 0
+    while frontier:
+        reached: list[int] = []
+        for state in frontier:
+            if not closed[state]:
+                closed[state] = 1
+                distances[state] = distance
+                reached += predecessors[state]
+        frontier = reached
+        distance += 1
+    return distances
+
+
+@lru_cache(maxsize=8)
+def _predecessors(rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
+    """For each state (box * size + player, over inner cells), the states one action earlier, had the room no walls."""
+    places = [(row, col) for row in range(1, rows - 1) for col in range(1, cols - 1)]
+    cell_at = {place: cell for cell, place in enumerate(places)}
+    size = len(places)
+    table: list[list[int]] = [[] for _ in range(size**2)]
+    for came_from, (row, col) in enumerate(places):
+        for row_step, col_step in DIRECTIONS.values():
+            ahead = cell_at.get((row + row_step, col + col_step))
+            behind = cell_at.get((row + 2 * row_step, col + 2 * col_step))
+            if ahead is None:
+                continue
+            for box in range(size):
+                if box not in (came_from, ahead):
+                    table[box * size + ahead].append(box * size + came_from)
+            if behind is not None:
+                table[behind * size + ahead].append(ahead * size + came_from)
+    return tuple(tuple(states) for states in table)
+
+
+def _offsets(cols: int) -> tuple[tuple[Action, int], ...]:
+    return tuple((action, row_step * cols + col_step) for action, (row_step, col_step) in DIRECTIONS.items())
+
+
+def _cells_with(cells: Cells, tiles: frozenset[int]) -> frozenset[int]:
+    return frozenset(cell for cell, tile in enumerate(cells.reshape(-1).tolist()) if tile in tiles)
+
+
+_TARGETS = frozenset(map(int, (Tile.TARGET, Tile.BOX_ON_TARGET, Tile.PLAYER_ON_TARGET)))
+_BOXES = frozenset(map(int, (Tile.BOX, Tile.BOX_ON_TARGET)))
+_PLAYERS = frozenset(map(int, (Tile.PLAYER, Tile.PLAYER_ON_TARGET)))

@@ -1,0 +1,79 @@
+"""Boards as the published texts, and back."""
+
+import numpy as np
+
+from trainable.envs.sokoban.board import Cells, Tile, check_board
+
+OBSERVATION_FORMATS = ("grid_coord", "grid", "coord")
+SYMBOLS: dict[Tile, str] = {
+    Tile.WALL: "#",
+    Tile.FLOOR: "_",
+    Tile.TARGET: "O",
+    Tile.BOX_ON_TARGET: "√",
+    Tile.BOX: "X",
+    Tile.PLAYER: "P",
+    Tile.PLAYER_ON_TARGET: "S",
+}
+
+_SYMBOLS_BY_CODE = tuple(SYMBOLS[tile] for tile in sorted(Tile))
+_CODES_BY_SYMBOL = {symbol: int(tile) for tile, symbol in SYMBOLS.items()}
+# A target is listed as one whatever stands on it, so two tiles take part in two lines.
+_LISTING: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("Targets", (int(Tile.TARGET), int(Tile.BOX_ON_TARGET), int(Tile.PLAYER_ON_TARGET))),
+    ("Boxes", (int(Tile.BOX),)),
+    ("Boxes on target", (int(Tile.BOX_ON_TARGET),)),
+    ("Player", (int(Tile.PLAYER),)),
+    ("Player on target", (int(Tile.PLAYER_ON_TARGET),)),
+)
+
+
+def render(cells: Cells, observation_format: str) -> str:
+    """Write a board as the text that a policy is shown.
+
+    grid: one line a row, one symbol a cell. coord: the board's size, then one line for each kind of thing that is
+    there, with its (row, col) places counted from 0 at the top left. grid_coord: both, each under a title line.
+
+    cells: int8 (R, C). Source: published code (texts to the byte; both title lines end in a space).
+    Raises ValueError for another format.
+    """
+    if observation_format == "grid":
+        return _grid(cells)
+    if observation_format == "coord":
+        return _listing(cells)
+    if observation_format == "grid_coord":
+        return f"Coordinates: \n{_listing(cells)}\nGrid Map: \n{_grid(cells)}"
+    allowed = ", ".join(OBSERVATION_FORMATS)
+    raise ValueError(f"observation_format is {observation_format!r}; choose one of {allowed}")
+
+
+def parse_grid(text: str) -> Cells:
+    """Read the board back from its grid lines; `parse_grid(render(cells, "grid"))` equals `cells`.
+
+    Returns int8 (R, C). Raises ValueError for lines that are no board: unknown symbols, lines of unequal length,
+    or a board that cannot be played (see `check_board`).
+    """
+    lines = text.strip("\n").split("\n")
+    unknown = set("".join(lines)) - set(_CODES_BY_SYMBOL)
+    if unknown:
+        raise ValueError(f"unknown symbols {sorted(unknown)} in a grid; the symbols are {' '.join(_SYMBOLS_BY_CODE)}")
+    lengths = sorted({len(line) for line in lines})
+    if len(lengths) != 1:
+        raise ValueError(f"grid lines of lengths {lengths}; give every line the same length")
+    cells = np.array([[_CODES_BY_SYMBOL[symbol] for symbol in line] for line in lines], dtype=np.int8)
+    check_board(cells)
+    return cells
+
+
+def _grid(cells: Cells) -> str:
+    return "\n".join("".join(_SYMBOLS_BY_CODE[code] for code in row) for row in cells.tolist())
+
+
+def _listing(cells: Cells) -> str:
+    rows, cols = cells.shape
+    codes = cells.reshape(-1).tolist()
+    lines = [f"Board size: {rows} rows x {cols} cols (zero-indexed)."]
+    for label, kinds in _LISTING:
+        places = [f"({cell // cols}, {cell % cols})" for cell, code in enumerate(codes) if code in kinds]
+        if places:
+            lines.append(f"{label}: {', '.join(places)}")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""Qwen2, models of the hub, LoRA, KV cache, chat templates, loading."""

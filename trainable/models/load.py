@@ -1,0 +1,200 @@
+"""A policy on disk or on the hub, made ready: model, tokenizer, critic."""
+
+import json
+import os
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from torch import nn
+
+from trainable.config.sections import ModelConfig
+from trainable.envs.chat import CHATML, ChatFormat
+from trainable.models.chat_template import chat_format
+from trainable.models.qwen2 import PassSettings, Qwen2, Trunk, ValueHead, ValueModel
+from trainable.models.qwen2_shape import ARCHITECTURE, Qwen2Shape
+from trainable.rollout.play import Codec
+
+if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
+    from trainable.models.hub_model import HubModel, HubValueModel
+
+M = TypeVar("M", bound="Qwen2 | HubModel")
+PLAIN = PassSettings()
+SHIPPED = "sokoban-tiny"
+_SHIPPED_FOLDER = Path(__file__).parents[1] / "tiny" / "sokoban_tiny"
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A language model with its tokenizer, the folder that its files are in, and how conversations with it read."""
+
+    model: "Qwen2 | HubModel"
+    tokenizer: Tokenizer
+    folder: Path
+    chat: ChatFormat = CHATML
+
+    @property
+    def stop_token(self) -> int:
+        """What ends a reply: the chat's marker, which base models have but do not name as their end, or their end."""
+        marker: int | None = self.tokenizer.token_to_id(self.chat.end)
+        return self.model.shape.eos_token_id if marker is None else marker
+
+
+def find_model(path: str) -> Path:
+    """The local folder of a model: the shipped one, a folder, or a hub id in the local cache.
+
+    Raises ValueError with the command that fetches a hub model that is not there. Nothing is downloaded.
+    """
+    if path == SHIPPED:
+        return _SHIPPED_FOLDER
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{path} is not a model: it holds no config.json. Give a model's folder, or {SHIPPED}.")
+        return folder
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        raise ValueError(
+            f"{path} is neither a folder nor in the local hub cache. Fetch it with `hf download {path}`, or give "
+            f"--model {SHIPPED}."
+        ) from None
+
+
+def load_policy(path: str, device: torch.device, passes: PassSettings = PLAIN, chat: str = "auto") -> Policy:
+    """Model (float32 weights, whose passes are computed as `passes` says) and tokenizer at `path`, on `device`.
+
+    A Qwen2 without scaled rotary positions is run by our own implementation, any other model by transformers'. chat:
+    see `model.chat_format`.
+    """
+    folder = find_model(path)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    model = _load_qwen2(folder) if _is_own(folder) else _load_hub_model(folder)
+    model.model.passes = passes
+    spoken = chat_format(folder, tokenizer, model.shape.eos_token_id, chat)
+    return Policy(model.to(device), tokenizer, folder, spoken)
+
+
+def _is_own(folder: Path) -> bool:
+    """Whether the model in `folder` is a Qwen2 as our own implementation has it: full attention, plain positions."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
+    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    is_plain &= not config.get("use_sliding_window") and config.get("hidden_act", "silu") == "silu"
+    return is_plain and (config.get("architectures") or [None])[0] == ARCHITECTURE
+
+
+def _load_qwen2(folder: Path) -> Qwen2:
+    with torch.device("meta"):  # no weight is drawn only to be replaced
+        model = Qwen2(Qwen2Shape.read(folder))
+    weights = read_weights(folder)
+    if model.shape.tie_word_embeddings:
+        weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    model.load_state_dict(weights, assign=True)
+    if model.shape.tie_word_embeddings:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def _load_hub_model(folder: Path) -> "HubModel":
+    from trainable.models.hub_model import load_hub_model
+
+    names: list[str] = []
+    for file in _weight_files(folder):
+        with safe_open(os.fspath(file), framework="pt") as tensors:
+            names += tensors.keys()
+    return load_hub_model(folder, names)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no .safetensors file; other weight formats are not read.")
+    return files
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of the folder's safetensors files, in float32 and in memory of their own."""
+    weights: dict[str, torch.Tensor] = {}
+    for file in _weight_files(folder):
+        with safe_open(os.fspath(file), framework="pt") as tensors:
+            weights.update({name: tensors.get_tensor(name).to(torch.float32, copy=True) for name in tensors.keys()})  # noqa: SIM118
+    return weights
+
+
+def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> "ValueModel | HubValueModel":
+    """A critic whose trunk is a copy of the policy's, passes included, and whose head is from N(0, 0.02), bias 0."""
+    critic = value_model(policy.model, deepcopy(policy.model.model), device)
+    draw_head(critic.score, rng)
+    return critic.to(device)
+
+
+@torch.no_grad()
+def draw_head(head: ValueHead, rng: np.random.Generator) -> None:
+    """Set a value head's weights from N(0, 0.02), and its bias to 0."""
+    head.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, head.weight.shape)))
+    head.bias.zero_()
+
+
+def value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.device) -> "ValueModel | HubValueModel":
+    """A critic of the model's kind with `trunk` as its own, and a head that holds anything."""
+    if isinstance(model, Qwen2):
+        with torch.device("meta"):  # the trunk that it makes is thrown away: it takes no memory
+            critic = ValueModel(model.shape)
+        critic.model = cast(Trunk, trunk)
+        critic.score.to_empty(device=device)
+        return critic
+    from trainable.models.hub_model import HubTrunk, HubValueModel
+
+    return HubValueModel(cast(HubTrunk, trunk)).to(device)
+
+
+def make_codec(tokenizer: Tokenizer) -> Codec:
+    """Batch encoding without added tokens, and decoding to text without special tokens."""
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    def decode(ids: Sequence[Sequence[int] | np.ndarray]) -> list[str]:
+        return tokenizer.decode_batch([list(row) for row in ids], skip_special_tokens=True)
+
+    return Codec(encode, decode)
+
+
+def pass_settings(settings: ModelConfig) -> PassSettings:
+    """How the networks of a run compute."""
+    return PassSettings(getattr(torch, settings.dtype), settings.enable_gradient_checkpointing)
+
+
+def frozen_copy(model: M) -> M:
+    """A copy of `model` on its device that no gradient reaches: the reference."""
+    return frozen(deepcopy(model))
+
+
+def frozen(model: M) -> M:
+    """`model` itself, which no gradient reaches any more.
+
+    Its linear layers hold their weights in the type that passes compute in, which gives the same numbers to the last
+    bit, since that is what a pass would make of them. Embedding and norms, which passes read in float32, keep it.
+    """
+    model.requires_grad_(False)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.weight is not model.model.embed_tokens.weight:
+            layer.to(model.model.passes.dtype)
+    return model
+
+
+def pick_device(wanted: str, gpus: float) -> torch.device:
+    """The device of a run: `auto` is the GPU where the run reserves one and one is visible, else the processor."""
+    if wanted == "auto":
+        return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
+    return torch.device(wanted)

@@ -1,0 +1,159 @@
+"""Low-rank adapters beside frozen weights, so that policy, critic and reference hold one base between them.
+
+    y = W x + (α / r) B A x,   A (r, in) random, B (out, r) = 0 at first
+
+W is the base's, in the type that passes compute in, and is never written to: a network's adapters are all that it
+learns. Without them it is the base again, which is what the reference is. Source: Hu et al. 2021, arXiv:2106.09685;
+the layers are peft's.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from trainable.config.sections import ModelConfig
+from trainable.config.setting_types import LINEAR_LAYERS
+from trainable.models.load import draw_head, value_model
+from trainable.models.qwen2 import Qwen2, Trunk, ValueModel
+
+if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
+    from trainable.models.hub_model import HubModel, HubTrunk, HubValueModel
+
+N = TypeVar("N", bound=nn.Module)
+M = TypeVar("M", bound="Qwen2 | HubModel")
+ADAPTER = "default"
+"""peft's name of a layer's first adapter; here there is one."""
+
+
+def sharing(network: N) -> N:
+    """A network of modules of its own whose parameters are those of `network`: no tensor is copied."""
+    return deepcopy(network, {id(weight): weight for weight in network.parameters()})
+
+
+def adapted(base: M, settings: ModelConfig, rng: np.random.Generator) -> M:
+    """A policy over the frozen tensors of `base`, whose adapters are all that it learns; at first it is the base."""
+    model: M = sharing(base)
+    adapt(model.model, settings, rng)
+    return model
+
+
+def critic_over(
+    base: "Qwen2 | HubModel", rng: np.random.Generator, device: torch.device
+) -> "ValueModel | HubValueModel":
+    """A critic whose trunk has the frozen tensors of `base`, and whose head, drawn from `rng`, is its own."""
+    critic = value_model(base, sharing(base.model), device)
+    draw_head(critic.score, rng)
+    return critic
+
+
+def adapt(trunk: "Trunk | HubTrunk", settings: ModelConfig, rng: np.random.Generator) -> None:
+    """Put an adapter beside the linear layers of `trunk` that settings.lora_target_modules names; freeze all else.
+
+    A is drawn from U(-1/sqrt(in), 1/sqrt(in)), as peft does, but from `rng`. Adapters are float32, whatever the type of
+    the weights beside them. ValueError for a name that no layer has.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = _targets(trunk, settings.lora_target_modules)
+    inject_adapter_in_model(
+        LoraConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=names, lora_dropout=0.0), trunk
+    )
+    for _, layer in adapters(trunk):
+        layer.cast_input_dtype_enabled = False  # autocast does it, without a float32 copy of the input
+        for part in (layer.lora_A, layer.lora_B):
+            part.float()  # peft gives them the type of the weights beside them
+        weight = layer.lora_A[ADAPTER].weight
+        with torch.no_grad():
+            weight.copy_(torch.from_numpy(rng.uniform(-1.0, 1.0, weight.shape) / weight.shape[1] ** 0.5))
+
+
+def _targets(trunk: "Trunk | HubTrunk", wanted: str | tuple[str, ...]) -> list[str]:
+    """Full names of the linear layers to adapt; all of the trunk's, which has no head, for `all-linear`."""
+    linear = [name for name, part in trunk.named_modules() if isinstance(part, nn.Linear)]
+    if not linear:
+        raise ValueError("This model has no linear layer that an adapter could stand beside: set model.lora_rank=0.")
+    if wanted == "all-linear":
+        return linear
+    ends = {name.rsplit(".", 1)[-1] for name in linear}
+    missing = [name for name in wanted if name not in ends]
+    if missing and not ends & set(LINEAR_LAYERS):
+        raise ValueError("This model's linear layers have other names: set model.lora_target_modules=all-linear.")
+    if missing:
+        raise ValueError(
+            f"This model has no linear layer {missing[0]}: give model.lora_target_modules some of "
+            f"{', '.join(sorted(ends))}, or all-linear."
+        )
+    return [name for name in linear if name.rsplit(".", 1)[-1] in wanted]
+
+
+def adapters(network: nn.Module) -> list[tuple[str, Any]]:
+    """Name and module of every layer that has an adapter."""
+    return [(name, part) for name, part in network.named_modules() if hasattr(part, "lora_A")]
+
+
+@torch.no_grad()
+def merged(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight by its name without adapters: W + (α / r) B A in float32 where there is an adapter.
+
+    Such a sum is made when it is asked for and not kept. Networks without adapters give their own tensors.
+    """
+    layers = dict(adapters(network))
+    for name, value in network.state_dict().items():
+        owner, is_base, own = name.partition(".base_layer.")
+        if is_base:
+            name, layer = f"{owner}.{own}", layers[owner]
+            value = value + layer.get_delta_weight(ADAPTER) if own == "weight" else value
+        if ".lora_" not in name:
+            yield name, value
+
+
+def hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
+    """Every weight, adapters merged, under the name that the hub's files give it; a tied head too."""
+    return ((model.hub_name(name), weight) for name, weight in merged(model))
+
+
+def weight_names(model: "Qwen2 | HubModel") -> set[str]:
+    """The names of what `hub_weights` gives."""
+    return {model.hub_name(name.replace(".base_layer.", ".")) for name in model.state_dict() if ".lora_" not in name}
+
+
+def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Path) -> None:
+    """Write the adapters of `policy` in peft's format, which `peft.PeftModel.from_pretrained(model, folder)` reads."""
+    from peft import LoraConfig
+
+    layers = adapters(policy)
+    weights = {
+        f"base_model.model.{policy.module_name(name)}.{part}.weight": getattr(layer, part)[ADAPTER].weight
+        for name, layer in layers for part in ("lora_A", "lora_B")
+    }  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    own = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    save_file(own, folder / "adapter_model.safetensors")
+    LoraConfig(
+        r=settings.lora_rank, lora_alpha=settings.lora_alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
+        target_modules=sorted({name.rsplit(".", 1)[-1] for name, _ in layers}), inference_mode=True,
+        base_model_name_or_path=settings.path,
+    ).save_pretrained(str(folder))  # fmt: skip
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256 of the weight files of the model in `folder`: adapters mean nothing beside other weights."""
+    whole = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            whole.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+def check_base(theirs: str | None, ours: str | None) -> None:
+    """ValueError where a state's adapters were trained over another base than ours; None: no adapters."""
+    if theirs != ours:
+        its, own = ("no adapters" if each is None else f"adapters of the base {each[:12]}" for each in (theirs, ours))
+        raise ValueError(f"it holds {its}, and this run has {own} (SHA-256 of its weights); give the very same model.")

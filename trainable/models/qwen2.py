@@ -1,0 +1,297 @@
+"""The Qwen2 architecture in plain torch, with the hub's parameter names, for two uses a general forward does badly.
+
+`hidden_at` runs whole sequences without padding and finishes the last layer only where a token is trained; `extend`
+grows a key-value cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from trainable.models.kv_cache import KVCache
+from trainable.models.packing import Packed, causal_attention, pack
+from trainable.models.qwen2_shape import Qwen2Shape, rotary
+
+
+class PassSettings(NamedTuple):
+    """How a network's passes are computed; its weights are float32 whatever they say.
+
+    dtype: of products; in bfloat16, under torch.autocast, residuals, norms and rotary positions stay float32.
+    recompute: in passes with gradients keep each block's input only, and run the block again in the backward pass.
+    """
+
+    dtype: torch.dtype = torch.float32
+    recompute: bool = False
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square normalisation with a learned gain."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` (..., size) over its root mean square, times the gain."""
+        normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        kind = x.device.type  # what autocast's products want is cast once here, and not for each of them
+        return normed.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else normed
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-high, low), dim=-1) * sin).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = (
+            shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim,
+        )  # fmt: skip
+        hidden, kv = shape.hidden_size, self.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden, hidden)
+        self.k_proj = nn.Linear(hidden, kv)
+        self.v_proj = nn.Linear(hidden, kv)
+        self.o_proj = nn.Linear(hidden, hidden, bias=False)
+
+    def by_head(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(..., heads, D)`, keys and values `(..., kv_heads, D)` of `x` (..., hidden)."""
+        size = (*x.shape[:-1], -1, self.head_dim)
+        q, k, v = self.q_proj(x).view(size), self.k_proj(x).view(size), self.v_proj(x).view(size)
+        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries `(B, heads, T, D)`, keys and values `(B, kv_heads, T, D)` of `x` (B, T, hidden)."""
+        q, k, v = self.by_head(x, cos, sin)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def causal(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+        """Causal attention over the rows of a stream `x` (N, hidden), before the output projection: `(N, hidden)`."""
+        return causal_attention(*self.by_head(x, cos, sin), packed)
+
+    def cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
+        """Attention of `x` (B, q, hidden) over the cache, whose next q slots it fills; `bias` (B, q, used + q)."""
+        batch, new, _ = x.shape
+        q, k, v = self.project(x, cos, sin)
+        keys, values = cache.write(layer, k, v)
+        groups = self.heads // self.kv_heads
+        # Queries of the heads that share a key head become rows of one product: no key is copied.
+        folded = q.reshape(batch, self.kv_heads, groups * new, self.head_dim)
+        if q.dtype == torch.bfloat16:  # whose scores only the fused attention keeps in float32
+            return self._fused(folded, keys, values, bias)
+        scores = folded @ keys.transpose(-1, -2) * self.head_dim**-0.5
+        scores = scores.view(batch, self.kv_heads, groups, new, -1) + bias[:, None, None]
+        weights = scores.softmax(-1).view(batch, self.kv_heads, groups * new, -1)
+        mixed = (weights @ values).view(batch, self.heads, new, self.head_dim)
+        return mixed.transpose(1, 2).reshape(batch, new, -1)
+
+    def branched(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
+        """Attention of `x` (B, q, hidden) over the cache, which stays as it is, and itself; `bias` (B, q, used + q)."""
+        batch, new, _ = x.shape
+        q, k, v = self.project(x, cos, sin)
+        keys = torch.cat((cache.keys[layer][:, :, : cache.used], k), dim=2)
+        values = torch.cat((cache.values[layer][:, :, : cache.used], v), dim=2)
+        groups = self.heads // self.kv_heads
+        return self._fused(q.reshape(batch, self.kv_heads, groups * new, self.head_dim), keys, values, bias)
+
+    def _fused(self, folded: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        """Attention of queries folded as in `cached` under `bias` (B, q, slots): `(B, q, hidden)`."""
+        batch, new, _ = bias.shape
+        mask = bias.repeat(1, self.heads // self.kv_heads, 1)[:, None].to(folded.dtype)
+        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+        return mixed.view(batch, self.heads, new, self.head_dim).transpose(1, 2).reshape(batch, new, -1)
+
+
+class MLP(nn.Module):
+    """Gated feed-forward block."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """down(silu(gate(x)) * up(x)), `(..., hidden)`."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.self_attn = Attention(shape)
+        self.mlp = MLP(shape)
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    def whole(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed, is_last: bool) -> Tensor:
+        """The block over the rows of a stream `x` (N, hidden), finished only where it is asked for if `is_last`."""
+        mixed = self.self_attn.causal(self.input_layernorm(x), cos, sin, packed)
+        if is_last:
+            x, mixed = x.index_select(0, packed.asked), mixed.index_select(0, packed.asked)
+        return self.finish(x, mixed)
+
+    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """The block after its attention: output projection, residuals and feed-forward, at any subset of positions."""
+        x = x + self.self_attn.o_proj(mixed)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Trunk(nn.Module):
+    """Embedding, blocks and final norm: tokens to hidden states, which are in the type of `passes`."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.passes = PassSettings()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+
+    @property
+    def pads(self) -> bool:
+        """Rows are read without padding."""
+        return False
+
+    @property
+    def blocks(self) -> list[Layer]:
+        """The blocks, typed."""
+        return cast(list[Layer], list(self.layers))
+
+    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """What every pass runs under: nothing, where it computes in the type of its weights."""
+        dtype = self.passes.dtype
+        # A pass uses each weight once: casts that are kept for a second use would only hold memory.
+        return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
+
+    def _through(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed, is_last: bool) -> Tensor:
+        """`layer.whole`, of which a pass with gradients keeps only the input where blocks are recomputed."""
+        if not (self.passes.recompute and torch.is_grad_enabled()):
+            return layer.whole(x, cos, sin, packed, is_last)
+        # No block draws random numbers, so their state need not be kept.
+        return checkpoint(layer.whole, x, cos, sin, packed, is_last, use_reentrant=False, preserve_rng_state=False)
+
+    def hidden_at(self, tokens: Tensor, where: Tensor) -> Tensor:
+        """Hidden states at chosen positions of whole sequences.
+
+        tokens: (B, T) from position 0 on, right-padded with anything. where: (N,) flat indices into B * T, none of
+        them padding. Returns (N, hidden). Tokens after a row's last chosen position are not run, and the last block is
+        finished at `where` only: neither changes a number.
+        """
+        packed = pack((tokens.shape[0], tokens.shape[1]), where)
+        last = len(self.layers) - 1
+        angles = rotary(torch.arange(packed.groups[-1][1], device=tokens.device), self.shape)
+        cos, sin = (part.index_select(0, packed.positions) for part in angles)
+        with self._autocast(tokens.device):
+            x = self.embed_tokens(tokens.flatten().index_select(0, packed.source))
+            for number, layer in enumerate(self.blocks):
+                x = self._through(layer, x, cos, sin, packed, number == last)
+            return self.norm(x)
+
+    def new_cache(self, rows: int, slots: int) -> KVCache:
+        """An empty cache of `rows` rows, with room for `slots` tokens of each."""
+        return KVCache(rows, slots, self.embed_tokens.weight)
+
+    def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
+        """Append tokens to the cache's first B rows; hidden state of the last one.
+
+        tokens, positions, valid: (B, q); fillers (valid False) stand on the left. Returns (B, hidden). Rows beyond the
+        first B get a filler.
+        """
+        bias = cache.admit(valid)
+        cos, sin = self._angles(positions, cache)
+        last = len(self.layers) - 1
+        with self._autocast(tokens.device):
+            x = self.embed_tokens(tokens)
+            for number, layer in enumerate(self.blocks):
+                mixed = layer.self_attn.cached(layer.input_layernorm(x), cos, sin, cache, number, bias)
+                if number == last:
+                    x, mixed = x[:, -1], mixed[:, -1]
+                x = layer.finish(x, mixed)
+            cache.used += tokens.shape[1]
+            return self.norm(x)
+
+    def _angles(self, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of positions, from the cache's table, which is made as long as the cache has become."""
+        slots = cache.bias.shape[1]
+        if cache.angles is None or len(cache.angles[0]) < slots:
+            # A row's positions are below its slots, packed or not: the table reaches all of them.
+            cache.angles = rotary(torch.arange(slots, device=positions.device), self.shape)
+        return cache.angles[0][positions], cache.angles[1][positions]
+
+    def branch(self, tokens: Tensor, depths: Tensor, sees: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
+        """Hidden states of one tree of tokens after every row of the cache, which is only read.
+
+        tokens: (F,). depths: (F,), 0 for a token right after the row. sees: (F, F) bool, True at a token's own column
+        and its ancestors'. lengths: (B,) tokens of each row. Returns (B, F, hidden).
+        """
+        rows = len(lengths)
+        bias = cache.bias_after(sees, rows)
+        cos, sin = rotary(lengths[:, None] + depths, self.shape)
+        with self._autocast(tokens.device):
+            x = self.embed_tokens(tokens).expand(rows, -1, -1)
+            for number, layer in enumerate(self.blocks):
+                x = layer.finish(x, layer.self_attn.branched(layer.input_layernorm(x), cos, sin, cache, number, bias))
+            return self.norm(x)
+
+
+class LanguageHead(nn.Linear):
+    """Hidden states to the vocabulary, in the type of the hidden states."""
+
+    def forward(self, hidden: Tensor, of: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+        """Logits (..., V) of `hidden` (..., h); or `of(hidden, weight)`, which need not make them whole."""
+        return F.linear(hidden, self.weight.to(hidden.dtype)) if of is None else of(hidden, self.weight)
+
+
+class ValueHead(nn.Linear):
+    """Hidden states to one value each, in float32: it costs nothing, and returns are not rounded."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values (..., 1) of `hidden` (..., h)."""
+        return F.linear(hidden.to(self.weight.dtype), self.weight, self.bias)
+
+
+class Qwen2(nn.Module):
+    """Trunk and language-model head; parameters named as the hub names them."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Trunk(shape)
+        self.lm_head = LanguageHead(shape.hidden_size, shape.vocab_size, bias=False)
+        if shape.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def hub_name(self, name: str) -> str:
+        """The weight `name` as the hub calls it: by that name."""
+        return name
+
+    def module_name(self, name: str) -> str:
+        """The module `name` as transformers calls it: by that name."""
+        return name
+
+
+class ValueModel(nn.Module):
+    """A trunk with a head of one output: the critic."""
+
+    def __init__(self, shape: Qwen2Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Trunk(shape)
+        self.score = ValueHead(shape.hidden_size, 1)
+
+    def values_at(self, tokens: Tensor, where: Tensor) -> Tensor:
+        """Values (N,) at flat positions `where` (N,) of `tokens` (B, T)."""
+        return self.score(self.model.hidden_at(tokens, where)).squeeze(-1)

@@ -1,0 +1,1 @@
+"""the trainer: its step, updates, targets, evaluation, ranks."""

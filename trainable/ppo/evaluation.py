@@ -1,0 +1,117 @@
+"""What a set of episodes amounts to: validation and test results, and the columns of a training rollout."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trainable.algo.losses import kl_estimate
+from trainable.algo.reductions import masked_mean
+from trainable.ppo.update import Targets
+from trainable.rollout.batch import Batch
+from trainable.rollout.episode import Episode
+
+
+class Evaluation(NamedTuple):
+    """One pass over a set of rooms, and what rooms.jsonl keeps of it.
+
+    split: val or test. mode: sampled or greedy. rooms: seed of each episode's room. clusters: number of the room's
+    symmetry class, for intervals over rooms.
+    """
+
+    step: int
+    split: str
+    mode: str
+    rooms: tuple[int, ...]
+    clusters: tuple[int, ...]
+    solved: tuple[bool, ...]
+    score: float
+    invalid_turns: float
+
+    @property
+    def success(self) -> float:
+        """Share of episodes solved."""
+        return sum(self.solved) / len(self.solved)
+
+    def success_where(self, wanted: Sequence[bool]) -> float | None:
+        """Share solved among the episodes marked in `wanted`; None where none is."""
+        chosen = [solved for solved, keep in zip(self.solved, wanted, strict=True) if keep]
+        return sum(chosen) / len(chosen) if chosen else None
+
+    def line(self) -> dict[str, object]:
+        """The record for rooms.jsonl."""
+        return {
+            "step": self.step,
+            "split": self.split,
+            "mode": self.mode,
+            "rooms": self.rooms,
+            "clusters": self.clusters,
+            "success": "".join("1" if solved else "0" for solved in self.solved),
+        }
+
+
+def summarise(episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]) -> Evaluation:
+    """The evaluation that `episodes` are; clusters has the class of each group's room."""
+    turns = sum(len(episode.texts) for episode in episodes)
+    return Evaluation(
+        step=step,
+        split=split,
+        mode=mode,
+        rooms=tuple(episode.room_seed for episode in episodes),
+        clusters=tuple(clusters[episode.group] for episode in episodes),
+        solved=tuple(episode.solved for episode in episodes),
+        score=sum(episode.score for episode in episodes) / len(episodes),
+        invalid_turns=sum(episode.invalid_turns for episode in episodes) / turns,
+    )
+
+
+def number_classes(keys: Sequence[bytes]) -> list[int]:
+    """Number symmetry classes in order of first appearance."""
+    numbers: dict[bytes, int] = {}
+    return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def collected_columns(episodes: Sequence[Episode], group_size: int) -> dict[str, float]:
+    """Columns about all episodes of a step, before the filter; groups are consecutive."""
+    count, turns = len(episodes), sum(len(episode.texts) for episode in episodes)
+    solved = by_group([float(episode.solved) for episode in episodes], group_size)
+    return {
+        "train_success": float(solved.mean()),
+        "train_pass_at_group": float((solved.sum(1) > 0).float().mean()),
+        "train_reward": sum(episode.score for episode in episodes) / count,
+        "train_actions": sum(episode.actions for episode in episodes) / count,
+        "train_invalid_turns": sum(episode.invalid_turns for episode in episodes) / turns,
+        "train_response_tokens": sum(episode.response_tokens for episode in episodes) / count,
+    }
+
+
+def trained_columns(
+    batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool
+) -> dict[str, float | None]:
+    """Columns about the trained batch before the update.
+
+    episodes: what the filter kept, without the batch's copies. has_values: whether `targets` has those of a critic.
+    """
+    mask = batch.mask
+    row: dict[str, float | None] = {
+        "batch_size": len(batch.lengths),
+        "trained_tokens": int(mask.sum()),
+        "padding_share": 1 - float(batch.read_lengths().sum()) / mask.numel(),
+        "entropy": sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes),
+    }
+    if targets.ref_logprobs is not None:
+        row["kl_to_reference"] = float(
+            masked_mean(kl_estimate(batch.logprobs, targets.ref_logprobs, "low_var_kl"), mask)
+        )
+    if has_values:
+        values, returns = targets.values[mask], targets.returns[mask]
+        row["value_mean"] = float(values.mean())
+        spread = float(returns.var())
+        row["explained_variance"] = 1 - float((returns - values).var()) / spread if spread > 0 else None
+    return row
+
+
+def by_group(numbers: Sequence[float], group_size: int) -> Tensor:
+    """Numbers of consecutive episodes as (P, G) float32."""
+    return torch.tensor(numbers, dtype=torch.float32).view(-1, group_size)

@@ -1,0 +1,1 @@
+"""a run on disk: rows, states, stop rules, failures, storage."""

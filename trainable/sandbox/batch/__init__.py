@@ -1,0 +1,1 @@
+"""rollouts of several members at once, and noise in their rewards."""

@@ -1,0 +1,47 @@
+"""Batches of several members: flat by name, one member's share, and put together again."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from trainable.sandbox.batch.rollouts import Candidates, Rollouts
+
+_PARTS = ("candidates", "scalars")
+"""Fields of a batch that hold tensors by name themselves."""
+
+
+def flat(rollouts: Rollouts) -> dict[str, Tensor]:
+    """Every tensor of `rollouts` by its name, such as `actions` or `candidates/actions`; [E, ...] each."""
+    tensors: dict[str, Tensor] = {}
+    for field in fields(rollouts):
+        value = getattr(rollouts, field.name)
+        if isinstance(value, Tensor):
+            tensors[field.name] = value
+    if rollouts.candidates is not None:
+        tensors |= {
+            f"candidates/{field.name}": getattr(rollouts.candidates, field.name) for field in fields(Candidates)
+        }
+    return tensors | {f"scalars/{name}": value for name, value in rollouts.scalars.items()}
+
+
+def unflat(tensors: Mapping[str, Tensor], group_size: int | None) -> Rollouts:
+    """The batch that `flat` took apart."""
+    parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        part, _, key = name.rpartition("/")
+        (parts[part] if part else whole)[key] = tensor
+    candidates = Candidates(**parts["candidates"]) if parts["candidates"] else None
+    return Rollouts(**whole, group_size=group_size, candidates=candidates, scalars=parts["scalars"])
+
+
+def taken_apart(tensors: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:
+    """The slice of `member` of each tensor, as a copy that does not keep the others' memory alive."""
+    return {name: tensor[member].detach().clone() for name, tensor in tensors.items()}
+
+
+def put_together(slices: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The tensors of which `slices` are the members' shares, in this order."""
+    return {name: torch.stack([member[name] for member in slices]) for name in slices[0]}

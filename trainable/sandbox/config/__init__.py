@@ -1,0 +1,1 @@
+"""settings of the sandbox, and combinations that it refuses."""

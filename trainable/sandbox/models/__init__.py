@@ -1,0 +1,1 @@
+"""small models for several members at once, and their decoding."""

@@ -1,0 +1,54 @@
+"""What the trainer asks of a task and of the models that learn it. Everything has a leading axis of E members."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor
+
+from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.rollouts import Rollouts
+
+
+class Models(Protocol):
+    """E models of one shape, side by side: their weights are stacked along the first axis."""
+
+    def parameters_by_name(self) -> Mapping[str, Tensor]:
+        """Trained tensors, [E, ...] each, which require gradients; a member's gradient is its slice's."""
+        ...
+
+
+class Task(Protocol):
+    """One task. `models` is what `make_models` gave.
+
+    `sample` draws from the purposes sandbox_prompts, sandbox_samples and sandbox_noise at index `step`, so that two
+    update rules with one seed see the same prompts; `evaluate` from sandbox_evaluation.
+    """
+
+    @property
+    def actions(self) -> int:
+        """A: how many actions there are at a position."""
+        ...
+
+    def make_models(self, streams: Streams) -> Models:
+        """First weights of every member, from its own stream of purpose sandbox_weights."""
+        ...
+
+    def sample(self, models: Models, streams: Streams, step: int) -> Rollouts:
+        """Roll out a batch of each member without gradients: grouped, with candidates, or neither, by the method."""
+        ...
+
+    def log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
+        """[E, B, T, A] log-probabilities at each position after the actor's own tokens; with gradients."""
+        ...
+
+    def raw_logits(self, models: Models, rollouts: Rollouts) -> Tensor:
+        """[E, B, T, A] logits of the same positions, before they are normalised."""
+        ...
+
+    def oracle_log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
+        """[E, B, T, A] log-probabilities after the right tokens; with gradients. A bandit has no others."""
+        ...
+
+    def evaluate(self, models: Models, streams: Streams, step: int) -> dict[str, Tensor]:
+        """Columns of `trainable.sandbox.measure.records.EVALUATION_COLUMNS`, [E] each: test_error, entropy, ..."""
+        ...

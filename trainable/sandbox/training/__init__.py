@@ -1,0 +1,1 @@
+"""the trainer of the sandbox: batches, replay, optimizer, states."""

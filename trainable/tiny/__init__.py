@@ -1,0 +1,1 @@
+"""sokoban-tiny: its weights, its tokenizer and the recipe that makes it."""

@@ -1,0 +1,60 @@
+"""Make sokoban-tiny again: `python -m trainable.tiny --output DIR` (a few CPU minutes)."""
+
+import argparse
+from pathlib import Path
+
+import torch
+
+from trainable.config.run_config import RunConfig, with_overrides
+from trainable.models.load import find_model
+from trainable.ppo.trainer import PPOTrainer
+from trainable.tiny.recipe import Recipe, make
+
+LAPTOP_GAME = {
+    "model.prompt_style": "compact",
+    "model.dtype": "float32",
+    "model.enable_gradient_checkpointing": False,
+    "rollout.name": "torch",
+    "rollout.max_model_len": None,
+    "rollout.response_length": 24,
+    "rollout.val_temperature": 1.0,
+    "trainer.total_training_steps": 1,
+    "trainer.device": "cpu",
+}
+
+
+def main() -> None:
+    """Make the model, or with --evaluate play the validation and test rooms with one that is there."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainable.tiny",
+        description="Make the shipped tiny policy again from solver demonstrations, or evaluate a policy.",
+        epilog="Example: python -m trainable.tiny --output my-sokoban-tiny",
+    )
+    parser.add_argument("--output", type=Path, default=Path("sokoban_tiny"), help="folder to write (new or empty)")
+    parser.add_argument("--evaluate", metavar="MODEL", help="evaluate this model (sokoban-tiny, or a folder) instead")
+    arguments = parser.parse_args()
+    if arguments.evaluate:
+        evaluate(arguments.evaluate)
+        return
+    if arguments.output.exists() and any(arguments.output.iterdir()):
+        parser.error(f"{arguments.output} is not empty; name a new folder with --output")
+    make(arguments.output, Recipe(), lambda line: print(line, flush=True))
+    evaluate(str(arguments.output))
+
+
+def evaluate(path: str) -> None:
+    """Print sampled and greedy success of an untrained policy on validation and test rooms."""
+    torch.set_num_threads(1)
+    trainer = PPOTrainer(with_overrides(RunConfig(), {**LAPTOP_GAME, "model.path": path}))
+    row: dict[str, float] = {}
+    trainer.validate(row)
+    trainer.close(row)
+    print(f"{find_model(path).name}: {trainer.config.env.val_env_groups} validation rooms, "
+          f"sampled {row['val_success']:.3f}, greedy {row['val_greedy_success']:.3f}, "
+          f"invalid turns {row['val_invalid_turns']:.3f}")  # fmt: skip
+    print(f"{len(trainer.test_rooms)} test rooms, "
+          f"sampled {row['test_success']:.3f}, greedy {row['test_greedy_success']:.3f}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

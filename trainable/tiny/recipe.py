@@ -1,0 +1,172 @@
+"""How sokoban-tiny is made: a solver's demonstrations, first clean ones, then ones with habits that PPO can mend.
+
+The clean stage teaches the game. The second stage teaches to waste moves (visible in greedy play) and to be careless
+now and then (visible in sampled play only), so that the shipped policy knows more than it shows.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from trainable.algo.losses import logprobs_from_logits
+from trainable.config.seeds import stream
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_protocol
+from trainable.envs.sokoban.room_sets import demonstration_rooms
+from trainable.models.qwen2 import Qwen2
+from trainable.models.qwen2_shape import ARCHITECTURE, Qwen2Shape
+from trainable.tiny.demonstrations import Habits, Segment, dialogues
+from trainable.tiny.tokenizer import PAD, build_tokenizer, vocabulary, write_tokenizer
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of supervised training: dialogues shown once each, learning rate falling linearly to `last_lr`."""
+
+    dialogues: int
+    lr: float
+    last_lr: float
+    habits: Habits
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that the shipped weights depend on."""
+
+    seed: int = 0
+    batch: int = 32
+    stages: tuple[Stage, ...] = (
+        Stage(40_000, 3e-3, 2e-4, Habits()),
+        Stage(5_000, 1e-3, 1e-4, Habits(detour=0.65, careless=0.3, unfinished=0.1)),
+    )
+
+
+TURNS, ACTIONS_A_TURN, ACTIONS = 5, 2, 10
+ROOMS_APART = 10_000_000  # so that no stage reaches the rooms of the next
+
+
+def tiny_shape() -> Qwen2Shape:
+    """Sizes of sokoban-tiny; head size 32 is the smallest that vLLM serves."""
+    pieces = vocabulary()
+    return Qwen2Shape(
+        vocab_size=len(pieces), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=512, rope_theta=10_000.0, rms_norm_eps=1e-6,
+        tie_word_embeddings=True, eos_token_id=pieces.index(END_OF_MESSAGE),
+    )  # fmt: skip
+
+
+def make(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Run the recipe and write weights, config, tokenizer and provenance to `folder`."""
+    torch.set_num_threads(1)
+    started = time.process_time()
+    model = initial_model(recipe.seed)
+    for number, stage in enumerate(recipe.stages):
+        rng = stream(recipe.seed, "demonstrations", number)
+        shown = encoded_dialogues(stage, number * ROOMS_APART, rng)
+        say(f"stage {number + 1}: {len(shown)} dialogues, {time.process_time() - started:.0f} s")
+        loss = train(model, shown, stage, recipe.batch, rng)
+        say(f"stage {number + 1}: loss {loss:.3f} nats a token, {time.process_time() - started:.0f} s")
+    write_model(model, folder)
+    (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
+
+
+def initial_model(seed: int) -> Qwen2:
+    """Random weights of the tiny shape: normal, standard deviation 0.02 times the usual scale of small models."""
+    model = Qwen2(tiny_shape())
+    generator = torch.Generator().manual_seed(int(stream(seed, "weights").integers(2**62)))
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.zeros_(weight)
+        elif weight.dim() == 2:
+            std = 0.02 if "embed" in name else weight.shape[1] ** -0.5 * 0.5
+            torch.nn.init.normal_(weight, std=std, generator=generator)
+    return model
+
+
+@dataclass(frozen=True)
+class Example:
+    """A dialogue as tokens (T,), and which of them (T,) the model is to predict."""
+
+    tokens: np.ndarray
+    learned: np.ndarray
+
+
+def encoded_dialogues(stage: Stage, first_room: int, rng: np.random.Generator) -> list[Example]:
+    """The stage's dialogues on demonstration rooms `first_room`, `first_room` + 1, ..., each room once."""
+    protocol = make_protocol("compact", "grid", ACTIONS)
+    rooms = demonstration_rooms(stage.dialogues, first_room)
+    tokenizer = build_tokenizer()
+    played = dialogues(rooms, protocol, stage.habits, rng, TURNS, ACTIONS_A_TURN, ACTIONS)
+    return [_encode(tokenizer, segments) for segments in played]
+
+
+def _encode(tokenizer: Tokenizer, segments: Sequence[Segment]) -> Example:
+    ids = [encoding.ids for encoding in tokenizer.encode_batch([segment.text for segment in segments])]
+    learned = [np.full(len(part), segment.learned) for part, segment in zip(ids, segments, strict=True)]
+    return Example(np.concatenate([np.array(part) for part in ids]), np.concatenate(learned))
+
+
+def train(model: Qwen2, shown: Sequence[Example], stage: Stage, batch: int, rng: np.random.Generator) -> float:
+    """One pass over the examples; the mean loss of the last tenth."""
+    steps = len(shown) // batch
+    optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    losses: list[float] = []
+    for step, (tokens, where, targets) in enumerate(_batches(shown, batch, rng)):
+        for group in optimizer.param_groups:
+            group["lr"] = stage.lr + (stage.last_lr - stage.lr) * step / steps
+        hidden = model.model.hidden_at(tokens, where)
+        loss = -logprobs_from_logits(model.lm_head(hidden), targets).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return float(np.mean(losses[-max(1, steps // 10) :]))
+
+
+def _batches(shown: Sequence[Example], batch: int, rng: np.random.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens (B, T), the flat positions (N,) from which a learned token is predicted, and those tokens (N,)."""
+    order = rng.permutation(len(shown))
+    for start in range(0, len(order) - batch + 1, batch):
+        chosen = [shown[index] for index in order[start : start + batch]]
+        longest = max(len(example.tokens) for example in chosen)
+        tokens = np.zeros((batch, longest), dtype=np.int64)
+        learned = np.zeros((batch, longest), dtype=bool)
+        for row, example in enumerate(chosen):
+            tokens[row, : len(example.tokens)] = example.tokens
+            learned[row, : len(example.tokens)] = example.learned
+        rows, columns = np.nonzero(learned)
+        yield (
+            torch.from_numpy(tokens),
+            torch.from_numpy(rows * longest + columns - 1),
+            torch.from_numpy(tokens[rows, columns]),
+        )
+
+
+def write_model(model: Qwen2, folder: Path) -> None:
+    """Write the model and its tokenizer as the hub does: config.json, model.safetensors, tokenizer files."""
+    shape, pieces = model.shape, vocabulary()
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": [ARCHITECTURE],
+        "model_type": "qwen2",
+        "hidden_act": "silu",
+        "bos_token_id": None,
+        "pad_token_id": pieces.index(PAD),
+        "use_cache": True,
+        "use_sliding_window": False,
+        "dtype": "float32",
+        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        **{name: value for name, value in asdict(shape).items() if name != "rope_theta"},
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    weights = {name: weight.contiguous() for name, weight in model.state_dict().items() if name != "lm_head.weight"}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(folder)

@@ -1,0 +1,112 @@
+"""The tokenizer of sokoban-tiny: a few hundred pieces of the compact protocol's text, in the hub's file format.
+
+Two neighbouring cells of a room are one token, as a byte-pair tokenizer trained on this text would have it, and so is
+each fixed stretch of the template. Pieces are matched longest first at each place, and every symbol that a room or a
+reply can hold is also a piece of its own, so that any text of the protocol is restored to the letter from its tokens.
+"""
+
+import itertools
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from trainable.envs.chat import CHATML
+from trainable.envs.sokoban.board import Action, Tile
+from trainable.envs.sokoban.prompt import (
+    ACTION_SEPARATOR,
+    COMPACT_SYSTEM,
+    END_OF_MESSAGE,
+    START_OF_THOUGHT,
+    compact_left,
+    compact_turn,
+    reward_line,
+)
+from trainable.envs.sokoban.text import SYMBOLS
+
+PAD = "<|endoftext|>"
+UNKNOWN = "<|unknown|>"
+PLAN_LETTERS: dict[Action, str] = {action: action.name[0] for action in Action if action != Action.NONE}
+ACTIONS_SHOWN = 10
+TURNS_SHOWN = 5
+
+
+def place(symbol: str, row: int, col: int) -> str:
+    """How a thought names where a thing stands: "P32 " is the player at row 3, column 2."""
+    return f"{symbol}{row}{col} "
+
+
+def _can_neighbour(first: str, second: str) -> bool:
+    """Whether a one-box room can hold both: one player, one box and one target at most."""
+    holds = {"O": "target", "√": "target box", "X": "box", "P": "player", "S": "player target"}
+    return not set(holds.get(first, "").split()) & set(holds.get(second, "").split())
+
+
+def vocabulary() -> list[str]:
+    """All pieces, in the order of their ids."""
+    cells = [SYMBOLS[tile] for tile in Tile]
+    pairs = [a + b for a, b in itertools.product(cells, cells) if _can_neighbour(a, b)]
+    inside = range(1, 5)
+    close = CHATML.to_reply + START_OF_THOUGHT
+    return list(
+        dict.fromkeys(
+            [
+                PAD,
+                "<|im_start|>",
+                END_OF_MESSAGE,
+                UNKNOWN,
+                CHATML.start + COMPACT_SYSTEM + END_OF_MESSAGE,
+                CHATML.next_user,
+                *(CHATML.next_user + reward_line(-tenths / 10 + 0.0) for tenths in range(ACTIONS_SHOWN + 1)),
+                *(compact_turn(turn) for turn in range(1, TURNS_SHOWN + 1)),
+                *(compact_left(left) + close for left in range(1, ACTIONS_SHOWN + 1)),
+                close.removeprefix(END_OF_MESSAGE),
+                *pairs,
+                *(pair + "\n" for pair in pairs),
+                *cells,
+                *(place(symbol, row, col) for symbol in "PXO" for row in inside for col in inside),
+                *PLAN_LETTERS.values(),
+                "<think>",
+                "</think>",
+                "<answer>",
+                "</answer>",
+                "</think><answer>",
+                *(action.name.capitalize() for action in PLAN_LETTERS),
+                f" {ACTION_SEPARATOR} ",
+                "Reward:\n",
+                "Turn ",
+                "State:\n",
+                " actions left\n",
+                "assistant\n",
+                "user\n",
+                "system\n",
+                *"0123456789|-.: \n",
+            ]
+        )
+    )
+
+
+def build_tokenizer() -> Tokenizer:
+    """The tokenizer as the hub's fast format."""
+    pieces = vocabulary()
+    tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token=UNKNOWN))
+    tokenizer.decoder = decoders.Fuse()
+    # Added tokens are matched leftmost and longest, before any rule of the model type: transformers gives every Qwen2
+    # model its own byte-pair rules, whatever class the files name, and would cut these pieces apart.
+    special = [END_OF_MESSAGE, PAD, UNKNOWN]
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces if piece not in special])
+    tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
+    return tokenizer
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json, as AutoTokenizer reads them."""
+    from transformers import PreTrainedTokenizerFast
+
+    PreTrainedTokenizerFast(
+        tokenizer_object=build_tokenizer(),
+        pad_token=PAD,
+        eos_token=END_OF_MESSAGE,
+        unk_token=UNKNOWN,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    ).save_pretrained(folder)

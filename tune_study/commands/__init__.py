@@ -1,0 +1,1 @@
+"""the command line: what each command does."""

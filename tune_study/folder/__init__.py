@@ -1,0 +1,1 @@
+"""the study's folder, here and in a storage, and running it again."""

@@ -1,0 +1,1 @@
+"""this machine: memory, GPUs, terminal, signals, orphaned processes."""

@@ -1,0 +1,1 @@
+"""what runs take of GPUs, memory and disk, and whether it fits."""

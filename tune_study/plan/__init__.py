@@ -1,0 +1,1 @@
+"""from a study and options to named runs."""

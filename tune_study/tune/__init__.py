@@ -1,0 +1,1 @@
+"""Ray Tune and Ray: experiment, callbacks, stoppers, workers, W&B."""

@@ -1,0 +1,147 @@
+"""Ray on this machine: started for a study, or once for all studies of a suite."""
+
+import logging
+import os
+import secrets
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from rich.console import Console
+
+from tune_study.commands.describe import say
+from tune_study.host.machine import ray_folder
+from tune_study.host.orphans import MARK, ray_mark
+from tune_study.host.session_folder import session_folder
+from tune_study.placement.resources import Allotment
+
+if TYPE_CHECKING:
+    from tune_study.tune.watchdog import Daemon
+
+_MODE, _TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
+
+
+class RayHere:
+    """Ray, which is kept from one study to the next while they ask for the same CPUs and GPUs. A context manager.
+
+    folders: of the studies that need it; it ends with the last of them, with one that fails, or with the context.
+    here: the studies run on this machine alone, not on a cluster.
+    """
+
+    def __init__(self, folders: Sequence[Path], console: Console, *, here: bool = True) -> None:
+        self._folders = tuple(folders)
+        self._here = here
+        self._console = console
+        self._waiting = set(folders)
+        self._started = ExitStack()
+        self._resources: tuple[int, tuple[str, ...]] | None = None
+        self._daemons: tuple[Daemon, ...] = ()
+
+    def __enter__(self) -> Self:
+        """From here on, whatever Ray starts inherits whose it is, and is found if it outlives this process."""
+        if self._here:
+            os.environ[MARK] = ray_mark(self._folders)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ray is ended."""
+        self.close()
+        os.environ.pop(MARK, None)
+
+    @contextmanager
+    def used(self, folder: Path, allotment: Allotment) -> Iterator["tuple[Daemon, ...]"]:
+        """Ray during the body, for the study in `folder`; its processes, where they are this one's."""
+        self._waiting.discard(folder)
+        try:
+            yield self._ready((allotment.cpus, allotment.gpus), allotment)
+        except BaseException:
+            self.close()  # what still runs must not write on while the study is being ended
+            raise
+        if not self._waiting:
+            self.close()
+
+    def _ready(self, wanted: tuple[int, tuple[str, ...]], allotment: Allotment) -> "tuple[Daemon, ...]":
+        """Processes of a Ray with what is wanted: the one that is there, if it lives, or a new one."""
+        from tune_study.tune.watchdog import is_gone
+
+        if self._resources != wanted or any(map(is_gone, self._daemons)):
+            self.close()
+            self._daemons = self._started.enter_context(started_ray(allotment, self._console))
+            self._resources = wanted
+        return self._daemons
+
+    def close(self) -> None:
+        """End Ray, if it was started here."""
+        self._resources, self._daemons = None, ()
+        self._started.close()
+
+
+@contextmanager
+def started_ray(allotment: Allotment, console: Console) -> Iterator["tuple[Daemon, ...]"]:
+    """Ray on this machine alone, unless the caller started or joined one; its processes, where they are this one's.
+
+    It listens on the loopback address, asks for a token that only its own processes have, and keeps its files in a
+    folder that only this user can enter (docs/reliability.md says what that leaves open).
+    """
+    import ray
+
+    from tune_study.tune.watchdog import ray_daemons
+
+    # It repeats at the end, as an error, which trials did not complete; their statuses say it.
+    logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
+    if ray.is_initialized():
+        yield ()
+        return
+    say(console, "Starting Ray ...")
+    with session_folder(ray_folder(os.environ)) as folder:
+        _start(allotment, folder)
+        try:
+            yield ray_daemons()
+        finally:
+            ray.shutdown()
+
+
+@cache
+def _token() -> str:
+    """The token of every Ray that this process starts; it is made here and written nowhere.
+
+    Ray reads its token once in a process, so that another one for a later start would be refused.
+    """
+    return secrets.token_hex(32)
+
+
+def _start(allotment: Allotment, folder: Path) -> None:
+    """`ray.init` with its files in `folder`; what it starts inherits the token, and nothing else does.
+
+    Ray 2.60 asks for a token where no mode is set, and then also in a process that had imported Ray before, which
+    setting the mode to `token` here would come too late for. RuntimeError if a later Ray does otherwise.
+    """
+    import ray
+
+    # A closed terminal tells the whole process group; Ray's processes inherit that they do not hear it, as Ray itself
+    # sees to for Ctrl-C.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    os.environ.pop(_MODE, None)
+    theirs = os.environ.get(_TOKEN)
+    os.environ[_TOKEN] = _token()
+    try:
+        ray.init(
+            address="local",
+            num_cpus=allotment.cpus,
+            num_gpus=len(allotment.gpus),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _temp_dir=str(folder),
+        )
+    finally:
+        os.environ.pop(_TOKEN)
+        if theirs is not None:
+            os.environ[_TOKEN] = theirs
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if os.environ.get(_MODE) != "token":
+        ray.shutdown()
+        raise RuntimeError(f"Ray {ray.__version__} started without asking for a token, so it was ended again")

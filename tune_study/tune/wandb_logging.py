@@ -1,0 +1,154 @@
+"""W&B, when asked for: one W&B run a run, written by a thread of its own so that nothing waits for the service."""
+
+import queue
+import shlex
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ray import tune
+
+from trainable.runs.run_files import GRADIENTS
+from tune_study.folder.outputs import read_status
+from tune_study.plan.study_plan import RunSpec, StudyPlan
+from tune_study.tune import carried
+from tune_study.tune.wandb_sync import Uploads
+
+PATIENCE_S = 30.0
+"""How long the end of a study waits for what is still to be written."""
+
+
+class _Event(NamedTuple):
+    """What happened to a run: `start`, `row` (with the numbers), or `end` (with an exit code)."""
+
+    kind: str
+    run_id: str
+    step: int = 0
+    values: dict[str, Any] | None = None
+    exit_code: int = 0
+
+
+class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+    """Hands every row to a thread that writes it to W&B. Trouble there ends the logging, never the study."""
+
+    def __init__(self, plan: StudyPlan, mode: str) -> None:
+        self.problem = ""
+        self._plan = plan
+        self._mode = mode
+        self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
+        self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="wandb", daemon=True)
+        self._uploads = Uploads() if mode == "sync" else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: Tune stores its callbacks beside the results, and a thread cannot be stored."""
+        return {}
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        """The study starts."""
+        self._thread.start()
+
+    def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Runs start, or start again."""
+        if not trial.config["finished"]:
+            self._tell(*(_Event("start", run_id) for run_id in carried.run_ids(trial.config)))
+
+    def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
+        """Training steps are done."""
+        if not trial.config["finished"]:
+            rows = carried.rows(trial.config, result).items()
+            self._tell(*(_Event("row", run_id, int(row.get("step") or 0), loggable(row)) for run_id, row in rows))
+
+    def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Runs have ended, all well but those whose status says that they failed beside others."""
+        for run_id in carried.run_ids(trial.config):
+            self._tell(_Event("end", run_id, exit_code=int(self._has_failed(run_id))))
+
+    def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Runs have failed; where that was final, their statuses say so by now."""
+        failed = [run_id for run_id in carried.run_ids(trial.config) if self._has_failed(run_id)]
+        self._tell(*(_Event("end", run_id, exit_code=1) for run_id in failed))
+
+    def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+        """Runs have failed."""
+        self._tell(*(_Event("end", run_id, exit_code=1) for run_id in carried.run_ids(trial.config)))
+
+    def _has_failed(self, run_id: str) -> bool:
+        status = read_status(self._plan.run_dir(run_id))
+        return status is not None and status.status == "failed"
+
+    def _tell(self, *events: _Event) -> None:
+        for event in events:
+            self._events.put(event)
+
+    def close(self, patience: float = PATIENCE_S) -> bool:
+        """End what is open; whether all was written, and uploaded where that was asked for, in `patience` seconds."""
+        if self._thread.is_alive():
+            self._events.put(None)
+            self._thread.join(patience)
+        if self._uploads is not None and not self._uploads.close(patience):
+            folders = " ".join(shlex.quote(str(folder)) for folder in self._uploads.left)
+            why = self._uploads.problem or "it took too long"
+            self.problem = self.problem or f"{why}. Upload it with: wandb sync {folders}"
+        return not self._thread.is_alive() and not self.problem
+
+    def _write(self) -> None:
+        """The thread: events in order, until the end or the first trouble."""
+        open_runs: dict[str, Any] = {}
+        try:
+            while (event := self._events.get()) is not None:
+                self._apply(open_runs, event)
+            for run in open_runs.values():
+                self._finish(run)
+        except Exception as error:  # whatever a service does must not reach the study
+            self.problem = f"{type(error).__name__}: {error}"
+
+    def _apply(self, open_runs: dict[str, Any], event: _Event) -> None:
+        if event.kind == "start" and event.run_id not in open_runs:
+            open_runs[event.run_id] = self._open(self._specs[event.run_id])
+        elif event.kind == "row":
+            values = event.values or {}
+            open_runs[event.run_id].log({**values, **self._analysis(event.run_id, event.step, values)}, step=event.step)
+        elif event.kind == "end" and event.run_id in open_runs:
+            self._finish(open_runs.pop(event.run_id), event.exit_code)
+
+    def _finish(self, run: Any, exit_code: int = 0) -> None:
+        """End a W&B run, and hand it to the upload where that is asked for."""
+        folder, service = Path(run.settings.sync_dir), str(run.settings.base_url)
+        run.finish(exit_code=exit_code)
+        if self._uploads is not None:
+            self._uploads.add(folder, service)
+
+    def _analysis(self, run_id: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        """What the step's gradient analysis found, under the published keys; nothing where there was none."""
+        if "seconds_gradient_analysis" not in values:
+            return {}
+        import wandb
+
+        from analysis.gradients.keys import TABLE_COLUMNS, published_of_step
+
+        found = published_of_step(self._plan.run_dir(run_id) / GRADIENTS, step)
+        tables = {key: wandb.Table(columns=list(TABLE_COLUMNS), data=rows) for key, rows in found.tables.items()}
+        return {**found.numbers, **tables, "timing_s/gradient_analysis": values["seconds_gradient_analysis"]}
+
+    def _open(self, spec: RunSpec) -> Any:
+        """A W&B run whose id is the run's own, so that a continued run goes on in it."""
+        import wandb
+
+        return wandb.init(
+            project=self._plan.wandb_project,
+            group=self._plan.run,
+            name=spec.run_id,
+            id=f"{spec.run_id}-{spec.config.config_hash()}"[-128:],
+            config=spec.config.model_dump(mode="json"),
+            dir=self._plan.output,
+            mode="offline" if self._mode == "sync" else self._mode,  # type: ignore[arg-type]  # see choose_wandb
+            resume="allow",
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off", init_timeout=PATIENCE_S),
+        )
+
+
+def loggable(row: dict[str, Any]) -> dict[str, Any]:
+    """The numbers and texts of a row; Tune's own config and what was not measured left out."""
+    return {name: value for name, value in row.items() if isinstance(value, int | float | str)}

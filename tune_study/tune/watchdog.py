@@ -1,0 +1,129 @@
+"""What the driver looks at between two events: are Ray's own processes alive, is there room on the disks it writes."""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+from ray import tune
+
+from tune_study.host.interrupt import Interrupt
+
+DAEMONS = ("raylet", "gcs_server")
+LEAST_FREE = 8_000_000
+"""Bytes on a disk below which the driver waits: Ray Tune's own writers raise on a full disk, and end the study."""
+
+_EVERY_S = 2.0
+_PAUSE_S = 0.5
+
+
+class Daemon(NamedTuple):
+    """One of Ray's processes."""
+
+    name: str
+    process: psutil.Process
+
+
+def ray_daemons() -> tuple[Daemon, ...]:
+    """Ray's processes that this one has started."""
+    children = psutil.Process().children()
+    return tuple(Daemon(name, child) for child in children for name in DAEMONS if name in _command(child))
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return Path((process.cmdline() or [""])[0]).name
+    except psutil.Error:
+        return ""
+
+
+def is_gone(daemon: Daemon) -> bool:
+    """Whether the process has ended."""
+    try:
+        return not daemon.process.is_running() or daemon.process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def end_children() -> None:
+    """End every process that this one has started, and what those have started, by their ids."""
+    children = psutil.Process().children(recursive=True)
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
+    psutil.wait_procs(children, timeout=5)
+
+
+@contextmanager
+def guarded(daemons: Sequence[Daemon], last_will: Callable[[str], None]) -> Iterator[None]:
+    """While the body runs, a thread sees whether all of `daemons` live, and calls `last_will` once one does not.
+
+    A thread, since without them Ray's own calls, in which this process is then stuck, do not come back. last_will is
+    told what is gone, and is to end this process.
+    """
+    is_over = threading.Event()
+
+    def look() -> None:
+        while not is_over.wait(_EVERY_S):
+            gone = [
+                f"Ray's process {daemon.name} ({daemon.process.pid}) is gone" for daemon in daemons if is_gone(daemon)
+            ]
+            if gone:
+                last_will(gone[0])
+                return
+
+    thread = threading.Thread(target=look, name="ray-guard", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+class Room(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+    """Called by Tune at each turn of its loop, which it holds while a disk is full.
+
+    folders: where the driver and Ray write. patience: seconds to wait for room (trainer.disk_patience), during which
+    Tune handles nothing, so that nothing of it fails; the runs wait by themselves. say: told when that begins and ends.
+    """
+
+    def __init__(
+        self, folders: Sequence[Path], patience: float, interrupt: Interrupt, say: Callable[[str], None]
+    ) -> None:
+        self._folders = tuple(folders)
+        self._patience = patience
+        self._interrupt = interrupt
+        self._say = say
+        self._next = 0.0
+        self._has_given_up = False  # once patience is over, what fails may fail; until there has been room again
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Nothing: Tune stores its callbacks beside the results."""
+        return {}
+
+    def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
+        """Look, every few seconds."""
+        if time.monotonic() < self._next:
+            return
+        self._wait_for_room()
+        self._next = time.monotonic() + _EVERY_S
+
+    def _wait_for_room(self) -> None:
+        full = self._full()
+        if not full or self._has_given_up:
+            self._has_given_up = bool(full)
+            return
+        self._say(f"The disk of {full[0]} is full: waiting up to {self._patience:g} s for room.")
+        deadline = time.monotonic() + self._patience
+        while self._full() and time.monotonic() < deadline and not self._interrupt.is_requested:
+            time.sleep(_PAUSE_S)
+        self._has_given_up = bool(self._full())
+        self._say("There is still no room." if self._has_given_up else "There is room again.")
+
+    def _full(self) -> list[Path]:
+        return [folder for folder in self._folders if folder.exists() and shutil.disk_usage(folder).free < LEAST_FREE]
