@@ -14,6 +14,7 @@ from options import make_parser, read_count
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.language_model.kl import STUDY
 from trainable.config.run_config import RunConfig, with_overrides
+from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 
 PHASES = ("rollout", "values", "reference", "update_critic", "update_actor")
@@ -32,7 +33,8 @@ def make_trainer(changes: dict[str, object], steps: int, rooms: int) -> PPOTrain
              "env.env_groups": rooms}  # fmt: skip
     settings = {**PRESETS["laptop"], **STUDY.fixed, "actor.kl_loss_coef": 0, **fixed, **changes}
     # A learning rate of almost 0 keeps every variant on the same policy, and so on the same lengths.
-    return PPOTrainer(with_overrides(RunConfig(), {**settings, "actor.lr": 1e-12, "critic.lr": 1e-12}))
+    config = with_overrides(RunConfig(), {**settings, "actor.lr": 1e-12, "critic.lr": 1e-12})
+    return PPOTrainer(config, diagnostics=DIAGNOSTICS)
 
 
 def main() -> None:

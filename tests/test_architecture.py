@@ -1,8 +1,10 @@
-"""The import table of the design, run over the syntax trees, and the boundaries that keep imports light."""
+"""The house's plan, run over the syntax trees: layers, folders of at most 14 modules, no cycle, light imports."""
 
 import ast
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,135 +12,233 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("tune_study", "trainable", "search_spaces", "analysis")
 STANDARD = set(sys.stdlib_module_names)
+WIDEST = 14
+"""Modules that a folder may hold: as many as one sees at a glance."""
 
-# Module prefix -> (own modules it may import, other packages it may import). The longest matching prefix counts.
-TABLE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "trainable.config.run_config": (
-        ("trainable.config.aliases", "trainable.config.sections", "trainable.config.setting_types", "trainable.config.study_config"),
-        ("pydantic",),
-    ),
-    "trainable.config.section": (("trainable.config.setting_types",), ("pydantic",)),
-    "trainable.config.sections": (("trainable.config.section", "trainable.config.setting_types", "trainable.config.study_config"), ("pydantic",)),
-    "trainable.config.study_config": (("trainable.config.section",), ()),
-    "trainable.config.setting_types": ((), ("pydantic",)),
-    "trainable.config.aliases": ((), ()),
-    "trainable.runs.records": ((), ()),
-    "trainable.config.seeds": ((), ("numpy",)),
-    "trainable.runs.stop_rules": (("trainable.config.sections",), ()),
-    "trainable.runs.links": ((), ()),
-    "trainable.runs.run_files": (("trainable.runs.links",), ()),
-    "trainable.runs.failures": ((), ()),
-    "trainable.runs.full_disk": (("trainable.runs.failures",), ()),
-    "trainable.runs.uris": (("trainable.runs.failures",), ()),
-    "trainable.runs.remote": (("trainable.runs.uris", "trainable.runs.failures"), ("pyarrow",)),
-    "trainable.runs.mirror": (("trainable.runs.remote", "trainable.runs.failures", "trainable.runs.full_disk", "trainable.runs.run_files"), ()),
-    "trainable.algo": (("trainable.algo",), ("torch",)),
-    "trainable.envs.sokoban": (("trainable.envs.sokoban", "trainable.config.seeds"), ("numpy",)),
-    "trainable.envs.chat": ((), ()),
-    "trainable.models.chat_template": (("trainable.envs.chat",), ("jinja2", "tokenizers")),
-    "trainable.envs.sokoban.prompt": (("trainable.envs.sokoban", "trainable.config.seeds", "trainable.envs.chat"), ("numpy",)),
-    "trainable.models.qwen2_shape": ((), ("torch",)),
-    "trainable.models.kv_cache": ((), ("torch",)),
-    "trainable.models.packing": ((), ("torch",)),
-    "trainable.models.qwen2": (("trainable.models.kv_cache", "trainable.models.packing", "trainable.models.qwen2_shape"), ("torch",)),
-    "trainable.models.interface": (("trainable.models.kv_cache", "trainable.models.qwen2"), ("torch",)),
-    "trainable.models.hub_config": ((), ("torch", "transformers")),
-    "trainable.models.hub_model": (
-        ("trainable.models.hub_config", "trainable.models.kv_cache", "trainable.models.qwen2", "trainable.runs.failures"),
-        ("torch", "transformers"),
-    ),
+LAYERS: dict[str, tuple[str, ...]] = {
+    # Train: from what knows nothing to what knows all.
+    "trainable.config": (),
+    "trainable.algo": (),
+    "trainable.runs": ("trainable.config",),
+    "trainable.envs": ("trainable.config",),
+    "trainable.envs.sokoban": ("trainable.config", "trainable.envs"),
+    "trainable.models": ("trainable.config", "trainable.envs", "trainable.runs"),
     "trainable.rollout": (
-        ("trainable.rollout", "trainable.envs.sokoban", "trainable.envs.sokoban.prompt", "trainable.config.seeds", "trainable.config.run_config",
-         "trainable.models.interface", "trainable.runs.failures"),
-        ("torch", "numpy", "transformers"),
+        "trainable.algo", "trainable.config", "trainable.envs", "trainable.models", "trainable.runs",
     ),
-    "trainable.rollout.vllm_sampler": (
-        ("trainable.rollout", "trainable.runs.failures", "trainable.models.qwen2"),
-        ("torch", "numpy", "safetensors", "vllm"),
+    "trainable.backend": ("trainable.config", "trainable.models", "trainable.runs"),
+    "trainable.ppo": (
+        "trainable.algo", "trainable.backend", "trainable.config", "trainable.envs", "trainable.models",
+        "trainable.rollout", "trainable.runs",
     ),
-    "trainable.runs.checkpoint": (("trainable.runs.run_files", "trainable.runs.links"), ("torch", "safetensors")),
-    "trainable.ppo_trainable": (("trainable",), ("torch", "ray")),
-    "trainable.ppo.ranks": (("trainable",), ("torch", "ray")),
-    "trainable.backend.zero": (("trainable",), ("torch", "deepspeed")),
-    "trainable.backend.zero_weights": (("trainable",), ("torch", "deepspeed")),
-    "trainable.backend.make": (("trainable",), ("torch",)),
-    "trainable.backend": (
-        ("trainable.backend", "trainable.backend.meter", "trainable.runs.nonfinite", "trainable.runs.state", "trainable.config.sections"),
-        ("torch", "numpy"),
+    "trainable.diagnostics": (
+        "trainable.algo", "trainable.backend", "trainable.config", "trainable.envs", "trainable.models",
+        "trainable.ppo", "trainable.rollout",
     ),
-    "trainable.models.lora": (("trainable",), ("torch", "numpy", "safetensors", "peft")),
-    "trainable.sandbox.config.methods": ((), ()),
-    "trainable.sandbox.config.rejections": (("trainable.sandbox",), ()),
-    "trainable.sandbox.measure.records": (("trainable.runs.records",), ()),
-    "trainable.sandbox.config.settings": (
-        ("trainable.sandbox.config.methods", "trainable.sandbox.config.rejections", "trainable.config.study_config",
-         "trainable.config.setting_types"),
-        ("pydantic",),
+    "trainable.tiny": (
+        "trainable.algo", "trainable.config", "trainable.envs", "trainable.models", "trainable.ppo",
+        "trainable.rollout",
     ),
-    "trainable.sandbox.rules": (("trainable.sandbox", "trainable.algo"), ("torch",)),
-    "trainable.sandbox.rules.catalog": (("trainable.sandbox",), ("torch",)),
-    "trainable.sandbox.training.trainable": (("trainable",), ("torch", "ray")),
-    "trainable": (("trainable",), ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub")),
-    "search_spaces": (
-        ("search_spaces", "trainable.config.run_config", "trainable.config.study_config", "trainable.sandbox.config.settings",
-         "trainable.sandbox.config.methods"),
-        (),
+    "trainable.sandbox.config": ("trainable.config",),
+    "trainable.sandbox.batch": ("trainable.sandbox.config", "trainable.config"),
+    "trainable.sandbox.models": (
+        "trainable.sandbox.batch", "trainable.config", "trainable.models", "trainable.rollout",
     ),
-    "analysis": (
-        ("analysis", "trainable.runs.records", "trainable.sandbox.measure.records", "trainable.runs.links"),
-        ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
+    "trainable.sandbox.rules": ("trainable.sandbox.batch", "trainable.sandbox.config", "trainable.algo"),
+    "trainable.sandbox.tasks": (
+        "trainable.sandbox.batch", "trainable.sandbox.config", "trainable.sandbox.models", "trainable.config",
+        "trainable.envs", "trainable.models", "trainable.tiny",
     ),
-    "tune_study": (
-        ("tune_study", "search_spaces", "analysis", "trainable"),
-        ("ray", "typer", "click", "rich", "wandb", "optuna", "pyarrow", "pydantic", "psutil", "packaging"),
+    "trainable.sandbox.measure": (
+        "trainable.sandbox.batch", "trainable.sandbox.config", "trainable.sandbox.rules", "trainable.sandbox.tasks",
+        "trainable.runs",
     ),
+    "trainable.sandbox.training": (
+        "trainable.sandbox.batch", "trainable.sandbox.config", "trainable.sandbox.measure", "trainable.sandbox.rules",
+        "trainable.sandbox.tasks", "trainable.config", "trainable.runs", "trainable.ppo",
+    ),
+    # What Ray Tune runs knows all of them.
+    "trainable.ppo_trainable": ("trainable",),
+    "trainable": (),
+    # Declare.
+    "search_spaces.declaration": ("trainable.config",),
+    "search_spaces.language_model": ("search_spaces.declaration", "trainable.config"),
+    "search_spaces.sandbox": ("search_spaces.declaration", "trainable.config", "trainable.sandbox.config"),
+    "search_spaces": ("search_spaces",),
+    # Read: of `trainable` the rows' names and types, and how files are written.
+    "analysis": ("analysis", "trainable.runs.records", "trainable.runs.links", "trainable.sandbox.measure.records"),
+    # Run.
+    "tune_study.host": ("trainable",),
+    "tune_study.plan": ("search_spaces", "trainable"),
+    "tune_study.folder": ("tune_study.host", "tune_study.plan", "analysis", "search_spaces", "trainable"),
+    "tune_study.placement": (
+        "tune_study.folder", "tune_study.host", "tune_study.plan", "search_spaces", "trainable",
+    ),
+    "tune_study.tune": (
+        "tune_study.folder", "tune_study.host", "tune_study.placement", "tune_study.plan", "analysis", "search_spaces",
+        "trainable",
+    ),
+    "tune_study": ("tune_study", "analysis", "search_spaces", "trainable"),
 }  # fmt: skip
+"""Folder -> own modules and folders that it may import beside itself. The longest matching prefix counts."""
+
+OUTSIDE: dict[str, tuple[str, ...]] = {
+    "trainable": (),
+    "trainable.config": ("pydantic", "numpy"),
+    "trainable.algo": ("torch",),
+    "trainable.runs": ("torch", "numpy", "safetensors"),
+    "trainable.runs.records": (),
+    "trainable.runs.stop_rules": (),
+    "trainable.runs.links": (),
+    "trainable.runs.run_files": (),
+    "trainable.runs.failures": (),
+    "trainable.runs.full_disk": (),
+    "trainable.runs.uris": (),
+    "trainable.runs.mirror": (),
+    "trainable.runs.remote": ("pyarrow",),
+    "trainable.envs": (),
+    "trainable.envs.sokoban": ("numpy",),
+    "trainable.models": ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub"),
+    "trainable.models.kv_cache": ("torch",),
+    "trainable.models.packing": ("torch",),
+    "trainable.models.qwen2": ("torch",),
+    "trainable.models.qwen2_shape": ("torch",),
+    "trainable.models.interface": ("torch",),
+    "trainable.models.codec": ("numpy",),
+    "trainable.models.chat_template": ("jinja2", "tokenizers"),
+    "trainable.models.lora": ("torch", "numpy", "safetensors", "peft"),
+    "trainable.rollout": ("torch", "numpy", "transformers"),
+    "trainable.rollout.vllm_sampler": ("torch", "numpy", "safetensors", "vllm"),
+    "trainable.backend": ("torch", "numpy"),
+    "trainable.backend.zero": ("torch", "deepspeed"),
+    "trainable.backend.zero_weights": ("torch", "deepspeed"),
+    "trainable.ppo": ("torch", "numpy"),
+    "trainable.ppo.ranks": ("torch", "ray"),
+    "trainable.diagnostics": ("torch", "numpy"),
+    "trainable.tiny": ("torch", "numpy", "safetensors", "transformers", "tokenizers"),
+    "trainable.sandbox": ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub"),
+    "trainable.sandbox.config": ("pydantic",),
+    "trainable.sandbox.rules": ("torch",),
+    "trainable.sandbox.measure.records": (),
+    "trainable.sandbox.training.trainable": ("torch", "ray"),
+    "trainable.ppo_trainable": ("torch", "ray"),
+    "search_spaces": (),
+    "analysis": ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
+    "tune_study": ("ray", "typer", "click", "rich", "wandb", "optuna", "pyarrow", "pydantic", "psutil", "packaging"),
+    "tune_study.plan": ("pydantic",),
+    "tune_study.host": ("rich", "psutil"),
+}
+"""Folder or module -> other packages that it may import. The longest matching prefix counts."""
 
 
-def modules() -> list[tuple[str, Path]]:
-    found = []
-    for package in PACKAGES:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            found.append((name, path))
-    return found
+def find_modules() -> dict[str, Path]:
+    """Every module of ours by its dotted name; a package is its __init__.py."""
+    paths = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
 
 
-def imports(path: Path) -> set[str]:
+MODULES = find_modules()
+FOLDERS = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+
+
+def folder_of(module: str) -> str:
+    return module if module in FOLDERS else module.rpartition(".")[0]
+
+
+def read_imports(source: str) -> set[str]:
+    """Modules that a source imports, also under TYPE_CHECKING and inside functions; ours by the module itself."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            names.add(node.module or "")
+            assert node.level == 0, "relative import"
+            full = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {each if each in MODULES else node.module or "" for each in full.values()}
     return names
 
 
-def allowed(module: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    prefixes = [prefix for prefix in TABLE if module == prefix or module.startswith(prefix + ".")]
-    return TABLE[max(prefixes, key=len)]
+IMPORTS = {name: read_imports(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
-def below(name: str, prefixes: tuple[str, ...]) -> bool:
+def is_below(name: str, prefixes: tuple[str, ...]) -> bool:
     return any(name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-@pytest.mark.parametrize(("module", "path"), modules(), ids=lambda value: value if isinstance(value, str) else "")
-def test_imports_point_one_way(module: str, path: Path) -> None:
-    own, outside = allowed(module)
-    wrong = [
-        name
-        for name in imports(path)
-        if (not below(name, own) if name.split(".")[0] in PACKAGES else name.split(".")[0] not in {*STANDARD, *outside})
-    ]
-    assert not wrong, f"{module} imports {wrong}"
+def longest_match(module: str, table: Mapping[str, tuple[str, ...]]) -> tuple[str, tuple[str, ...]]:
+    """The longest prefix of `module` in a table, with its entry."""
+    prefix = max((name for name in table if is_below(module, (name,))), key=len)
+    return prefix, table[prefix]
 
 
-def test_the_table_catches_a_wrong_import() -> None:
-    own, outside = allowed("analysis.data.load")
-    assert not below("trainable.ppo.trainer", own)
-    assert "torch" not in outside
+def wrong_imports(module: str, imports: set[str]) -> list[str]:
+    """What `module` imports and may not."""
+    layer, lower = longest_match(module, LAYERS)
+    outside = {*STANDARD, *longest_match(module, OUTSIDE)[1]}
+
+    def is_wrong(name: str) -> bool:
+        package = name.split(".")[0]
+        return not is_below(name, (layer, *lower)) if package in PACKAGES else package not in outside
+
+    return sorted(filter(is_wrong, imports))
+
+
+def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
+    """A cycle of a directed graph as its nodes in order, or an empty list."""
+    finished: set[str] = set()
+
+    def search(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return path[path.index(node) :]
+        if node in finished:
+            return []
+        for target in sorted(graph.get(node, ())):
+            if cycle := search(target, [*path, node]):
+                return cycle
+        finished.add(node)
+        return []
+
+    return next((cycle for node in sorted(graph) if (cycle := search(node, []))), [])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_point_one_way(module: str) -> None:
+    assert not wrong_imports(module, IMPORTS[module])
+
+
+def test_a_wrong_import_is_seen() -> None:
+    source = "import torch, numpy\nfrom trainable.ppo import trainer\nfrom analysis.stats import estimates"
+    assert wrong_imports("analysis.data.load", read_imports(source)) == ["torch", "trainable.ppo.trainer"]
+    late = "def f():\n    from trainable.diagnostics.collapse import diagnose"
+    assert wrong_imports("trainable.ppo.trainer", read_imports(late)) == ["trainable.diagnostics.collapse"]
+
+
+def test_layers_name_only_what_is_there() -> None:
+    named = {*LAYERS, *OUTSIDE, *(name for lower in LAYERS.values() for name in lower)}
+    assert named <= MODULES.keys()
+
+
+@pytest.mark.parametrize("folder", sorted(FOLDERS))
+def test_a_folder_is_seen_at_a_glance(folder: str) -> None:
+    width = Counter(folder_of(name) for name in MODULES if name not in FOLDERS)[folder]
+    assert width <= WIDEST
+
+
+def test_no_module_imports_itself_in_a_circle() -> None:
+    graph = {name: (imports & MODULES.keys()) - {name} for name, imports in IMPORTS.items()}
+    assert find_cycle(graph) == []
+
+
+def test_no_folder_imports_itself_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {folder: set() for folder in FOLDERS}
+    for name, imports in IMPORTS.items():
+        graph[folder_of(name)] |= {folder_of(target) for target in imports & MODULES.keys()} - {folder_of(name)}
+    assert find_cycle(graph) == []
+
+
+def test_a_circle_is_seen() -> None:
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
 
 @pytest.mark.parametrize(

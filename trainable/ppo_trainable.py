@@ -8,6 +8,7 @@ import torch
 from ray import tune
 
 from trainable.config.run_config import RunConfig, with_overrides
+from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.ranks import make_trainer
 from trainable.runs.checkpoint import CheckpointError, numbered, read_checkpoint, write_checkpoint, write_rolling
 from trainable.runs.full_disk import until_written
@@ -54,7 +55,7 @@ class PPOTrainable(tune.Trainable):  # type: ignore[misc]  # Ray has no types
         self.held = hold(self.run_dir, _HOLD_PATIENCE_S)
         self.rows = read_rows(self.run_dir / METRICS)
         torch.set_num_threads(1)  # a trial has one core; more threads were slower on a shared machine
-        self.trainer = make_trainer(self.settings)
+        self.trainer = make_trainer(self.settings, DIAGNOSTICS)
         self._continue()
 
     def _continue(self) -> None:

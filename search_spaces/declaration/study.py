@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 from search_spaces.declaration.family import Family, Settings
-from search_spaces.language_model.family import PPO
 from trainable.config.study_config import StudyConfig
 
 Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
@@ -74,6 +73,7 @@ class Study:
     """
 
     name: str
+    family: Family
     title: str
     question: str
     axis: Axis
@@ -86,7 +86,6 @@ class Study:
     wandb_project: str
     baseline: str
     probe_log: str = "gradient_analysis_probe_sokoban_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
-    family: Family = PPO
     trainable: str = "trainable.ppo_trainable:PPOTrainable"
     stop_rules: tuple[str, ...] = ("reward_variance_collapse", "low_validation_success", "empty_filtered_steps")
     summary_log: str = "{run}.log"

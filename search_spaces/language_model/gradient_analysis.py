@@ -2,11 +2,13 @@
 
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.family import PPO
 
 _GRID = ("PPO",)
 
 STUDY = Study(
     name="gradient-analysis",
+    family=PPO,
     title="Gradient Analysis",
     question=__doc__,
     axis=Axis(

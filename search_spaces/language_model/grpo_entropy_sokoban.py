@@ -10,6 +10,7 @@ dual clip at 3 stays on in all arms of GRPO.
 from search_spaces.declaration.family import Settings
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.family import PPO
 
 CLIPS: dict[str, tuple[float, float]] = {"0.05": (0.05, 0.05), "0.2": (0.2, 0.2), "0.28": (0.2, 0.28)}
 """Name of a clip -> clip_ratio_low, clip_ratio_high."""
@@ -37,6 +38,7 @@ ARMS: dict[str, Settings] = {
 
 STUDY = Study(
     name="grpo-entropy-sokoban",
+    family=PPO,
     title="GRPO Entropy on Sokoban",
     question=__doc__.splitlines()[0],
     axis=Axis(

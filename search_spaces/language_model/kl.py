@@ -2,9 +2,11 @@
 
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.family import PPO
 
 STUDY = Study(
     name="kl",
+    family=PPO,
     title="KL Sweep",
     question=__doc__,
     axis=Axis(

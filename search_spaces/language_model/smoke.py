@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from search_spaces.declaration.family import Settings
 from search_spaces.declaration.study import Axis, Study
+from search_spaces.language_model.family import PPO
 from trainable.config.run_config import RunConfig
 
 COEFFICIENTS = ("0.001", "0.003", "0.01", "0.03")
@@ -103,6 +104,7 @@ def _study(name: str, kl_types: Mapping[str, tuple[str, ...]], losses: str) -> S
     kl_type = pairs[-1][0]
     return Study(
         name=name,
+        family=PPO,
         title="KL/Entropy Smoke Test",
         question=__doc__,
         axis=Axis(

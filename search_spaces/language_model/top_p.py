@@ -2,11 +2,13 @@
 
 from search_spaces.declaration.study import Axis, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.family import PPO
 
 _GRID = ("1.0", "0.98", "0.95", "0.9", "0.8", "0.6", "0.4", "nofilter")
 
 STUDY = Study(
     name="top-p",
+    family=PPO,
     title="Top-p Sweep",
     question=__doc__,
     axis=Axis(

@@ -11,6 +11,7 @@ import torch
 from tests.fakes.scripted import small
 from tests.fakes.trainers import QUIET
 from trainable.backend.world import ALONE, connect, leave
+from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
@@ -19,7 +20,7 @@ def train(folder: Path, rank: int, size: int, steps: int, overrides: dict[str, A
     """`size` 0 is plain torch. Rank 0 writes rows, gradient analyses and the state below `folder`."""
     torch.set_num_threads(1)
     world = connect(rank, size, folder / "meeting") if size else ALONE
-    trainer = PPOTrainer(small(**{**QUIET, **overrides}), world)
+    trainer = PPOTrainer(small(**{**QUIET, **overrides}), world, DIAGNOSTICS)
     if start is not None:
         trainer.load_state(*read_checkpoint(start))
     made = [trainer.step() for _ in range(steps)]

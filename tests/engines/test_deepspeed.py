@@ -214,11 +214,12 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(tmp_path: Path, stage: dict
 
 
 AGAIN = """
-from tests.scripted import small
-from tests.trainers import QUIET
-from trainable.backend.ranks import make_trainer
+from tests.fakes.scripted import small
+from tests.fakes.trainers import QUIET
+from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.ppo.ranks import make_trainer
 for _ in range(2):
-    trainer = make_trainer(small(**{**QUIET, "trainer__strategy": "deepspeed"}))
+    trainer = make_trainer(small(**{**QUIET, "trainer__strategy": "deepspeed"}), DIAGNOSTICS)
     assert trainer.step().row["optimizer_steps"] == 2
     trainer.load_state(*trainer.state())
     trainer.release()

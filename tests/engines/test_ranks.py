@@ -16,7 +16,8 @@ from rich.console import Console
 
 from tests.fakes.scripted import SMALL
 from tests.fakes.trainers import QUIET
-from tune_study.placement.resources import Allotment, bundles
+from tune_study.placement.resources import bundles
+from tune_study.plan.allotment import Allotment
 from tune_study.tune.local_ray import started_ray
 from tune_study.tune.run import prepare_environment
 

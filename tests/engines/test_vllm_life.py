@@ -21,7 +21,7 @@ pytestmark = [
 LIFE = """
 import sys, torch
 from pathlib import Path
-from trainable.policy import find_model, load_policy
+from trainable.models.load import find_model, load_policy
 from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
 cpu = torch.device("cpu")
 settings = EngineSettings(cpu, "float32", 512, kv_cache_memory_bytes=16 << 20)
@@ -52,7 +52,7 @@ def untied_folder(tmp_path: Path) -> Path:
 
 RANK = """
 import sys, torch
-from trainable.policy import find_model, load_policy
+from trainable.models.load import find_model, load_policy
 from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
 rank, rendezvous = int(sys.argv[1]), sys.argv[2]
 torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)

@@ -7,6 +7,7 @@ import torch
 
 from tests.fakes.scripted import cloned, small
 from trainable.config.seeds import stream
+from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import play
@@ -20,7 +21,7 @@ QUIET = {
 
 def quiet(**overrides: object) -> PPOTrainer:
     """A small trainer that evaluates nothing."""
-    return PPOTrainer(small(**{**QUIET, **overrides}))
+    return PPOTrainer(small(**{**QUIET, **overrides}), diagnostics=DIAGNOSTICS)
 
 
 def timeless(row: Row) -> Row:

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tune_study.placement.resources import Allotment, bundles
+from tune_study.placement.resources import bundles
+from tune_study.plan.allotment import Allotment
 from tune_study.tune.local_ray import started_ray
 from tune_study.tune.run import prepare_environment
 

@@ -264,6 +264,10 @@ class TrainerConfig(Runner):
         ("console", "tensorboard"), description="naming wandb logs to it offline; the other two are always on"
     )
 
+    def analyses_gradients(self, step: int) -> bool:
+        """Whether gradients are analysed at `step`, from 1: at the first, and every so many after it."""
+        return self.gradient_analysis_mode and (step - 1) % self.gradient_analysis_every == 0
+
     @model_validator(mode="after")
     def _the_first_analysis_is_at_step_1(self) -> Self:
         if self.gradient_analysis_mode and self.exit_after_gradient_analysis:

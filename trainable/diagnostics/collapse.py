@@ -6,7 +6,7 @@ after the openings of their groups, and `trajectory`, thoughts of all turns afte
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +19,15 @@ from trainable.algo.mutual_information import (
 )
 from trainable.backend.world import ALONE, World
 from trainable.config.sections import CollapseDetectionConfig
+from trainable.config.seeds import stream
 from trainable.diagnostics.cross_scores import cross_scores
 from trainable.diagnostics.thoughts import Pairs, Turn, first_turn_pairs, read_turns, thought_coverage, trajectory_pairs
+from trainable.models.codec import Codec
 from trainable.models.interface import LanguageModel
 from trainable.rollout.episode import Episode
-from trainable.rollout.play import Codec
+
+if TYPE_CHECKING:
+    from trainable.ppo.trainer import PPOTrainer
 
 State = Mapping[str, float]
 
@@ -92,6 +96,24 @@ def diagnose(
             row |= {f"collapse_{sample.name}_{key.replace('@', '_at_')}": value for key, value in quantities.items()}
         row[sample.seconds] = time.perf_counter() - started
     return Diagnosis(row, following)
+
+
+def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[str, float]:
+    """The columns of `diagnose` for the trainer's step, under the policy that played `episodes`; {} where none is due.
+
+    The trainer keeps the moving averages, which are in its state.
+    """
+    config, step = trainer.config, trainer.step_index
+    if not is_due(step, config.collapse_detection):
+        return {}
+    draws = stream(config.seed, "collapse", step)
+    with trainer.backends["actor"].whole():
+        diagnosis = diagnose(
+            trainer.model, trainer.codec, episodes, config.collapse_detection, trainer.collapse_averages, draws,
+            trainer.world,
+        )  # fmt: skip
+    trainer.collapse_averages = diagnosis.averages
+    return diagnosis.row
 
 
 def _coverage(turns: Sequence[Sequence[Turn]], settings: CollapseDetectionConfig) -> dict[str, float]:

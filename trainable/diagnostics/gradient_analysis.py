@@ -1,4 +1,4 @@
-"""When and on which batch gradients are analysed: the step's own, or a larger one that is played for it."""
+"""On which batch gradients are analysed: the step's own, or a larger one that is played for it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,6 @@ import torch
 
 from trainable.algo.filters import group_scores
 from trainable.config.run_config import RunConfig
-from trainable.config.sections import TrainerConfig
 from trainable.config.seeds import stream
 from trainable.diagnostics.gradient_probe import Findings, probe_gradients
 from trainable.envs.sokoban.room_sets import room_keys, training_rooms
@@ -27,11 +26,6 @@ FILTER_COLUMNS = ("groups_kept", "kept_ratio", "zero_std_groups", "reward_std", 
 """What the filter decided of an analysis batch: columns of a step, here with `source_` before them."""
 
 Row = dict[str, Any]
-
-
-def is_due(step: int, settings: TrainerConfig) -> bool:
-    """Whether gradients are analysed at `step`, from 1: at the first, and every so many after it."""
-    return settings.gradient_analysis_mode and (step - 1) % settings.gradient_analysis_every == 0
 
 
 def analyse(

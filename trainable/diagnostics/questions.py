@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 
+from trainable.models.codec import Codec
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction, at_trained_tokens
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.episode import Episode
-from trainable.rollout.play import Codec
 
 
 class Token(NamedTuple):

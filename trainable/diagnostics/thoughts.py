@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode
-from trainable.rollout.play import Codec
 
 END_OF_THOUGHT = "</think>"
 Tokens = npt.NDArray[np.int64]

@@ -17,9 +17,9 @@ from torch import nn
 from trainable.config.sections import ModelConfig
 from trainable.envs.chat import CHATML, ChatFormat
 from trainable.models.chat_template import chat_format
+from trainable.models.codec import Codec
 from trainable.models.qwen2 import PassSettings, Qwen2, Trunk, ValueHead, ValueModel
 from trainable.models.qwen2_shape import ARCHITECTURE, Qwen2Shape
-from trainable.rollout.play import Codec
 
 if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
     from trainable.models.hub_model import HubModel, HubValueModel

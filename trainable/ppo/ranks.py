@@ -18,7 +18,7 @@ from torch import Tensor
 from trainable.backend.world import connect, leave
 from trainable.config.run_config import RunConfig
 from trainable.ppo.evaluation import Evaluation
-from trainable.ppo.trainer import PPOTrainer, Row, Step
+from trainable.ppo.trainer import Diagnostics, PPOTrainer, Row, Step
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ _UNNOTICED_S = 60.0
 _LOOK_S = 0.2
 
 
-def make_trainer(settings: RunConfig) -> "PPOTrainer | RankedTrainer":
+def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer | RankedTrainer":
     """The trainer of a run: on one device in torch, on one under DeepSpeed, or on one rank for each of its GPUs."""
     size = max(1, int(settings.trainer.n_gpus_per_node))
     strategy = settings.trainer.strategy
@@ -39,8 +39,10 @@ def make_trainer(settings: RunConfig) -> "PPOTrainer | RankedTrainer":
             f"or --gpus-per-exp 1."
         )
     if size > 1:
-        return RankedTrainer(settings, size)
-    return RankedTrainer(settings, 1) if strategy == "deepspeed" else PPOTrainer(settings)
+        return RankedTrainer(settings, size, diagnostics)
+    if strategy == "deepspeed":
+        return RankedTrainer(settings, 1, diagnostics)
+    return PPOTrainer(settings, diagnostics=diagnostics)
 
 
 def _meeting() -> Path:
@@ -50,9 +52,12 @@ def _meeting() -> Path:
 class Rank:
     """One of the other ranks, in an actor of its own: it does what rank 0 does, and keeps what comes of it."""
 
-    def __init__(self, settings: Mapping[str, Any], rank: int, size: int, meeting: str) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], diagnostics: Diagnostics, rank: int, size: int, meeting: str
+    ) -> None:
         torch.set_num_threads(1)
-        self.settings, self.rank, self.size, self.meeting = settings, rank, size, Path(meeting)
+        self.settings, self.diagnostics = settings, diagnostics
+        self.rank, self.size, self.meeting = rank, size, Path(meeting)
 
     def do(self, name: str) -> None:
         """Call a method of the trainer as rank 0 does, or `join` it; what it returns is rank 0's to use."""
@@ -74,19 +79,19 @@ class Rank:
     def _join(self) -> None:
         settings = RunConfig.model_validate(self.settings)
         self.world = connect(self.rank, self.size, self.meeting)
-        self.trainer = PPOTrainer(settings, self.world)
+        self.trainer = PPOTrainer(settings, self.world, self.diagnostics)
 
 
 class RankedTrainer:
     """`PPOTrainer` over `size` ranks; the trial's placement group has a bundle for each and this process is rank 0."""
 
-    def __init__(self, settings: RunConfig, size: int) -> None:
+    def __init__(self, settings: RunConfig, size: int, diagnostics: Diagnostics) -> None:
         self.meeting = _meeting()
         self.doing: list[Any] = []
-        self.others = [_start(settings, rank, size, self.meeting) for rank in range(1, size)]
+        self.others = [_start(settings, diagnostics, rank, size, self.meeting) for rank in range(1, size)]
         try:
             self.trainer = self._together("join", lambda: PPOTrainer(
-                settings, connect(0, size, self.meeting, lambda: _raise_first(self.doing))))  # fmt: skip
+                settings, connect(0, size, self.meeting, lambda: _raise_first(self.doing)), diagnostics))  # fmt: skip
         except Exception:
             self._end()
             raise
@@ -181,11 +186,11 @@ def _watch(doing: list[Any], is_done: threading.Event) -> None:
             return
 
 
-def _start(settings: RunConfig, rank: int, size: int, meeting: Path) -> Any:
+def _start(settings: RunConfig, diagnostics: Diagnostics, rank: int, size: int, meeting: Path) -> Any:
     """The actor of one rank, in the trial's bundle of its number."""
     place = PlacementGroupSchedulingStrategy(get_current_placement_group(), placement_group_bundle_index=rank)
     marks = {name: value for name, value in os.environ.items() if name.startswith(_MARKS)}
     actor = ray.remote(Rank).options(
         num_cpus=1, num_gpus=1, scheduling_strategy=place, runtime_env={"env_vars": marks}, max_restarts=0
     )
-    return actor.remote(settings.model_dump(mode="json"), rank, size, str(meeting))
+    return actor.remote(settings.model_dump(mode="json"), diagnostics, rank, size, str(meeting))

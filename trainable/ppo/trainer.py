@@ -20,9 +20,6 @@ from trainable.backend.meter import Meter
 from trainable.backend.world import ALONE, World, in_order, my_block, skipped_children
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import stream
-from trainable.diagnostics.collapse import diagnose
-from trainable.diagnostics.collapse import is_due as diagnosis_is_due
-from trainable.diagnostics.gradient_analysis import analyse, is_due
 from trainable.envs.sokoban.generate import Room
 from trainable.envs.sokoban.prompt import Observation, make_protocol
 from trainable.envs.sokoban.room_sets import room_keys, test_rooms, training_rooms, validation_rooms
@@ -65,6 +62,20 @@ class Prepared(NamedTuple):
     targets: Targets
 
 
+class Diagnostics(NamedTuple):
+    """What is measured of a training step beside training; it changes neither weights nor what is sampled later.
+
+    collapse: given the trainer and the step's episodes, the columns that it measured, or none where none are due.
+    gradients: given the same at the steps at which the configuration asks for it, the lines for gradients.jsonl.
+    """
+
+    collapse: Callable[["PPOTrainer", Sequence[Episode]], Row] = lambda trainer, episodes: {}
+    gradients: Callable[["PPOTrainer", list[Episode]], list[Row]] = lambda trainer, episodes: []
+
+
+NO_DIAGNOSTICS = Diagnostics()
+
+
 class PPOTrainer:
     """Policy, critic, reference and rooms of one run. `step()` trains once and returns the step's row.
 
@@ -72,8 +83,8 @@ class PPOTrainer:
     exactly as one that never stopped.
     """
 
-    def __init__(self, config: RunConfig, world: World = ALONE) -> None:
-        self.config, self.world = config, world
+    def __init__(self, config: RunConfig, world: World = ALONE, diagnostics: Diagnostics = NO_DIAGNOSTICS) -> None:
+        self.config, self.world, self.diagnostics = config, world, diagnostics
         self.device = pick_device(config.trainer.device, config.trainer.n_gpus_per_node)
         policy, self.reference, self.critic, self.head, self.base = make_networks(config, self.device)
         self.model = policy.model
@@ -124,7 +135,7 @@ class PPOTrainer:
         size = self.config.env.group_size
         row |= collected_columns(episodes, size) | self.engine.compared(episodes, self.step_index)
         row |= self._utilisation({"rollout": rollout_flops(self.model.shape, episodes)}, row)
-        self._diagnose(row, episodes)
+        row |= self.diagnostics.collapse(self, episodes)
         kept = filter_episodes(episodes, self.config.filter, size)  # 2 drop groups of little spread
         self.empty_in_a_row = 0 if kept.groups else self.empty_in_a_row + 1
         row |= {**kept.row, "empty_steps_in_a_row": self.empty_in_a_row}
@@ -170,7 +181,7 @@ class PPOTrainer:
 
     def _update(self, episodes: list[Episode], kept: Kept, row: Row) -> list[Row]:
         """Make the batch, its targets, and all optimizer steps; the lines of the gradient analysis, where it is due."""
-        config, due = self.config, is_due(self.step_index, self.config.trainer)
+        config, due = self.config, self.config.trainer.analyses_gradients(self.step_index)
         if not kept.episodes:
             return self._analyse(row, episodes) if due else []
         draws = stream(config.seed, "duplicates", self.step_index)
@@ -211,19 +222,9 @@ class PPOTrainer:
         targets = make_targets(batch, values, ref, config.algorithm, self.kl_control.coef, scale)  # 6 advantages
         return Prepared(batch, targets)
 
-    def _diagnose(self, row: Row, episodes: Sequence[Episode]) -> None:
-        """Mutual information of prompts and thoughts, under the policy that played `episodes`; it stops nothing."""
-        settings = self.config.collapse_detection
-        if diagnosis_is_due(self.step_index, settings):
-            draws = stream(self.config.seed, "collapse", self.step_index)
-            with self.backends["actor"].whole():
-                found = diagnose(self.model, self.codec, episodes, settings, self.collapse_averages, draws, self.world)
-            row |= found.row
-            self.collapse_averages = found.averages
-
     def _analyse(self, row: Row, episodes: list[Episode]) -> list[Row]:
         with self.backends["actor"].whole():
-            return self._timed(row, "seconds_gradient_analysis", lambda: analyse(self, episodes))
+            return self._timed(row, "seconds_gradient_analysis", lambda: self.diagnostics.gradients(self, episodes))
 
     def _count_skipped(self, row: Row, meters: Sequence[Meter]) -> None:
         """Count the optimizer steps that were skipped; NonFiniteError where the run cannot go on."""

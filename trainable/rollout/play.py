@@ -1,6 +1,6 @@
 """Where game meets model: P rooms, G episodes each, turn by turn."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,16 +8,9 @@ import numpy as np
 from trainable.envs.sokoban.board import Action, step
 from trainable.envs.sokoban.generate import Room
 from trainable.envs.sokoban.prompt import Observation, Protocol, Reply, parse
+from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import Sampled, Sampler, SamplingParams
-
-
-@dataclass(frozen=True)
-class Codec:
-    """Text to token ids and back, many at a time."""
-
-    encode: Callable[[Sequence[str]], list[list[int]]]
-    decode: Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from tune_study.commands.choices import VALUES, Choices, chosen_studies, planned
 from tune_study.commands.preflight import Asked, start, why_not_paper
 from tune_study.folder import locate, outputs, study_file
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped
+from tune_study.host.gpus import detect_gpus
 from tune_study.host.terminal import protect_output
 from tune_study.placement import resources
 from tune_study.plan.study_plan import PlanError, StudyPlan, collect_overrides, find_study
@@ -115,7 +116,7 @@ def run(
     storage: opt.Storage = None,
 ) -> None:
     """Run a study or a suite of studies, or go on with it where the output folder holds it already."""
-    visible = resources.detect_gpus(os.environ)
+    visible = detect_gpus(os.environ)
     choices = Choices(
         *resources.choose_preset(preset, visible),
         numbers={
@@ -176,7 +177,7 @@ def resume(
     placed = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
     plan = locate.resumed(run, placed, real=not dry_run)
     asked = Asked(gpus, gpu_memory_gib, max_concurrent, wandb, address, parse_skipped(skip_statuses))
-    raise typer.Exit(start([plan], asked, resources.detect_gpus(os.environ), dry_run, Console()))
+    raise typer.Exit(start([plan], asked, detect_gpus(os.environ), dry_run, Console()))
 
 
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")

@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from search_spaces import FAMILIES
 from search_spaces.declaration.family import Family
@@ -17,32 +14,11 @@ from search_spaces.language_model.family import PPO
 from trainable.config.run_config import RunConfig
 from trainable.runs.run_files import METRICS, read_rows
 from tune_study.folder import outputs
+from tune_study.host.console import print_table, say
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.resources import Allotment
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import StudyPlan, values_said
-
-
-def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table in a terminal; elsewhere one line a row, columns two blanks apart, nothing cut."""
-    if console.is_terminal:
-        table = Table(*columns, box=box.SIMPLE_HEAD)
-        for row in rows:
-            table.add_row(*(Text(_encodable(console, cell)) for cell in row))
-        console.print(table)
-        return
-    widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
-    for row in [columns, *rows]:
-        say(console, "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def say(console: Console, line: str) -> None:
-    """One line as it is; what the terminal's encoding does not have is escaped."""
-    console.print(_encodable(console, line), markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-
-def _encodable(console: Console, text: str) -> str:
-    return text.encode(console.encoding, "backslashreplace").decode(console.encoding)
 
 
 def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> None:

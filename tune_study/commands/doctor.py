@@ -21,12 +21,14 @@ from rich.console import Console
 from search_spaces.declaration.presets import PRESETS
 from trainable.config.run_config import RunConfig, with_overrides
 from trainable.config.setting_types import shown
-from tune_study.commands.describe import print_table, say
 from tune_study.host import machine
+from tune_study.host.console import print_table, say
+from tune_study.host.gpus import Gpu, cpu_count, detect_gpus
 from tune_study.host.machine import Finding
 from tune_study.host.session_folder import PREFIX, RAY
 from tune_study.placement.models import SHIPPED, check_model
-from tune_study.placement.resources import Allotment, Gpu, bundles, choose_preset, cpu_count, detect_gpus
+from tune_study.placement.resources import bundles, choose_preset
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError
 
 _SECONDS = 120.0

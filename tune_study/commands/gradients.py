@@ -14,7 +14,7 @@ from analysis.gradients.plots import WHEN
 from analysis.gradients.tables import analyses
 from trainable.config.setting_types import shown
 from trainable.runs.links import make_folder
-from tune_study.commands.describe import print_table, say
+from tune_study.host.console import print_table, say
 from tune_study.plan.study_plan import PlanError, parse_values
 
 FIGURES = Path("figures") / "gradients"

@@ -10,11 +10,13 @@ from rich.filesize import decimal
 from tune_study.commands import describe
 from tune_study.commands.suites import Ready, of_several, run_ready, run_suite
 from tune_study.folder import outputs
+from tune_study.host.console import say
+from tune_study.host.gpus import Gpu, cpu_count
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.disk import Budget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.models import check_file, check_model
-from tune_study.placement.resources import Allotment, Gpu
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import StudyPlan, flat_settings
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
@@ -59,7 +61,7 @@ def start(plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], dr
         if dry_run:
             for number, plan in enumerate(plans):
                 if len(plans) > 1:
-                    describe.say(console, of_several(plans, number))
+                    say(console, of_several(plans, number))
                 _print(plan, of(plan), visible, nodes, console)
             return 0
         found = [_ready(plan, of(plan), visible, nodes) for plan in plans]
@@ -128,7 +130,7 @@ def _allotted(
     """What the study gets of the cluster, or of this machine."""
     if nodes is not None and asked.address is not None:
         return cluster.allot(plan, asked.address, nodes, asked.gpus, asked.max_concurrent)
-    cores = resources.cpu_count()
+    cores = cpu_count()
     return resources.preflight(plan, asked.gpus, visible, cores, asked.max_concurrent, real=not dry_run)
 
 

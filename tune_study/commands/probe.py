@@ -14,12 +14,13 @@ from rich.table import Table
 from trainable.config.run_config import ConfigError, RunConfig, with_overrides
 from trainable.config.setting_types import shown
 from trainable.diagnostics.gradient_analysis import analyse
+from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import VALUES, CheckpointError, numbered, read_checkpoint
 from trainable.runs.run_files import PROBES, STATE, read_lines
-from tune_study.commands.describe import say
 from tune_study.folder import outputs
 from tune_study.folder.study_file import plan_from_folder
+from tune_study.host.console import say
 from tune_study.placement.models import check_model
 from tune_study.placement.resources import check_sampler
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, flat_settings, template_words
@@ -172,7 +173,7 @@ def _trainer(target: Target, settings: Settings) -> PPOTrainer:
         theirs = RunConfig.model_validate(values.get("settings"))
         if (theirs.config_hash(), theirs.seed) != (target.spec.ppo.config_hash(), target.spec.ppo.seed):
             raise CheckpointError(f"{target.path} was written by another run than {target.spec.run_id}.")
-        trainer = PPOTrainer(config)
+        trainer = PPOTrainer(config, diagnostics=DIAGNOSTICS)
         trainer.load_state(tensors, values)
     except (CheckpointError, ConfigError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
         # torch raises the last two for a device that is not there.

@@ -14,9 +14,9 @@ from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import shown
 from trainable.runs.run_files import METRICS, read_rows
 from trainable.runs.stop_rules import RULES, Decision, History, Row, finite
-from tune_study.commands.describe import print_table, say
 from tune_study.folder.outputs import RunStatus, read_json, read_status
 from tune_study.folder.study_file import read_study
+from tune_study.host.console import print_table, say
 from tune_study.plan.study_plan import PlanError
 
 Outcome = Literal["false alarm", "right", "unknown"]

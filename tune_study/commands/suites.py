@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from tune_study.commands.describe import say
 from tune_study.folder import outputs
+from tune_study.host.console import say
 from tune_study.host.interrupt import interrupt_of
 from tune_study.placement.disk import Budget
-from tune_study.placement.resources import Allotment
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.local_ray import RayHere
 from tune_study.tune.run import Suite, execute

@@ -9,7 +9,7 @@ from search_spaces.language_model.family import model_name
 from trainable.config.setting_types import shown
 from trainable.runs.run_files import METRICS, read_rows
 from tune_study.folder.outputs import ENDED, RunStatus, now, read_status, write_text
-from tune_study.placement.resources import Allotment
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, template_words, values_said
 
 DEFAULT_SKIPPED = ",".join(ENDED)

@@ -18,8 +18,8 @@ import psutil
 from rich.filesize import decimal
 
 from trainable.config.run_config import RunConfig
+from tune_study.host.gpus import Gpu, cpu_count
 from tune_study.host.session_folder import PREFIX, RAY
-from tune_study.placement.resources import Gpu, cpu_count
 
 _GB = 10**9
 # Measured on the laptop preset: driver and Ray hold 0.9 GB together, a trial 0.6 GB.

@@ -13,7 +13,7 @@ from trainable.config.run_config import RunConfig
 from trainable.runs.run_files import STATE
 from tune_study.folder.summary import finished_runs
 from tune_study.placement.model_size import Shape, policy_parameters, shape_of, trained_tensors
-from tune_study.placement.resources import Allotment
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 _FLOAT32 = 4

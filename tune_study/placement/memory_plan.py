@@ -9,11 +9,12 @@ from typing import NamedTuple
 from search_spaces.declaration.study import Study
 from trainable.config.run_config import ConfigError, with_overrides
 from tune_study.host import machine
+from tune_study.host.gpus import Gpu
 from tune_study.host.orphans import leftovers
 from tune_study.placement import memory
 from tune_study.placement.memory import GIB, MOMENTS, Part
 from tune_study.placement.model_size import Shape, shape_of
-from tune_study.placement.resources import Allotment, Gpu
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 ASSUMED_GIB = 80.0

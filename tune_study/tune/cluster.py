@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from trainable.config.setting_types import shown
+from tune_study.host.gpus import Gpu
 from tune_study.placement import resources
-from tune_study.placement.resources import Allotment, Gpu
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, StudyPlan
 
 _ANSWER_S = 10.0

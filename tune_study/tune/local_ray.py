@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 
-from tune_study.commands.describe import say
+from tune_study.host.console import say
 from tune_study.host.machine import ray_folder
 from tune_study.host.orphans import MARK, ray_mark
 from tune_study.host.session_folder import session_folder
-from tune_study.placement.resources import Allotment
+from tune_study.plan.allotment import Allotment
 
 if TYPE_CHECKING:
     from tune_study.tune.watchdog import Daemon

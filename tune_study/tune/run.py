@@ -16,14 +16,15 @@ from trainable.config.run_config import RunConfig
 from trainable.config.setting_types import shown
 from trainable.runs.run_files import METRICS, read_rows
 from trainable.runs.stop_rules import finite
-from tune_study.commands.describe import say
 from tune_study.folder import outputs
 from tune_study.folder.outputs import RunStatus
 from tune_study.folder.summary import finished_runs, write_summary
+from tune_study.host.console import say
 from tune_study.host.interrupt import Interrupt, interrupt_of
 from tune_study.host.machine import ray_folder
 from tune_study.host.orphans import end_leftovers
-from tune_study.placement.resources import Allotment, placement
+from tune_study.placement.resources import placement
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, StudyPlan
 from tune_study.tune.carried import trial_configs
 from tune_study.tune.local_ray import RayHere

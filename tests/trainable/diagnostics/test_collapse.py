@@ -15,10 +15,11 @@ from trainable.diagnostics.collapse import Diagnosis, diagnose, is_due
 from trainable.diagnostics.thoughts import Pairs, first_turn_pairs, read_turns, trajectory_pairs
 from trainable.envs.sokoban.prompt import make_protocol
 from trainable.envs.sokoban.room_sets import training_rooms
+from trainable.models.codec import Codec
 from trainable.models.load import load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
 from trainable.rollout.episode import Episode
-from trainable.rollout.play import Codec, Rules, play
+from trainable.rollout.play import Rules, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.runs.records import STEP_COLUMNS, TIME_COLUMNS

@@ -7,7 +7,7 @@ import torch
 from tests.fakes.trainers import quiet, timeless, weights
 from tests.trainable.diagnostics.test_gradient_probe import ANALYSIS, GROUPS, SIZE, analysed
 from trainable.config.seeds import stream
-from trainable.diagnostics.gradient_analysis import analyse, is_due
+from trainable.diagnostics.gradient_analysis import analyse
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
 from trainable.runs.records import GRADIENT_COLUMNS
@@ -89,7 +89,7 @@ def test_the_steps_own_batch_is_used_where_no_other_is_asked_for() -> None:
 @pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4]), (2, [1, 3]), (50, [1])])
 def test_it_is_due_at_the_first_step_and_every_so_many(every: int, expected: list[int]) -> None:
     settings = quiet(**{**ANALYSIS, "trainer__gradient_analysis_every": every}).config.trainer
-    assert [step for step in range(1, 5) if is_due(step, settings)] == expected
+    assert [step for step in range(1, 5) if settings.analyses_gradients(step)] == expected
 
 
 def test_measuring_only_trains_nothing_and_ends_after_the_first() -> None:

@@ -12,9 +12,10 @@ from trainable.diagnostics.cross_scores import cross_scores
 from trainable.diagnostics.thoughts import Turn, first_turn_pairs, read_turns, thought_coverage, trajectory_pairs
 from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_protocol
 from trainable.envs.sokoban.room_sets import training_rooms
+from trainable.models.codec import Codec
 from trainable.models.load import load_policy, make_codec
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.play import Codec, Rules, play
+from trainable.rollout.play import Rules, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.tiny.tokenizer import build_tokenizer

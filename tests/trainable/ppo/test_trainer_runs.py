@@ -144,8 +144,8 @@ def test_two_trainers_write_the_same_rows() -> None:
 
 SCRIPT = """
 import json, sys, torch
-from tests.scripted import small
-from trainable.trainer import PPOTrainer
+from tests.fakes.scripted import small
+from trainable.ppo.trainer import PPOTrainer
 torch.set_num_threads(1)
 trainer = PPOTrainer(small())
 print(json.dumps([trainer.step()[0] for _ in range(2)]))

@@ -1,6 +1,6 @@
 """Studies of small Trainables on a joined cluster, for tests that look at where runs are and what becomes of them.
 
-A program of its own: python -m tests.tune_study.on_cluster ADDRESS OUTPUT STORAGE, which prints JSON.
+A program of its own: python -m tests.tune_study.cluster.on_cluster ADDRESS OUTPUT STORAGE, which prints JSON.
 """
 
 import json

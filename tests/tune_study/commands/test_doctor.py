@@ -16,8 +16,8 @@ from rich.console import Console
 
 from tune_study.commands import doctor
 from tune_study.host import machine
+from tune_study.host.gpus import Gpu
 from tune_study.host.machine import Finding
-from tune_study.placement.resources import Gpu
 from tune_study.plan.study_plan import PlanError
 
 H100 = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3")

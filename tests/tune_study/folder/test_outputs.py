@@ -25,7 +25,8 @@ from tune_study.folder.outputs import (
 from tune_study.folder.study_file import check_unchanged, plan_from_folder
 from tune_study.folder.summary import finished_runs, parse_skipped, run_times, summary_line, wall_seconds, write_summary
 from tune_study.placement.models import absolute, check_model, hub_cache
-from tune_study.placement.resources import Allotment, preflight
+from tune_study.placement.resources import preflight
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tune_study.host import machine
+from tune_study.host.gpus import Gpu
 from tune_study.host.machine import GpuMemory, GpuProcess
-from tune_study.placement.resources import Gpu
 
 H100 = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3")
 UNLIMITED = resource.RLIM_INFINITY

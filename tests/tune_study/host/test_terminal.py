@@ -4,7 +4,7 @@ import sys
 
 BODY = """
 import sys
-from tune_study.terminal import protect_output
+from tune_study.host.terminal import protect_output
 protect_output()
 print("first", flush=True)
 sys.stdin.readline()

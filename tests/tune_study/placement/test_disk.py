@@ -18,7 +18,8 @@ from trainable.runs.run_files import STATE
 from tune_study.folder.outputs import RunStatus, write_status
 from tune_study.placement.disk import Budget, budget, check, checkpoint_bytes, folder_bytes, line, times
 from tune_study.placement.model_size import Shape, policy_parameters, shape_of
-from tune_study.placement.resources import Allotment, preflight
+from tune_study.placement.resources import preflight
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, collect_overrides, make_plan
 from tune_study.tune.carried import run_config
 from tune_study.tune.run import execute

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from search_spaces import STUDIES
 from trainable.config.run_config import with_overrides
+from tune_study.host.gpus import Gpu
 from tune_study.placement import memory, memory_plan
 from tune_study.placement.memory import GIB, MOMENTS, totals
 from tune_study.placement.memory_plan import (
@@ -22,7 +23,7 @@ from tune_study.placement.memory_plan import (
     table,
     verdict,
 )
-from tune_study.placement.resources import Gpu, preflight
+from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 
 NO_MODELS = {"HF_HUB_CACHE": "/nowhere"}

@@ -6,23 +6,20 @@ from hypothesis import strategies as st
 
 from search_spaces import STUDIES
 from trainable.rollout import vllm_sampler
+from tune_study.host.gpus import Gpu, detect_gpus, parse_listing, select_visible
 from tune_study.placement import resources
 from tune_study.placement.resources import (
     VLLM,
     VLLM_CPU,
-    Allotment,
-    Gpu,
     bundles,
     check_engines,
     choose_preset,
-    detect_gpus,
     gpu_label,
     parse_gpus,
-    parse_listing,
     preflight,
-    select_visible,
     slots,
 )
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 
 EIGHT = tuple(Gpu(str(i), f"GPU-{i}{i}{i}{i}-ab", "NVIDIA H100 80GB HBM3") for i in range(8))

@@ -19,7 +19,7 @@ from trainable.runs.run_files import read_lines
 from tune_study.commands import probe
 from tune_study.plan.study_plan import PlanError
 
-pytestmark = pytest.mark.slow  # trainable/test_lora.py has the same of the trainer alone
+pytestmark = pytest.mark.slow  # tests/trainable/models/test_lora.py has the same of the trainer alone
 
 OPTIONS = (
     "model.lora_rank=8", "actor.lr=1e-3", "env.env_groups=2", "env.group_size=4", "env.val_env_groups=8",

@@ -39,7 +39,8 @@ from trainable.runs.run_files import METRICS, read_rows
 from tune_study.folder.outputs import RunStatus, read_status
 from tune_study.folder.study_file import join, plan_from_folder
 from tune_study.host.interrupt import Interrupt
-from tune_study.placement.resources import Allotment, preflight
+from tune_study.placement.resources import preflight
+from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune.callbacks import Recorder
 from tune_study.tune.carried import run_config

@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from tune_study.placement.resources import Allotment, bundles
+from tune_study.placement.resources import bundles
+from tune_study.plan.allotment import Allotment
 from tune_study.tune.run import prepare_environment
 
 STRANGER = """

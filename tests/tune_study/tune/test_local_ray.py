@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from tune_study.host.orphans import MARK, ray_mark
-from tune_study.placement.resources import Allotment, bundles
+from tune_study.placement.resources import bundles
+from tune_study.plan.allotment import Allotment
 from tune_study.tune import local_ray, watchdog
 from tune_study.tune.local_ray import RayHere
 from tune_study.tune.watchdog import Daemon

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from search_spaces import STUDIES
 from search_spaces.language_model.family import PPO
-from tune_study.commands.describe import print_table
+from tune_study.host.console import print_table
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.progress import Progress, clock, step_line
 

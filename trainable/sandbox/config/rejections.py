@@ -1,7 +1,7 @@
 """Combinations of settings that would not measure what their names say, and why they are refused."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 from trainable.sandbox.config.methods import (
     BANDITS,
@@ -14,9 +14,6 @@ from trainable.sandbox.config.methods import (
     TARGET,
 )
 
-if TYPE_CHECKING:
-    from trainable.sandbox.config.settings import UpdateRuleConfig
-
 PER_TOKEN = (*CANDIDATE, "DGToken")
 """Rules that ask a verifier about single tokens."""
 PER_TOKEN_TASKS = ("token_reversal", "masked_reversal")
@@ -24,9 +21,12 @@ CLIPPED = ("ASPO", "GRPO", "DrGRPO", "DAPO", "DAPOLite", "GRPOToken")
 
 
 class Rejection(NamedTuple):
-    """What is refused, and why: a sentence with settings in braces that says what to set."""
+    """What is refused, and why: a sentence with settings in braces that says what to set.
 
-    applies: Callable[["UpdateRuleConfig"], bool]
+    applies: of an `UpdateRuleConfig`, whose own module checks itself with this one and so cannot be named here.
+    """
+
+    applies: Callable[[Any], bool]
     reason: str
 
 
@@ -180,7 +180,7 @@ REJECTIONS: tuple[Rejection, ...] = (
 """Checked in this order; the first that applies is the reason given."""
 
 
-def rejection(config: "UpdateRuleConfig") -> str | None:
+def rejection(config: Any) -> str | None:
     """Why `config` cannot be run, in a sentence that says what to set; None where it can."""
     for applies, reason in REJECTIONS:
         if applies(config):

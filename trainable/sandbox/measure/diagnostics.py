@@ -11,7 +11,7 @@ def ratio_statistics(log_probs: Tensor, rollouts: Rollouts, clip_low: float, cli
     """Mean, standard deviation (divisor N) and maximum of pi(a) / pi_actor(a) over trained tokens; share outside.
 
     log_probs: [E, B, T, A]. Trained tokens are those of kept rollouts, or all candidates there. Outside:
-    [1 - clip_low, 1 + clip_high]. Named as RATIO_COLUMNS of trainable.sandbox.records, [E] each.
+    [1 - clip_low, 1 + clip_high]. Named as RATIO_COLUMNS of trainable.sandbox.measure.records, [E] each.
     """
     candidates = rollouts.candidates
     actions = rollouts.actions.unsqueeze(-1) if candidates is None else candidates.actions
@@ -33,7 +33,8 @@ def entropy_statistics(before: Tensor, after: Tensor, rollouts: Rollouts) -> dic
     before, after: raw logits [E, B, T, A] at the batch's positions before and after the update. The advantage is reward
     minus the actor's expected reward or baseline, whatever the rule's own is; surprisal and probability are of the
     policy before the update. Thirds end at the quantiles 1/3 and 2/3 of a member's kept tokens, which belong to the
-    lower one. Named as DIAGNOSTIC_COLUMNS of trainable.sandbox.records, [E] each; NaN where no token is of the kind.
+    lower one. Named as DIAGNOSTIC_COLUMNS of trainable.sandbox.measure.records, [E] each; NaN where no token is of the
+    kind.
     """
     log_probs, actions = before.log_softmax(-1), rollouts.actions.unsqueeze(-1)
     first, second = entropies(log_probs).flatten(1), entropies(after.log_softmax(-1)).flatten(1)
