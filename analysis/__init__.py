@@ -1,4 +1,7 @@
-"""Read a study from its folder: `analysis.data.load(DIR).trials`."""
+"""Read: a folder on disk to an answer, without torch and without Ray.
+
+Example: `analysis.load(DIR).trials` has one row per run.
+"""
 
 from analysis.data.frames import StudyFrames, same_rows
 from analysis.data.load import load, read_run, study_folders

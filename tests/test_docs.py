@@ -109,7 +109,7 @@ def test_before_the_activation_line_there_is_no_environment(folder: Path) -> Non
 def test_the_python_example_of_the_readme(folder: Path) -> None:
     if not (folder / "out").exists():
         pytest.skip("needs the study that test_command runs; run the whole file")
-    frames = analysis.data.load(folder / "out")
+    frames = analysis.load(folder / "out")
     assert len(frames.trials) == 2
     assert set(frames.trials["status"]) == {"completed"}
     assert len(frames.steps) == 6

@@ -32,7 +32,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_arm_ends_in_its_status(straight: Path) -> None:
-    trials = analysis.data.load(straight).trials.set_index("arm")
+    trials = analysis.load(straight).trials.set_index("arm")
     assert dict(trials["status"]) == {"0": "completed", "5": "early_stopped"}
     stopped = trials.loc["5"]
     assert stopped["stop_rule"] == "low_validation_success"
@@ -51,7 +51,7 @@ def test_the_report_names_the_rule(straight: Path) -> None:
 def test_trials_agree_with_rays_own_frame(straight: Path) -> None:
     from ray.tune import ExperimentAnalysis, ResultGrid
 
-    ours = analysis.data.load(straight).trials.set_index("run_id")
+    ours = analysis.load(straight).trials.set_index("run_id")
     grid = ResultGrid(ExperimentAnalysis(str(straight / RUN)))
     theirs = grid.get_dataframe().set_index("run_id").loc[ours.index]
     shared = [name for name in theirs.columns if name in ours.columns and not name.startswith("base_")]
@@ -66,7 +66,7 @@ def test_trials_agree_with_rays_own_frame(straight: Path) -> None:
             assert [str(value) for value in rays if value == value] == [
                 str(value) for value in mine if value == value and str(value) != "<NA>"
             ], name
-    last = analysis.data.load(straight).steps.groupby("run_id").tail(1).set_index("run_id").loc[ours.index]
+    last = analysis.load(straight).steps.groupby("run_id").tail(1).set_index("run_id").loc[ours.index]
     for column in STEP_COLUMNS:
         if column.name in theirs and column.name not in TIME_COLUMNS:
             rays = theirs[column.name].astype(float)

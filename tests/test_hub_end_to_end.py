@@ -82,7 +82,7 @@ def test_the_command_runs_a_study_on_it(llama: Path, tmp_path: Path) -> None:
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    (trial,) = analysis.data.load(tmp_path).trials.to_dict("records")
+    (trial,) = analysis.load(tmp_path).trials.to_dict("records")
     assert (trial["status"], trial["steps_done"]) == ("completed", 2)
     assert (tmp_path / "results" / "kl_sweep_small-llama" / "report.html").is_file()
 

@@ -48,7 +48,7 @@ def batch_system(driver: "subprocess.Popen[str]") -> None:
 def test_once_finishes_and_saves_the_steps_under_way(tmp_path: Path, straight: Tormented) -> None:
     study = Tormented(tmp_path, STEPS, [SELDOM, "--max-concurrent=1"])
     interrupt_and_check(study, terminal_ctrl_c)
-    trials = analysis.data.load(tmp_path).trials.set_index("arm")
+    trials = analysis.load(tmp_path).trials.set_index("arm")
     assert tuple(trials.loc["0.1", ["status", "reason"]]) == (
         "never_ran", "the study was interrupted before it started",
     )  # fmt: skip
@@ -68,7 +68,7 @@ def interrupt_and_check(study: Tormented, interrupt: Callable[["subprocess.Popen
     assert driver.wait(PATIENCE_S) == 130
     study.log.close()
     assert study.all_gone() == 0
-    trials = analysis.data.load(tmp_path).trials.set_index("arm")
+    trials = analysis.load(tmp_path).trials.set_index("arm")
     steps = trials.loc["0", "steps_done"]
     assert trials.loc["0", "status"] == "interrupted"
     assert trials.loc["0", "reason"] == f"interrupted after step {steps} of {STEPS}"
@@ -100,7 +100,7 @@ def test_a_closed_terminal_is_a_request_to_stop(tmp_path: Path, straight: Tormen
     os.close(ours)
     assert driver.wait(PATIENCE_S) == 130
     assert study.all_gone() == 0
-    trials = analysis.data.load(tmp_path).trials.set_index("arm")
+    trials = analysis.load(tmp_path).trials.set_index("arm")
     assert trials.loc["0", "status"] == "interrupted"
     saved = [step for step, _ in numbered(study.run_dirs()[0] / "state")]
     assert saved == [trials.loc["0", "steps_done"]]
