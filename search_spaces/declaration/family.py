@@ -35,6 +35,7 @@ class Family:
     None where the model's shape decides. shown: columns of the progress table, the first being how good a run is,
     which `status` shows too. line: columns of a step's line, in a log and where there is no terminal. models: settings
     that name a model, which may be a folder here. files: settings that name a file or folder here, if they are set.
+    suffix: a template of `words` that ends the names of a study that has no names of its own.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Family:
     sizes: Callable[[Any, int], tuple[int, int]] | None = None
     models: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    suffix: str = ""
 
     @property
     def measure(self) -> str:

@@ -52,46 +52,86 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Study:
-    """A question and all that is needed to run it; data only.
+class Names:
+    """Templates of what a study's runs are called and of where their files go.
 
-    title: the heading of the summary log. summary: what its lines say of a run before its times, the first field being
-    its name; summary_times: the times, see `tune_study.folder.summary.run_times`. presets: what a preset sets for this
-    study. baseline: the value that others are compared with. smoke: what --smoke sets, to try out a study in seconds.
-    contrasts: what the question compares, said before anything is run.
-    seeds: of each arm where nobody asks for a number; None: the preset's.
+    run: the folder below results/. experiment: a run. title: the heading of the summary log. summary: what its lines
+    say of a run before its times, the first field being its name. wandb_project: of W&B. log: of a run, below logs/.
+    checkpoints: of a run, below model_saving/. summary_log: below logs/. summary_times: the times of a summary line,
+    see `tune_study.folder.summary.run_times`. probe_log: of a probe, below logs/.
 
-    Templates may use the words of the study's family. Of language models: {model} (last part of the model's path),
+    A template may use the words of the study's family. Of language models: {model} (last part of the model's path),
     {size} (its billions of parameters, like 3B; the model where its name has none), {tag} (nofilter or filter_zero, by
     rollout_filter_include_zero), {strategy} (of the filter), {kl_type} (kl_loss_type), {collapse} (the diagnostics that
     are on: ftmt, ft, mt, nocd), {mass} (rollout_filter_value without dots), {train} and {analysis} (groups x rollouts
     of a step and of a gradient analysis), {every} (steps between two analyses), and for summaries {include_zero},
     {filter_value}, {share} (the same, 1 for 1.0), {kl}, {entropy}, {first}, {multi} and {samples}. Templates of one run
     also have {arm} (the axis value), {label} (the same without dots, lower case), {run} and {experiment}; run,
-    summary_log, wandb_project and baseline are of the whole study. probe_log has {seed} (-seed1, or nothing for seed
-    0), {step} (of the checkpoint) and {val} (withval or noval).
+    summary_log and wandb_project are of the whole study. probe_log has {seed} (-seed1, or nothing for seed 0), {step}
+    (of the checkpoint) and {val} (withval or noval).
+    """
+
+    run: str
+    experiment: str
+    title: str
+    summary: str
+    wandb_project: str
+    log: str = "{run}/{experiment}.log"
+    checkpoints: str = "{run}/{experiment}"
+    summary_log: str = "{run}.log"
+    summary_times: tuple[str, ...] = ("train", "eval", "total")
+    probe_log: str = "gradient_analysis_probe_sokoban_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
+
+
+@dataclass(frozen=True)
+class Study:
+    """A question and all that is needed to run it; data only.
+
+    name, family, question, axis, fixed (what all arms set) and baseline (the arm that others are compared with; a
+    template as in `Names`) declare a study; the rest has defaults. published: the names that documents or other studies
+    of its kind have given its files; without it they follow from the study's name. presets: what a preset sets for this
+    study. seeds: of each arm where nobody asks for a number; None: the preset's. smoke: what --smoke sets, to try out
+    the study in seconds. contrasts: what the question compares, declared before anything is run.
+
+    Example: a sweep over the learning rate, of which no other file needs to know more than its module::
+
+        STUDY = Study(
+            name="lr",
+            family=PPO,
+            question="Which learning rate of the policy breaks training?",
+            axis=Axis("actor.lr", {"paper": ("1e-7", "1e-6"), "laptop": ("1e-6", "3e-4", "1e-3")}),
+            fixed=SWEEP_SETTINGS,
+            baseline="1e-6",
+        )
     """
 
     name: str
     family: Family
-    title: str
     question: str
     axis: Axis
-    summary: str
     fixed: Settings
-    run: str
-    experiment: str
-    log: str
-    checkpoints: str
-    wandb_project: str
     baseline: str
-    probe_log: str = "gradient_analysis_probe_sokoban_{model}/{experiment}-probe-ckpt{step}-{val}-kl_and_entropy.log"
+    published: Names | None = None
     trainable: str = "trainable.ppo_trainable:PPOTrainable"
     stop_rules: tuple[str, ...] = ("reward_variance_collapse", "low_validation_success", "empty_filtered_steps")
-    summary_log: str = "{run}.log"
-    summary_times: tuple[str, ...] = ("train", "eval", "total")
     presets: Mapping[str, Settings] = field(default_factory=dict)
     seeds: int | None = None
     include_zero_option: bool = True
     smoke: Settings = field(default_factory=_nothing)
     contrasts: Contrasts = field(default_factory=dict)
+
+    @property
+    def names(self) -> Names:
+        """The published templates, or those that follow from the study's name."""
+        if self.published is not None:
+            return self.published
+        stem = self.name.replace("-", "_")
+        return Names(
+            run=stem + self.family.suffix,
+            experiment=f"{stem}_{{label}}{self.family.suffix}",
+            title=self.name.replace("-", " ").capitalize(),
+            summary=f"{stem}={{arm}}",
+            wandb_project=f"tune_study_{stem}",
+            log="{run}/{label}/{experiment}.log",
+            checkpoints="{run}/{label}/{experiment}",
+        )

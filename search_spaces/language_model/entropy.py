@@ -1,13 +1,12 @@
 """How much entropy bonus does the policy bear before exploration turns into noise?"""
 
-from search_spaces.declaration.study import Axis, Study
+from search_spaces.declaration.study import Axis, Names, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
 STUDY = Study(
     name="entropy",
     family=PPO,
-    title="Entropy Sweep",
     question=__doc__,
     axis=Axis(
         setting="actor.entropy_coeff",
@@ -17,17 +16,20 @@ STUDY = Study(
             "laptop": ("0", "0.003", "0.01", "0.03", "0.1", "0.3"),
         },
     ),
-    summary="entropy={arm} | filter={tag} | include_zero={include_zero}",
     fixed={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": False,
         "actor.kl_loss_coef": 0.0,
         "filter.rollout_filter_value": 1.0,
     },
-    run="entropy_sweep_{model}",
-    experiment="sokoban_entropy_sweep_{tag}_{label}-{model}",
-    log="{run}/{tag}/{label}/{experiment}.log",
-    checkpoints="{run}/{label}/{experiment}",
-    wandb_project="ragen_release_entropy_sweep",
     baseline="0",
+    published=Names(
+        run="entropy_sweep_{model}",
+        experiment="sokoban_entropy_sweep_{tag}_{label}-{model}",
+        title="Entropy Sweep",
+        summary="entropy={arm} | filter={tag} | include_zero={include_zero}",
+        wandb_project="ragen_release_entropy_sweep",
+        log="{run}/{tag}/{label}/{experiment}.log",
+        checkpoints="{run}/{label}/{experiment}",
+    ),
 )

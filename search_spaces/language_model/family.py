@@ -58,6 +58,7 @@ def loads(config: RunConfig) -> str:
 
 PPO = Family(
     name="ppo",
+    suffix="_{model}",
     config=RunConfig,
     presets=PRESETS,
     seeds=DEFAULT_SEEDS,

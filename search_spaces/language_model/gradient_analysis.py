@@ -1,6 +1,6 @@
 """Which groups' gradients carry signal: does the task's grow with the reward spread while the regularisers' do not?"""
 
-from search_spaces.declaration.study import Axis, Study
+from search_spaces.declaration.study import Axis, Names, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
@@ -9,7 +9,6 @@ _GRID = ("PPO",)
 STUDY = Study(
     name="gradient-analysis",
     family=PPO,
-    title="Gradient Analysis",
     question=__doc__,
     axis=Axis(
         setting="algorithm.adv_estimator",
@@ -24,7 +23,6 @@ STUDY = Study(
             },
         },
     ),
-    summary="algo={arm} | filter={tag} | include_zero={include_zero}",
     fixed={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": False,
@@ -48,12 +46,16 @@ STUDY = Study(
         "trainer.gradient_analysis_group_size": 16,
         "trainer.gradient_analysis_log_prefilter": True,
     },
-    run="gradient_analysis_sokoban_{model}",
-    experiment="sokoban-{arm}-filter-topp{mass}-{model}-train{train}-analysis{analysis}-grad-every{every}",
-    log="{run}/{experiment}.log",
-    checkpoints="gradient_analysis/sokoban/{arm}/filter/{experiment}",
-    wandb_project="ragen_gradient_analysis",
     baseline="PPO",
-    probe_log="gradient_analysis_probe_sokoban_{model}/"
-    "sokoban-{arm}-filter-topp{mass}-{model}-probe-ckpt{step}-{val}-kl_and_entropy{seed}.log",
+    published=Names(
+        run="gradient_analysis_sokoban_{model}",
+        experiment="sokoban-{arm}-filter-topp{mass}-{model}-train{train}-analysis{analysis}-grad-every{every}",
+        title="Gradient Analysis",
+        summary="algo={arm} | filter={tag} | include_zero={include_zero}",
+        wandb_project="ragen_gradient_analysis",
+        log="{run}/{experiment}.log",
+        checkpoints="gradient_analysis/sokoban/{arm}/filter/{experiment}",
+        probe_log="gradient_analysis_probe_sokoban_{model}/"
+        "sokoban-{arm}-filter-topp{mass}-{model}-probe-ckpt{step}-{val}-kl_and_entropy{seed}.log",
+    ),
 )

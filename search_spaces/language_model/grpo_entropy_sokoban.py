@@ -8,7 +8,7 @@ dual clip at 3 stays on in all arms of GRPO.
 """
 
 from search_spaces.declaration.family import Settings
-from search_spaces.declaration.study import Axis, Study
+from search_spaces.declaration.study import Axis, Names, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
@@ -39,7 +39,6 @@ ARMS: dict[str, Settings] = {
 STUDY = Study(
     name="grpo-entropy-sokoban",
     family=PPO,
-    title="GRPO Entropy on Sokoban",
     question=__doc__.splitlines()[0],
     axis=Axis(
         setting="std normalisation x clip, and TPO",
@@ -47,7 +46,6 @@ STUDY = Study(
         grids={"paper": tuple(ARMS), "laptop": tuple(ARMS)},
         named=ARMS,
     ),
-    summary="arm={arm} | filter={tag} | include_zero={include_zero}",
     fixed={
         **SWEEP_SETTINGS,
         "algorithm.adv_estimator": "grpo",
@@ -58,12 +56,16 @@ STUDY = Study(
         "actor.entropy_coeff": 0.0,
         "filter.rollout_filter_value": 1.0,
     },
-    run="grpo_entropy_{model}",
-    experiment="sokoban_grpo_entropy_{tag}_{label}-{model}",
-    log="{run}/{tag}/{label}/{experiment}.log",
-    checkpoints="{run}/{label}/{experiment}",
-    wandb_project="ragen_grpo_entropy",
     baseline="std-clip0.2",
+    published=Names(
+        run="grpo_entropy_{model}",
+        experiment="sokoban_grpo_entropy_{tag}_{label}-{model}",
+        title="GRPO Entropy on Sokoban",
+        summary="arm={arm} | filter={tag} | include_zero={include_zero}",
+        wandb_project="ragen_grpo_entropy",
+        log="{run}/{tag}/{label}/{experiment}.log",
+        checkpoints="{run}/{label}/{experiment}",
+    ),
     smoke={
         "trainer.total_training_steps": 1,
         "env.env_groups": 2,

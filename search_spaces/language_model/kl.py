@@ -1,13 +1,12 @@
 """Does a KL penalty to the initial policy hold off collapse, and from which coefficient does it cost success?"""
 
-from search_spaces.declaration.study import Axis, Study
+from search_spaces.declaration.study import Axis, Names, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
 STUDY = Study(
     name="kl",
     family=PPO,
-    title="KL Sweep",
     question=__doc__,
     axis=Axis(
         setting="actor.kl_loss_coef",
@@ -18,12 +17,15 @@ STUDY = Study(
         },
         along={"actor.use_kl_loss": True},
     ),
-    summary="kl={arm} | filter={tag} | include_zero={include_zero}",
     fixed={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
-    run="kl_sweep_{model}",
-    experiment="sokoban_kl_sweep_{tag}_{label}-{model}",
-    log="{run}/{tag}/{label}/{experiment}.log",
-    checkpoints="{run}/{label}/{experiment}",
-    wandb_project="ragen_release_kl_sweep",
     baseline="0",
+    published=Names(
+        run="kl_sweep_{model}",
+        experiment="sokoban_kl_sweep_{tag}_{label}-{model}",
+        title="KL Sweep",
+        summary="kl={arm} | filter={tag} | include_zero={include_zero}",
+        wandb_project="ragen_release_kl_sweep",
+        log="{run}/{tag}/{label}/{experiment}.log",
+        checkpoints="{run}/{label}/{experiment}",
+    ),
 )

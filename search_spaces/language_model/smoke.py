@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from search_spaces.declaration.family import Settings
-from search_spaces.declaration.study import Axis, Study
+from search_spaces.declaration.study import Axis, Names, Study
 from search_spaces.language_model.family import PPO
 from trainable.config.run_config import RunConfig
 
@@ -105,7 +105,6 @@ def _study(name: str, kl_types: Mapping[str, tuple[str, ...]], losses: str) -> S
     return Study(
         name=name,
         family=PPO,
-        title="KL/Entropy Smoke Test",
         question=__doc__,
         axis=Axis(
             setting="KL and entropy coefficients, filter",
@@ -115,21 +114,24 @@ def _study(name: str, kl_types: Mapping[str, tuple[str, ...]], losses: str) -> S
             members=members,
             adapt=counted,
         ),
-        summary=(
-            "{experiment} | filter={share} | kl={kl} | entropy={entropy} | "
-            "collapse=first:{first},multi:{multi},samples:{samples}"
-        ),
-        summary_times=("train", "eval", "collapse", "collapse_first", "collapse_multi", "total"),
         fixed={**_SETTINGS, "actor.kl_loss_type": kl_type},
         presets={"paper": {"model.path": "Qwen/Qwen2.5-3B-Instruct"}},
-        run=f"smoke_test_{{strategy}}_{{size}}_{losses}_{{collapse}}",
-        experiment="{arm}-{collapse}",
-        log="smoke_test_{strategy}_details/{experiment}.log",
-        summary_log=f"smoke_test_{{strategy}}/smoke_test_results_{{size}}_{losses}_{{collapse}}.log",
         seeds=1,
-        checkpoints="{run}/{experiment}",
-        wandb_project="ragen-smoke_test_{strategy}",
         baseline="g3-smoke-ppo-sokoban-topk100-kl0-ent0-{kl_type}",
+        published=Names(
+            run=f"smoke_test_{{strategy}}_{{size}}_{losses}_{{collapse}}",
+            experiment="{arm}-{collapse}",
+            title="KL/Entropy Smoke Test",
+            summary=(
+                "{experiment} | filter={share} | kl={kl} | entropy={entropy} | "
+                "collapse=first:{first},multi:{multi},samples:{samples}"
+            ),
+            wandb_project="ragen-smoke_test_{strategy}",
+            log="smoke_test_{strategy}_details/{experiment}.log",
+            checkpoints="{run}/{experiment}",
+            summary_log=f"smoke_test_{{strategy}}/smoke_test_results_{{size}}_{losses}_{{collapse}}.log",
+            summary_times=("train", "eval", "collapse", "collapse_first", "collapse_multi", "total"),
+        ),
     )
 
 

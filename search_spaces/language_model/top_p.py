@@ -1,6 +1,6 @@
 """How strong should the reward-variance filter be: which share of the groups' spread is worth training on?"""
 
-from search_spaces.declaration.study import Axis, Study
+from search_spaces.declaration.study import Axis, Names, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
@@ -9,7 +9,6 @@ _GRID = ("1.0", "0.98", "0.95", "0.9", "0.8", "0.6", "0.4", "nofilter")
 STUDY = Study(
     name="top-p",
     family=PPO,
-    title="Top-p Sweep",
     question=__doc__,
     axis=Axis(
         setting="filter.rollout_filter_value",
@@ -18,18 +17,21 @@ STUDY = Study(
         along={"filter.rollout_filter_include_zero": False},
         named={"nofilter": {"filter.rollout_filter_value": 1.0, "filter.rollout_filter_include_zero": True}},
     ),
-    summary="value={arm} | include_zero={include_zero} | filter_value={filter_value}",
     fixed={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": True,
         "actor.kl_loss_coef": 0.001,
         "actor.entropy_coeff": 0.001,
     },
-    run="top_p_sweep_{model}",
-    experiment="sokoban_top_p_{label}-{model}",
-    log="{run}/{label}/{experiment}.log",
-    checkpoints="{run}/{label}/{experiment}",
-    wandb_project="ragen_release_top_p_sweep",
     baseline="nofilter",
+    published=Names(
+        run="top_p_sweep_{model}",
+        experiment="sokoban_top_p_{label}-{model}",
+        title="Top-p Sweep",
+        summary="value={arm} | include_zero={include_zero} | filter_value={filter_value}",
+        wandb_project="ragen_release_top_p_sweep",
+        log="{run}/{label}/{experiment}.log",
+        checkpoints="{run}/{label}/{experiment}",
+    ),
     include_zero_option=False,
 )

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from search_spaces.declaration.family import Family, Settings, Shown
-from search_spaces.declaration.study import Axis, Contrasts, Study, unchanged
+from search_spaces.declaration.study import Axis, Contrasts, Names, Study, unchanged
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
 TRAINABLE = "trainable.sandbox.training.trainable:SandboxTrainable"
@@ -101,7 +101,6 @@ def sandbox_study(
     run = run or name.replace("-", "_")
     return Study(
         name=name,
-        title=name.replace("-", " ").capitalize(),
         question=question.split("\n\n")[0],
         axis=Axis(
             setting=setting,
@@ -110,16 +109,19 @@ def sandbox_study(
             named=arms,
             adapt=adapt,
         ),
-        summary="{arm} | task={task} | method={method}",
-        summary_times=("total",),
         fixed=fixed,
-        run=run,
-        experiment=f"{run}-{{arm}}",
-        log="{run}/{experiment}.log",
-        checkpoints="{run}/{experiment}",
-        wandb_project="update_rule_sandbox",
-        probe_log="",
         baseline=baseline,
+        published=Names(
+            run=run,
+            experiment=f"{run}-{{arm}}",
+            title=name.replace("-", " ").capitalize(),
+            summary="{arm} | task={task} | method={method}",
+            wandb_project="update_rule_sandbox",
+            log="{run}/{experiment}.log",
+            checkpoints="{run}/{experiment}",
+            summary_times=("total",),
+            probe_log="",
+        ),
         family=UPDATE_RULES,
         trainable=TRAINABLE,
         stop_rules=("uniform_groups",),

@@ -148,12 +148,12 @@ def test_a_study_names_only_what_there_is(study: Study) -> None:
         if study.family is not PPO
         else {"model", "size", "tag", "strategy", "kl_type", "collapse", "mass", "train", "analysis", "every"}
     )
-    of_all = (study.run, study.summary_log, study.wandb_project, study.baseline)
+    of_all = (study.names.run, study.names.summary_log, study.names.wandb_project, study.baseline)
     assert {name for template in of_all for name in names_in(template)} <= whole | {"run"}
-    templates = (study.experiment, study.log, study.checkpoints)
+    templates = (study.names.experiment, study.names.log, study.names.checkpoints)
     words = whole | {"arm", "label", "run", "experiment", "seed"}
     assert {name for template in templates for name in names_in(template)} <= words
-    assert names_in(study.probe_log) <= words | {"step", "val"}
+    assert names_in(study.names.probe_log) <= words | {"step", "val"}
     assert study.question.strip().endswith("?")
 
 

@@ -11,6 +11,7 @@ from search_spaces.language_model import smoke
 from search_spaces.language_model.family import PPO
 from trainable.config.run_config import field_names
 from trainable.config.setting_types import shown
+from tune_study.commands.axis_options import VALUES
 from tune_study.folder import locate
 from tune_study.placement.models import absolute
 from tune_study.plan.study_plan import (
@@ -41,10 +42,6 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Option -> the settings that it sets."""
-
-
-VALUES = "--values"
-"""The option for the values of any study's axis; some studies have a published one beside it."""
 
 
 class Choices(NamedTuple):
@@ -159,7 +156,7 @@ def _strategy(study: Study, text: str | None) -> str | None:
     option = "--rollout_filter_strategy"
     if text is None:
         return None
-    if "{strategy}" not in study.run:
+    if "{strategy}" not in study.names.run:
         instead = "type --set filter.rollout_filter_strategy=NAME" if study.family is PPO else "leave it out"
         raise PlanError(f"{option} does not belong to study {study.name}: {instead}.")
     if text not in smoke.STRATEGIES:

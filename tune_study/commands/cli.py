@@ -3,7 +3,7 @@
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from search_spaces import STUDIES, SUITES
 from trainable.config.run_config import ConfigError
 from tune_study.commands import describe
 from tune_study.commands import options as opt
-from tune_study.commands.choices import VALUES, Choices, chosen_studies, planned
+from tune_study.commands.axis_options import VALUES, add_axis_options
+from tune_study.commands.choices import Choices, chosen_studies, planned
 from tune_study.commands.preflight import Asked, start, why_not_paper
 from tune_study.folder import locate, outputs, study_file
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped
@@ -80,19 +81,16 @@ def settings(study: opt.SettingsOf = "kl") -> None:
 
 @app.command("run", epilog=f"\b\n{RUN_EXAMPLE}")
 @plain_errors
+@add_axis_options(STUDIES.values())
 def run(
     study: opt.StudyName,
     preset: opt.Preset = None,
     model: opt.Model = None,
     steps: opt.Steps = None,
     values: opt.Values = None,
-    kl_values: opt.KLValues = None,
-    entropy_values: opt.EntropyValues = None,
-    rollout_filter_value: opt.FilterValues = None,
+    *,
+    axes: Mapping[str, str | None],
     rollout_filter_include_zero: opt.IncludeZero = None,
-    algo: opt.Algo = None,
-    arms: opt.Arms = None,
-    groups: opt.Groups = None,
     kl_type: opt.KLType = None,
     rollout_filter_strategy: opt.FilterStrategy = None,
     ppo_micro_batch_size_per_gpu: opt.UpdateMicroBatch = None,
@@ -129,15 +127,7 @@ def run(
             "--ppo-micro-batch-size-per-gpu": ppo_micro_batch_size_per_gpu,
             "--log-prob-micro-batch-size-per-gpu": log_prob_micro_batch_size_per_gpu,
         },
-        axes={
-            VALUES: values,
-            "--kl-values": kl_values,
-            "--entropy-values": entropy_values,
-            "--rollout_filter_value": rollout_filter_value,
-            "--algo": algo,
-            "--arms": arms,
-            "--groups": groups,
-        },
+        axes={VALUES: values, **axes},
         include_zero=rollout_filter_include_zero,
         strategy=rollout_filter_strategy,
         assignments=tuple(assignments or ()),

@@ -28,22 +28,6 @@ Steps = Annotated[int | None, Option("--steps", metavar="N", help="Training step
 Values = Annotated[
     str | None, Option("--values", metavar="LIST", help="Values of the study's axis, whichever it is; see list.")
 ]
-KLValues = Annotated[
-    str | None, Option("--kl-values", "--kl_values", metavar="LIST", help="Study kl: coefficients, like 0,0.01.")
-]
-EntropyValues = Annotated[
-    str | None,
-    Option("--entropy-values", "--entropy_values", metavar="LIST", help="Study entropy: coefficients, like 0,0.01."),
-]
-FilterValues = Annotated[
-    str | None,
-    Option(
-        "--rollout_filter_value",
-        "--rollout-filter-value",
-        metavar="LIST",
-        help="Study top-p: masses in (0, 1], or the word nofilter.",
-    ),
-]
 IncludeZero = Annotated[
     str | None,
     Option(
@@ -52,14 +36,6 @@ IncludeZero = Annotated[
         metavar="BOOL",
         help="Studies kl and entropy: keep groups whose rewards are all equal (default True).",
     ),
-]
-Algo = Annotated[str | None, Option("--algo", metavar="LIST", help="Study gradient-analysis: PPO, GRPO, or both.")]
-Arms = Annotated[
-    str | None, Option("--arms", metavar="LIST", help="Arms by name, of a study whose arms have names: see list.")
-]
-Groups = Annotated[
-    str | None,
-    Option("--groups", metavar="LIST", help="Studies smoke and smoke-all: groups 1 to 5, or names of single runs."),
 ]
 KLType = Annotated[
     str | None, Option("--kl-type", "--kl_type", metavar="NAME", help="Study smoke: low_var_kl (default), kl or mse.")

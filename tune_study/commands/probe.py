@@ -292,7 +292,7 @@ def _check_places(run_dir: Path, log: Path) -> None:
 def _log(target: Target, with_val: bool, config: RunConfig) -> Path:
     """The log's published name, which ends in what is measured beside the task."""
     words = template_words(target.plan.study, target.plan.run, target.spec.arm, target.spec.ppo, target.spec.seed)
-    name = target.plan.study.probe_log.format(
+    name = target.plan.study.names.probe_log.format(
         **words, experiment=target.spec.run_id, step=target.step, val="withval" if with_val else "noval"
     )
     on = {"kl": config.actor.use_kl_loss, "entropy": config.actor.entropy_coeff != 0}

@@ -31,13 +31,13 @@ def summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_l
     early_stop=<rule>@<step>. A run that never started is `missing`.
     """
     words = template_words(plan.study, plan.run, spec.arm, spec.config, spec.seed)
-    said = plan.study.summary.format(**words, experiment=spec.experiment_name).split(" | ")
+    said = plan.study.names.summary.format(**words, experiment=spec.experiment_name).split(" | ")
     if status is None or status.status in ("never_ran", "running"):
         return f"{said[0]} | status=missing | seed={spec.seed}"
     stop = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
     fields = [
         *said,
-        *run_times(read_rows(plan.run_dir(spec.run_id) / METRICS, first=0), plan.study.summary_times),
+        *run_times(read_rows(plan.run_dir(spec.run_id) / METRICS, first=0), plan.study.names.summary_times),
         f"wall_time={wall_seconds(status)}",
         f"gpu={gpu_label}",
         f"status={_PUBLISHED_STATUS[status.status]}",
@@ -88,7 +88,7 @@ def write_summary(plan: StudyPlan, allotment: Allotment, closing: bool) -> Path:
     lines += [summary_line(plan, spec, status, allotment.gpu_label) for spec, status in ended]
     if closing:
         steps = plan.base.trainer.total_training_steps
-        lines += ["", f"=== {plan.study.title} Summary ==="]
+        lines += ["", f"=== {plan.study.names.title} Summary ==="]
         lines += [f"Project: {plan.wandb_project} | Steps: {steps} | GPU per exp: {allotment.gpu_label}"]
         lines += [summary_line(plan, spec, status, allotment.gpu_label) for spec, status in found]
         lines += [_counts([status for _, status in found])]
@@ -109,7 +109,7 @@ def _heading(plan: StudyPlan, allotment: Allotment) -> list[str]:
     trainer, model = plan.base.trainer, "" if plan.model is None else f" ({model_name(plan.model)})"
     memory = "" if plan.model is None else f"GPU memory util: {plan.ppo.rollout.gpu_memory_utilization} | "
     return [
-        f"=== {plan.study.title} Runner{model}: {now()} ===",
+        f"=== {plan.study.names.title} Runner{model}: {now()} ===",
         f"Values: {values_said(plan.study, plan.values)} | Steps: {trainer.total_training_steps} | "
         f"GPUs per exp: {allotment.gpu_label}",
         f"Groups: {' '.join(allotment.slots) or 'none'} | {memory}"

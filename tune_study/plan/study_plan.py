@@ -100,12 +100,12 @@ class StudyPlan:
     @property
     def summary_log(self) -> Path:
         """Where the summary is written, below logs/."""
-        return self.output / "logs" / self._filled(self.study.summary_log)
+        return self.output / "logs" / self._filled(self.study.names.summary_log)
 
     @property
     def wandb_project(self) -> str:
         """The project of its runs in W&B."""
-        return self._filled(self.study.wandb_project)
+        return self._filled(self.study.names.wandb_project)
 
     @property
     def baseline(self) -> str | None:
@@ -260,7 +260,7 @@ def build_plan(
     check_values(study, values)
     if not seeds or len(set(seeds)) < len(seeds) or not set(seeds) <= set(range(MOST_SEEDS)):
         raise PlanError(f"The seeds {shown(list(seeds))} are not different numbers from 0 to {MOST_SEEDS - 1}.")
-    run = study.run.format(**study.family.words(base))
+    run = study.names.run.format(**study.family.words(base))
     arms = {value: arm_config(study, base, value) for value in values}
     runs = tuple(_spec(study, run, value, arms[value], seed) for seed in seeds for value in values)
     plan = StudyPlan(study, preset, preset_reason, base, values, seeds, output.absolute(), run, runs)
@@ -357,7 +357,7 @@ def flat_settings(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _spec(study: Study, run: str, value: str, config: StudyConfig, seed: int) -> RunSpec:
     """One run with its templates filled in; a seed above 0 is part of every name."""
     words = template_words(study, run, value, config, seed)
-    name = study.experiment.format(**words)
+    name = study.names.experiment.format(**words)
     words["experiment"] = run_id = name + words["seed"]
     return RunSpec(
         run_id=run_id,
@@ -367,8 +367,8 @@ def _spec(study: Study, run: str, value: str, config: StudyConfig, seed: int) ->
         seed=seed,
         experiment_name=name,
         config=config.model_copy(update={"seed": seed}),
-        log=Path("logs") / study.log.format(**words),
-        checkpoints=Path("model_saving") / study.checkpoints.format(**words),
+        log=Path("logs") / study.names.log.format(**words),
+        checkpoints=Path("model_saving") / study.names.checkpoints.format(**words),
     )
 
 

@@ -1,15 +1,19 @@
 """What the options of `run` mean for studies of other families, and for suites."""
 
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from typer import Typer
 from typer.testing import CliRunner
 
 import search_spaces
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Axis, Study
+from search_spaces.language_model.common import SWEEP_SETTINGS
+from search_spaces.language_model.family import PPO
 from trainable.sandbox.config.settings import UpdateRuleConfig
+from tune_study.commands.axis_options import add_axis_options
 from tune_study.commands.choices import Choices, planned
 from tune_study.commands.cli import app
 from tune_study.plan.study_plan import find_study
@@ -76,9 +80,7 @@ def test_a_smoke_form_changes_what_it_says_and_can_be_changed(tmp_path: Path) ->
 def study_of(setting: str, option: str) -> Study:
     """A sweep over a setting that no shipped study sweeps."""
     grid = {"paper": ("1e-6", "3e-6"), "laptop": ("1e-4", "3e-4")}
-    axis = Axis(setting, grid, option=option)
-    words = {"name": "rate", "title": "Rate", "run": "rate_{model}", "experiment": "rate_{label}-{model}"}
-    return replace(STUDIES["kl"], axis=axis, baseline="1e-4", summary="rate={arm}", **words)
+    return Study("rate", PPO, "Which rate?", Axis(setting, grid, option=option), SWEEP_SETTINGS, "1e-4")
 
 
 @pytest.mark.parametrize("option", ["--values", "--lr-values"])
@@ -87,12 +89,30 @@ def test_a_study_of_another_setting_runs(tmp_path: Path, monkeypatch: pytest.Mon
     code, shown, said = run(tmp_path, "rate", "--preset", "laptop")
     assert (code, said) == (0, "")
     assert "2 runs: actor.lr in 1e-4,3e-4" in shown
+    assert f"results {tmp_path}/results/rate_sokoban-tiny" in shown
+    assert "logs/rate_sokoban-tiny/3e-4/rate_3e-4_sokoban-tiny.log" in shown
     code, shown, said = run(tmp_path, "rate", "--preset", "laptop", "--values", "1e-3,2e-3,1e-4")
     assert (code, said) == (0, "")
     assert "3 runs: actor.lr in 1e-3,2e-3,1e-4" in shown
     code, _, said = run(tmp_path, "rate", "--preset", "laptop", "--kl-values", "0.1")
     assert code == 2
     assert f"--kl-values does not belong to study rate, whose axis is actor.lr: type {option}." in said
+
+
+def test_a_flag_that_a_study_declares_is_an_option_of_the_command() -> None:
+    app, typed = Typer(), []
+
+    @app.command()
+    @add_axis_options([study_of("actor.lr", "--lr-values"), study_of("actor.eps", "--values"), STUDIES["top-p"]])
+    def command(name: str, *, axes: Mapping[str, str | None], seeds: int = 1) -> None:
+        typed.append((name, axes, seeds))
+
+    for words in ("x --lr-values 1,2 --seeds 3", "x --lr_values 1,2 --seeds 3"):
+        assert CliRunner().invoke(app, words.split()).exit_code == 0
+        assert typed.pop() == ("x", {"--lr-values": "1,2", "--rollout_filter_value": None}, 3)
+    shown = CliRunner().invoke(app, ["--help"]).stdout
+    assert "Study rate: values of actor.lr, like 1e-4,3e-4." in " ".join(shown.replace("│", " ").split())
+    assert CliRunner().invoke(app, ["x", "--arms", "1"]).exit_code == 2
 
 
 def test_values_are_typed_for_any_axis_and_once(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 import search_spaces
-from analysis.data import load
+from analysis import load
 from search_spaces import STUDIES
 from trainable.config.run_config import field_names
 from trainable.sandbox.config.settings import UpdateRuleConfig
