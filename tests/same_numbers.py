@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from trainable.runs.records import TIME_COLUMNS
+
 ROOT = Path(__file__).parent.parent
 COMMANDS = {
     "run kl --steps 6 --kl-values 0,0.1": "sweeps",
@@ -38,12 +40,12 @@ TABLES = {
 RENAMED: dict[str, str] = {}
 """Name of a column or a table in the old version -> its name in the new one."""
 
-NOT_NUMBERS = ("trial_id", "started_at", "ended_at", "config_hash")
+NOT_NUMBERS = (*TIME_COLUMNS, "trial_id", "started_at", "ended_at", "config_hash")
 
 
 def is_compared(name: str) -> bool:
     """Whether a column of the old version must be equal: not times, nor names that a version gives itself."""
-    return not (name.startswith(("seconds", "config/")) or "per_second" in name or name in NOT_NUMBERS)
+    return not (name.startswith(("seconds", "config/")) or name in NOT_NUMBERS)
 
 
 def run_all(output: Path, checkout: Path) -> int:
