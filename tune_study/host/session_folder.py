@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -32,20 +33,24 @@ def session_folder(base: Path) -> Iterator[Path]:
     no folder can be made.
     """
     remove_abandoned(base)
-    folder = _make(base)
-    with (folder / _LOCK).open("w") as lock:
+    base.mkdir(parents=True, exist_ok=True)
+    # Locked before it has its name, so that nobody takes it for abandoned; mkdtemp makes it with mode 0700.
+    unnamed = Path(tempfile.mkdtemp(prefix=".", dir=base))
+    with (unnamed / _LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        folder = _put_in_place(unnamed, base)
         yield folder / RAY
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make(base: Path) -> Path:
-    base.mkdir(parents=True, exist_ok=True)
+def _put_in_place(unnamed: Path, base: Path) -> Path:
+    """Rename a folder to the first free name of this process."""
     for number in count(1):
         folder = base / f"{PREFIX}{os.getpid()}{f'.{number}' if number > 1 else ''}"
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-            return folder
+        with suppress(OSError):  # the name is taken by a folder that is not empty, or by a file
+            return unnamed.rename(folder)
+        if not os.path.lexists(folder):
+            raise OSError(f"{unnamed} cannot be renamed to {folder}")
     raise AssertionError("count() never ends")
 
 

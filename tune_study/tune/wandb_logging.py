@@ -124,6 +124,7 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         if "seconds_gradient_analysis" not in values:
             return {}
         import wandb
+
         from analysis.gradients.keys import TABLE_COLUMNS, published_of_step
 
         found = published_of_step(self._plan.run_dir(run_id) / GRADIENTS, step)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import wandb
+
 from search_spaces import STUDIES
 from tests.tune_study.tune.test_wandb_logging import feed
 from tune_study.plan.study_plan import make_plan
