@@ -69,7 +69,7 @@ def test_a_template_without_a_place_for_the_system(tmp_path: Path) -> None:
     folder = small_model(tmp_path / "model", "gemma", NO_SYSTEM)
     trainable = started(tmp_path, **SETTINGS, model__path=str(folder))
     assert trainable.step()["optimizer_steps"] == 2
-    assert opened(trainable.ppo.trainer).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
+    assert opened(trainable.trainer).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
 
 
 @pytest.mark.slow  # the trainable's own steps are above

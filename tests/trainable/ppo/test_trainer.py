@@ -9,6 +9,7 @@ from tests.fakes.scripted import cloned, hub_twin, small
 from tests.fakes.trainers import Row, finite, moved, quiet, replay, steps, weights
 from tests.oracles import update as oracle
 from trainable.algo.batching import length_stratified_order
+from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.targets import make_targets
 from trainable.ppo.trainer import PPOTrainer
@@ -121,7 +122,8 @@ def test_a_shared_trunk_trains_policy_and_value_head_together() -> None:
 
 
 def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> None:
-    trainer = PPOTrainer(small(actor__use_kl_loss=True, trainer__total_training_steps=1))
+    settings = small(actor__use_kl_loss=True, trainer__total_training_steps=1)
+    trainer = PPOTrainer(settings, diagnostics=DIAGNOSTICS)
     row = trainer.step().row
     trainer.close(row)
     engine = {"engine_gap_mean", "engine_gap_max", "engine_kl", "engine_effective_share"}  # torch shares the weights

@@ -72,7 +72,7 @@ def test_the_count_goes_on_in_another_process() -> None:
 def test_weights_that_a_step_broke_end_the_run_and_the_state_before_is_kept(tmp_path: Path) -> None:
     trainable = started(tmp_path)
     trainable.step()
-    critic, backend = trainable.ppo.trainer.critic, trainable.ppo.trainer.backends["critic"]
+    critic, backend = trainable.trainer.critic, trainable.trainer.backends["critic"]
     assert critic is not None
     assert isinstance(backend, OneDevice)
     with torch.no_grad():
