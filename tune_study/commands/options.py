@@ -21,7 +21,7 @@ Storage = Annotated[
 ]
 
 Preset = Annotated[
-    str | None, Option("--preset", metavar="NAME", help="laptop or paper; default: paper with a CUDA GPU.")
+    str | None, Option("--preset", metavar="NAME", help="laptop or paper; default: paper where it fits the GPUs.")
 ]
 Model = Annotated[str | None, Option("--model", metavar="PATH", help="sokoban-tiny, a folder, or a hub id.")]
 Steps = Annotated[int | None, Option("--steps", metavar="N", help="Training steps a run.")]
