@@ -1,6 +1,6 @@
 """Cross-scoring of thoughts: one read per prompt beside one whole sequence per pair, as one JSON object.
 
-Both score the same prompts and thoughts of one rollout of 8 rooms x 16 episodes: 64 trajectory draws, each against
+Both score the same prompts and thoughts of one rollout of 8 levels x 16 episodes: 64 trajectory draws, each against
 every other's prompt, and 64 first turns against the 8 openings. The share is of training without validation, when both
 samples are diagnosed every fifth step.
 Run: python benchmarks/cross_scoring.py [--repetitions 5] [--steps 5] [--samples 64]
@@ -85,10 +85,11 @@ def shared_scores(model: Qwen2, pairs: Pairs) -> Tensor:
 
 
 def rolled_out(trainer: PPOTrainer) -> list[Episode]:
-    """One rollout of the preset's rooms."""
+    """One rollout of the preset's levels."""
     config = trainer.config
     return play(
-        trainer.rooms[0], config.env.group_size, trainer.engine.sampler, trainer.protocol, trainer.codec, trainer.rules,
+        trainer.levels[0], config.env.group_size, trainer.engine.sampler, trainer.protocol, trainer.codec,
+        trainer.rules,
         SamplingParams(1.0, config.rollout.response_length, trainer.stop_token), stream(0, "sampling", 1),
     )  # fmt: skip
 
@@ -155,7 +156,7 @@ def main() -> None:
     for name, pairs in sample(trainer, episodes, given.samples).items():
         results[name], spent[name] = compared(trainer.model, pairs, given.repetitions)
     other = around(trainer, episodes, given.samples, given.repetitions)
-    rows = [trainer.step()[0] for _ in range(given.steps + 1)][1:]
+    rows = [trainer.step().row for _ in range(given.steps + 1)][1:]
     step, rollout = (statistics.median(row[key] for row in rows) for key in ("cpu_seconds_step", "seconds_rollout"))
     shares = {}
     for way in ("shared", "naive"):

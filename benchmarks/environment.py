@@ -1,4 +1,4 @@
-"""How fast the game is on one core: actions, rooms and solver tables per second, as one JSON object.
+"""How fast the game is on one core: actions, levels and solver tables per second, as one JSON object.
 
 Run, with the project installed: python benchmarks/environment.py [--repetitions 7]
 """
@@ -13,13 +13,13 @@ from machine import describe
 from options import make_parser, read_count
 
 from trainable.envs.sokoban.board import step
-from trainable.envs.sokoban.generate import Room, generate_rooms
+from trainable.envs.sokoban.generate import Level, generate_rooms
 from trainable.envs.sokoban.solver import distance_table
 
 BATCH = 128
 ACTIONS_PER_EPISODE = 10
 EPISODES = 200
-ROOMS = 2000
+LEVELS = 2000
 
 
 def rate(work: Callable[[], object], items: int, repetitions: int) -> float:
@@ -33,10 +33,10 @@ def rate(work: Callable[[], object], items: int, repetitions: int) -> float:
     return round(statistics.median(rates), 1)
 
 
-def play(rooms: Sequence[Room]) -> None:
-    """Play random actions: EPISODES times ACTIONS_PER_EPISODE actions on each room, all rooms in one batch."""
-    actions = np.random.default_rng(0).integers(1, 5, (EPISODES, ACTIONS_PER_EPISODE, len(rooms)))
-    start = np.stack([room.cells for room in rooms])
+def play(levels: Sequence[Level]) -> None:
+    """Play random actions: EPISODES times ACTIONS_PER_EPISODE actions on each level, all levels in one batch."""
+    actions = np.random.default_rng(0).integers(1, 5, (EPISODES, ACTIONS_PER_EPISODE, len(levels)))
+    start = np.stack([level.cells for level in levels])
     for episode in actions:
         cells = start
         for action in episode:
@@ -45,14 +45,14 @@ def play(rooms: Sequence[Room]) -> None:
 
 def measure(repetitions: int) -> dict[str, object]:
     """Run all three measurements and name the machine."""
-    rooms = generate_rooms(range(123, 123 + BATCH))
+    levels = generate_rooms(range(123, 123 + BATCH))
     return {
         "benchmark": "environment",
-        "env_steps_per_cpu_second": rate(lambda: play(rooms), BATCH * EPISODES * ACTIONS_PER_EPISODE, repetitions),
+        "env_steps_per_cpu_second": rate(lambda: play(levels), BATCH * EPISODES * ACTIONS_PER_EPISODE, repetitions),
         "batch": BATCH,
-        "rooms_per_cpu_second": rate(lambda: generate_rooms(range(20_000, 20_000 + ROOMS)), ROOMS, repetitions),
+        "levels_per_cpu_second": rate(lambda: generate_rooms(range(20_000, 20_000 + LEVELS)), LEVELS, repetitions),
         "solver_tables_per_cpu_second": rate(
-            lambda: [distance_table(room.cells) for room in rooms], BATCH, repetitions
+            lambda: [distance_table(level.cells) for level in levels], BATCH, repetitions
         ),
         "repetitions": repetitions,
         **describe(),

@@ -1,6 +1,6 @@
 """One PPO step of a Qwen2 with random weights, phase by phase, as one JSON object: a separate critic, a reference.
 
-The batch is made up: rooms x 16 episodes of 5 turns, whose replies have 1 to --tokens tokens. Utilisation is the share
+The batch is made up: levels x 16 episodes of 5 turns, whose replies have 1 to --tokens tokens. Utilisation is the share
 of this run's own measured rate of large matrix products (bfloat16 on a GPU, float32 on a processor) at which a phase
 does the model's operations: a forward pass is counted once, a backward pass twice, what is computed again is not
 counted, and neither are thoughts' common beginnings. The rollout is a stand-in: one short reply of the torch sampler.
@@ -104,7 +104,7 @@ def make_episodes(count: int, scale: Scale, vocabulary: int) -> list[Episode]:
         tokens[: scale.opening] = openings[number // COPIES]
         nothing = np.zeros(len(tokens), dtype=np.float32)
         episodes.append(Episode(
-            room_seed=0, group=number // COPIES, tokens=tokens, mask=np.repeat([False, True] * TURNS, sizes),
+            level_seed=0, group=number // COPIES, tokens=tokens, mask=np.repeat([False, True] * TURNS, sizes),
             logprobs=nothing, entropies=nothing, turns=np.repeat(np.arange(TURNS).repeat(2), sizes),
             turn_rewards=tuple(rng.normal(size=TURNS)), actions=TURNS, invalid_turns=0,
             stop=StopReason.OUT_OF_TURNS, texts=("",) * TURNS,

@@ -1,7 +1,8 @@
-"""Seconds that the report of a grid takes, 68 and 164 arms of 50 steps and 512 rooms, as one JSON object.
+"""Seconds that the report of a grid takes, 68 and 164 arms of 50 steps and 512 levels, as one JSON object.
 
 Rows are made up (tests/fakes/grid_folders.py), tables are read from parquet as after a run. CPU and wall seconds of one
-`analysis.report.pages.write_report` each. Run: python benchmarks/grid_report.py [--arms 164] [--steps 50] [--rooms 512]
+`analysis.report.pages.write_report` each.
+Run: python benchmarks/grid_report.py [--arms 164] [--steps 50] [--levels 512]
 """
 
 import json
@@ -23,11 +24,11 @@ from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, made_runs, made_study,
 from tests.fakes.run_folders import write_study
 
 
-def seconds(kl_types: Mapping[str, Iterable[str]], arms: int, steps: int, rooms: int) -> dict[str, float]:
+def seconds(kl_types: Mapping[str, Iterable[str]], arms: int, steps: int, levels: int) -> dict[str, float]:
     """CPU and wall seconds of one report, and the page's size in MB."""
     with tempfile.TemporaryDirectory() as output:
         runs = made_runs(kl_types, steps=steps)[:arms]
-        folder = write_study(Path(output), runs, made_study(rooms=rooms, steps=steps))
+        folder = write_study(Path(output), runs, made_study(levels=levels, steps=steps))
         load(folder).write_parquet(folder)
         cpu, wall = time.process_time(), time.perf_counter()
         page = write_report(folder)
@@ -45,10 +46,10 @@ def main() -> None:
     most = len(smoke_arms(ALL_TYPES))
     parser.add_argument("--arms", type=read_count, default=most, help="number of arms of each grid, from the first")
     parser.add_argument("--steps", type=read_count, default=50, help="training steps of each run")
-    parser.add_argument("--rooms", type=read_count, default=512, help="validation rooms of each run")
+    parser.add_argument("--levels", type=read_count, default=512, help="validation levels of each run")
     given = parser.parse_args()
-    grids = [seconds(kl_types, given.arms, given.steps, given.rooms) for kl_types in (ONE_TYPE, ALL_TYPES)]
-    measured = {"steps": given.steps, "rooms": given.rooms, "grids": grids}
+    grids = [seconds(kl_types, given.arms, given.steps, given.levels) for kl_types in (ONE_TYPE, ALL_TYPES)]
+    measured = {"steps": given.steps, "levels": given.levels, "grids": grids}
     print(json.dumps({"benchmark": "grid_report", **measured, **describe()}, indent=1))
 
 

@@ -1,8 +1,8 @@
 """Passes without padding beside padded ones, by turns in one process, as one JSON object.
 
-The padded route is the one that `Trunk.hidden_at` had before: rows of a pass as a rectangle, passes of 16 rows. Both
-make the log-probs of the trained tokens of a batch and their gradient (update), and the log-probs alone, both
-in the same passes of 8 rows (reference). Batches: one rollout of the laptop preset; the same with every token four
+The padded route is the one that `Qwen2Trunk.hidden_at` had before: rows of a pass as a rectangle, passes of 16
+rows. Both make the log-probs of the trained tokens of a batch and their gradient (update), and the log-probs alone,
+both in the same passes of 8 rows (reference). Batches: one rollout of the laptop preset; the same with every token four
 times; on a GPU made-up conversations of the published lengths, for a Qwen2.5-0.5B with random weights in bfloat16.
 Run: python benchmarks/packing.py; python benchmarks/packing.py --device cuda
 """
@@ -26,7 +26,7 @@ from trainable.algo.batching import length_stratified_order
 from trainable.algo.vocabulary import logprobs_from_hidden
 from trainable.config.run_config import RunConfig, with_overrides
 from trainable.config.seeds import stream
-from trainable.models.qwen2 import Qwen2, Trunk
+from trainable.models.qwen2 import Qwen2, Qwen2Trunk
 from trainable.models.qwen2_shape import rotary
 from trainable.ppo.flops import clocked
 from trainable.ppo.trainer import PPOTrainer
@@ -36,7 +36,7 @@ from trainable.rollout.batch import Batch, collate, mini_batches
 MINI, ROWS, ROWS_WITHOUT_GRADIENTS, TOKENS = 32, 16, 8, 16_384
 Cut = Iterable[tuple[Tensor, Tensor, Tensor]]
 """Passes: tokens (b, t), flat positions (n,) to predict from, and the tokens (n,) that they predict."""
-Route = Callable[[Trunk, Tensor, Tensor], Tensor]
+Route = Callable[[Qwen2Trunk, Tensor, Tensor], Tensor]
 
 
 class Case(NamedTuple):
@@ -46,8 +46,8 @@ class Case(NamedTuple):
     batch: Batch
 
 
-def padded_hidden_at(trunk: Trunk, tokens: Tensor, where: Tensor) -> Tensor:
-    """What `Trunk.hidden_at` gives, every token of the rectangle computed; blocks are kept whole."""
+def padded_hidden_at(trunk: Qwen2Trunk, tokens: Tensor, where: Tensor) -> Tensor:
+    """What `Qwen2Trunk.hidden_at` gives, every token of the rectangle computed; blocks are kept whole."""
     with trunk._autocast(tokens.device):
         x = trunk.embed_tokens(tokens)
         cos, sin = rotary(torch.arange(tokens.shape[1], device=tokens.device), trunk.shape)
@@ -107,7 +107,8 @@ def routes(case: Case, with_gradients: bool) -> dict[str, Callable[[], list[Tens
     cuts: Mapping[str, tuple[Route, Callable[[], Cut]]] = {
         "padded": (padded_hidden_at,
                    lambda: by_rows(batch, padded_updates(batch) if with_gradients else sorted_rows)),
-        "packed": (Trunk.hidden_at, lambda: packed_updates(batch) if with_gradients else by_rows(batch, sorted_rows)),
+        "packed": (Qwen2Trunk.hidden_at,
+                   lambda: packed_updates(batch) if with_gradients else by_rows(batch, sorted_rows)),
     }  # fmt: skip
     return {name: partial(run, model, route, cut, with_gradients) for name, (route, cut) in cuts.items()}
 
@@ -155,7 +156,7 @@ def laptop() -> Case:
     """The batch of a first step of the laptop preset."""
     trainer = PPOTrainer(with_overrides(RunConfig(), {**PRESETS["laptop"], "trainer.total_training_steps": 1}))
     config = trainer.config
-    episodes = trainer.roll_out(trainer.rooms[0], config.env.group_size, stream(0, "sampling", 1))
+    episodes = trainer.roll_out(trainer.levels[0], config.env.group_size, stream(0, "sampling", 1))
     return Case(trainer.model, collate(episodes))
 
 

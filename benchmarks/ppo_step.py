@@ -1,7 +1,7 @@
 """CPU seconds of one PPO step by variant, each phase apart, as one JSON object.
 
-Variants take turns, step by step, on the same rooms, so that a drifting machine moves all of them alike.
-Run: python benchmarks/ppo_step.py [--steps 8] [--rooms 8]
+Variants take turns, step by step, on the same levels, so that a drifting machine moves all of them alike.
+Run: python benchmarks/ppo_step.py [--steps 8] [--levels 8]
 """
 
 import json
@@ -27,10 +27,10 @@ VARIANTS: dict[str, dict[str, object]] = {
 }
 
 
-def make_trainer(changes: dict[str, object], steps: int, rooms: int) -> PPOTrainer:
+def make_trainer(changes: dict[str, object], steps: int, levels: int) -> PPOTrainer:
     """The laptop preset's KL study at coefficient 0, changed."""
     fixed = {"trainer.val_before_train": False, "trainer.test_freq": -1, "trainer.total_training_steps": steps + 1,
-             "env.env_groups": rooms}  # fmt: skip
+             "env.env_groups": levels}  # fmt: skip
     settings = {**PRESETS["laptop"], **STUDY.fixed, "actor.kl_loss_coef": 0, **fixed, **changes}
     # A learning rate of almost 0 keeps every variant on the same policy, and so on the same lengths.
     config = with_overrides(RunConfig(), {**settings, "actor.lr": 1e-12, "critic.lr": 1e-12})
@@ -41,10 +41,10 @@ def main() -> None:
     """Median CPU seconds per step, and per 1,000 trained tokens, after one step not counted."""
     parser = make_parser(__doc__)
     parser.add_argument("--steps", type=read_count, default=8, help="counted training steps of each variant")
-    parser.add_argument("--rooms", type=read_count, default=8, help="training rooms per step")
+    parser.add_argument("--levels", type=read_count, default=8, help="training levels per step")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    trainers = {name: make_trainer(changes, given.steps, given.rooms) for name, changes in VARIANTS.items()}
+    trainers = {name: make_trainer(changes, given.steps, given.levels) for name, changes in VARIANTS.items()}
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in trainers}
     for step in range(given.steps + 1):
         for name, trainer in trainers.items():
@@ -65,7 +65,7 @@ def main() -> None:
         }
     tokens = statistics.median(row["trained_tokens"] for row in rows["separate critic"])
     print(json.dumps({"benchmark": "ppo_step", "trained_tokens_a_step": tokens, "steps": given.steps,
-                      "rooms": given.rooms, "variants": result, **describe()}, indent=1))  # fmt: skip
+                      "levels": given.levels, "variants": result, **describe()}, indent=1))  # fmt: skip
 
 
 if __name__ == "__main__":

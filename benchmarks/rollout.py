@@ -1,6 +1,6 @@
 """Rollout of one training step: our sampler beside transformers' generate on the same prompts, as one JSON object.
 
-Both play the same 8 rooms x 16 episodes with the same protocol; generate prefills the whole conversation at each turn,
+Both play the same 8 levels x 16 episodes with the same protocol; generate prefills the whole conversation at each turn,
 since it keeps no cache between calls with ragged rows.
 Run: python benchmarks/rollout.py [--repetitions 7]
 """
@@ -75,14 +75,14 @@ def timed_play(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[float,
     """CPU seconds and sampled tokens of one rollout."""
     started = time.process_time()
     episodes = play(
-        trainer.rooms[step], trainer.config.env.group_size, sampler, trainer.protocol, trainer.codec, trainer.rules,
+        trainer.levels[step], trainer.config.env.group_size, sampler, trainer.protocol, trainer.codec, trainer.rules,
         SamplingParams(1.0, 24, trainer.model.shape.eos_token_id), stream(0, "sampling", step),
     )  # fmt: skip
     return time.process_time() - started, sum(episode.response_tokens for episode in episodes)
 
 
 def main() -> None:
-    """Alternate the two samplers over the rooms of several steps; medians after one repetition not counted."""
+    """Alternate the two samplers over the levels of several steps; medians after one repetition not counted."""
     parser = make_parser(__doc__)
     parser.add_argument("--repetitions", type=read_count, default=7, help="counted rollouts of each sampler")
     repetitions = parser.parse_args().repetitions

@@ -1,6 +1,6 @@
 """Rollout of one training step with each engine: our sampler, transformers' generate and vLLM, as one JSON object.
 
-All play the same 8 rooms x 16 episodes of sokoban-tiny with the same protocol, in turn, in one process and on one
+All play the same 8 levels x 16 episodes of sokoban-tiny with the same protocol, in turn, in one process and on one
 thread. Ours and vLLM give log-probs; generate gives none. vLLM keeps a prefix cache, ours its own cache, generate none.
 Run: make bench-engines, or python benchmarks/rollout_engines.py [--repetitions 7] in an environment that has vLLM
 """
@@ -16,8 +16,8 @@ from rollout import GenerateSampler
 from transformers import AutoModelForCausalLM
 
 from trainable.config.seeds import stream
+from trainable.envs.sokoban.level_sets import training_levels
 from trainable.envs.sokoban.prompt import make_protocol
-from trainable.envs.sokoban.room_sets import training_rooms
 from trainable.models.load import Policy, load_policy, make_codec
 from trainable.rollout.play import Rules, play
 from trainable.rollout.sampler import Sampler, SamplingParams
@@ -30,10 +30,10 @@ CPU = torch.device("cpu")
 
 def timed_play(policy: Policy, sampler: Sampler, step: int) -> dict[str, float]:
     """Sampled tokens per CPU second and per wall second of one rollout."""
-    rooms = training_rooms(0, step, GROUPS)
+    levels = training_levels(0, step, GROUPS)
     cpu, wall = time.process_time(), time.perf_counter()
     episodes = play(
-        rooms, COPIES, sampler, make_protocol("compact", "grid", 10), make_codec(policy.tokenizer),
+        levels, COPIES, sampler, make_protocol("compact", "grid", 10), make_codec(policy.tokenizer),
         Rules(5, 2, 10, -0.1, CONTEXT), SamplingParams(1.0, REPLY, policy.stop_token), stream(0, "sampling", step),
     )  # fmt: skip
     tokens = sum(episode.response_tokens for episode in episodes)
@@ -41,7 +41,7 @@ def timed_play(policy: Policy, sampler: Sampler, step: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Alternate the samplers over the rooms of several steps; medians after one repetition not counted."""
+    """Alternate the samplers over the levels of several steps; medians after one repetition not counted."""
     parser = make_parser(__doc__)
     parser.add_argument("--repetitions", type=read_count, default=7, help="counted rollouts of each sampler")
     repetitions = parser.parse_args().repetitions

@@ -2,7 +2,7 @@
 
 Runs the laptop KL sweep (minutes) by its command and reads its rows: with n trials at a time, the floor is the sum of
 all steps' seconds over n. What is above it is starting and stopping Ray, trials and their imports, waiting for the
-last wave, tables and report. Run: python benchmarks/sweep_overhead.py [--arms 6] [--steps 60] [--rooms 512]
+last wave, tables and report. Run: python benchmarks/sweep_overhead.py [--arms 6] [--steps 60] [--levels 512]
 """
 
 import json
@@ -22,12 +22,12 @@ PRESET = "laptop"
 COEFFICIENTS = STUDY.axis.grids[PRESET]
 
 
-def make_command(arms: int, steps: int, rooms: int, folder: str) -> list[str]:
-    """The sweep's command line: its first `arms` coefficients, `rooms` rooms to validate on and as many to test on."""
+def make_command(arms: int, steps: int, levels: int, folder: str) -> list[str]:
+    """The sweep's command line: its first `arms` coefficients, `levels` validation and as many test levels."""
     return [
         sys.executable, "-m", "tune_study", "run", STUDY.name, "--preset", PRESET, "--output", folder,
         "--kl-values", ",".join(COEFFICIENTS[:arms]), "--steps", str(steps),
-        "--set", f"env.val_env_groups={rooms}", "--set", f"env.test_env_groups={rooms}",
+        "--set", f"env.val_env_groups={levels}", "--set", f"env.test_env_groups={levels}",
     ]  # fmt: skip
 
 
@@ -37,10 +37,10 @@ def main() -> None:
     most = len(COEFFICIENTS)
     parser.add_argument("--arms", type=read_count, default=most, help="number of coefficients, from the first")
     parser.add_argument("--steps", type=read_count, default=60, help="training steps of each arm")
-    parser.add_argument("--rooms", type=read_count, default=512, help="validation and test rooms, at most 512 each")
+    parser.add_argument("--levels", type=read_count, default=512, help="validation and test levels, at most 512 each")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        command = make_command(given.arms, given.steps, given.rooms, folder)
+        command = make_command(given.arms, given.steps, given.levels, folder)
         started = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         wall = time.perf_counter() - started
@@ -56,7 +56,7 @@ def main() -> None:
         "wall_seconds_in_steps": round(in_steps, 1),
         "cpu_seconds_in_steps": round(float(frames.steps["cpu_seconds_step"].sum()), 1),
         "share_not_in_steps": round(1 - in_steps / wall, 3),
-        "rooms": given.rooms,
+        "levels": given.levels,
         "statuses": frames.trials["status"].value_counts().to_dict(),
         **describe(),
     }, indent=1))  # fmt: skip

@@ -40,7 +40,7 @@ NEVER = -1  # a stop token that no vocabulary has: every completion has its full
 
 
 def prompt_texts(count: int) -> list[str]:
-    """Texts of exactly PROMPT tokens: two cells of a room are one token."""
+    """Texts of exactly PROMPT tokens: two cells of a level are one token."""
     rng = np.random.default_rng(0)
     return ["".join(rng.choice(["##", "#_", "_#", "__"], PROMPT)) for _ in range(count)]
 
@@ -81,7 +81,7 @@ def to_batch(prompts: Sequence[list[int]], replies: Sequence[Sampled]) -> Batch:
         prompt = prompts[row // COPIES]
         unsampled = np.zeros(PROMPT, dtype=np.float32)
         episodes.append(Episode(
-            room_seed=0, group=row // COPIES, tokens=np.array([*prompt, *reply.ids]),
+            level_seed=0, group=row // COPIES, tokens=np.array([*prompt, *reply.ids]),
             mask=np.repeat([False, True], [PROMPT, COMPLETION]), logprobs=np.append(unsampled, reply.logprobs),
             entropies=np.append(unsampled, reply.entropies), turns=np.zeros(PROMPT + COMPLETION, dtype=np.int64),
             turn_rewards=(score(row),), actions=0, invalid_turns=0, stop=StopReason.OUT_OF_TURNS, texts=("",),

@@ -27,7 +27,7 @@ STUDIES: dict[str, Study] = {
         entropy.STUDY,
         top_p.STUDY,
         gradient_analysis.STUDY,
-        smoke.smoke(),
+        smoke.SMOKE,
         smoke.SMOKE_ALL,
         single.STUDY,
         delays.STUDY,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from trainable.runs.records import TIME_COLUMNS
+from trainable.runs.records import EXTRA_COLLAPSE_COLUMNS, TIME_COLUMNS
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = {
@@ -31,21 +31,22 @@ COMMANDS = {
 TABLES = {
     "trials": ("run_id",),
     "steps": ("run_id", "step"),
-    "rooms": ("run_id", "step", "split", "mode", "room"),
+    "levels": ("run_id", "step", "split", "mode", "level"),
     "gradients": ("run_id", "source", "step", "prefilter", "component", "bucket"),
     "gradient_groups": ("run_id", "source", "step", "prefilter", "group"),
 }
-"""Table of the old version -> the columns that name its rows."""
+"""Table of the new version -> the columns that name its rows."""
 
-RENAMED: dict[str, str] = {}
+ON_REQUEST = {column.name for column in EXTRA_COLLAPSE_COLUMNS}
+RENAMED = {"rooms": "levels", "room": "level"}
 """Name of a column or a table in the old version -> its name in the new one."""
 
 NOT_NUMBERS = (*TIME_COLUMNS, "trial_id", "started_at", "ended_at", "config_hash")
 
 
 def is_compared(name: str) -> bool:
-    """Whether a column of the old version must be equal: not times, nor names that a version gives itself."""
-    return not (name.startswith(("seconds", "config/")) or name in NOT_NUMBERS)
+    """Whether a column of the old version must be equal: not times, names of its own, or what is now on request."""
+    return not (name.startswith(("seconds", "config/")) or name in NOT_NUMBERS or name in ON_REQUEST)
 
 
 def run_all(output: Path, checkout: Path) -> int:
@@ -78,7 +79,7 @@ def compare(old: Path, new: Path) -> list[str]:
 def compare_tables(name: str, old: pd.DataFrame, new: pd.DataFrame) -> list[str]:
     """Sentences about what differs between two forms of one table."""
     old = old.rename(columns=RENAMED)
-    keys = [RENAMED.get(key, key) for key in TABLES[name] if RENAMED.get(key, key) in old]
+    keys = [key for key in TABLES[RENAMED.get(name, name)] if key in old]
     old, new = (frame.sort_values(keys, ignore_index=True) for frame in (old, new))
     if len(old) != len(new):
         return [f"{len(old)} rows against {len(new)}"]

@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from search_spaces import STUDIES
+from trainable.config.choices import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
+from trainable.sandbox.config.rules import RULES
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("tune_study", "trainable", "search_spaces", "analysis")
 STANDARD = set(sys.stdlib_module_names)
@@ -20,6 +24,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "trainable.config": (),
     "trainable.algo": (),
     "trainable.runs": ("trainable.config",),
+    "trainable.storage": ("trainable.runs",),
     "trainable.envs": ("trainable.config",),
     "trainable.envs.sokoban": ("trainable.config", "trainable.envs"),
     "trainable.models": ("trainable.config", "trainable.envs", "trainable.runs"),
@@ -33,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "trainable.diagnostics": (
         "trainable.algo", "trainable.backend", "trainable.config", "trainable.envs", "trainable.models",
-        "trainable.ppo", "trainable.rollout",
+        "trainable.ppo", "trainable.rollout", "trainable.runs",
     ),
     "trainable.tiny": (
         "trainable.algo", "trainable.config", "trainable.envs", "trainable.models", "trainable.ppo",
@@ -58,7 +63,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "trainable.sandbox.tasks", "trainable.config", "trainable.runs", "trainable.ppo",
     ),
     # What Ray Tune runs knows all of them.
-    "trainable.ppo_trainable": ("trainable",),
+    "trainable.families": ("trainable",),
+    "trainable.trial": ("trainable",),
     "trainable": (),
     # Declare.
     "search_spaces.declaration": ("trainable.config",),
@@ -66,7 +72,10 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "search_spaces.sandbox": ("search_spaces.declaration", "trainable.config", "trainable.sandbox.config"),
     "search_spaces": ("search_spaces",),
     # Read: of `trainable` the rows' names and types, and how files are written.
-    "analysis": ("analysis", "trainable.runs.records", "trainable.runs.links", "trainable.sandbox.measure.records"),
+    "analysis": (
+        "analysis", "trainable.config.choices", "trainable.runs.records", "trainable.runs.links",
+        "trainable.sandbox.measure.records",
+    ),
     # Run.
     "tune_study.host": ("trainable",),
     "tune_study.plan": ("search_spaces", "trainable"),
@@ -87,15 +96,16 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "trainable.config": ("pydantic", "numpy"),
     "trainable.algo": ("torch",),
     "trainable.runs": ("torch", "numpy", "safetensors"),
+    "trainable.runs.collapse_quantities": (),
     "trainable.runs.records": (),
     "trainable.runs.stop_rules": (),
     "trainable.runs.links": (),
     "trainable.runs.run_files": (),
     "trainable.runs.failures": (),
     "trainable.runs.full_disk": (),
-    "trainable.runs.uris": (),
-    "trainable.runs.mirror": (),
-    "trainable.runs.remote": ("pyarrow",),
+    "trainable.runs.orphans": ("psutil",),
+    "trainable.storage": (),
+    "trainable.storage.remote": ("pyarrow",),
     "trainable.envs": (),
     "trainable.envs.sokoban": ("numpy",),
     "trainable.models": ("torch", "numpy", "transformers", "safetensors", "tokenizers", "huggingface_hub"),
@@ -120,8 +130,7 @@ OUTSIDE: dict[str, tuple[str, ...]] = {
     "trainable.sandbox.config": ("pydantic",),
     "trainable.sandbox.rules": ("torch",),
     "trainable.sandbox.measure.records": (),
-    "trainable.sandbox.training.trainable": ("torch", "ray"),
-    "trainable.ppo_trainable": ("torch", "ray"),
+    "trainable.trial": ("ray",),
     "search_spaces": (),
     "analysis": ("numpy", "scipy", "pandas", "pyarrow", "matplotlib", "jinja2"),
     "tune_study": ("ray", "typer", "click", "rich", "wandb", "optuna", "pyarrow", "pydantic", "psutil", "packaging"),
@@ -239,6 +248,43 @@ def test_no_folder_imports_itself_in_a_circle() -> None:
 def test_a_circle_is_seen() -> None:
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["b", "c"]
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
+CHOICES = (
+    frozenset(ADVANTAGE_ESTIMATORS) | frozenset(POLICY_LOSSES) | frozenset(RULES) | (STUDIES.keys() - {"kl", "entropy"})
+)
+"""Names of choices, rules and studies, but those that are words for other things too: whoever needs to know something
+of one asks for a field of its record."""
+
+
+def compared_names(source: str) -> list[str]:
+    """The names of choices that a source compares something with, and configurations that it tells apart by class."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            operands = [node.left, *node.comparators]
+            names += [one.value for one in operands if isinstance(one, ast.Constant) and one.value in CHOICES]
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+            names += [name for name in ("RunConfig", "UpdateRuleConfig") if name in ast.unparse(node.args[1])]
+    return names
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"search_spaces.language_model.family"}))
+def test_choices_are_asked_and_not_compared(module: str) -> None:
+    assert compared_names(MODULES[module].read_text(encoding="utf-8")) == []
+
+
+def test_a_comparison_is_seen() -> None:
+    assert compared_names('x = 1 if name == "gae" else 2 if isinstance(c, RunConfig) else 3') == ["gae", "RunConfig"]
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
 
 
 @pytest.mark.parametrize(

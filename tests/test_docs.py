@@ -113,9 +113,26 @@ def test_the_python_example_of_the_readme(folder: Path) -> None:
     assert len(frames.trials) == 2
     assert set(frames.trials["status"]) == {"completed"}
     assert len(frames.steps) == 6
-    assert set(frames.rooms["split"]) == {"val", "test"}
+    assert set(frames.levels["split"]) == {"val", "test"}
     trainer = probe.restore(folder / "out" / "results" / "kl_sweep_sokoban-tiny", trial="0.1")
     assert 0 < trainer.evaluate("val", "greedy").success < 1
+
+
+def test_files_that_the_documents_name_exist() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for name in re.findall(r"(?:tests|trainable|tune_study|analysis|search_spaces)/[\w/]+\.py\b", text):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def test_tests_that_the_documents_name_exist() -> None:
+    named = [
+        match for path in sorted((ROOT / "docs").glob("*.md"))
+        for match in re.findall(r"(tests/[\w/]+\.py)::(test_\w+)", path.read_text(encoding="utf-8"))
+    ]  # fmt: skip
+    assert len(named) >= 8
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"
 
 
 def test_readme_has_every_folder_in_its_own_words() -> None:

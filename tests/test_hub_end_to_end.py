@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import analysis
-from tests.fakes.carried import Row, ended, newest, run_files, started, timeless
 from tests.fakes.hub_models import NO_SYSTEM, small_model
+from tests.fakes.trials import Row, ended, newest, run_files, started, timeless
 from trainable.models.load import load_policy
 from trainable.ppo.trainer import PPOTrainer
+from trainable.trial import Trial
 
 SETTINGS = {
     "actor__use_kl_loss": True, "actor__kl_loss_coef": 0.01, "rollout__response_length": 8, "env__max_turn": 2,
@@ -33,10 +34,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return small_model(tmp_path_factory.mktemp("hub") / "small-llama")
 
 
+def trainer_of(trial: Trial) -> PPOTrainer:
+    return trial.begin().trainer.trainer
+
+
 def opened(trainer: PPOTrainer) -> str:
-    """A whole conversation in the first validation room, as text."""
+    """A whole conversation in the first validation level, as text."""
     tokenizer = load_policy(trainer.config.model.path, trainer.device).tokenizer
-    episodes = trainer.roll_out(trainer.val_rooms[:1], 1, np.random.default_rng(0))
+    episodes = trainer.roll_out(trainer.val_levels[:1], 1, np.random.default_rng(0))
     text: str = tokenizer.decode(episodes[0].tokens.tolist(), skip_special_tokens=False)
     return text
 
@@ -46,9 +51,9 @@ def test_it_trains_and_resumed_equals_straight_through(llama: Path, tmp_path: Pa
     settings = SETTINGS | settings | {"model__path": str(llama)}
     straight = started(tmp_path / "straight", **settings)
     wanted = [straight.step() for _ in range(2)]
-    text = opened(straight.trainer)
+    text = opened(trainer_of(straight))
     assert text.startswith("<s><|turn|>system\n\nSokoban<|end|><|turn|>user\n\nTurn 1:")
-    assert straight.trainer.stop_token == load_policy(str(llama), straight.trainer.device).stop_token
+    assert trainer_of(straight).stop_token == load_policy(str(llama), trainer_of(straight).device).stop_token
     ended()
     cut = started(tmp_path / "cut", **settings)
     first = cut.step()
@@ -59,17 +64,17 @@ def test_it_trains_and_resumed_equals_straight_through(llama: Path, tmp_path: Pa
     ended()
     for found, row in zip((first, second), wanted, strict=True):
         assert timeless(found) == pytest.approx(timeless(row), nan_ok=True)
-    rows, rooms = run_files(tmp_path / "straight")
+    rows, levels = run_files(tmp_path / "straight")
     assert [row["optimizer_steps"] for row in rows] == [2, 2]
     assert rows[0]["actor_grad_norm"] > 0
-    assert rooms
+    assert levels
 
 
 def test_a_template_without_a_place_for_the_system(tmp_path: Path) -> None:
     folder = small_model(tmp_path / "model", "gemma", NO_SYSTEM)
     trainable = started(tmp_path, **SETTINGS, model__path=str(folder))
     assert trainable.step()["optimizer_steps"] == 2
-    assert opened(trainable.trainer).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
+    assert opened(trainer_of(trainable)).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
 
 
 @pytest.mark.slow  # the trainable's own steps are above

@@ -10,9 +10,9 @@ from analysis.data.frames import StudyFrames, records
 from analysis.stats.estimates import (
     Estimate,
     area_under_curve,
-    difference_over_rooms,
+    difference_over_levels,
     mean_over_seeds,
-    share_over_rooms,
+    share_over_levels,
 )
 
 SCORED = ("completed", "early_stopped")
@@ -58,15 +58,15 @@ def basis(seeds: int) -> str:
     if seeds >= SEEDS_FOR_SEEDS:
         return f"over {seeds} seeds"
     which = "this one run" if seeds == 1 else f"these {seeds} runs"
-    return f"over rooms, of {which}; says nothing about seeds" if seeds else ""
+    return f"over levels, of {which}; says nothing about seeds" if seeds else ""
 
 
-def by_room(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled") -> dict[Point, pd.DataFrame]:
-    """The first and the last validation of each of `runs`: success of each room; see `StudyFrames.validations`."""
+def by_level(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled") -> dict[Point, pd.DataFrame]:
+    """The first and the last validation of each of `runs`: success of each level; see `StudyFrames.validations`."""
     return {
-        Point(run_id, step): rooms
+        Point(run_id, step): levels
         for run_id in sorted(runs["run_id"])
-        for step, rooms in frames.validations.get((run_id, mode), {}).items()
+        for step, levels in frames.validations.get((run_id, mode), {}).items()
     }
 
 
@@ -76,23 +76,23 @@ def last_points(points: Iterable[Point]) -> dict[str, Point]:
 
 
 def level(frames: StudyFrames, runs: pd.DataFrame) -> Estimate:
-    """Mean outcome of an arm's scored runs: t interval, cut to [0, 1], from 3 seeds on; else Wilson's over rooms."""
+    """Mean outcome of an arm's scored runs: t interval, cut to [0, 1], from 3 seeds on; else Wilson's over levels."""
     if len(runs) >= SEEDS_FOR_SEEDS:
         found = mean_over_seeds(outcomes(runs))
         return found._replace(low=max(found.low, 0.0), high=min(found.high, 1.0))
-    rooms = by_room(frames, runs)
-    last = last_points(rooms)
+    levels = by_level(frames, runs)
+    last = last_points(levels)
     if not last or len(last) < len(runs):
         return Estimate(float(outcomes(runs).mean()))
-    episodes = pd.concat([rooms[point] for point in last.values()])
-    return share_over_rooms(episodes["success"], episodes["cluster"])
+    episodes = pd.concat([levels[point] for point in last.values()])
+    return share_over_levels(episodes["success"], episodes["cluster"])
 
 
 def difference(frames: StudyFrames, runs: pd.DataFrame, baseline: pd.DataFrame) -> tuple[Estimate, int]:
     """Outcome of `runs` minus that of `baseline`, paired by seed, and the number of seeds that both have.
 
-    From 3 seeds on over seeds; below, over the rooms of the paired runs. No common seed: an empty estimate. Without
-    the outcomes of single rooms: a value without an interval.
+    From 3 seeds on over seeds; below, over the levels of the paired runs. No common seed: an empty estimate. Without
+    the outcomes of single levels: a value without an interval.
     """
     ours, theirs = runs.set_index("seed"), baseline.set_index("seed")
     seeds = [seed for seed in ours.index if seed in theirs.index]
@@ -101,41 +101,41 @@ def difference(frames: StudyFrames, runs: pd.DataFrame, baseline: pd.DataFrame) 
     if len(seeds) >= SEEDS_FOR_SEEDS:
         return mean_over_seeds(per_seed), len(seeds)
     both = pd.concat([ours, theirs])
-    rooms = by_room(frames, both)
-    last = last_points(rooms)
+    levels = by_level(frames, both)
+    last = last_points(levels)
     if any(run_id not in last for run_id in both["run_id"]):
         return Estimate(float(per_seed.mean())), len(seeds)
     pairs = [(last[a], last[b]) for a, b in zip(ours["run_id"], theirs["run_id"], strict=True)]
-    return over_rooms(rooms, pairs), len(seeds)
+    return over_levels(levels, pairs), len(seeds)
 
 
 def gain(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled") -> Estimate:
-    """Validation success at the end minus before training, of the same runs; over seeds from 3 on, else over rooms.
+    """Validation success at the end minus before training, of the same runs; over seeds from 3 on, else over levels.
 
-    Without the outcomes of single rooms: a value without an interval.
+    Without the outcomes of single levels: a value without an interval.
     """
     after = outcomes(runs) if mode == "sampled" else runs["final_val_greedy_success"]
     before = runs["base_val_success" if mode == "sampled" else "base_val_greedy_success"]
     per_seed = (after - before).dropna()
     if len(per_seed) >= SEEDS_FOR_SEEDS:
         return mean_over_seeds(per_seed)
-    rooms = by_room(frames, runs.loc[per_seed.index], mode)
-    pairs = [(point, Point(point.run_id, 0)) for point in last_points(rooms).values()]
-    if len(per_seed) == 0 or len(pairs) < len(per_seed) or any(base not in rooms for _, base in pairs):
+    levels = by_level(frames, runs.loc[per_seed.index], mode)
+    pairs = [(point, Point(point.run_id, 0)) for point in last_points(levels).values()]
+    if len(per_seed) == 0 or len(pairs) < len(per_seed) or any(base not in levels for _, base in pairs):
         return Estimate(float(per_seed.mean()) if len(per_seed) else float("nan"))
-    return over_rooms(rooms, pairs)
+    return over_levels(levels, pairs)
 
 
-def over_rooms(rooms: Mapping[Point, pd.DataFrame], pairs: list[tuple[Point, Point]]) -> Estimate:
-    """Difference over the rooms of each pair of evaluations, first minus second. rooms: from `by_room`.
+def over_levels(levels: Mapping[Point, pd.DataFrame], pairs: list[tuple[Point, Point]]) -> Estimate:
+    """Difference over the levels of each pair of evaluations, first minus second. levels: from `by_level`.
 
-    Rooms that one evaluation lacks are left out. Pairs share clusters: a room met by two seeds is one room.
+    Levels that one evaluation lacks are left out. Pairs share clusters: a level met by two seeds is one level.
     """
     if not pairs:
         return Estimate()
-    differences = pd.concat([(rooms[a]["success"] - rooms[b]["success"]).dropna() for a, b in pairs])
-    clusters = pd.concat([rooms[a]["cluster"] for a, _ in pairs])
-    return difference_over_rooms(differences, clusters[~clusters.index.duplicated()].loc[differences.index])
+    differences = pd.concat([(levels[a]["success"] - levels[b]["success"]).dropna() for a, b in pairs])
+    clusters = pd.concat([levels[a]["cluster"] for a, _ in pairs])
+    return difference_over_levels(differences, clusters[~clusters.index.duplicated()].loc[differences.index])
 
 
 def auc(frames: StudyFrames, runs: pd.DataFrame) -> "pd.Series[float]":

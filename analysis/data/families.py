@@ -55,7 +55,7 @@ def _kinds(*groups: Iterable[Column]) -> Schema:
 _RUN = _kinds(column for column in ROW_COLUMNS if column.name != "step")
 _AXIS = {"axis_setting": TEXT, "axis_value": NUMBER}
 _ANALYSES = {
-    "rooms": {**_RUN, "step": COUNT, "split": TEXT, "mode": TEXT, "room": COUNT, "cluster": COUNT, "success": TRUTH},
+    "levels": {**_RUN, "step": COUNT, "split": TEXT, "mode": TEXT, "level": COUNT, "cluster": COUNT, "success": TRUTH},
     "gradients": _kinds(ROW_COLUMNS, GRADIENT_COLUMNS),
     "gradient_groups": {
         **_kinds(ROW_COLUMNS),
@@ -68,7 +68,7 @@ _ANALYSES = {
 
 
 @dataclass(frozen=True)
-class Family:
+class TableFamily:
     """What the runs of one kind of study write.
 
     first_step: the least step of a row. step_columns: what a row measures. trial_columns: what stands of a run in
@@ -85,7 +85,7 @@ class Family:
 
     @cached_property
     def schemas(self) -> Mapping[str, Schema]:
-        """Columns and types of each frame. What only other families write (rooms, gradients) is an empty frame."""
+        """Columns and types of each frame. What only other families write (levels, gradients) is an empty frame."""
         return {
             "trials": {**_RUN, **_AXIS, **_kinds(self.trial_columns)},
             "steps": _kinds(ROW_COLUMNS, self.step_columns, STOP_COLUMNS),
@@ -93,7 +93,7 @@ class Family:
         }
 
 
-def family_of(study: Mapping[str, Any]) -> Family:
+def family_of(study: Mapping[str, Any]) -> TableFamily:
     """The family that study.json names; "ppo" where it names none. ValueError where there is no such family."""
     name = study.get("family", "ppo")
     if name not in FAMILIES:
@@ -160,7 +160,7 @@ def _mean_over_steps(rows: Sequence[Row], column: str, until: int) -> float:
 
 
 def _of_files(column: Column) -> bool:
-    """Whether a trial column of records.py is of every family: not a success on rooms."""
+    """Whether a trial column of records.py is of every family: not a success on levels."""
     return not column.name.endswith("_success") and not column.name.endswith("_success_unseen")
 
 
@@ -169,9 +169,9 @@ _COMMON = tuple(column for column in TRIAL_COLUMNS if _of_files(column))
 RUN_FILES: Schema = {**_RUN, **_kinds(_COMMON, STOP_COLUMNS)}
 """Types of what stands in run.json and status.json under a column's name."""
 
-FAMILIES: dict[str, Family] = {
-    "ppo": Family("ppo", 1, STEP_COLUMNS, (*TRIAL_COLUMNS, *STOP_COLUMNS, *_LAST_VALUES), _ppo),
-    "update_rules": Family(
+FAMILIES: dict[str, TableFamily] = {
+    "ppo": TableFamily("ppo", 1, STEP_COLUMNS, (*TRIAL_COLUMNS, *STOP_COLUMNS, *_LAST_VALUES), _ppo),
+    "update_rules": TableFamily(
         "update_rules", 0, sandbox.STEP_COLUMNS, (*_COMMON, *STOP_COLUMNS, *sandbox.TRIAL_COLUMNS), _update_rules
     ),
 }

@@ -10,15 +10,15 @@ import numpy as np
 import pandas as pd
 
 import trainable.sandbox.measure.records as sandbox
-from analysis.data.families import COUNT_OR_MISSING, FAMILIES, NUMBER, TEXT, TIME, Family, Schema, family_of
+from analysis.data.families import COUNT_OR_MISSING, FAMILIES, NUMBER, TEXT, TIME, Schema, TableFamily, family_of
 from trainable.runs.links import whole_file
 from trainable.runs.records import TIME_COLUMNS
 
 Study = dict[str, Any]
 
-FRAMES = ("trials", "steps", "rooms", "gradients", "gradient_groups")
+FRAMES = ("trials", "steps", "levels", "gradients", "gradient_groups")
 SCHEMAS = FAMILIES["ppo"].schemas
-"""Columns and types of the frames of a study of language models; other families: `Family.schemas`."""
+"""Columns and types of the frames of a study of language models; other families: `TableFamily.schemas`."""
 
 # Differ between two executions of one run: times, and the name that Ray Tune gave it.
 NOT_COMPARED: frozenset[str] = (
@@ -35,16 +35,16 @@ def empty(name: str) -> pd.DataFrame:
 class StudyFrames:
     """What a study wrote, as tidy frames.
 
-    trials: one row a run. steps: one row a training step of a run, or an evaluation in the update-rule sandbox. rooms:
+    trials: one row a run. steps: one row a training step of a run, or an evaluation in the update-rule sandbox. levels:
     one row an episode of an evaluation. gradients: one row a loss component in a bucket of an analysis batch.
-    gradient_groups: one row a group of one. Both are empty where no gradients were analysed, and with rooms in the
+    gradient_groups: one row a group of one. Both are empty where no gradients were analysed, and with levels in the
     sandbox.
     study: study.json, or a list of them when several studies were loaded together.
     """
 
     trials: pd.DataFrame
     steps: pd.DataFrame
-    rooms: pd.DataFrame
+    levels: pd.DataFrame
     study: Study | list[Study]
     gradients: pd.DataFrame = field(default_factory=lambda: empty("gradients"))
     gradient_groups: pd.DataFrame = field(default_factory=lambda: empty("gradient_groups"))
@@ -55,7 +55,7 @@ class StudyFrames:
         return self.study if isinstance(self.study, list) else [self.study]
 
     @property
-    def families(self) -> list[Family]:
+    def families(self) -> list[TableFamily]:
         """The families of the studies, each once: one, unless studies of several kinds were loaded together."""
         return list({family.name: family for family in map(family_of, self.studies)}.values())
 
@@ -75,18 +75,18 @@ class StudyFrames:
 
     @cached_property
     def validations(self) -> dict[tuple[str, str], dict[int, pd.DataFrame]]:
-        """The first and last validation of each run by (run_id, mode), then by step: (index room; success, cluster).
+        """The first and last validation of each run by (run_id, mode), then by step: (index level; success, cluster).
 
         The first is that before training, at step 0. The last is the last one no later than the run's last step.
-        Made in one pass over `rooms`, which has a row an episode: hundreds of thousands in a grid.
+        Made in one pass over `levels`, which has a row an episode: hundreds of thousands in a grid.
         """
-        rooms = self.rooms[self.rooms["split"] == "val"]
-        done: Any = rooms["run_id"].map(self.trials.set_index("run_id")["steps_done"])
-        rooms = rooms[rooms["step"] <= done.astype(NUMBER)]
-        last = rooms.groupby(["run_id", "mode"])["step"].transform("max")
-        ends = rooms[(rooms["step"] == last) | (rooms["step"] == 0)]
+        levels = self.levels[self.levels["split"] == "val"]
+        done: Any = levels["run_id"].map(self.trials.set_index("run_id")["steps_done"])
+        levels = levels[levels["step"] <= done.astype(NUMBER)]
+        last = levels.groupby(["run_id", "mode"])["step"].transform("max")
+        ends = levels[(levels["step"] == last) | (levels["step"] == 0)]
         names = ["run_id", "mode", "step"]
-        means: Any = ends.groupby([*names, "room"]).agg(success=("success", "mean"), cluster=("cluster", "first"))
+        means: Any = ends.groupby([*names, "level"]).agg(success=("success", "mean"), cluster=("cluster", "first"))
         found: dict[tuple[str, str], dict[int, pd.DataFrame]] = {}
         for (run_id, mode, step), rows in means.groupby(level=names, sort=True):
             found.setdefault((run_id, mode), {})[int(step)] = rows.droplevel(names)
@@ -110,12 +110,12 @@ class StudyFrames:
                 getattr(self, part).to_parquet(beside, index=False)
 
 
-def shared_schema(families: Iterable[Family], part: str) -> Schema:
+def shared_schema(families: Iterable[TableFamily], part: str) -> Schema:
     """The columns of all families in the frame called `part`; a name that two share has one type (a test)."""
     return {name: kind for family in families for name, kind in family.schemas[part].items()}
 
 
-def foreign_columns(families: Iterable[Family], own: Family) -> dict[str, list[str]]:
+def foreign_columns(families: Iterable[TableFamily], own: TableFamily) -> dict[str, list[str]]:
     """Of each frame the columns that other families have and `own` does not."""
     others = list(families)
     return {part: [name for name in shared_schema(others, part) if name not in own.schemas[part]] for part in FRAMES}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.data.families import COUNT, COUNT_OR_MISSING, NUMBER, RUN_FILES, TEXT, TIME, TRUTH, Family, Row
+from analysis.data.families import COUNT, COUNT_OR_MISSING, NUMBER, RUN_FILES, TEXT, TIME, TRUTH, Row, TableFamily
 from analysis.data.frames import SCHEMAS
 from trainable.runs.records import GRADIENT_COLUMNS, STATUSES
 
@@ -113,15 +113,15 @@ def read_lines(path: Path, key: Callable[[Row], Any], *, goes_back: bool = True)
     return [found[name] for name in sorted(found)]
 
 
-def step_of(family: Family) -> Callable[[Row], int | None]:
+def step_of(family: TableFamily) -> Callable[[Row], int | None]:
     """The step of a line of metrics.jsonl; None below the family's first."""
     return lambda row: row["step"] if row["step"] >= family.first_step else None
 
 
 def evaluation_of(row: Row) -> tuple[int, str, str] | None:
-    """(step, split, mode) of a line of rooms.jsonl; None where something in it is missing or of another type."""
+    """(step, split, mode) of a line of levels.jsonl; None where something in it is missing or of another type."""
     names = all(_is_text(row.get(name)) for name in ("split", "mode", "success"))
-    lists = all(isinstance(row.get(name), list) and all(map(is_whole, row[name])) for name in ("rooms", "clusters"))
+    lists = all(isinstance(row.get(name), list) and all(map(is_whole, row[name])) for name in ("levels", "clusters"))
     return (row["step"], row["split"], row["mode"]) if names and lists and row["step"] >= 0 else None
 
 
@@ -141,7 +141,7 @@ def _each(entries: object, needed: dict[str, Callable[[object], bool]]) -> bool:
     )
 
 
-def measured(row: Row, family: Family) -> Row:
+def measured(row: Row, family: TableFamily) -> Row:
     """The step of a line of metrics.jsonl and its columns; a value that cannot stand in its column is missing."""
     kinds = family.schemas["steps"]
     names = [column.name for column in family.step_columns if column.name in row]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.data.families import Family, Row, Schema, family_of
+from analysis.data.families import Row, Schema, TableFamily, family_of
 from analysis.data.frames import FRAMES, Study, StudyFrames, setting_column, together, typed
 from analysis.data.line_files import (
     analysis_of,
@@ -74,7 +74,7 @@ def study_folders(path: Path) -> list[Path]:
 def read_run(folder: Path | str, *, live: bool = False) -> StudyFrames:
     """Frames of one study from the line files of its runs; missing files and torn or odd lines are no error.
 
-    The last line of a step counts, the last of a (step, split, mode) of rooms.jsonl, and the last of a (step, source,
+    The last line of a step counts, the last of a (step, split, mode) of levels.jsonl, and the last of a (step, source,
     prefilter) of gradients.jsonl and of probes.jsonl. A file cannot tell whether the process that wrote "running" still
     exists: live=False reads it as "interrupted", live=True keeps it.
     A run without a step is "never_ran", unless it failed before its first one. ValueError names a run.json or
@@ -92,14 +92,14 @@ def read_run(folder: Path | str, *, live: bool = False) -> StudyFrames:
     frames = {
         "trials": _trials_frame(trials, [flat(run.head.get("config") or {}) for run in runs], schemas["trials"]),
         "steps": pd.DataFrame(steps, columns=list(schemas["steps"])),
-        "rooms": _rooms_frame(study, runs, schemas["rooms"]),
+        "levels": _levels_frame(study, runs, schemas["levels"]),
         "gradients": _analysis_frame(schemas["gradients"], gradient_rows, study, runs),
         "gradient_groups": _analysis_frame(schemas["gradient_groups"], group_rows, study, runs),
     }
     return StudyFrames(**{name: typed(frame, schemas[name]) for name, frame in frames.items()}, study=study)
 
 
-def _runs(folder: Path, study: Study, family: Family) -> list[_Run]:
+def _runs(folder: Path, study: Study, family: TableFamily) -> list[_Run]:
     """Every run that study.json lists or that has a folder."""
     listed = {head["run_id"]: head for head in study.get("runs", [])}
     on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
@@ -107,11 +107,11 @@ def _runs(folder: Path, study: Study, family: Family) -> list[_Run]:
             for run_id in dict.fromkeys((*listed, *on_disk))]  # fmt: skip
 
 
-def _read_files(folder: Path, listed: Row, family: Family) -> _Run:
+def _read_files(folder: Path, listed: Row, family: TableFamily) -> _Run:
     return _Run(
         head={**listed, **read_json(folder / "run.json"), "run_id": folder.name},
         rows=[measured(row, family) for row in read_lines(folder / "metrics.jsonl", step_of(family))],
-        evaluations=read_lines(folder / "rooms.jsonl", evaluation_of),
+        evaluations=read_lines(folder / "levels.jsonl", evaluation_of),
         analyses=[
             *read_lines(folder / "gradients.jsonl", analysis_of),
             *read_lines(folder / "probes.jsonl", analysis_of, goes_back=False),
@@ -152,7 +152,7 @@ def _status(run: _Run, live: bool) -> tuple[str, str]:
     return status, reason
 
 
-def _trial(study: Study, run: _Run, family: Family, live: bool) -> Row:
+def _trial(study: Study, run: _Run, family: TableFamily, live: bool) -> Row:
     status, reason = _status(run, live)
     total = _steps_total(run)
     return {
@@ -189,7 +189,7 @@ def _trials_frame(trials: list[Row], configs: list[Row], schema: Schema) -> pd.D
     return pd.concat([frame, pd.DataFrame(settings, index=frame.index)], axis=1)
 
 
-def _step_rows(study: Study, run: _Run, family: Family) -> list[Row]:
+def _step_rows(study: Study, run: _Run, family: TableFamily) -> list[Row]:
     """The run's rows; the one at which status.json says that a rule fired carries the stop columns."""
     names = _names(study, run)
     stop = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
@@ -205,7 +205,7 @@ def _step_rows(study: Study, run: _Run, family: Family) -> list[Row]:
     ]
 
 
-def _rooms_frame(study: Study, runs: Iterable[_Run], schema: Schema) -> pd.DataFrame:
+def _levels_frame(study: Study, runs: Iterable[_Run], schema: Schema) -> pd.DataFrame:
     parts = [_evaluation_frame(_names(study, run), line) for run in runs for line in run.evaluations]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(schema))
 
@@ -219,14 +219,14 @@ def _analysis_frame(
 
 def _evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
     success = np.frombuffer(line["success"].encode(), dtype=np.uint8) == ord("1")
-    if not len(line["rooms"]) == len(line["clusters"]) == len(success):
+    if not len(line["levels"]) == len(line["clusters"]) == len(success):
         raise ValueError(
-            f"rooms.jsonl of {names['run_id']}, step {line['step']} {line['split']} {line['mode']}: "
-            f"{len(line['rooms'])} rooms, {len(line['clusters'])} clusters and {len(success)} outcomes; "
+            f"levels.jsonl of {names['run_id']}, step {line['step']} {line['split']} {line['mode']}: "
+            f"{len(line['levels'])} levels, {len(line['clusters'])} clusters and {len(success)} outcomes; "
             "there must be one each an episode."
         )
     shared = {**names, "step": line["step"], "split": line["split"], "mode": line["mode"]}
-    return pd.DataFrame({**shared, "room": line["rooms"], "cluster": line["clusters"], "success": success})
+    return pd.DataFrame({**shared, "level": line["levels"], "cluster": line["clusters"], "success": success})
 
 
 def _parquet_is_newest(folder: Path) -> bool:

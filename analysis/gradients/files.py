@@ -36,14 +36,13 @@ def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequenc
 
 def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[Path]:
     """The files of one step: six pictures, the published numbers, and the reward spread of every group."""
-    names = {what: folder / f"gradient_analysis_{what}_step_{rows['step'].iloc[0]}" for what in (
-        "plots", "loss_plots", "reward_std", "normed_grads", "summary", "signal", "metrics", "bucket_rv_table"
-    )}  # fmt: skip
+    step = rows["step"].iloc[0]
     written = []
     for what, figure in draw_step(rows, groups).items():
-        written.append(names[what].with_suffix(".png"))
+        written.append(folder / f"gradient_analysis_{what}_step_{step}.png")
         _save(figure, written[-1])
-    metrics, table = names["metrics"].with_suffix(".json"), names["bucket_rv_table"].with_suffix(".csv")
+    metrics = folder / f"gradient_analysis_metrics_step_{step}.json"
+    table = folder / f"gradient_analysis_bucket_rv_table_step_{step}.csv"
     with whole_file(metrics) as beside:
         beside.write_text(_metrics(rows, groups), encoding="utf-8")
     with whole_file(table) as beside:

@@ -13,6 +13,7 @@ import pandas as pd
 from analysis.data.frames import SCHEMAS, records, typed
 from analysis.data.line_files import analysis_of, gradient_rows, group_rows, read_lines
 from analysis.gradients.tables import COMPONENTS, WHOLE, check_one, measured
+from trainable.config.choices import ADVANTAGE_ESTIMATORS
 
 TABLE_COLUMNS = ("bucket", "group_id", "reward_std")
 _NORMS = {"norm": "", "norm_per_sample": "per_sample/", "norm_per_token": "per_token/"}
@@ -118,7 +119,8 @@ def _what_is_skipped(frame: pd.DataFrame) -> dict[str, float]:
     """The keys of an analysis without an update; that of the critic where there is one."""
     if not (frame["analysis_only"] > 0).any():
         return {}
-    parts = ["actor", *(["critic"] if (frame["form"] == "gae").any() else [])]
+    forms = [ADVANTAGE_ESTIMATORS[form] for form in frame["form"].unique() if form in ADVANTAGE_ESTIMATORS]
+    parts = ["actor", *(["critic"] if any(form.needs_critic for form in forms) else [])]
     return {
         "trainer/gradient_analysis_only": 1.0,
         **{f"{part}/skipped_for_gradient_analysis_only": 1.0 for part in parts},

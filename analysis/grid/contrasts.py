@@ -4,7 +4,8 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.grid.layout import MEASURES, Grid
+from analysis.grid.layout import Grid
+from analysis.grid.measures import MEASURES
 from analysis.stats.estimates import mean_over_seeds
 
 
@@ -26,7 +27,7 @@ def contrast(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFrame:
     off, on = (own[own[setting] == value] for value in (False, True))
     pairs = off.merge(on, on=[*keys, "seed"], suffixes=("_off", "_on"))
     parts = pairs.groupby(words, sort=False) if words else [("", pairs)]
-    rows = [_row(of, rows, measure) for of, rows in parts for measure in MEASURES]
+    rows = [_row(of, rows, measure.name) for of, rows in parts for measure in MEASURES]
     return pd.DataFrame([row for row in rows if row["pairs"]])
 
 

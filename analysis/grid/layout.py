@@ -13,6 +13,7 @@ import pandas as pd
 
 from analysis.data.compare import SCORED, outcomes, single
 from analysis.data.frames import FRAMES, StudyFrames, records
+from analysis.grid.measures import LATE_MEANS, MEASURES
 from analysis.sweep import series
 
 NAMES = {
@@ -34,7 +35,6 @@ IDLE = {"actor.kl_loss_type": "actor.kl_loss_coef"}
 """A setting without effect where another is 0: such a run belongs to every value of it."""
 
 LATE = 0.75
-MEASURES = ("success", "entropy", "reward_std", "kl_to_reference")
 _UNSCORED = ("failed", "interrupted", "running", "never_ran")
 
 
@@ -123,9 +123,9 @@ def members(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     for setting in grid.levels:
         table[setting] = trials[f"config/{setting}"]
     table["success"] = outcomes(trials)
-    for measure in MEASURES[1:]:
-        table[measure] = table["run_id"].map(_late_means(frames, measure))
-    table.loc[~table["status"].isin(SCORED), list(MEASURES)] = float("nan")
+    for measure in LATE_MEANS:
+        table[measure.name] = table["run_id"].map(_late_means(frames, measure.name))
+    table.loc[~table["status"].isin(SCORED), [measure.name for measure in MEASURES]] = float("nan")
     table = table.assign(shared=False, home=True).dropna(subset=list(grid.levels))
     for setting, other in IDLE.items():
         if setting in grid.panels and other in grid.levels:
@@ -187,10 +187,8 @@ def cells(grid: Grid, table: pd.DataFrame) -> pd.DataFrame:
     found = found.assign(runs=points.size(), **{name: points[name].sum() for name in ("scored", "early_stopped")})
     words = points["concern"].min().map(dict(enumerate(_UNSCORED)))
     found["state"] = words.mask(found["scored"] > 0, "scored").mask(found["early_stopped"] > 0, "stopped")
-    for measure in MEASURES:
-        found[[measure, f"{measure}_std", f"{measure}_low", f"{measure}_high"]] = points[measure].agg(
-            ["mean", "std", "min", "max"]
-        )
+    for name in (measure.name for measure in MEASURES):
+        found[[name, f"{name}_std", f"{name}_low", f"{name}_high"]] = points[name].agg(["mean", "std", "min", "max"])
     order = {panel: place for place, panel in enumerate(panels(grid, table)["panel"])}
     found = found.reset_index().rename(columns={grid.x: "x", grid.y: "y"}).astype({"x": float, "y": float})
     return found.sort_values("panel", key=lambda names: names.map(order), kind="stable").reset_index(drop=True)

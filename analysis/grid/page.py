@@ -1,63 +1,16 @@
-"""What the report of a grid has instead of one axis: figures, tables beside them, and what they show in words."""
+"""What the report of a grid has instead of one axis: tables beside its figures, and what they show in words."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from analysis.data.frames import StudyFrames, records
 from analysis.grid import anchor as grid_anchor
 from analysis.grid import layout
-from analysis.grid import plots as grid_plots
 from analysis.grid.contrasts import contrast, switches
-from analysis.sweep import plots, series
-
-MEASURE_LABELS = {
-    "success": "success at the end (share of episodes)",
-    "entropy": "entropy (nats a token)",
-    "reward_std": "reward std in the group (reward)",
-    "kl_to_reference": "KL to the reference (nats)",
-}
-CURVES = {
-    "validation_curves": ("val_success", "validation success (share)"),
-    "reward_std": ("reward_std", "reward std in the group (reward)"),
-    "entropy": ("entropy", "entropy (nats a token)"),
-    "kept_groups": ("groups_kept", "groups trained on (groups)"),
-    "reference_kl": ("kl_to_reference", "KL to the reference (nats)"),
-}
-CAPTIONS = {
-    "reference_kl": "KL to the reference (k3 estimate, whatever the form of the loss) at the trained tokens, before "
-    "each update; runs without a reference pass do not have it.",
-}
-
-
-def draw_figures(frames: StudyFrames, found: layout.Grid) -> dict[str, Figure]:
-    """Heat maps and curves of a layout, by name; a measure that no run has is left out."""
-    members = layout.members(frames, found)
-    cells = layout.cells(found, members)
-    figures = {
-        f"grid_{measure}": grid_plots.draw_heat_maps(found, cells, measure, label, log=measure == "kl_to_reference")
-        for measure, label in MEASURE_LABELS.items()
-        if cells[measure].notna().any()
-    }
-    for name, (column, label) in CURVES.items():
-        table = layout.curves(frames, found, members, column)
-        if len(table) and not (name == "kept_groups" and (frames.steps["kept_ratio"].dropna() == 1).all()):
-            figures[name] = grid_plots.draw_curves(found, table, label)
-    return figures | _panel_figures(by_panel(frames, found))
-
-
-def _panel_figures(frames: StudyFrames) -> dict[str, Figure]:
-    """What is drawn with a line a panel: stops, and retrieval. frames: from `by_panel`."""
-    colors = plots.arm_colors(list(dict.fromkeys(frames.trials["arm"])))
-    survival, lines, figures = series.stop_survival(frames), series.arm_lines(frames), {}
-    if (survival["stopped"] > 0).any():
-        figures["stop_survival"] = plots.draw_survival(survival, colors)
-    if len(lines):
-        figures["retrieval"] = plots.draw_arm_lines(lines, colors)
-    return figures
+from analysis.grid.measures import MEASURES
 
 
 def by_panel(frames: StudyFrames, found: layout.Grid) -> StudyFrames:
@@ -92,7 +45,7 @@ def context(frames: StudyFrames, found: layout.Grid, arms: list[dict[str, Any]],
         "factors": [_factor(found, setting) for setting in (found.x, found.y, *found.panels)],
         "panels": _panels(found, members, labels, arms),
         "cells": [(panel, records(rows)) for panel, rows in cells.groupby("panel", sort=False)],
-        "measures": {name: label for name, label in MEASURE_LABELS.items() if cells[name].notna().any()},
+        "measures": {each.name: each.label for each in MEASURES if cells[each.name].notna().any()},
         "shared": int(members.loc[members["shared"], "run_id"].nunique()),
         "contrasts": [(setting, layout.name(setting), records(contrast(found, members, setting)))
                       for setting in switches(found)],

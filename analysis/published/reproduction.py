@@ -8,12 +8,12 @@ tested is in the table all the same, with its reason.
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED
+from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, records
 from analysis.published.cells import AGREES, DIFFERS, NEVER, OPEN, PER_SEED, POOLED, Cell
 from analysis.published.update_rule_sandbox import CELLS
@@ -28,8 +28,6 @@ COLUMNS = (
     "n", "difference", "low", "high", "df", "p", "p_holm", "verdict", "reason", "expected", "as_expected", "why",
     "notes",
 )  # fmt: skip
-
-Row = dict[str, Any]
 
 
 def reproduction(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> pd.DataFrame:

@@ -12,13 +12,15 @@ from matplotlib.figure import Figure
 from analysis.data.compare import single
 from analysis.data.frames import StudyFrames, records, together
 from analysis.data.load import load, study_folders
-from analysis.gradients import plots as gradient_plots
 from analysis.gradients import tables as gradients
 from analysis.grid import layout
 from analysis.grid import page as grid_page
-from analysis.html.page import environment, inline_svg, settings_rows, write_page
+from analysis.html.figures import Gallery
+from analysis.html.page import environment, settings_rows, write_page
+from analysis.report import figures
+from analysis.sandbox import figures as sandbox_figures
 from analysis.sandbox import page as sandbox_report
-from analysis.sweep import findings, plots, series, tables, verdicts
+from analysis.sweep import findings, series, tables, verdicts
 from trainable.runs.links import make_folder, whole_file
 
 PERMUTATION_SEED = 0
@@ -30,12 +32,6 @@ BUDGET_NAMES = {
     "total_trained_tokens": "trained tokens",
     "seconds_total": "run time",
 }
-_CURVES = (
-    ("validation_curves", "val_success", "validation success (share)", "Every run's validation success, sampled."),
-    ("reward_std", "reward_std", "reward std in the group (reward)", "Mean over groups of the reward's spread."),
-    ("kept_groups", "groups_kept", "groups trained on (groups)", "Groups that the filter kept, of those collected."),
-    ("entropy", "entropy", "entropy (nats a token)", "Token mean of the sampling policy's entropy."),
-)
 
 
 class Conclusion(NamedTuple):
@@ -63,31 +59,34 @@ def conclude(frames: StudyFrames) -> Conclusion:
 
 def write_report_of(frames: StudyFrames, folder: Path) -> Path:
     """`write_report` for a study that is loaded already."""
-    figures = draw_figures(frames)
+    drawn = draw_figures(frames)
     pictures = make_folder(folder, "figures")
-    for name, figure in figures.items():
+    for name, figure in drawn.items():
         with whole_file(pictures / f"{name}.png") as beside:
             figure.savefig(beside, dpi=150, format="png")
         figure.set_layout_engine("none")  # laid out once; the page's copy is the same figure
     for name, table in _page_of(frames).tables(frames):
         with whole_file(pictures / f"{name}.csv") as beside:
             table.to_csv(beside, index=False)
-    return write_page(folder / "report.html", render_page(frames, figures))
+    return write_page(folder / "report.html", render_page(frames, drawn))
 
 
 def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
     """Every figure that the study has something to show in, by name."""
-    return _page_of(frames).figures(frames)
+    return _page_of(frames).gallery(frames).draw()
 
 
-def render_page(frames: StudyFrames, figures: Mapping[str, Figure]) -> str:
-    """The report of a study as HTML, with the figures given (see `draw_figures`) in it."""
+def render_page(frames: StudyFrames, drawn: Mapping[str, Figure]) -> str:
+    """The report of a study as HTML, with the figures in `drawn` (see `draw_figures`) where they are declared to be."""
     page = _page_of(frames)
-    return environment().get_template(page.template).render(page.context(frames, figures))
+    shown = page.gallery(frames).show(drawn)
+    return environment().get_template(page.template).render(page.context(frames), figures=shown)
 
 
 def _page_of(frames: StudyFrames) -> "Page":
     (family,) = single(frames).families
+    if family.name not in PAGES:
+        raise ValueError(f"no report is declared for the family {family.name}: analysis.report.pages.PAGES has none.")
     return PAGES[family.name]
 
 
@@ -127,66 +126,8 @@ def _grid_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
     return grid_page.tables(frames, found) if found else ()
 
 
-def _draw(frames: StudyFrames) -> dict[str, Figure]:
-    """Figures of arms along an axis or of a grid: none of kept groups where all always are."""
-    found = layout.find(frames)
-    if found:
-        colors = plots.arm_colors(list(dict.fromkeys(frames.trials["arm"])))
-        return grid_page.draw_figures(frames, found) | _gradient_figures(frames, colors)
-    dose = tables.dose_response(frames)
-    if dose.empty:
-        return {}
-    colors = plots.arm_colors(dose["arm"].to_list(), dose.loc[dose["named"], "arm"].to_list())
-    figures = {}
-    if dose["success"].notna().any():
-        figures["dose_response"] = plots.draw_dose_response(dose, tables.run_outcomes(frames), _setting(frames))
-    for name, column, label, _ in _CURVES:
-        curves = series.curves(frames, column)
-        if len(curves) and not (name == "kept_groups" and (frames.steps["kept_ratio"].dropna() == 1).all()):
-            means = series.mean_curves(curves, carry=column == "val_success")
-            figures[name] = plots.draw_curves(curves, means, colors, label)
-    survival = series.stop_survival(frames)
-    if (survival["stopped"] > 0).any():
-        figures["stop_survival"] = plots.draw_survival(survival, colors)
-    lines = series.arm_lines(frames)
-    if len(lines):
-        figures["retrieval"] = plots.draw_arm_lines(lines, colors)
-    return figures | _gradient_figures(frames, colors)
-
-
-def _gradient_figures(frames: StudyFrames, arms: Mapping[str, str]) -> dict[str, Figure]:
-    """Signal-to-noise and the regularizer's share against the reward spread, where gradients were analysed."""
-    share = gradient_plots.SHARES[gradients.share_column(gradients.report_lines(frames.gradients))]
-    drawn = (
-        ("gradient_signal", gradients.signal_lines, "signal / noise of the task gradient (1)"),
-        ("regularizer_share", gradients.share_lines, f"KL + entropy:\n{share}"),
-    )
-    figures, several = {}, frames.gradients["arm"].nunique() > 1
-    for name, table_of, label in drawn:
-        table = table_of(frames.gradients)
-        if len(table):
-            figures[name] = gradient_plots.draw_lines(table, _line_colors(table, arms, several), label)
-    return figures
-
-
-def _line_colors(table: pd.DataFrame, arms: Mapping[str, str], several: bool) -> dict[str, str]:
-    """A colour for each line: of several arms the arm's own, for its probes lighter ones; else one a line."""
-    lines = list(dict.fromkeys(zip(table["line"], table["arm"], strict=True)))
-    if not several:
-        return plots.arm_colors([line for line, _ in lines])
-    probes = {arm: [line for line, own in lines if own == arm != line] for _, arm in lines}
-    return {
-        line: plots.lighter(arms[arm], 0 if line == arm else (1 + probes[arm].index(line)) / (2 + len(probes[arm])))
-        for line, arm in lines
-    }
-
-
-def _setting(frames: StudyFrames) -> str:
-    return str(frames.studies[0].get("axis", {}).get("setting", ""))
-
-
-def report_context(frames: StudyFrames, figures: Mapping[str, Figure]) -> dict[str, Any]:
-    """Everything that the template shows, by name; all numbers come from the tables.
+def report_context(frames: StudyFrames) -> dict[str, Any]:
+    """Everything that the template shows beside figures, by name; all numbers come from the tables.
 
     The arms of a grid are called by their points, and where an arm has no room of its own, by their panels.
     """
@@ -202,7 +143,6 @@ def report_context(frames: StudyFrames, figures: Mapping[str, Figure]) -> dict[s
         "arms": arms,
         "headline": findings.headline(summary),
         "statuses": findings.statuses(frames.trials),
-        "basis": findings.interval_basis(summary),
         "trend": findings.trend_sentence(trend, page),
         "learning": [line for row in arms if row["is_baseline"] for line in findings.learning_sentences(row)],
         "caveats": findings.caveats(frames, summary),
@@ -214,9 +154,7 @@ def report_context(frames: StudyFrames, figures: Mapping[str, Figure]) -> dict[s
         "runs": findings.run_list(frames),
         "settings": settings_rows(frames.studies[0]),
         "arm_settings": [] if found else findings.arm_settings(frames),
-        "room_sets": findings.room_sets(frames),
-        "figures": {name: inline_svg(name, figure) for name, figure in figures.items()},
-        "captions": {**{name: caption for name, _, _, caption in _CURVES}, **grid_page.CAPTIONS},
+        "level_sets": findings.level_sets(frames),
         "budget_names": BUDGET_NAMES,
     }
 
@@ -258,18 +196,18 @@ class Page:
     """The report of one family: template, what it shows, figures, the tables beside it, its part of an index."""
 
     template: str
-    context: Callable[[StudyFrames, Mapping[str, Figure]], dict[str, Any]]
-    figures: Callable[[StudyFrames], dict[str, Figure]]
+    context: Callable[[StudyFrames], dict[str, Any]]
+    gallery: Callable[[StudyFrames], Gallery[Any]]
     tables: Callable[[StudyFrames], Iterable[tuple[str, pd.DataFrame]]]
     index: Callable[[StudyFrames], dict[str, Any]]
 
 
 PAGES: dict[str, Page] = {
-    "ppo": Page("report.html.j2", report_context, _draw, _grid_tables, _index),
+    "ppo": Page("report.html.j2", report_context, figures.gallery, _grid_tables, _index),
     "update_rules": Page(
         "sandbox.html.j2",
         sandbox_report.context,
-        sandbox_report.draw_figures,
+        sandbox_figures.gallery,
         sandbox_report.tables_beside,
         sandbox_report.index,
     ),

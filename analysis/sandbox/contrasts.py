@@ -11,17 +11,15 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED, SEEDS_FOR_SEEDS, single
+from analysis.data.families import Row
 from analysis.data.frames import Study, StudyFrames, records
 from analysis.stats.estimates import Estimate, holm, mean_over_seeds
 from analysis.sweep.verdicts import LEVEL, p_value, word
-
-Row = dict[str, Any]
 
 COLUMNS: Mapping[str, str] = {
     "final_test_error": "what a rule is for",

@@ -1,25 +1,21 @@
-"""The report of a study of the update-rule sandbox: what its template shows, its figures, and the tables beside it."""
+"""The report of a study of the update-rule sandbox: what its template shows, and the tables beside it."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from analysis.data.compare import SCORED, SEEDS_FOR_SEEDS, arms, runs_of
+from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, records
-from analysis.html.page import inline_svg, settings_rows
+from analysis.html.page import settings_rows
 from analysis.published.cells import POOLED
 from analysis.published.reproduction import reproduction, tally
 from analysis.published.update_rule_sandbox import SOURCE
 from analysis.sandbox import contrasts, tables
-from analysis.sandbox import plots as sandbox_plots
-from analysis.sweep import findings, plots, series
+from analysis.sweep import findings
 from analysis.sweep.verdicts import LEVEL, p_value, signed, stops, unfinished
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
-
-Row = dict[str, Any]
 
 NEAR_CHANCE = 0.02
 COLLAPSED = 0.5
@@ -41,26 +37,8 @@ def tables_beside(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
         yield f"mean_{panel.column}", tables.means(frames, panel.column)
 
 
-def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
-    """The mean curves of the study's columns in one figure, every run of each in one of its own, and its contrasts."""
-    shown = tables.panels(frames)
-    if not shown:
-        return {}
-    colors = sandbox_plots.rule_colors(arms(frames))
-    runs = {panel.column: series.curves(frames, panel.column) for panel in shown}
-    drawn = [(panel, runs[panel.column], tables.means(frames, panel.column)) for panel in shown]
-    figures = {"curves": sandbox_plots.draw_means(drawn, colors, chance(frames))}
-    for panel, each, mean in drawn:
-        several = mean[mean["runs"] > 1]
-        figures[f"runs_{panel.column}"] = plots.draw_curves(each, several, colors, panel.label)
-    contrasted = contrasts.contrasts(frames)
-    if contrasted["difference"].notna().any():
-        figures["contrasts"] = sandbox_plots.draw_contrasts(contrasted, contrasts.pairs(frames))
-    return figures
-
-
-def context(frames: StudyFrames, figures: Mapping[str, Figure]) -> Row:
-    """Everything that the template shows, by name; all numbers come from the tables."""
+def context(frames: StudyFrames) -> Row:
+    """Everything that the template shows beside figures, by name; all numbers come from the tables."""
     compared, held = tables.differences(frames), beside_published(frames)
     return {
         **held,
@@ -75,8 +53,7 @@ def context(frames: StudyFrames, figures: Mapping[str, Figure]) -> Row:
         "runs": findings.run_list(frames),
         "arm_settings": findings.arm_settings(frames),
         "settings": settings_rows(frames.studies[0]),
-        "panels": [panel.column for panel in tables.panels(frames)],
-        "figures": {name: inline_svg(name, figure) for name, figure in figures.items()},
+        "has_rows": bool(tables.panels(frames)),
     }
 
 

@@ -15,14 +15,13 @@ import pandas as pd
 from numpy.typing import ArrayLike
 
 from analysis.data.compare import SCORED, SEEDS_FOR_SEEDS, arms, runs_of, single
+from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, records
 from analysis.published.reproduction import spread_of
 from analysis.stats.estimates import Estimate, Sample, holm, mean_over_seeds, welch
 from analysis.sweep.series import curves
 from trainable.runs.records import STATUSES
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
-
-Row = dict[str, Any]
 
 FINALS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("final_"))
 FIRST_STEPS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("first_step_"))

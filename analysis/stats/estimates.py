@@ -1,10 +1,10 @@
 """Statistics of a sweep: arrays in, estimates with intervals out. Randomness is an argument.
 
-Estimand, fixed before any result: success on the validation rooms, sampled, at the run's last validation. Secondary:
+Estimand, fixed before any result: success on the validation levels, sampled, at the run's last validation. Secondary:
 the area under that curve. A peak is never compared: picking the best of noisy validations is biased upwards.
 
-Over rooms or over seeds. With 3 or more paired seeds a difference is taken per seed (t interval over seeds). With
-fewer it is taken per room: that says how these very runs differ, and nothing about how other seeds would.
+Over levels or over seeds. With 3 or more paired seeds a difference is taken per seed (t interval over seeds). With
+fewer it is taken per level: that says how these very runs differ, and nothing about how other seeds would.
 """
 
 import math
@@ -61,10 +61,10 @@ def cluster_sums(values: ArrayLike, clusters: ArrayLike) -> tuple[Floats, Floats
     return sums.astype(float), np.bincount(index).astype(float)
 
 
-def share_over_rooms(success: ArrayLike, clusters: ArrayLike, level: float = 0.95) -> Estimate:
+def share_over_levels(success: ArrayLike, clusters: ArrayLike, level: float = 0.95) -> Estimate:
     """Share of successes (N,) with Wilson's interval at the effective number of episodes.
 
-    Rooms that are one room up to symmetry, and the same room met by several runs, are not independent; `clusters` (N,)
+    Levels that are equal up to symmetry, and one level met by several runs, are not independent; `clusters` (N,)
     names them. n_eff = p(1-p) / V with the cluster-robust V = C/(C-1) sum_c (S_c - n_c p)^2 / N^2, at most N.
     At p = 0 or 1 there is no V: n_eff = C.
     """
@@ -79,16 +79,16 @@ def share_over_rooms(success: ArrayLike, clusters: ArrayLike, level: float = 0.9
     return wilson(share * effective, effective, level)._replace(n=number)
 
 
-def difference_over_rooms(differences: ArrayLike, clusters: ArrayLike, level: float = 0.95) -> Estimate:
-    """Mean of paired per-room differences (N,), each in [-1, 1], with a cluster-robust interval. n is C.
+def difference_over_levels(differences: ArrayLike, clusters: ArrayLike, level: float = 0.95) -> Estimate:
+    """Mean of paired per-level differences (N,), each in [-1, 1], with a cluster-robust interval. n is C.
 
     d = sum D / N is reported. The interval is d' +- t(C+1) s', where d' and s' are the mean and its cluster-robust
     standard error after adding two pseudo-pairs, half +1, half -1 and one 0, to the data (Agresti and Min 2005, here in
     a cluster-robust variance: s'^2 = [sum_c (S_c - n_c d')^2 + (1 + 2 d'^2)] / (N+2)^2).
 
     Chosen over a cluster bootstrap (BCa) because there are hundreds of small clusters, where both agree, because it
-    needs no random numbers, and because without any discordant room a bootstrap gives an interval of width zero,
-    which no finite number of rooms supports; this one keeps about +- 2/N. tests/analysis checks its coverage.
+    needs no random numbers, and because without any discordant level a bootstrap gives an interval of width zero,
+    which no finite number of levels supports; this one keeps about +- 2/N. tests/analysis checks its coverage.
     """
     values = np.asarray(differences, dtype=float)
     if values.size == 0:

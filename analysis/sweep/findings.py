@@ -48,7 +48,7 @@ def _compared_over(summary: pd.DataFrame) -> list[str]:
     if seeds.min() >= SEEDS_FOR_SEEDS:
         return [f"Compared over {span(seeds)} seeds."]
     return [
-        f"Compared over validation rooms, by {span(seeds)} run{'s' if seeds.max() > 1 else ''} per arm: this is what "
+        f"Compared over validation levels, by {span(seeds)} run{'s' if seeds.max() > 1 else ''} per arm: this is what "
         "these runs did, and another seed may turn out differently."
     ]
 
@@ -67,14 +67,12 @@ def _by_name(arms: list[str]) -> str:
     )
 
 
-def interval_basis(summary: pd.DataFrame) -> str:
-    """Over what the arms' own intervals are; arms are named where they differ."""
-    if summary.empty:
-        return ""
-    found = summary[summary["gain_basis"] != ""].groupby("gain_basis", sort=False)["arm"].agg(_listed).to_dict()
-    if len(found) <= 1:
-        return "".join(str(basis) for basis in found)
-    return "; ".join(f"{arms}: {basis}" for basis, arms in found.items())
+def interval_basis(table: pd.DataFrame) -> str:
+    """Over what the arms' own intervals are; arms are named where they differ. table: `tables.dose_response`."""
+    arms_of = table[table["basis"] != ""].groupby("basis", sort=False)["arm"].agg(_listed).to_dict()
+    if len(arms_of) <= 1:
+        return "".join(str(basis) for basis in arms_of)
+    return "; ".join(f"{arms}: {basis}" for basis, arms in arms_of.items())
 
 
 def _listed(arms: "pd.Series[str]") -> str:
@@ -124,19 +122,19 @@ def learning_sentences(row: dict[str, Any]) -> list[str]:
 
 def _what_it_shows(row: dict[str, Any]) -> str:
     if np.isnan(row["gain_low"]):
-        return "Without the outcomes of single rooms it stays open whether this is more than chance."
+        return "Without the outcomes of single levels it stays open whether this is more than chance."
     if not row["gain_low"] > 0:
         return "A rise of sampled success is not resolved."
     if np.isnan(row["gain_greedy"]):
-        return "Without greedy success it stays open whether more rooms can be solved or samples are only less noisy."
+        return "Without greedy success it stays open whether more levels can be solved or samples are only less noisy."
     if row["gain_greedy_low"] > 0:
         return (
-            "Both rise: the likeliest reply solves more rooms than before, so the gain is not only less noise in "
+            "Both rise: the likeliest reply solves more levels than before, so the gain is not only less noise in "
             "sampling. It does not show which skill was learned."
         )
     return (
         "Sampled success rises and a rise of greedy success is not resolved: the policy samples more of what it "
-        "already preferred. That is no evidence that it solves rooms which it could not solve before."
+        "already preferred. That is no evidence that it solves levels which it could not solve before."
     )
 
 
@@ -144,7 +142,7 @@ def caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
     """What the report cannot claim, for this study as it ran."""
     return [
         *_about_seeds(frames),
-        *_about_rooms(frames),
+        *_about_levels(frames),
         *_about_scoring(frames, summary),
         *_about_comparisons(summary),
         "A peak is the best of many noisy validations and thus too high; no verdict uses it.",
@@ -159,23 +157,23 @@ def _about_seeds(frames: StudyFrames) -> list[str]:
         return ["No run ended by the protocol, so nothing is compared."]
     if seeds < SEEDS_FOR_SEEDS:
         return [
-            f"{seeds} seed{'s' if seeds > 1 else ''}: intervals and p-values are over validation rooms, of the very "
+            f"{seeds} seed{'s' if seeds > 1 else ''}: intervals and p-values are over validation levels, of the very "
             "runs shown. Another seed may turn out differently; nothing here is a claim about the setting itself."
         ]
     weak = " Five are the usual least for a claim, ten are better." if seeds < 5 else ""
     return [f"{seeds} seeds: differences are paired by seed, with Student's t interval.{weak}"]
 
 
-def _about_rooms(frames: StudyFrames) -> list[str]:
-    rooms = frames.rooms[frames.rooms["split"] == "val"]
-    if rooms.empty:
-        return ["The outcomes of single rooms are missing, so below three seeds there are no intervals."]
-    number, classes = rooms["room"].nunique(), rooms["cluster"].nunique()
-    same = (rooms.groupby(["run_id", "step", "mode"])["room"].nunique() == number).all()
+def _about_levels(frames: StudyFrames) -> list[str]:
+    levels = frames.levels[frames.levels["split"] == "val"]
+    if levels.empty:
+        return ["The outcomes of single levels are missing, so below three seeds there are no intervals."]
+    number, classes = levels["level"].nunique(), levels["cluster"].nunique()
+    same = (levels.groupby(["run_id", "step", "mode"])["level"].nunique() == number).all()
     shared = "All arms were validated on the same" if same else "Runs were validated on different sets of"
     return [
-        f"{shared} {number} rooms, {classes} of them different up to symmetry. Intervals over rooms treat symmetric "
-        "rooms as one cluster; they do not speak of rooms of another kind or size."
+        f"{shared} {number} levels, {classes} of them different up to symmetry. Intervals over levels treat symmetric "
+        "levels as one cluster; they do not speak of levels of another kind or size."
     ]
 
 
@@ -207,18 +205,18 @@ def _about_comparisons(summary: pd.DataFrame) -> list[str]:
     ]
 
 
-def room_sets(frames: StudyFrames) -> list[dict[str, Any]]:
-    """The rooms of each split: how many, how many up to symmetry, the range of their seeds, how they were decoded."""
+def level_sets(frames: StudyFrames) -> list[dict[str, Any]]:
+    """The levels of each split: how many, how many up to symmetry, the range of their seeds, how they were decoded."""
     return [
         {
             "split": split,
-            "rooms": rows["room"].nunique(),
+            "levels": rows["level"].nunique(),
             "classes": rows["cluster"].nunique(),
-            "first": rows["room"].min(),
-            "last": rows["room"].max(),
+            "first": rows["level"].min(),
+            "last": rows["level"].max(),
             "modes": ", ".join(sorted(rows["mode"].unique(), reverse=True)),
         }
-        for split, rows in frames.rooms.groupby("split", sort=False)
+        for split, rows in frames.levels.groupby("split", sort=False)
     ]
 
 

@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from analysis.data.compare import SCORED, arms, auc, basis, difference, gain, level, outcomes, runs_of, single
+from analysis.data.families import Row
 from analysis.data.frames import SCHEMAS, StudyFrames, records
 from analysis.stats.estimates import (
     Estimate,
@@ -21,8 +21,6 @@ from analysis.stats.estimates import (
 )
 from analysis.sweep.verdicts import outcome, stops, unfinished, verdict
 from trainable.runs.records import STATUSES
-
-Row = dict[str, Any]
 
 COSTS = ("total_optimizer_steps", "total_env_steps", "total_sampled_tokens", "total_trained_tokens", "seconds_total")
 _MEANS = (

@@ -153,7 +153,7 @@ def _against_baseline(row: Mapping[str, Any], found: str) -> str:
     if found == "no comparison":
         if np.isnan(row["difference"]):
             return f"no comparison: {baseline} has no scored run with a seed of this arm"
-        return f"no interval: {signed(row['difference'])} to {baseline}, without the outcomes of single rooms"
+        return f"no interval: {signed(row['difference'])} to {baseline}, without the outcomes of single levels"
     numbers = f"{signed(row['difference'])} {interval(row['difference_low'], row['difference_high'])}"
     tested = f"{numbers}, Holm {p_value(row['p_holm'])}"
     failed = ", itself a failed regime" if row["baseline_failed"] else ""

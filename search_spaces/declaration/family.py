@@ -27,19 +27,22 @@ class Shown:
 class Family:
     """A kind of studies.
 
-    name: as study.json and the tables say it. config: of a run. presets: name -> what it sets. seeds: preset -> seeds
-    of an arm where nobody asks for a number. words: a configuration -> what the templates of a study may use.
-    loads: a configuration -> the model that its runs load and train, None for those that make their own.
+    name: as study.json and the tables say it. config: of a run. trainer: "module:NAME" of the TrainerFamily that makes
+    trainers of such configurations, which is imported where a run is trained. presets: name -> what it sets. seeds:
+    preset -> seeds of an arm where nobody asks for a number. words: a configuration -> what the templates of a study
+    may use. loads: a configuration -> the model that its runs load and train, None for those that make their own.
     seeds_together: whether one trial trains all seeds of an arm side by side, each a run of its own. sizes: a
     configuration and the parameters of what it loads -> bytes of a state, and of a row with all that is made of it;
-    None where the model's shape decides. shown: columns of the progress table, the first being how good a run is,
-    which `status` shows too. line: columns of a step's line, in a log and where there is no terminal. models: settings
-    that name a model, which may be a folder here. files: settings that name a file or folder here, if they are set.
-    suffix: a template of `words` that ends the names of a study that has no names of its own.
+    None where the model's shape decides. shown: columns of the progress table, the first being how good a run is, which
+    `status` shows too. line: columns of a step's line, in a log and where there is no terminal. models: settings that
+    name a model, which may be a folder here. files: settings that name a file or folder here, if they are set. suffix:
+    a template of `words` that ends the names of a study that has no names of its own. fine_tunes: whether what `loads`
+    names is a language model that its runs fine-tune, on GPUs where there are some.
     """
 
     name: str
     config: type[StudyConfig]
+    trainer: str
     presets: Mapping[str, Settings]
     seeds: Mapping[str, int]
     words: Callable[[Any], dict[str, str]]
@@ -51,6 +54,11 @@ class Family:
     models: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
     suffix: str = ""
+    fine_tunes: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sizes is None and not self.fine_tunes:
+            raise ValueError(f"the family {self.name} fine-tunes no language model, so nobody else knows its `sizes`.")
 
     @property
     def measure(self) -> str:

@@ -92,6 +92,9 @@ class Study:
     of its kind have given its files; without it they follow from the study's name. presets: what a preset sets for this
     study. seeds: of each arm where nobody asks for a number; None: the preset's. smoke: what --smoke sets, to try out
     the study in seconds. contrasts: what the question compares, declared before anything is run.
+    strategies: published names of filter strategies that --rollout_filter_strategy may choose -> names here; none: the
+    option is not this study's. variants: value of `variant_setting` -> the same question under that value, where names
+    and arms depend on it; --kl-type chooses one.
 
     Example: a sweep over the learning rate, of which no other file needs to know more than its module::
 
@@ -112,13 +115,19 @@ class Study:
     fixed: Settings
     baseline: str
     published: Names | None = None
-    trainable: str = "trainable.ppo_trainable:PPOTrainable"
     stop_rules: tuple[str, ...] = ("reward_variance_collapse", "low_validation_success", "empty_filtered_steps")
     presets: Mapping[str, Settings] = field(default_factory=dict)
     seeds: int | None = None
     include_zero_option: bool = True
     smoke: Settings = field(default_factory=_nothing)
     contrasts: Contrasts = field(default_factory=dict)
+    strategies: Mapping[str, str] = field(default_factory=dict)
+    variants: Mapping[str, "Study"] = field(default_factory=dict)
+    variant_setting: str = ""
+
+    def variant(self, value: str) -> "Study":
+        """The study under `value` of `variant_setting`; itself under the value that it fixes. KeyError for no value."""
+        return self if value == self.fixed[self.variant_setting] else self.variants[value]
 
     @property
     def names(self) -> Names:

@@ -5,6 +5,7 @@ import re
 from search_spaces.declaration.family import Family, Shown, value_label
 from search_spaces.declaration.presets import DEFAULT_SEEDS, PRESETS
 from trainable.config.run_config import RunConfig
+from trainable.config.study_config import StudyConfig
 
 TAGS = {True: "nofilter", False: "filter_zero"}
 """The published tag of rollout_filter_include_zero."""
@@ -51,6 +52,13 @@ def words(config: RunConfig) -> dict[str, str]:
     }
 
 
+def run_config(config: StudyConfig) -> RunConfig:
+    """`config`, which a study of this family has; TypeError for one of another family."""
+    if not isinstance(config, RunConfig):
+        raise TypeError(f"{type(config).__name__} fine-tunes no language model with PPO")
+    return config
+
+
 def loads(config: RunConfig) -> str:
     """The model that every run fine-tunes."""
     return config.model.path
@@ -58,7 +66,9 @@ def loads(config: RunConfig) -> str:
 
 PPO = Family(
     name="ppo",
+    trainer="trainable.families:LANGUAGE_MODEL",
     suffix="_{model}",
+    fine_tunes=True,
     config=RunConfig,
     presets=PRESETS,
     seeds=DEFAULT_SEEDS,

@@ -2,12 +2,14 @@
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
 from search_spaces.declaration.family import Settings
 from search_spaces.declaration.study import Axis, Names, Study
 from search_spaces.language_model.family import PPO
+from trainable.config.choices import FILTER_STRATEGIES
 from trainable.config.run_config import RunConfig
 
 COEFFICIENTS = ("0.001", "0.003", "0.01", "0.03")
@@ -25,7 +27,7 @@ ALL = {"kl": ("1", "4", "5"), "mse": ("1", "4", "5"), "low_var_kl": GROUPS}
 _ZERO = ("0",)
 
 
-class Block(NamedTuple):
+class GridGroup(NamedTuple):
     """One group of the grid: its filters by name, its coefficients, and whether rewards count for nothing.
 
     prefix: what stands before a filter's name in the names of its runs.
@@ -38,12 +40,12 @@ class Block(NamedTuple):
     prefix: str = ""
 
 
-BLOCKS: dict[str, Block] = {
-    "1": Block(RATIOS, COEFFICIENTS, _ZERO),
-    "2": Block(RATIOS, _ZERO, COEFFICIENTS),
-    "3": Block(RATIOS, _ZERO, _ZERO),
-    "4": Block({"topk100": 1.0}, COEFFICIENTS, COEFFICIENTS, zero_task_advantage=True, prefix="ta-"),
-    "5": Block({"nofilter": 1.0}, COEFFICIENTS, COEFFICIENTS),
+BLOCKS: dict[str, GridGroup] = {
+    "1": GridGroup(RATIOS, COEFFICIENTS, _ZERO),
+    "2": GridGroup(RATIOS, _ZERO, COEFFICIENTS),
+    "3": GridGroup(RATIOS, _ZERO, _ZERO),
+    "4": GridGroup({"topk100": 1.0}, COEFFICIENTS, COEFFICIENTS, zero_task_advantage=True, prefix="ta-"),
+    "5": GridGroup({"nofilter": 1.0}, COEFFICIENTS, COEFFICIENTS),
 }
 
 
@@ -66,7 +68,7 @@ def arms(group: str, kl_type: str) -> dict[str, Settings]:
 
 def counted(settings: Settings, base: RunConfig) -> Settings:
     """`settings` with the share of groups as a count, where the strategy takes one: max(1, int(share * groups))."""
-    if base.filter.rollout_filter_strategy != "top_k_abs":
+    if not FILTER_STRATEGIES[base.filter.rollout_filter_strategy].counts_groups:
         return settings
     share = float(str(settings["filter.rollout_filter_value"]))
     return {**settings, "filter.rollout_filter_value": max(1, int(share * base.env.env_groups))}
@@ -117,6 +119,7 @@ def _study(name: str, kl_types: Mapping[str, tuple[str, ...]], losses: str) -> S
         fixed={**_SETTINGS, "actor.kl_loss_type": kl_type},
         presets={"paper": {"model.path": "Qwen/Qwen2.5-3B-Instruct"}},
         seeds=1,
+        strategies=STRATEGIES,
         baseline="g3-smoke-ppo-sokoban-topk100-kl0-ent0-{kl_type}",
         published=Names(
             run=f"smoke_test_{{strategy}}_{{size}}_{losses}_{{collapse}}",
@@ -135,9 +138,10 @@ def _study(name: str, kl_types: Mapping[str, tuple[str, ...]], losses: str) -> S
     )
 
 
-def smoke(kl_type: str = "low_var_kl") -> Study:
-    """The five groups under one KL loss: 68 runs."""
-    return _study("smoke", {kl_type: GROUPS}, "{kl_type}")
+_VARIANTS = {kl_type: _study("smoke", {kl_type: GROUPS}, "{kl_type}") for kl_type in KL_TYPES}
+
+SMOKE = replace(_VARIANTS[KL_TYPES[0]], variants=_VARIANTS, variant_setting="actor.kl_loss_type")
+"""The five groups under one KL loss: 68 runs."""
 
 
 SMOKE_ALL = _study("smoke-all", ALL, "all")

@@ -8,8 +8,6 @@ from search_spaces.declaration.family import Family, Settings, Shown
 from search_spaces.declaration.study import Axis, Contrasts, Names, Study, unchanged
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
-TRAINABLE = "trainable.sandbox.training.trainable:SandboxTrainable"
-
 GROUPED: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
 """What the documents call grouped: 12 prompts of 8 rollouts, four optimizer steps a batch."""
 
@@ -59,6 +57,7 @@ def sizes(config: UpdateRuleConfig, parameters: int) -> tuple[int, int]:
 
 UPDATE_RULES = Family(
     name="update_rules",
+    trainer="trainable.families:UPDATE_RULES",
     config=UpdateRuleConfig,
     presets={"paper": MappingProxyType({}), "laptop": MappingProxyType({})},
     seeds={"paper": 3, "laptop": 3},
@@ -123,7 +122,6 @@ def sandbox_study(
             probe_log="",
         ),
         family=UPDATE_RULES,
-        trainable=TRAINABLE,
         stop_rules=("uniform_groups",),
         smoke=smoke,
         contrasts=contrasts,

@@ -44,15 +44,19 @@ def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
     """Rows on disk and Tune's result of one trial of two ranks."""
     from ray import tune
 
-    from trainable.ppo_trainable import PPOTrainable
+    from trainable.trial import Trial
     from tune_study.placement.resources import placement
 
+    place = {
+        "run_id": "run", "seed": 0, "run_dir": str(folder / "run"), "checkpoint_dir": str(folder / "kept")
+    }  # fmt: skip
     config = {
-        "study": "kl", "run_id": "run", "arm": "0", "seed": 0, "settings": {**SETTINGS, **overrides},
-        "run_dir": str(folder / "run"), "checkpoint_dir": str(folder / "kept"), "finished": False,
+        "study": "kl", "run_id": "run", "arm": "0", "settings": {**SETTINGS, **overrides}, "runs": [place],
+        "side_by_side": False, "finished": False, "family": "trainable.families:LANGUAGE_MODEL", "stop_rules": [],
+        "interrupt": None, "storage": None, "storage_patience": 0.0,
     }  # fmt: skip
     tuner = tune.Tuner(
-        tune.with_resources(PPOTrainable, placement(2)), param_space=config,
+        tune.with_resources(Trial, placement(2)), param_space=config,
         run_config=tune.RunConfig(
             storage_path=str(folder / "tune"), verbose=0,
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),

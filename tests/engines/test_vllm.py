@@ -11,8 +11,8 @@ from scipy import stats
 from torch import Tensor
 
 from tests.fakes.scripted import random_model
+from trainable.envs.sokoban.level_sets import training_levels
 from trainable.envs.sokoban.prompt import make_protocol
-from trainable.envs.sokoban.room_sets import training_rooms
 from trainable.models.load import Policy, load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
 from trainable.rollout.agreement import EngineMismatchError, check_agreement, compare
@@ -110,7 +110,7 @@ def trainers(model: Qwen2, tokens: Sequence[int], mask: Sequence[bool], temperat
 
 def episodes(sampler: Sampler, policy: Policy, temperature: float) -> list[Episode]:
     return play(
-        training_rooms(0, 1, 4), 6, sampler, make_protocol("compact", "grid", 10), make_codec(policy.tokenizer),
+        training_levels(0, 1, 4), 6, sampler, make_protocol("compact", "grid", 10), make_codec(policy.tokenizer),
         Rules(5, 2, 10, -0.1, CONTEXT), SamplingParams(temperature, LENGTH, policy.stop_token),
         np.random.default_rng(0),
     )  # fmt: skip

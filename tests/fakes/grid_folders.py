@@ -63,19 +63,19 @@ def _made(name: str, settings: Mapping[str, object], seed: int, steps: int, anch
     return MadeRun(name, **made)
 
 
-def made_study(*, rooms: int = 60, steps: int = 20) -> MadeStudy:
+def made_study(*, levels: int = 60, steps: int = 20) -> MadeStudy:
     """What the runs share; the baseline is the arm without KL and entropy."""
     return MadeStudy(
         name="smoke",
         run="smoke_test_top_p_sokoban-tiny",
         setting="KL and entropy coefficients, filter",
         baseline="g3-smoke-ppo-sokoban-topk100-kl0-ent0-low_var_kl",
-        rooms=rooms,
+        levels=levels,
         test_freq=5,
         total_steps=steps,
     )
 
 
-def write_grid(output: Path, kl_types: Mapping[str, Iterable[str]], *, seeds: int = 1, rooms: int = 60) -> Path:
+def write_grid(output: Path, kl_types: Mapping[str, Iterable[str]], *, seeds: int = 1, levels: int = 60) -> Path:
     """Write <output>/results/<run> for the grid over `kl_types` and return it."""
-    return write_study(output, made_runs(kl_types, seeds=seeds), made_study(rooms=rooms))
+    return write_study(output, made_runs(kl_types, seeds=seeds), made_study(levels=levels))

@@ -1,4 +1,4 @@
-"""Synthetic results folders, as a study writes them: rows of a made-up learning curve, rooms that agree with them."""
+"""Synthetic results folders, as a study writes them: rows of a made-up learning curve, levels that agree with them."""
 
 import json
 import math
@@ -43,13 +43,13 @@ class MadeRun:
 
 @dataclass(frozen=True)
 class MadeStudy:
-    """What all runs of the study share. rooms: validation rooms, of which some are one room up to symmetry."""
+    """What all runs of the study share. levels: validation levels, of which some are one level up to symmetry."""
 
     name: str = "kl"
     run: str = "kl_sweep_sokoban-tiny"
     setting: str = "actor.kl_loss_coef"
     baseline: str = "0"
-    rooms: int = 120
+    levels: int = 120
     test_freq: int = 5
     total_steps: int = 60
     values: tuple[str, ...] = ()
@@ -71,8 +71,8 @@ def _config(run: MadeRun | None, made: MadeStudy) -> dict[str, Any]:
         **presets.PRESETS["laptop"],
         "trainer.total_training_steps": made.total_steps,
         "trainer.test_freq": made.test_freq,
-        "env.val_env_groups": made.rooms,
-        "env.test_env_groups": made.rooms,
+        "env.val_env_groups": made.levels,
+        "env.test_env_groups": made.levels,
     }
     if run is not None:
         overrides |= {"seed": run.seed}
@@ -115,7 +115,6 @@ def _study_json(runs: Sequence[MadeRun], made: MadeStudy) -> dict[str, Any]:
         "command": "python -m tune_study run kl --preset laptop",
         "created_at": "2026-01-02T03:04:05+00:00",
         "model": "sokoban-tiny",
-        "trainable": "trainable.ppo_trainable:PPOTrainable",
         **made.extra,
     }
 
@@ -126,7 +125,7 @@ def _write_run(folder: Path, run: MadeRun, made: MadeStudy) -> None:
         _write_json(folder / "status.json", _status_json(run))
     if run.steps:
         evaluations = _evaluations(run, made)
-        write_lines(folder / "rooms.jsonl", evaluations)
+        write_lines(folder / "levels.jsonl", evaluations)
         write_lines(folder / "metrics.jsonl", _rows(run, made, evaluations))
 
 
@@ -169,21 +168,21 @@ def _evaluation(
     step: int, split: str, mode: str, ends: tuple[float, float], made: MadeStudy, generator: np.random.Generator
 ) -> dict[str, Any]:
     share = ends[1] + (ends[0] - ends[1]) * math.exp(-step / 12)
-    difficulty = np.random.default_rng(7).random(made.rooms)
-    solved = 0.5 * generator.random(made.rooms) + 0.5 * difficulty
+    difficulty = np.random.default_rng(7).random(made.levels)
+    solved = 0.5 * generator.random(made.levels) + 0.5 * difficulty
     threshold = math.sqrt(share / 2) if share <= 0.5 else 1 - math.sqrt((1 - share) / 2)
     return {
         "step": step,
         "split": split,
         "mode": mode,
-        "rooms": list(range(123, 123 + made.rooms)),
-        "clusters": [index - index % 2 if index < made.rooms // 4 else index for index in range(made.rooms)],
+        "levels": list(range(123, 123 + made.levels)),
+        "clusters": [index - index % 2 if index < made.levels // 4 else index for index in range(made.levels)],
         "success": "".join("1" if value < threshold else "0" for value in solved),
     }
 
 
 def share(line: Mapping[str, Any]) -> float:
-    """Share of solved episodes of one line of rooms.jsonl."""
+    """Share of solved episodes of one line of levels.jsonl."""
     return float(line["success"].count("1") / len(line["success"]))
 
 

@@ -122,7 +122,6 @@ def _study(runs: Sequence[MadeRun], made: MadeStudy) -> dict[str, Any]:
         "git": {"commit": "0123456789abcdef", "dirty": False},
         "command": "python -m tune_study run influence",
         "created_at": "2026-01-02T03:04:05+00:00",
-        "trainable": "trainable.sandbox.training.trainable:SandboxTrainable",
         **made.extra,
     }
 

@@ -122,7 +122,7 @@ def make_episode(
     mask = np.concatenate([np.repeat([False, True], [given, sampled]) for given, sampled, _ in turns])
     count = len(mask)
     return Episode(
-        room_seed=100 + group,
+        level_seed=100 + group,
         group=group,
         tokens=rng.integers(0, vocab, count),
         mask=mask,

@@ -29,7 +29,7 @@ def timeless(row: Row) -> Row:
 
 
 def steps(trainer: PPOTrainer, count: int) -> list[Row]:
-    return [timeless(trainer.step()[0]) for _ in range(count)]
+    return [timeless(trainer.step().row) for _ in range(count)]
 
 
 def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
@@ -56,6 +56,7 @@ def replay(trainer: PPOTrainer, step: int) -> list[Episode]:
     """The step's episodes, played again with the weights that the trainer has now."""
     env = trainer.config.env
     return play(
-        trainer.rooms[step - 1], env.group_size, trainer.engine.sampler, trainer.protocol, trainer.codec, trainer.rules,
+        trainer.levels[step - 1], env.group_size, trainer.engine.sampler, trainer.protocol, trainer.codec,
+        trainer.rules,
         trainer._sampling(trainer.config.rollout.temperature), stream(trainer.config.seed, "sampling", step),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.study_plan import StudyPlan, make_plan
 
 RUN = "out/results/kl_sweep_sokoban-tiny"
-STUDY, LINES = f"{RUN}/study.json", ("metrics.jsonl", "rooms.jsonl")
+STUDY, LINES = f"{RUN}/study.json", ("metrics.jsonl", "levels.jsonl")
 
 
 class Damage(NamedTuple):
@@ -37,7 +37,7 @@ def write_good(folder: Path) -> StudyPlan:
     plan = make_plan(STUDIES["kl"], "laptop", "a test", steps, ("0", "0.1"), 1, folder / "out")
     write_study(plan)
     first = plan.runs[0].run_id
-    made = MadeStudy(total_steps=3, test_freq=2, rooms=6)
+    made = MadeStudy(total_steps=3, test_freq=2, levels=6)
     run = MadeRun("0", steps=3)
     rows = write_made_study(folder / "made", [run], made) / "runs" / run.run_id
     for name in LINES:
@@ -179,7 +179,7 @@ def check_report(good: Path, damage: Damage) -> str:
         assert (answer.code == 0) == (f"{RUN}/report.html" in after), answer
         if answer.code == 1:
             assert answer.err.startswith("The rows are safe in "), answer
-            assert damage.name.endswith(("run.json", "status.json", "rooms.jsonl")), answer
+            assert damage.name.endswith(("run.json", "status.json", "levels.jsonl")), answer
             assert f"{Path(damage.name).name} " in answer.err, answer
         elif answer.code == 2:
             assert damage.name == STUDY, answer

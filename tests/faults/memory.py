@@ -3,14 +3,13 @@
 import gc
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 from rich.console import Console
 
-from search_spaces import STUDIES
+from tests.fakes.trainer import study_of
 from trainable.runs.run_files import METRICS
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
@@ -37,7 +36,7 @@ class Watched(Progress):
 
 def tiny_plan(folder: Path, trials: int) -> StudyPlan:
     """`trials` arms of a few fake steps each, that keep the contract of a run."""
-    study = replace(STUDIES["kl"], trainable="tests.fakes.trainable:FakeTrainable")
+    study = study_of("FAKE")
     values = [f"1.{number:04}" for number in range(trials)]
     return make_plan(study, "laptop", "memory", {"trainer.total_training_steps": STEPS}, values, 1, folder)
 

@@ -203,7 +203,7 @@ ODD_LINES = [
 
 @pytest.mark.parametrize("line", ODD_LINES, ids=name_of)
 def test_an_odd_line_is_left_out(tmp_path: Path, good: Good, line: str) -> None:
-    for name in ("metrics.jsonl", "rooms.jsonl"):
+    for name in ("metrics.jsonl", "levels.jsonl"):
         rows = good.files[f"{FIRST}/{name}"].splitlines()
         malformed_folders.damage_in(
             tmp_path / name, good.folder, Damage(f"{FIRST}/{name}", b"\n".join([rows[0], line.encode(), *rows[1:]]))
@@ -231,7 +231,7 @@ def test_a_value_that_is_no_number_is_missing(tmp_path: Path, good: Good, value:
     assert check_reading(good.folder, good.plan, damage).startswith("status 0, resume 0")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "rooms.jsonl", "status.json"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "levels.jsonl", "status.json"])
 @pytest.mark.parametrize("found", [None, "folder", b""])
 def test_lost_and_empty_files_stop_nobody(good: Good, name: str, found: bytes | str | None) -> None:
     assert check_reading(good.folder, good.plan, Damage(f"{FIRST}/{name}", found)) == "status 0, resume 0, replay 0"

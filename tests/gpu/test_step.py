@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from trainable.diagnostics.cross_scores import cross_scores
 from trainable.models.load import frozen_copy
 from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.ppo.filtering import filter_episodes
+from trainable.ppo.phases import Phases
+from trainable.ppo.schedule import due_at
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction
 from trainable.rollout.episode import Episode
@@ -41,10 +44,14 @@ def moved(trainer: PPOTrainer, episodes: list[Episode]) -> tuple[dict[str, Any],
     assert trainer.critic is not None
     weights = [*trainer.model.parameters(), *trainer.critic.parameters()]
     before = torch.cat([weight.detach().flatten().cpu() for weight in weights])
-    row: dict[str, Any] = {}
-    kept = filter_episodes(episodes, trainer.config.filter, trainer.config.env.group_size)
-    trainer._update(episodes, kept, row)
-    return row, torch.cat([weight.detach().flatten().cpu() for weight in weights]) - before
+    selection, phases = (
+        filter_episodes(episodes, trainer.config.filter, trainer.config.env.group_size),
+        Phases(trainer.device),
+    )
+    ready = trainer._prepare_selected(selection, phases)
+    critic, policy = trainer._update_critic(ready, phases), trainer._update_policy(ready, phases)
+    update = trainer._end_update(ready, critic, policy, due_at(trainer.step_index, trainer.config), phases)
+    return asdict(update), torch.cat([weight.detach().flatten().cpu() for weight in weights]) - before
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

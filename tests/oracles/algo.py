@@ -117,6 +117,15 @@ def groups_of(scores: Row, group_ids: Sequence[int]) -> list[list[float]]:
     return [[s for s, g in zip(scores, group_ids, strict=True) if g == own] for own in group_ids]
 
 
+def population_grpo(scores: Row, group_ids: Sequence[int], floor: float) -> list[float]:
+    """Divisor G; `floor` is added to a deviation, and one that is not above it counts as none."""
+    advantages = []
+    for score, group in zip(scores, groups_of(scores, group_ids), strict=True):
+        std = statistics.pstdev(group)
+        advantages.append((score - statistics.fmean(group)) / (std + floor) if std > floor else 0.0)
+    return advantages
+
+
 def grpo(scores: Row, group_ids: Sequence[int], norm_by_std: bool) -> list[float]:
     advantages = []
     for score, group in zip(scores, groups_of(scores, group_ids), strict=True):

@@ -93,8 +93,8 @@ def random_board(rng, rows, cols, boxes, wall_share=0.25):
     return write(Game((rows, cols), frozenset(floor), frozenset(targets), frozenset(floor[1 : boxes + 1]), floor[0]))
 
 
-def oracle_room(seed, rows, cols, num_steps, search_depth, tries=4, p_change_directions=0.35):
-    """The published generator, told again over sets of places; None where a seed makes no room."""
+def oracle_level(seed, rows, cols, num_steps, search_depth, tries=4, p_change_directions=0.35):
+    """The published generator, told again over sets of places; None where a seed makes no level."""
     rng, numpy_rng = random.Random(seed), np.random.RandomState(seed)
     for _ in range(tries):
         floor = oracle_carve(rng, rows, cols, num_steps, p_change_directions)

@@ -50,6 +50,22 @@ class Member:
         return next(group for group in self.groups() if i in group)
 
 
+GROUPED = ("GRPO", "DrGRPO", "DAPO", "DAPOLite", "TPO", "TPONoAnchor", "GroupPG", "TEMPO", "MaxRL")
+"""Rules that compare the rollouts of a prompt."""
+CANDIDATE = ("TPOToken", "GRPOToken")
+"""Rules that compare several next tokens at every prefix."""
+DELIGHT = (
+    "DG", "ReplayDG", "FreshDG", "DGEntropyGuard", "UncertaintyDG", "FilteredDG", "RewardVarianceDG", "Kondo",
+    "DGToken", "SelfDistillDG", "SCOPELite",
+)  # fmt: skip
+"""Rules that divide delight by eta."""
+TARGET = ("TPO", "TPONoAnchor", "GroupPG", "TPOFullAction", "TPOToken")
+"""Rules that divide rewards by tpo_eta."""
+SEQUENCE_ONLY = ("DGToken", "SelfDistillDG", "SCOPELite")
+"""Rules that need the right token of every position."""
+CLIPPED = ("ASPO", "GRPO", "DrGRPO", "DAPO", "DAPOLite", "GRPOToken")
+"""Rules that bound ratios on both sides of 1."""
+
 Oracle = Callable[[Member, Table, Table, UpdateRuleConfig], float]
 Weight = Callable[[int, int], float]
 

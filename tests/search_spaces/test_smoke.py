@@ -6,7 +6,7 @@ import pytest
 
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
-from search_spaces.language_model.smoke import smoke
+from search_spaces.language_model.smoke import SMOKE
 from tune_study.folder.outputs import write_study
 from tune_study.folder.study_file import join, plan_from_folder
 from tune_study.plan.study_plan import PlanError, StudyPlan, expand, find_study, make_plan, values_said
@@ -40,7 +40,7 @@ def plan_of(
 @pytest.mark.parametrize("kind", ["low_var_kl", "kl", "mse"])
 def test_the_68_names(preset: str, kind: str) -> None:
     names = [name for group in (1, 2, 3, 4, 5) for name in listed(group, kind)]
-    assert [spec.run_id for spec in plan_of(smoke(kind), preset).runs] == names
+    assert [spec.run_id for spec in plan_of(SMOKE.variants[kind], preset).runs] == names
     assert (len(names), len(set(names))) == (68, 68)
 
 
@@ -86,7 +86,7 @@ def test_what_all_runs_share() -> None:
 
 
 def test_places_and_project_are_the_published_ones() -> None:
-    plan = plan_of(smoke("mse"), filter__rollout_filter_strategy="min_p")
+    plan = plan_of(SMOKE.variants["mse"], filter__rollout_filter_strategy="min_p")
     assert plan.summary_log == Path("/out/logs/smoke_test_min_p/smoke_test_results_3B_mse_ftmt.log")
     assert plan.runs[0].log == Path(f"logs/smoke_test_min_p_details/{listed(1, 'mse')[0]}.log")
     assert plan.wandb_project == "ragen-smoke_test_min_p"
@@ -118,7 +118,7 @@ def test_top_k_takes_a_count_of_groups(groups: int, counts: list[int]) -> None:
 
 
 def test_a_folder_knows_its_groups_whatever_its_loss(tmp_path: Path) -> None:
-    study = smoke("mse")
+    study = SMOKE.variants["mse"]
     plan = make_plan(study, "laptop", "a test", {}, expand(study, ["3"]), 1, tmp_path)
     write_study(plan)
     held = plan_from_folder(plan.folder)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.oracles.update_rules import Member
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
-from trainable.sandbox.config.methods import CANDIDATE, GROUPED, METHODS
+from trainable.sandbox.config.rules import METHODS, RULES
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
 examples = settings(deadline=None, max_examples=25)
@@ -73,10 +73,10 @@ def random_case(
         actor_baseline=table.exp().square().sum(-1),
         keep=keep,
         age=draw(40, members),
-        group_size=SIZE if grouped or method in GROUPED else None,
+        group_size=SIZE if grouped or RULES[method].has_groups else None,
         score_mask=torch.rand(shape, generator=g) < 0.6 if draw(2, 1) else None,
         expected_reward=torch.rand(shape[:2], generator=g, dtype=torch.float64) if draw(3, 1) == 0 else None,
-        candidates=candidates if method in CANDIDATE else None,
+        candidates=candidates if RULES[method].has_candidates else None,
     )
     return Case(rollouts, table, config_of(method, **knobs))
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes.carried import Straight, ended, started
 from tests.fakes.scripted import random_model
+from tests.fakes.trials import Straight, ended, started
 from trainable.tiny.recipe import tiny_shape, write_model
 
 

@@ -169,14 +169,15 @@ class _GroupScores(NamedTuple):
     size: Tensor
 
 
-def _by_group(scores: Tensor, group_ids: Tensor) -> _GroupScores:
+def _by_group(scores: Tensor, group_ids: Tensor, correction: int = 1) -> _GroupScores:
+    """Scores (B,) beside those of their group; the std's divisor is G − `correction`."""
     _, group = torch.unique(group_ids, return_inverse=True)
     size = torch.bincount(group)  # (P,)
     # In float32 the mean of equal scores can miss them by a rounding, which a division by the std would blow up.
     exact = scores.double()
     total = exact.new_zeros(len(size))
     centred = exact - (total.index_add(0, group, exact) / size)[group]
-    variance = total.index_add(0, group, centred.square()) / (size - 1).clamp(min=1)
+    variance = total.index_add(0, group, centred.square()) / (size - correction).clamp(min=1)
     return _GroupScores(centred, variance.sqrt()[group], size[group])
 
 
@@ -186,28 +187,39 @@ def _broadcast(advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def grpo(scores: Tensor, group_ids: Tensor, mask: Tensor, norm_by_std: bool) -> Tensor:
-    """Group-relative advantage, one number a sequence, on each of its trained tokens (B, T).
+def grpo(
+    scores: Tensor, group_ids: Tensor, mask: Tensor, norm_by_std: bool, *,
+    correction: int = 1, floor: float = STD_FLOOR, least_std: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Group-relative advantage, one number per sequence, on each of its trained tokens (B, T).
 
-        A_i = (R_i − mean_g R) / (std_g R + 1e-6)        without `norm_by_std`: A_i = R_i − mean_g R
+        A_i = (R_i − mean_g R) / (std_g R + floor)        without `norm_by_std`: A_i = R_i − mean_g R
+        where std_g R <= least_std: 0
 
     Args:
         scores: (B,) score R of each sequence.
         group_ids: (B,) int, equal for the rollouts of one prompt. A duplicated sequence counts twice.
         mask: (B, T) bool.
-        norm_by_std: divide by the group's standard deviation (divisor G − 1); False is Dr. GRPO.
+        norm_by_std: divide by the group's standard deviation; False is Dr. GRPO.
+        correction: the standard deviation has the divisor G − correction.
+        floor: what is added to it.
+        least_std: a deviation up to this is one of rounding, and the group has no advantage.
 
+    The defaults are those of language models (verl 0.6.1 `compute_grpo_outcome_advantage`); the published sandbox of
+    update rules has correction 0, floor 1e-8 and least_std 1e-8.
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; Liu et al. 2025, arXiv:2503.20783 (Dr. GRPO).
     Degenerate: a group of one, or of equal scores, has advantage 0. The published code gives a group of one its raw
     score.
     """
-    group = _by_group(scores, group_ids)
-    advantages = group.centred / (group.std + STD_FLOOR) if norm_by_std else group.centred
+    group = _by_group(scores, group_ids, correction)
+    if not norm_by_std:
+        return _broadcast(group.centred, mask, scores.dtype)
+    advantages = torch.where(group.std <= least_std, 0, group.centred / (group.std + floor))
     return _broadcast(advantages, mask, scores.dtype)
 
 
 @torch.no_grad()
-def group_skill(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
+def group_skill(scores: Tensor, group_ids: Tensor, mask: Tensor, *, precision: torch.dtype = torch.float32) -> Tensor:
     """Standardised score of a rollout in its group, on each of its trained tokens (B, T).
 
         z_i = (R_i − mean_g R) / std_g R        where std_g R ≤ 1e-6: z_i = R_i − mean_g R
@@ -216,13 +228,15 @@ def group_skill(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
         scores: (B,) score R of each sequence.
         group_ids: (B,) int, equal for the rollouts of one prompt.
         mask: (B, T) bool.
+        precision: of the factor that turns the divisor G − 1 into G. float32 as language models are trained, whose z is
+            rounded to that anyway; float64 in the sandbox of update rules, which loops check to 1e-9.
 
-    The std has the divisor G, unlike that of `grpo`, and nothing is added to it.
+    The std has the divisor G, unlike that of `grpo` by default, and nothing is added to it.
     Source: target policy optimisation (jeankaddour/tpo), as the published sandbox of update rules has it.
     Degenerate: a group of one, or of equal scores, has skill 0.
     """
     group = _by_group(scores, group_ids)
-    std = group.std * ((group.size - 1) / group.size).sqrt()
+    std = group.std * ((group.size - 1).to(precision) / group.size).sqrt()
     return _broadcast(group.centred / torch.where(std > SKILL_STD_FLOOR, std, 1.0), mask, scores.dtype)
 
 

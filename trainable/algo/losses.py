@@ -101,7 +101,7 @@ def _k2(d: Tensor) -> Tensor:
 def _k3(d: Tensor) -> Tensor:
     log_ratio = (-d).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     # expm1 keeps the digits that exp(x) − 1 loses where policy and reference nearly agree.
-    return (torch.expm1(log_ratio) - log_ratio).clamp(-K3_LIMIT, K3_LIMIT)
+    return torch.expm1(log_ratio) - log_ratio
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -115,7 +115,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float = K3_LIMIT) -> Tensor:
     """Estimate of KL(π‖π_ref) from sampled tokens, of each token, in nats.
 
         d = logπ − logπ_ref
@@ -132,9 +132,11 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
         logprobs: log π of the sampled tokens, nats.
         ref_logprobs: log π_ref of the same tokens.
         kind: a name above.
+        limit: k3 is clamped to ± this, nats. 10 as published for language models (verl 0.6.1 `kl_penalty`); infinite
+            as the published sandbox of update rules has it.
 
-    Source: Schulman 2020, "Approximating KL divergence"; clamps as published (verl 0.6.1 `kl_penalty`): −d of k3 to
-    ±20, the result to [−10, 10]. The gradients are proved by enumeration in the tests.
+    Source: Schulman 2020, "Approximating KL divergence"; −d of k3 is clamped to ±20 as published (both of the above).
+    The gradients are proved by enumeration in the tests.
     Degenerate: at π = π_ref every value is 0; the gradient of k2 and k3 is 0, that of k1 is ∇logπ.
     """
     base = kind.removesuffix("+")
@@ -144,7 +146,8 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
             "(the exact sum over the vocabulary is the function full_kl, which takes logits)."
         )
     d = logprobs - ref_logprobs
-    value = KL_ESTIMATORS[base](d)
+    estimator = KL_ESTIMATORS[base]
+    value = estimator(d).clamp(-limit, limit) if estimator is _k3 else estimator(d)
     if kind == base:
         return value
     surrogate = _k2(d)

@@ -21,6 +21,47 @@ class TargetPolicyLoss(NamedTuple):
     """Mean over groups of the target's largest probability."""
 
 
+class GroupShares(NamedTuple):
+    """Of each rollout (B,), float64: the logarithms of its shares of its group, and where its group is."""
+
+    log_p: Tensor
+    """log p, with gradient."""
+    log_q: Tensor
+    """log q of the target, a constant."""
+    group: Tensor
+    """(B,) int, the groups numbered 0 ... P − 1."""
+    n_groups: int
+    """P."""
+
+
+def target_shares(logprobs: Tensor, old_logprobs: Tensor, skills: Tensor, group_ids: Tensor, eta: float) -> GroupShares:
+    """Policy and target as distributions over each group's rollouts: what the loss of `target_policy` is made of.
+
+        p = softmax(c),   q = softmax(log softmax(o) + z / η)
+
+    A caller with a mean of its own takes −Σ_i q_i log p_i of each group.
+
+    Args:
+        logprobs: (B,) c, nats; the gradient flows through it.
+        old_logprobs: (B,) o, nats; zeros for a target that does not start from the policy that sampled.
+        skills: (B,) z.
+        group_ids: (B,) int, equal for the rollouts of one prompt, or for candidates of one choice.
+        eta: η > 0.
+
+    Source: that of `target_policy`, whose published sandbox also has the variant without the old policy.
+    Degenerate: a group of one has p = q = 1, so no loss and no gradient.
+    """
+    if not eta > 0:
+        raise ValueError(f"tpo_eta is {eta}; it must be above 0, such as 1.0.")
+    _, group = torch.unique(group_ids, return_inverse=True)
+    count = int(group.max()) + 1
+    # Sums of hundreds of nats leave float32 too few digits for the small differences that p − q is made of.
+    log_p = _log_shares(logprobs.double(), group, count)
+    with torch.no_grad():
+        log_q = _log_shares(_log_shares(old_logprobs.double(), group, count) + skills.double() / eta, group, count)
+    return GroupShares(log_p, log_q, group, count)
+
+
 def target_policy(
     logprobs: Tensor, old_logprobs: Tensor, skills: Tensor, group_ids: Tensor, eta: float
 ) -> TargetPolicyLoss:
@@ -45,14 +86,8 @@ def target_policy(
     Degenerate: a group of one has gradient 0; equal skills give q = softmax(o), a pull back to the old policy that is 0
     where the policy is still the old one.
     """
-    if not eta > 0:
-        raise ValueError(f"tpo_eta is {eta}; it must be above 0, such as 1.0.")
-    _, group = torch.unique(group_ids, return_inverse=True)
-    count = int(group.max()) + 1
-    # Sums of hundreds of nats leave float32 too few digits for the small differences that p − q is made of.
-    log_p = _log_shares(logprobs.double(), group, count)
+    log_p, log_q, group, count = target_shares(logprobs, old_logprobs, skills, group_ids, eta)
     with torch.no_grad():
-        log_q = _log_shares(_log_shares(old_logprobs.double(), group, count) + skills.double() / eta, group, count)
         target = log_q.exp()
         entropy = -(target * log_q).sum() / count
         top = target.new_zeros(count).scatter_reduce(0, group, target, "amax").mean()

@@ -14,10 +14,6 @@ from torch import Tensor
 
 from trainable.algo.losses import entropy_from_logits, full_kl, logprobs_from_logits
 
-CHUNK_ELEMENTS = 2**27
-"""Logits held at once: half a GiB in float32, of which a backward pass holds about eight copies. Of 151,936 vocabulary
-entries that is 883 rows, which a GPU multiplies as fast as more."""
-
 OfLogits = Callable[[Tensor, slice], Tensor]
 """A number of each row (n,) from its logits (n, V); the slice says which of the N rows these are."""
 
@@ -31,7 +27,7 @@ class TokenNumbers(NamedTuple):
 
 
 def logprobs_from_hidden(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, elements: int | None = CHUNK_ELEMENTS
+    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, elements: int | None = None
 ) -> Tensor:
     """Log-probability of one token in each row (N,), in nats.
 
@@ -52,7 +48,7 @@ def logprobs_from_hidden(
 
 def token_numbers(
     hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, entropy_gradient: bool = True,
-    reference: tuple[Tensor, Tensor] | None = None, elements: int | None = CHUNK_ELEMENTS,
+    reference: tuple[Tensor, Tensor] | None = None, elements: int | None = None,
 ) -> TokenNumbers:  # fmt: skip
     """Log-probability, entropy and exact KL of each row (N,) from one product with the head.
 
@@ -100,7 +96,7 @@ def _of_logits(
 ) -> tuple[Tensor, ...]:
     """Each function (N,) of the tempered logits."""
     if elements is not None and elements < 1:
-        raise ValueError(f"elements is {elements}; at least 1 logit is held at once. Give {CHUNK_ELEMENTS}, say.")
+        raise ValueError(f"elements is {elements}; at least 1 logit is held at once. Give {2**27}, say.")
     rows = len(hidden) if elements is None else max(1, elements // len(weight))
     if len(hidden) > rows:
         return _Chunked.apply(functions, rows, temperature, hidden, weight)

@@ -13,13 +13,9 @@ from trainable.backend.meter import Meter
 from trainable.backend.one_device import adamw, below, named_parameters
 from trainable.backend.world import World
 from trainable.backend.zero_weights import MOMENTS, Copied, Dealt, Weights
+from trainable.config.constants import ZERO_BUCKET, ZERO_LIVE
 from trainable.config.sections import OptimConfig, TrainerConfig
 from trainable.runs.state import check_shapes, tensor_shapes, trained
-
-DEALT_BUCKET = 50_000_000
-"""Elements that are reduced at once in stage 3, where each network has a buffer of them for good."""
-LIVE = 1_000_000_000
-"""Elements of weights that are gathered at once in an update of stage 3, at most; DeepSpeed's own choice."""
 
 
 class _Networks(nn.Module):
@@ -133,7 +129,8 @@ def _settings(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": trainer.zero_stage}
     if trainer.zero_stage == 3:
         zero |= {
-            "reduce_bucket_size": DEALT_BUCKET, "stage3_max_live_parameters": LIVE, "stage3_max_reuse_distance": LIVE,
+            "reduce_bucket_size": ZERO_BUCKET, "stage3_max_live_parameters": ZERO_LIVE,
+            "stage3_max_reuse_distance": ZERO_LIVE,
             "stage3_param_persistence_threshold": 0, "memory_efficient_linear": False,
         }  # fmt: skip
     if trainer.offload_optimizer:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from trainable.config.aliases import ALIASES
+from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, idle_knobs
 from trainable.config.sections import (
     ActorConfig,
     AlgorithmConfig,
@@ -88,21 +89,24 @@ class RunConfig(StudyConfig):
 
     @model_validator(mode="after")
     def _target_policy_has_what_it_needs(self) -> "RunConfig":
-        if self.actor.policy_loss == "tpo":
+        if self.actor.loss.keeps_groups:
             for refused, why in _refused_with_target_policy(self):
                 if refused:
                     raise ValueError(f"actor.policy_loss=tpo {why}")
         return self
 
     def hashed(self) -> dict[str, Any]:
-        """Every setting that can change a result, the seed left out; without adapters, those of LoRA too, and so on."""
+        """Every setting that can change a result, the seed and the knobs of choices that were not chosen left out."""
         data = super().hashed()
         if not self.model.lora_rank:
             for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
                 del data["model"][setting]
-        if self.actor.policy_loss == "ppo_clip":
-            for setting in ("policy_loss", "tpo_eta"):
-                del data["actor"][setting]
+        for setting in idle_knobs(POLICY_LOSSES, self.actor.policy_loss):
+            del data["actor"][setting]
+        for setting in idle_knobs(FILTER_STRATEGIES, self.filter.rollout_filter_strategy):
+            del data["filter"][setting]
+        if not self.collapse_detection.all_quantities:
+            del data["collapse_detection"]["all_quantities"]
         return data
 
 
@@ -124,7 +128,7 @@ def _refused_with_target_policy(config: RunConfig) -> list[tuple[bool, str]]:
     )
     return [
         (size < 2, "compares the rollouts of a group: set env.group_size=2 or more"),
-        (algorithm.adv_estimator != "group_skill", estimator),
+        (not algorithm.estimator.is_skill, estimator),
         (mini % size != 0, f"{wrong_size}: set actor.ppo_mini_batch_size={whole}, or a multiple of that"),
         (actor.filter_loss_scaling != "none", scaling),
         (algorithm.zero_task_advantage, no_task),
@@ -170,7 +174,8 @@ def canonical_key(key: str, kind: type[StudyConfig] = RunConfig) -> str:
     hint = f" Nearest: {', '.join(dict.fromkeys(nearest))}." if nearest else ""
     hint += f" The section has: {', '.join(listed)}." if listed else ""
     raise ConfigError(
-        f"There is no setting `{shown(key)}`.{hint} `python -m tune_study {kind.listed}` lists all with their meaning."
+        f"There is no setting `{shown(key)}`.{hint} `python -m tune_study {kind.listed} --all` lists all with their "
+        "meaning."
     )
 
 

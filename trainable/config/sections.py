@@ -4,9 +4,17 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from trainable.config.choices import (
+    ADVANTAGE_ESTIMATORS,
+    FILTER_STRATEGIES,
+    POLICY_LOSSES,
+    AdvantageEstimator,
+    PolicyLossKind,
+)
 from trainable.config.section import Section
 from trainable.config.setting_types import (
-    AdvantageEstimator,
+    Common,
+    FilterMetric,
     Finite,
     Groups,
     KLKind,
@@ -24,7 +32,7 @@ from trainable.config.study_config import Runner
 class ModelConfig(Section):
     """The policy and how it is spoken to."""
 
-    path: ModelPath = Field("Qwen/Qwen2.5-3B", description="hub id, local folder, or `sokoban-tiny` (shipped)")
+    path: Common[ModelPath] = Field("Qwen/Qwen2.5-3B", description="hub id, local folder, or `sokoban-tiny` (shipped)")
     prompt_style: Literal["full", "compact"] = Field(
         "full", description="published prompt, or its compact form for the shipped tiny model"
     )
@@ -43,25 +51,25 @@ class ModelConfig(Section):
 
 
 class EnvConfig(Section):
-    """Rooms, groups and the protocol's limits (published environment `CoordSokoban`: 6x6, one box)."""
+    """Levels, groups and the protocol's limits (published environment `CoordSokoban`: 6x6, one box)."""
 
-    env_groups: Groups = Field(8, description="P: training prompts (rooms) a step")
-    group_size: int = Field(16, ge=1, description="G: rollouts of each training room")
-    val_env_groups: Groups = Field(512, description="validation rooms; the same ones every time")
-    val_group_size: int = Field(1, ge=1, description="rollouts of each validation room")
-    test_env_groups: int = Field(512, ge=0, le=512, description="test rooms, evaluated once at the end; 0: none")
+    env_groups: Common[Groups] = Field(8, description="P: training prompts (levels) a step")
+    group_size: Common[int] = Field(16, ge=1, description="G: rollouts of each training level")
+    val_env_groups: Common[Groups] = Field(512, description="validation levels; the same ones every time")
+    val_group_size: int = Field(1, ge=1, description="rollouts of each validation level")
+    test_env_groups: int = Field(512, ge=0, le=512, description="test levels, evaluated once at the end; 0: none")
     seed_train: int = Field(
-        10_000, ge=0, le=200_000_000, description="first room seed of training (run seed k adds 1,000,000 k)"
+        10_000, ge=0, le=200_000_000, description="first level seed of training (run seed k adds 1,000,000 k)"
     )
-    seed_val: int = Field(123, ge=0, le=200_000_000, description="first room seed of validation")
-    max_turn: int = Field(5, ge=1, description="replies an episode")
+    seed_val: int = Field(123, ge=0, le=200_000_000, description="first level seed of validation")
+    max_turn: Common[int] = Field(5, ge=1, description="replies an episode")
     max_actions_per_turn: int = Field(2, ge=1, description="actions executed of one reply")
     max_actions_per_traj: int = Field(10, ge=1, description="actions executed in an episode")
     format_penalty: Annotated[float, Field(le=0, allow_inf_nan=False)] = Field(
         -0.1, description="added to the episode's score once for each turn with an invalid or empty answer"
     )
     observation_format: Literal["grid_coord", "grid", "coord"] = Field(
-        "grid_coord", description="how the full prompt shows a room; the compact prompt has one form"
+        "grid_coord", description="how the full prompt shows a level; the compact prompt has one form"
     )
 
 
@@ -69,9 +77,11 @@ class RolloutConfig(Section):
     """Sampling."""
 
     name: Literal["torch", "vllm"] = Field("vllm", description="the engine that samples")
-    temperature: Positive = Field(1.0, description="training; log-probs are of the tempered distribution everywhere")
+    temperature: Common[Positive] = Field(
+        1.0, description="training; log-probs are of the tempered distribution everywhere"
+    )
     val_temperature: NonNegative = Field(0.5, description="sampled validation and test; 0 is greedy")
-    response_length: int = Field(400, ge=1, description="new tokens a turn at most")
+    response_length: Common[int] = Field(400, ge=1, description="new tokens a turn at most")
     log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1, description="longest sequences a pass without gradients")
     ref_log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1, description="longest sequences a reference pass")
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="share of the device given to vLLM")
@@ -94,15 +104,19 @@ class RolloutConfig(Section):
 class FilterConfig(Section):
     """Which groups of a step are trained on: the reward-variance filter."""
 
-    rollout_filter_strategy: Literal["top_p", "top_k", "top_k_abs", "top_f", "min_p"] = Field(
+    rollout_filter_strategy: Common[Literal[tuple(FILTER_STRATEGIES)]] = Field(  # type: ignore[valid-type]
         "top_p", description="mass of scores, fraction (top_k, top_f), count of groups, or ratio to the best score"
     )
-    rollout_filter_value: Positive = Field(1.0, description="mass (top_p), fraction (top_k, top_f), count, or ratio")
+    rollout_filter_value: Common[Positive] = Field(
+        1.0, description="mass (top_p), fraction (top_k, top_f), count, or ratio"
+    )
     rollout_filter_type: Literal["largest", "smallest"] = Field("largest", description="which scores are kept")
-    rollout_filter_metric: Literal[
-        "reward_variance", "reward_std", "reward", "reward_sum", "entropy", "entropy_variance", "entropy_std", "length"
-    ] = Field("reward_variance", description="score of a group; the published name, the number is a standard deviation")
-    rollout_filter_include_zero: bool = Field(True, description="False drops groups of zero score before the strategy")
+    rollout_filter_metric: Common[FilterMetric] = Field(
+        "reward_variance", description="score of a group; the published name, the number is a standard deviation"
+    )
+    rollout_filter_include_zero: Common[bool] = Field(
+        True, description="False drops groups of zero score before the strategy"
+    )
     rollout_filter_top_p_prob_mode: Literal["softmax", "linear"] = Field(
         "linear", description="mass of softmax(scores), which depends on their scale, or of the scores themselves"
     )
@@ -111,7 +125,7 @@ class FilterConfig(Section):
     @model_validator(mode="after")
     def _value_fits_strategy(self) -> "FilterConfig":
         value, strategy = self.rollout_filter_value, self.rollout_filter_strategy
-        if strategy == "top_k_abs":
+        if FILTER_STRATEGIES[strategy].counts_groups:
             if value < 1 or value != int(value):
                 raise ValueError(f"rollout_filter_value {value} is not a count of groups; top_k_abs takes 1, 2, 3, ...")
         elif value > 1:
@@ -126,7 +140,7 @@ class OptimConfig(Section):
     weight_decay: NonNegative = Field(0.01, description="AdamW's, decoupled")
     grad_clip: Positive = Field(1.0, description="largest total gradient norm")
     ppo_epochs: int = Field(1, ge=1, description="passes over a step's batch")
-    ppo_mini_batch_size: int = Field(32, ge=1, description="sequences an optimizer step")
+    ppo_mini_batch_size: Common[int] = Field(32, ge=1, description="sequences an optimizer step")
     ppo_micro_batch_size_per_gpu: int = Field(4, ge=1, description="sequences whose loss is averaged together")
 
     @model_validator(mode="after")
@@ -142,24 +156,28 @@ class OptimConfig(Section):
 class ActorConfig(OptimConfig):
     """The policy's losses and optimizer."""
 
-    lr: Positive = Field(1e-6, description="AdamW's, constant")
-    policy_loss: Literal["ppo_clip", "tpo"] = Field(
+    lr: Common[Positive] = Field(1e-6, description="AdamW's, constant")
+    policy_loss: Common[Literal[tuple(POLICY_LOSSES)]] = Field(  # type: ignore[valid-type]
         "ppo_clip", description="clipped ratios of tokens, or target policy optimisation over the rollouts of a group"
     )
     tpo_eta: Positive = Field(
         1.0, description="tpo: a skill of so much makes a rollout e times as likely in the target"
     )
-    clip_ratio_low: Share = Field(0.2, description="the ratio is cut below 1 - this")
-    clip_ratio_high: NonNegative = Field(0.28, description="the ratio is cut above 1 + this")
+    clip_ratio_low: Common[Share] = Field(0.2, description="the ratio is cut below 1 - this")
+    clip_ratio_high: Common[NonNegative] = Field(0.28, description="the ratio is cut above 1 + this")
     clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(
         3.0, description="dual clip: bound for negative advantages"
     )
     loss_agg_mode: LossAggMode = Field("token-mean", description="how tokens' losses become a micro-batch's loss")
-    entropy_coeff: Finite = Field(0.0, description="weight of the entropy bonus (full vocabulary, response tokens)")
+    entropy_coeff: Common[Finite] = Field(
+        0.0, description="weight of the entropy bonus (full vocabulary, response tokens)"
+    )
     entropy_from_logits_with_chunking: bool = Field(True, description="bound its memory; changes no number")
-    use_kl_loss: bool = Field(False, description="penalise KL to the frozen reference in the actor loss")
-    kl_loss_coef: NonNegative = Field(0.001, description="weight of that penalty; 0 switches use_kl_loss off")
-    kl_loss_type: KLKind = Field("kl", description="estimator; the published `kl` has no anchoring gradient as a loss")
+    use_kl_loss: Common[bool] = Field(False, description="penalise KL to the frozen reference in the actor loss")
+    kl_loss_coef: Common[NonNegative] = Field(0.001, description="weight of that penalty; 0 switches use_kl_loss off")
+    kl_loss_type: Common[KLKind] = Field(  # type: ignore[valid-type]
+        "kl", description="estimator; the published `kl` has no anchoring gradient as a loss"
+    )
     tis_imp_ratio_cap: Annotated[float | None, OrNull] = Field(
         None,
         ge=1,
@@ -171,9 +189,9 @@ class ActorConfig(OptimConfig):
     )
 
     @property
-    def keeps_groups(self) -> bool:
-        """Whether the policy loss is one of whole groups, which mini-batches then must not split."""
-        return self.policy_loss == "tpo"
+    def loss(self) -> PolicyLossKind:
+        """What the policy loss needs."""
+        return POLICY_LOSSES[self.policy_loss]
 
     @model_validator(mode="after")
     def _zero_coefficient_is_off(self) -> Self:
@@ -185,7 +203,7 @@ class ActorConfig(OptimConfig):
 class CriticConfig(OptimConfig):
     """The value function's loss and optimizer."""
 
-    lr: Positive = Field(1e-5, description="AdamW's, constant; with shared_trunk, of the head alone")
+    lr: Common[Positive] = Field(1e-5, description="AdamW's, constant; with shared_trunk, of the head alone")
     cliprange_value: Positive = Field(0.5, description="how far a value may move from the one before the update")
     shared_trunk: bool = Field(False, description="value head on the policy's own trunk: one network, one update")
 
@@ -202,20 +220,27 @@ class KLControl(Section):
 class AlgorithmConfig(Section):
     """Advantages."""
 
-    adv_estimator: AdvantageEstimator = Field("gae", description="gae needs the critic, the others use none")
-    gamma: Share = Field(1.0, description="discount a token")
-    lam: Share = Field(1.0, description="lambda of GAE")
+    adv_estimator: Common[Literal[tuple(ADVANTAGE_ESTIMATORS)]] = Field(  # type: ignore[valid-type]
+        "gae", description="gae needs the critic, the others use none"
+    )
+    gamma: Common[Share] = Field(1.0, description="discount a token")
+    lam: Common[Share] = Field(1.0, description="lambda of GAE")
     bi_level_gae: bool = Field(False, description="GAE over turns first, then over each turn's tokens")
     high_level_gamma: Share = Field(0.95, description="discount a turn, for bi_level_gae")
     norm_adv_by_std_in_grpo: bool = Field(True, description="divide by the group's standard deviation (off: Dr. GRPO)")
-    zero_task_advantage: bool = Field(False, description="advantages 0: only KL and entropy move the policy")
-    use_kl_in_reward: bool = Field(False, description="subtract the KL penalty from each token's reward")
-    kl_penalty: KLKind = Field("kl", description="estimator of that penalty")
+    zero_task_advantage: Common[bool] = Field(False, description="advantages 0: only KL and entropy move the policy")
+    use_kl_in_reward: Common[bool] = Field(False, description="subtract the KL penalty from each token's reward")
+    kl_penalty: KLKind = Field("kl", description="estimator of that penalty")  # type: ignore[valid-type]
     kl_ctrl: KLControl = KLControl()
+
+    @property
+    def estimator(self) -> AdvantageEstimator:
+        """What the advantage estimator needs."""
+        return ADVANTAGE_ESTIMATORS[self.adv_estimator]
 
     @model_validator(mode="after")
     def _bi_level_needs_gae(self) -> "AlgorithmConfig":
-        if self.bi_level_gae and self.adv_estimator != "gae":
+        if self.bi_level_gae and not self.estimator.has_turn_level:
             raise ValueError(f"bi_level_gae needs adv_estimator=gae, not {self.adv_estimator}")
         if self.use_kl_in_reward and self.kl_penalty == "full":
             raise ValueError("kl_penalty=full needs whole distributions; in the reward use kl, abs, mse or low_var_kl")
@@ -225,11 +250,13 @@ class AlgorithmConfig(Section):
 class TrainerConfig(Runner):
     """Length, rhythm and place of a run."""
 
-    total_training_steps: int = Field(400, ge=1, le=100_000, description="steps of a run")
-    test_freq: int = Field(10, description="validate every so many steps and at the last; <= 0: never in between")
+    total_training_steps: Common[int] = Field(400, ge=1, le=100_000, description="steps of a run")
+    test_freq: Common[int] = Field(
+        10, description="validate every so many steps and at the last; <= 0: never in between"
+    )
     val_before_train: bool = Field(True, description="validate the base policy first")
-    save_freq: int = Field(-1, description="keep a global_step_<N> folder every so many steps; -1: none")
-    resume_every: int = Field(25, ge=1, description="steps between rolling states for recovery")
+    save_freq: Common[int] = Field(-1, description="keep a global_step_<N> folder every so many steps; -1: none")
+    resume_every: Common[int] = Field(25, ge=1, description="steps between rolling states for recovery")
     nonfinite_patience: int = Field(
         3, ge=1, description="steps in a row with an update skipped for non-finite numbers that fail the run"
     )
@@ -252,7 +279,7 @@ class TrainerConfig(Runner):
     gradient_analysis_only: bool = Field(False, description="update neither policy nor critic: measure only")
     exit_after_gradient_analysis: bool = Field(False, description="the first analysis is the run's last step")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where one is visible")
-    n_gpus_per_node: NonNegative = Field(1, le=64, description="GPUs a trial: a fraction, or a whole number")
+    n_gpus_per_node: Common[NonNegative] = Field(1, le=64, description="GPUs a trial: a fraction, or a whole number")
     strategy: Literal["auto", "torch", "deepspeed"] = Field(
         "auto", description="who updates; auto: torch on one device, DeepSpeed over several"
     )
@@ -287,10 +314,15 @@ class TrainerConfig(Runner):
 class CollapseDetectionConfig(Section):
     """The mutual information of prompts and thoughts: a diagnosis, which stops nothing."""
 
-    first_turn_enabled: bool = Field(True, description="thoughts of first turns against the openings of all groups")
-    multi_turn_enabled: bool = Field(True, description="thoughts of all turns against each other's prompts")
-    compute_freq: int = Field(5, ge=1, description="at step 1 and every so many steps")
+    first_turn_enabled: Common[bool] = Field(
+        True, description="thoughts of first turns against the openings of all groups"
+    )
+    multi_turn_enabled: Common[bool] = Field(True, description="thoughts of all turns against each other's prompts")
+    compute_freq: Common[int] = Field(5, ge=1, description="at step 1 and every so many steps")
     num_samples: int = Field(64, ge=2, description="thoughts that are scored")
+    all_quantities: bool = Field(
+        False, description="also write the 28 quantities of a sample that are for comparison with published logs"
+    )
 
 
 class EarlyStopConfig(Section):
@@ -298,7 +330,9 @@ class EarlyStopConfig(Section):
 
     variance_baseline_steps: int = Field(10, ge=1, description="non-empty steps whose mean is the baseline")
     variance_window: int = Field(10, ge=1, description="latest non-empty steps that must all be below")
-    variance_ratio: NonNegative = Field(0.1, description="share of the baseline")
-    success_threshold: NonNegative = Field(0.01, description="validation success that counts as a failure below it")
+    variance_ratio: Common[NonNegative] = Field(0.1, description="share of the baseline")
+    success_threshold: Common[NonNegative] = Field(
+        0.01, description="validation success that counts as a failure below it"
+    )
     success_patience: int = Field(5, ge=1, description="validations in a row below the threshold")
-    empty_stop_steps: int = Field(5, description="steps in a row with nothing kept; <= 0: rule off")
+    empty_stop_steps: Common[int] = Field(5, description="steps in a row with nothing kept; <= 0: rule off")

@@ -1,16 +1,28 @@
 """What a single setting may hold: bounds and choices with a name."""
 
 import unicodedata
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic.fields import FieldInfo
 
-KLKind = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full",
-    "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+",
-]  # fmt: skip
-AdvantageEstimator = Literal[
-    "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "group_skill"
+from trainable.config.choices import EXACT_KL, KL_KINDS
+
+Setting = TypeVar("Setting")
+_COMMON = "common"
+Common = Annotated[Setting, _COMMON]
+"""The type of a setting that a user changes often: `python -m tune_study settings` lists it without --all."""
+
+
+def is_common(field: FieldInfo) -> bool:
+    """Whether the field was declared `Common`."""
+    return _COMMON in field.metadata
+
+
+KLKind = Literal[(*KL_KINDS, EXACT_KL, *(f"{kind}+" for kind in KL_KINDS))]  # type: ignore[valid-type]
+"""An estimator from sampled tokens, the exact KL, or an estimator with the gradient of k2 (`+`)."""
+FilterMetric = Literal[
+    "reward_variance", "reward_std", "reward", "reward_sum", "entropy", "entropy_variance", "entropy_std", "length"
 ]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

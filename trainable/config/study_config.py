@@ -32,16 +32,23 @@ class Runner(Section):
 class StudyConfig(Section):
     """All settings of a run.
 
-    aliases: keys of documents -> dotted fields. listed: the command that lists all settings. without_result: section ->
-    settings that cannot change a row.
+    aliases: keys of documents -> dotted fields. listed: the command that lists its settings. without_result: section ->
+    settings that cannot change a row. first_row: the step of a run's first row: 1 where rows are of steps that were
+    trained, 0 where weights are measured before they are trained.
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
     listed: ClassVar[str] = "settings"
     without_result: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
+    first_row: ClassVar[int] = 1
+
     seed: int
     trainer: Runner
+
+    def row_steps(self, step: int) -> range:
+        """The steps of the rows that a run has once `step` steps are trained."""
+        return range(1, step + 1)
 
     def hashed(self) -> dict[str, Any]:
         """Every setting that can change a result, the seed left out."""

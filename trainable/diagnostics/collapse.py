@@ -25,11 +25,14 @@ from trainable.diagnostics.thoughts import Pairs, Turn, first_turn_pairs, read_t
 from trainable.models.codec import Codec
 from trainable.models.interface import LanguageModel
 from trainable.rollout.episode import Episode
+from trainable.runs.collapse_quantities import EXTRA_QUANTITIES
 
 if TYPE_CHECKING:
     from trainable.ppo.trainer import PPOTrainer
 
 State = Mapping[str, float]
+
+_EXTRA = frozenset(quantity.name for quantity in EXTRA_QUANTITIES)
 
 
 class Diagnosis(NamedTuple):
@@ -70,14 +73,15 @@ def diagnose(
         model: the policy before the step's update. Weights, gradients and mode are left alone; no gradient is kept.
         codec: the policy's, which tells where a thought ends.
         episodes: at least one, as they were played.
-        settings: which samples are drawn, and of how many thoughts.
+        settings: which samples are drawn, of how many thoughts, and which of their quantities are told.
         averages: those of the diagnosis before, {} at the first; not changed.
         rng: gives each sample a stream of its own, so that switching one off leaves the other's numbers as they are.
         world: ranks with the same episodes, which score some prompts each.
 
     Returns:
-        How many turns have a thought; and for each sample all quantities of `mutual_information`, `smoothed_zscores`
-        and `retrieval`, `retrieval_shuffled`, and its seconds. Log-probs are in nats, at temperature 1.
+        How many turns have a thought; and for each sample the quantities of `mutual_information`, `smoothed_zscores`
+        and `retrieval`, without `all_quantities` only the taught ones (`trainable.runs.collapse_quantities`),
+        `retrieval_shuffled`, and its seconds. Log-probs are in nats, at temperature 1.
 
     A sample's quantities are missing and its averages stay where it has no thought, fewer than two different prompts
     (the published code scores two groups of one opening too), or a score that is not finite. Prompts that leave the
@@ -92,8 +96,10 @@ def diagnose(
         started = time.perf_counter()
         found = _quantities(model, sample, averages.get(sample.name), world)
         if found is not None:
+            # All are made from the scores in milliseconds; leaving some out is for whoever reads the rows.
             quantities, following[sample.name] = found
-            row |= {f"collapse_{sample.name}_{key.replace('@', '_at_')}": value for key, value in quantities.items()}
+            told = {key: value for key, value in quantities.items() if settings.all_quantities or key not in _EXTRA}
+            row |= {f"collapse_{sample.name}_{key.replace('@', '_at_')}": value for key, value in told.items()}
         row[sample.seconds] = time.perf_counter() - started
     return Diagnosis(row, following)
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainable.algo.vocabulary import CHUNK_ELEMENTS
 from trainable.backend.world import ALONE, World
+from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.models.interface import LanguageModel
 
 TREE_TOKENS = 256  # of one tree: what its tokens see of each other grows with the square

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,21 +11,21 @@ from trainable.algo.filters import group_scores
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import stream
 from trainable.diagnostics.gradient_probe import Findings, probe_gradients
-from trainable.envs.sokoban.room_sets import room_keys, training_rooms
+from trainable.envs.sokoban.level_sets import level_keys, training_levels
 from trainable.ppo.evaluation import by_group
 from trainable.ppo.filtering import filter_episodes
 from trainable.rollout.episode import Episode
+from trainable.runs.run import Row
 
 if TYPE_CHECKING:
-    from trainable.ppo.trainer import PPOTrainer, Prepared
+    from trainable.ppo.targets import Prepared
+    from trainable.ppo.trainer import PPOTrainer
 
-FIRST_ROOM = 500_000
-"""Rooms of analyses lie this far behind a run's first training room: a run would train on them after as many groups."""
+FIRST_LEVEL = 500_000
+"""Levels of analyses lie this far behind a run's first training level: it would train on them after as many groups."""
 
 FILTER_COLUMNS = ("groups_kept", "kept_ratio", "zero_std_groups", "reward_std", "reward_std_kept")
 """What the filter decided of an analysis batch: columns of a step, here with `source_` before them."""
-
-Row = dict[str, Any]
 
 
 def analyse(
@@ -48,18 +48,18 @@ def analyse(
     else:
         groups, size, is_own = config.env.env_groups, config.env.group_size, True
     stds = group_scores("reward_std", by_group([episode.score for episode in episodes], size))
-    kept = filter_episodes(episodes, config.filter, size)
+    selection = filter_episodes(episodes, config.filter, size)
     about = {
         "source_env_groups": groups, "source_group_size": size, "source_batch_size": groups * size,
         "uses_training_batch": is_own, "bucket_mode": config.rollout.gradient_analysis_bucket_mode,
         "sketch": config.trainer.gradient_analysis_sketch, "overrides": overrides, "empty_after_filter": 0,
         "analysis_only": int(source == "probe" or config.trainer.gradient_analysis_only),
-        **{f"source_{name}": kept.row[name] for name in FILTER_COLUMNS},
+        **{f"source_{name}": getattr(selection.decision, name) for name in FILTER_COLUMNS},
     }  # fmt: skip
     spread, lines = dict(enumerate(stds.tolist())), []
     if config.trainer.gradient_analysis_log_prefilter:
         lines.append(_measured(trainer, True, episodes, groups, spread, about))
-    lines.append(_measured(trainer, False, kept.episodes, kept.groups, spread, about))
+    lines.append(_measured(trainer, False, selection.episodes, selection.groups, spread, about))
     return [{"step": trainer.step_index, "source": source, **line} for line in lines]
 
 
@@ -74,7 +74,7 @@ def _measured(
         nothing = {"bucket": "all", "component": "task", **about, **terms["task"], **counts}
         return {"prefilter": prefilter, "rows": [nothing], "groups": []}
     draws = stream(trainer.config.seed, "gradient_duplicates", trainer.step_index, int(prefilter))
-    ready = trainer.prepare(episodes, kept_groups, int(about["source_env_groups"]), draws, {})
+    ready = trainer.prepare(episodes, kept_groups, int(about["source_env_groups"]), draws)
     findings = _probe(trainer, ready, spread)
     about = {**about, "adjusted_batch_size": len(ready.batch.lengths), "form": None, "coefficient": None}
     rows = [_finite({**row, **about, **terms.get(row["component"], {})}) for row in findings.rows]
@@ -94,9 +94,9 @@ def _terms(config: RunConfig) -> dict[str, Row]:
 def _play(trainer: "PPOTrainer", groups: int, size: int) -> list[Episode]:
     config, step = trainer.config, trainer.step_index
     number = (max(1, step) - 1) // config.trainer.gradient_analysis_every + 1
-    base = config.env.seed_train + FIRST_ROOM
-    rooms = training_rooms(config.seed, number, groups, base, skip=room_keys(trainer.test_rooms))
-    return trainer.roll_out(rooms, size, stream(config.seed, "gradient_sampling", step))
+    base = config.env.seed_train + FIRST_LEVEL
+    levels = training_levels(config.seed, number, groups, base, skip=level_keys(trainer.test_levels))
+    return trainer.roll_out(levels, size, stream(config.seed, "gradient_sampling", step))
 
 
 def _probe(trainer: "PPOTrainer", ready: "Prepared", stds: Mapping[int, float]) -> Findings:

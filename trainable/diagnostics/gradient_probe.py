@@ -11,7 +11,7 @@ folds: folds that all have as many groups of each spread differ less than indepe
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,12 +33,12 @@ from trainable.backend.meter import Meter
 from trainable.backend.world import World
 from trainable.ppo.update import ActorUpdate, Pass, Targets, passes, weighted_passes
 from trainable.rollout.batch import Batch, mini_batches
+from trainable.runs.run import Row
 
 FOLDS = 8
 ROUNDING = {"float32": 1e-5, "bfloat16": 1e-2}
 """By what the passes compute in: a gradient is rounding where, before its coefficient, it is at most so many times that
 of the task with every advantage 1. In such units k3 where policy and reference agree measured 7e-8 and 2e-4."""
-Row = dict[str, Any]
 Gradients = dict[str, list[Tensor]]
 """Of each component, one tensor a parameter of the model; where gradients are sketched, one tensor in all."""
 

@@ -32,7 +32,7 @@ def transcript(episode: Episode, codec: Codec) -> str:
     (text,) = codec.decode([episode.tokens])
     rewards = ", ".join(f"{reward:g}" for reward in episode.turn_rewards)
     return (
-        f"room {episode.room_seed}: {episode.stop.value} after {episode.actions} actions, "
+        f"level {episode.level_seed}: {episode.stop.value} after {episode.actions} actions, "
         f"score {episode.score:g} (turns: {rewards})\n{text}"
     )
 

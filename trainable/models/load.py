@@ -14,20 +14,19 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import nn
 
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED, SHIPPED_FOLDER
 from trainable.config.sections import ModelConfig
 from trainable.envs.chat import CHATML, ChatFormat
 from trainable.models.chat_template import chat_format
 from trainable.models.codec import Codec
-from trainable.models.qwen2 import PassSettings, Qwen2, Trunk, ValueHead, ValueModel
-from trainable.models.qwen2_shape import ARCHITECTURE, Qwen2Shape
+from trainable.models.qwen2 import PassSettings, Qwen2, Qwen2Trunk, ValueHead, ValueModel
+from trainable.models.qwen2_shape import Qwen2Shape
 
 if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
     from trainable.models.hub_model import HubModel, HubValueModel
 
 M = TypeVar("M", bound="Qwen2 | HubModel")
 PLAIN = PassSettings()
-SHIPPED = "sokoban-tiny"
-_SHIPPED_FOLDER = Path(__file__).parents[1] / "tiny" / "sokoban_tiny"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def find_model(path: str) -> Path:
     Raises ValueError with the command that fetches a hub model that is not there. Nothing is downloaded.
     """
     if path == SHIPPED:
-        return _SHIPPED_FOLDER
+        return SHIPPED_FOLDER
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -90,7 +89,7 @@ def _is_own(folder: Path) -> bool:
     rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
     is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
     is_plain &= not config.get("use_sliding_window") and config.get("hidden_act", "silu") == "silu"
-    return is_plain and (config.get("architectures") or [None])[0] == ARCHITECTURE
+    return is_plain and (config.get("architectures") or [None])[0] == QWEN2_ARCHITECTURE
 
 
 def _load_qwen2(folder: Path) -> Qwen2:
@@ -150,7 +149,7 @@ def value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.devic
     if isinstance(model, Qwen2):
         with torch.device("meta"):  # the trunk that it makes is thrown away: it takes no memory
             critic = ValueModel(model.shape)
-        critic.model = cast(Trunk, trunk)
+        critic.model = cast(Qwen2Trunk, trunk)
         critic.score.to_empty(device=device)
         return critic
     from trainable.models.hub_model import HubTrunk, HubValueModel

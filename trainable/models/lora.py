@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import LINEAR_LAYERS
 from trainable.models.load import draw_head, value_model
-from trainable.models.qwen2 import Qwen2, Trunk, ValueModel
+from trainable.models.qwen2 import Qwen2, Qwen2Trunk, ValueModel
 
 if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
     from trainable.models.hub_model import HubModel, HubTrunk, HubValueModel
@@ -53,7 +53,7 @@ def critic_over(
     return critic
 
 
-def adapt(trunk: "Trunk | HubTrunk", settings: ModelConfig, rng: np.random.Generator) -> None:
+def adapt(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.random.Generator) -> None:
     """Put an adapter beside the linear layers of `trunk` that settings.lora_target_modules names; freeze all else.
 
     A is drawn from U(-1/sqrt(in), 1/sqrt(in)), as peft does, but from `rng`. Adapters are float32, whatever the type of
@@ -74,7 +74,7 @@ def adapt(trunk: "Trunk | HubTrunk", settings: ModelConfig, rng: np.random.Gener
             weight.copy_(torch.from_numpy(rng.uniform(-1.0, 1.0, weight.shape) / weight.shape[1] ** 0.5))
 
 
-def _targets(trunk: "Trunk | HubTrunk", wanted: str | tuple[str, ...]) -> list[str]:
+def _targets(trunk: "Qwen2Trunk | HubTrunk", wanted: str | tuple[str, ...]) -> list[str]:
     """Full names of the linear layers to adapt; all of the trunk's, which has no head, for `all-linear`."""
     linear = [name for name, part in trunk.named_modules() if isinstance(part, nn.Linear)]
     if not linear:

@@ -65,4 +65,4 @@ def _needs_reference(config: RunConfig) -> bool:
 
 
 def _has_values(config: RunConfig) -> bool:
-    return config.algorithm.adv_estimator == "gae"
+    return config.algorithm.estimator.needs_critic

@@ -149,7 +149,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Trunk(nn.Module):
+class Qwen2Trunk(nn.Module):
     """Embedding, blocks and final norm: tokens to hidden states, which are in the type of `passes`."""
 
     def __init__(self, shape: Qwen2Shape) -> None:
@@ -269,7 +269,7 @@ class Qwen2(nn.Module):
     def __init__(self, shape: Qwen2Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.model = Trunk(shape)
+        self.model = Qwen2Trunk(shape)
         self.lm_head = LanguageHead(shape.hidden_size, shape.vocab_size, bias=False)
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -289,7 +289,7 @@ class ValueModel(nn.Module):
     def __init__(self, shape: Qwen2Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.model = Trunk(shape)
+        self.model = Qwen2Trunk(shape)
         self.score = ValueHead(shape.hidden_size, 1)
 
     def values_at(self, tokens: Tensor, where: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-ARCHITECTURE = "Qwen2ForCausalLM"
+from trainable.config.constants import QWEN2_ARCHITECTURE
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Qwen2Shape:
         """The shape of the model in `folder`; ValueError for another architecture, naming it."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         found = (config.get("architectures") or [config.get("model_type")])[0]
-        if found != ARCHITECTURE:
+        if found != QWEN2_ARCHITECTURE:
             raise ValueError(
-                f"The model in {folder} is a {found}; the torch engine runs {ARCHITECTURE} (Qwen2 and Qwen2.5). "
+                f"The model in {folder} is a {found}; the torch engine runs {QWEN2_ARCHITECTURE} (Qwen2 and Qwen2.5). "
                 f"Give a Qwen2 model with --model."
             )
         rope = config.get("rope_parameters") or {}

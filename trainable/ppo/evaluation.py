@@ -1,4 +1,4 @@
-"""What a set of episodes amounts to: validation and test results, and the columns of a training rollout."""
+"""What a set of episodes amounts to: validation and test results, and the records of a training rollout."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,22 +8,23 @@ from torch import Tensor
 
 from trainable.algo.losses import kl_estimate
 from trainable.algo.reductions import masked_mean
+from trainable.ppo.step_record import BatchSummary, Collection, Validation
 from trainable.ppo.update import Targets
 from trainable.rollout.batch import Batch
 from trainable.rollout.episode import Episode
 
 
 class Evaluation(NamedTuple):
-    """One pass over a set of rooms, and what rooms.jsonl keeps of it.
+    """One pass over a set of levels, and what levels.jsonl keeps of it.
 
-    split: val or test. mode: sampled or greedy. rooms: seed of each episode's room. clusters: number of the room's
-    symmetry class, for intervals over rooms.
+    split: val or test. mode: sampled or greedy. levels: seed of each episode's level. clusters: number of the level's
+    symmetry class, for intervals over levels.
     """
 
     step: int
     split: str
     mode: str
-    rooms: tuple[int, ...]
+    levels: tuple[int, ...]
     clusters: tuple[int, ...]
     solved: tuple[bool, ...]
     score: float
@@ -40,25 +41,25 @@ class Evaluation(NamedTuple):
         return sum(chosen) / len(chosen) if chosen else None
 
     def line(self) -> dict[str, object]:
-        """The record for rooms.jsonl."""
+        """The record for levels.jsonl."""
         return {
             "step": self.step,
             "split": self.split,
             "mode": self.mode,
-            "rooms": self.rooms,
+            "levels": self.levels,
             "clusters": self.clusters,
             "success": "".join("1" if solved else "0" for solved in self.solved),
         }
 
 
 def summarise(episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]) -> Evaluation:
-    """The evaluation that `episodes` are; clusters has the class of each group's room."""
+    """The evaluation that `episodes` are; clusters has the class of each group's level."""
     turns = sum(len(episode.texts) for episode in episodes)
     return Evaluation(
         step=step,
         split=split,
         mode=mode,
-        rooms=tuple(episode.room_seed for episode in episodes),
+        levels=tuple(episode.level_seed for episode in episodes),
         clusters=tuple(clusters[episode.group] for episode in episodes),
         solved=tuple(episode.solved for episode in episodes),
         score=sum(episode.score for episode in episodes) / len(episodes),
@@ -72,44 +73,58 @@ def number_classes(keys: Sequence[bytes]) -> list[int]:
     return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
-def collected_columns(episodes: Sequence[Episode], group_size: int) -> dict[str, float]:
-    """Columns about all episodes of a step, before the filter; groups are consecutive."""
+def summarise_collection(episodes: Sequence[Episode], group_size: int) -> Collection:
+    """What all episodes of a step, before the filter, amount to; groups are consecutive."""
     count, turns = len(episodes), sum(len(episode.texts) for episode in episodes)
     solved = by_group([float(episode.solved) for episode in episodes], group_size)
-    return {
-        "train_success": float(solved.mean()),
-        "train_pass_at_group": float((solved.sum(1) > 0).float().mean()),
-        "train_reward": sum(episode.score for episode in episodes) / count,
-        "train_actions": sum(episode.actions for episode in episodes) / count,
-        "train_invalid_turns": sum(episode.invalid_turns for episode in episodes) / turns,
-        "train_response_tokens": sum(episode.response_tokens for episode in episodes) / count,
-    }
+    return Collection(
+        train_success=float(solved.mean()),
+        train_pass_at_group=float((solved.sum(1) > 0).float().mean()),
+        train_reward=sum(episode.score for episode in episodes) / count,
+        train_actions=sum(episode.actions for episode in episodes) / count,
+        train_invalid_turns=sum(episode.invalid_turns for episode in episodes) / turns,
+        train_response_tokens=sum(episode.response_tokens for episode in episodes) / count,
+    )
 
 
-def trained_columns(
-    batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool
-) -> dict[str, float | None]:
-    """Columns about the trained batch before the update.
+def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool) -> BatchSummary:
+    """What the batch is before the update.
 
     episodes: what the filter kept, without the batch's copies. has_values: whether `targets` has those of a critic.
     """
-    mask = batch.mask
-    row: dict[str, float | None] = {
-        "batch_size": len(batch.lengths),
-        "trained_tokens": int(mask.sum()),
-        "padding_share": 1 - float(batch.read_lengths().sum()) / mask.numel(),
-        "entropy": sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes),
-    }
+    mask, kl, value_mean, explained = batch.mask, None, None, None
     if targets.ref_logprobs is not None:
-        row["kl_to_reference"] = float(
-            masked_mean(kl_estimate(batch.logprobs, targets.ref_logprobs, "low_var_kl"), mask)
-        )
+        kl = float(masked_mean(kl_estimate(batch.logprobs, targets.ref_logprobs, "low_var_kl"), mask))
     if has_values:
         values, returns = targets.values[mask], targets.returns[mask]
-        row["value_mean"] = float(values.mean())
-        spread = float(returns.var())
-        row["explained_variance"] = 1 - float((returns - values).var()) / spread if spread > 0 else None
-    return row
+        value_mean, spread = float(values.mean()), float(returns.var())
+        explained = 1 - float((returns - values).var()) / spread if spread > 0 else None
+    return BatchSummary(
+        batch_size=len(batch.lengths),
+        trained_tokens=int(mask.sum()),
+        padding_share=1 - float(batch.read_lengths().sum()) / mask.numel(),
+        entropy=sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes),
+        kl_to_reference=kl,
+        value_mean=value_mean,
+        explained_variance=explained,
+    )
+
+
+def summarise_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Validation | None:
+    """What a sampled validation, and a greedy one where it follows, amount to; None where there is none.
+
+    is_unseen: whether each episode is of a level that no training level is equal to.
+    """
+    if not evaluations:
+        return None
+    sampled, *greedy = evaluations
+    return Validation(
+        val_success=sampled.success,
+        val_success_unseen=sampled.success_where(is_unseen),
+        val_reward=sampled.score,
+        val_invalid_turns=sampled.invalid_turns,
+        val_greedy_success=greedy[0].success if greedy else None,
+    )
 
 
 def by_group(numbers: Sequence[float], group_size: int) -> Tensor:

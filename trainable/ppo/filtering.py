@@ -1,23 +1,28 @@
-"""The filter applied to episodes: which groups are trained on, and the row's columns about the decision."""
+"""The filter applied to episodes: which groups are trained on, and how that was decided."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainable.algo.filters import group_scores, parse_rule, select_groups
+from trainable.algo.filters import ZERO_SCORE, group_scores, parse_rule, select_groups
 from trainable.config.sections import FilterConfig
 from trainable.ppo.evaluation import by_group
+from trainable.ppo.step_record import FilterDecision
 from trainable.rollout.episode import Episode
 
 
-class Kept(NamedTuple):
-    """What the filter decided: episodes of kept groups, in order, and the counts of the decision."""
+class Selection(NamedTuple):
+    """What the filter selected: the episodes of the groups that are trained on, in order, and how it decided."""
 
     episodes: list[Episode]
-    groups: int
-    row: dict[str, float]
+    decision: FilterDecision
+
+    @property
+    def groups(self) -> int:
+        """How many groups are trained on."""
+        return self.decision.groups_kept
 
 
-def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Kept:
+def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Selection:
     """Keep whole groups by their score (see `FilterConfig`). episodes: whole groups, `group_size` each, in order."""
     rewards = by_group([episode.score for episode in episodes], group_size)
     entropies = by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], group_size)
@@ -30,13 +35,13 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     keep = select_groups(scores, rule, settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero)
     stds = group_scores("reward_std", rewards)
     groups = int(keep.sum())
-    row: dict[str, float] = {
-        "reward_std": float(stds.mean()),
-        "reward_std_max": float(stds.max()),
-        "zero_std_groups": int((stds <= 1e-10).sum()),
-        "groups": len(keep),
-        "groups_kept": groups,
-        "kept_ratio": groups / len(keep),
-        "reward_std_kept": float(stds[keep].mean()) if groups else 0.0,
-    }
-    return Kept([episode for episode in episodes if keep[episode.group]], groups, row)
+    decision = FilterDecision(
+        reward_std=float(stds.mean()),
+        reward_std_max=float(stds.max()),
+        zero_std_groups=int((stds <= ZERO_SCORE).sum()),
+        groups=len(keep),
+        groups_kept=groups,
+        kept_ratio=groups / len(keep),
+        reward_std_kept=float(stds[keep].mean()) if groups else 0.0,
+    )
+    return Selection([episode for episode in episodes if keep[episode.group]], decision)

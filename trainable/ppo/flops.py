@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -46,9 +45,9 @@ def training_flops(shape: Shape, config: RunConfig, batch: Batch) -> dict[str, f
     lengths, trained = batch.read_lengths().tolist(), int(batch.mask.sum())
     value, policy = (forward_flops(shape, lengths, trained, outputs) for outputs in (1, shape.vocab_size))
     learning = 1 + (BACKWARD / 2 if config.model.lora_rank else BACKWARD)
-    reading = config.actor.policy_loss == "tpo"  # a pass more, without gradients, before each optimizer step
+    reading = config.actor.loss.reads_before_each_step  # without gradients
     found = {"update_actor": (learning + reading) * config.actor.ppo_epochs * policy}
-    if config.algorithm.adv_estimator == "gae":
+    if config.algorithm.estimator.needs_critic:
         found["values"] = value
         if not config.critic.shared_trunk:
             found["update_critic"] = learning * config.critic.ppo_epochs * value
@@ -57,12 +56,9 @@ def training_flops(shape: Shape, config: RunConfig, batch: Batch) -> dict[str, f
     return found
 
 
-def utilisation(flops: Mapping[str, float], row: Mapping[str, Any], rate: float) -> dict[str, float]:
-    """Columns: the operations of each phase over its seconds in `row`, as a share of `rate` operations a second."""
-    return {
-        f"utilisation_{name}": count / row[f"seconds_{name}"] / rate
-        for name, count in flops.items() if row.get(f"seconds_{name}")
-    }  # fmt: skip
+def utilisation(flops: Mapping[str, float], seconds: Mapping[str, float], rate: float) -> dict[str, float]:
+    """Phase -> its operations over its seconds, as a share of `rate` operations per second."""
+    return {phase: count / seconds[phase] / rate for phase, count in flops.items() if seconds.get(phase)}
 
 
 @cache

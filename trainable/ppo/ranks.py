@@ -18,7 +18,8 @@ from torch import Tensor
 from trainable.backend.world import connect, leave
 from trainable.config.run_config import RunConfig
 from trainable.ppo.evaluation import Evaluation
-from trainable.ppo.trainer import Diagnostics, PPOTrainer, Row, Step
+from trainable.ppo.step_record import FinalEvaluation
+from trainable.ppo.trainer import Diagnostics, PPOTrainer, Step
 
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class Rank:
             if name == "join":
                 self._join()
             else:
-                getattr(self.trainer, name)(*([{}] if name == "close" else []))
+                getattr(self.trainer, name)()
         except Exception:
             # Rank 0 waits for this one in the middle of its own work. A closed connection lets it know; NCCL's would
             # first wait for rank 0, which is ended by its watch instead.
@@ -105,9 +106,9 @@ class RankedTrainer:
         """Train once (see `PPOTrainer.step`)."""
         return self._together("step", self.trainer.step)
 
-    def close(self, row: Row) -> list[Evaluation]:
+    def close(self) -> tuple[FinalEvaluation, list[Evaluation]]:
         """The measurements at the end of a run (see `PPOTrainer.close`)."""
-        return self._together("close", lambda: self.trainer.close(row))
+        return self._together("close", self.trainer.close)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """The whole state, collected from the ranks (see `PPOTrainer.state`)."""

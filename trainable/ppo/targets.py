@@ -1,9 +1,13 @@
 """From scores to what the losses aim at: rewards placed on tokens, advantages and returns."""
 
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from trainable.algo.advantages import (
+    AdvantagesReturns,
     bi_level_gae,
     gae,
     group_skill,
@@ -17,6 +21,14 @@ from trainable.algo.reductions import masked_whiten
 from trainable.config.sections import AlgorithmConfig
 from trainable.ppo.update import Targets
 from trainable.rollout.batch import Batch, last_token_scores
+
+
+class Prepared(NamedTuple):
+    """A batch that is ready for losses, and the order (B,) in which mini-batches are cut from it."""
+
+    batch: Batch
+    targets: Targets
+    order: Tensor
 
 
 def make_targets(
@@ -41,22 +53,36 @@ def _advantages(
     batch: Batch, rewards: Tensor, values: Tensor | None, settings: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (B, T) of the estimator; without a critic, returns are 0 and not used."""
-    if settings.adv_estimator == "gae":
+    if settings.estimator.needs_critic:
         assert values is not None
-        if settings.bi_level_gae:
-            estimate = bi_level_gae(
-                rewards, values, batch.mask, batch.turns, settings.gamma, settings.lam, settings.high_level_gamma
-            )
-        else:
-            estimate = gae(rewards, values, batch.mask, settings.gamma, settings.lam)
+        estimate = _over_values(batch, rewards, values, settings)
         return masked_whiten(estimate.advantages, batch.mask), estimate.returns
-    nothing = torch.zeros_like(rewards)
-    if settings.adv_estimator == "reinforce_plus_plus":
-        return reinforce_plus_plus(rewards, batch.mask, settings.gamma), nothing
-    scores = (rewards * batch.mask).sum(1)
-    if settings.adv_estimator == "grpo":
-        return grpo(scores, batch.group_ids, batch.mask, settings.norm_adv_by_std_in_grpo), nothing
-    estimator = {
-        "rloo": rloo, "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline, "group_skill": group_skill,
-    }[settings.adv_estimator]  # fmt: skip
-    return estimator(scores, batch.group_ids, batch.mask), nothing
+    return _WITHOUT_CRITIC[settings.adv_estimator](batch, rewards, settings), torch.zeros_like(rewards)
+
+
+def _over_values(batch: Batch, rewards: Tensor, values: Tensor, settings: AlgorithmConfig) -> AdvantagesReturns:
+    """GAE, or its form that goes over turns first."""
+    if settings.bi_level_gae:
+        return bi_level_gae(
+            rewards, values, batch.mask, batch.turns, settings.gamma, settings.lam, settings.high_level_gamma
+        )
+    return gae(rewards, values, batch.mask, settings.gamma, settings.lam)
+
+
+def _scores(batch: Batch, rewards: Tensor) -> Tensor:
+    """The score (B,) of each episode: the sum of its rewards."""
+    return (rewards * batch.mask).sum(1)
+
+
+_WITHOUT_CRITIC: Mapping[str, Callable[[Batch, Tensor, AlgorithmConfig], Tensor]] = {
+    "grpo": lambda batch, rewards, settings: grpo(
+        _scores(batch, rewards), batch.group_ids, batch.mask, settings.norm_adv_by_std_in_grpo
+    ),
+    "rloo": lambda batch, rewards, settings: rloo(_scores(batch, rewards), batch.group_ids, batch.mask),
+    "reinforce_plus_plus": lambda batch, rewards, settings: reinforce_plus_plus(rewards, batch.mask, settings.gamma),
+    "reinforce_plus_plus_baseline": lambda batch, rewards, settings: reinforce_plus_plus_baseline(
+        _scores(batch, rewards), batch.group_ids, batch.mask
+    ),
+    "group_skill": lambda batch, rewards, settings: group_skill(_scores(batch, rewards), batch.group_ids, batch.mask),
+}
+"""Advantages (B, T) of the estimators that read no values, from a batch and its rewards (B, T)."""

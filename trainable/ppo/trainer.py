@@ -1,10 +1,9 @@
 """The PPO trainer: one `step` is the published step, in its published order."""
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import asdict, fields, replace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -20,18 +19,37 @@ from trainable.backend.meter import Meter
 from trainable.backend.world import ALONE, World, in_order, my_block, skipped_children
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import stream
-from trainable.envs.sokoban.generate import Room
+from trainable.envs.sokoban.generate import Level
+from trainable.envs.sokoban.level_sets import levels_of_run, validation_levels
 from trainable.envs.sokoban.prompt import Observation, make_protocol
-from trainable.envs.sokoban.room_sets import room_keys, test_rooms, training_rooms, validation_rooms
 from trainable.models.interface import Critic, LanguageModel
 from trainable.models.load import Policy, make_codec, pick_device
 from trainable.models.lora import check_base
 from trainable.models.networks import make_networks
-from trainable.ppo.evaluation import Evaluation, collected_columns, number_classes, summarise, trained_columns
-from trainable.ppo.filtering import Kept, filter_episodes
+from trainable.ppo.evaluation import (
+    Evaluation,
+    number_classes,
+    summarise,
+    summarise_batch,
+    summarise_collection,
+    summarise_validation,
+)
+from trainable.ppo.filtering import Selection, filter_episodes
 from trainable.ppo.flops import matrix_rate, rollout_flops, training_flops, utilisation
-from trainable.ppo.targets import make_targets
-from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
+from trainable.ppo.phases import Clock, Phases
+from trainable.ppo.schedule import Due, due_at
+from trainable.ppo.step_record import (
+    BatchSummary,
+    Budget,
+    Duration,
+    EngineGap,
+    FinalEvaluation,
+    Number,
+    StepRecord,
+    Update,
+)
+from trainable.ppo.targets import Prepared, make_targets
+from trainable.ppo.update import ActorUpdate, TokenFunction, at_trained_tokens, update_critic
 from trainable.rollout.batch import Batch, collate, update_order
 from trainable.rollout.engine import make_engine
 from trainable.rollout.episode import Episode
@@ -39,27 +57,23 @@ from trainable.rollout.play import Rules, check_first_turn, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.runs.failures import NonFiniteError
 from trainable.runs.nonfinite import check_finite
+from trainable.runs.run import Row
 from trainable.runs.state import shapes_of
 
 SHARED_VALUE_WEIGHT = 0.01  # rewards reach 10.9: the weight brings the squared error to the policy loss's size
-TOTALS = ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens")
-Row = dict[str, Any]
-T = TypeVar("T")
 
 
 class Step(NamedTuple):
-    """What one step gave: its row, its evaluations, and the lines of its gradient analysis, if it had one."""
+    """What one step gave: its record, its evaluations, and the lines of its gradient analysis, if it had one."""
 
-    row: Row
+    record: StepRecord
     evaluations: list[Evaluation]
     gradients: list[Row]
 
-
-class Prepared(NamedTuple):
-    """A batch that is ready for losses."""
-
-    batch: Batch
-    targets: Targets
+    @property
+    def row(self) -> dict[str, Number]:
+        """The columns that this step has a number for."""
+        return self.record.row()
 
 
 class Diagnostics(NamedTuple):
@@ -69,7 +83,7 @@ class Diagnostics(NamedTuple):
     gradients: given the same at the steps at which the configuration asks for it, the lines for gradients.jsonl.
     """
 
-    collapse: Callable[["PPOTrainer", Sequence[Episode]], Row] = lambda trainer, episodes: {}
+    collapse: Callable[["PPOTrainer", Sequence[Episode]], Mapping[str, float]] = lambda trainer, episodes: {}
     gradients: Callable[["PPOTrainer", list[Episode]], list[Row]] = lambda trainer, episodes: []
 
 
@@ -77,7 +91,7 @@ NO_DIAGNOSTICS = Diagnostics()
 
 
 class PPOTrainer:
-    """Policy, critic, reference and rooms of one run. `step()` trains once and returns the step's row.
+    """Policy, critic, reference and levels of one run. `step()` trains once and returns the step's row.
 
     All randomness comes from (config.seed, purpose, step): a trainer whose state was restored after step t goes on
     exactly as one that never stopped.
@@ -96,11 +110,11 @@ class PPOTrainer:
         self.step_index = self.empty_in_a_row = self.nonfinite_in_a_row = 0
         self.seconds_total = 0.0
         self.collapse_averages: Mapping[str, Mapping[str, float]] = {}
-        self.totals = dict.fromkeys(TOTALS, 0)
+        self.totals = Budget(0, 0, 0, 0)
         self._set_up_game(policy)
 
     def _set_up_game(self, policy: Policy) -> None:
-        """Protocol, limits, and every room of the run, made ahead: a step never waits for a room."""
+        """Protocol, limits, and every level of the run, made ahead: a step never waits for a level."""
         config, env = self.config, self.config.env
         style = config.model.prompt_style
         self.protocol = make_protocol(style, env.observation_format, env.max_actions_per_traj, policy.chat)
@@ -109,61 +123,67 @@ class PPOTrainer:
         self.rules = Rules(
             env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj, env.format_penalty, context
         )
-        opening = Observation(1, validation_rooms(1, env.seed_val)[0].cells, env.max_actions_per_traj)
+        opening = Observation(1, validation_levels(1, env.seed_val)[0].cells, env.max_actions_per_traj)
         check_first_turn(opening, self.protocol, self.codec, context, config.rollout.response_length)
         prompt = self.codec.encode([self.protocol.opening(opening)])[0]
         self.engine = make_engine(config, policy, self.device, prompt, context, self.backends["actor"].whole)
-        self.test_rooms = test_rooms(env.test_env_groups)
-        self.val_rooms = validation_rooms(env.val_env_groups, env.seed_val)
-        skip = room_keys(self.test_rooms)
-        steps = range(1, config.trainer.total_training_steps + 1)
-        self.rooms = [training_rooms(config.seed, step, env.env_groups, env.seed_train, skip=skip) for step in steps]
-        trained = room_keys(room for rooms in self.rooms for room in rooms)
-        self.val_unseen = [room.key not in trained for room in self.val_rooms for _ in range(env.val_group_size)]
+        self.levels, self.val_levels, self.test_levels, is_unseen = levels_of_run(config)
+        self.val_unseen = [unseen for unseen in is_unseen for _ in range(env.val_group_size)]
 
     # ------------------------------------------------------------------ the step
 
     def step(self) -> Step:
-        """Train once. The row holds every column that this step has a number for."""
-        started, cpu = time.perf_counter(), time.process_time()
-        row: Row = {}
-        evaluations: list[Evaluation] = []
-        if self.step_index == 0 and self.config.trainer.val_before_train:  # 0 validate the base policy
-            evaluations += self._timed(row, "seconds_validation", lambda: self.validate_base(row))
+        """Train once, in the published order.
+
+        0. Before the first step, validate the base policy.
+        1. Roll out P x G episodes; the collapse diagnostics see them under the policy that played them.
+        2. Drop the groups of little spread. Where none is left, nothing is trained.
+        3. to 6. Make a batch, its values, its log-probs under the reference, and its advantages and returns.
+        7. Update the critic. The gradient analysis comes after it, where it is due.
+        8. Update the policy, and push its weights to the engine that samples.
+        9. Validate, where it is due.
+        """
+        clock, phases, config = Clock(), Phases(self.device), self.config
+        is_first = self.step_index == 0 and config.trainer.val_before_train
+        base = self._validate(phases, "sampled", "greedy") if is_first else []  # 0
         self.step_index += 1
-        episodes = self._timed(row, "seconds_rollout", self._collect)  # 1 roll out P x G episodes
-        size = self.config.env.group_size
-        row |= collected_columns(episodes, size) | self.engine.compared(episodes, self.step_index)
-        row |= self._utilisation({"rollout": rollout_flops(self.model.shape, episodes)}, row)
-        row |= self.diagnostics.collapse(self, episodes)
-        kept = filter_episodes(episodes, self.config.filter, size)  # 2 drop groups of little spread
-        self.empty_in_a_row = 0 if kept.groups else self.empty_in_a_row + 1
-        row |= {**kept.row, "empty_steps_in_a_row": self.empty_in_a_row}
-        gradients = self._update(episodes, kept, row)  # 3-8 values, advantages, critic, analysis, policy
-        if kept.episodes and self._validates():  # 9 validate
-            evaluations += self._timed(row, "seconds_validation", lambda: self.validate(row))
-        self._count(row, episodes)
-        row["seconds_step"] = time.perf_counter() - started
-        row["cpu_seconds_step"] = time.process_time() - cpu
-        self.seconds_total += row["seconds_step"]
-        row["seconds_total"] = self.seconds_total
-        return Step(row, evaluations, gradients)
+        due = due_at(self.step_index, config)
+        with phases.timed("rollout"):
+            episodes = self._collect()  # 1
+        gap = self.engine.compare(episodes, self.step_index)
+        collapse = self.diagnostics.collapse(self, episodes)
+        selection = filter_episodes(episodes, config.filter, config.env.group_size)  # 2
+        self.empty_in_a_row = 0 if selection.episodes else self.empty_in_a_row + 1
+        ready = self._prepare_selected(selection, phases) if selection.episodes else None  # 3 to 6
+        critic = self._update_critic(ready, phases) if ready and due.critic else None  # 7
+        gradients = self._analyse(episodes, phases) if due.analysis else []
+        policy = self._update_policy(ready, phases) if ready and due.policy else None  # 8
+        update = self._end_update(ready, critic, policy, due, phases) if ready else None
+        validation = self._validate(phases, "sampled") if ready and due.validation else []  # 9
+        summary = summarise_batch(ready.batch, ready.targets, selection.episodes, due.values) if ready else None
+        budget = self._count(episodes, policy, summary)
+        record = StepRecord(
+            summarise_collection(episodes, config.env.group_size), selection.decision, self.empty_in_a_row, budget,
+            self.totals, self._measure(clock, phases, episodes, ready), gap and EngineGap(*gap), summary, update,
+            summarise_validation(base, self.val_unseen), summarise_validation(validation, self.val_unseen), collapse,
+        )  # fmt: skip
+        return Step(record, [*base, *validation], gradients)
 
     def _collect(self) -> list[Episode]:
-        rooms = self.rooms[self.step_index - 1]
-        return self.roll_out(rooms, self.config.env.group_size, stream(self.config.seed, "sampling", self.step_index))
+        levels = self.levels[self.step_index - 1]
+        return self.roll_out(levels, self.config.env.group_size, stream(self.config.seed, "sampling", self.step_index))
 
-    def roll_out(self, rooms: Sequence[Room], group_size: int, draws: np.random.Generator) -> list[Episode]:
-        """Training episodes: `group_size` of each room, in the rooms' order."""
-        return self._play(rooms, group_size, self.config.rollout.temperature, draws, is_trained=True)
+    def roll_out(self, levels: Sequence[Level], group_size: int, draws: np.random.Generator) -> list[Episode]:
+        """Training episodes: `group_size` of each level, in the levels' order."""
+        return self._play(levels, group_size, self.config.rollout.temperature, draws, is_trained=True)
 
     def _play(
-        self, rooms: Sequence[Room], copies: int, temperature: float, draws: np.random.Generator,
+        self, levels: Sequence[Level], copies: int, temperature: float, draws: np.random.Generator,
         is_trained: bool = False,
     ) -> list[Episode]:  # fmt: skip
-        """Every room `copies` times. Ranks play some rooms each, with the draws that one rank alone would give them."""
-        block = my_block(len(rooms), self.world)
-        mine = [rooms[number] for number in block]
+        """Every level `copies` times. Ranks play some each, with the draws that one rank alone would give them."""
+        block = my_block(len(levels), self.world)
+        mine = [levels[number] for number in block]
         draws, sampling = skipped_children(draws, block.start * copies), self._sampling(temperature)
         with self.engine.sampling():
             played = play(
@@ -179,60 +199,62 @@ class PPOTrainer:
     def _sampling(self, temperature: float) -> SamplingParams:
         return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
 
-    def _update(self, episodes: list[Episode], kept: Kept, row: Row) -> list[Row]:
-        """Make the batch, its targets, and all optimizer steps; the lines of the gradient analysis, where it is due."""
-        config, due = self.config, self.config.trainer.analyses_gradients(self.step_index)
-        if not kept.episodes:
-            return self._analyse(row, episodes) if due else []
-        draws = stream(config.seed, "duplicates", self.step_index)
-        batch, targets = self.prepare(kept.episodes, kept.groups, config.env.env_groups, draws, row)  # 3-6
-        meters: list[Meter] = []
-        row |= trained_columns(batch, targets, kept.episodes, config.algorithm.adv_estimator == "gae")
-        order = update_order(batch, config.actor.keeps_groups)
-        only = config.trainer.gradient_analysis_mode and config.trainer.gradient_analysis_only
-        if self.critic is not None and not only:  # 7 critic
-            backend = self.backends["critic"]
-            critic, mode = cast(Critic, backend.networks["critic"]), config.actor.loss_agg_mode
-            meters.append(self._timed(row, "seconds_update_critic", lambda: update_critic(
-                critic, backend, batch, targets, order, config.critic, mode)))  # fmt: skip
-        found = self._analyse(row, episodes) if due else []
-        leaves = only or (due and config.trainer.exit_after_gradient_analysis)
-        if config.trainer.critic_warmup <= self.step_index and not leaves:  # 8 policy
-            meter = self._timed(row, "seconds_update_actor", lambda: self.actor_update().run(batch, targets, order))
-            row["optimizer_steps"] = meter.optimizer_steps - meter.skipped
-            meters.append(meter)
-        for meter in meters:
-            row |= meter.means()
-        row |= self._utilisation(training_flops(self.model.shape, config, batch), row)
-        self._count_skipped(row, meters)
-        self._timed(row, "seconds_push", lambda: self.engine.follow(self.step_index))
-        if not only:
-            self._move_kl_control(row, batch, targets.ref_logprobs)
-        return found
+    def _prepare_selected(self, selection: Selection, phases: Phases) -> Prepared:
+        draws = stream(self.config.seed, "duplicates", self.step_index)
+        return self.prepare(selection.episodes, selection.groups, self.config.env.env_groups, draws, phases)
 
     def prepare(
-        self, episodes: Sequence[Episode], groups_kept: int, groups: int, draws: np.random.Generator, row: Row
-    ) -> Prepared:
+        self, episodes: Sequence[Episode], groups_kept: int, groups: int, draws: np.random.Generator,
+        phases: Phases | None = None,
+    ) -> Prepared:  # fmt: skip
         """Values, reference log-probs and advantages of the episodes of `groups_kept` of `groups` groups."""
-        config = self.config
+        config, phases = self.config, phases or Phases(self.device)
         batch = self._batch(episodes, groups, draws)  # 3 a multiple of the mini-batch
-        values = self._timed(row, "seconds_values", lambda: self.values(batch))  # 4 critic
-        ref = self._timed(row, "seconds_reference", lambda: self._reference(batch))  # 5 reference
+        with phases.timed("values"):
+            values = self.values(batch)  # 4 critic
+        with phases.timed("reference"):
+            ref = self._reference(batch)  # 5 reference
         scale = filter_loss_scale(config.actor.filter_loss_scaling, groups_kept, groups)
         targets = make_targets(batch, values, ref, config.algorithm, self.kl_control.coef, scale)  # 6 advantages
-        return Prepared(batch, targets)
+        return Prepared(batch, targets, update_order(batch, config.actor.loss.keeps_groups))
 
-    def _analyse(self, row: Row, episodes: list[Episode]) -> list[Row]:
-        with self.backends["actor"].whole():
-            return self._timed(row, "seconds_gradient_analysis", lambda: self.diagnostics.gradients(self, episodes))
+    def _update_critic(self, ready: Prepared, phases: Phases) -> Meter:
+        backend, config = self.backends["critic"], self.config
+        critic = cast(Critic, backend.networks["critic"])
+        with phases.timed("update_critic"):
+            return update_critic(
+                critic, backend, ready.batch, ready.targets, ready.order, config.critic, config.actor.loss_agg_mode
+            )
 
-    def _count_skipped(self, row: Row, meters: Sequence[Meter]) -> None:
-        """Count the optimizer steps that were skipped; NonFiniteError where the run cannot go on."""
-        skipped = row["nonfinite_updates"] = sum(meter.skipped for meter in meters)
+    def _analyse(self, episodes: list[Episode], phases: Phases) -> list[Row]:
+        with self.backends["actor"].whole(), phases.timed("gradient_analysis"):
+            return self.diagnostics.gradients(self, episodes)
+
+    def _update_policy(self, ready: Prepared, phases: Phases) -> Meter:
+        with phases.timed("update_actor"):
+            return self.actor_update().run(ready.batch, ready.targets, ready.order)
+
+    def _end_update(
+        self, ready: Prepared, critic: Meter | None, policy: Meter | None, due: Due, phases: Phases
+    ) -> Update:
+        """Check the new weights and push them; what the optimizer steps did.
+
+        NonFiniteError where the run cannot go on.
+        """
+        meters = [meter for meter in (critic, policy) if meter is not None]
+        skipped = sum(meter.skipped for meter in meters)
         self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if skipped else 0
         names = [name for meter in meters for name in meter.nonfinite]
         broken = [name for backend in self.backends.values() for name in backend.bad_weights()]
         check_finite(self.step_index, self.nonfinite_in_a_row, self.config.trainer.nonfinite_patience, names, broken)
+        with phases.timed("push"):
+            self.engine.follow(self.step_index)
+        means = {name: mean for meter in meters for name, mean in meter.means().items()}
+        return Update(
+            **means,
+            nonfinite_updates=skipped,
+            kl_in_reward_coef=self._move_kl_control(ready) if due.kl_control else None,
+        )
 
     def actor_update(self) -> ActorUpdate:
         """The policy's losses and optimizer, as they are now."""
@@ -248,7 +270,7 @@ class PPOTrainer:
         Nothing is copied where the loss is of whole groups: a copy would belong to one.
         """
         actor = self.config.actor
-        multiple = 1 if actor.keeps_groups else math.lcm(groups, actor.ppo_mini_batch_size)
+        multiple = 1 if actor.loss.keeps_groups else math.lcm(groups, actor.ppo_mini_batch_size)
         generator = torch.Generator().manual_seed(int(draws.integers(2**62)))
         index = adjust_copy(len(episodes), multiple, generator)
         batch = collate([episodes[number] for number in index.tolist()])
@@ -273,87 +295,65 @@ class PPOTrainer:
         rows = self.config.rollout.ref_log_prob_micro_batch_size_per_gpu
         return at_trained_tokens(batch, rows, function, self.world)
 
-    def _move_kl_control(self, row: Row, batch: Batch, ref: Tensor | None) -> None:
-        if not self.config.algorithm.use_kl_in_reward or ref is None:
-            return
-        row["kl_in_reward_coef"] = self.kl_control.coef
-        measured = float(masked_mean(kl_estimate(batch.logprobs, ref, self.config.algorithm.kl_penalty), batch.mask))
+    def _move_kl_control(self, ready: Prepared) -> float:
+        """The coefficient that the KL in the reward had in this step; it moves for the next."""
+        batch, ref, config = ready.batch, ready.targets.ref_logprobs, self.config
+        assert ref is not None
+        coefficient = self.kl_control.coef
+        measured = float(masked_mean(kl_estimate(batch.logprobs, ref, config.algorithm.kl_penalty), batch.mask))
         if not math.isfinite(measured):
             raise NonFiniteError(f"step {self.step_index} measured a KL in the reward that is not finite")
         self.kl_control = self.kl_control.updated(measured, len(batch.lengths))
+        return coefficient
 
     # ------------------------------------------------------------------ evaluation
 
-    def validate(self, row: Row, prefix: str = "") -> list[Evaluation]:
-        """Sampled validation on all validation rooms; columns `<prefix>val_...` of `row`."""
-        found = self.evaluate("val", "sampled")
-        row[f"{prefix}val_success"] = found.success
-        row[f"{prefix}val_success_unseen"] = found.success_where(self.val_unseen)
-        row[f"{prefix}val_reward"] = found.score
-        row[f"{prefix}val_invalid_turns"] = found.invalid_turns
-        return [found]
+    def _validate(self, phases: Phases, *modes: str) -> list[Evaluation]:
+        """All validation levels in each of `modes`."""
+        with phases.timed("validation"):
+            return [self.evaluate("val", mode) for mode in modes]
 
-    def validate_base(self, row: Row) -> list[Evaluation]:
-        """Sampled and greedy validation before training."""
+    def close(self) -> tuple[FinalEvaluation, list[Evaluation]]:
+        """What is measured once, at the end of a run: greedy validation, and the test levels both ways."""
+        clock = Clock()
         greedy = self.evaluate("val", "greedy")
-        row["base_val_greedy_success"] = greedy.success
-        return [*self.validate(row, "base_"), greedy]
-
-    def close(self, row: Row) -> list[Evaluation]:
-        """What is measured once, at the end of a run: greedy validation, and the test rooms both ways."""
-        before, cpu = float(row.get("seconds_validation") or 0.0), time.process_time()
-        found = self._timed(row, "seconds_validation", lambda: self._close(row))
-        spent = row["seconds_validation"] - before
-        for name in ("seconds_step", "seconds_total"):
-            row[name] = float(row.get(name) or 0.0) + spent
-        row["cpu_seconds_step"] = float(row.get("cpu_seconds_step") or 0.0) + time.process_time() - cpu
-        self.seconds_total += spent
-        return found
-
-    def _close(self, row: Row) -> list[Evaluation]:
-        found = [self.evaluate("val", "greedy")]
-        row["val_greedy_success"] = found[0].success
-        if self.test_rooms:
-            for mode, column in (("sampled", "test_success"), ("greedy", "test_greedy_success")):
-                found.append(self.evaluate("test", mode))
-                row[column] = found[-1].success
-        return found
+        tests = [self.evaluate("test", mode) for mode in ("sampled", "greedy")] if self.test_levels else []
+        test_success, test_greedy_success = [evaluation.success for evaluation in tests] or (None, None)
+        seconds, cpu_seconds = clock.read()
+        self.seconds_total += seconds
+        final = FinalEvaluation(greedy.success, test_success, test_greedy_success, seconds, cpu_seconds)
+        return final, [greedy, *tests]
 
     def evaluate(self, split: str, mode: str) -> Evaluation:
-        """Play all rooms of `split` (val, test) in `mode` (sampled, greedy); the policy is left alone."""
-        rooms, copies = (self.val_rooms, self.config.env.val_group_size) if split == "val" else (self.test_rooms, 1)
+        """Play all levels of `split` (val, test) in `mode` (sampled, greedy); the policy is left alone."""
+        levels, copies = (self.val_levels, self.config.env.val_group_size) if split == "val" else (self.test_levels, 1)
         purpose = "validation" if split == "val" else "test"
         temperature = self.config.rollout.val_temperature if mode == "sampled" else 0.0
-        episodes = self._play(rooms, copies, temperature, stream(self.config.seed, purpose, self.step_index))
-        return summarise(episodes, self.step_index, split, mode, number_classes([room.key for room in rooms]))
-
-    def _validates(self) -> bool:
-        trainer, step = self.config.trainer, self.step_index
-        return trainer.test_freq > 0 and (step == trainer.total_training_steps or step % trainer.test_freq == 0)
+        episodes = self._play(levels, copies, temperature, stream(self.config.seed, purpose, self.step_index))
+        return summarise(episodes, self.step_index, split, mode, number_classes([level.key for level in levels]))
 
     # ------------------------------------------------------------------ accounts
 
-    def _count(self, row: Row, episodes: Sequence[Episode]) -> None:
-        """Budgets of the step and so far: a filter changes them, and a comparison must show it."""
-        row["env_steps"] = sum(episode.actions for episode in episodes)
-        row["sampled_tokens"] = sum(episode.response_tokens for episode in episodes)
-        for name in ("optimizer_steps", "trained_tokens"):
-            row.setdefault(name, 0)
-        for name in TOTALS:
-            self.totals[name] += int(row[name] or 0)
-            row[f"total_{name}"] = self.totals[name]
-        row["tokens_per_second"] = row["sampled_tokens"] / row["seconds_rollout"]
+    def _count(self, episodes: Sequence[Episode], policy: Meter | None, batch: BatchSummary | None) -> Budget:
+        """What this step took; the totals of the run move with it."""
+        budget = Budget(
+            optimizer_steps=policy.optimizer_steps - policy.skipped if policy else 0,
+            env_steps=sum(episode.actions for episode in episodes),
+            sampled_tokens=sum(episode.response_tokens for episode in episodes),
+            trained_tokens=batch.trained_tokens if batch else 0,
+        )
+        self.totals = self.totals.plus(budget)
+        return budget
 
-    def _utilisation(self, flops: Mapping[str, float], row: Row) -> Row:
+    def _measure(self, clock: Clock, phases: Phases, episodes: Sequence[Episode], ready: Prepared | None) -> Duration:
+        """Seconds of the step and its phases, and how well they used the machine."""
+        flops = {"rollout": rollout_flops(self.model.shape, episodes)}
+        flops |= training_flops(self.model.shape, self.config, ready.batch) if ready else {}
         rate = matrix_rate(self.device.type, self.model.model.passes.dtype)
-        return {"matrix_rate": rate, **utilisation(flops, row, rate * self.world.size)}
-
-    def _timed(self, row: Row, name: str, work: Callable[[], T]) -> T:
-        """Do `work` and add its seconds to a column."""
-        started = time.perf_counter()
-        result = work()
-        row[name] = float(row.get(name) or 0.0) + time.perf_counter() - started
-        return result
+        shares = utilisation(flops, phases.seconds, rate * self.world.size)
+        seconds, cpu_seconds = clock.read()
+        self.seconds_total += seconds
+        return Duration(phases.seconds, shares, rate, seconds, cpu_seconds, self.seconds_total)
 
     def release(self) -> None:
         """Give back what the engine holds: the trainer can sample no more."""
@@ -372,7 +372,7 @@ class PPOTrainer:
             "empty_in_a_row": self.empty_in_a_row,
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
             "seconds_total": self.seconds_total,
-            "totals": self.totals,
+            "totals": asdict(self.totals),
             "kl_coef": self.kl_control.coef,
             "collapse_averages": self.collapse_averages,
             **({} if self.base is None else {"base": self.base}),
@@ -386,7 +386,7 @@ class PPOTrainer:
         try:
             step, empty, nonfinite = (int(values[key]) for key in ("step", "empty_in_a_row", "nonfinite_in_a_row"))
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
-            totals = {name: int(values["totals"][name]) for name in TOTALS}
+            totals = Budget(**{item.name: int(values["totals"][item.name]) for item in fields(Budget)})
             averages = {label: {name: float(std) for name, std in stds.items()}
                         for label, stds in values.get("collapse_averages", {}).items()}  # fmt: skip
         except (KeyError, TypeError, AttributeError) as error:

@@ -17,18 +17,15 @@ from trainable.algo.batching import cut_by_tokens
 from trainable.algo.losses import kl_estimate, ppo_clip, value_clip
 from trainable.algo.reductions import loss_weights
 from trainable.algo.target_policy import target_policy
-from trainable.algo.vocabulary import CHUNK_ELEMENTS, TokenNumbers, logprobs_from_hidden, token_numbers
+from trainable.algo.vocabulary import TokenNumbers, logprobs_from_hidden, token_numbers
 from trainable.backend.meter import Meter
 from trainable.backend.one_device import Backend
 from trainable.backend.world import ALONE, World, dealt_rows
+from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.models.interface import Critic, LanguageModel, Trunk
 from trainable.rollout.agreement import importance_weights
 from trainable.rollout.batch import Batch, mini_batches
-
-TOKENS_A_PASS = {"cpu": 2_048, "cuda": 16_384}
-"""Tokens of one forward and backward pass, by device: what fits a processor's caches; what keeps a GPU busy, and bounds
-what it has to remember. A longer row makes a pass of its own. No number depends on it."""
 
 
 class Targets(NamedTuple):
@@ -68,7 +65,7 @@ def passes(
     `cut_by_tokens`.
     """
     weights = loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
-    lengths, most = batch.lengths[rows].cpu(), TOKENS_A_PASS[batch.tokens.device.type]
+    lengths, most = batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type]
     cuts = [
         [share[cut] for cut in cut_by_tokens(lengths[share], most, pads)] for share in dealt_rows(lengths, world.size)
     ]
@@ -84,7 +81,7 @@ def weighted_passes(
     batch: Batch, targets: Targets, rows: Tensor, weights: Tensor, pads: bool = False
 ) -> Iterator[Pass]:
     """Cut the episodes at `rows` (N,) into passes; weights (N, T) of their tokens in the loss. pads: as in `passes`."""
-    for cut in cut_by_tokens(batch.lengths[rows].cpu(), TOKENS_A_PASS[batch.tokens.device.type], pads):
+    for cut in cut_by_tokens(batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type], pads):
         yield _pass(batch, targets, rows[cut], weights[cut])
 
 
@@ -166,7 +163,7 @@ class ActorUpdate:
             return self._loss(part, meter)
 
         def targets_of(rows: Tensor) -> Targets:
-            return self.pulled(batch, targets, rows, meter) if settings.policy_loss == "tpo" else targets
+            return self.pulled(batch, targets, rows, meter) if settings.loss.reads_before_each_step else targets
 
         mode, pads = settings.loss_agg_mode, self.model.model.pads
         return _descend(self.backend, batch, targets_of, order, settings, mode, loss, meter, "actor_grad_norm", pads)
@@ -183,7 +180,7 @@ class ActorUpdate:
             raise ValueError(
                 "a mini-batch of the tpo loss splits a group: use `update_order(batch, keeps_groups=True)`"
             )
-        rows_a_pass = max(1, TOKENS_A_PASS[part.tokens.device.type] // part.tokens.shape[1])
+        rows_a_pass = max(1, TOKENS_PER_PASS[part.tokens.device.type] // part.tokens.shape[1])
         now = at_trained_tokens(part, rows_a_pass, TokenFunction.logprobs(self.model, self.temperature), world)
         skills = targets.advantages[rows, part.mask.int().argmax(1)]
         old = (part.logprobs.double() * part.mask).sum(1)
@@ -228,7 +225,7 @@ class ActorUpdate:
     def _task(self, part: Pass, logprobs: Tensor, meter: Meter) -> Tensor:
         """The policy loss of one pass; logprobs (N,) of its trained tokens now."""
         settings, old = self.settings, part.flat(part.batch.logprobs)
-        if settings.policy_loss == "tpo":
+        if settings.loss.reads_before_each_step:
             meter.add(len(old), {}, {"ppo_kl": (old - logprobs.detach()).sum()})
             return -(part.flat(part.targets.advantages) * logprobs).sum()
         policy = ppo_clip(

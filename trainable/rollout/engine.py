@@ -7,24 +7,24 @@ rollout all sampled tokens are read again by the trainer: its log-probs are thos
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from trainable.algo.batching import cut_by_tokens
-from trainable.algo.vocabulary import CHUNK_ELEMENTS, logprobs_from_hidden, token_numbers
+from trainable.algo.vocabulary import logprobs_from_hidden, token_numbers
+from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.config.run_config import RunConfig
 from trainable.models.interface import LanguageModel
 from trainable.models.load import Policy
 from trainable.models.lora import hub_weights, weight_names
-from trainable.rollout.agreement import check_agreement, compare
+from trainable.rollout.agreement import Agreement, check_agreement, compare
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.episode import Episode
 from trainable.rollout.sampler import Sampler
 from trainable.rollout.torch_sampler import TorchSampler
 
-Row = dict[str, Any]
 Whole = Callable[[], AbstractContextManager[None]]
 """Within what it gives, the trainer's weights can be read (see `Backend.whole`)."""
 
@@ -50,8 +50,8 @@ class Engine(Protocol):
         """Training episodes with the log-probs and entropies that the trainer gives their tokens."""
         ...
 
-    def compared(self, episodes: Sequence[Episode], step: int) -> Row:
-        """Columns of the difference between engine and trainer; EngineMismatchError beyond the tolerance."""
+    def compare(self, episodes: Sequence[Episode], step: int) -> Agreement | None:
+        """How far engine and trainer are apart; None where they share weights. EngineMismatchError beyond tolerance."""
         ...
 
     def close(self) -> None:
@@ -80,9 +80,8 @@ class SharedWeights:
         """The episodes: a pass of the trainer would give the same numbers."""
         return list(episodes)
 
-    def compared(self, episodes: Sequence[Episode], step: int) -> Row:
-        """No column."""
-        return {}
+    def compare(self, episodes: Sequence[Episode], step: int) -> None:
+        """Nothing to compare."""
 
     def close(self) -> None:
         """Nothing is held."""
@@ -138,18 +137,15 @@ class Vllm:
         with self.whole():
             return reread(self.model, episodes, self.config.rollout.temperature, rows, self.device)
 
-    def compared(self, episodes: Sequence[Episode], step: int) -> Row:
-        """Of all sampled tokens (see `Engine.compared`)."""
+    def compare(self, episodes: Sequence[Episode], step: int) -> Agreement:
+        """Over all sampled tokens (see `Engine.compare`)."""
         ours = np.concatenate([episode.logprobs[episode.mask] for episode in episodes])
         theirs = np.concatenate([
             episode.engine_logprobs[episode.mask] for episode in episodes if episode.engine_logprobs is not None
         ])  # fmt: skip
-        found = compare(torch.from_numpy(ours), torch.from_numpy(theirs))
-        check_agreement(found.mean, self.config.rollout.logprob_tolerance, step)
-        return {
-            "engine_gap_mean": found.mean, "engine_gap_max": found.largest, "engine_kl": found.kl,
-            "engine_effective_share": found.effective_share,
-        }  # fmt: skip
+        agreement = compare(torch.from_numpy(ours), torch.from_numpy(theirs))
+        check_agreement(agreement.mean, self.config.rollout.logprob_tolerance, step)
+        return agreement
 
     def close(self) -> None:
         """End the engine and free its memory."""

@@ -18,7 +18,7 @@ class StopReason(StrEnum):
 
 
 class Episode(NamedTuple):
-    """One rollout of one room. T counts all tokens of the conversation.
+    """One rollout of one level. T counts all tokens of the conversation.
 
     tokens: (T,) int64, in the order in which the model saw or sampled them.
     mask: (T,) bool, True where the token was sampled.
@@ -28,7 +28,7 @@ class Episode(NamedTuple):
     engine gave its tokens where the trainer has read them again since; None where the two are one.
     """
 
-    room_seed: int
+    level_seed: int
     group: int
     tokens: npt.NDArray[np.int64]
     mask: npt.NDArray[np.bool_]
@@ -49,7 +49,7 @@ class Episode(NamedTuple):
 
     @property
     def solved(self) -> bool:
-        """Whether the room was solved."""
+        """Whether the level was solved."""
         return self.stop is StopReason.SOLVED
 
     @property

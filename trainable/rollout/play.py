@@ -1,4 +1,4 @@
-"""Where game meets model: P rooms, G episodes each, turn by turn."""
+"""Where game meets model: P levels, G episodes each, turn by turn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trainable.envs.sokoban.board import Action, step
-from trainable.envs.sokoban.generate import Room
+from trainable.envs.sokoban.generate import Level
 from trainable.envs.sokoban.prompt import Observation, Protocol, Reply, parse
 from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
@@ -40,7 +40,7 @@ def check_first_turn(
 class _Seat:
     """An episode while it is played."""
 
-    room: Room
+    level: Level
     group: int
     cells: np.ndarray
     tokens: list[np.ndarray] = field(default_factory=list)
@@ -64,15 +64,15 @@ class _Seat:
 
 
 def play(
-    rooms: Sequence[Room], copies: int, sampler: Sampler, protocol: Protocol, codec: Codec, rules: Rules,
+    levels: Sequence[Level], copies: int, sampler: Sampler, protocol: Protocol, codec: Codec, rules: Rules,
     params: SamplingParams, rng: np.random.Generator,
 ) -> list[Episode]:  # fmt: skip
-    """Play every room `copies` times, all episodes in lock-step; episodes of a room stand together.
+    """Play every level `copies` times, all episodes in lock-step; episodes of a level stand together.
 
     Rewards: the environment's, plus the format penalty once for each invalid turn. Randomness comes from `rng` only.
     """
-    seats = [_Seat(room, group, room.cells) for group, room in enumerate(rooms) for _ in range(copies)]
-    prompts = codec.encode([protocol.opening(Observation(1, room.cells, rules.max_actions)) for room in rooms])
+    seats = [_Seat(level, group, level.cells) for group, level in enumerate(levels) for _ in range(copies)]
+    prompts = codec.encode([protocol.opening(Observation(1, level.cells, rules.max_actions)) for level in levels])
     for seat in seats:
         seat.add(prompts[seat.group], None, 0)
     conversation = sampler.converse(prompts, copies, params, rng)
@@ -172,7 +172,7 @@ def _episode(seat: _Seat, rules: Rules) -> Episode:
     nothing = [np.zeros(size, dtype=np.float32) for size in sizes]
     pairs = list(zip(seat.sampled, nothing, strict=True))
     return Episode(
-        room_seed=seat.room.seed,
+        level_seed=seat.level.seed,
         group=seat.group,
         tokens=np.concatenate(seat.tokens),
         mask=np.repeat([sampled is not None for sampled in seat.sampled], sizes),

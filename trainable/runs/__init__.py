@@ -1,1 +1,1 @@
-"""a run on disk: rows, states, stop rules, failures, storage."""
+"""a run on disk: rows, states, stop rules, failures, leftovers."""

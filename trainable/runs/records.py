@@ -4,7 +4,10 @@ A row of `steps` is one training step of one run (step 1 is the first). A row of
 `published` is the key under which the published system logs the same number, where it does.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
+
+from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES, Quantity
 
 
 class Column(NamedTuple):
@@ -16,68 +19,21 @@ class Column(NamedTuple):
     published: str = ""
 
 
-# What is measured of each of the two collapse samples: published quantity, unit, meaning. M: prompts of the sample.
-_COLLAPSE_QUANTITIES: tuple[tuple[str, str, str], ...] = (
-    ("mi_estimate", "nats", "I(X; Z) a token: matched_log_prob_mean - marginal_log_prob_mean"),
-    ("mi_seq_estimate", "nats", "I(X; Z) a thought: reasoning_entropy_seq_est - conditional_entropy_seq_est"),
-    ("mi_estimate_paper", "nats", "I(X; Z) a token: matched_log_prob_mean - marginal_log_prob_mean_paper"),
-    ("mi_upper_bound", "nats", "log M: bound of mi_estimate and of mi_seq_estimate"),
-    ("mi_upper_bound_paper", "nats", "mean over thoughts of log M / tokens: bound of mi_estimate_paper"),
-    ("matched_log_prob_mean", "nats", "mean over thoughts of the log-prob a token after the own prompt"),
-    ("marginal_log_prob_mean", "nats", "mean of the log of the mean over prompts of exp(log-prob a token)"),
-    (
-        "marginal_log_prob_mean_paper",
-        "nats",
-        "mean of (the log of the mean over prompts of exp(log-prob of the whole thought)) / tokens",
-    ),
-    ("conditional_entropy_est", "nats", "H(Z given X) a token: -matched_log_prob_mean"),
-    ("conditional_entropy_seq_est", "nats", "H(Z given X) a thought: minus the mean log-prob of whole thoughts"),
-    ("reasoning_entropy_est", "nats", "H(Z) a token: -marginal_log_prob_mean"),
-    (
-        "reasoning_entropy_seq_est",
-        "nats",
-        "H(Z) a thought: minus the mean of the log of the mean over prompts of exp(log-prob of the whole thought)",
-    ),
-    ("reasoning_entropy_est_paper", "nats", "H(Z) a token: -marginal_log_prob_mean_paper"),
-    ("marginal_std", "nats", "standard deviation (divisor N) over thoughts of the terms of marginal_log_prob_mean"),
-    ("marginal_std_seq", "nats", "the same of the terms of reasoning_entropy_seq_est"),
-    ("marginal_std_paper", "nats", "the same of the terms of marginal_log_prob_mean_paper"),
-    ("mi_zscore", "1", "mi_estimate / (marginal_std + 1e-3)"),
-    ("mi_zscore_seq", "1", "mi_seq_estimate / (marginal_std_seq + 1e-3)"),
-    ("mi_zscore_paper", "1", "mi_estimate_paper / (marginal_std_paper + 1e-3)"),
-    ("marginal_std_ema", "nats", "marginal_std at the first diagnosis, then 0.9 old + 0.1 new"),
-    ("marginal_std_ema_seq", "nats", "the same of marginal_std_seq"),
-    ("marginal_std_ema_paper", "nats", "the same of marginal_std_paper"),
-    ("mi_zscore_ema", "1", "mi_estimate / (marginal_std_ema + 1e-3)"),
-    ("mi_zscore_ema_seq", "1", "mi_seq_estimate / (marginal_std_ema_seq + 1e-3)"),
-    ("mi_zscore_ema_paper", "1", "mi_estimate_paper / (marginal_std_ema_paper + 1e-3)"),
-    ("retrieval_accuracy", "share", "thoughts that their own prompt, or one equal to it, makes likeliest / thoughts"),
-    ("retrieval_accuracy@2", "share", "thoughts with such a prompt among the 2 that make them likeliest / thoughts"),
-    ("retrieval_accuracy@4", "share", "the same among 4"),
-    ("retrieval_accuracy@8", "share", "the same among 8"),
-    ("retrieval_chance_level", "share", "mean over thoughts of (prompts equal to the own one, and itself) / M"),
-    ("retrieval_chance_level@2", "share", "min(1, 2 retrieval_chance_level)"),
-    ("retrieval_chance_level@4", "share", "min(1, 4 retrieval_chance_level)"),
-    ("retrieval_chance_level@8", "share", "min(1, 8 retrieval_chance_level)"),
-    ("retrieval_above_chance", "share", "retrieval_accuracy - retrieval_chance_level"),
-    ("retrieval_above_chance@2", "share", "retrieval_accuracy_at_2 - retrieval_chance_level_at_2"),
-    ("retrieval_above_chance@4", "share", "retrieval_accuracy_at_4 - retrieval_chance_level_at_4"),
-    ("retrieval_above_chance@8", "share", "retrieval_accuracy_at_8 - retrieval_chance_level_at_8"),
-    ("retrieval_shuffled", "share", "retrieval_accuracy, the own prompts dealt out anew: mean of 100 deals"),
-)
-
-_COLLAPSE_COLUMNS: tuple[Column, ...] = tuple(
-    Column(
-        f"collapse_{sample}_{quantity.replace('@', '_at_')}",
-        unit,
-        meaning,
-        "" if quantity.endswith(("_paper", "_shuffled")) else f"collapse_{sample}_sample/{quantity}",
+def _collapse_columns(quantities: Iterable[Quantity]) -> tuple[Column, ...]:
+    """The columns of these quantities of the first turns' sample, then of the trajectories'."""
+    return tuple(
+        Column(
+            f"collapse_{sample}_{name.replace('@', '_at_')}",
+            unit,
+            meaning,
+            "" if name.endswith(("_paper", "_shuffled")) else f"collapse_{sample}_sample/{name}",
+        )
+        for sample in ("first_turn", "trajectory")
+        for name, unit, meaning in quantities
     )
-    for sample in ("first_turn", "trajectory")
-    for quantity, unit, meaning in _COLLAPSE_QUANTITIES
-)
 
-STEP_COLUMNS: tuple[Column, ...] = (
+
+DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     # What was collected: all P x G episodes of the step, before the filter.
     Column("train_success", "share", "solved episodes / episodes", "train/CoordSokoban/success"),
     Column("train_pass_at_group", "share", "groups with a solved episode / groups", "train/CoordSokoban/pass@16"),
@@ -185,7 +141,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
         "collapse_first_turn_num_valid / collapse_first_turn_num_total",
         "collapse/first_turn_valid_rate",
     ),
-    *_COLLAPSE_COLUMNS,
+    *_collapse_columns(QUANTITIES),
     # What it cost.
     Column("optimizer_steps", "optimizer steps", "of the policy, in this step"),
     Column("env_steps", "actions", "actions executed in this step"),
@@ -211,7 +167,7 @@ STEP_COLUMNS: tuple[Column, ...] = (
     Column(
         "val_success_unseen",
         "share",
-        "val_success over rooms that share no symmetry class with a training room of the whole run",
+        "val_success over levels that share no symmetry class with a training level of the whole run",
     ),
     Column("val_reward", "reward", "mean validation score", "val-env/charts/avg_episode_return"),
     Column("val_invalid_turns", "share", "validation turns with an invalid or no action / turns"),
@@ -262,6 +218,9 @@ STEP_COLUMNS: tuple[Column, ...] = (
     ),
     Column("tokens_per_second", "tokens/s", "sampled_tokens / seconds_rollout"),
 )
+EXTRA_COLLAPSE_COLUMNS = _collapse_columns(EXTRA_QUANTITIES)
+"""Measured only with `collapse_detection.all_quantities`."""
+STEP_COLUMNS: tuple[Column, ...] = (*DEFAULT_STEP_COLUMNS, *EXTRA_COLLAPSE_COLUMNS)
 
 # Written by the study, beside what the trial reports.
 ROW_COLUMNS: tuple[Column, ...] = (
@@ -387,8 +346,12 @@ TIME_COLUMNS: frozenset[str] = frozenset(
 STATUSES: tuple[str, ...] = ("completed", "early_stopped", "failed", "interrupted", "never_ran")
 
 
-def empty_row() -> dict[str, float | str | None]:
-    """Every step and stop column, with no value: a first row that lacks a key would lose it in Tune's csv."""
-    row: dict[str, float | str | None] = {column.name: None for column in (*STEP_COLUMNS, *STOP_COLUMNS)}
+def empty_row(*, all_quantities: bool = False) -> dict[str, float | str | None]:
+    """Every step and stop column, with no value: a first row that lacks a key would lose it in Tune's csv.
+
+    all_quantities: those of the collapse diagnostics as well that only this setting asks for.
+    """
+    columns = STEP_COLUMNS if all_quantities else DEFAULT_STEP_COLUMNS
+    row: dict[str, float | str | None] = {column.name: None for column in (*columns, *STOP_COLUMNS)}
     row["stop_rule"] = ""
     return row

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 from trainable.runs.links import open_no_link
 
-METRICS, ROOMS, GRADIENTS, PROBES = "metrics.jsonl", "rooms.jsonl", "gradients.jsonl", "probes.jsonl"
+METRICS, LEVELS, GRADIENTS, PROBES = "metrics.jsonl", "levels.jsonl", "gradients.jsonl", "probes.jsonl"
 STATE, LOCK = "state", ".lock"
 SUMS = "checksums.json"
 """The last file of a checkpoint that is written: a folder that has it was whole."""

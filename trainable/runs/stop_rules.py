@@ -10,8 +10,6 @@ from trainable.config.sections import EarlyStopConfig
 Row = Mapping[str, Any]
 """One training step: `step` and the columns of `trainable.runs.records`."""
 
-_MEASURED = ("reward_std", "groups_kept", "val_success")
-
 
 class Decision(NamedTuple):
     """Why a run stops: the rule, the number that broke it, the bound it broke, and the training step."""
@@ -21,12 +19,16 @@ class Decision(NamedTuple):
     threshold: float
     step: int
 
+    def columns(self) -> dict[str, Any]:
+        """The decision as the stop columns of the row at which it was made."""
+        return {f"stop_{name}": value for name, value in self._asdict().items()}
+
 
 class History(NamedTuple):
     """What the rules read of a run, one entry a training step in ascending order; None is "not measured".
 
     steps: training steps from 1. reward_std: mean in-group standard deviation of the reward (before the filter).
-    groups_kept: groups trained on. val_success: share of solved validation rooms, in steps that validated.
+    groups_kept: groups trained on. val_success: share of solved validation levels, in steps that validated.
     """
 
     steps: tuple[int, ...]
@@ -41,17 +43,20 @@ class History(NamedTuple):
         A row whose step was seen before (a run that went back to its last state) replaces it and drops every later
         one. A value that is missing, None, NaN, infinite or no number is None; a row without a whole step is left out.
         """
-        kept: list[tuple[int, float | None, float | None, float | None]] = []
+        attempt: list[Row] = []
         for row in rows:
             step = finite(row.get("step"))
             if step is None or step != int(step):
                 continue
-            while kept and kept[-1][0] >= step:
-                kept.pop()
-            std, groups_kept, success = (finite(row.get(name)) for name in _MEASURED)
-            kept.append((int(step), std, groups_kept, success))
-        steps, stds, groups, successes = zip(*kept, strict=True) if kept else ((), (), (), ())
-        return cls(steps, stds, groups, successes)
+            while attempt and attempt[-1]["step"] >= step:
+                attempt.pop()
+            attempt.append(row)
+        measured = {name: tuple(finite(row.get(name)) for row in attempt) for name in MEASURED}
+        return cls(tuple(int(row["step"]) for row in attempt), **measured)
+
+
+MEASURED = History._fields[1:]
+"""The columns that the rules read."""
 
 
 def finite(value: object) -> float | None:
@@ -123,10 +128,10 @@ def empty_filtered_steps(history: History, settings: EarlyStopConfig) -> Decisio
     return None
 
 
-Rule = Callable[[History, EarlyStopConfig], Decision | None]
+StopRule = Callable[[History, EarlyStopConfig], Decision | None]
 
 # In the order in which a training step meets them, which decides when two fire at one step.
-RULES: dict[str, Rule] = {
+RULES: dict[str, StopRule] = {
     "reward_variance_collapse": reward_variance_collapse,
     "empty_filtered_steps": empty_filtered_steps,
     "low_validation_success": low_validation_success,

@@ -24,7 +24,7 @@ LAPTOP_GAME = {
 
 
 def main() -> None:
-    """Make the model, or with --evaluate play the validation and test rooms with one that is there."""
+    """Make the model, or with --evaluate play the validation and test levels with one that is there."""
     parser = argparse.ArgumentParser(
         prog="python -m trainable.tiny",
         description="Make the shipped tiny policy again from solver demonstrations, or evaluate a policy.",
@@ -43,17 +43,15 @@ def main() -> None:
 
 
 def evaluate(path: str) -> None:
-    """Print sampled and greedy success of an untrained policy on validation and test rooms."""
+    """Print sampled and greedy success of an untrained policy on validation and test levels."""
     torch.set_num_threads(1)
     trainer = PPOTrainer(with_overrides(RunConfig(), {**LAPTOP_GAME, "model.path": path}))
-    row: dict[str, float] = {}
-    trainer.validate(row)
-    trainer.close(row)
-    print(f"{find_model(path).name}: {trainer.config.env.val_env_groups} validation rooms, "
-          f"sampled {row['val_success']:.3f}, greedy {row['val_greedy_success']:.3f}, "
-          f"invalid turns {row['val_invalid_turns']:.3f}")  # fmt: skip
-    print(f"{len(trainer.test_rooms)} test rooms, "
-          f"sampled {row['test_success']:.3f}, greedy {row['test_greedy_success']:.3f}")  # fmt: skip
+    sampled, (final, _) = trainer.evaluate("val", "sampled"), trainer.close()
+    print(f"{find_model(path).name}: {trainer.config.env.val_env_groups} validation levels, "
+          f"sampled {sampled.success:.3f}, greedy {final.val_greedy_success:.3f}, "
+          f"invalid turns {sampled.invalid_turns:.3f}")  # fmt: skip
+    print(f"{len(trainer.test_levels)} test levels, "
+          f"sampled {final.test_success:.3f}, greedy {final.test_greedy_success:.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile, step
-from trainable.envs.sokoban.generate import Room
+from trainable.envs.sokoban.generate import Level
 from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, Protocol, reply_text
 from trainable.envs.sokoban.solver import Distances, distance_table
 from trainable.tiny.tokenizer import PLAN_LETTERS, place
@@ -23,7 +23,7 @@ _MOVES = tuple(PLAN_LETTERS)
 class Habits:
     """How the demonstrator strays: shares of turns, drawn independently.
 
-    detour: the plan begins with a legal move that leaves the room solvable but brings it no nearer.
+    detour: the plan begins with a legal move that leaves the level solvable but brings it no nearer.
     careless: the thought is right, the answer's actions are drawn at random.
     unfinished: the reply ends after its thought, which is malformed.
     """
@@ -42,10 +42,10 @@ class Segment:
 
 
 def dialogue(
-    room: Room, protocol: Protocol, habits: Habits, rng: np.random.Generator, turns: int, per_turn: int, budget: int
+    level: Level, protocol: Protocol, habits: Habits, rng: np.random.Generator, turns: int, per_turn: int, budget: int
 ) -> list[Segment]:
     """One episode played by the demonstrator under the protocol's limits: given and replied text in turn."""
-    cells, table = room.cells, distance_table(room.cells)
+    cells, table = level.cells, distance_table(level.cells)
     segments = [Segment(protocol.opening(Observation(1, cells, budget)), False)]
     left = budget
     for turn in range(1, turns + 1):
@@ -60,15 +60,15 @@ def dialogue(
 
 
 def dialogues(
-    rooms: Sequence[Room], protocol: Protocol, habits: Habits, rng: np.random.Generator, turns: int, per_turn: int,
+    levels: Sequence[Level], protocol: Protocol, habits: Habits, rng: np.random.Generator, turns: int, per_turn: int,
     budget: int,
 ) -> Iterator[list[Segment]]:  # fmt: skip
-    """One dialogue a room, each room turned or mirrored at random."""
-    for room in rooms:
-        cells = np.rot90(room.cells, int(rng.integers(4)))
+    """One dialogue a level, each level turned or mirrored at random."""
+    for level in levels:
+        cells = np.rot90(level.cells, int(rng.integers(4)))
         if rng.integers(2):
             cells = cells.T
-        turned = Room(room.seed, np.ascontiguousarray(cells))
+        turned = Level(level.seed, np.ascontiguousarray(cells))
         yield dialogue(turned, protocol, habits, rng, turns, per_turn, budget)
 
 
@@ -117,12 +117,12 @@ def _moved(player: int, box: int, action: Action, cols: int) -> tuple[int, int]:
 
 
 def _is_way(reached: int, distance: int, straying: bool) -> bool:
-    """On the shortest path; or, straying, off it with the room unsolved and still solvable."""
+    """On the shortest path; or, straying, off it with the level unsolved and still solvable."""
     return reached > 0 and reached != distance - 1 if straying else reached == distance - 1
 
 
 def _play(cells: Cells, actions: Sequence[Action]) -> tuple[Cells, float, bool, int]:
-    """The room after `actions`, their summed reward, whether it is solved, and how many were played."""
+    """The level after `actions`, their summed reward, whether it is solved, and how many were played."""
     reward, solved, used = 0.0, False, 0
     for action in actions:
         outcome = step(cells[None], np.array([action]))

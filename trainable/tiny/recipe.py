@@ -17,11 +17,12 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainable.algo.losses import logprobs_from_logits
+from trainable.config.constants import QWEN2_ARCHITECTURE
 from trainable.config.seeds import stream
+from trainable.envs.sokoban.level_sets import demonstration_levels
 from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_protocol
-from trainable.envs.sokoban.room_sets import demonstration_rooms
 from trainable.models.qwen2 import Qwen2
-from trainable.models.qwen2_shape import ARCHITECTURE, Qwen2Shape
+from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.tiny.demonstrations import Habits, Segment, dialogues
 from trainable.tiny.tokenizer import PAD, build_tokenizer, vocabulary, write_tokenizer
 
@@ -49,7 +50,7 @@ class Recipe:
 
 
 TURNS, ACTIONS_A_TURN, ACTIONS = 5, 2, 10
-ROOMS_APART = 10_000_000  # so that no stage reaches the rooms of the next
+LEVELS_APART = 10_000_000  # so that no stage reaches the levels of the next
 
 
 def tiny_shape() -> Qwen2Shape:
@@ -69,7 +70,7 @@ def make(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> None:
     model = initial_model(recipe.seed)
     for number, stage in enumerate(recipe.stages):
         rng = stream(recipe.seed, "demonstrations", number)
-        shown = encoded_dialogues(stage, number * ROOMS_APART, rng)
+        shown = encoded_dialogues(stage, number * LEVELS_APART, rng)
         say(f"stage {number + 1}: {len(shown)} dialogues, {time.process_time() - started:.0f} s")
         loss = train(model, shown, stage, recipe.batch, rng)
         say(f"stage {number + 1}: loss {loss:.3f} nats a token, {time.process_time() - started:.0f} s")
@@ -98,12 +99,12 @@ class Example:
     learned: np.ndarray
 
 
-def encoded_dialogues(stage: Stage, first_room: int, rng: np.random.Generator) -> list[Example]:
-    """The stage's dialogues on demonstration rooms `first_room`, `first_room` + 1, ..., each room once."""
+def encoded_dialogues(stage: Stage, first_level: int, rng: np.random.Generator) -> list[Example]:
+    """The stage's dialogues on demonstration levels `first_level`, `first_level` + 1, ..., each level once."""
     protocol = make_protocol("compact", "grid", ACTIONS)
-    rooms = demonstration_rooms(stage.dialogues, first_room)
+    levels = demonstration_levels(stage.dialogues, first_level)
     tokenizer = build_tokenizer()
-    played = dialogues(rooms, protocol, stage.habits, rng, TURNS, ACTIONS_A_TURN, ACTIONS)
+    played = dialogues(levels, protocol, stage.habits, rng, TURNS, ACTIONS_A_TURN, ACTIONS)
     return [_encode(tokenizer, segments) for segments in played]
 
 
@@ -155,7 +156,7 @@ def write_model(model: Qwen2, folder: Path) -> None:
     shape, pieces = model.shape, vocabulary()
     folder.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": [ARCHITECTURE],
+        "architectures": [QWEN2_ARCHITECTURE],
         "model_type": "qwen2",
         "hidden_act": "silu",
         "bos_token_id": None,

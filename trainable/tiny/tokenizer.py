@@ -1,7 +1,7 @@
 """The tokenizer of sokoban-tiny: a few hundred pieces of the compact protocol's text, in the hub's file format.
 
-Two neighbouring cells of a room are one token, as a byte-pair tokenizer trained on this text would have it, and so is
-each fixed stretch of the template. Pieces are matched longest first at each place, and every symbol that a room or a
+Two neighbouring cells of a level are one token, as a byte-pair tokenizer trained on this text would have it, and so is
+each fixed stretch of the template. Pieces are matched longest first at each place, and every symbol that a level or a
 reply can hold is also a piece of its own, so that any text of the protocol is restored to the letter from its tokens.
 """
 
@@ -36,7 +36,7 @@ def place(symbol: str, row: int, col: int) -> str:
 
 
 def _can_neighbour(first: str, second: str) -> bool:
-    """Whether a one-box room can hold both: one player, one box and one target at most."""
+    """Whether a one-box level can hold both: one player, one box and one target at most."""
     holds = {"O": "target", "√": "target box", "X": "box", "P": "player", "S": "player target"}
     return not set(holds.get(first, "").split()) & set(holds.get(second, "").split())
 

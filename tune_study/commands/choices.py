@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Study
-from search_spaces.language_model import smoke
-from search_spaces.language_model.family import PPO
 from trainable.config.run_config import field_names
 from trainable.config.setting_types import shown
 from tune_study.commands.axis_options import VALUES
@@ -108,7 +106,7 @@ def _settings(study: Study, numbers: Mapping[str, object]) -> dict[str, object]:
         if not set(FIELDS[option]) <= set(fields):
             raise PlanError(
                 f"{option} does not belong to study {study.name}, which has no setting {FIELDS[option][0]}: leave it "
-                f"out. `python -m tune_study settings {study.name}` lists what it has."
+                f"out. `python -m tune_study settings {study.name} --all` lists what it has."
             )
         found |= dict.fromkeys(FIELDS[option], value)
     return found
@@ -141,7 +139,7 @@ def _include_zero(study: Study, text: str | None) -> bool | None:
     option = "--rollout_filter_include_zero"
     if text is None:
         return None
-    if study.family is not PPO:
+    if "filter.rollout_filter_include_zero" not in field_names(study.family.config):
         raise PlanError(f"{option} does not belong to study {study.name}, which filters no groups: leave it out.")
     if not study.include_zero_option:
         raise PlanError(
@@ -156,9 +154,10 @@ def _strategy(study: Study, text: str | None) -> str | None:
     option = "--rollout_filter_strategy"
     if text is None:
         return None
-    if "{strategy}" not in study.names.run:
-        instead = "type --set filter.rollout_filter_strategy=NAME" if study.family is PPO else "leave it out"
+    if not study.strategies:
+        setting = "filter.rollout_filter_strategy"
+        instead = f"type --set {setting}=NAME" if setting in field_names(study.family.config) else "leave it out"
         raise PlanError(f"{option} does not belong to study {study.name}: {instead}.")
-    if text not in smoke.STRATEGIES:
-        raise PlanError(f"{option} {shown(text)} is no strategy: type one of {', '.join(smoke.STRATEGIES)}.")
-    return smoke.STRATEGIES[text]
+    if text not in study.strategies:
+        raise PlanError(f"{option} {shown(text)} is no strategy: type one of {', '.join(study.strategies)}.")
+    return study.strategies[text]

@@ -72,11 +72,11 @@ def list_studies() -> None:
     describe.print_studies(Console(), list(STUDIES.values()), SUITES)
 
 
-@app.command("settings", epilog="\b\nExample: python -m tune_study settings | grep kl_")
+@app.command("settings", epilog="\b\nExample: python -m tune_study settings --all | grep kl_")
 @plain_errors
-def settings(study: opt.SettingsOf = "kl") -> None:
-    """List every setting that --set takes in a study: default, allowed values, meaning."""
-    describe.print_settings(Console(), find_study(study).family)
+def settings(study: opt.SettingsOf = "kl", every: opt.EverySetting = False) -> None:
+    """List the settings that --set takes and that are changed most: default, meaning, allowed values."""
+    describe.print_settings(Console(), find_study(study).family, with_all=every)
 
 
 @app.command("run", epilog=f"\b\n{RUN_EXAMPLE}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from rich.console import Console
@@ -12,6 +12,7 @@ from search_spaces.declaration.family import Family
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
 from trainable.config.run_config import RunConfig
+from trainable.config.setting_types import is_common
 from trainable.runs.run_files import METRICS, read_rows
 from tune_study.folder import outputs
 from tune_study.host.console import print_table, say
@@ -126,21 +127,40 @@ def print_status(console: Console, folder: Path, study: dict[str, Any], is_runni
     print_table(console, ("run", "arm", "seed", "status", "step", measure, "reason"), rows)
 
 
-def print_settings(console: Console, family: Family = PPO) -> None:
-    """Every setting of a family with its default, what it may be, and what it means."""
-    rows = [[name, default, meaning, allowed] for name, default, allowed, meaning in settings_table(family.config)]
-    print_table(console, ("setting", "default", "meaning", "allowed"), rows)
+class SettingRow(NamedTuple):
+    """A setting as it is listed. name: dotted. is_common: whether the short list has it."""
+
+    name: str
+    default: str
+    meaning: str
+    allowed: str
+    is_common: bool
 
 
-def settings_table(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[tuple[str, str, str, str]]:
-    """(dotted name, default, allowed values, meaning) of every setting; the seed, which is --seeds, left out."""
-    rows: list[tuple[str, str, str, str]] = []
+def print_settings(console: Console, family: Family = PPO, *, with_all: bool = False) -> None:
+    """The settings of a family, each with its default, what it means and what it may be.
+
+    with_all: every setting. Otherwise those that are changed most, and a last line with the number of the others and
+    the command that lists them.
+    """
+    table = settings_table(family.config)
+    rows = [row for row in table if with_all or row.is_common]
+    print_table(console, ("setting", "default", "meaning", "allowed"), [list(row[:-1]) for row in rows])
+    if len(rows) < len(table):
+        others = len(table) - len(rows)
+        say(console, f"{others} more settings are seldom changed: python -m tune_study {family.config.listed} --all")
+
+
+def settings_table(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[SettingRow]:
+    """Every setting in order of declaration; the seed, which is --seeds, left out."""
+    rows: list[SettingRow] = []
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             rows += settings_table(kind, f"{prefix}{name}.")
         elif name != "seed":
-            rows.append((prefix + name, _text(field.default), _allowed(kind, field.metadata), field.description or ""))
+            words = _text(field.default), field.description or "", _allowed(kind, field.metadata)
+            rows.append(SettingRow(prefix + name, *words, is_common(field)))
     return rows
 
 

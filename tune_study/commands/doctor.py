@@ -19,6 +19,7 @@ import psutil
 from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
+from trainable.config.constants import SHIPPED
 from trainable.config.run_config import RunConfig, with_overrides
 from trainable.config.setting_types import shown
 from tune_study.host import machine
@@ -26,7 +27,7 @@ from tune_study.host.console import print_table, say
 from tune_study.host.gpus import Gpu, cpu_count, detect_gpus
 from tune_study.host.machine import Finding
 from tune_study.host.session_folder import PREFIX, RAY
-from tune_study.placement.models import SHIPPED, check_model
+from tune_study.placement.models import check_model
 from tune_study.placement.resources import bundles, choose_preset
 from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError
@@ -45,7 +46,7 @@ print(json.dumps([torch.__version__, torch.version.cuda or "", devices, said[-1]
 _RAY = "from tune_study.commands.doctor import start_ray; start_ray()"
 
 
-class Outcome(NamedTuple):
+class ProcessEnd(NamedTuple):
     """How a Python of its own ended: its process id, the last line it printed, what went wrong ("": nothing)."""
 
     pid: int
@@ -222,7 +223,7 @@ def check_import(module: str, environ: Mapping[str, str]) -> Finding:
     return _import_finding(module, run_python(f"import {module}", environ, _SECONDS))
 
 
-def _import_finding(module: str, outcome: Outcome) -> Finding:
+def _import_finding(module: str, outcome: ProcessEnd) -> Finding:
     name = f"import {module}"
     if not outcome.problem:
         return Finding(name, "ok", f"{outcome.seconds:.1f} s")
@@ -259,7 +260,7 @@ def start_ray() -> None:
     print(seconds)
 
 
-def run_python(code: str, environ: Mapping[str, str], limit: float) -> Outcome:
+def run_python(code: str, environ: Mapping[str, str], limit: float) -> ProcessEnd:
     """Run `code` in a Python of its own for at most `limit` seconds; after them it and its children are ended.
 
     Files take what it prints: a pipe would stay open for as long as any process that it started.
@@ -282,7 +283,7 @@ def run_python(code: str, environ: Mapping[str, str], limit: float) -> Outcome:
         problem = f"it was ended by {signal.Signals(-ending).name}"
     else:
         problem = (complaint or f"it ended with {ending}") if ending else ""
-    return Outcome(process.pid, said, problem, seconds)
+    return ProcessEnd(process.pid, said, problem, seconds)
 
 
 def _last_line(file: IO[bytes]) -> str:

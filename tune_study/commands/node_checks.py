@@ -15,7 +15,7 @@ from rich.filesize import decimal
 import trainable
 from trainable.config.run_config import RunConfig
 from trainable.runs.failures import StorageError
-from trainable.runs.uris import below
+from trainable.storage.uris import below
 from tune_study.folder.outputs import versions
 from tune_study.host.machine import available_memory, gpu_memory
 from tune_study.placement.memory_plan import Card
@@ -88,7 +88,7 @@ def answer(question: Question) -> Answer:
 def _sees(question: Question) -> str:
     if question.stored is None:
         return "" if os.path.exists(question.marker) else "it is not there"
-    from trainable.runs.remote import get_bytes, open_place, plain
+    from trainable.storage.remote import get_bytes, open_place, plain
 
     try:
         get_bytes(open_place(question.marker))
@@ -99,7 +99,7 @@ def _sees(question: Question) -> str:
 
 def _free_for(uri: str) -> int:
     """Bytes free in the scratch folder of a study's runs on this machine."""
-    from trainable.runs.mirror import scratch
+    from trainable.storage.mirror import scratch
 
     folder = scratch(uri, os.environ)
     return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
@@ -184,7 +184,7 @@ def _marker(plan: StudyPlan) -> Iterator[str]:
         finally:
             path.unlink(missing_ok=True)
         return
-    from trainable.runs.remote import put_bytes, remove_file
+    from trainable.storage.remote import put_bytes, remove_file
     from tune_study.folder.storage import opened
 
     uri = below(plan.storage, name)

@@ -7,6 +7,7 @@ from typer import Argument, Option
 
 StudyName = Annotated[str, Argument(metavar="STUDY", help="Name of the study, or of a suite; see `list`.")]
 SettingsOf = Annotated[str, Argument(metavar="[STUDY]", help="A study; those of a sandbox have settings of their own.")]
+EverySetting = Annotated[bool, Option("--all", help="List every setting, not only those that are changed most.")]
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="The study's folder results/<run>.")]
 RunPlace = Annotated[
     str, Argument(metavar="RUN", help="The study's folder results/<run>, or its URI in a storage: <storage>/<run>.")

@@ -13,7 +13,7 @@ from tune_study.folder import outputs
 from tune_study.host.console import say
 from tune_study.host.gpus import Gpu, cpu_count
 from tune_study.placement import disk, memory_plan, resources
-from tune_study.placement.disk import Budget
+from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.models import check_file, check_model
 from tune_study.plan.allotment import Allotment
@@ -41,7 +41,7 @@ class _Needs(NamedTuple):
     """What a study gets and takes. used: the GPUs of this machine among what it gets."""
 
     allotment: Allotment
-    room: Budget
+    room: DiskBudget
     memory: MemoryPlan | None
     used: tuple[Gpu, ...]
 
@@ -134,7 +134,7 @@ def _allotted(
     return resources.preflight(plan, asked.gpus, visible, cores, asked.max_concurrent, real=not dry_run)
 
 
-def room_line(plan: StudyPlan, room: Budget) -> str:
+def room_line(plan: StudyPlan, room: DiskBudget) -> str:
     """The disk budget in a line, or where a storage takes the states how much of it."""
     if plan.stored is None:
         return disk.line(room)
@@ -168,7 +168,9 @@ def _check_files(plan: StudyPlan) -> None:
             check_model(arm[setting], os.environ, option=f"--set {setting}=")
 
 
-def _check_cluster(plan: StudyPlan, allotment: Allotment, asked: Asked, room: Budget, nodes: tuple[Node, ...]) -> None:
+def _check_cluster(
+    plan: StudyPlan, allotment: Allotment, asked: Asked, room: DiskBudget, nodes: tuple[Node, ...]
+) -> None:
     """PlanError for what a node lacks on which a run could be."""
     from tune_study.commands import node_checks
 

@@ -25,8 +25,8 @@ from tune_study.placement.models import check_model
 from tune_study.placement.resources import check_sampler
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, flat_settings, template_words
 
-Settings = Mapping[str, object]
-NOTHING: Settings = MappingProxyType({})
+ProbeSettings = Mapping[str, object]
+NOTHING: ProbeSettings = MappingProxyType({})
 SAME_TRAINER = (
     "env.", "filter.", "rollout.", "trainer.", "actor.use_kl_loss", "actor.kl_loss", "actor.entropy_coeff",
     "actor.ppo_micro_batch_size_per_gpu",
@@ -46,7 +46,7 @@ class Target:
 
 def restore(
     run: Path | str, trial: str | None = None, step: int | None = None, *, path: Path | str | None = None,
-    settings: Settings = NOTHING,
+    settings: ProbeSettings = NOTHING,
 ) -> PPOTrainer:  # fmt: skip
     """A run's trainer as its checkpoint left it.
 
@@ -157,7 +157,7 @@ def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
     raise PlanError(f"{what} in {plan.folder}: type --trial and one of {names}.")
 
 
-def _trainer(target: Target, settings: Settings) -> PPOTrainer:
+def _trainer(target: Target, settings: ProbeSettings) -> PPOTrainer:
     """The restored trainer; PlanError for a checkpoint of another run, or one that is damaged."""
     check_model(target.spec.ppo.model.path, os.environ)
     config = with_overrides(target.spec.ppo, settings)
@@ -181,7 +181,7 @@ def _trainer(target: Target, settings: Settings) -> PPOTrainer:
     return trainer
 
 
-def probe_settings(config: RunConfig, settings: Settings) -> dict[str, object]:
+def probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str, object]:
     """What a probe sets beside the run's own settings: KL and entropy on, 128 x 16 episodes unless the run has its own.
 
     The coefficients are the published 0.001 where the run had none: a gradient of a term scales with its coefficient.
@@ -206,14 +206,14 @@ def probe_settings(config: RunConfig, settings: Settings) -> dict[str, object]:
     return {**found, **settings}
 
 
-def set_otherwise(own: RunConfig, config: RunConfig, settings: Settings) -> str | None:
+def set_otherwise(own: RunConfig, config: RunConfig, settings: ProbeSettings) -> str | None:
     """What `settings` make different from the run's own settings, as `name=value, ...`; None where nothing."""
     before, after = (flat_settings(each.model_dump(mode="json")) for each in (own, config))
     changed = [name for name in settings if before.get(name) != after.get(name)]
     return ", ".join(f"{name}={json.dumps(after[name])}" for name in changed) or None
 
 
-def probe(target: Target, settings: Settings, with_val: bool, console: Console) -> None:
+def probe(target: Target, settings: ProbeSettings, with_val: bool, console: Console) -> None:
     """Analyse the gradients of one checkpoint, add the rows to the study's tables, and print them.
 
     PlanError, and nothing is written, where the filter keeps nothing and the batch before it is not analysed.
@@ -247,8 +247,8 @@ def probe(target: Target, settings: Settings, with_val: bool, console: Console) 
 
 
 def _validate(trainer: PPOTrainer, console: Console) -> list[str]:
-    """Play the validation rooms, and say how that went."""
-    say(console, f"Playing {len(trainer.val_rooms)} validation rooms, sampled and greedy ...")
+    """Play the validation levels, and say how that went."""
+    say(console, f"Playing {len(trainer.val_levels)} validation levels, sampled and greedy ...")
     found = {mode: trainer.evaluate("val", mode) for mode in ("sampled", "greedy")}
     return [
         f"validation, {mode}: success {each.success:.3f}, mean score {each.score:.3f}" for mode, each in found.items()

@@ -23,7 +23,7 @@ Outcome = Literal["false alarm", "right", "unknown"]
 
 LAST_VALIDATIONS = 3
 SECTION = "early_stop"
-_ROUNDING = 1e-9  # Floats put the mean of 1, 6 and 11 of 120 rooms below 6 of 120; real differences are larger.
+_ROUNDING = 1e-9  # Floats put the mean of 1, 6 and 11 of 120 levels below 6 of 120; real differences are larger.
 
 _NOTES = (
     "false alarm: the run recovered: the mean of its last (up to 3) validations after the alarm is at least the "
@@ -136,7 +136,7 @@ def alarms_of(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, ..
     Outcome: `false alarm` if the run recovered, `right` if not. Recovered: the mean of the last (up to 3) validations
     after the alarm's step is at least the success of the policy before training (base_val_success); where that is
     missing, at least the best val_success up to the alarm. A rule says that a run is dead; one that ends where it
-    began was not, nor was one whose reward spread vanished because it solves every room. One that ends below
+    began was not, nor was one whose reward spread vanished because it solves every level. One that ends below
     success_threshold, where success counts as failure, was dead wherever it began. `unknown` where the run ended at
     or before the first validation after the alarm, or there is nothing to compare with.
     """

@@ -10,7 +10,7 @@ from rich.console import Console
 from tune_study.folder import outputs
 from tune_study.host.console import say
 from tune_study.host.interrupt import interrupt_of
-from tune_study.placement.disk import Budget
+from tune_study.placement.disk import DiskBudget
 from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.local_ray import RayHere
@@ -25,7 +25,7 @@ class Ready(NamedTuple):
     plan: StudyPlan
     allotment: Allotment
     wandb_mode: str
-    room: Budget
+    room: DiskBudget
     room_line: str
 
 

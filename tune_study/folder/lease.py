@@ -16,7 +16,7 @@ from uuid import uuid4
 
 import psutil
 
-from trainable.runs.remote import Place, get_bytes, put_bytes, remove_file
+from trainable.storage.remote import Place, get_bytes, put_bytes, remove_file
 from tune_study.plan.study_plan import PlanError
 
 LOCK = "driver.json"

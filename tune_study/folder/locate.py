@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainable.config.setting_types import shown
 from trainable.runs.failures import StorageError
-from trainable.runs.uris import below, check_uri, is_uri, parent
+from trainable.storage.uris import below, check_uri, is_uri, parent
 from tune_study.folder import outputs
 from tune_study.folder.study_file import NOT_MOVED, check_storage, check_unchanged, join, plan_from_folder, read_study
 from tune_study.plan.study_plan import PlanError, StudyPlan

@@ -141,7 +141,6 @@ def study_entry(plan: StudyPlan) -> dict[str, Any]:
         "stop_rules": list(plan.study.stop_rules),
         "family": plan.study.family.name,
         "model": plan.model or "",
-        "trainable": plan.study.trainable,
         "storage": plan.storage,
     }
 

@@ -1,7 +1,7 @@
 """A study's folder in storage, as its driver keeps it: rows come from there, statuses, tables and report go there.
 
-Data flow: a run writes rows and states on its node and copies them to storage (`trainable.runs.mirror`). The driver has
-a folder of its own, results/<run>, with copies of the rows (never of states), from which everything else is made.
+Data flow: a run writes rows and states on its node and copies them to storage (`trainable.storage.mirror`). The driver
+has a folder of its own, results/<run>, with copies of the rows (never of states), from which everything else is made.
 """
 
 import threading
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trainable.runs.failures import StorageError
-from trainable.runs.mirror import INTERRUPT, STUDYS, fetch_lines, fetch_sealed, line_files, patiently, sealed
-from trainable.runs.remote import (
+from trainable.runs.run_files import PROBES
+from trainable.storage.mirror import INTERRUPT, STUDYS, fetch_lines, fetch_sealed, line_files, patiently, sealed
+from trainable.storage.remote import (
     Place,
     exists,
     get_bytes,
@@ -25,8 +26,7 @@ from trainable.runs.remote import (
     put_file,
     remove_file,
 )
-from trainable.runs.run_files import PROBES
-from trainable.runs.uris import below
+from trainable.storage.uris import below
 from tune_study.folder.lease import REFRESH_S, Hold, read_holder
 from tune_study.host.interrupt import Interrupt, interrupt_of
 from tune_study.plan.study_plan import PlanError, StudyPlan

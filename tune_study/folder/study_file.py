@@ -11,11 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
-from trainable.config.run_config import ConfigError, RunConfig, explain, with_overrides
+from trainable.config.run_config import ConfigError, explain, with_overrides
 from trainable.config.setting_types import shown
 from trainable.config.study_config import StudyConfig
 from trainable.runs.stop_rules import RULES
-from trainable.runs.uris import is_same
+from trainable.storage.uris import is_same
 from tune_study.folder.outputs import read_json
 from tune_study.plan.study_plan import (
     PlanError,
@@ -55,7 +55,7 @@ class _Trainer(_Part):
     total_training_steps: int = Field(ge=1, le=2**31)
 
 
-class _Settings(_Part):
+class _SettingsEntry(_Part):
     trainer: _Trainer
 
 
@@ -82,10 +82,9 @@ class _StudyFile(_Part):
     axis: _Axis
     seeds: list[int]
     runs: list[_Entry]
-    settings: _Settings
+    settings: _SettingsEntry
     defaults: dict[Text, Any] = {}
     stop_rules: list[Text]
-    trainable: Text
     preset_reason: Text
     command: Text
     question: Text = ""
@@ -132,28 +131,21 @@ def plan_from_folder(folder: Path, placed: Mapping[str, object] = NOT_MOVED, stu
     """The plan of the study in results/<run>, as it was resolved when it was started; PlanError if there is none.
 
     placed: settings of its place that are to be others from now on, such as {"trainer.n_gpus_per_node": 2}. study: as
-    the caller declares it; without one it is that of the same name in `search_spaces`. The folder chooses no code: a
-    Trainable that no such study declares is refused, and nothing of its name is looked up.
+    the caller declares it; without one it is that of the same name in `search_spaces`. The folder chooses no code:
+    what trains its runs is what that study declares.
     """
     folder = Path(os.path.abspath(folder))
     data = read_study(folder)
     study = study or STUDIES.get(data["name"])
     if study is None:
         raise PlanError(f"{folder} holds the study '{shown(data['name'])}', which is none of {', '.join(STUDIES)}.")
-    declared = {study.trainable, *(each.trainable for each in STUDIES.values())}
-    if data["trainable"] not in declared:
-        raise PlanError(
-            f"{folder}/study.json names the Trainable '{shown(data['trainable'])}', and only those that the studies "
-            f"of search_spaces declare are run ({', '.join(sorted(declared))}). Nothing was imported. Restore the "
-            f"file, or start the study anew with another --output."
-        )
     try:
         base = with_overrides(study.family.config.model_validate(data["settings"]), placed)
-        if isinstance(base, RunConfig) and study.name == "smoke":
-            study = find_study(study.name, base.actor.kl_loss_type)
+        if study.variants:
+            study = find_study(study.name, str(flat_settings(base.model_dump(mode="json"))[study.variant_setting]))
         if unknown := set(data["stop_rules"]) - {*RULES, *study.stop_rules}:
             raise PlanError(f"there is no stop rule {shown(unknown.pop())}.")
-        study = replace(study, trainable=data["trainable"], stop_rules=tuple(data["stop_rules"]))
+        study = replace(study, stop_rules=tuple(data["stop_rules"]))
         values, seeds = tuple(data["axis"]["values"]), tuple(data["seeds"])
         plan = build_plan(study, data["preset"], data["preset_reason"], base, values, seeds, folder.parent.parent)
         plan = replace(plan, storage=data.get("storage"))
@@ -225,10 +217,7 @@ def differences(held: StudyPlan, plan: StudyPlan) -> list[str]:
     """`name: old -> new` for everything that differs and can change a row."""
     changes = [
         f"{name}: {old} -> {new}"
-        for name, old, new in (
-            ("trainable", held.study.trainable, plan.study.trainable),
-            ("stop_rules", ", ".join(held.study.stop_rules), ", ".join(plan.study.stop_rules)),
-        )
+        for name, old, new in (("stop_rules", ", ".join(held.study.stop_rules), ", ".join(plan.study.stop_rules)),)
         if old != new
     ]
     changes += _changed(held.base, plan.base)

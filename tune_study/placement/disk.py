@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from trainable.config.run_config import RunConfig
 from trainable.runs.run_files import STATE
 from tune_study.folder.summary import finished_runs
-from tune_study.placement.model_size import Shape, policy_parameters, shape_of, trained_tensors
+from tune_study.placement.model_size import ModelShape, policy_parameters, shape_of, trained_tensors
 from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
@@ -29,15 +29,15 @@ _STEP = 21_000
 """A step: metrics.jsonl 2.7 kB, result.json 7.7, TensorBoard 5.0, progress.csv 1.2, logs 0.4, tables and report 2.2."""
 _ANALYSIS = 100_000
 """A gradient analysis of 128 groups, before and after the filter: its lines and its share of the tables."""
-_ROOM, _EVALUATION = 18, 150
-"""A line of rooms.jsonl: 11.4 bytes a validation room, 17 a test room; the rest of the line."""
+_LEVEL, _EVALUATION = 18, 150
+"""A line of levels.jsonl: 11.4 bytes a validation level, 17 a test level; the rest of the line."""
 _RUN = 250_000
 """What a run takes without a step: its share of Tune's experiment state (70 kB) and of the figures (150), settings."""
 _STUDY = 550_000
 """What a study takes without a run: trials.parquet (90 kB), empty tables (40), the frames of report and figures."""
 
 
-class Budget(NamedTuple):
+class DiskBudget(NamedTuple):
     """What the runs of a study that have not ended take at most, and what there is. Sizes in bytes.
 
     runs: how many have not ended. concurrent: how many of them at once. checkpoint: size of one, and kept: count of
@@ -62,7 +62,7 @@ class Budget(NamedTuple):
     unknown: tuple[str, ...] = ()
 
 
-def checkpoint_bytes(shape: Shape, config: RunConfig) -> int:
+def checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Size of one checkpoint of a run after its first update: what `PPOTrainer.state` holds, in float32.
 
     Every trained parameter has its weight and AdamW's two moments; every such tensor has AdamW's count of steps, a
@@ -79,22 +79,22 @@ def times(steps: int, every: int) -> int:
 
 
 def row_bytes(config: RunConfig) -> int:
-    """What a run writes beside its checkpoints: rows, rooms, logs, Tune's files, its part of tables and report."""
+    """What a run writes beside its checkpoints: rows, levels, logs, Tune's files, its part of tables and report."""
     env, trainer = config.env, config.trainer
     # The base policy sampled and greedy, then every validation, and a greedy one at the end.
     validations = 2 * trainer.val_before_train + times(trainer.total_training_steps, trainer.test_freq) + 1
-    rooms = validations * env.val_env_groups * env.val_group_size + 2 * env.test_env_groups
+    levels = validations * env.val_env_groups * env.val_group_size + 2 * env.test_env_groups
     analyses = -(-trainer.total_training_steps // trainer.gradient_analysis_every) * trainer.gradient_analysis_mode
     return (
         _RUN
         + trainer.total_training_steps * _STEP
         + analyses * _ANALYSIS
-        + rooms * _ROOM
+        + levels * _LEVEL
         + (validations + 2) * _EVALUATION
     )
 
 
-def budget(plan: StudyPlan, allotment: Allotment, environ: Mapping[str, str]) -> Budget:
+def budget(plan: StudyPlan, allotment: Allotment, environ: Mapping[str, str]) -> DiskBudget:
     """The disk budget of what is left of `plan`: runs that have ended write no more and are left out."""
     ended = finished_runs(plan)
     runs = [spec for spec in plan.runs if spec.run_id not in ended]
@@ -103,7 +103,7 @@ def budget(plan: StudyPlan, allotment: Allotment, environ: Mapping[str, str]) ->
     rows = sum(_rows(plan, spec) for spec in runs) + (_STUDY if runs else 0)
     concurrent = min(allotment.max_concurrent * max(len(trial) for trial in plan.trials), len(runs))
     place = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
-    return Budget(
+    return DiskBudget(
         runs=len(runs),
         concurrent=concurrent,
         is_uniform=len(set(sizes)) <= 1 and len(set(kept)) <= 1,
@@ -151,7 +151,7 @@ def _states(sizes: Sequence[int], kept: Sequence[int], concurrent: int) -> int:
     return at_rest + _IN_FLIGHT * sum(sorted(sizes, reverse=True)[:concurrent])
 
 
-def scratch_bytes(budget: Budget) -> int | None:
+def scratch_bytes(budget: DiskBudget) -> int | None:
     """Bytes that a run keeps on its node where a storage takes its states; None where they are not known.
 
     A rolling state and the one before, one that is being written, and one to keep until it is copied.
@@ -188,7 +188,7 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def line(budget: Budget) -> str:
+def line(budget: DiskBudget) -> str:
     """The budget in one line of the plan."""
     free = f"{decimal(budget.free)} free"
     if budget.runs == 0:
@@ -206,7 +206,7 @@ def line(budget: Budget) -> str:
     return f"{text} = {decimal(budget.total)}{already}; {free}"
 
 
-def check_together(budgets: Sequence[Budget]) -> None:
+def check_together(budgets: Sequence[DiskBudget]) -> None:
     """PlanError where studies that are to run one after another need more than is free; unknown sizes do not count."""
     needed = sum(budget.total - budget.already for budget in budgets if budget.total is not None)
     free = min((budget.free for budget in budgets), default=needed)
@@ -218,7 +218,7 @@ def check_together(budgets: Sequence[Budget]) -> None:
         )
 
 
-def check(budget: Budget) -> None:
+def check(budget: DiskBudget) -> None:
     """PlanError where the study needs more than is free; an unknown size is no reason."""
     if budget.total is None:
         return

@@ -7,9 +7,10 @@ network, R ranks (GPUs of the run), h hidden size, f intermediate size, kv chann
 
 from typing import NamedTuple
 
+from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS, ZERO_BUCKET, ZERO_LIVE
 from trainable.config.run_config import RunConfig
 from tune_study.placement.model_size import (
-    Shape,
+    ModelShape,
     adapted_layers,
     linear_elements,
     linear_layers,
@@ -18,17 +19,13 @@ from tune_study.placement.model_size import (
 )
 
 GIB = 2**30
-MOMENTS = ("rollout", "values", "critic backward", "critic step", "policy backward", "policy step", "start")
+PHASES = ("rollout", "values", "critic backward", "critic step", "policy backward", "policy step", "start")
 """When memory is at its highest: while episodes are sampled; in passes without gradients (values, reference); in the
 passes with gradients, and in the optimizer step, of critic and of policy; and before weights are dealt out."""
-ROLLOUT, VALUES, CRITIC_BACKWARD, CRITIC_STEP, POLICY_BACKWARD, POLICY_STEP, START = range(len(MOMENTS))
+ROLLOUT, VALUES, CRITIC_BACKWARD, CRITIC_STEP, POLICY_BACKWARD, POLICY_STEP, START = range(len(PHASES))
 
 FLOAT32, BFLOAT16 = 4, 2
 MOMENT_BYTES = 2 * FLOAT32
-TOKENS_A_PASS = 16_384
-"""Tokens of one forward and backward pass at most, or one longer conversation: `trainable.ppo.update` has the same."""
-CHUNK_ELEMENTS = 2**27
-"""Logits held at once: `trainable.algo.vocabulary.CHUNK_ELEMENTS`."""
 LOGIT_COPIES = {True: 7, False: 3}
 """Float32 copies of those logits, in passes with gradients and without: see there."""
 TURN_TOKENS = {"full": 320, "compact": 16}
@@ -39,14 +36,12 @@ COMMUNICATION = 1 * GIB
 """NCCL's buffers, where a run has several ranks; an assumption."""
 BUCKET = 500_000_000
 """Elements that DeepSpeed reduces at once (reduce_bucket_size)."""
-DEALT_BUCKET, LIVE = 50_000_000, 1_000_000_000
-"""In stage 3: those elements, and elements of weights gathered in an update; `trainable.backend.zero` has the same."""
 VLLM_ROWS, VLLM_TOKENS = 256, 16_384
 """Rows that vLLM decodes at once (max_num_seqs), and tokens that one of its passes takes (max_num_batched_tokens)."""
 
 
 class Part(NamedTuple):
-    """One part of a run's memory: bytes on each GPU at each of MOMENTS, and bytes of each rank in the host's memory."""
+    """One part of a run's memory: bytes on each GPU at each of PHASES, and bytes of each rank in the host's memory."""
 
     name: str
     gpu: tuple[int, ...]
@@ -106,7 +101,7 @@ def network_bytes(parameters: int, config: RunConfig) -> Network:
     return Network(weights - on_host, 0, 0, gradients if trainer.zero_stage == 1 else 0, 0, on_host + moved)
 
 
-def read_bytes(shape: Shape, parameters: int, config: RunConfig) -> int:
+def read_bytes(shape: ModelShape, parameters: int, config: RunConfig) -> int:
     """A network that stage 3 gathers to be read: linear layers of blocks in the type of the passes, the rest float32.
 
     As `trainable.backend.zero_weights` gathers it.
@@ -116,13 +111,13 @@ def read_bytes(shape: Shape, parameters: int, config: RunConfig) -> int:
     return FLOAT32 * (parameters - linear) + compute_bytes(config) * linear
 
 
-def reference_bytes(shape: Shape, config: RunConfig) -> int:
+def reference_bytes(shape: ModelShape, config: RunConfig) -> int:
     """A reference of its own; 0 where no loss and no reward needs it, and with LoRA, where the base is it."""
     is_needed = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     return frozen_bytes(shape, config) if is_needed and not config.model.lora_rank else 0
 
 
-def frozen_bytes(shape: Shape, config: RunConfig) -> int:
+def frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
     """A frozen network: linear layers in the type of the passes, embedding (a tied head too) and norms in float32.
 
     As `trainable.models.load.frozen` makes it.
@@ -131,7 +126,7 @@ def frozen_bytes(shape: Shape, config: RunConfig) -> int:
     return FLOAT32 * (policy_parameters(shape) - linear) + compute_bytes(config) * linear
 
 
-def cast_bytes(shape: Shape, name: str, parameters: int, config: RunConfig) -> int:
+def cast_bytes(shape: ModelShape, name: str, parameters: int, config: RunConfig) -> int:
     """Copies of a network's weights in the type of the passes, which autocast keeps while one runs; 0 in float32.
 
     name: policy or critic. Only what enters a matrix product is copied: an embedding that is not also the head stays
@@ -156,7 +151,7 @@ def longest(config: RunConfig) -> int:
     return min(tokens, config.rollout.max_model_len or tokens)
 
 
-def block_bytes(shape: Shape, config: RunConfig) -> int:
+def block_bytes(shape: ModelShape, config: RunConfig) -> int:
     """What one block keeps of one token for its backward pass.
 
     float32: 4 (9 h + 2 kv + 4 f), of which attention's output twice, by length and end to end; bfloat16: 24 h + 4 kv +
@@ -178,10 +173,10 @@ def block_bytes(shape: Shape, config: RunConfig) -> int:
 def tokens_a_pass(config: RunConfig) -> int:
     """Tokens of the largest pass with gradients, which has no padding: at most a rank's rows of a mini-batch."""
     most = max(config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size)
-    return min(-(-most // ranks(config)) * longest(config), max(TOKENS_A_PASS, longest(config)))
+    return min(-(-most // ranks(config)) * longest(config), max(TOKENS_PER_PASS["cuda"], longest(config)))
 
 
-def activation_bytes(shape: Shape, config: RunConfig) -> int:
+def activation_bytes(shape: ModelShape, config: RunConfig) -> int:
     """What the passes with gradients hold of activations.
 
     A token: the saved tensors of every block, or with gradient checkpointing each block's input (4 h) and one block's
@@ -195,7 +190,7 @@ def activation_bytes(shape: Shape, config: RunConfig) -> int:
     return tokens_a_pass(config) * (blocks + 3 * FLOAT32 * hidden + working)
 
 
-def logits_bytes(shape: Shape, config: RunConfig, with_gradients: bool) -> int:
+def logits_bytes(shape: ModelShape, config: RunConfig, with_gradients: bool) -> int:
     """Logits of CHUNK_ELEMENTS, or with gradients of a whole pass where chunking is off, in all their copies.
 
     With gradients also the head's, unless it is frozen: a sum in float32, and a summand in the type of the passes.
@@ -207,7 +202,7 @@ def logits_bytes(shape: Shape, config: RunConfig, with_gradients: bool) -> int:
     return FLOAT32 * LOGIT_COPIES[with_gradients] * elements + (with_gradients and not config.model.lora_rank) * head
 
 
-def cache_bytes(shape: Shape, number: int) -> int:
+def cache_bytes(shape: ModelShape, number: int) -> int:
     """Keys and values of one token in all blocks, `number` bytes each."""
     return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * number
 
@@ -219,7 +214,7 @@ def rows_at_once(config: RunConfig) -> int:
     return -(-most // ranks(config))
 
 
-def parts(shape: Shape, config: RunConfig, share: int) -> tuple[Part, ...]:
+def parts(shape: ModelShape, config: RunConfig, share: int) -> tuple[Part, ...]:
     """All parts of a run that has `share` bytes of each of its GPUs; parts of no bytes are left out."""
     found = [
         *_trained(shape, config),
@@ -234,20 +229,20 @@ def parts(shape: Shape, config: RunConfig, share: int) -> tuple[Part, ...]:
 
 
 def _always(name: str, size: int, host: int = 0) -> Part:
-    return Part(name, (size,) * len(MOMENTS), host)
+    return Part(name, (size,) * len(PHASES), host)
 
 
 def _at(name: str, sizes: dict[int, int], host: int = 0) -> Part:
     """A part that is there at some moments only: index of the moment -> bytes."""
-    return Part(name, tuple(sizes.get(moment, 0) for moment in range(len(MOMENTS))), host)
+    return Part(name, tuple(sizes.get(moment, 0) for moment in range(len(PHASES))), host)
 
 
-def trained_parameters(shape: Shape, config: RunConfig) -> dict[str, int]:
+def trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, int]:
     """Parameters that are trained: of the policy (with a value head on a shared trunk), and of the critic."""
     return {name: sum(sizes) for name, sizes in trained_tensors(shape, config).items()}
 
 
-def _trained(shape: Shape, config: RunConfig) -> list[Part]:
+def _trained(shape: ModelShape, config: RunConfig) -> list[Part]:
     """The base of adapters; and weights, optimizer, gradients and step of each network that is trained."""
     found, weights = [], "weights"
     if config.model.lora_rank:
@@ -258,7 +253,7 @@ def _trained(shape: Shape, config: RunConfig) -> list[Part]:
         bucket = FLOAT32 * min(BUCKET, parameters) if uses_deepspeed(config) else 0
         gradients = _at(f"{name} gradients", {backward: network.gradients + bucket, step: network.gradients})
         if deals_weights(config):  # DeepSpeed keeps what it sums them in
-            gradients = _always(f"{name} gradients", network.gradients + FLOAT32 * DEALT_BUCKET)
+            gradients = _always(f"{name} gradients", network.gradients + FLOAT32 * ZERO_BUCKET)
         on_host = "AdamW moments" if config.trainer.offload_optimizer else "weights"
         found += [
             _always(f"{name} {weights}, float32", network.weights, network.host if on_host == "weights" else 0),
@@ -270,13 +265,13 @@ def _trained(shape: Shape, config: RunConfig) -> list[Part]:
     return found
 
 
-def _dealt(shape: Shape, config: RunConfig) -> list[Part]:
+def _dealt(shape: ModelShape, config: RunConfig) -> list[Part]:
     """What stage 3 gathers of weights for a while, and what there is before it has dealt them out."""
     if not deals_weights(config):
         return []
     sizes = trained_parameters(shape, config)
     read = {name: read_bytes(shape, parameters, config) for name, parameters in sizes.items()}
-    live = {name: FLOAT32 * min(LIVE, parameters) for name, parameters in sizes.items()}
+    live = {name: FLOAT32 * min(ZERO_LIVE, parameters) for name, parameters in sizes.items()}
     samples = config.rollout.name == "torch"
     return [
         _at("weights gathered", {
@@ -287,12 +282,12 @@ def _dealt(shape: Shape, config: RunConfig) -> list[Part]:
     ]  # fmt: skip
 
 
-def saving_bytes(shape: Shape, config: RunConfig) -> int:
+def saving_bytes(shape: ModelShape, config: RunConfig) -> int:
     """What a run holds in the host's memory while it saves a state: all weights and moments, which rank 0 collects."""
     return (FLOAT32 + MOMENT_BYTES) * sum(trained_parameters(shape, config).values())
 
 
-def _passes(shape: Shape, config: RunConfig) -> list[Part]:
+def _passes(shape: ModelShape, config: RunConfig) -> list[Part]:
     """What passes hold while they run: copies of weights, activations, logits."""
     sizes = trained_parameters(shape, config)
     copies = {name: cast_bytes(shape, name, parameters, config) for name, parameters in sizes.items()}
@@ -314,7 +309,7 @@ def _passes(shape: Shape, config: RunConfig) -> list[Part]:
     ]  # fmt: skip
 
 
-def _vllm(shape: Shape, config: RunConfig, share: int) -> list[Part]:
+def _vllm(shape: ModelShape, config: RunConfig, share: int) -> list[Part]:
     """vLLM's part: gpu_memory_utilization of the run's share, of which what its weights leave is its cache."""
     rollout = config.rollout
     weights = compute_bytes(config) * policy_parameters(shape)
@@ -332,14 +327,14 @@ def _vllm(shape: Shape, config: RunConfig, share: int) -> list[Part]:
     ]
 
 
-def vllm_work_bytes(shape: Shape, config: RunConfig) -> int:
+def vllm_work_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Activations of vLLM's largest pass, and the distributions of the rows that it decodes at once; an estimate."""
     number = compute_bytes(config)
     tokens = VLLM_TOKENS * (3 * shape.intermediate_size + 4 * shape.hidden_size) * number
     return tokens + VLLM_ROWS * shape.vocab_size * (number + 3 * FLOAT32)
 
 
-def _torch_sampler(shape: Shape, config: RunConfig) -> list[Part]:
+def _torch_sampler(shape: ModelShape, config: RunConfig) -> list[Part]:
     """The torch sampler's cache, which grows by half at a time, and what drawing one token of each row takes."""
     rows = rows_at_once(config)
     cache = rows * (longest(config) * 3 // 2) * cache_bytes(shape, compute_bytes(config))
@@ -349,8 +344,8 @@ def _torch_sampler(shape: Shape, config: RunConfig) -> list[Part]:
 
 
 def totals(found: tuple[Part, ...]) -> tuple[int, ...]:
-    """Bytes on each GPU at each of MOMENTS: the sum over parts."""
-    return tuple(sum(part.gpu[moment] for part in found) for moment in range(len(MOMENTS)))
+    """Bytes on each GPU at each of PHASES: the sum over parts."""
+    return tuple(sum(part.gpu[moment] for part in found) for moment in range(len(PHASES)))
 
 
 def host_bytes(found: tuple[Part, ...], config: RunConfig) -> int:

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 from search_spaces.declaration.study import Study
 from trainable.config.run_config import ConfigError, with_overrides
+from trainable.runs.orphans import leftovers
 from tune_study.host import machine
 from tune_study.host.gpus import Gpu
-from tune_study.host.orphans import leftovers
 from tune_study.placement import memory
-from tune_study.placement.memory import GIB, MOMENTS, Part
-from tune_study.placement.model_size import Shape, shape_of
+from tune_study.placement.memory import GIB, PHASES, Part
+from tune_study.placement.model_size import ModelShape, shape_of
 from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
@@ -42,7 +42,7 @@ class MemoryPlan(NamedTuple):
     """
 
     spec: RunSpec
-    shape: Shape
+    shape: ModelShape
     card: Card
     share: float
     budget: int
@@ -113,7 +113,7 @@ def plan_memory(plan: StudyPlan, allotment: Allotment, card: Card, environ: Mapp
     return max(found, key=lambda each: (not each.fits, each.peak), default=None)
 
 
-def plan_run(spec: RunSpec, shape: Shape, card: Card, at_once: int, most: int) -> MemoryPlan:
+def plan_run(spec: RunSpec, shape: ModelShape, card: Card, at_once: int, most: int) -> MemoryPlan:
     """The memory plan of one run. at_once: runs that the study has on the machine at a time. most: see MemoryPlan."""
     n_gpus = spec.ppo.trainer.n_gpus_per_node
     share = min(n_gpus, 1.0)
@@ -127,7 +127,7 @@ def plan_run(spec: RunSpec, shape: Shape, card: Card, at_once: int, most: int) -
 def table(found: MemoryPlan) -> tuple[tuple[str, ...], list[list[str]]]:
     """Columns and rows of the plan, in GiB; moments that the run has not are left out."""
     has_critic = "critic" in memory.trained_parameters(found.shape, found.spec.ppo)
-    moments = [number for number, name in enumerate(MOMENTS) if has_critic or not name.startswith("critic")]
+    moments = [number for number, name in enumerate(PHASES) if has_critic or not name.startswith("critic")]
     if not memory.deals_weights(found.spec.ppo):
         moments.remove(memory.START)
     rows = [[part.name, *(_cell(part.gpu[moment]) for moment in moments), _cell(part.host)] for part in found.parts]
@@ -135,7 +135,7 @@ def table(found: MemoryPlan) -> tuple[tuple[str, ...], list[list[str]]]:
     rows.append(["sum", *(_gib(sums[moment]) for moment in moments), _cell(sum(part.host for part in found.parts))])
     over = ["" if sums[moment] <= found.budget else f"{_gib(sums[moment] - found.budget)} over" for moment in moments]
     rows.append([f"of {_gib(found.budget)}", *over, ""])
-    return ("GiB on each GPU", *(MOMENTS[moment] for moment in moments), "host"), rows
+    return ("GiB on each GPU", *(PHASES[moment] for moment in moments), "host"), rows
 
 
 def lines(found: MemoryPlan, study: Study) -> list[str]:
@@ -191,17 +191,17 @@ def verdict(found: MemoryPlan, study: Study) -> str:
 
 def _worst(found: MemoryPlan) -> str:
     sums = memory.totals(found.parts)
-    return MOMENTS[sums.index(max(sums))]
+    return PHASES[sums.index(max(sums))]
 
 
 def _too_much(found: MemoryPlan) -> str:
     """What takes most at the worst moment, or that vLLM has too little."""
     if found.peak <= found.budget:
         return f"vLLM lacks {_gib(found.cache_shortfall)} GiB for one conversation"
-    moment = MOMENTS.index(_worst(found))
+    moment = PHASES.index(_worst(found))
     largest = sorted(found.parts, key=lambda part: part.gpu[moment], reverse=True)[:5]
     named = ", ".join(f"{part.name} {_gib(part.gpu[moment])}" for part in largest if part.gpu[moment])
-    return f"{MOMENTS[moment]} takes {_gib(found.peak)} GiB of {_gib(found.budget)} ({named}, ...)"
+    return f"{PHASES[moment]} takes {_gib(found.peak)} GiB of {_gib(found.budget)} ({named}, ...)"
 
 
 def why_not(found: MemoryPlan, study: Study) -> tuple[str, list[str]]:

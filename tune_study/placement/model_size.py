@@ -7,17 +7,15 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
-import trainable
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED, SHIPPED_FOLDER
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ModelConfig
 from tune_study.folder.outputs import read_json
 from tune_study.placement.model_shapes import published_sizes
-from tune_study.placement.models import ARCHITECTURE, SHIPPED, hub_cache
-
-_SHIPPED_FOLDER = Path(trainable.__file__).parent / "tiny" / "sokoban_tiny"
+from tune_study.placement.models import hub_cache
 
 
-class Shape(BaseModel):
+class ModelShape(BaseModel):
     """What of a Qwen2's config.json its parameters depend on; the other fields are ignored.
 
     Another architecture's are counted over the model itself: trunk has the elements of every parameter of all but the
@@ -48,7 +46,7 @@ class Shape(BaseModel):
         return bool(self.trunk)
 
 
-def shape_of(path: str, environ: Mapping[str, str]) -> Shape | None:
+def shape_of(path: str, environ: Mapping[str, str]) -> ModelShape | None:
     """The shape of the model at `path`: the shipped one, a folder, a hub id in the hub cache, or a Qwen2.5 of the hub.
 
     None where no such model is here and its sizes are not known, or where its config.json is not one of a model that
@@ -58,23 +56,23 @@ def shape_of(path: str, environ: Mapping[str, str]) -> Shape | None:
     file = _config_file(path, environ)
     if file is None:
         sizes = published_sizes(path)
-        return None if sizes is None else Shape.model_validate(sizes)
+        return None if sizes is None else ModelShape.model_validate(sizes)
     config = read_json(file)
     if config is None or not config.get("architectures"):
         return None
     try:
-        is_own = config["architectures"] == [ARCHITECTURE]
-        return Shape.model_validate(config) if is_own else _counted(file.parent)
+        is_own = config["architectures"] == [QWEN2_ARCHITECTURE]
+        return ModelShape.model_validate(config) if is_own else _counted(file.parent)
     except ValidationError:
         return None
 
 
-def _counted(folder: Path) -> Shape | None:
+def _counted(folder: Path) -> ModelShape | None:
     """The shape of another architecture's model, made without numbers and counted; None where it is refused."""
     from trainable.models.hub_config import sizes
 
     try:
-        return Shape.model_validate(sizes(folder)._asdict())
+        return ModelShape.model_validate(sizes(folder)._asdict())
     except ValueError:
         return None
 
@@ -82,7 +80,7 @@ def _counted(folder: Path) -> Shape | None:
 def _config_file(path: str, environ: Mapping[str, str]) -> Path | None:
     """Where the config.json of a model is; None where nothing of that name is here. Of several snapshots the last."""
     if path == SHIPPED:
-        return _SHIPPED_FOLDER / "config.json"
+        return SHIPPED_FOLDER / "config.json"
     folder = os.path.expanduser(path)
     if os.path.isdir(folder):
         return Path(folder) / "config.json"
@@ -91,22 +89,22 @@ def _config_file(path: str, environ: Mapping[str, str]) -> Path | None:
     return Path(fetched[-1]) if fetched else None
 
 
-def policy_tensors(shape: Shape) -> list[int]:
+def policy_tensors(shape: ModelShape) -> list[int]:
     """Elements of every parameter tensor of our `Qwen2`; a tied head is the embedding, counted once."""
     return _trunk(shape) + ([] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size])
 
 
-def critic_tensors(shape: Shape) -> list[int]:
+def critic_tensors(shape: ModelShape) -> list[int]:
     """Elements of every parameter tensor of `trainable.models.qwen2.ValueModel`: a trunk of its own and a head."""
     return _trunk(shape) + head_tensors(shape)
 
 
-def head_tensors(shape: Shape) -> list[int]:
+def head_tensors(shape: ModelShape) -> list[int]:
     """Elements of the value head's tensors: weight and bias."""
     return [shape.hidden_size, 1]
 
 
-def linear_layers(shape: Shape) -> dict[str, tuple[int, int]]:
+def linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of each linear layer of a block, by name."""
     hidden, wide, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
     return {
@@ -115,19 +113,19 @@ def linear_layers(shape: Shape) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
-def adapted_layers(shape: Shape, model: ModelConfig) -> list[tuple[int, int]]:
+def adapted_layers(shape: ModelShape, model: ModelConfig) -> list[tuple[int, int]]:
     """Inputs and outputs of the layers of a block that have an adapter; none without LoRA."""
     chosen = linear_layers(shape) if model.lora_target_modules == "all-linear" else model.lora_target_modules
     return [sizes for name, sizes in linear_layers(shape).items() if model.lora_rank and name in chosen]
 
 
-def adapter_tensors(shape: Shape, model: ModelConfig) -> list[int]:
+def adapter_tensors(shape: ModelShape, model: ModelConfig) -> list[int]:
     """Elements of A and B of every adapter of one network."""
     block = [model.lora_rank * size for sizes in adapted_layers(shape, model) for size in sizes]
     return block * shape.num_hidden_layers
 
 
-def trained_tensors(shape: Shape, config: RunConfig) -> dict[str, list[int]]:
+def trained_tensors(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
     """Elements of every tensor that is trained: of the policy, with a value head on a shared trunk, and of the critic.
 
     With LoRA that is adapters and the value head.
@@ -135,14 +133,14 @@ def trained_tensors(shape: Shape, config: RunConfig) -> dict[str, list[int]]:
     has_adapters = config.model.lora_rank > 0
     adapters, head = adapter_tensors(shape, config.model), head_tensors(shape)
     policy = adapters if has_adapters else policy_tensors(shape)
-    if config.algorithm.adv_estimator != "gae":
+    if not config.algorithm.estimator.needs_critic:
         return {"policy": policy}
     if config.critic.shared_trunk:
         return {"policy": policy + head}
     return {"policy": policy, "critic": adapters + head if has_adapters else critic_tensors(shape)}
 
 
-def _trunk(shape: Shape) -> list[int]:
+def _trunk(shape: ModelShape) -> list[int]:
     """Embedding, blocks and final norm. In Qwen2 queries, keys and values have a bias; no other projection has."""
     if shape.is_counted:
         return list(shape.trunk)
@@ -153,7 +151,7 @@ def _trunk(shape: Shape) -> list[int]:
     return [shape.vocab_size * hidden, *block * shape.num_hidden_layers, hidden]
 
 
-def linear_elements(shape: Shape) -> int:
+def linear_elements(shape: ModelShape) -> int:
     """Elements of all linear layers of the policy, less a head that is the embedding."""
     if shape.is_counted:
         return shape.linear
@@ -161,16 +159,16 @@ def linear_elements(shape: Shape) -> int:
     return policy_parameters(shape) - shape.vocab_size * shape.hidden_size - norms
 
 
-def policy_parameters(shape: Shape) -> int:
+def policy_parameters(shape: ModelShape) -> int:
     """Parameters of the policy."""
     return sum(policy_tensors(shape))
 
 
-def critic_parameters(shape: Shape) -> int:
+def critic_parameters(shape: ModelShape) -> int:
     """Parameters of a critic with a trunk of its own."""
     return sum(critic_tensors(shape))
 
 
-def head_parameters(shape: Shape) -> int:
+def head_parameters(shape: ModelShape) -> int:
     """Parameters of a value head on the policy's trunk (critic.shared_trunk)."""
     return sum(head_tensors(shape))

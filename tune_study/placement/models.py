@@ -5,11 +5,9 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED
 from trainable.config.setting_types import shown
 from tune_study.plan.study_plan import PlanError
-
-SHIPPED = "sokoban-tiny"
-ARCHITECTURE = "Qwen2ForCausalLM"
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
@@ -85,7 +83,7 @@ def _check_folder(folder: Path, chat: str) -> None:
     if missing:
         raise PlanError(f"The model in {folder} is not whole: it has no {' and no '.join(missing)}.")
     try:
-        _try(folder, found == ARCHITECTURE, chat)
+        _try(folder, found == QWEN2_ARCHITECTURE, chat)
     except ValueError as error:
         raise PlanError(str(error)) from None
 

@@ -11,7 +11,7 @@ from trainable.config.run_config import RunConfig
 from tune_study.placement import memory
 from tune_study.placement.disk import times
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.model_size import Shape, policy_parameters
+from tune_study.placement.model_size import ModelShape, policy_parameters
 from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import StudyPlan
 
@@ -47,7 +47,7 @@ def rates_of(name: str) -> Rates | None:
     return next((rates for part, rates in _CARDS if part in name), None)
 
 
-def forward_operations(shape: Shape, rows: int, tokens: int, with_head: bool) -> float:
+def forward_operations(shape: ModelShape, rows: int, tokens: int, with_head: bool) -> float:
     """Operations of one forward pass over `rows` sequences of `tokens` tokens.
 
     2 a weight of the blocks and a token; attention: 2 products of T (T + 1) / 2 pairs, 2 h each; with a head 2 h V a
@@ -60,7 +60,7 @@ def forward_operations(shape: Shape, rows: int, tokens: int, with_head: bool) ->
     return rows * (blocks + attention + with_head * 2.0 * hidden * shape.vocab_size * tokens)
 
 
-def update_operations(shape: Shape, config: RunConfig) -> float:
+def update_operations(shape: ModelShape, config: RunConfig) -> float:
     """Operations of one training step without sampling: reference, values, critic and policy.
 
     A pass with gradients counts as three, and as two with LoRA, whose frozen weights have none; with gradient
@@ -70,16 +70,16 @@ def update_operations(shape: Shape, config: RunConfig) -> float:
     learning = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
     policy, critic = (forward_operations(shape, rows, tokens, with_head) for with_head in (True, False))
     needs_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    reading = config.actor.policy_loss == "tpo"  # a pass more, without gradients, before each optimizer step
+    reading = config.actor.loss.reads_before_each_step  # without gradients
     total = config.actor.ppo_epochs * (learning + reading) * policy + needs_reference * policy
-    if config.algorithm.adv_estimator == "gae":
+    if config.algorithm.estimator.needs_critic:
         total += critic
     if "critic" in memory.trained_parameters(shape, config):
         total += config.critic.ppo_epochs * learning * critic
     return total
 
 
-def sampling_seconds(shape: Shape, config: RunConfig, rows: int, rates: Rates) -> float:
+def sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, rates: Rates) -> float:
     """Seconds to play `rows` conversations on one rank: one pass over all tokens, and a read of weights and cache for
     each new one. The torch sampler casts its float32 weights each time; with LoRA they are not float32."""
     number = memory.compute_bytes(config)
@@ -93,7 +93,7 @@ def sampling_seconds(shape: Shape, config: RunConfig, rows: int, rates: Rates) -
     return decode + forward_operations(shape, rows, tokens, True) / (ARITHMETIC_SHARE * rates.operations)
 
 
-def step_seconds(shape: Shape, config: RunConfig, rates: Rates) -> float:
+def step_seconds(shape: ModelShape, config: RunConfig, rates: Rates) -> float:
     """Seconds of one training step at most, validation left out; ranks share its work, and fractions a card."""
     speed = ARITHMETIC_SHARE * rates.operations / (1 if config.model.dtype == "bfloat16" else FLOAT32_SLOWDOWN)
     rows = -(-config.env.env_groups * config.env.group_size // memory.ranks(config))
@@ -101,7 +101,7 @@ def step_seconds(shape: Shape, config: RunConfig, rates: Rates) -> float:
     return (update + sampling_seconds(shape, config, rows, rates)) / min(config.trainer.n_gpus_per_node, 1.0)
 
 
-def run_seconds(shape: Shape, config: RunConfig, rates: Rates) -> float:
+def run_seconds(shape: ModelShape, config: RunConfig, rates: Rates) -> float:
     """Seconds of a whole run: its steps, and every validation and test."""
     env, trainer = config.env, config.trainer
     validations = 2 * trainer.val_before_train + times(trainer.total_training_steps, trainer.test_freq) + 1

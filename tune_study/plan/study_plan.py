@@ -8,11 +8,11 @@ from typing import Any
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.family import value_label
 from search_spaces.declaration.study import Study
-from search_spaces.language_model import smoke
+from search_spaces.language_model.family import run_config
 from trainable.config.run_config import ConfigError, RunConfig, canonical_key, field_names, with_overrides
 from trainable.config.setting_types import shown
 from trainable.config.study_config import StudyConfig
-from trainable.runs.uris import below
+from trainable.storage.uris import below
 
 MOST_SEEDS = 401
 """The seeds 0 to 400, which are those that RunConfig takes."""
@@ -44,7 +44,7 @@ class RunSpec:
     @property
     def ppo(self) -> RunConfig:
         """Its settings, where it fine-tunes a language model with PPO; TypeError where it does not."""
-        return _ppo(self.config)
+        return run_config(self.config)
 
     @property
     def steps(self) -> int:
@@ -73,12 +73,12 @@ class StudyPlan:
     @property
     def ppo(self) -> RunConfig:
         """`base`, where the study fine-tunes a language model with PPO; TypeError where it does not."""
-        return _ppo(self.base)
+        return run_config(self.base)
 
     @property
     def model(self) -> str | None:
         """Path of the language model that is fine-tuned; None where the study trains another kind of model."""
-        return self.base.model.path if isinstance(self.base, RunConfig) else None
+        return self.study.family.loads(self.base) if self.study.family.fine_tunes else None
 
     @property
     def trials(self) -> tuple[tuple[RunSpec, ...], ...]:
@@ -125,7 +125,10 @@ class StudyPlan:
 
 
 def find_study(name: str, kl_type: str | None = None) -> Study:
-    """The study of that name (`top_p` finds `top-p`), or PlanError that lists all. kl_type: the loss of study smoke."""
+    """The study of that name (`top_p` finds `top-p`), or PlanError that lists all.
+
+    kl_type: chooses one of its variants; None: the one that the study fixes.
+    """
     study = STUDIES.get(name.replace("_", "-"))
     if study is None:
         raise PlanError(
@@ -134,14 +137,14 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
         )
     if kl_type is None:
         return study
-    if study.name != "smoke":
+    if not study.variants:
         instead = "type --set actor.kl_loss_type=NAME"
         if "actor.kl_loss_type" in study.axis.swept:
             instead = f"it has all of them; one alone is `run smoke --kl-type {shown(kl_type)}`"
         raise PlanError(f"--kl-type does not belong to study {study.name}: {instead}.")
-    if kl_type not in smoke.KL_TYPES:
-        raise PlanError(f"--kl-type {shown(kl_type)} is no loss of the grid: type one of {', '.join(smoke.KL_TYPES)}.")
-    return smoke.smoke(kl_type)
+    if kl_type not in study.variants:
+        raise PlanError(f"--kl-type {shown(kl_type)} is no loss of the grid: type one of {', '.join(study.variants)}.")
+    return study.variant(kl_type)
 
 
 def expand(study: Study, typed: Sequence[str]) -> tuple[str, ...]:
@@ -271,12 +274,6 @@ def build_plan(
 def _defaults(study: Study) -> StudyConfig:
     """The settings of the study's family when nothing is said."""
     return study.family.config.model_validate({})
-
-
-def _ppo(config: StudyConfig) -> RunConfig:
-    if not isinstance(config, RunConfig):
-        raise TypeError(f"{type(config).__name__} fine-tunes no language model with PPO")
-    return config
 
 
 def arm_config(study: Study, base: StudyConfig, value: str) -> StudyConfig:

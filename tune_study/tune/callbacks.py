@@ -11,16 +11,14 @@ from typing import Any, NamedTuple
 from ray import tune
 
 from trainable.runs.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
+from trainable.runs.orphans import end_leftovers
 from trainable.runs.run_files import METRICS, read_rows
 from tune_study.folder.outputs import ENDED, RunStatus, append_line, now, read_status, write_status
 from tune_study.folder.summary import write_summary
-from tune_study.host.orphans import end_leftovers
 from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import RunSpec, StudyPlan
-from tune_study.tune import carried
 from tune_study.tune.progress import Progress, step_line, stop_reason
-
-STOP_NUMBERS = ("stop_value", "stop_threshold", "stop_step")
+from tune_study.tune.trials import rows_by_run, run_ids_of
 
 TRIES = 3
 """How often a run may fail in a row, without a step between, with what may pass."""
@@ -52,7 +50,7 @@ class Fetching(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def _look(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         if not trial.config["finished"]:
-            for run_id in carried.run_ids(trial.config):
+            for run_id in run_ids_of(trial.config):
                 self._fetch(run_id)
 
     on_trial_recover = on_trial_complete = on_trial_error = _look
@@ -72,7 +70,6 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._progress = progress
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
         self._failures: dict[str, _Failures] = {}
-        self._last_rows: dict[str, dict[str, Any]] = {}
         self.given_up: set[str] = set()
         self.unwritten: dict[str, RunStatus] = {}
 
@@ -100,11 +97,11 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         note, _ = result.pop("note", ""), result.pop("saved", None)
         if trial.config["finished"]:
             return
-        for run_id in carried.run_ids(trial.config) if note else ():
+        for run_id in run_ids_of(trial.config) if note else ():
             self._log(run_id, f"=== {note} ===")
             self._progress.remark(run_id, note)
-        for run_id, row in carried.rows(trial.config, result).items():
-            self._row(run_id, row, ends_alone="members" in trial.config and bool(row.get("stop_rule")))
+        for run_id, row in rows_by_run(trial.config, result).items():
+            self._row(run_id, row, ends_alone=trial.config["side_by_side"] and bool(row.get("stop_rule")))
         for run_id, reason in result.get("failed", {}).items():
             if (status := self._status(run_id)).status == "running":
                 self._end(replace(status, status="failed", failure_class=NON_FINITE, reason=reason, ended_at=now()))
@@ -116,7 +113,6 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             return
         self._log(run_id, step_line(self._plan.study.family, row, self._specs[run_id].steps))
         self._progress.row(run_id, row)
-        self._last_rows[run_id] = {name: row.get(name) for name in ("stop_rule", *STOP_NUMBERS)}
         if ends_alone:
             self._conclude(status)
 
@@ -178,14 +174,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         forget_windows(trial)
 
     def _conclude(self, status: RunStatus) -> None:
-        """The run has ended, or was cut short, after its last row.
-
-        Where the run applies the rules itself, a row on disk has the decision, also where its process died before it
-        could tell; where the driver does, only the row that it was told of has it.
-        """
-        told, written = self._last_rows.pop(status.run_id, {}), self._last_row(status.run_id)
-        decided = told if told.get("stop_rule") else written
-        self._end(ended_status(status, {**decided, "step": written.get("step")}, self._specs[status.run_id].steps))
+        """The run has ended, or was cut short, after its last row on disk, which has the decision of a stop rule."""
+        self._end(ended_status(status, self._last_row(status.run_id), self._specs[status.run_id].steps))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial has failed in a way that Tune itself calls final; the replay of an ended one changes nothing."""
@@ -204,7 +194,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         return [status for status in self._statuses(trial) if status.status not in ENDED]
 
     def _statuses(self, trial: Any) -> list[RunStatus]:
-        return [self._status(run_id) for run_id in carried.run_ids(trial.config)]
+        return [self._status(run_id) for run_id in run_ids_of(trial.config)]
 
     def _status(self, run_id: str) -> RunStatus:
         status = self.unwritten.get(run_id) or read_status(self._plan.run_dir(run_id))
@@ -237,10 +227,10 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 def ended_status(status: RunStatus, row: dict[str, Any], total: int) -> RunStatus:
     """The final status of a run whose last row is `row`: stopped by a rule, completed, or cut short.
 
-    row: its step is None where the run has written none; a row of step 0 is of a run that has started to train. A rule
-    that fires at the last step counts: the run is early_stopped.
+    row: empty where the run has written none; a row of step 0 is of a run that has started to train. A rule that fires
+    at the last step counts: the run is early_stopped.
     """
-    step = row["step"]
+    step = row.get("step")
     if row.get("stop_rule"):
         return replace(
             status,

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 
+from trainable.runs.orphans import MARK, ray_mark
 from tune_study.host.console import say
 from tune_study.host.machine import ray_folder
-from tune_study.host.orphans import MARK, ray_mark
 from tune_study.host.session_folder import session_folder
 from tune_study.plan.allotment import Allotment
 

@@ -53,7 +53,7 @@ def step_line(family: Family, row: dict[str, Any], total: int) -> str:
 
 def stop_reason(row: dict[str, Any]) -> str:
     """The decision of a stop rule, as it stands in its row, in words."""
-    side = "reached" if row["stop_rule"] in ("empty_filtered_steps", "uniform_groups") else "is below"
+    side = "is below" if row["stop_value"] < row["stop_threshold"] else "reached"
     return (
         f"{row['stop_rule']} at step {row['stop_step']}: {row['stop_value']:.4g} {side} "
         f"the threshold {row['stop_threshold']:.4g}"

@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from trainable.config.run_config import RunConfig
 from trainable.config.setting_types import shown
+from trainable.runs.orphans import end_leftovers
 from trainable.runs.run_files import METRICS, read_rows
-from trainable.runs.stop_rules import finite
+from trainable.runs.stop_rules import RULES, finite
 from tune_study.folder import outputs
 from tune_study.folder.outputs import RunStatus
 from tune_study.folder.summary import finished_runs, write_summary
 from tune_study.host.console import say
 from tune_study.host.interrupt import Interrupt, interrupt_of
 from tune_study.host.machine import ray_folder
-from tune_study.host.orphans import end_leftovers
 from tune_study.placement.resources import placement
 from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, StudyPlan
-from tune_study.tune.carried import trial_configs
 from tune_study.tune.local_ray import RayHere
 from tune_study.tune.progress import Progress
+from tune_study.tune.trials import trial_configs
 
 if TYPE_CHECKING:
     from tune_study.folder.storage import StoredStudy
@@ -205,7 +204,7 @@ def prepare_environment(gpus: tuple[str, ...], joins: bool = False) -> None:
 
 def _fit(session: Session, recorder: "Recorder") -> None:
     """Start Ray where it is not started, and train every run that is left."""
-    from tune_study.tune.watchdog import Room, guarded
+    from tune_study.tune.watchdog import DiskSpace, guarded
 
     plan, console = session.plan, session.console
 
@@ -216,8 +215,8 @@ def _fit(session: Session, recorder: "Recorder") -> None:
     # Ray sets a handler of its own for SIGTERM when it starts, so ours come after it.
     with session.suite.ray.used(plan.folder, session.allotment) as daemons, session.interrupt.handled(tell):
         folders = (plan.folder, ray_folder(os.environ))
-        room = Room(folders, plan.base.trainer.disk_patience, session.interrupt, tell)
-        tuner = make_tuner(session, recorder, [room, *wandb_runs])
+        disk_space = DiskSpace(folders, plan.base.trainer.disk_patience, session.interrupt, tell)
+        tuner = make_tuner(session, recorder, [disk_space, *wandb_runs])
         try:
             with session.progress.shown(), guarded(daemons, lambda lost: _last_will(session, recorder, lost)):
                 tuner.fit()
@@ -246,16 +245,17 @@ def _last_will(session: Session, recorder: "Recorder", lost: str) -> None:
 def make_tuner(session: Session, recorder: "Recorder", more_callbacks: list[Any]) -> Any:
     """The Tune experiment of all runs of a plan; those that ended replay their last row, so that it lists them too.
 
-    Tune's own checkpoints and its restore are not used: a run goes on from the rolling state in its folder.
+    Tune's own checkpoints and its restore are not used: a run goes on from the rolling state in its folder (see
+    docs/architecture.md).
     """
     from ray import tune
 
-    from tune_study.tune.carrier import Carrier
+    from trainable.trial import Trial
     from tune_study.tune.scheduling import FirstComeFirstServed
 
     plan, allotment, interrupt = session.plan, session.allotment, session.interrupt
     return tune.Tuner(
-        tune.with_resources(Carrier, placement(plan.base.trainer.n_gpus_per_node)),
+        tune.with_resources(Trial, placement(plan.base.trainer.n_gpus_per_node)),
         param_space=tune.grid_search(list(trial_configs(plan, session.finished, interrupt.path))),
         tune_config=tune.TuneConfig(
             max_concurrent_trials=allotment.max_concurrent,
@@ -278,18 +278,15 @@ def _fetching(session: Session) -> list[Any]:
 def _tune_run(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]) -> Any:
     """Where Tune writes, who is told, and what ends a trial."""
     from ray import tune
+    from ray.tune.stopper import CombinedStopper
 
-    from tune_study.tune.stoppers import StopRules, Watched
+    from tune_study.tune.stoppers import InterruptStopper, RuleStopper
 
-    watched = {
-        spec.run_id: Watched(plan.run_dir(spec.run_id), spec.config.early_stop)
-        for spec in plan.runs
-        if isinstance(spec.config, RunConfig)
-    }
+    rules = [RuleStopper(rule) for rule in plan.study.stop_rules if rule in RULES]
     return tune.RunConfig(
         name=plan.run,
         storage_path=str(plan.folder.parent),
-        stop=StopRules(watched, plan.study.stop_rules, interrupt),
+        stop=CombinedStopper(*rules, InterruptStopper(interrupt)),
         callbacks=callbacks,
         failure_config=tune.FailureConfig(max_failures=-1),  # the recorder decides, by what failed
         checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),

@@ -1,70 +1,90 @@
-"""The stop rules in Ray Tune: per run, decided in the driver from the rows, and written into the row that ends it."""
+"""The stop rules as Stoppers of Ray Tune, and the request to stop that a user makes with Ctrl-C."""
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 from ray import tune
 
 from trainable.config.sections import EarlyStopConfig
-from trainable.runs.run_files import METRICS, read_rows
-from trainable.runs.stop_rules import decide
+from trainable.runs.stop_rules import MEASURED, RULES, decide
 from tune_study.host.interrupt import Interrupt
 
-
-class Watched(NamedTuple):
-    """A run that is watched: the folder of its rows, and the numbers of its rules."""
-
-    run_dir: Path
-    settings: EarlyStopConfig
+COLUMNS = MappingProxyType({name: name for name in MEASURED})
+"""What the rules read of a result -> the entry that has it."""
 
 
-class StopRules(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
-    """Ends each run at the first row that breaks one of `rules`, and at its next row once an interrupt is requested.
+class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
+    """Ends a trial where a stop rule says so.
 
-    A row that was on its way when the interrupt came may have no state on disk (`saved` is False): its run makes one
-    step more, which has. It never ends the study: Tune then calls what was cut complete, and tells nobody.
+    rule: one of `trainable.runs.stop_rules.RULES`, such as "reward_variance_collapse". settings: its numbers. columns:
+    what the rules read -> the entry of a result that has it, where a Trainable calls it otherwise.
 
-    runs: run_id -> what is watched. Rows are kept by run and step. The rows that a run wrote before this object
-    existed are read from its metrics.jsonl, so nothing is counted twice and nothing of this object need be stored.
+    A run of this project has decided before it wrote its row: the result's `stop_rule` is obeyed. A result without
+    that entry is another Trainable's, and the rule is applied here to the trial's results so far, keyed by
+    `training_iteration`; a Trainable without a filter needs no `groups_kept`. Raises ValueError for a rule that does
+    not exist.
+
+    Example: the published rules for a Trainable of one's own::
+
+        from ray import tune
+        from trainable.config.sections import EarlyStopConfig
+        from tune_study.tune.stoppers import RuleStopper
+
+        stop = tune.stopper.CombinedStopper(
+            RuleStopper("reward_variance_collapse", EarlyStopConfig(variance_ratio=0.2)),
+            RuleStopper("low_validation_success"),
+        )
+        tune.Tuner(MyTrainable, run_config=tune.RunConfig(stop=stop)).fit()
     """
 
-    def __init__(self, runs: Mapping[str, Watched], rules: tuple[str, ...], interrupt: Interrupt | None = None) -> None:
-        self._runs = dict(runs)
-        self._rules = rules
-        self._interrupt = interrupt
+    def __init__(
+        self, rule: str, settings: EarlyStopConfig | None = None, columns: Mapping[str, str] = COLUMNS
+    ) -> None:
+        if rule not in RULES:
+            raise ValueError(f"There is no stop rule `{rule}`: name one of {', '.join(RULES)}.")
+        self.rule, self.settings, self.columns = rule, settings or EarlyStopConfig(), {**COLUMNS, **columns}
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
-        """Whether the run of this row ends here; the decision goes into the row's stop columns."""
-        watched = self._runs.get(str(result.get("run_id")))
-        if watched is None:  # a trial of several runs applies the rules itself, to each of them
-            return self._is_interrupted(result)
-        run_id = str(result["run_id"])
-        if run_id not in self._rows:
-            self._rows[run_id] = read_rows(watched.run_dir / METRICS)
-        rows = self._rows[run_id]
-        rows.append({name: result.get(name) for name in ("step", "reward_std", "groups_kept", "val_success")})
-        decision = decide(rows, watched.settings, self._rules)
-        if decision is not None:
-            result["stop_rule"] = decision.rule
-            result["stop_value"] = decision.value
-            result["stop_threshold"] = decision.threshold
-            result["stop_step"] = decision.step
-        ends = decision is not None or self._is_interrupted(result)
+        """Whether the trial ends with this result."""
+        if "stop_rule" in result:
+            return bool(result["stop_rule"] == self.rule)
+        rows = self._rows.setdefault(trial_id, [])
+        rows.append(self._row(result))
+        ends = decide(rows, self.settings, (self.rule,)) is not None
         if ends or result.get("done"):
-            del self._rows[run_id]  # a study of many runs must not keep the rows of all that have ended
+            del self._rows[trial_id]  # an experiment of many trials must not keep the rows of all that have ended
         return ends
 
-    def _is_interrupted(self, result: Mapping[str, Any]) -> bool:
-        if self._interrupt is None or not self._interrupt.is_requested:
+    def _row(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """What the rules read of a result; where nothing is filtered, every step trains."""
+        read = {name: result.get(column) for name, column in self.columns.items()}
+        if self.columns["groups_kept"] not in result:
+            read["groups_kept"] = 1
+        return {"step": result.get("training_iteration"), **read}
+
+    def stop_all(self) -> bool:
+        """Never: the other trials have their own rows."""
+        return False
+
+
+class InterruptStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
+    """Ends each trial at its next result once the user has asked the study to stop.
+
+    A row that was on its way when the request came may have no state on disk (`saved` is False): its run makes one
+    step more, which has. It never ends the experiment: Tune then calls what was cut complete, and tells nobody.
+    """
+
+    def __init__(self, interrupt: Interrupt) -> None:
+        self._interrupt = interrupt
+
+    def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
+        """Whether the trial ends with this result."""
+        if not self._interrupt.is_requested:
             return False
         return bool(result.get("saved", True)) or not self._interrupt.is_visible
 
     def stop_all(self) -> bool:
         """Never: runs cut by it would end without a status."""
         return False
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the rows: they are read again from where they are kept."""
-        return {**self.__dict__, "_rows": {}}

@@ -11,7 +11,7 @@ from ray import tune
 from trainable.runs.run_files import GRADIENTS
 from tune_study.folder.outputs import read_status
 from tune_study.plan.study_plan import RunSpec, StudyPlan
-from tune_study.tune import carried
+from tune_study.tune.trials import rows_by_run, run_ids_of
 from tune_study.tune.wandb_sync import Uploads
 
 PATIENCE_S = 30.0
@@ -51,27 +51,27 @@ class WandbRuns(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Runs start, or start again."""
         if not trial.config["finished"]:
-            self._tell(*(_Event("start", run_id) for run_id in carried.run_ids(trial.config)))
+            self._tell(*(_Event("start", run_id) for run_id in run_ids_of(trial.config)))
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
         """Training steps are done."""
         if not trial.config["finished"]:
-            rows = carried.rows(trial.config, result).items()
+            rows = rows_by_run(trial.config, result).items()
             self._tell(*(_Event("row", run_id, int(row.get("step") or 0), loggable(row)) for run_id, row in rows))
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Runs have ended, all well but those whose status says that they failed beside others."""
-        for run_id in carried.run_ids(trial.config):
+        for run_id in run_ids_of(trial.config):
             self._tell(_Event("end", run_id, exit_code=int(self._has_failed(run_id))))
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Runs have failed; where that was final, their statuses say so by now."""
-        failed = [run_id for run_id in carried.run_ids(trial.config) if self._has_failed(run_id)]
+        failed = [run_id for run_id in run_ids_of(trial.config) if self._has_failed(run_id)]
         self._tell(*(_Event("end", run_id, exit_code=1) for run_id in failed))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Runs have failed."""
-        self._tell(*(_Event("end", run_id, exit_code=1) for run_id in carried.run_ids(trial.config)))
+        self._tell(*(_Event("end", run_id, exit_code=1) for run_id in run_ids_of(trial.config)))
 
     def _has_failed(self, run_id: str) -> bool:
         status = read_status(self._plan.run_dir(run_id))

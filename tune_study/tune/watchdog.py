@@ -85,7 +85,7 @@ def guarded(daemons: Sequence[Daemon], last_will: Callable[[str], None]) -> Iter
         thread.join()
 
 
-class Room(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+class DiskSpace(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     """Called by Tune at each turn of its loop, which it holds while a disk is full.
 
     folders: where the driver and Ray write. patience: seconds to wait for room (trainer.disk_patience), during which

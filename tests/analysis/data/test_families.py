@@ -46,7 +46,7 @@ def test_columns_are_those_of_the_family(tmp_path: Path) -> None:
     trials = [name for name in frames.trials if not name.startswith("config/")]
     assert trials == [*COMMON, *(column.name for column in sandbox.TRIAL_COLUMNS)]
     assert frames.families == [FAMILIES["update_rules"]]
-    assert all(frame.empty for frame in (frames.rooms, frames.gradients, frames.gradient_groups))
+    assert all(frame.empty for frame in (frames.levels, frames.gradients, frames.gradient_groups))
     assert frames.trials.loc[0, "config/method"] == "DG"
     for name in FRAMES:
         held = getattr(frames, name).dtypes
@@ -214,7 +214,7 @@ def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
 
 def test_studies_of_two_families_stand_below_each_other(tmp_path: Path) -> None:
     rules = write_sandbox(tmp_path, [MadeRun("DG", steps=60)], SHORT)
-    made = run_folders.MadeStudy(total_steps=3, test_freq=2, rooms=10)
+    made = run_folders.MadeStudy(total_steps=3, test_freq=2, levels=10)
     kl = run_folders.write_study(tmp_path, [run_folders.MadeRun("0", steps=3)], made)
     frames = load(tmp_path)
     assert [family.name for family in frames.families] == ["ppo", "update_rules"]

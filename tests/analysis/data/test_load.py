@@ -15,7 +15,7 @@ from analysis.data.load import load, read_run
 from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
 from trainable.runs.records import ROW_COLUMNS, STEP_COLUMNS, STOP_COLUMNS, TRIAL_COLUMNS, TRIAL_LAST_VALUES
 
-SHORT = MadeStudy(total_steps=3, test_freq=2, rooms=10)
+SHORT = MadeStudy(total_steps=3, test_freq=2, levels=10)
 STOPPED = MadeRun(
     "0.3", status="early_stopped", steps=3, success=(0.35, 0.0), stop=("low_validation_success", 0.002, 0.01)
 )
@@ -43,7 +43,7 @@ def test_columns_are_those_of_the_records(tmp_path: Path) -> None:
     expected = {column.name for column in (*TRIAL_COLUMNS, *STOP_COLUMNS)} | set(TRIAL_LAST_VALUES)
     expected |= {"run_id", "study", "arm", "seed", "axis_setting", "axis_value"}
     assert {name for name in frames.trials if not name.startswith("config/")} == expected
-    assert list(frames.rooms) == list(SCHEMAS["rooms"])
+    assert list(frames.levels) == list(SCHEMAS["levels"])
 
 
 def test_settings_are_columns_of_their_own_types(tmp_path: Path) -> None:
@@ -75,13 +75,13 @@ def test_the_numbers_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     run = MadeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
-    for name in ("metrics.jsonl", "rooms.jsonl"):
+    for name in ("metrics.jsonl", "levels.jsonl"):
         path = lines_of(folder, run, name)
         path.write_bytes(path.read_bytes()[:-30])
     frames = read_run(folder)
     assert frames.steps["step"].to_list() == [1, 2]
     assert frames.trials.loc[0, "steps_done"] == 2
-    assert ("test", "greedy") not in set(zip(frames.rooms["split"], frames.rooms["mode"], strict=True))
+    assert ("test", "greedy") not in set(zip(frames.levels["split"], frames.levels["mode"], strict=True))
 
 
 def test_a_line_torn_before_a_restart_is_left_out_and_its_repetition_counts(tmp_path: Path) -> None:
@@ -108,25 +108,25 @@ def test_a_repeated_step_counts_and_gives_up_every_later_one(tmp_path: Path) -> 
 def test_of_repeated_evaluations_the_last_line_counts(tmp_path: Path) -> None:
     run = MadeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
-    path = lines_of(folder, run, "rooms.jsonl")
-    before = len(read_run(folder).rooms)
+    path = lines_of(folder, run, "levels.jsonl")
+    before = len(read_run(folder).levels)
     line = json.loads(path.read_text().splitlines()[-1])
     path.write_text(path.read_text() + json.dumps({**line, "success": "1" * len(line["success"])}) + "\n")
-    rooms = read_run(folder).rooms
+    levels = read_run(folder).levels
     names = ["step", "split", "mode"]
-    repeated = rooms[(rooms[names] == [line[name] for name in names]).all(axis=1)]
-    assert len(rooms) == before
+    repeated = levels[(levels[names] == [line[name] for name in names]).all(axis=1)]
+    assert len(levels) == before
     assert len(repeated) == len(line["success"])
     assert repeated["success"].all()
 
 
-def test_rooms_that_do_not_match_their_outcomes_are_refused(tmp_path: Path) -> None:
+def test_levels_that_do_not_match_their_outcomes_are_refused(tmp_path: Path) -> None:
     run = MadeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
-    path = lines_of(folder, run, "rooms.jsonl")
+    path = lines_of(folder, run, "levels.jsonl")
     line = json.loads(path.read_text().splitlines()[0])
     path.write_text(json.dumps({**line, "success": "101"}) + "\n")
-    with pytest.raises(ValueError, match="10 rooms, 10 clusters and 3 outcomes"):
+    with pytest.raises(ValueError, match="10 levels, 10 clusters and 3 outcomes"):
         read_run(folder)
 
 
@@ -195,7 +195,7 @@ def test_types_do_not_depend_on_what_is_missing(tmp_path: Path) -> None:
 
 def test_rows_are_in_the_order_of_the_study(tmp_path: Path) -> None:
     runs = [MadeRun(arm, seed, steps=3) for seed in (1, 0) for arm in ("nofilter", "0.1", "1.0")]
-    study = MadeStudy(total_steps=3, rooms=10, values=("1.0", "nofilter"))
+    study = MadeStudy(total_steps=3, levels=10, values=("1.0", "nofilter"))
     frames = read_run(write_study(tmp_path, runs, study))
     order = [("1.0", 0), ("1.0", 1), ("nofilter", 0), ("nofilter", 1), ("0.1", 0), ("0.1", 1)]
     assert list(zip(frames.trials["arm"], frames.trials["seed"], strict=True)) == order
@@ -250,7 +250,7 @@ def test_running_in_the_tables_is_settled_when_read_later(tmp_path: Path) -> Non
 
 def test_several_studies_are_told_apart(tmp_path: Path) -> None:
     write_study(tmp_path, [MadeRun("0", steps=3)], SHORT)
-    other = MadeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", total_steps=3, rooms=10)
+    other = MadeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", total_steps=3, levels=10)
     write_study(tmp_path, [MadeRun("0", steps=3), MadeRun("0.1", steps=3)], other)
     frames = load(tmp_path)
     assert frames.trials["study"].to_list() == ["entropy", "entropy", "kl"]
@@ -263,7 +263,7 @@ def test_several_studies_are_told_apart(tmp_path: Path) -> None:
 
 def test_studies_of_one_name_are_told_apart_by_their_run(tmp_path: Path) -> None:
     for model in ("a", "b"):
-        write_study(tmp_path, [MadeRun("0", steps=3)], MadeStudy(run=f"kl_sweep_{model}", total_steps=3, rooms=10))
+        write_study(tmp_path, [MadeRun("0", steps=3)], MadeStudy(run=f"kl_sweep_{model}", total_steps=3, levels=10))
     frames = load(tmp_path)
     assert frames.trials["study"].to_list() == ["kl_sweep_a", "kl_sweep_b"]
     assert len(frames.one("kl_sweep_b").steps) == 3

@@ -14,7 +14,7 @@ from analysis.data.load import load, read_run
 from tests.fakes.run_folders import MadeAnalysis, MadeRun, MadeStudy, write_analyses, write_lines, write_study
 from trainable.runs.records import GRADIENT_COLUMNS, GRADIENT_GROUP_COLUMNS, ROW_COLUMNS
 
-SHORT = MadeStudy(total_steps=3, test_freq=2, rooms=10)
+SHORT = MadeStudy(total_steps=3, test_freq=2, levels=10)
 RUN = MadeRun("0", steps=3)
 FIRST, LATER = MadeAnalysis(1), MadeAnalysis(51)
 
@@ -144,7 +144,7 @@ def test_types_do_not_depend_on_what_is_missing(tmp_path: Path) -> None:
 
 def test_frames_without_analyses_can_be_made_by_hand(tmp_path: Path) -> None:
     read = read_run(study(tmp_path))
-    made = StudyFrames(read.trials, read.steps, read.rooms, read.study)
+    made = StudyFrames(read.trials, read.steps, read.levels, read.study)
     assert differences(made, read) == []
     assert made.gradients.dtypes.equals(read.gradients.dtypes)
 

@@ -31,7 +31,7 @@ PICTURES = ("plots", "loss_plots", "reward_std", "normed_grads", "summary", "sig
 
 
 def frames_of(output: Path, *analyses: MadeAnalysis) -> StudyFrames:
-    folder = write_study_folder(output, [RUN], MadeStudy(total_steps=3, test_freq=2, rooms=10))
+    folder = write_study_folder(output, [RUN], MadeStudy(total_steps=3, test_freq=2, levels=10))
     write_made(folder, RUN, analyses)
     return read_run(folder)
 

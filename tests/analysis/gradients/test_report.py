@@ -14,7 +14,7 @@ from analysis.sweep import plots, series
 from tests.analysis.report.test_pages import Page, checked
 from tests.fakes.run_folders import MadeAnalysis, MadeRun, MadeStudy, write_analyses, write_study
 
-SMALL = MadeStudy(rooms=20, total_steps=6)
+SMALL = MadeStudy(levels=20, total_steps=6)
 TRAJECTORY, FIRST_TURN = (f"collapse_{part}_retrieval" for part in ("trajectory", "first_turn"))
 
 

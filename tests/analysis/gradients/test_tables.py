@@ -14,7 +14,7 @@ from analysis.data.load import read_run
 from analysis.gradients import tables as gradients
 from tests.fakes.run_folders import MadeAnalysis, MadeRun, MadeStudy, write_analyses, write_study
 
-STUDY = MadeStudy(total_steps=3, test_freq=2, rooms=10)
+STUDY = MadeStudy(total_steps=3, test_freq=2, levels=10)
 ALL = ("task", "entropy", "kl")
 AFTER = MadeAnalysis(51)
 BEFORE = replace(AFTER, prefilter=True)

@@ -20,7 +20,7 @@ GROUPS = {"kl": ("5",), "mse": ("5",)}
 
 
 def grid_of(folder: Path, groups: Mapping[str, tuple[str, ...]], made: Anchor = anchored) -> StudyFrames:
-    return load(write_study(folder, made_runs(groups, anchor=made), made_study(rooms=20)))
+    return load(write_study(folder, made_runs(groups, anchor=made), made_study(levels=20)))
 
 
 def told(table: pd.DataFrame) -> str:

@@ -12,11 +12,12 @@ from analysis.data.load import load
 from analysis.grid import layout
 from analysis.grid import page as grid_page
 from analysis.grid.contrasts import contrast, switches
+from analysis.grid.measures import MEASURES
 from analysis.sweep import tables
 from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, smoke_arms, write_grid
 from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
 
-SMALL = MadeStudy(rooms=20, total_steps=4, baseline="a")
+SMALL = MadeStudy(levels=20, total_steps=4, baseline="a")
 KL, ENTROPY, FILTER = "actor.kl_loss_coef", "actor.entropy_coeff", "filter.rollout_filter_value"
 
 
@@ -29,13 +30,13 @@ def found_in(frames: StudyFrames) -> layout.Grid:
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     """The 68 arms of one KL loss."""
-    return load(write_grid(tmp_path_factory.mktemp("one"), ONE_TYPE, rooms=20))
+    return load(write_grid(tmp_path_factory.mktemp("one"), ONE_TYPE, levels=20))
 
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     """The 164 arms of three KL losses."""
-    return load(write_grid(tmp_path_factory.mktemp("three"), ALL_TYPES, rooms=20))
+    return load(write_grid(tmp_path_factory.mktemp("three"), ALL_TYPES, levels=20))
 
 
 def named(folder: Path, arms: dict[str, dict[str, object]], **made: Any) -> StudyFrames:
@@ -83,7 +84,7 @@ def test_the_plane_is_the_pair_with_the_most_points(tmp_path: Path) -> None:
 
 def test_cells_are_the_means_of_their_runs(tmp_path: Path) -> None:
     """A literal double loop over arms and runs gives the same numbers."""
-    frames = load(write_grid(tmp_path, {"low_var_kl": ("5",)}, seeds=3, rooms=20))
+    frames = load(write_grid(tmp_path, {"low_var_kl": ("5",)}, seeds=3, levels=20))
     found = found_in(frames)
     table = layout.cells(found, layout.members(frames, found))
     assert len(table) == 16
@@ -116,7 +117,7 @@ def test_a_stop_is_a_failed_regime_with_its_value_and_no_run_is_no_number(one: S
             assert (cell["state"], cell["early_stopped"]) == ("scored", 0)
         else:
             assert cell["state"] == run["status"]
-            assert np.isnan(cell[list(layout.MEASURES)].to_numpy(dtype=float)).all()
+            assert np.isnan(cell[[measure.name for measure in MEASURES]].to_numpy(dtype=float)).all()
     assert set(one.trials["status"]) == {"completed", "early_stopped", "failed", "never_ran"}
 
 

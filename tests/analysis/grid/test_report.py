@@ -22,7 +22,7 @@ from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, made_runs, write_grid
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The 164 arms of three KL losses."""
-    return write_grid(tmp_path_factory.mktemp("grid"), ALL_TYPES, rooms=20)
+    return write_grid(tmp_path_factory.mktemp("grid"), ALL_TYPES, levels=20)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_the_page_is_whole_and_says_what_it_must(frames: StudyFrames, page: Page
         "20 runs without a KL loss belong to every form of it and are shown under each",
         "k1 (kl_loss_type=kl) used as a loss does not anchor to the reference",
         "What regularisation does alone",
-        "1 seed: intervals and p-values are over validation rooms",
+        "1 seed: intervals and p-values are over validation levels",
         "reward_variance_collapse stopped 1 of 1 runs (step 15: 0.09 < 0.1)",
     ):
         assert told in words
@@ -147,7 +147,7 @@ def test_the_page_is_whole_and_says_what_it_must(frames: StudyFrames, page: Page
 
 def test_one_loss_has_no_word_on_k1(tmp_path: Path) -> None:
     runs = [run for run in made_runs(ONE_TYPE) if run.arm.startswith(("g3", "g4", "g5"))]
-    found = load(write_grid(tmp_path, {"low_var_kl": ("3", "4", "5")}, rooms=10))
+    found = load(write_grid(tmp_path, {"low_var_kl": ("3", "4", "5")}, levels=10))
     assert len(found.trials) == len(runs)
     page = checked(pages.render_page(found, {}))
     assert "hold the policy at its reference" not in page.text
@@ -155,7 +155,7 @@ def test_one_loss_has_no_word_on_k1(tmp_path: Path) -> None:
 
 
 def test_files_beside_the_page(tmp_path: Path) -> None:
-    written = write_grid(tmp_path, {"kl": ("5",)}, seeds=2, rooms=10)
+    written = write_grid(tmp_path, {"kl": ("5",)}, seeds=2, levels=10)
     first = pages.write_report(written).read_text()
     table = pd.read_csv(written / "figures" / "grid_cells.csv")
     assert len(table) == 16

@@ -20,7 +20,7 @@ from trainable.config.run_config import RunConfig
 
 STOP = ("low_validation_success", 0.002, 0.01)
 STOPPED = MadeRun("0.3", status="early_stopped", steps=45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP)
-SMALL = MadeStudy(rooms=40, total_steps=10)
+SMALL = MadeStudy(levels=40, total_steps=10)
 VOID = {"meta", "br", "img", "link", "hr", "input", "path", "use", "rect", "circle", "line"}
 
 
@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = [MadeRun(arm) for arm in ("0", "0.01", "0.03", "0.1", "1")]
     runs.insert(4, STOPPED)
     defaults = {"defaults": RunConfig().model_dump(mode="json")}
-    written = write_study(tmp_path_factory.mktemp("report"), runs, MadeStudy(rooms=200, extra=defaults))
+    written = write_study(tmp_path_factory.mktemp("report"), runs, MadeStudy(levels=200, extra=defaults))
     assert write_report(written) == written / "report.html"
     return written
 
@@ -110,9 +110,9 @@ def test_the_stop_is_told_with_rule_value_threshold_and_step(page: Page) -> None
 
 
 def test_one_seed_is_called_one_seed(page: Page) -> None:
-    assert "over rooms, of this one run; says nothing about seeds" in page.text
+    assert "over levels, of this one run; says nothing about seeds" in page.text
     assert "nothing here is a claim about the setting itself" in page.text
-    assert "200 rooms, 175 of them different up to symmetry" in page.text
+    assert "200 levels, 175 of them different up to symmetry" in page.text
 
 
 def test_every_setting_is_there_and_changed_ones_are_marked(folder: Path, page: Page) -> None:
@@ -167,7 +167,7 @@ def test_figures_are_inline_and_beside(folder: Path) -> None:
 
 
 def test_writing_it_again_changes_nothing(tmp_path: Path) -> None:
-    written = write_study(tmp_path, [MadeRun("0", steps=3)], MadeStudy(rooms=10, total_steps=3))
+    written = write_study(tmp_path, [MadeRun("0", steps=3)], MadeStudy(levels=10, total_steps=3))
     first = write_report(written).read_text()
     assert write_report(written).read_text() == first
     assert first.count("<svg") == 4
@@ -219,10 +219,10 @@ def test_a_missing_column_costs_only_its_own_part(tmp_path: Path, missing: str) 
     assert "Verdict for each arm" in found.text
 
 
-def test_missing_rooms_and_a_bare_study_json(tmp_path: Path) -> None:
+def test_missing_levels_and_a_bare_study_json(tmp_path: Path) -> None:
     run = MadeRun("0.1", steps=10)
     written = write_study(tmp_path, [MadeRun("0", steps=10), run], SMALL)
-    (written / "runs" / run.run_id / "rooms.jsonl").unlink()
+    (written / "runs" / run.run_id / "levels.jsonl").unlink()
     (written / "study.json").write_text(json.dumps({"name": "kl", "run": "kl_sweep"}))
     assert "The defaults are not recorded" in page_without_figures(written).text
 
@@ -236,7 +236,7 @@ def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
 
 def test_the_index_links_every_study_and_holds_equal_runs_against_each_other(tmp_path: Path) -> None:
     write_study(tmp_path, [MadeRun("0", steps=10), MadeRun("0.1", steps=10)], SMALL)
-    entropy = MadeStudy("entropy", "entropy_sweep", "actor.entropy_coeff", rooms=40, total_steps=10)
+    entropy = MadeStudy("entropy", "entropy_sweep", "actor.entropy_coeff", levels=40, total_steps=10)
     write_study(tmp_path, [MadeRun("0", steps=10), MadeRun("0.03", steps=10)], entropy)
     found = checked(write_index(tmp_path).read_text())
     assert found.links == ["results/entropy_sweep/report.html", "results/kl_sweep_sokoban-tiny/report.html"]
@@ -250,10 +250,11 @@ def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
     runs = [MadeRun(arm, seed, steps=10) for arm in ("0", "0.1") for seed in range(3)]
     runs[5] = MadeRun("0.1", 2, status="early_stopped", steps=5, stop=STOP)
     runs[2] = MadeRun("0", 2, status="failed", steps=5)
-    summary = tables.arm_summary(load(write_study(tmp_path, runs, SMALL)))
+    frames = load(write_study(tmp_path, runs, SMALL))
+    summary = tables.arm_summary(frames)
     assert findings.headline(summary).endswith(" Some runs stopped by a rule: arm 0.1 (1 of 3).")
-    assert findings.interval_basis(summary) == (
-        "0: over rooms, of these 2 runs; says nothing about seeds; 0.1: over 3 seeds"
+    assert findings.interval_basis(tables.dose_response(frames)) == (
+        "0: over levels, of these 2 runs; says nothing about seeds; 0.1: over 3 seeds"
     )
 
 
@@ -280,7 +281,7 @@ def test_learning_is_told_with_what_it_does_not_show(
 
 def test_five_seeds_are_no_longer_called_few(tmp_path: Path) -> None:
     runs = [MadeRun(arm, seed, steps=2) for arm in ("0", "0.1") for seed in range(5)]
-    frames = load(write_study(tmp_path, runs, MadeStudy(rooms=10, total_steps=2)))
+    frames = load(write_study(tmp_path, runs, MadeStudy(levels=10, total_steps=2)))
     assert findings.caveats(frames, tables.arm_summary(frames))[0] == (
         "5 seeds: differences are paired by seed, with Student's t interval."
     )

@@ -71,7 +71,7 @@ def test_pairs_of_one_seed_are_not_independent(tmp_path: Path) -> None:
         assert four[name] == pytest.approx(one[name])
 
 
-EMPTY = {name: empty(name) for name in ("steps", "rooms", "gradients", "gradient_groups")}
+EMPTY = {name: empty(name) for name in ("steps", "levels", "gradients", "gradient_groups")}
 """Made once: a column of its type each takes longer than what is tested."""
 
 

@@ -167,7 +167,7 @@ def test_chance_is_that_of_content_tokens_where_single_tokens_count(
 
 def test_the_figure_shows_what_the_tables_hold(folder: Path) -> None:
     frames = load(folder)
-    figure = sandbox_report.draw_figures(frames)["curves"]
+    figure = pages.draw_figures(frames)["curves"]
     error, entropy = figure.axes
     assert (error.get_ylabel(), entropy.get_ylabel()) == ("test error (share)", "entropy (nats)")
     colors = sandbox_plots.rule_colors(["DG", "TPO", "GRPO", "SameAsDG"])
@@ -193,13 +193,13 @@ def test_pooled_cells_are_listed_apart(tmp_path: Path) -> None:
     frames = load(write_sandbox(tmp_path, runs, made))
     words = words_of(frames)
     assert "ReplayDG-5 replay_age replay 4.00SD 0.00, rows 45 4.00SD 0.00, rows 48" in words
-    context = sandbox_report.context(frames, {})
+    context = sandbox_report.context(frames)
     assert {row["kind"] for row in context["cells"]} == {"per seed"}
     assert len(context["pooled"]) == 5
 
 
 def test_the_mean_of_every_run_has_no_step_that_one_run_alone_has(folder: Path) -> None:
-    figure = sandbox_report.draw_figures(load(folder))["runs_test_error"]
+    figure = pages.draw_figures(load(folder))["runs_test_error"]
     means = [line for axes in figure.axes for line in axes.lines if line.get_linewidth() == 2.2]
     assert means
     assert all(step % 20 == 0 for line in means for step in line.get_xdata())
@@ -261,12 +261,12 @@ def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) ->
     row = table.iloc[0]
     assert row["difference"] == pytest.approx(((0.10 + 0.10 + 0.16) / 3 + (0.08 + 0.08 + 0.74) / 3 + 0.06) / 3)
     assert len(pd.read_csv(written / "figures" / "contrast_pairs.csv")) == 3 * 4
-    assert "contrasts" in sandbox_report.draw_figures(load(written))
+    assert "contrasts" in pages.draw_figures(load(written))
 
 
 def test_without_contrasts_there_is_no_word_of_them(folder: Path, page: Page) -> None:
     assert "contrast" not in page.text.lower()
-    assert "contrasts" not in sandbox_report.draw_figures(load(folder))
+    assert "contrasts" not in pages.draw_figures(load(folder))
 
 
 def test_contrasts_without_a_number_are_told(tmp_path: Path) -> None:

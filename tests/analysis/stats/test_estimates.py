@@ -32,51 +32,51 @@ def test_wilson_hand_value_and_no_trials() -> None:
     assert (empty.low, empty.high) == (0.0, 1.0)
 
 
-def test_share_over_rooms_without_clusters_is_wilson() -> None:
+def test_share_over_levels_without_clusters_is_wilson() -> None:
     success = [1] * 30 + [0] * 70
-    found = estimates.share_over_rooms(success, range(100))
+    found = estimates.share_over_levels(success, range(100))
     # The cluster-robust variance has C/(C-1): an effective number of N-1.
     assert found[:3] == pytest.approx(estimates.wilson(30 * 99 / 100, 99)[:3], rel=1e-9)
 
 
-def test_repeating_every_room_adds_nothing() -> None:
-    success, rooms = [1] * 30 + [0] * 70, list(range(100))
-    once, twice = estimates.share_over_rooms(success, rooms), estimates.share_over_rooms(success * 2, rooms * 2)
+def test_repeating_every_level_adds_nothing() -> None:
+    success, levels = [1] * 30 + [0] * 70, list(range(100))
+    once, twice = estimates.share_over_levels(success, levels), estimates.share_over_levels(success * 2, levels * 2)
     assert twice.value == once.value
     assert (twice.low, twice.high) == pytest.approx((once.low, once.high), rel=1e-9)
     assert twice.n == 100
 
 
-def test_share_over_rooms_at_its_bounds_counts_clusters() -> None:
-    found = estimates.share_over_rooms([0] * 40, [index // 2 for index in range(40)])
+def test_share_over_levels_at_its_bounds_counts_clusters() -> None:
+    found = estimates.share_over_levels([0] * 40, [index // 2 for index in range(40)])
     assert (found.value, found.low) == (0.0, 0.0)
     assert found.high == pytest.approx(estimates.wilson(0, 20).high)
-    assert math.isnan(estimates.share_over_rooms([], []).value)
+    assert math.isnan(estimates.share_over_levels([], []).value)
 
 
 @given(
     st.lists(st.tuples(st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0]), st.integers(0, 9)), min_size=2, max_size=40),
 )
 @settings(max_examples=60, deadline=None)
-def test_difference_over_rooms_equals_its_oracle(pairs: list[tuple[float, int]]) -> None:
+def test_difference_over_levels_equals_its_oracle(pairs: list[tuple[float, int]]) -> None:
     differences, clusters = [value for value, _ in pairs], [name for _, name in pairs]
-    found = estimates.difference_over_rooms(differences, clusters)
+    found = estimates.difference_over_levels(differences, clusters)
     expected = oracles.clustered_difference(differences, clusters)
     assert (found.value, found.low, found.high) == pytest.approx(expected, abs=1e-12)
 
 
-def test_difference_over_rooms_turns_with_its_sign() -> None:
+def test_difference_over_levels_turns_with_its_sign() -> None:
     differences = [1.0] * 20 + [-1.0] * 5 + [0.0] * 75
-    found = estimates.difference_over_rooms(differences, range(100))
-    turned = estimates.difference_over_rooms([-value for value in differences], range(100))
+    found = estimates.difference_over_levels(differences, range(100))
+    turned = estimates.difference_over_levels([-value for value in differences], range(100))
     assert found.value == pytest.approx(0.15)
     assert found.low > 0
     assert (turned.value, turned.low, turned.high) == pytest.approx((-found.value, -found.high, -found.low))
     assert turned.p == pytest.approx(found.p)
 
 
-def test_no_discordant_room_still_has_an_interval() -> None:
-    found = estimates.difference_over_rooms([0.0] * 512, range(512))
+def test_no_discordant_level_still_has_an_interval() -> None:
+    found = estimates.difference_over_levels([0.0] * 512, range(512))
     assert found.value == 0
     assert found.high == pytest.approx(scipy_stats.t.ppf(0.975, 513) / 514)
     assert found.p == pytest.approx(1.0)
@@ -104,8 +104,8 @@ def test_equal_differences_have_width_zero() -> None:
     assert estimates.mean_over_seeds([0.0, 0.0, 0.0]).p == 1.0
 
 
-def simulated_rooms(generator: np.random.Generator, shift: float) -> tuple[np.ndarray, np.ndarray]:
-    """Paired outcomes on 150 rooms in 110 clusters: rooms of a cluster share their difficulty, arms share the room."""
+def simulated_levels(generator: np.random.Generator, shift: float) -> tuple[np.ndarray, np.ndarray]:
+    """Paired outcomes on 150 levels in 110 clusters: a cluster shares its difficulty, arms share the level."""
     clusters = np.concatenate([np.arange(110), np.arange(40)])
     difficulty = generator.beta(1.2, 1.2, size=110)[clusters]
     arm = generator.random(150) < np.clip(difficulty + shift, 0, 1)
@@ -113,22 +113,22 @@ def simulated_rooms(generator: np.random.Generator, shift: float) -> tuple[np.nd
 
 
 @pytest.mark.parametrize("shift", [0.0, 0.15])
-def test_interval_over_rooms_covers(shift: float) -> None:
+def test_interval_over_levels_covers(shift: float) -> None:
     generator = np.random.default_rng(1)
     difficulties = np.random.default_rng(2).beta(1.2, 1.2, size=200_000)
     truth = float(np.mean(np.clip(difficulties + shift, 0, 1) - difficulties))
-    found = [estimates.difference_over_rooms(*simulated_rooms(generator, shift)) for _ in range(SIMULATIONS)]
+    found = [estimates.difference_over_levels(*simulated_levels(generator, shift)) for _ in range(SIMULATIONS)]
     covered = np.mean([estimate.low <= truth <= estimate.high for estimate in found])
     assert 0.925 <= covered <= 0.98
 
 
-def test_share_over_rooms_covers_where_the_naive_interval_does_not() -> None:
+def test_share_over_levels_covers_where_the_naive_interval_does_not() -> None:
     generator = np.random.default_rng(3)
     clustered, naive = [], []
     for _ in range(SIMULATIONS):
         success = np.repeat(generator.random(60) < 0.3, 4)
         clusters = np.repeat(np.arange(60), 4)
-        clustered.append(estimates.share_over_rooms(success, clusters))
+        clustered.append(estimates.share_over_levels(success, clusters))
         naive.append(estimates.wilson(success.sum(), success.size))
     covered, wrong = (np.mean([each.low <= 0.3 <= each.high for each in found]) for found in (clustered, naive))
     assert 0.925 <= covered <= 0.98

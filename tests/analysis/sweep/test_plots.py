@@ -24,7 +24,7 @@ STOP = ("low_validation_success", 0.002, 0.01)
 def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     runs = [MadeRun("0", 0), MadeRun("0", 1), MadeRun("0.1"), MadeRun("nofilter", status="interrupted", steps=30)]
     runs.insert(3, MadeRun("1", status="early_stopped", steps=20, success=(0.35, 0.0), stop=STOP))
-    return read_run(write_study(tmp_path_factory.mktemp("plots"), runs, MadeStudy(rooms=60)))
+    return read_run(write_study(tmp_path_factory.mktemp("plots"), runs, MadeStudy(levels=60)))
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +173,7 @@ def _rgb(color: str) -> tuple[float, ...]:
 
 
 def test_no_arm_and_no_curve_still_make_a_figure(tmp_path: Path) -> None:
-    frames = read_run(write_study(tmp_path, [MadeRun("0", status="", steps=0)], MadeStudy(rooms=4)))
+    frames = read_run(write_study(tmp_path, [MadeRun("0", status="", steps=0)], MadeStudy(levels=4)))
     table = series.curves(frames, "val_success")
     figure = plots.draw_curves(table, series.mean_curves(table), plots.arm_colors(["0"]), "label")
     assert figure.axes == []

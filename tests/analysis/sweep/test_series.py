@@ -12,7 +12,7 @@ from analysis.data.load import load, read_run
 from analysis.sweep import series
 from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
 
-STUDY = MadeStudy(rooms=40)
+STUDY = MadeStudy(levels=40)
 STOP = ("low_validation_success", 0.002, 0.01)
 
 
@@ -118,7 +118,7 @@ def test_equal_budget_without_a_completed_run_is_empty(tmp_path: Path) -> None:
 def two_studies(folder: Path) -> Path:
     """A KL and an entropy study whose zero arms are one configuration."""
     write_study(folder, [MadeRun("0"), MadeRun("0.1")], STUDY)
-    entropy = MadeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", rooms=40)
+    entropy = MadeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", levels=40)
     write_study(folder, [MadeRun("0"), MadeRun("0.1")], entropy)
     return folder
 
@@ -143,7 +143,7 @@ def test_a_difference_between_equal_configurations_is_named(tmp_path: Path) -> N
 
 def test_runs_that_did_not_end_are_not_held_against_each_other(tmp_path: Path) -> None:
     write_study(tmp_path, [MadeRun("0")], STUDY)
-    write_study(tmp_path, [MadeRun("0", status="failed", steps=9)], MadeStudy(name="entropy", run="e", rooms=40))
+    write_study(tmp_path, [MadeRun("0", status="failed", steps=9)], MadeStudy(name="entropy", run="e", levels=40))
     assert series.consistency(load(tmp_path)).empty
 
 

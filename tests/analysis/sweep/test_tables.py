@@ -8,15 +8,15 @@ import pandas as pd
 import pytest
 from scipy import stats as scipy_stats
 
-from analysis.data.compare import basis, by_room, last_points
+from analysis.data.compare import basis, by_level, last_points
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_run
-from analysis.stats.estimates import detectable_difference, difference_over_rooms, holm
+from analysis.stats.estimates import detectable_difference, difference_over_levels, holm
 from analysis.sweep import findings, tables, verdicts
 from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
 
 LOW = ("low_validation_success", 0.002, 0.01)
-ONE_RUN = "over rooms, of this one run; says nothing about seeds"
+ONE_RUN = "over levels, of this one run; says nothing about seeds"
 
 
 def collapsed(arm: str, seed: int = 0, steps: int = 45) -> MadeRun:
@@ -24,7 +24,7 @@ def collapsed(arm: str, seed: int = 0, steps: int = 45) -> MadeRun:
 
 
 def frames_of(folder: Path, *runs: MadeRun, **changes: object) -> StudyFrames:
-    study = MadeStudy(**{"rooms": 120, **changes})  # type: ignore[arg-type]
+    study = MadeStudy(**{"levels": 120, **changes})  # type: ignore[arg-type]
     return read_run(write_study(folder, runs, study))
 
 
@@ -39,7 +39,7 @@ def six(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     ends = {"0": 0.6, "0.01": 0.61, "0.03": 0.6, "0.1": 0.58, "1": 0.30}
     runs = [MadeRun(arm, success=(0.35, end)) for arm, end in ends.items()]
     runs.insert(4, collapsed("0.3"))
-    return frames_of(tmp_path_factory.mktemp("six"), *runs, rooms=400)
+    return frames_of(tmp_path_factory.mktemp("six"), *runs, levels=400)
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +64,11 @@ def test_one_row_an_arm_in_the_order_of_the_study(summary: pd.DataFrame) -> None
     assert summary["early_stopped"].to_list() == [0, 0, 0, 0, 1, 0]
 
 
-def test_one_seed_is_compared_over_rooms_at_the_last_validation(six: StudyFrames, summary: pd.DataFrame) -> None:
-    rooms = six.rooms[(six.rooms["split"] == "val") & (six.rooms["mode"] == "sampled") & (six.rooms["step"] == 60)]
-    wide = rooms.pivot_table(index="room", columns="arm", values="success", aggfunc="first").astype(float)
-    clusters = rooms.drop_duplicates("room").set_index("room")["cluster"].loc[wide.index]
-    expected = difference_over_rooms(wide["1"] - wide["0"], clusters)
+def test_one_seed_is_compared_over_levels_at_the_last_validation(six: StudyFrames, summary: pd.DataFrame) -> None:
+    levels = six.levels[(six.levels["split"] == "val") & (six.levels["mode"] == "sampled") & (six.levels["step"] == 60)]
+    wide = levels.pivot_table(index="level", columns="arm", values="success", aggfunc="first").astype(float)
+    clusters = levels.drop_duplicates("level").set_index("level")["cluster"].loc[wide.index]
+    expected = difference_over_levels(wide["1"] - wide["0"], clusters)
     row = row_of(summary, "1")
     assert (row["difference"], row["difference_low"], row["difference_high"]) == pytest.approx(expected[:3])
     assert row["difference"] == pytest.approx(row["final_val_success"] - row_of(summary, "0")["final_val_success"])
@@ -103,7 +103,7 @@ def test_area_of_a_stopped_run_carries_its_last_value(six: StudyFrames, summary:
     assert row["auc_difference"] == pytest.approx(row["auc"] - row_of(summary, "0")["auc"])
 
 
-def test_gain_is_over_the_rooms_of_the_run_itself(summary: pd.DataFrame) -> None:
+def test_gain_is_over_the_levels_of_the_run_itself(summary: pd.DataFrame) -> None:
     row = row_of(summary, "0")
     assert row["gain"] == pytest.approx(row["final_val_success"] - row["base_val_success"])
     assert row["gain_greedy"] == pytest.approx(row["final_val_greedy_success"] - row["base_val_greedy_success"])
@@ -138,7 +138,7 @@ def test_three_seeds_are_compared_over_seeds(seeded: StudyFrames) -> None:
 def test_a_failed_run_is_named_and_not_scored(seeded: StudyFrames) -> None:
     row = row_of(seeded, "nofilter")
     assert (row["runs"], row["completed"], row["failed"], row["paired_seeds"]) == (3, 2, 1, 2)
-    assert row["basis"] == "over rooms, of these 2 runs; says nothing about seeds"
+    assert row["basis"] == "over levels, of these 2 runs; says nothing about seeds"
     assert row["verdict"].endswith("not scored: seed 2 failed after 12 of 60 steps (RuntimeError: no memory)")
     scored = seeded.trials[(seeded.trials["arm"] == "nofilter") & (seeded.trials["status"] == "completed")]
     assert row["final_val_success"] == pytest.approx(scored["final_val_success"].mean())
@@ -153,33 +153,33 @@ def test_stops_are_a_rate_of_their_own(seeded: StudyFrames) -> None:
     )
 
 
-@pytest.mark.parametrize(("seeds", "words"), [(0, ""), (1, ONE_RUN), (2, "over rooms, of these 2 runs; "
+@pytest.mark.parametrize(("seeds", "words"), [(0, ""), (1, ONE_RUN), (2, "over levels, of these 2 runs; "
                                               "says nothing about seeds"), (3, "over 3 seeds")])  # fmt: skip
 def test_basis_never_claims_more(seeds: int, words: str) -> None:
     assert basis(seeds) == words
 
 
-def test_rooms_after_the_last_step_do_not_count(tmp_path: Path) -> None:
+def test_levels_after_the_last_step_do_not_count(tmp_path: Path) -> None:
     run = MadeRun("0")
-    folder = write_study(tmp_path, [run], MadeStudy(rooms=10))
+    folder = write_study(tmp_path, [run], MadeStudy(levels=10))
     path = folder / "runs" / run.run_id / "metrics.jsonl"
     path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:57]))
     frames = read_run(folder)
-    assert [point.step for point in last_points(by_room(frames, frames.trials)).values()] == [55]
+    assert [point.step for point in last_points(by_level(frames, frames.trials)).values()] == [55]
 
 
-def test_episodes_of_one_room_are_averaged(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, MadeRun("0"), rooms=4)
-    doubled = pd.concat([frames.rooms, frames.rooms.assign(success=~frames.rooms["success"])], ignore_index=True)
-    found = by_room(StudyFrames(frames.trials, frames.steps, doubled, frames.study), frames.trials)
+def test_episodes_of_one_level_are_averaged(tmp_path: Path) -> None:
+    frames = frames_of(tmp_path, MadeRun("0"), levels=4)
+    doubled = pd.concat([frames.levels, frames.levels.assign(success=~frames.levels["success"])], ignore_index=True)
+    found = by_level(StudyFrames(frames.trials, frames.steps, doubled, frames.study), frames.trials)
     assert all((rows["success"] == 0.5).all() and len(rows) == 4 for rows in found.values())
 
 
-def test_without_rooms_there_is_a_value_and_no_interval(tmp_path: Path) -> None:
+def test_without_levels_there_is_a_value_and_no_interval(tmp_path: Path) -> None:
     runs = [MadeRun("0"), MadeRun("0.1")]
-    folder = write_study(tmp_path, runs, MadeStudy(rooms=10))
+    folder = write_study(tmp_path, runs, MadeStudy(levels=10))
     for run in runs:
-        (folder / "runs" / run.run_id / "rooms.jsonl").unlink()
+        (folder / "runs" / run.run_id / "levels.jsonl").unlink()
     row = row_of(read_run(folder), "0.1")
     assert not math.isnan(row["difference"])
     assert not math.isnan(row["gain"])
@@ -189,7 +189,7 @@ def test_without_rooms_there_is_a_value_and_no_interval(tmp_path: Path) -> None:
 
 def test_a_run_stopped_before_its_first_validation_has_the_base_policys(tmp_path: Path) -> None:
     empty = MadeRun("0.1", status="early_stopped", steps=3, stop=("empty_filtered_steps", 3, 3))
-    folder = write_study(tmp_path, [MadeRun("0"), empty], MadeStudy(rooms=40))
+    folder = write_study(tmp_path, [MadeRun("0"), empty], MadeStudy(levels=40))
     path = folder / "runs" / empty.run_id
     metrics = (path / "metrics.jsonl").read_text().splitlines()
     (path / "metrics.jsonl").write_text("\n".join(metrics[:2]) + "\n")
@@ -243,14 +243,14 @@ def test_one_run_is_spoken_of_and_not_its_setting(summary: pd.DataFrame, tmp_pat
     told = f"this run ended lower than the baseline (0): {numbers}, Holm p < 0.001 ({ONE_RUN})"
     assert row["verdict"] == told.replace("-", "−")
     runs = [MadeRun(arm, seed, success=(0.35, end)) for arm, end in (("0", 0.35), ("0.1", 0.9)) for seed in (0, 1)]
-    higher = row_of(frames_of(tmp_path, *runs, rooms=300), "0.1")
+    higher = row_of(frames_of(tmp_path, *runs, levels=300), "0.1")
     assert higher["verdict"].startswith("these 2 runs ended higher than the baseline (0): +0.")
 
 
 def test_with_three_seeds_the_verdict_is_about_the_setting(tmp_path: Path) -> None:
     arms = (("0", 0.35), ("0.1", 0.9), ("1", 0.02))
     runs = [MadeRun(arm, seed, success=(0.35, end)) for arm, end in arms for seed in range(3)]
-    summary = tables.arm_summary(frames_of(tmp_path, *runs, rooms=300))
+    summary = tables.arm_summary(frames_of(tmp_path, *runs, levels=300))
     assert row_of(summary, "0.1")["verdict"].startswith("better than the baseline (0): +0.")
     assert row_of(summary, "1")["verdict"].startswith("worse than the baseline (0): −0.")
     assert findings.headline(summary) == (
@@ -260,7 +260,9 @@ def test_with_three_seeds_the_verdict_is_about_the_setting(tmp_path: Path) -> No
 
 def test_the_headline_of_one_seed_says_what_the_runs_did(summary: pd.DataFrame) -> None:
     headline = findings.headline(summary)
-    assert "Compared over validation rooms, by 1 run per arm: this is what these runs did, and another seed" in headline
+    assert (
+        "Compared over validation levels, by 1 run per arm: this is what these runs did, and another seed" in headline
+    )
     assert "Ended lower than it: " in headline
     assert "orse than" not in headline
     assert "etter than" not in headline
@@ -319,7 +321,7 @@ def test_verdict_without_a_scored_baseline(tmp_path: Path) -> None:
 
 
 def test_verdict_against_a_failed_baseline(tmp_path: Path) -> None:
-    row = row_of(frames_of(tmp_path, collapsed("0"), MadeRun("0.1"), rooms=200), "0.1")
+    row = row_of(frames_of(tmp_path, collapsed("0"), MadeRun("0.1"), levels=200), "0.1")
     assert row["verdict"].startswith("this run ended higher than the baseline (0), itself a failed regime: +0.")
 
 
@@ -332,7 +334,7 @@ def test_no_run_at_all(tmp_path: Path) -> None:
 
 
 def test_several_studies_are_refused(six: StudyFrames, summary: pd.DataFrame) -> None:
-    both = StudyFrames(six.trials, six.steps, six.rooms, [*six.studies, *six.studies])
+    both = StudyFrames(six.trials, six.steps, six.levels, [*six.studies, *six.studies])
     with pytest.raises(ValueError, match="These frames hold 2 studies"):
         tables.arm_summary(both)
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.oracles import algo as oracle
@@ -30,10 +31,27 @@ def test_grpo_equals_the_loop(drawn: Drawn) -> None:
 
 
 @examples
+@given(grouped_scores(), st.sampled_from([1e-8, 0.3]))
+def test_grpo_of_another_source_equals_the_loop(drawn: Drawn, floor: float) -> None:
+    scores, group_ids, mask = tensors(drawn)
+    advantages = grpo(scores, group_ids, mask, norm_by_std=True, correction=0, floor=floor, least_std=floor)
+    assert_broadcast(advantages, oracle.population_grpo(*drawn, floor), mask)
+
+
+def test_a_score_that_is_not_a_number_stays_one_in_its_group() -> None:
+    scores, mask = torch.tensor([1.0, torch.nan, 1.0, 2.0]), torch.ones(4, 1, dtype=torch.bool)
+    advantages = grpo(scores, torch.tensor([0, 0, 1, 1]), mask, norm_by_std=True, least_std=1e-8)
+    assert advantages.isnan().flatten().tolist() == [True, True, False, False]
+
+
+@examples
 @given(grouped_scores())
 def test_a_skill_equals_the_loop(drawn: Drawn) -> None:
     scores, group_ids, mask = tensors(drawn)
-    assert_broadcast(group_skill(scores, group_ids, mask), oracle.group_skill(*drawn), mask)
+    expected = oracle.group_skill(*drawn)
+    assert_broadcast(group_skill(scores, group_ids, mask), expected, mask)
+    skills = group_skill(scores, group_ids, mask, precision=torch.float64)[:, 0]
+    assert skills.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def test_skills_have_mean_zero_and_population_std_one_and_a_tiny_spread_is_centred_only() -> None:

@@ -49,6 +49,18 @@ def test_value_and_gradient_of_each_estimator(kind: str) -> None:
     torch.testing.assert_close(gradient, torch.tensor(GRADIENTS[SAME_AS.get(kind, kind)], dtype=torch.float64))
 
 
+def test_only_k3_has_a_limit_and_its_gradient_ends_there() -> None:
+    d = torch.tensor([-3.0, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
+    free = kl_estimate(d, torch.zeros(3), "k3", limit=math.inf)
+    assert free.tolist() == pytest.approx([math.exp(-x) + x - 1 for x in d.tolist()])
+    bounded = kl_estimate(d, torch.zeros(3), "low_var_kl", limit=2.0)
+    torch.testing.assert_close(bounded, free.clamp(max=2))
+    (slopes,) = torch.autograd.grad(bounded.sum(), d)
+    assert slopes[0] == 0
+    assert slopes[1:].tolist() == pytest.approx([1 - math.e, 1 - math.exp(-0.5)])
+    assert torch.equal(kl_estimate(d, torch.zeros(3), "k1", limit=0.1), d)
+
+
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
 def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(kind: str) -> None:
     value, gradient = expectation(kind + "+")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.oracles import algo as oracle
 from tests.strategies.algo import examples
-from trainable.algo.target_policy import target_policy
+from trainable.algo.target_policy import target_policy, target_shares
 
 ETAS = st.sampled_from([0.1, 1.0, 7.0])
 
@@ -49,6 +49,22 @@ def test_the_loss_and_its_pull_equal_the_loops(drawn: Rollouts, eta: float) -> N
     assert found.pull.tolist() == pytest.approx(pull, rel=1e-9, abs=1e-12)
     assert float(found.entropy) == pytest.approx(entropy, rel=1e-9, abs=1e-12)
     assert float(found.top_prob) == pytest.approx(top, rel=1e-9)
+
+
+@examples
+@given(rollouts(), ETAS)
+def test_shares_are_those_of_the_loops(drawn: Rollouts, eta: float) -> None:
+    """One loop per group, and sums of one in each."""
+    shares, groups = target_shares(*drawn.tensors(), eta), torch.tensor(drawn.groups)
+    assert shares.n_groups == len(set(drawn.groups))
+    for number in set(drawn.groups):
+        rows = groups == number
+        p = oracle.softmax([now for now, group in zip(drawn.now, drawn.groups, strict=True) if group == number])
+        assert shares.log_p[rows].exp().tolist() == pytest.approx(p, rel=1e-9, abs=1e-12)
+        assert float(shares.log_q[rows].exp().sum()) == pytest.approx(1)
+        assert shares.group[rows].unique().numel() == 1
+    entropy = -(shares.log_q.exp() * shares.log_q).sum() / shares.n_groups
+    assert float(entropy) == pytest.approx(oracle.target_policy(*drawn, eta)[2], rel=1e-9, abs=1e-12)
 
 
 @examples
@@ -126,3 +142,5 @@ def test_an_eta_that_is_not_above_zero_is_refused(eta: float) -> None:
     level = torch.zeros(2)
     with pytest.raises(ValueError, match="tpo_eta"):
         target_policy(level, level, level, torch.zeros(2, dtype=torch.long), eta)
+    with pytest.raises(ValueError, match="tpo_eta"):
+        target_shares(level, level, level, torch.zeros(2, dtype=torch.long), eta)

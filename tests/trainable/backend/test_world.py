@@ -67,9 +67,9 @@ def test_what_alone_gathers_is_its_own() -> None:
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
 def test_gradients_and_sums_of_all_ranks_are_those_of_one(size: int, mode: str) -> None:
     trainer = quiet(actor__use_kl_loss=True, actor__kl_loss_coef=0.5, actor__entropy_coeff=0.1)
-    rooms = trainer.val_rooms * 2
-    episodes = trainer.roll_out(rooms, 4, stream(0, "sampling", 1))
-    batch, targets = trainer.prepare(episodes, 2, 2, stream(0, "duplicates", 1), {})
+    levels = trainer.val_levels * 2
+    episodes = trainer.roll_out(levels, 4, stream(0, "sampling", 1))
+    batch, targets, _ = trainer.prepare(episodes, 2, 2, stream(0, "duplicates", 1))
     order = length_stratified_order(batch.lengths)
     whole, alone = gradient(trainer, passes(batch, targets, order, mode, 2, batch.tokens.shape[1]))
     parts = [
@@ -83,10 +83,10 @@ def test_gradients_and_sums_of_all_ranks_are_those_of_one(size: int, mode: str) 
 
 
 def test_ranks_make_equally_many_passes_and_one_that_waits_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update, "TOKENS_A_PASS", {"cpu": 1})  # every row is a pass
+    monkeypatch.setattr(update, "TOKENS_PER_PASS", {"cpu": 1})  # every row is a pass
     trainer = quiet()
-    episodes = trainer.roll_out(trainer.val_rooms, 5, stream(0, "sampling", 1))
-    batch, targets = trainer.prepare(episodes, 1, 1, stream(0, "duplicates", 1), {})
+    episodes = trainer.roll_out(trainer.val_levels, 5, stream(0, "sampling", 1))
+    batch, targets, _ = trainer.prepare(episodes, 1, 1, stream(0, "duplicates", 1))
     rows, width = torch.arange(5), batch.tokens.shape[1]
     cuts = [list(passes(batch, targets, rows, "token-mean", 2, width, world)) for world in ranks(3)]
     assert [len(cut) for cut in cuts] == [2, 2, 2]
@@ -109,13 +109,13 @@ def gradient(trainer: PPOTrainer, cut: object) -> tuple[torch.Tensor, Meter]:
     return found, meter
 
 
-def test_rooms_played_by_ranks_are_the_episodes_of_one() -> None:
+def test_levels_played_by_ranks_are_the_episodes_of_one() -> None:
     trainer = quiet()
-    rooms = [*trainer.rooms[0], *trainer.rooms[1]]
-    whole = trainer.roll_out(rooms, 3, stream(0, "sampling", 7))
+    levels = [*trainer.levels[0], *trainer.levels[1]]
+    whole = trainer.roll_out(levels, 3, stream(0, "sampling", 7))
     shared = []
     for world in ranks(3):
         trainer.world = world
-        shared += trainer.roll_out(rooms, 3, stream(0, "sampling", 7))
+        shared += trainer.roll_out(levels, 3, stream(0, "sampling", 7))
     assert [(one.group, one.tokens.tolist()) for one in shared] == [(one.group, one.tokens.tolist()) for one in whole]
     assert all(np.allclose(a.logprobs, b.logprobs, atol=1e-5) for a, b in zip(shared, whole, strict=True))

@@ -162,7 +162,12 @@ def test_the_hash_names_what_can_change_a_result() -> None:
     for same in ({"trainer.save_freq": 50}, {"trainer.resume_every": 1}, {"trainer.ray_num_cpus": 2}, *placed):
         assert with_overrides(base, same).config_hash() == base.config_hash()
     assert base.model_copy(update={"seed": 7}).config_hash() == base.config_hash()
-    for other in ({"actor.lr": 2e-6}, {"trainer.total_training_steps": 401}, {"early_stop.variance_ratio": 0.2}):
+    for other in (
+        {"actor.lr": 2e-6},
+        {"collapse_detection.all_quantities": True},
+        {"trainer.total_training_steps": 401},
+        {"early_stop.variance_ratio": 0.2},
+    ):
         assert with_overrides(base, other).config_hash() != base.config_hash()
 
 

@@ -1,31 +1,39 @@
 import json
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
+from tests.fakes.scripted import small
 from tests.fakes.trainers import quiet, replay, steps, timeless
 from tests.oracles import mutual_information as oracle
 from trainable.config.sections import CollapseDetectionConfig
 from trainable.diagnostics.collapse import Diagnosis, diagnose, is_due
+from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.diagnostics.thoughts import Pairs, first_turn_pairs, read_turns, trajectory_pairs
+from trainable.envs.sokoban.level_sets import training_levels
 from trainable.envs.sokoban.prompt import make_protocol
-from trainable.envs.sokoban.room_sets import training_rooms
+from trainable.families import LANGUAGE_MODEL
 from trainable.models.codec import Codec
 from trainable.models.load import load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
+from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
 from trainable.rollout.play import Rules, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from trainable.runs.records import STEP_COLUMNS, TIME_COLUMNS
+from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES
+from trainable.runs.records import DEFAULT_STEP_COLUMNS, STEP_COLUMNS, TIME_COLUMNS
 
 SAMPLES = 12
 COLUMNS = {column.name for column in STEP_COLUMNS if "collapse" in column.name}
+REGULAR = {column.name for column in DEFAULT_STEP_COLUMNS if "collapse" in column.name}
 COVERAGE = {"collapse_valid_thinking_rate"}
 FIRST = {name for name in COLUMNS if "collapse_first_turn_" in name}
 FIRST_COUNTS = {f"collapse_first_turn_{name}" for name in ("num_total", "num_valid", "valid_rate")}
@@ -47,7 +55,7 @@ def rollout() -> Rollout:
     codec = make_codec(policy.tokenizer)
     rules = Rules(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context=512)
     episodes = play(
-        training_rooms(0, 1, 3, 10_000), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10), codec,
+        training_levels(0, 1, 3, 10_000), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10), codec,
         rules, SamplingParams(1.0, 24, policy.stop_token), np.random.default_rng(0),
     )  # fmt: skip
     return Rollout(policy.model, codec, episodes)
@@ -56,7 +64,7 @@ def rollout() -> Rollout:
 def diagnosed(
     rollout: Rollout, seed: int = 0, averages: Mapping[str, Mapping[str, float]] | None = None, **settings: object
 ) -> Diagnosis:
-    chosen = CollapseDetectionConfig.model_validate({"num_samples": SAMPLES, **settings})
+    chosen = CollapseDetectionConfig.model_validate({"num_samples": SAMPLES, "all_quantities": True, **settings})
     model, codec, episodes = rollout
     return diagnose(model, codec, episodes, chosen, averages or {}, np.random.default_rng(seed))
 
@@ -262,6 +270,36 @@ def test_a_row_has_the_columns_of_the_records(rollout: Rollout) -> None:
     assert all(type(value) in (int, float) and np.isfinite(value) for value in row.values())
     assert {name for name in row if name in TIME_COLUMNS} == TIMES
     assert len(COLUMNS) == 2 * 38 + 4 + 2
+
+
+def test_without_the_setting_a_row_has_fewer_columns_with_the_same_numbers(rollout: Rollout) -> None:
+    averages = diagnosed(rollout).averages
+    full, regular = (diagnosed(rollout, 1, averages, all_quantities=told) for told in (True, False))
+    assert regular.row.keys() == REGULAR
+    assert timeless(regular.row) == {name: value for name, value in timeless(full.row).items() if name in REGULAR}
+    assert regular.averages == full.averages
+    assert len(REGULAR) == 2 * 10 + 4 + 2
+
+
+def test_a_run_writes_the_regular_columns_and_all_where_they_are_asked_for() -> None:
+    for told, columns in ((False, REGULAR), (True, COLUMNS)):
+        settings = small(collapse_detection__all_quantities=told, trainer__total_training_steps=1)
+        row = PPOTrainer(settings, diagnostics=DIAGNOSTICS).step().row
+        assert {name for name in row if "collapse" in name} == columns
+        assert columns <= LANGUAGE_MODEL.empty_row(settings).keys()
+        assert (LANGUAGE_MODEL.empty_row(settings).keys() >= COLUMNS) == told
+
+
+def test_the_page_teaches_the_regular_quantities_and_no_other() -> None:
+    """Its paragraph on extra quantities is left out."""
+    page = (Path(__file__).parents[3] / "docs" / "collapse_diagnostics.md").read_text(encoding="utf-8")
+    before, _, rest = page.partition("**Extra quantities.**")
+    extra, _, after = rest.partition("**Departures")
+    taught = before + after
+    named = {*re.findall(r"`([a-z_]+)`", taught)}
+    assert {quantity.name for quantity in QUANTITIES} <= named
+    assert not {quantity.name for quantity in EXTRA_QUANTITIES} & named
+    assert "collapse_detection.all_quantities=True" in extra
 
 
 def test_published_keys_are_the_columns_in_the_published_spelling() -> None:

@@ -24,7 +24,7 @@ def test_rows_say_what_was_measured_and_how() -> None:
 
 def test_an_analysis_leaves_weights_optimizers_gradients_and_streams_alone() -> None:
     trainer = analysed()
-    before, values = weights(trainer), dict(trainer.totals)
+    before, values = weights(trainer), trainer.totals
     state, old = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
     analyse(trainer, [])
     after = weights(trainer)
@@ -76,7 +76,7 @@ def test_a_filter_that_keeps_nothing_is_told(prefilter: bool) -> None:
 
 
 def played(trainer: PPOTrainer) -> list[Episode]:
-    return trainer.roll_out((trainer.val_rooms * GROUPS)[:GROUPS], SIZE, stream(3, "gradient_sampling", 0))
+    return trainer.roll_out((trainer.val_levels * GROUPS)[:GROUPS], SIZE, stream(3, "gradient_sampling", 0))
 
 
 def test_the_steps_own_batch_is_used_where_no_other_is_asked_for() -> None:

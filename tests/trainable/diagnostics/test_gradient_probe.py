@@ -16,7 +16,8 @@ from trainable.config.seeds import stream
 from trainable.diagnostics.gradient_analysis import _finite as finite_or_missing
 from trainable.diagnostics.gradient_probe import FOLDS, Findings, probe_gradients
 from trainable.ppo.evaluation import by_group
-from trainable.ppo.trainer import PPOTrainer, Prepared
+from trainable.ppo.targets import Prepared
+from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import passes, weighted_passes
 
 GROUPS, SIZE = 7, 4
@@ -36,10 +37,10 @@ def analysed(**overrides: object) -> PPOTrainer:
 
 
 def prepared(trainer: PPOTrainer) -> tuple[Prepared, dict[int, float]]:
-    rooms = trainer.val_rooms * GROUPS
-    episodes = trainer.roll_out(rooms[:GROUPS], SIZE, stream(3, "gradient_sampling", 0))
+    levels = trainer.val_levels * GROUPS
+    episodes = trainer.roll_out(levels[:GROUPS], SIZE, stream(3, "gradient_sampling", 0))
     stds = group_scores("reward_std", by_group([episode.score for episode in episodes], SIZE))
-    ready = trainer.prepare(episodes, GROUPS, GROUPS, stream(3, "gradient_duplicates", 0), {})
+    ready = trainer.prepare(episodes, GROUPS, GROUPS, stream(3, "gradient_duplicates", 0))
     spread = {group: float(std) + 0.1 * group for group, std in enumerate(stds)}  # no two alike
     return ready, spread
 

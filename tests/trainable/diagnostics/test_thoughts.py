@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.strategies.algo import examples
 from trainable.diagnostics.cross_scores import cross_scores
 from trainable.diagnostics.thoughts import Turn, first_turn_pairs, read_turns, thought_coverage, trajectory_pairs
+from trainable.envs.sokoban.level_sets import training_levels
 from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_protocol
-from trainable.envs.sokoban.room_sets import training_rooms
 from trainable.models.codec import Codec
 from trainable.models.load import load_policy, make_codec
 from trainable.rollout.episode import Episode, StopReason
@@ -46,7 +46,7 @@ def episode(replies: Sequence[str], tokenizer: Tokenizer = TINY, group: int = 0)
     sizes = [len(part) for part in parts]
     zeros = np.zeros(sum(sizes), dtype=np.float32)
     return Episode(
-        room_seed=0, group=group, tokens=np.concatenate([np.array(part, dtype=np.int64) for part in parts]),
+        level_seed=0, group=group, tokens=np.concatenate([np.array(part, dtype=np.int64) for part in parts]),
         mask=np.repeat([False, True] * len(replies), sizes), logprobs=zeros, entropies=zeros,
         turns=np.repeat(np.arange(len(parts)) // 2, sizes), turn_rewards=(0.0,) * len(replies), actions=1,
         invalid_turns=0, stop=StopReason.OUT_OF_TURNS, texts=tuple(reply.split("<|im_end|>")[0] for reply in replies),
@@ -251,7 +251,7 @@ def rollout() -> tuple[list[Episode], Codec]:
     codec = make_codec(policy.tokenizer)
     rules = Rules(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context=512)
     episodes = play(
-        training_rooms(0, 1, 3, 10_000), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10), codec,
+        training_levels(0, 1, 3, 10_000), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10), codec,
         rules, SamplingParams(1.0, 24, policy.stop_token), np.random.default_rng(0),
     )  # fmt: skip
     return episodes, codec

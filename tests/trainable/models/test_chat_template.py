@@ -7,8 +7,8 @@ from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from tests.fakes.hub_models import DROPS_THOUGHTS, NO_SYSTEM, STRIPPING, byte_tokenizer, folder_with
 from trainable.envs.chat import CHATML, ChatFormat
+from trainable.envs.sokoban.level_sets import validation_levels
 from trainable.envs.sokoban.prompt import Observation, make_protocol
-from trainable.envs.sokoban.room_sets import validation_rooms
 from trainable.models.chat_template import chat_format
 from trainable.models.load import make_codec
 
@@ -109,8 +109,8 @@ def test_the_template_of_qwen_gives_todays_prompts(tmp_path: Path) -> None:
     for style in ("full", "compact"):
         ours = make_protocol(style, "grid_coord", 10)
         theirs = make_protocol(style, "grid_coord", 10, cut(tmp_path, PLAIN))
-        for number, room in enumerate(validation_rooms(5), 1):
-            observation = Observation(number, room.cells, 8, -0.2, True)
+        for number, level in enumerate(validation_levels(5), 1):
+            observation = Observation(number, level.cells, 8, -0.2, True)
             assert ours.opening(observation) == theirs.opening(observation)
             assert ours.following(observation) == theirs.following(observation)
 
@@ -120,9 +120,9 @@ def test_a_turn_has_the_tokens_that_it_has_in_the_whole(tmp_path: Path) -> None:
     encode = make_codec(tokenizer).encode
     chat = cut(tmp_path, STRIPPING, tokenizer)
     protocol = make_protocol("full", "grid", 10, chat)
-    room = validation_rooms(1)[0]
-    opening = protocol.opening(Observation(1, room.cells, 10))
-    following = protocol.following(Observation(2, room.cells, 8, -0.2))
+    level = validation_levels(1)[0]
+    opening = protocol.opening(Observation(1, level.cells, 10))
+    following = protocol.following(Observation(2, level.cells, 8, -0.2))
     parts = [opening, "P</think><answer>Up</answer>" + chat.end, following]
     assert [number for part in encode(parts) for number in part] == encode(["".join(parts)])[0]
     assert opening.startswith("<s><|turn|>system\n\nYou are a helpful assistant.")

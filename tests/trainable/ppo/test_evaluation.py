@@ -22,12 +22,12 @@ def test_an_evaluation_counts_episodes_and_turns() -> None:
     assert found.success == pytest.approx(1 / 3)
     assert found.score == pytest.approx(9.4 / 3)
     assert found.invalid_turns == pytest.approx(3 / 10)
-    assert found.rooms == (100, 100, 101)
+    assert found.levels == (100, 100, 101)
     assert found.clusters == (7, 7, 3)
     assert found.solved == (True, False, False)
 
 
-def test_success_over_a_part_of_the_rooms() -> None:
+def test_success_over_a_part_of_the_levels() -> None:
     found = summarise(EPISODES, 5, "val", "sampled", [0, 1])
     assert found.success_where([True, False, False]) == 1.0
     assert found.success_where([True, False, True]) == 0.5
@@ -38,7 +38,8 @@ def test_success_over_a_part_of_the_rooms() -> None:
 def test_the_line_is_the_one_of_the_contract() -> None:
     line = json.loads(json.dumps(summarise(EPISODES, 0, "test", "greedy", [4, 0]).line()))
     assert line == {
-        "step": 0, "split": "test", "mode": "greedy", "rooms": [100, 100, 101], "clusters": [4, 4, 0], "success": "100",
+        "step": 0, "split": "test", "mode": "greedy", "levels": [100, 100, 101], "clusters": [4, 4, 0],
+        "success": "100",
     }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def test_counted_operations_are_those_that_torch_counts() -> None:
 
 def test_sampling_is_reading_everything_once_but_for_openings() -> None:
     trainer = quiet()
-    episodes = trainer.roll_out(trainer.rooms[0], 3, stream(0, "sampling", 1))
+    episodes = trainer.roll_out(trainer.levels[0], 3, stream(0, "sampling", 1))
     sizes = trainer.model.shape
     each = sum(
         forward_flops(sizes, [len(episode.tokens)], episode.response_tokens, sizes.vocab_size) for episode in episodes
@@ -40,8 +40,8 @@ def test_sampling_is_reading_everything_once_but_for_openings() -> None:
 def test_phases_that_are_off_have_no_operations() -> None:
     def phases(**overrides: object) -> dict[str, float]:
         trainer = quiet(**overrides)
-        episodes = trainer.roll_out(trainer.rooms[0], 4, stream(0, "sampling", 1))
-        batch, _ = trainer.prepare(episodes, 2, 2, stream(0, "duplicates", 1), {})
+        episodes = trainer.roll_out(trainer.levels[0], 4, stream(0, "sampling", 1))
+        batch, _, _ = trainer.prepare(episodes, 2, 2, stream(0, "duplicates", 1))
         return training_flops(trainer.model.shape, trainer.config, batch)
 
     assert set(phases(actor__use_kl_loss=False)) == {"values", "update_critic", "update_actor"}
@@ -58,10 +58,8 @@ def test_phases_that_are_off_have_no_operations() -> None:
 
 
 def test_utilisation_is_operations_over_time_and_rate() -> None:
-    row = {"seconds_values": 2.0, "seconds_update_actor": None}
-    assert utilisation({"values": 30.0, "update_actor": 5.0, "reference": 5.0}, row, 10.0) == {
-        "utilisation_values": 1.5
-    }  # fmt: skip
+    seconds = {"values": 2.0, "update_actor": 0.0}
+    assert utilisation({"values": 30.0, "update_actor": 5.0, "reference": 5.0}, seconds, 10.0) == {"values": 1.5}
 
 
 def test_rows_have_the_share_of_each_phase() -> None:

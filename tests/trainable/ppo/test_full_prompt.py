@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from search_spaces.language_model.kl import STUDY
 from trainable.config.run_config import RunConfig, with_overrides
+from trainable.envs.sokoban.level_sets import validation_levels
 from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_protocol
-from trainable.envs.sokoban.room_sets import validation_rooms
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.ppo.trainer import PPOTrainer
@@ -19,7 +19,7 @@ from trainable.tiny.recipe import write_model
 
 def byte_level_tokenizer() -> Tokenizer:
     protocol = make_protocol("full", "grid_coord", 10)
-    texts = [protocol.opening(Observation(1, room.cells, 10)) for room in validation_rooms(20)]
+    texts = [protocol.opening(Observation(1, level.cells, 10)) for level in validation_levels(20)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -56,7 +56,8 @@ def test_the_paper_settings_train_a_step(hub_model: Path) -> None:
     }  # fmt: skip
     trainer = PPOTrainer(with_overrides(RunConfig(), {**STUDY.fixed, **small}))
     before = trainer.model.lm_head.weight.detach().clone()
-    row, evaluations, _ = trainer.step()
+    step = trainer.step()
+    row, evaluations = step.row, step.evaluations
     assert row["optimizer_steps"] == 2
     assert row["train_invalid_turns"] == 1.0
     assert row["train_reward"] == pytest.approx(-0.2)

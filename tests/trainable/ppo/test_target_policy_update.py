@@ -23,7 +23,7 @@ from trainable.models.qwen2 import Qwen2
 from trainable.ppo import update
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens
 from trainable.rollout.batch import Batch, collate, update_order
-from trainable.runs.records import STEP_COLUMNS
+from trainable.runs.records import DEFAULT_STEP_COLUMNS
 
 TEMPERATURE, SIZE, ETA = 0.8, 4, 0.5
 CUT: dict[str, Any] = {
@@ -101,7 +101,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 def test_any_cut_gives_the_gradient_of_the_loss_at_once(
     monkeypatch: pytest.MonkeyPatch, tokens_a_pass: int, micro: int
 ) -> None:
-    monkeypatch.setitem(update.TOKENS_A_PASS, "cpu", tokens_a_pass)
+    monkeypatch.setitem(update.TOKENS_PER_PASS, "cpu", tokens_a_pass)
     found, meter = ran(MODEL, ppo_micro_batch_size_per_gpu=micro)
     wanted = [one_shot(rows) for rows in ORDER.split(8)]
     assert [len(rows) for rows in ORDER.split(8)] == [8, 4]
@@ -200,7 +200,7 @@ def test_a_run_trains_and_says_what_its_targets_were() -> None:
     for row in rows:
         assert finite(row)
         assert row["optimizer_steps"] == 4
-        assert set(row) <= {column.name for column in STEP_COLUMNS}
+        assert set(row) <= {column.name for column in DEFAULT_STEP_COLUMNS}
         assert 0 < row["tpo_target_entropy"] < torch.log(torch.tensor(4.0))
         assert 0.25 < row["tpo_target_top_prob"] <= 1
         assert "pg_clipfrac" not in row
@@ -244,7 +244,7 @@ def test_what_does_not_fit_is_refused_by_name(changes: dict[str, object], said: 
 
 
 def test_the_size_that_a_refusal_names_is_taken() -> None:
-    assert small(**{**TPO, "env__group_size": 3, "actor__ppo_mini_batch_size": 6}).actor.keeps_groups
+    assert small(**{**TPO, "env__group_size": 3, "actor__ppo_mini_batch_size": 6}).actor.loss.keeps_groups
 
 
 def test_eta_is_part_of_the_configuration_of_tpo_alone() -> None:

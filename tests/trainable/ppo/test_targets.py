@@ -6,6 +6,7 @@ from torch import Tensor
 
 from tests.fakes.scripted import random_episodes
 from tests.oracles import algo as oracle
+from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.config.sections import AlgorithmConfig, KLControl
 from trainable.ppo.targets import make_targets
 from trainable.ppo.update import Targets
@@ -106,7 +107,7 @@ def test_reinforce_plus_plus_with_a_baseline() -> None:
     close(targets(adv_estimator="reinforce_plus_plus_baseline").advantages, whitened(rows))
 
 
-ESTIMATORS = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "group_skill"]
+ESTIMATORS = tuple(ADVANTAGE_ESTIMATORS)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -9,16 +9,17 @@ from tests.fakes.scripted import cloned, hub_twin, small
 from tests.fakes.trainers import Row, finite, moved, quiet, replay, steps, weights
 from tests.oracles import update as oracle
 from trainable.algo.batching import length_stratified_order
+from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.targets import make_targets
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.batch import collate
-from trainable.runs.records import STEP_COLUMNS
+from trainable.runs.records import DEFAULT_STEP_COLUMNS
 
 # ---------------------------------------------------------------------------- every setting takes a step
 
-ESTIMATORS = ["gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "group_skill"]
+ESTIMATORS = tuple(ADVANTAGE_ESTIMATORS)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
@@ -125,12 +126,12 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
     settings = small(actor__use_kl_loss=True, trainer__total_training_steps=1)
     trainer = PPOTrainer(settings, diagnostics=DIAGNOSTICS)
     row = trainer.step().row
-    trainer.close(row)
+    row = trainer.close()[0].added_to(row)
     engine = {"engine_gap_mean", "engine_gap_max", "engine_kl", "engine_effective_share"}  # torch shares the weights
-    assert {column.name for column in STEP_COLUMNS} - set(row) == {
+    assert {column.name for column in DEFAULT_STEP_COLUMNS} - set(row) == {
         "kl_in_reward_coef", "seconds_gradient_analysis", "tpo_target_entropy", "tpo_target_top_prob", *engine,
     }  # fmt: skip
-    assert set(row) <= {column.name for column in STEP_COLUMNS}
+    assert set(row) <= {column.name for column in DEFAULT_STEP_COLUMNS}
 
 
 def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
@@ -247,7 +248,7 @@ def test_a_step_with_nothing_kept_trains_and_validates_nothing(random_folder: Pa
     )
     before = weights(trainer)
     found = [trainer.step() for _ in range(3)]
-    for number, (row, evaluations, _) in enumerate(found, start=1):
+    for number, (row, evaluations) in enumerate(((step.row, step.evaluations) for step in found), start=1):
         assert (row["groups_kept"], row["kept_ratio"], row["reward_std_kept"], row["zero_std_groups"]) == (0, 0, 0, 2)
         assert row["empty_steps_in_a_row"] == number
         assert (row["optimizer_steps"], row["trained_tokens"], row["total_trained_tokens"]) == (0, 0, 0)

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import torch
 
 from search_spaces.declaration.presets import PRESETS
 from tests.fakes.scripted import cloned, small
-from tests.fakes.trainers import Row, quiet, same_weights, steps, timeless
+from tests.fakes.trainers import quiet, same_weights, steps, timeless
 from trainable.config.run_config import RunConfig, with_overrides
-from trainable.envs.sokoban import room_sets
-from trainable.ppo.evaluation import Evaluation
+from trainable.envs.sokoban import level_sets
+from trainable.ppo.evaluation import Evaluation, summarise_validation
 from trainable.ppo.trainer import PPOTrainer, pick_device
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.runs.records import TIME_COLUMNS
@@ -44,67 +45,69 @@ def test_when_validation_happens(freq: int, expected: list[Any]) -> None:
 
 def test_the_base_policy_is_validated_before_the_first_update_only() -> None:
     trainer = PPOTrainer(small())
-    fresh: Row = {}
-    wanted = PPOTrainer(small()).validate_base(fresh)
-    row, found, _ = trainer.step()
-    assert found == wanted
-    assert {name: row[name] for name in fresh} == fresh
-    assert set(fresh) == {
-        "base_val_success", "base_val_success_unseen", "base_val_reward", "base_val_invalid_turns",
-        "base_val_greedy_success",
+    fresh = PPOTrainer(small())
+    wanted = [fresh.evaluate("val", mode) for mode in ("sampled", "greedy")]
+    step = trainer.step()
+    assert step.evaluations[:2] == wanted
+    assert {name: number for name, number in step.row.items() if name.startswith("base_")} == {
+        "base_val_success": wanted[0].success, "base_val_greedy_success": wanted[1].success,
+        "base_val_success_unseen": wanted[0].success_where(fresh.val_unseen), "base_val_reward": wanted[0].score,
+        "base_val_invalid_turns": wanted[0].invalid_turns,
     }  # fmt: skip
-    assert not any(name.startswith("base_") for name in trainer.step()[0])
+    assert not any(name.startswith("base_") for name in trainer.step().row)
     assert PPOTrainer(small(trainer__val_before_train=False)).step()[1] == []
 
 
-def test_validation_always_plays_the_same_rooms_with_fresh_draws() -> None:
+def test_validation_always_plays_the_same_levels_with_fresh_draws() -> None:
     trainer = PPOTrainer(small(trainer__test_freq=1, actor__lr=1e-12, critic__lr=1e-12, env__val_env_groups=64))
     found = [e for _ in range(3) for e in trainer.step()[1] if e.mode == "sampled"]
-    assert all(e.rooms == tuple(range(123, 187)) for e in found)
+    assert all(e.levels == tuple(range(123, 187)) for e in found)
     assert len({e.clusters for e in found}) == 1
     assert len({e.solved for e in found}) == len(found) == 4
 
 
 def test_validation_has_its_own_temperature() -> None:
     trainer = PPOTrainer(small(rollout__val_temperature=0.0, env__val_env_groups=32))
-    sampled, greedy = trainer.validate_base({})
+    sampled, greedy = trainer.step().evaluations[:2]
     assert (sampled.mode, greedy.mode) == ("sampled", "greedy")
     assert sampled.solved == greedy.solved
 
 
-def test_rooms_that_are_alike_share_a_cluster() -> None:
+def test_levels_that_are_alike_share_a_cluster() -> None:
     trainer = PPOTrainer(small(env__val_env_groups=64))
-    (found,) = trainer.validate({})
-    keys = [room.key for room in trainer.val_rooms]
+    found = trainer.evaluate("val", "sampled")
+    keys = [level.key for level in trainer.val_levels]
     for one in range(64):
         for other in range(one):
             assert (found.clusters[one] == found.clusters[other]) == (keys[one] == keys[other])
     assert len(set(found.clusters)) < 64
 
 
-def test_success_on_unseen_rooms_leaves_out_rooms_of_the_training_run() -> None:
+def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> None:
     trainer = PPOTrainer(small(env__val_env_groups=64, env__val_group_size=2, trainer__total_training_steps=40))
-    row: Row = {}
-    (found,) = trainer.validate(row)
-    trained = {room.key for rooms in trainer.rooms for room in rooms}
-    unseen = [solved for number, solved in enumerate(found.solved) if trainer.val_rooms[number // 2].key not in trained]
+    found = trainer.evaluate("val", "sampled")
+    row = asdict(summarise_validation([found], trainer.val_unseen))
+    trained = {level.key for levels in trainer.levels for level in levels}
+    unseen = [
+        solved for number, solved in enumerate(found.solved) if trainer.val_levels[number // 2].key not in trained
+    ]
     assert 0 < len(unseen) < 128
     assert row["val_success_unseen"] == pytest.approx(np.mean(unseen))
     assert row["val_success"] == pytest.approx(np.mean(found.solved))
-    assert found.rooms[:4] == (123, 123, 124, 124)
+    assert found.levels[:4] == (123, 123, 124, 124)
 
 
 def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     trainer = PPOTrainer(small(trainer__total_training_steps=1))
-    row = trainer.step().row
-    before = dict(row)
-    found = trainer.close(row)
+    before = trainer.step().row
+    final, found = trainer.close()
+    row = final.added_to(before)
     assert [(e.step, e.split, e.mode) for e in found] == [
         (1, "val", "greedy"), (1, "test", "sampled"), (1, "test", "greedy"),
     ]  # fmt: skip
     columns = ("val_greedy_success", "test_success", "test_greedy_success")
     assert [row[name] for name in columns] == [e.success for e in found]
-    assert found[1].rooms == tuple(room.seed for room in room_sets.test_rooms(8))
+    assert found[1].levels == tuple(level.seed for level in level_sets.test_levels(8))
     spent = row["seconds_validation"] - before["seconds_validation"]
     assert spent > 0
     for name in ("seconds_step", "seconds_total"):
@@ -113,19 +116,18 @@ def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     assert {name: row[name] for name in before if name not in TIME_COLUMNS} == timeless(before)
 
 
-def test_without_test_rooms_there_is_no_test() -> None:
+def test_without_test_levels_there_is_no_test() -> None:
     trainer = PPOTrainer(small(env__test_env_groups=0, trainer__total_training_steps=1))
-    row: Row = {}
-    assert [e.split for e in trainer.close(row)] == ["val"]
-    assert "test_success" not in row
+    final, evaluations = trainer.close()
+    assert [evaluation.split for evaluation in evaluations] == ["val"]
+    assert (final.test_success, final.test_greedy_success) == (None, None)
 
 
 def test_the_shipped_policy_knows_more_than_it_shows() -> None:
     trainer = PPOTrainer(small(env__val_env_groups=256, trainer__total_training_steps=1))
-    row: Row = {}
-    trainer.validate_base(row)
-    assert 0.1 < row["base_val_success"] < row["base_val_greedy_success"] - 0.1
-    assert row["base_val_greedy_success"] < 0.9
+    sampled, greedy = (trainer.evaluate("val", mode).success for mode in ("sampled", "greedy"))
+    assert 0.1 < sampled < greedy - 0.1
+    assert greedy < 0.9
 
 
 # ---------------------------------------------------------------------------- same again
@@ -148,7 +150,7 @@ from tests.fakes.scripted import small
 from trainable.ppo.trainer import PPOTrainer
 torch.set_num_threads(1)
 trainer = PPOTrainer(small())
-print(json.dumps([trainer.step()[0] for _ in range(2)]))
+print(json.dumps([trainer.step().row for _ in range(2)]))
 """
 
 
@@ -229,54 +231,56 @@ def test_a_state_that_lacks_a_weight_is_refused(missing: str) -> None:
         trainer.load_state({name: tensor for name, tensor in tensors.items() if name != missing}, values)
 
 
-# ---------------------------------------------------------------------------- seeds and rooms
+# ---------------------------------------------------------------------------- seeds and levels
 
 
-def test_seeds_change_rooms_draws_and_critic_and_never_validation_rooms() -> None:
+def test_seeds_change_levels_draws_and_critic_and_never_validation_levels() -> None:
     zero, one = PPOTrainer(small(seed=0)), PPOTrainer(small(seed=1))
-    seeds = [[room.seed for rooms in trainer.rooms for room in rooms] for trainer in (zero, one)]
+    seeds = [[level.seed for levels in trainer.levels for level in levels] for trainer in (zero, one)]
     assert seeds == [list(range(10_000, 10_006)), list(range(1_010_000, 1_010_006))]
     assert zero.critic is not None
     assert one.critic is not None
     assert not torch.equal(zero.critic.score.weight, one.critic.score.weight)
-    assert [room.seed for room in zero.val_rooms] == [room.seed for room in one.val_rooms] == list(range(123, 139))
+    assert (
+        [level.seed for level in zero.val_levels] == [level.seed for level in one.val_levels] == list(range(123, 139))
+    )
     first, second = zero.step()[1], one.step()[1]
-    assert [e.rooms for e in first] == [e.rooms for e in second]
+    assert [e.levels for e in first] == [e.levels for e in second]
     assert first[0].solved != second[0].solved  # sampled
     assert first[1] == second[1]  # greedy: no draw, the same policy
 
 
-def test_seeds_draw_differently_in_the_same_rooms() -> None:
+def test_seeds_draw_differently_in_the_same_levels() -> None:
     zero, one = quiet(seed=0, env__seed_train=1_010_000), quiet(seed=1)
-    rooms = [[room.seed for rooms in trainer.rooms for room in rooms] for trainer in (zero, one)]
-    assert rooms[0] == rooms[1]
+    levels = [[level.seed for levels in trainer.levels for level in levels] for trainer in (zero, one)]
+    assert levels[0] == levels[1]
     one_row, zero_row = steps(one, 1)[0], steps(zero, 1)[0]
     assert one_row["sampled_tokens"] != zero_row["sampled_tokens"]
     assert one_row["entropy"] != zero_row["entropy"]
 
 
 def test_arms_of_one_seed_start_alike() -> None:
-    """Rooms, draws and the base's validation are paired across arms; from the first update on they part."""
+    """Levels, draws and the base's validation are paired across arms; from the first update on they part."""
     plain, other = PPOTrainer(small()), PPOTrainer(small(actor__entropy_coeff=0.5))
     one, two = plain.step(), other.step()
     assert one[1] == two[1]
     shared = ("train_reward", "sampled_tokens", "value_mean", "vf_loss", "pg_loss")
-    assert [one[0][name] for name in shared[:-1]] == [two[0][name] for name in shared[:-1]]
+    assert [one.row[name] for name in shared[:-1]] == [two.row[name] for name in shared[:-1]]
     assert not same_weights(plain, other)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_training_and_validation_rooms_are_no_test_rooms(seed: int) -> None:
+def test_training_and_validation_levels_are_no_test_levels(seed: int) -> None:
     trainer = PPOTrainer(
         small(seed=seed, env__env_groups=8, env__test_env_groups=512, env__val_env_groups=512,
               trainer__total_training_steps=50)
     )  # fmt: skip
-    test_keys = room_sets.room_keys(trainer.test_rooms)
-    trained = [room for rooms in trainer.rooms for room in rooms]
+    test_keys = level_sets.level_keys(trainer.test_levels)
+    trained = [level for levels in trainer.levels for level in levels]
     assert len(trained) == 400
     assert len(test_keys) == 512
-    assert not test_keys & room_sets.room_keys(trained)
-    assert not test_keys & room_sets.room_keys(trainer.val_rooms)
+    assert not test_keys & level_sets.level_keys(trained)
+    assert not test_keys & level_sets.level_keys(trainer.val_levels)
 
 
 def test_the_device_is_the_one_asked_for() -> None:
@@ -291,7 +295,7 @@ def test_the_device_is_the_one_asked_for() -> None:
 def test_it_learns() -> None:
     """Twenty steps of the laptop preset raise sampled success beyond the base's own greedy success.
 
-    Measured on 128 rooms, seeds 0 to 2: from .33 to .70 on average, the smallest gain .34; greedy before, .48.
+    Measured on 128 levels, seeds 0 to 2: from .33 to .70 on average, the smallest gain .34; greedy before, .48.
     """
     settings = {
         **PRESETS["laptop"], "trainer.total_training_steps": 20, "trainer.test_freq": 20,

@@ -151,7 +151,7 @@ def test_gradients_do_not_depend_on_where_passes_are_cut(
 ) -> None:
     settings = ActorConfig(**CUT, loss_agg_mode=mode, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="mse")
     usual, _ = ran(settings)
-    monkeypatch.setattr(update, "TOKENS_A_PASS", {"cpu": tokens})
+    monkeypatch.setattr(update, "TOKENS_PER_PASS", {"cpu": tokens})
     cut, _ = ran(settings)
     for one, other in zip(named(usual, MODEL), named(cut, MODEL), strict=True):
         close(one, other)

@@ -15,7 +15,7 @@ from trainable.rollout.episode import Episode
 
 
 def played(trainer: PPOTrainer) -> list[Episode]:
-    return trainer.roll_out(trainer.val_rooms * 2, 3, stream(0, "sampling", 1))
+    return trainer.roll_out(trainer.val_levels * 2, 3, stream(0, "sampling", 1))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -39,18 +39,18 @@ def shifted(episodes: list[Episode], by: float) -> list[Episode]:
     ]
 
 
-def test_columns_are_of_the_difference_and_too_large_a_one_ends_the_run() -> None:
+def test_the_difference_is_measured_and_too_large_a_one_ends_the_run() -> None:
     trainer = quiet()
     episodes = played(trainer)
-    assert SharedWeights(trainer.model, trainer.backends["actor"].whole).compared(episodes, 1) == {}
+    assert SharedWeights(trainer.model, trainer.backends["actor"].whole).compare(episodes, 1) is None
     engine = Vllm.__new__(Vllm)
     engine.config = trainer.config
-    row = engine.compared(shifted(episodes, 0.01), 1)
-    assert row["engine_gap_mean"] == pytest.approx(0.01, rel=1e-3)
-    assert row["engine_gap_max"] == pytest.approx(0.01, rel=1e-3)
-    assert row["engine_effective_share"] == pytest.approx(1)
+    agreement = engine.compare(shifted(episodes, 0.01), 1)
+    assert agreement.mean == pytest.approx(0.01, rel=1e-3)
+    assert agreement.largest == pytest.approx(0.01, rel=1e-3)
+    assert agreement.effective_share == pytest.approx(1)
     with pytest.raises(EngineMismatchError, match="At step 4 the engine's log-probs differ"):
-        engine.compared(shifted(episodes, 0.2), 4)
+        engine.compare(shifted(episodes, 0.2), 4)
 
 
 @pytest.mark.parametrize(("shift", "weight"), [(0.1, np.exp(0.1)), (-0.3, np.exp(-0.3)), (1.0, 1.5)])
@@ -59,7 +59,7 @@ def test_truncated_weights_multiply_the_policys_loss(shift: float, weight: float
     for cap in (None, 1.5):
         trainer = quiet(actor__tis_imp_ratio_cap=cap)
         episodes = shifted(played(trainer), shift)
-        batch, targets = trainer.prepare(episodes, 2, 2, stream(0, "duplicates", 1), {})
+        batch, targets, _ = trainer.prepare(episodes, 2, 2, stream(0, "duplicates", 1))
         rows = torch.arange(len(batch.lengths))
         meter = Meter()
         with torch.no_grad():

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer
 
 from tests.fakes.scripted import ScriptedSampler
 from trainable.envs.sokoban.board import Action
+from trainable.envs.sokoban.level_sets import validation_levels
 from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_protocol, reply_text
-from trainable.envs.sokoban.room_sets import validation_rooms
 from trainable.models.load import make_codec
 from trainable.rollout.batch import turn_end_rewards
 from trainable.rollout.episode import Episode, StopReason
@@ -16,7 +16,7 @@ from trainable.rollout.play import Rules, play
 from trainable.rollout.sampler import SamplingParams
 from trainable.tiny.tokenizer import build_tokenizer
 
-ROOMS = validation_rooms(3)  # seed 123: solved by Down, Left, Up; seed 124: by Up
+LEVELS = validation_levels(3)  # seed 123: solved by Down, Left, Up; seed 124: by Up
 RULES = Rules(max_turn=5, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context=512)
 TOKENIZER: Tokenizer = build_tokenizer()
 STOP = TOKENIZER.token_to_id(END_OF_MESSAGE)
@@ -34,11 +34,11 @@ def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text).ids
 
 
-def played(script: Sequence[Sequence[str]], rules: Rules = RULES, rooms: int = 1, copies: int = 1) -> Played:
+def played(script: Sequence[Sequence[str]], rules: Rules = RULES, levels: int = 1, copies: int = 1) -> Played:
     """Episodes in which row r says script[r][turn]; 512 tokens of context, 24 a reply."""
     sampler = ScriptedSampler([[ids(text) for text in row] for row in script])
     episodes = play(
-        ROOMS[:rooms], copies, sampler, PROTOCOL, make_codec(TOKENIZER), rules, SamplingParams(1.0, 24, STOP),
+        LEVELS[:levels], copies, sampler, PROTOCOL, make_codec(TOKENIZER), rules, SamplingParams(1.0, 24, STOP),
         np.random.default_rng(0),
     )  # fmt: skip
     return episodes, sampler
@@ -58,7 +58,7 @@ def outcome(episode: Episode) -> tuple[StopReason, float, int, int, int]:
 NOISE = "D" + END_OF_MESSAGE
 
 
-def test_room_123_in_three_actions_is_worth_10_7() -> None:
+def test_level_123_in_three_actions_is_worth_10_7() -> None:
     episode = one(said("DL"), said("U"))
     assert outcome(episode) == (StopReason.SOLVED, 10.7, 3, 2, 0)
     assert episode.solved
@@ -78,7 +78,7 @@ def test_ten_actions_that_fail_cost_a_point() -> None:
     assert outcome(one(*[said("RR")] * 5)) == (StopReason.OUT_OF_ACTIONS, -1.0, 10, 5, 0)
 
 
-def test_the_tenth_action_may_solve_the_room() -> None:
+def test_the_tenth_action_may_solve_the_level() -> None:
     assert outcome(one(*[said("RR")] * 3, said("RD"), said("LU"))) == (StopReason.SOLVED, 10.0, 10, 5, 0)
 
 
@@ -149,8 +149,8 @@ SCRIPT = [
 
 @pytest.fixture(scope="module")
 def many() -> Played:
-    """Twelve episodes of three rooms, four of each."""
-    return played(SCRIPT, rooms=3, copies=4)
+    """Twelve episodes of three levels, four of each."""
+    return played(SCRIPT, levels=3, copies=4)
 
 
 def test_sampled_tokens_are_those_of_the_sampler_with_its_numbers(many: Played) -> None:
@@ -185,16 +185,16 @@ def test_given_tokens_are_the_prompt_and_what_the_sampler_was_given(many: Played
         assert (episode.logprobs.dtype, episode.entropies.dtype) == (np.float32, np.float32)
 
 
-def test_episodes_of_a_group_stand_together_and_share_room_and_prompt(many: Played) -> None:
+def test_episodes_of_a_group_stand_together_and_share_level_and_prompt(many: Played) -> None:
     episodes, sampler = many
     assert [episode.group for episode in episodes] == [0] * 4 + [1] * 4 + [2] * 4
-    assert [episode.room_seed for episode in episodes] == [123] * 4 + [124] * 4 + [125] * 4
+    assert [episode.level_seed for episode in episodes] == [123] * 4 + [124] * 4 + [125] * 4
     for episode in episodes:
         prompt = sampler.prompts[4 * episode.group]
         assert episode.tokens[: len(prompt)].tolist() == prompt
         assert not episode.mask[: len(prompt)].any()
     assert sampler.prompts[0] != sampler.prompts[4]
-    assert episodes[4].solved  # room 124, by Up alone
+    assert episodes[4].solved  # level 124, by Up alone
 
 
 def test_rewards_at_turn_ends_add_up_to_the_score(many: Played) -> None:
@@ -213,7 +213,7 @@ def test_a_row_that_has_ended_is_not_asked_again(many: Played) -> None:
 
 
 def test_a_conversation_that_would_outgrow_the_context_ends() -> None:
-    prompt = len(ids(PROTOCOL.opening(Observation(1, ROOMS[0].cells, 10))))
+    prompt = len(ids(PROTOCOL.opening(Observation(1, LEVELS[0].cells, 10))))
     reply = len(ids(said("R")))
     # Room for the second turn's 11 given tokens and 24 new ones, and not for the third's.
     context = prompt + reply + 11 + 24

@@ -6,8 +6,8 @@ import torch
 from scipy import stats
 
 from tests.fakes.scripted import hub_twin, random_model, shape
+from trainable.envs.sokoban.level_sets import training_levels
 from trainable.envs.sokoban.prompt import make_protocol
-from trainable.envs.sokoban.room_sets import training_rooms
 from trainable.models.load import Policy, load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.update import TokenFunction, at_trained_tokens
@@ -218,7 +218,7 @@ def shipped() -> Policy:
 
 def episodes(policy: Policy, temperature: float) -> list[Episode]:
     return play(
-        training_rooms(0, 1, 4), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10),
+        training_levels(0, 1, 4), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10),
         make_codec(policy.tokenizer), Rules(5, 2, 10, -0.1, 512),
         SamplingParams(temperature, 24, policy.model.shape.eos_token_id), np.random.default_rng(0),
     )  # fmt: skip
@@ -233,7 +233,7 @@ def test_the_sampler_and_the_trainer_agree(shipped: Policy, temperature: float) 
     torch.testing.assert_close(batch.logprobs, found, rtol=1e-5, atol=1e-5)
 
 
-def test_greedy_episodes_of_a_room_are_equal(shipped: Policy) -> None:
+def test_greedy_episodes_of_a_level_are_equal(shipped: Policy) -> None:
     played = episodes(shipped, 0.0)
     for group in range(4):
         texts = {episode.texts for episode in played if episode.group == group}

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.carried import newest, started
 from tests.fakes.trainers import quiet, weights
+from tests.fakes.trials import newest, rows_of, started
 from trainable.backend.one_device import OneDevice
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint
-from trainable.runs.failures import NonFiniteError, classify
+from trainable.runs.failures import NON_FINITE, NonFiniteError, RunFailedError, classify
 from trainable.runs.nonfinite import bad_gradients, bad_losses, bad_weights, check_finite
 
 LAYER = "model.layers.0.mlp.up_proj.weight"
@@ -72,15 +72,17 @@ def test_the_count_goes_on_in_another_process() -> None:
 def test_weights_that_a_step_broke_end_the_run_and_the_state_before_is_kept(tmp_path: Path) -> None:
     trainable = started(tmp_path)
     trainable.step()
-    critic, backend = trainable.trainer.critic, trainable.trainer.backends["critic"]
+    trainer = trainable.begin().trainer.trainer
+    critic, backend = trainer.critic, trainer.backends["critic"]
     assert critic is not None
     assert isinstance(backend, OneDevice)
     with torch.no_grad():
         critic.model.embed_tokens.weight[-1] = 3e38  # of a token that is never read
     backend.optimizer.param_groups[0]["weight_decay"] = -1e9
-    with pytest.raises(NonFiniteError, match="step 2 left weights that are not finite: weight critic"):
+    with pytest.raises(RunFailedError, match="step 2 left weights that are not finite: weight critic") as raised:
         trainable.step()
-    assert [row["step"] for row in trainable.rows] == [1]
+    assert raised.value.failure.kind == NON_FINITE
+    assert [row["step"] for row in rows_of(trainable)] == [1]
     assert newest(tmp_path).name == "step_1"
     assert all(bool(torch.isfinite(tensor).all()) for tensor in read_checkpoint(newest(tmp_path))[0].values())
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from trainable.runs.training import StepResult
 from trainable.sandbox.batch.members import Streams
 from trainable.sandbox.batch.rollouts import Rollouts
-from trainable.sandbox.config.methods import GROUPED
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.training.trainer import Progress, UpdateRuleTrainer
+from trainable.sandbox.training.trainer import UpdateRuleTrainer
 
 PROMPTS, POSITIONS, ACTIONS = 3, 2, 4
 
@@ -56,7 +56,7 @@ class TabularTask:
 
     def sample(self, models: Table, streams: Streams, step: int) -> Rollouts:
         config = self.config
-        each = config.group_size if config.method in GROUPED else 1
+        each = config.group_size if config.rule.has_groups else 1
         prompts = streams.integers("sandbox_prompts", step, below=PROMPTS, shape=(config.batch_size // each,))
         prompts = prompts.repeat_interleave(each, dim=1)
         probs = models.rows(prompts).softmax(-1)
@@ -104,10 +104,10 @@ def right(prompts: Tensor) -> Tensor:
     return (prompts.unsqueeze(-1) + torch.arange(POSITIONS)) % ACTIONS
 
 
-def next_rows(trainer: UpdateRuleTrainer) -> Progress:
+def next_rows(trainer: UpdateRuleTrainer) -> StepResult:
     """Train up to the next rows, or the next failure; nothing where no member goes on."""
     while trainer.seeds:
         progress = trainer.step()
         if progress.rows or progress.failed:
             return progress
-    return Progress()
+    return StepResult()

@@ -6,9 +6,9 @@ from tokenizers import Tokenizer
 
 from tests.fakes.scripted import ScriptedSampler
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, step
-from trainable.envs.sokoban.generate import Room
+from trainable.envs.sokoban.generate import Level
+from trainable.envs.sokoban.level_sets import validation_levels
 from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_protocol, parse
-from trainable.envs.sokoban.room_sets import validation_rooms
 from trainable.envs.sokoban.solver import distance_table, solve
 from trainable.envs.sokoban.text import parse_grid
 from trainable.models.load import make_codec
@@ -19,7 +19,7 @@ from trainable.tiny.demonstrations import Habits, Segment, dialogue, dialogues
 from trainable.tiny.tokenizer import build_tokenizer
 
 PROTOCOL = make_protocol("compact", "grid", 10)
-ROOMS = validation_rooms(96)
+LEVELS = validation_levels(96)
 LETTERS = {"U": Action.UP, "D": Action.DOWN, "L": Action.LEFT, "R": Action.RIGHT}
 
 
@@ -31,18 +31,18 @@ def tokenizer() -> Tokenizer:
 PUBLISHED = (5, 2, 10)  # turns, actions a turn, actions
 
 
-def told(room: Room, habits: Habits, seed: int = 0, limits: tuple[int, int, int] = PUBLISHED) -> list[Segment]:
-    return dialogue(room, PROTOCOL, habits, np.random.default_rng(seed), *limits)
+def told(level: Level, habits: Habits, seed: int = 0, limits: tuple[int, int, int] = PUBLISHED) -> list[Segment]:
+    return dialogue(level, PROTOCOL, habits, np.random.default_rng(seed), *limits)
 
 
 def replayed(
-    room: Room, segments: list[Segment], tokenizer: Tokenizer, limits: tuple[int, int, int] = PUBLISHED
+    level: Level, segments: list[Segment], tokenizer: Tokenizer, limits: tuple[int, int, int] = PUBLISHED
 ) -> Episode:
     """The same episode by the real game: the learned segments are what the model says."""
     replies = [tokenizer.encode(segment.text).ids for segment in segments if segment.learned]
     stop = tokenizer.token_to_id(END_OF_MESSAGE)
     (episode,) = play(
-        [room], 1, ScriptedSampler([replies]), PROTOCOL, make_codec(tokenizer), Rules(*limits, -0.1, 512),
+        [level], 1, ScriptedSampler([replies]), PROTOCOL, make_codec(tokenizer), Rules(*limits, -0.1, 512),
         SamplingParams(1.0, 24, stop), np.random.default_rng(0),
     )  # fmt: skip
     return episode
@@ -88,9 +88,9 @@ STRAY = Habits(detour=0.7, careless=0.3, unfinished=0.2)
 def test_a_dialogue_is_an_episode_of_the_real_game(
     habits: Habits, limits: tuple[int, int, int], tokenizer: Tokenizer
 ) -> None:
-    for room in ROOMS:
-        segments = told(room, habits, room.seed, limits)
-        episode = replayed(room, segments, tokenizer, limits)
+    for level in LEVELS:
+        segments = told(level, habits, level.seed, limits)
+        episode = replayed(level, segments, tokenizer, limits)
         parts = [tokenizer.encode(segment.text).ids for segment in segments]
         assert episode.tokens.tolist() == [token for part in parts for token in part]
         learned = [segment.learned for segment in segments]
@@ -98,18 +98,18 @@ def test_a_dialogue_is_an_episode_of_the_real_game(
         assert len(episode.texts) == limits[0] or episode.stop in (StopReason.SOLVED, StopReason.OUT_OF_ACTIONS)
 
 
-def test_the_clean_demonstrator_solves_every_room_by_a_shortest_path(tokenizer: Tokenizer) -> None:
-    for room in ROOMS:
-        shortest = solve(room.cells)
+def test_the_clean_demonstrator_solves_every_level_by_a_shortest_path(tokenizer: Tokenizer) -> None:
+    for level in LEVELS:
+        shortest = solve(level.cells)
         assert shortest is not None
-        episode = replayed(room, told(room, Habits()), tokenizer)
+        episode = replayed(level, told(level, Habits()), tokenizer)
         assert (episode.solved, episode.actions) == (True, len(shortest))
         assert episode.score == pytest.approx(11 - 0.1 * len(shortest))
 
 
-def test_a_thought_names_where_things_stand_and_a_plan_that_solves_the_room() -> None:
-    for room in ROOMS:
-        for turn in turns_of(told(room, Habits(detour=0.5), room.seed)):
+def test_a_thought_names_where_things_stand_and_a_plan_that_solves_the_level() -> None:
+    for level in LEVELS:
+        for turn in turns_of(told(level, Habits(detour=0.5), level.seed)):
             spots = {
                 "P": np.isin(turn.cells, [Tile.PLAYER, Tile.PLAYER_ON_TARGET]),
                 "X": turn.cells == Tile.BOX,
@@ -120,15 +120,15 @@ def test_a_thought_names_where_things_stand_and_a_plan_that_solves_the_room() ->
             assert distance_after(turn.cells, turn.plan) == 0
 
 
-def test_a_detour_is_one_wasted_legal_move_in_a_room_that_stays_solvable() -> None:
+def test_a_detour_is_one_wasted_legal_move_in_a_level_that_stays_solvable() -> None:
     with_detour = 0
-    for room in ROOMS:
-        for turn in turns_of(told(room, Habits(detour=1.0), room.seed)):
+    for level in LEVELS:
+        for turn in turns_of(told(level, Habits(detour=1.0), level.seed)):
             table = distance_table(turn.cells)
             player = int(np.flatnonzero(turn.cells >= Tile.PLAYER)[0])
             before = int(table[player, int(np.flatnonzero(turn.cells == Tile.BOX)[0])])
             outcome = step(turn.cells[None], np.array(turn.plan[:1]))
-            if len(turn.plan) == before:  # no such move in this room: every first move must then help or be bad
+            if len(turn.plan) == before:  # no such move in this level: every first move must then help or be bad
                 options = [distance_after(turn.cells, [action]) for action in DIRECTIONS]
                 moved = [step(turn.cells[None], np.array([action])).moved[0] for action in DIRECTIONS]
                 wasted = [d for d, m in zip(options, moved, strict=True) if m and d is not None and d >= before]
@@ -145,7 +145,7 @@ def test_a_detour_is_one_wasted_legal_move_in_a_room_that_stays_solvable() -> No
 
 
 def share(habits: Habits, is_so: str) -> float:
-    seeds = [(room, 1000 * number + room.seed) for room in ROOMS for number in range(3)]
+    seeds = [(level, 1000 * number + level.seed) for level in LEVELS for number in range(3)]
     turns = [turn for room, seed in seeds for turn in turns_of(told(room, habits, seed))]
     flags = {
         "unfinished": [turn.actions == () for turn in turns],
@@ -165,23 +165,23 @@ def test_a_careless_answer_departs_from_a_right_thought() -> None:
 
 
 def test_the_reward_shown_is_that_of_the_turn_before() -> None:
-    (segment,) = [s for s in told(ROOMS[0], Habits()) if "Reward:" in s.text]
+    (segment,) = [s for s in told(LEVELS[0], Habits()) if "Reward:" in s.text]
     assert "Reward:\n-0.2\nTurn 2:\n" in segment.text
     assert "8 actions left" in segment.text
 
 
-def test_rooms_are_shown_in_all_eight_views_and_equal_streams_give_equal_dialogues() -> None:
+def test_levels_are_shown_in_all_eight_views_and_equal_streams_give_equal_dialogues() -> None:
     def shown(seed: int) -> list[list[Segment]]:
         rng = np.random.default_rng(seed)
-        return list(dialogues(ROOMS[:64], PROTOCOL, Habits(detour=0.5), rng, 5, 2, 10))
+        return list(dialogues(LEVELS[:64], PROTOCOL, Habits(detour=0.5), rng, 5, 2, 10))
 
     again = shown(1)
     assert shown(1) == again
     assert shown(2) != again
     views = set()
-    for room, segments in zip(ROOMS[:64], again, strict=True):
+    for level, segments in zip(LEVELS[:64], again, strict=True):
         cells = turns_of(segments)[0].cells
-        assert Room(0, cells).key == room.key
-        boards = [np.rot90(board, turns) for board in (room.cells, room.cells.T) for turns in range(4)]
+        assert Level(0, cells).key == level.key
+        boards = [np.rot90(board, turns) for board in (level.cells, level.cells.T) for turns in range(4)]
         views.add(next(number for number, board in enumerate(boards) if np.array_equal(board, cells)))
     assert len(views) == 8

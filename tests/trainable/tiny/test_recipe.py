@@ -8,13 +8,13 @@ import torch
 
 from tests.fakes.scripted import hub_twin
 from trainable.config.seeds import stream
+from trainable.envs.sokoban.level_sets import demonstration_levels
 from trainable.envs.sokoban.prompt import parse
-from trainable.envs.sokoban.room_sets import demonstration_rooms
 from trainable.models.load import find_model, load_policy
 from trainable.tiny import __main__ as command
 from trainable.tiny.demonstrations import Habits
 from trainable.tiny.recipe import (
-    ROOMS_APART,
+    LEVELS_APART,
     Recipe,
     Stage,
     encoded_dialogues,
@@ -53,23 +53,23 @@ def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-def test_only_replies_are_learned_and_each_room_comes_once() -> None:
+def test_only_replies_are_learned_and_each_level_comes_once() -> None:
     stage, tokenizer = Stage(12, 1e-3, 1e-3, Habits()), build_tokenizer()
     examples = encoded_dialogues(stage, 500, np.random.default_rng(0))
-    rooms = demonstration_rooms(12, 500)
+    levels = demonstration_levels(12, 500)
     assert len(examples) == 12
-    for example, room in zip(examples, rooms, strict=True):
+    for example, level in zip(examples, levels, strict=True):
         text = tokenizer.decode(example.tokens.tolist(), skip_special_tokens=False)
         replies = [part.split("<|im_end|>")[0] for part in text.split("<think>")[1:]]
         learned = tokenizer.decode(example.tokens[example.learned].tolist(), skip_special_tokens=False)
         assert learned == "".join(reply + "<|im_end|>" for reply in replies)
         assert not any(parse(reply, 2).invalid for reply in replies)
         assert text.count("X") >= 1
-        assert room.seed >= 700_000_500
+        assert level.seed >= 700_000_500
 
 
-def test_a_stage_starts_far_from_the_rooms_of_the_one_before() -> None:
-    assert max(stage.dialogues for stage in Recipe().stages) * 2 < ROOMS_APART
+def test_a_stage_starts_far_from_the_levels_of_the_one_before() -> None:
+    assert max(stage.dialogues for stage in Recipe().stages) * 2 < LEVELS_APART
 
 
 def test_training_lowers_the_loss() -> None:
@@ -144,8 +144,8 @@ def test_the_command_evaluates_a_policy(
     monkeypatch.setattr("sys.argv", ["embedded", "--evaluate", str(random_folder)])
     command.main()
     validation, test = capsys.readouterr().out.splitlines()
-    assert validation.startswith(f"{random_folder.name}: 4 validation rooms, sampled 0.000, greedy 0.000, invalid")
-    assert test == "3 test rooms, sampled 0.000, greedy 0.000"
+    assert validation.startswith(f"{random_folder.name}: 4 validation levels, sampled 0.000, greedy 0.000, invalid")
+    assert test == "3 test levels, sampled 0.000, greedy 0.000"
 
 
 def test_the_command_does_not_write_into_a_folder_that_holds_something(

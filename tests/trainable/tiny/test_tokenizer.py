@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from trainable.envs.sokoban.board import Action, Tile, is_solved, step
+from trainable.envs.sokoban.level_sets import validation_levels
 from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_protocol, parse, reply_text
-from trainable.envs.sokoban.room_sets import validation_rooms
 from trainable.envs.sokoban.text import SYMBOLS
 from trainable.tiny.tokenizer import PAD, UNKNOWN, build_tokenizer, place, vocabulary, write_tokenizer
 
 PROTOCOL = make_protocol("compact", "grid", 10)
-VALIDATION = validation_rooms()
+VALIDATION = validation_levels()
 
 
 @pytest.fixture(scope="module")
@@ -35,24 +35,24 @@ def test_every_piece_is_one_token_and_ids_are_in_order(tokenizer: Tokenizer) -> 
     assert tokenizer.decode_batch([[n] for n in range(len(pieces))], skip_special_tokens=False) == pieces
 
 
-def test_all_validation_rooms_are_restored_from_their_tokens(tokenizer: Tokenizer) -> None:
-    texts = [PROTOCOL.opening(Observation(1, room.cells, 10)) for room in VALIDATION]
+def test_all_validation_levels_are_restored_from_their_tokens(tokenizer: Tokenizer) -> None:
+    texts = [PROTOCOL.opening(Observation(1, level.cells, 10)) for level in VALIDATION]
     assert restored(tokenizer, texts) == texts
-    walls = [(room.cells[1:-1, 1:-1] == Tile.WALL).all(axis=1).any() for room in VALIDATION]
-    assert sum(walls) > 100  # rooms with an inner row of walls alone, which a greedier vocabulary would misread
+    walls = [(level.cells[1:-1, 1:-1] == Tile.WALL).all(axis=1).any() for level in VALIDATION]
+    assert sum(walls) > 100  # levels with an inner row of walls alone, which a greedier vocabulary would misread
 
 
 def test_an_observation_is_a_token_for_two_cells(tokenizer: Tokenizer) -> None:
-    for room in VALIDATION[:64]:
-        opening = tokenizer.encode(PROTOCOL.opening(Observation(1, room.cells, 10)))
-        following = tokenizer.encode(PROTOCOL.following(Observation(2, room.cells, 8, -0.2)))
+    for level in VALIDATION[:64]:
+        opening = tokenizer.encode(PROTOCOL.opening(Observation(1, level.cells, 10)))
+        following = tokenizer.encode(PROTOCOL.following(Observation(2, level.cells, 8, -0.2)))
         assert len(opening.ids) == 4 + 8
         assert len(following.ids) == 3 + 8
 
 
 def test_every_later_observation_is_restored(tokenizer: Tokenizer) -> None:
     rng = np.random.default_rng(0)
-    cells = np.stack([room.cells for room in VALIDATION])
+    cells = np.stack([level.cells for level in VALIDATION])
     texts = []
     for turn in range(2, 12):
         outcome = step(cells, rng.integers(1, 5, len(cells)))
@@ -98,7 +98,7 @@ def test_auto_tokenizer_gives_the_same_ids_and_texts(tokenizer: Tokenizer, tmp_p
 
     write_tokenizer(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    texts = [PROTOCOL.opening(Observation(1, room.cells, 10)) for room in VALIDATION[:32]]
+    texts = [PROTOCOL.opening(Observation(1, level.cells, 10)) for level in VALIDATION[:32]]
     texts += [reply_text("P32 X31 O21 DLU", (Action.DOWN, Action.LEFT)) + END_OF_MESSAGE]
     ids = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     assert loaded(texts)["input_ids"] == ids

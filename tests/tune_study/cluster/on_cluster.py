@@ -12,30 +12,29 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from search_spaces import STUDIES
-from tests.fakes.trainable import CRASHES_ONCE, Meeting, as_json, fake_row
-from trainable.runs.mirror import line_files
-from trainable.runs.remote import get_bytes, listing, open_place
+from tests.fakes.trainer import CRASHES_ONCE, Meeting, fake_rows, study_of
 from trainable.runs.run_files import METRICS, read_rows
-from trainable.runs.uris import below
+from trainable.storage.mirror import line_files
+from trainable.storage.remote import get_bytes, listing, open_place
+from trainable.storage.uris import below
 from tune_study.folder.outputs import read_status
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune import cluster
 from tune_study.tune.callbacks import Recorder
-from tune_study.tune.carried import run_config
 from tune_study.tune.local_ray import RayHere
 from tune_study.tune.progress import Progress
 from tune_study.tune.run import Session, Suite, execute, make_tuner
+from tune_study.tune.trials import trial_config
 
 STEPS = 4
 
 
-def plan_of(output: Path, trainable: str, gpus: float, values: tuple[str, ...], storage: str) -> StudyPlan:
+def plan_of(output: Path, family: str, gpus: float, values: tuple[str, ...], storage: str) -> StudyPlan:
     settings = {
         "trainer.total_training_steps": STEPS, "trainer.n_gpus_per_node": gpus, "trainer.device": "auto"
     }  # fmt: skip
-    study = replace(STUDIES["kl"], trainable=f"tests.fakes.trainable:{trainable}")
+    study = study_of(family)
     return replace(make_plan(study, "laptop", "a test", settings, values, 1, output), storage=storage)
 
 
@@ -63,10 +62,7 @@ def crashed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> d
         "code": code,
         "statuses": [getattr(read_status(plan.run_dir(run.run_id)), "status", None) for run in plan.runs],
         "rows": [read_rows(plan.run_dir(run.run_id) / METRICS) for run in plan.runs],
-        "wanted": [
-            [as_json(fake_row(run_config(plan, run, False), run.config, step)) for step in range(1, STEPS + 1)]
-            for run in plan.runs
-        ],
+        "wanted": [fake_rows(trial_config(plan, [run], False), run.config, STEPS) for run in plan.runs],
         "sizes": [
             [(plan.folder / name).stat().st_size, size] for name, size in line_files(files).items() if METRICS in name
         ],
@@ -78,11 +74,11 @@ def main(address: str, output: str, storage: str) -> None:
     folder, found = Path(output), {}
     with cluster.joined(address) as nodes:
         assert nodes is not None
-        pairs = plan_of(folder / "pairs", "PlacedTrainable", 2, ("0", "0.1"), below(storage, "pairs"))
+        pairs = plan_of(folder / "pairs", "PLACED", 2, ("0", "0.1"), below(storage, "pairs"))
         found["pairs"] = places(pairs, address, nodes)
-        single = plan_of(folder / "single", "PlacedTrainable", 1, ("0", "0.1", "0.2", "0.3"), below(storage, "single"))
+        single = plan_of(folder / "single", "PLACED", 1, ("0", "0.1", "0.2", "0.3"), below(storage, "single"))
         found["single"] = places(single, address, nodes)
-        crash = plan_of(folder / "crash", "FakeTrainable", 0, (CRASHES_ONCE, "0.1"), below(storage, "crash"))
+        crash = plan_of(folder / "crash", "FAKE", 0, (CRASHES_ONCE, "0.1"), below(storage, "crash"))
         found["crash"] = crashed(crash, address, nodes)
     print(json.dumps(found))
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from search_spaces import STUDIES
-from tests.fakes.carried import timeless
+from tests.fakes.trials import timeless
 from tests.tune_study.cluster.faked_cluster import can_be_elsewhere, faked_cluster
-from trainable.ppo_trainable import PPOTrainable
 from trainable.runs.checkpoint import read_checkpoint
-from trainable.runs.mirror import Mirror, is_whole, sealed
-from trainable.runs.remote import listing, open_place
 from trainable.runs.run_files import METRICS, read_lines, read_rows
+from trainable.storage.mirror import Mirror, is_whole, sealed
+from trainable.storage.remote import listing, open_place
+from trainable.trial import Trial
 from tune_study.commands import node_checks, probe
 from tune_study.commands.node_checks import (
     Answer,
@@ -34,8 +34,8 @@ from tune_study.commands.node_checks import (
 from tune_study.folder.outputs import read_json, read_status
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune import cluster
-from tune_study.tune.carried import run_config
 from tune_study.tune.cluster import Node, allot, fit, joined, read_nodes
+from tune_study.tune.trials import trial_config
 
 ROOT = Path(__file__).parents[3]
 SMALL = {
@@ -82,8 +82,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     """The study's runs on this machine, without Ray."""
     plan = plan_in(tmp_path_factory.mktemp("local"))
     for spec in plan.runs:
-        run = PPOTrainable.__new__(PPOTrainable)
-        run.setup({**run_config(plan, spec, is_finished=False)})
+        run = Trial(trial_config(plan, [spec], is_finished=False))
         for _ in range(spec.steps):
             run.step()
         run.cleanup()
@@ -100,8 +99,8 @@ def check_same(plan: StudyPlan, local: StudyPlan, storage: str, folder: Path) ->
         ours, theirs = (read_rows(where / METRICS) for where in (fetched / "run", local.run_dir(spec.run_id)))
         assert [timeless(row) for row in ours] == [timeless(row) for row in theirs]
         assert read_rows(plan.run_dir(spec.run_id) / METRICS) == ours
-        rooms = [list(read_lines(where / "rooms.jsonl")) for where in (fetched / "run", local.run_dir(spec.run_id))]
-        assert rooms[0] == rooms[1]
+        levels = [list(read_lines(where / "levels.jsonl")) for where in (fetched / "run", local.run_dir(spec.run_id))]
+        assert levels[0] == levels[1]
         states = [
             read_checkpoint(where / "state" / "step_2")[0] for where in (fetched / "run", local.run_dir(spec.run_id))
         ]
@@ -120,7 +119,7 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     plan = plan_in(folder)
     check_same(plan, local, faked.storage, tmp_path)
     files = listing(open_place(faked.storage).at(plan.run))
-    assert {"study.json", "trials.parquet", "steps.parquet", "rooms.parquet", "report.html"} <= files.keys()
+    assert {"study.json", "trials.parquet", "steps.parquet", "levels.parquet", "report.html"} <= files.keys()
     assert {f"logs/{plan.run}.log", *(spec.log.as_posix() for spec in plan.runs)} <= files.keys()
     for spec in plan.runs:
         own = [name.removeprefix(f"runs/{spec.run_id}/") for name in files if spec.run_id in name]
@@ -307,7 +306,7 @@ def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> No
     check_room(found, 1, 1, 100, 0)
 
 
-def test_nodes_with_too_little_room_are_refused() -> None:
+def test_nodes_with_too_little_level_are_refused() -> None:
     found = {TWO[0]: Answer({}, "", "", 100, 50, (81_559, 81_559)), TWO[1]: Answer({}, "", "", 90, 60, (46_068,))}
     check_room(found, 1, 2, 45, 25)
     check_room(found, 1, 2, None, 25)

@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,8 @@ from typer.testing import CliRunner
 import search_spaces
 from analysis import load
 from search_spaces import STUDIES
-from trainable.config.run_config import field_names
+from tests.fakes.trainer import study_of
+from trainable.config.run_config import RunConfig, field_names
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands.cli import app
 from tune_study.folder.outputs import RunStatus, locked, write_status, write_study
@@ -404,8 +404,27 @@ def test_list_shows_every_study() -> None:
         assert (",".join(study.axis.grids["laptop"]) if not study.axis.members else "group 1 (16 arms)") in out
 
 
-def test_settings_lists_every_field_with_default_and_bounds() -> None:
-    lines = {line.split()[0]: line for line in type_in("settings").out.splitlines()}
+def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> None:
+    for study, kind, wanted in (
+        (
+            "",
+            RunConfig,
+            {"model.path", "filter.rollout_filter_value", "actor.kl_loss_coef", "early_stop.variance_ratio"},
+        ),
+        ("sandbox", UpdateRuleConfig, {"method", "delay", "trainer.test_freq"}),
+    ):
+        command = f"settings {study}".strip()
+        _, *lines, last = type_in(command).out.splitlines()
+        listed, everything = [line.split()[0] for line in lines], [name for name in field_names(kind) if name != "seed"]
+        assert wanted <= set(listed)
+        assert listed == [name for name in everything if name in listed]
+        assert 20 <= len(listed) <= 40
+        others = len(everything) - len(listed)
+        assert last == f"{others} more settings are seldom changed: python -m tune_study {command} --all"
+
+
+def test_all_settings_are_listed_with_default_and_bounds() -> None:
+    lines = {line.split()[0]: line for line in type_in("settings --all").out.splitlines()}
     assert lines.keys() - {"setting"} == set(field_names()) - {"seed"}
     assert re.search(r" 0\.001 +weight of that penalty.* number >= 0$", lines["actor.kl_loss_coef"])
     assert re.search(r" none +.* none \| linear \| sqrt$", lines["actor.filter_loss_scaling"])
@@ -413,7 +432,7 @@ def test_settings_lists_every_field_with_default_and_bounds() -> None:
 
 
 def test_settings_of_a_sandbox_are_its_own() -> None:
-    lines = {line.split()[0]: line for line in type_in("settings influence").out.splitlines()}
+    lines = {line.split()[0]: line for line in type_in("settings influence --all").out.splitlines()}
     assert lines.keys() - {"setting"} == set(field_names(UpdateRuleConfig)) - {"seed"}
     assert re.search(r" 0\.04 +.* number >= 0$", lines["grpo_beta"])
     assert type_in("settings nothing").code == 2
@@ -452,8 +471,7 @@ def test_python_dash_m_is_the_command_line() -> None:
 
 @pytest.mark.usefixtures("ray_session")
 def test_a_study_from_the_command_to_the_frames(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = replace(STUDIES["kl"], trainable="tests.fakes.trainable:FakeTrainable")
-    monkeypatch.setitem(search_spaces.STUDIES, "kl", fake)
+    monkeypatch.setitem(search_spaces.STUDIES, "kl", study_of("FAKE"))
     line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --output out"
     first = type_in(line)
     assert first.code == 0, first.err

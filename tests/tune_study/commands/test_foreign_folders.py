@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.tune_study.commands.test_cli import held_study, type_in
+from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.study_plan import StudyPlan
+from tune_study.tune.trials import trial_config
 
 
 @pytest.fixture
@@ -29,23 +31,20 @@ def contents(home: Path) -> dict[str, str]:
     return {str(path.relative_to(home)): path.read_text() for path in home.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", [
-    "out.results.kl_sweep_sokoban-tiny.evil:Evil", "evil:Evil", "os:system", "subprocess:Popen", "antigravity:X",
-    "tests.fakes.trainable:FakeTrainable", "trainable.ppo.trainer:PPOTrainer", "", ":", "x" * 1000,
-])  # fmt: skip
-def test_resume_runs_only_declared_trainables(held: StudyPlan, here: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["evil:Evil", "out.results.kl_sweep_sokoban-tiny.evil:Evil", "antigravity:X"])
+def test_a_folder_chooses_no_code(held: StudyPlan, here: Path, name: str) -> None:
     for folder in (held.folder, here):
         (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(here / 'ran')!r}).touch()\n")
         (folder / "__init__.py").write_text((folder / "evil.py").read_text())
-    path = held.folder / "study.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "trainable": name}))
+    for path in (held.folder / "study.json", held.run_dir(held.runs[0].run_id) / "run.json"):
+        claims = dict.fromkeys(("trainable", "trainer", "family", "module", "class"), name)
+        path.write_text(json.dumps({**json.loads(path.read_text()), **claims}))
     before = set(sys.modules)
-    for command in (f"resume {held.folder}", f"resume {held.folder} --dry-run", f"probe {held.folder}",
-                    "run kl --preset laptop --steps 3 --kl-values 0,0.1 --output out"):  # fmt: skip
-        answer = type_in(command)
-        assert answer.code == 2, answer.out
-        assert "names the Trainable" in answer.err
-        assert "Nothing was imported" in answer.err
+    for command in (f"resume {held.folder} --dry-run", f"probe {held.folder}", f"status {held.folder}",
+                    "run kl --preset laptop --steps 3 --kl-values 0,0.1 --output out --dry-run"):  # fmt: skip
+        type_in(command)
+    plan = plan_from_folder(held.folder)
+    assert trial_config(plan, plan.runs[:1], is_finished=False)["family"] == "trainable.families:LANGUAGE_MODEL"
     assert not (here / "ran").exists()
     assert not {module for module in set(sys.modules) - before if "evil" in module or "antigravity" in module}
 

@@ -15,7 +15,7 @@ from tune_study.commands.cli import app
 from tune_study.commands.gradients import Chosen, choose, parse_steps, read_analyses
 from tune_study.plan.study_plan import PlanError
 
-STUDY = MadeStudy(total_steps=3, test_freq=2, rooms=10)
+STUDY = MadeStudy(total_steps=3, test_freq=2, levels=10)
 RUNS = (MadeRun("0", steps=3), MadeRun("0.1", steps=3))
 
 

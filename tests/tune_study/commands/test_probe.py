@@ -20,12 +20,13 @@ from trainable.config.run_config import RunConfig, with_overrides
 from trainable.config.seeds import stream
 from trainable.diagnostics.questions import tokens, transcript
 from trainable.ppo.update import TokenFunction, at_trained_tokens
-from trainable.ppo_trainable import PPOTrainable
 from trainable.runs.run_files import read_lines
+from trainable.trial import Trial
 from tune_study.commands import probe
 from tune_study.commands.cli import app
 from tune_study.folder import outputs
-from tune_study.plan.study_plan import PlanError, StudyPlan, changed_settings, make_plan
+from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
+from tune_study.tune.trials import trial_config
 
 SMALL = {
     "env.env_groups": "2", "env.group_size": "4", "env.val_env_groups": "8", "env.test_env_groups": "0",
@@ -43,15 +44,10 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     plan = make_plan(STUDIES["gradient-analysis"], "laptop", "a test", SMALL, ("PPO", "GRPO"), 1, folder)
     outputs.write_study(plan)
     for spec in plan.runs:
-        trainable = PPOTrainable.__new__(PPOTrainable)
-        trainable.setup({
-            "study": plan.study.name, "run_id": spec.run_id, "arm": spec.arm, "seed": spec.seed,
-            "settings": changed_settings(spec.config), "run_dir": str(plan.run_dir(spec.run_id)),
-            "checkpoint_dir": str(plan.output / spec.checkpoints), "finished": False,
-        })  # fmt: skip
+        trial = Trial(trial_config(plan, [spec], is_finished=False))
         for _ in range(3):
-            trainable.step()
-        trainable.cleanup()
+            trial.step()
+        trial.cleanup()
     return plan
 
 
@@ -81,7 +77,7 @@ def test_a_probe_adds_rows_and_leaves_every_other_byte(study: StudyPlan) -> None
         "sokoban-PPO-filter-topp09-sokoban-tiny-probe-ckpt3-withval-kl_and_entropy.log"
     )
     tables = {f"results/{study.run}/{name}.parquet" for name in
-              ("trials", "steps", "rooms", "gradients", "gradient_groups")}  # fmt: skip
+              ("trials", "steps", "levels", "gradients", "gradient_groups")}  # fmt: skip
     assert set(after) - set(before) <= {f"results/{study.run}/runs/{run_id}/probes.jsonl", log, *tables}
     assert {name: after[name] for name in before if name not in tables} == {
         name: value for name, value in before.items() if name not in tables
@@ -180,10 +176,10 @@ def test_a_restored_trainer_is_the_one_that_was_saved(study: StudyPlan) -> None:
 
 def test_a_restored_policy_answers(study: StudyPlan) -> None:
     trainer = probe.restore(study.folder, "PPO")
-    episodes = trainer.roll_out(trainer.val_rooms[:3], 2, stream(0, "sampling", 9))
+    episodes = trainer.roll_out(trainer.val_levels[:3], 2, stream(0, "sampling", 9))
     assert len(episodes) == 6
     text = transcript(episodes[0], trainer.codec)
-    assert text.startswith(f"room {episodes[0].room_seed}: {episodes[0].stop.value} after ")
+    assert text.startswith(f"level {episodes[0].level_seed}: {episodes[0].stop.value} after ")
     assert all(reply in text for reply in episodes[0].texts)
     answers = tokens(trainer, episodes)
     for episode, sampled in zip(episodes, answers, strict=True):
@@ -291,7 +287,7 @@ def test_restoring_reads_no_pickle_and_moves_no_weight(study: StudyPlan) -> None
     one, two = (probe.restore(study.folder, "PPO", 2) for _ in range(2))
     one.evaluate("val", "sampled")
     batch = one.prepare(
-        one.roll_out(one.val_rooms[:2], 4, stream(0, "sampling", 1)), 2, 2, stream(0, "duplicates", 1), {}
+        one.roll_out(one.val_levels[:2], 4, stream(0, "sampling", 1)), 2, 2, stream(0, "duplicates", 1)
     ).batch
     at_trained_tokens(batch, 4, TokenFunction.logprobs(one.model, 1.0))
     assert all(torch.equal(a, b) for a, b in zip(one.state()[0].values(), two.state()[0].values(), strict=True))

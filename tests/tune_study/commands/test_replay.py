@@ -163,7 +163,7 @@ def test_a_folder_gives_what_its_rows_give(
         ({6: 0.9, 8: 0.1, 10: 0.1, 12: 0.1}, "right"),  # a good start that does not last
         ({6: 0.3, 8: 0.3, 10: 0.29}, "right"),
         ({6: 0.0, 8: 0.0}, "right"),
-        ({6: 1.0, 8: 1.0, 10: 1.0}, "false alarm"),  # no spread because it solves every room
+        ({6: 1.0, 8: 1.0, 10: 1.0}, "false alarm"),  # no spread because it solves every level
         ({6: 0.31}, "false alarm"),  # one validation, and the run goes on after it
         ({6: 0.29}, "right"),
         ({12: 0.9}, "unknown"),  # it ends at the first validation after the alarm
@@ -199,7 +199,7 @@ def test_without_a_validation_before_training_the_best_up_to_the_alarm_counts(
     assert alarm_of(collapse(successes, base=base)).outcome == outcome
 
 
-def test_shares_that_agree_as_counts_of_rooms_agree() -> None:
+def test_shares_that_agree_as_counts_of_levels_agree() -> None:
     for solved in range(5, 116):  # 1, 6 and 11 of 120 have a mean that floats put below 6 of 120
         last = {6: (solved - 5) / 120, 8: solved / 120, 10: (solved + 5) / 120}
         assert alarm_of(collapse(last, base=solved / 120)).outcome == "false alarm"

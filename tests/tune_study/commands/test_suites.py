@@ -169,7 +169,7 @@ def test_studies_that_fit_one_by_one_and_not_together_are_refused(
     measured = disk.budget
     needed = 0
 
-    def tight(*given: object) -> disk.Budget:
+    def tight(*given: object) -> disk.DiskBudget:
         return measured(*given)._replace(free=needed)  # type: ignore[arg-type]
 
     for plan in two_plans:

@@ -16,12 +16,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import search_spaces
-from search_spaces import STUDIES
-from tests.fakes.trainable import COLLAPSES, CRASHES_ONCE, as_json, fake_row
-from trainable.runs.mirror import INTERRUPT, Mirror
-from trainable.runs.remote import get_bytes, listing, open_place, put_bytes
+from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, fake_rows, study_of
 from trainable.runs.run_files import METRICS, append_line, read_rows
-from trainable.runs.uris import below
+from trainable.storage.mirror import INTERRUPT, Mirror
+from trainable.storage.remote import get_bytes, listing, open_place, put_bytes
+from trainable.storage.uris import below
 from tune_study.commands.cli import app
 from tune_study.commands.node_checks import check_scratch
 from tune_study.folder import lease, locate, outputs, storage
@@ -33,10 +32,10 @@ from tune_study.host.interrupt import Interrupt
 from tune_study.placement import disk
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
-from tune_study.tune.carried import run_config
 from tune_study.tune.run import execute
+from tune_study.tune.trials import trial_config
 
-FAKE = replace(STUDIES["kl"], trainable="tests.fakes.trainable:FakeTrainable")
+FAKE = study_of("FAKE")
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +103,7 @@ def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str) -> None:
 
 
 def test_the_lock_of_a_process_of_this_machine_that_is_gone_holds_nobody(uri: str) -> None:
-    lines = ("from tune_study.folder.lease import Hold", "from trainable.runs.remote import open_place")
+    lines = ("from tune_study.folder.lease import Hold", "from trainable.storage.remote import open_place")
     code = "\n".join([*lines, f"Hold(open_place({uri!r})).take('the study')"])
     subprocess.run([sys.executable, "-c", code], check=True)
     holder = read_holder(open_place(uri))
@@ -348,11 +347,8 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
         status = read_status(again.run_dir(spec.run_id))
         assert status is not None
         assert status.status == ("early_stopped" if spec.arm == COLLAPSES else "completed")
-        config = run_config(again, spec, is_finished=False)
-        wanted = [
-            as_json(fake_row(config, spec.config, step)) for step in range(1, 21 if spec.arm == COLLAPSES else 23)
-        ]
-        assert read_rows(again.run_dir(spec.run_id) / METRICS) == wanted
+        config = trial_config(again, [spec], is_finished=False)
+        assert read_rows(again.run_dir(spec.run_id) / METRICS) == fake_rows(config, spec.config, 22)
     place = open_place(plan.stored or "")
     assert get_bytes(place.at("report.html")) == (again.folder / "report.html").read_bytes()
     assert LOCK not in listing(place)

@@ -12,17 +12,17 @@ from search_spaces import STUDIES
 from tests.fakes.scripted import SMALL
 from tests.fakes.trainers import quiet
 from trainable.config.run_config import RunConfig, with_overrides
-from trainable.ppo_trainable import PPOTrainable
 from trainable.runs.checkpoint import write_checkpoint
 from trainable.runs.run_files import STATE
+from trainable.trial import Trial
 from tune_study.folder.outputs import RunStatus, write_status
-from tune_study.placement.disk import Budget, budget, check, checkpoint_bytes, folder_bytes, line, times
-from tune_study.placement.model_size import Shape, policy_parameters, shape_of
+from tune_study.placement.disk import DiskBudget, budget, check, checkpoint_bytes, folder_bytes, line, times
+from tune_study.placement.model_size import ModelShape, policy_parameters, shape_of
 from tune_study.placement.resources import preflight
 from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, collect_overrides, make_plan
-from tune_study.tune.carried import run_config
 from tune_study.tune.run import execute
+from tune_study.tune.trials import trial_config
 
 VARIANTS: dict[str, Mapping[str, object]] = {
     "gae": {},
@@ -37,7 +37,7 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     },
     "rloo, KL loss": {"algorithm.adv_estimator": "rloo", "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
 }
-EXAMPLE = Budget(
+EXAMPLE = DiskBudget(
     runs=6, concurrent=2, is_uniform=True, checkpoint=1_800_000, kept=4, rolling=10, rows=1_600_000, total=62_800_000,
     already=0, free=52_100_000_000, place=Path("/out"),
 )  # fmt: skip
@@ -45,7 +45,7 @@ FILES = 10
 """Bytes of a file in a made-up folder."""
 
 
-def tiny() -> Shape:
+def tiny() -> ModelShape:
     shape = shape_of("sokoban-tiny", {})
     assert shape is not None
     return shape
@@ -60,7 +60,7 @@ def allotted(plan: StudyPlan, limit: int | None = None) -> Allotment:
     return preflight(plan, None, (), 2, limit, real=True)
 
 
-def of(plan: StudyPlan, limit: int | None = None) -> Budget:
+def of(plan: StudyPlan, limit: int | None = None) -> DiskBudget:
     return budget(plan, allotted(plan, limit), {})
 
 
@@ -127,7 +127,7 @@ def test_the_total_is_the_sum_of_what_it_is_made_of(steps: int, every: int, arms
     assert 0 < found.free < 2**60
 
 
-def test_rows_grow_with_steps_runs_and_rooms() -> None:
+def test_rows_grow_with_steps_runs_and_levels() -> None:
     here = Path("/no/such/folder")
     usual = of(plan_in(here)).rows
     assert of(plan_in(here, trainer__total_training_steps=61)).rows > usual
@@ -170,7 +170,7 @@ def test_a_run_that_goes_on_needs_what_is_missing(tmp_path: Path) -> None:
     plan = plan_in(tmp_path, **small)
     before = of(plan)
     assert before.checkpoint is not None
-    run = PPOTrainable(run_config(plan, plan.runs[0], is_finished=False))
+    run = Trial(trial_config(plan, [plan.runs[0]], is_finished=False))
     run.step()
     run.stop()
     after = of(plan)
@@ -233,7 +233,7 @@ def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
 
 
 def test_a_condition_that_loads_a_model_has_states_of_its_size(tmp_path: Path) -> None:
-    def of_task(*assignments: str) -> Budget:
+    def of_task(*assignments: str) -> DiskBudget:
         overrides = collect_overrides(STUDIES["sandbox"], {}, assignments)
         plan = make_plan(STUDIES["sandbox"], "laptop", "a test", overrides, None, 1, tmp_path)
         return budget(plan, allotted(plan), {"HF_HUB_CACHE": str(tmp_path)})

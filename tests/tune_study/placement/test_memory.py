@@ -9,19 +9,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from tests.fakes.scripted import random_model
 from tests.fakes.scripted import shape as torch_shape
 from tests.fakes.trainers import quiet
-from trainable.algo import vocabulary
-from trainable.backend import zero
 from trainable.config.run_config import RunConfig, with_overrides
 from trainable.config.seeds import stream
 from trainable.models.load import frozen, frozen_copy
 from trainable.models.lora import adapted
 from trainable.models.qwen2 import PassSettings
 from trainable.ppo.trainer import PPOTrainer
-from trainable.ppo.update import TOKENS_A_PASS
 from trainable.rollout.vllm_sampler import EngineSettings
 from tune_study.placement import memory
-from tune_study.placement.memory import GIB, MOMENTS, POLICY_BACKWARD, Network, network_bytes, parts, totals
-from tune_study.placement.model_size import Shape, policy_parameters, shape_of
+from tune_study.placement.memory import GIB, PHASES, POLICY_BACKWARD, Network, network_bytes, parts, totals
+from tune_study.placement.model_size import ModelShape, policy_parameters, shape_of
 
 TINY = "sokoban-tiny"
 VARIANTS: dict[str, Mapping[str, object]] = {
@@ -39,7 +36,7 @@ ADAPTERS: dict[str, Mapping[str, object]] = {
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def shape_at(path: str) -> Shape:
+def shape_at(path: str) -> ModelShape:
     found = shape_of(path, {})
     assert found is not None
     return found
@@ -113,7 +110,7 @@ def test_a_reference_has_the_bytes_of_the_frozen_copy(dtype: str, tied: bool) ->
     model = random_model(torch_shape(tie_word_embeddings=tied))
     model.model.passes = PassSettings(DTYPES[dtype])
     config = paper(model__dtype=dtype, actor__use_kl_loss=True)
-    shape = Shape.model_validate(vars(model.shape))
+    shape = ModelShape.model_validate(vars(model.shape))
     assert memory.reference_bytes(shape, config) == held(list(frozen_copy(model).parameters()))
 
 
@@ -150,7 +147,7 @@ def test_a_block_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int]) ->
         with saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):  # type: ignore[misc]
             model.model.hidden_at(torch.zeros((2, 37), dtype=torch.long), where)
         found.append(held([tensor for tensor in saved if tensor.shape not in weights]))  # nor weights as they are cast
-    shape = Shape.model_validate(vars(model.shape))
+    shape = ModelShape.model_validate(vars(model.shape))
     assert found[1] - found[0] == read * memory.block_bytes(shape, paper(model__dtype=dtype))
 
 
@@ -170,22 +167,19 @@ def test_a_block_with_adapters_keeps_what_autograd_saves(dtype: str, sizes: dict
         with saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):  # type: ignore[misc]
             model.model.hidden_at(torch.zeros((2, 37), dtype=torch.long), where)
         found.append(held([tensor for tensor in saved if tensor.shape not in weights]))
-    shape = Shape.model_validate(vars(model.shape))
+    shape = ModelShape.model_validate(vars(model.shape))
     assert found[1] - found[0] == read * memory.block_bytes(shape, config)
 
 
 def test_constants_are_those_of_the_trainer() -> None:
-    assert TOKENS_A_PASS["cuda"] == memory.TOKENS_A_PASS
-    assert memory.CHUNK_ELEMENTS == vocabulary.CHUNK_ELEMENTS
-    assert (memory.DEALT_BUCKET, memory.LIVE) == (zero.DEALT_BUCKET, zero.LIVE)
     assert EngineSettings(torch.device("cuda"), "bfloat16", 3600).max_num_seqs == memory.VLLM_ROWS
 
 
 @pytest.mark.parametrize("turns", [1, 2, 5])
 def test_the_game_says_no_more_than_planned(turns: int) -> None:
     trainer = quiet(env__max_turn=turns)
-    rooms = [room for step in trainer.rooms for room in step]
-    episodes = trainer.roll_out(rooms, 4, stream(0, "sampling", 1))
+    levels = [level for step in trainer.levels for level in step]
+    episodes = trainer.roll_out(levels, 4, stream(0, "sampling", 1))
     most = max(len(episode.tokens) - episode.response_tokens for episode in episodes)
     assert most <= turns * memory.TURN_TOKENS["compact"] <= 1.5 * most
 
@@ -332,5 +326,5 @@ def test_less_is_never_more() -> None:
 def test_moments_are_sums_of_parts_that_hold_something() -> None:
     found = parts(shape_at("Qwen/Qwen2.5-7B"), paper(trainer__n_gpus_per_node=4), 80 * GIB)
     assert all(any(part.gpu) or part.host for part in found)
-    assert totals(found) == tuple(sum(part.gpu[i] for part in found) for i in range(len(MOMENTS)))
+    assert totals(found) == tuple(sum(part.gpu[i] for part in found) for i in range(len(PHASES)))
     assert policy_parameters(shape_at("Qwen/Qwen2.5-7B")) * 4 == found[0].gpu[0]

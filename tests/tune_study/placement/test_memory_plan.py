@@ -11,7 +11,7 @@ from search_spaces import STUDIES
 from trainable.config.run_config import with_overrides
 from tune_study.host.gpus import Gpu
 from tune_study.placement import memory, memory_plan
-from tune_study.placement.memory import GIB, MOMENTS, totals
+from tune_study.placement.memory import GIB, PHASES, totals
 from tune_study.placement.memory_plan import (
     Card,
     MemoryPlan,
@@ -131,11 +131,11 @@ def test_the_table_adds_up_and_leaves_out_what_is_not_there() -> None:
     columns, rows = table(planned({"algorithm.adv_estimator": "grpo"}))
     assert columns == ("GiB on each GPU", "rollout", "values", "policy backward", "policy step", "host")
     columns, rows = table(planned(HALF))
-    assert columns[1:-1] == MOMENTS[:-1]
+    assert columns[1:-1] == PHASES[:-1]
     *parts, sums, over = [[0.0 if cell in ("", "-") else float(cell.split()[0]) for cell in row[1:]] for row in rows]
     for column, total in enumerate(sums):
         assert abs(sum(part[column] for part in parts) - total) < 0.05 * len(parts)
-        if column < len(MOMENTS):
+        if column < len(PHASES):
             assert abs(max(total - 40.0, 0.0) - over[column]) < 0.11
 
 

@@ -14,7 +14,7 @@ from trainable.models.load import load_policy, make_critic
 from trainable.models.qwen2 import Qwen2, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
 from tune_study.placement.model_size import (
-    Shape,
+    ModelShape,
     critic_parameters,
     critic_tensors,
     head_parameters,
@@ -85,7 +85,7 @@ def test_counts_are_those_of_the_modules(wanted: Qwen2Shape) -> None:
 def test_the_hubs_models_have_their_published_parameters(
     sizes: tuple[int, ...], vocabulary: int, tied: bool, parameters: int
 ) -> None:
-    shape = Shape(**dict(zip(SIZES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied)
+    shape = ModelShape(**dict(zip(SIZES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied)
     assert policy_parameters(shape) == parameters
 
 

@@ -6,7 +6,7 @@ from tests.tune_study.placement.test_memory_plan import FOUR, H100, NO_MODELS, p
 from trainable.config.run_config import RunConfig, with_overrides
 from tune_study.placement import time_estimate
 from tune_study.placement.memory_plan import plan_memory
-from tune_study.placement.model_size import Shape, shape_of
+from tune_study.placement.model_size import ModelShape, shape_of
 from tune_study.placement.resources import preflight
 from tune_study.placement.time_estimate import (
     Rates,
@@ -17,7 +17,7 @@ from tune_study.placement.time_estimate import (
     update_operations,
 )
 
-SMALL = Shape(
+SMALL = ModelShape(
     vocab_size=10, hidden_size=4, intermediate_size=6, num_hidden_layers=2, num_attention_heads=2,
     num_key_value_heads=1, tie_word_embeddings=True,
 )  # fmt: skip
@@ -76,7 +76,7 @@ def test_a_run_is_its_steps_validations_and_tests() -> None:
     update = update_operations(SMALL, RunConfig()) / (0.4 * H.operations)
     step = update + time_estimate.sampling_seconds(SMALL, RunConfig(), 128, H)
     assert step_seconds(SMALL, RunConfig(), H) == pytest.approx(step)
-    # Sampled and greedy before training, every tenth of 400 steps, greedy at the end; the test rooms both ways.
+    # Sampled and greedy before training, every tenth of 400 steps, greedy at the end; the test levels both ways.
     assert run_seconds(SMALL, RunConfig(), H) == pytest.approx(400 * step + (2 + 40 + 1 + 2) * look)
 
 

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +6,7 @@ from hypothesis import strategies as st
 
 from search_spaces import STUDIES
 from search_spaces.language_model.family import PPO, model_name
+from tests.fakes.trainer import study_of
 from trainable.config.run_config import ConfigError, with_overrides
 from tune_study.plan.study_plan import (
     PlanError,
@@ -232,7 +232,7 @@ def test_a_model_is_named_by_its_last_part(path: str) -> None:
     assert model_name(path) == "Qwen2.5-3B"
 
 
-def test_another_trainable_changes_no_name() -> None:
-    study = replace(STUDIES["kl"], trainable="tests.fakes.trainable:FakeTrainable")
+def test_another_trainer_changes_no_name() -> None:
+    study = study_of("FAKE")
     plan = make_plan(study, "paper", "a test", {}, None, 1, Path("/out"))
     assert plan.runs == plan_of("kl").runs

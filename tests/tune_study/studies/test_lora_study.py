@@ -75,7 +75,7 @@ def test_resumed_from_its_first_state_it_ends_as_it_did(study: Path, tmp_path: P
     shutil.copytree(kept(other, 1), run / "state" / "step_1")
     shutil.rmtree(kept(other, 2))
     (run / "status.json").unlink()  # as if the machine had stopped before the second step
-    for name in ("metrics.jsonl", "rooms.jsonl"):
+    for name in ("metrics.jsonl", "levels.jsonl"):
         lines = (run / name).read_text().splitlines(keepends=True)
         (run / name).write_text("".join(line for line in lines if json.loads(line)["step"] < 2))
     command("resume", str(other / RUN))
@@ -90,8 +90,8 @@ def test_a_restored_run_is_its_adapters_and_says_what_it_says(study: Path) -> No
     tensors = load_file(kept(study, 2) / "state.safetensors")
     for name, layer in adapters(trainers[2].model):
         assert torch.equal(layer.lora_B["default"].weight, tensors[f"actor/{name}.lora_B.default.weight"])
-    episodes = trainers[2].roll_out(trainers[2].val_rooms[:2], 1, stream(0, "sampling", 1))
-    assert f"room {episodes[0].room_seed}" in transcript(episodes[0], trainers[2].codec)
+    episodes = trainers[2].roll_out(trainers[2].val_levels[:2], 1, stream(0, "sampling", 1))
+    assert f"level {episodes[0].level_seed}" in transcript(episodes[0], trainers[2].codec)
     asked = {step: tokens(trainer, episodes) for step, trainer in trainers.items()}
     for episode, said in zip(episodes, asked[2], strict=True):
         assert [token.logprob for token in said] == pytest.approx(episode.logprobs[episode.mask].tolist(), abs=1e-4)

@@ -1,4 +1,4 @@
-"""Studies through a real Ray Tune, with a small real Trainable that keeps the contract of a run."""
+"""Studies through a real Ray Tune, with a small real trainer that keeps the contract of a run."""
 
 import gc
 import json
@@ -17,9 +17,7 @@ import pytest
 import ray
 from rich.console import Console
 
-from search_spaces import STUDIES
-from search_spaces.declaration.study import Study
-from tests.fakes.trainable import (
+from tests.fakes.trainer import (
     COLLAPSES,
     CRASHES_ONCE,
     DIES,
@@ -31,10 +29,10 @@ from tests.fakes.trainable import (
     IS_WRONG,
     RAISES,
     Meeting,
-    as_json,
-    fake_row,
+    fake_rows,
+    study_of,
 )
-from trainable.runs.records import STEP_COLUMNS, STOP_COLUMNS
+from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS
 from trainable.runs.run_files import METRICS, read_rows
 from tune_study.folder.outputs import RunStatus, read_status
 from tune_study.folder.study_file import join, plan_from_folder
@@ -43,10 +41,10 @@ from tune_study.placement.resources import preflight
 from tune_study.plan.allotment import Allotment
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune.callbacks import Recorder
-from tune_study.tune.carried import run_config
 from tune_study.tune.local_ray import RayHere
 from tune_study.tune.progress import Progress
 from tune_study.tune.run import Session, Suite, execute, make_tuner
+from tune_study.tune.trials import trial_config
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -55,14 +53,10 @@ ARMS = ("0", COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES
 FAILED = (RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE)
 
 
-def fake_study(trainable: str = "tests.fakes.trainable:FakeTrainable") -> Study:
-    return replace(STUDIES["kl"], trainable=trainable)
-
-
 def plan_in(folder: Path, values: Sequence[str], seeds: int = 1, **overrides: object) -> StudyPlan:
     dotted: dict[str, object] = {"trainer.total_training_steps": STEPS}
     dotted |= {key.replace("__", "."): value for key, value in overrides.items()}
-    return make_plan(fake_study(), "laptop", "a test", dotted, values, seeds, folder)
+    return make_plan(study_of(), "laptop", "a test", dotted, values, seeds, folder)
 
 
 def allotted(plan: StudyPlan) -> Allotment:
@@ -184,7 +178,7 @@ def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
     for run in trained:
         last = rows_of(outcome.plan.run_dir(run.run_id))[-1]
         shown = frame.set_index("run_id").loc[run.run_id]
-        for column in ("step", *(c.name for c in STEP_COLUMNS)):
+        for column in ("step", *(c.name for c in DEFAULT_STEP_COLUMNS)):
             value = last.get(column)
             assert same(shown[column], value), column
     stopped = frame.set_index("run_id").loc[run_id(outcome.plan, COLLAPSES)]
@@ -209,7 +203,7 @@ def same(left: Any, right: Any) -> bool:
 
 def test_tunes_csv_has_every_column_although_the_first_row_lacks_their_values(outcome: Outcome) -> None:
     frame = pd.read_csv(outcome.plan.folder / run_id(outcome.plan, COLLAPSES) / "progress.csv")
-    assert {c.name for c in (*STEP_COLUMNS, *STOP_COLUMNS)} <= set(frame.columns)
+    assert {c.name for c in (*DEFAULT_STEP_COLUMNS, *STOP_COLUMNS)} <= set(frame.columns)
     assert frame["stop_rule"].tolist()[-1] == "reward_variance_collapse"
     assert frame["val_success"].notna().sum() == 4
 
@@ -362,7 +356,7 @@ def cut(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.fixture(scope="module")
 def resumed(cut: Outcome) -> Outcome:
-    return run_study(plan_from_folder(cut.plan.folder, study=fake_study()))
+    return run_study(plan_from_folder(cut.plan.folder, study=study_of()))
 
 
 def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(cut: Outcome) -> None:
@@ -383,9 +377,8 @@ def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(cut: O
         "0.2": "completed",
     }
     for run in resumed.plan.runs:
-        steps = 20 if run.arm == COLLAPSES else 100
-        config = run_config(resumed.plan, run, is_finished=False)
-        straight = [as_json(fake_row(config, run.config, step)) for step in range(1, steps + 1)]
+        config = trial_config(resumed.plan, [run], is_finished=False)
+        straight = fake_rows(config, run.config, 100)
         assert rows_of(resumed.plan.run_dir(run.run_id)) == straight
 
 
@@ -402,8 +395,10 @@ def test_a_run_keeps_the_time_of_its_first_start(cut: Outcome, resumed: Outcome)
 
 
 def gpu_plan(folder: Path, share: float, values: Sequence[str]) -> StudyPlan:
-    plan = plan_in(folder, values, trainer__n_gpus_per_node=share, trainer__device="auto")
-    return replace(plan, study=fake_study("tests.fakes.trainable:PlacedTrainable"))
+    plan = plan_in(
+        folder, values, trainer__n_gpus_per_node=share, trainer__device="auto", trainer__total_training_steps=1
+    )
+    return replace(plan, study=study_of("PLACED"))
 
 
 def placed(plan: StudyPlan, at_once: int) -> list[dict[str, Any]]:
@@ -465,7 +460,7 @@ def test_settings_that_change_no_row_may_change(outcome: Outcome) -> None:
 
 
 def test_a_resumed_plan_is_the_plan_that_was_run(outcome: Outcome) -> None:
-    assert plan_from_folder(outcome.plan.folder, study=fake_study()) == outcome.plan
+    assert plan_from_folder(outcome.plan.folder, study=study_of()) == outcome.plan
 
 
 def test_numbers_that_are_not_finite_are_not_measured(outcome: Outcome) -> None:

@@ -7,7 +7,7 @@ import psutil
 import pytest
 from rich.console import Console
 
-from tune_study.host.orphans import MARK, ray_mark
+from trainable.runs.orphans import MARK, ray_mark
 from tune_study.placement.resources import bundles
 from tune_study.plan.allotment import Allotment
 from tune_study.tune import local_ray, watchdog

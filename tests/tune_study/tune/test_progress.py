@@ -116,14 +116,14 @@ def test_a_line_leaves_out_what_was_not_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "words"),
+    ("rule", "value", "words"),
     [
-        ("reward_variance_collapse", "reward_variance_collapse at step 3: 0.1 is below the threshold 0.2"),
-        ("empty_filtered_steps", "empty_filtered_steps at step 3: 0.1 reached the threshold 0.2"),
+        ("reward_variance_collapse", 0.1, "reward_variance_collapse at step 3: 0.1 is below the threshold 0.2"),
+        ("empty_filtered_steps", 0.2, "empty_filtered_steps at step 3: 0.2 reached the threshold 0.2"),
     ],
 )
-def test_a_line_says_why_a_run_stopped(rule: str, words: str) -> None:
-    stop = {"stop_rule": rule, "stop_value": 0.1, "stop_threshold": 0.2, "stop_step": 3}
+def test_a_line_says_why_a_run_stopped(rule: str, value: float, words: str) -> None:
+    stop = {"stop_rule": rule, "stop_value": value, "stop_threshold": 0.2, "stop_step": 3}
     assert step_line(PPO, {"step": 3, **stop}, 10) == f"step 3/10 early_stop={words}"
 
 

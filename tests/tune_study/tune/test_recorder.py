@@ -13,8 +13,8 @@ from tune_study.folder.outputs import RunStatus, read_status, write_study
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.callbacks import TRIES, Recorder
-from tune_study.tune.carried import trial_configs
 from tune_study.tune.progress import Progress
+from tune_study.tune.trials import trial_configs
 
 STOPPED = {"step": 2, "stop_rule": "uniform_groups", "stop_value": 3.0, "stop_threshold": 3.0, "stop_step": 2}
 

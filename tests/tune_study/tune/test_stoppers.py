@@ -1,142 +1,150 @@
-import json
-import math
+"""The stop rules as Stoppers: they obey what a run has decided, and decide for a Trainable of somebody else."""
+
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from ray import tune
+from ray.tune.stopper import CombinedStopper
 
 from trainable.config.sections import EarlyStopConfig
 from trainable.runs.records import empty_row
-from trainable.runs.stop_rules import RULES
+from trainable.runs.stop_rules import RULES, decide
 from tune_study.host.interrupt import Interrupt
-from tune_study.tune.stoppers import StopRules, Watched
-
-SETTINGS = EarlyStopConfig()
+from tune_study.tune.stoppers import InterruptStopper, RuleStopper
 
 
-def stopper(folder: Path, *runs: str) -> StopRules:
-    return StopRules({run: Watched(folder / run, SETTINGS) for run in runs}, tuple(RULES))
+def decided(step: int, rule: str = "", **more: Any) -> dict[str, Any]:
+    """A result of a run of this project, which says itself whether a rule has stopped it."""
+    return {**empty_row(), "run_id": "a", "step": step, "training_iteration": step, "stop_rule": rule, **more}
 
 
-def row(run: str, step: int, std: float = 2.0, **more: Any) -> dict[str, Any]:
-    return {**empty_row(), "run_id": run, "step": step, "reward_std": std, "groups_kept": 8, **more}
+def foreign(step: int, std: float, **more: Any) -> dict[str, Any]:
+    """A result of somebody else's Trainable."""
+    return {"training_iteration": step, "reward_std": std, **more}
 
 
-def write(folder: Path, rows: list[dict[str, Any]]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "metrics.jsonl").open("a") as log:
-        log.writelines(json.dumps(each) + "\n" for each in rows)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("said", ["", *RULES])
+def test_what_a_run_has_decided_is_obeyed(rule: str, said: str) -> None:
+    """Whatever its numbers: the row that is on disk and what Ray Tune does can never disagree."""
+    assert RuleStopper(rule)("trial", decided(20, said, reward_std=0.0, groups_kept=0)) == (said == rule)
 
 
-def test_a_run_ends_at_its_step_and_the_row_says_why(tmp_path: Path) -> None:
-    rule = stopper(tmp_path, "a")
+def test_a_foreign_trial_ends_at_the_step_at_which_the_rule_fires() -> None:
+    stopper = RuleStopper("reward_variance_collapse")
     for step in range(1, 20):
-        before = row("a", step, 2.0 if step <= 10 else 0.1)
-        assert not rule("trial", before)
-        assert before["stop_rule"] == ""
-    last = row("a", 20, 0.1)
-    assert rule("trial", last)
-    assert (last["stop_rule"], last["stop_value"], last["stop_step"]) == ("reward_variance_collapse", 0.1, 20)
-    assert last["stop_threshold"] == pytest.approx(0.2)
+        assert not stopper("trial", foreign(step, 2.0 if step <= 10 else 0.1))
+    assert stopper("trial", foreign(20, 0.1))
 
 
-def test_runs_are_watched_apart_and_the_study_goes_on(tmp_path: Path) -> None:
-    rule = stopper(tmp_path, "a", "b")
+def test_trials_are_watched_apart_and_the_experiment_goes_on() -> None:
+    stopper = RuleStopper("reward_variance_collapse")
     for step in range(1, 21):
-        collapsing = row("a", step, 2.0 if step <= 10 else 0.1)
-        assert rule("trial-a", collapsing) == (step == 20)
-        assert not rule("trial-b", row("b", step))
-        assert not rule.stop_all()
+        assert stopper("a", foreign(step, 2.0 if step <= 10 else 0.1)) == (step == 20)
+        assert not stopper("b", foreign(step, 2.0))
+        assert not stopper.stop_all()
 
 
-def test_a_repeated_step_counts_once(tmp_path: Path) -> None:
-    rule = stopper(tmp_path, "a")
+def test_a_repeated_step_counts_once() -> None:
+    stopper = RuleStopper("reward_variance_collapse")
     for step in [*range(1, 16), *range(12, 20)]:
-        assert not rule("trial", row("a", step, 2.0 if step <= 10 else 0.1))
-    assert rule("trial", row("a", 20, 0.1))
+        assert not stopper("trial", foreign(step, 2.0 if step <= 10 else 0.1))
+    assert stopper("trial", foreign(20, 0.1))
 
 
-def test_a_fresh_driver_reads_what_was_before(tmp_path: Path) -> None:
-    rows = [row("a", step, 2.0 if step <= 10 else 0.1) for step in range(1, 21)]
-    write(tmp_path / "a", rows[:18])
-    rule = stopper(tmp_path, "a")
-    assert not rule("trial", rows[17])
-    assert not rule("trial", rows[18])
-    assert rule("trial", rows[19])
+def test_a_filter_that_keeps_nothing_is_heeded() -> None:
+    stopper = RuleStopper("empty_filtered_steps", EarlyStopConfig(empty_stop_steps=2))
+    assert not stopper("trial", foreign(1, 2.0, groups_kept=0))
+    assert not stopper("trial", foreign(2, 2.0))  # no such entry: nothing is filtered
+    assert not stopper("trial", foreign(3, 2.0, groups_kept=0))
+    assert stopper("trial", foreign(4, 2.0, groups_kept=0))
 
 
-def test_what_a_killed_run_had_written_beyond_its_state_does_not_count(tmp_path: Path) -> None:
-    write(tmp_path / "a", [row("a", step, 2.0 if step <= 10 else 0.1) for step in range(1, 20)])
-    rule = stopper(tmp_path, "a")
-    assert not rule("trial", row("a", 15, 0.1))
-    for step in range(16, 20):
-        assert not rule("trial", row("a", step, 0.1))
-    assert rule("trial", row("a", 20, 0.1))
+def test_columns_of_another_name() -> None:
+    settings = EarlyStopConfig(success_patience=2, success_threshold=0.1)
+    stopper = RuleStopper("low_validation_success", settings, {"val_success": "eval/accuracy"})
+    assert not stopper("trial", {"training_iteration": 1, "eval/accuracy": 0.05, "val_success": 1.0})
+    assert stopper("trial", {"training_iteration": 2, "eval/accuracy": 0.0, "val_success": 1.0})
 
 
-def test_a_replayed_last_row_is_given_its_rule_again(tmp_path: Path) -> None:
-    rows = [row("a", step, 2.0 if step <= 10 else 0.1) for step in range(1, 21)]
-    write(tmp_path / "a", rows)
-    replayed = dict(rows[-1])
-    assert stopper(tmp_path, "a")("trial", replayed)
-    assert (replayed["stop_rule"], replayed["stop_step"]) == ("reward_variance_collapse", 20)
+def test_it_is_stored_with_the_rows_of_the_trials_that_go_on() -> None:
+    stopper = RuleStopper("reward_variance_collapse")
+    for step in range(1, 20):
+        assert not stopper("a", foreign(step, 2.0 if step <= 10 else 0.1))
+        assert not stopper("b", foreign(step, 2.0, done=step == 19))
+    stored = pickle.loads(pickle.dumps(stopper))
+    assert list(stored._rows) == ["a"]
+    assert stored("a", foreign(20, 0.1))
+    assert not stored._rows
+
+
+def test_a_rule_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ValueError, match="There is no stop rule `colapse`: name one of reward_variance_collapse"):
+        RuleStopper("colapse")
+
+
+@given(
+    st.lists(st.dictionaries(
+        st.sampled_from(["training_iteration", "reward_std", "groups_kept", "val_success", "done"]),
+        st.one_of(st.none(), st.text(max_size=3), st.floats(), st.integers(), st.just([]), st.booleans()),
+    ), max_size=12)
+)  # fmt: skip
+def test_odd_results_never_raise(odd: list[dict[str, Any]]) -> None:
+    for rule in RULES:
+        stopper = RuleStopper(rule)
+        for result in odd:
+            stopper("trial", result)
 
 
 def test_an_interrupt_ends_a_run_at_its_next_row_with_a_state(tmp_path: Path) -> None:
     interrupt = Interrupt(tmp_path / ".interrupt")
-    rule = StopRules({"a": Watched(tmp_path / "a", SETTINGS)}, tuple(RULES), interrupt)
-    assert not rule("trial", row("a", 1, saved=False))
+    stopper = InterruptStopper(interrupt)
+    assert not stopper("trial", decided(1, saved=False))
     interrupt.request()
-    on_its_way = row("a", 2, saved=False)
-    assert not rule("trial", on_its_way)
-    saved = row("a", 3, saved=True)
-    assert rule("trial", saved)
-    assert saved["stop_rule"] == ""  # no rule has stopped it
-    assert rule("trial", row("a", 4))  # a Trainable that says nothing of states
+    assert not stopper("trial", decided(2, saved=False))  # it was on its way
+    assert stopper("trial", decided(3, saved=True))
+    assert stopper("trial", decided(4))  # a Trainable that says nothing of states
     (tmp_path / ".interrupt").unlink()
-    assert rule("trial", row("a", 5, saved=False))  # the run cannot see the request: it would go on for ever
+    assert stopper("trial", decided(5, saved=False))  # the run cannot see the request: it would go on for ever
+    assert not stopper.stop_all()
 
 
-def test_the_rows_of_ended_runs_are_not_kept(tmp_path: Path) -> None:
-    rule = stopper(tmp_path, "a", "b", "c")
-    for step in range(1, 20):
-        assert not rule("trial-a", row("a", step, 2.0 if step <= 10 else 0.1))
-        assert not rule("trial-b", row("b", step))
-    assert rule("trial-a", row("a", 20, 0.1))
-    assert not rule("trial-b", row("b", 20, done=True))
-    assert not rule("trial-c", row("c", 1))
-    assert list(rule._rows) == ["c"]
+# In a Tuner of somebody else, with a Trainable that knows nothing of this project.
 
 
-def test_it_is_stored_without_rows_and_reads_them_where_they_are(tmp_path: Path) -> None:
-    rule = stopper(tmp_path, "a")
-    rows = [row("a", step, 2.0 if step <= 10 else 0.1) for step in range(1, 21)]
-    for each in rows[:19]:
-        assert not rule("trial", each)
-    stored = pickle.dumps(rule)
-    assert not pickle.loads(stored)("trial", dict(rows[19]))
-    write(tmp_path / "a", rows[:19])
-    assert pickle.loads(stored)("trial", dict(rows[19]))
+class Foreign(tune.Trainable):
+    """Its reward's spread dies after ten steps in one trial and its accuracy is low from the beginning in another."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.kind = config["kind"]
+
+    def step(self) -> dict[str, Any]:
+        count = self.iteration + 1
+        collapsed = self.kind == "collapses" and count > 10
+        return {
+            "reward_std": 0.01 if collapsed else 2.0, "accuracy": 0.0 if self.kind == "fails" else 0.5,
+            "done": count == 25,
+        }  # fmt: skip
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.dictionaries(
-        st.sampled_from(["run_id", "step", "reward_std", "groups_kept", "val_success"]),
-        st.one_of(st.none(), st.text(max_size=3), st.just("a"), st.floats(), st.integers(), st.just([]), st.booleans()),
+@pytest.mark.usefixtures("ray_session")
+def test_a_tuner_of_ones_own_stops_a_foreign_trainable(tmp_path: Path) -> None:
+    settings = EarlyStopConfig(success_patience=5)
+    stop = CombinedStopper(
+        RuleStopper("reward_variance_collapse", settings),
+        RuleStopper("low_validation_success", settings, {"val_success": "accuracy"}),
     )
-)
-def test_odd_rows_never_raise_and_never_stop(tmp_path: Path, odd: dict[str, Any]) -> None:
-    rule = stopper(tmp_path, "a")
-    assert not rule("trial", odd)
-    assert not rule("trial", {"run_id": "a", **odd, "step": math.nan})
-
-
-def test_a_torn_file_of_rows_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    write(tmp_path / "a", [row("a", step, 2.0 if step <= 10 else 0.1) for step in range(1, 20)])
-    with (tmp_path / "a" / "metrics.jsonl").open("ab") as log:
-        log.write(b'{"run_id": "a", "st\xff')
-    assert stopper(tmp_path, "a")("trial", row("a", 20, 0.1))
+    tuner = tune.Tuner(
+        Foreign, param_space={"kind": tune.grid_search(["learns", "collapses", "fails"])},
+        run_config=tune.RunConfig(storage_path=str(tmp_path), stop=stop, verbose=0),
+    )  # fmt: skip
+    steps = {result.config["kind"]: result.metrics["training_iteration"] for result in tuner.fit()}
+    assert steps == {"learns": 25, "collapses": 20, "fails": 5}
+    spread = [{"step": step, "reward_std": 2.0 if step <= 10 else 0.01, "groups_kept": 1} for step in range(1, 26)]
+    decision = decide(spread, settings)
+    assert decision is not None
+    assert decision.step == steps["collapses"]

@@ -9,10 +9,11 @@ from trainable.runs.records import empty_row
 from trainable.runs.run_files import GRADIENTS, append_line
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune.run import choose_wandb
+from tune_study.tune.trials import trial_config
 from tune_study.tune.wandb_logging import WandbRuns, loggable
 
 
-class Carrier(NamedTuple):
+class Trial(NamedTuple):
     """What the callback reads of a trial."""
 
     config: dict[str, Any]
@@ -23,7 +24,7 @@ def plan_in(output: Path, logger: str = "['console']") -> StudyPlan:
 
 
 def feed(runs: WandbRuns, plan: StudyPlan, finished: bool) -> None:
-    trial = Carrier({"run_id": plan.runs[0].run_id, "finished": finished})
+    trial = Trial(trial_config(plan, plan.runs[:1], finished))
     runs.setup()
     runs.on_trial_start(0, [], trial)
     runs.on_trial_result(0, [], trial, {**empty_row(), "step": 1, "val_success": 0.5})
@@ -78,7 +79,7 @@ def test_a_step_with_an_analysis_is_written_whole(tmp_path: Path) -> None:
     run_id = plan.runs[0].run_id
     plan.run_dir(run_id).mkdir(parents=True)
     append_line(plan.run_dir(run_id) / GRADIENTS, MadeAnalysis(1).line())
-    runs, trial = WandbRuns(plan, "offline"), Carrier({"run_id": run_id, "finished": False})
+    runs, trial = WandbRuns(plan, "offline"), Trial(trial_config(plan, plan.runs[:1], False))
     runs.setup()
     runs.on_trial_start(0, [], trial)
     runs.on_trial_result(0, [], trial, {**empty_row(), "step": 1, "seconds_gradient_analysis": 2.5})

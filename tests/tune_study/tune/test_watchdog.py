@@ -8,7 +8,7 @@ import pytest
 
 from tune_study.host.interrupt import Interrupt
 from tune_study.tune import watchdog
-from tune_study.tune.watchdog import Daemon, Room, guarded, is_gone
+from tune_study.tune.watchdog import Daemon, DiskSpace, guarded, is_gone
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -49,22 +49,22 @@ def test_nothing_is_called_where_all_is_well() -> None:
     assert told == []
 
 
-def room(folder: Path, patience: float, said: list[str]) -> Room:
-    return Room([folder, folder / "missing"], patience, Interrupt(folder / ".interrupt"), said.append)
+def disk_space(folder: Path, patience: float, said: list[str]) -> DiskSpace:
+    return DiskSpace([folder, folder / "missing"], patience, Interrupt(folder / ".interrupt"), said.append)
 
 
 def test_the_driver_waits_while_a_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([0, 0, 0, 10**9, 10**9, 10**9])
     monkeypatch.setattr(watchdog.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": next(free)}))
     said: list[str] = []
-    room(tmp_path, 60, said).on_step_begin(1, [])
+    disk_space(tmp_path, 60, said).on_step_begin(1, [])
     assert said == [f"The disk of {tmp_path} is full: waiting up to 60 s for room.", "There is room again."]
 
 
 def test_its_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LEAST_FREE", 10**18)
     said: list[str] = []
-    watch = room(tmp_path, 0.05, said)
+    watch = disk_space(tmp_path, 0.05, said)
     watch.on_step_begin(1, [])
     assert said[-1] == "There is still no room."
     watch._next = 0.0
@@ -82,7 +82,7 @@ def test_its_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_an_interruption_ends_its_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "LEAST_FREE", 10**18)
     said: list[str] = []
-    watch = room(tmp_path, 600, said)
+    watch = disk_space(tmp_path, 600, said)
     watch._interrupt.request()
     watch.on_step_begin(1, [])
     assert len(said) == 2
@@ -90,7 +90,7 @@ def test_an_interruption_ends_its_waiting(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_it_says_nothing_where_there_is_room(tmp_path: Path) -> None:
     said: list[str] = []
-    watch = room(tmp_path, 600, said)
+    watch = disk_space(tmp_path, 600, said)
     for iteration in range(3):
         watch.on_step_begin(iteration, [])
     assert said == []

@@ -1,1 +1,1 @@
-"""Sokoban: board, published rooms, solver, text, prompt."""
+"""Sokoban: board, published levels, solver, text, prompt."""

@@ -89,7 +89,7 @@ def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
     flat = after.reshape(-1)
     player = np.flatnonzero(flat >= _PLAYER)
     if player.size != batch:
-        raise ValueError(f"{player.size} players on {batch} boards; each board has exactly one: pass boards of `Room`")
+        raise ValueError(f"{player.size} players on {batch} boards; each board has exactly one: pass boards of `Level`")
     path = player[:, None] + _reach(cols).take(actions, axis=0)
     # A path leaves the array only behind a border wall, where it meets another wall: wrapping reads and writes walls.
     code = flat.take(path, mode="wrap") @ _CODE_WEIGHTS
@@ -119,7 +119,7 @@ def check_board(cells: Cells) -> None:
         raise ValueError(f"a board of shape {cells.shape}; a board has two axes of at least 3 cells each")
     inner = cells[1:-1, 1:-1]
     if np.count_nonzero(cells) != np.count_nonzero(inner):
-        raise ValueError("the border of a board must be all walls; surround the room with walls (#)")
+        raise ValueError("the border of a board must be all walls; surround the level with walls (#)")
     players = np.count_nonzero(cells >= _PLAYER)
     if players != 1:
         raise ValueError(f"{players} players on the board; put exactly one (P on floor, S on a target)")

@@ -1,4 +1,4 @@
-"""Rooms from seeds: the published generator, seed for seed, over integers instead of arrays."""
+"""Levels from seeds: the published generator, seed for seed, over integers instead of arrays."""
 
 import hashlib
 import random
@@ -31,10 +31,10 @@ _LEAVE = -1  # on the stack of the search: all below a state has been searched
 
 
 @dataclass(frozen=True, eq=False)
-class Room:
-    """A start board and the seed it was asked for with. Rooms compare by identity: compare `cells` or `key`.
+class Level:
+    """A start board and the seed it was asked for with. Levels compare by identity: compare `cells` or `key`.
 
-    seed: the seed given, also where a derived one made the room (see `fallback_seed`).
+    seed: the seed given, also where a derived one made the level (see `fallback_seed`).
     cells: int8 (R, C), read-only.
     """
 
@@ -43,7 +43,7 @@ class Room:
 
     @property
     def key(self) -> bytes:
-        """The room up to the eight symmetries of the square: the smallest of the eight boards' bytes."""
+        """The level up to the eight symmetries of the square: the smallest of the eight boards' bytes."""
         rows, cols = self.cells.shape
         boards: list[bytes] = [board.tobytes() for board in self.cells.reshape(-1)[_symmetries(rows, cols)]]
         return min(boards)
@@ -58,8 +58,8 @@ def generate_room(
     num_boxes: int = 1,
     tries: int = 4,
     search_depth: int = 300,
-) -> Room:
-    """Make the published room of a seed.
+) -> Level:
+    """Make the published level of a seed.
 
     1. Carve: a walk of `num_steps` steps, which turns with probability `p_change_directions`, stamps one of five
        3x3 shapes of floor at each step.
@@ -72,7 +72,7 @@ def generate_room(
 
     seed: 0 to 2**32 - 1. rows, cols: 4 to 20, the border included. num_boxes: only 1.
     Source: published code; its two random streams (Python's and NumPy's legacy one) are local here.
-    Raises ValueError for settings out of range, or if no room comes out after 100 derived seeds.
+    Raises ValueError for settings out of range, or if no level comes out after 100 derived seeds.
     """
     return generate_rooms((seed,), rows, cols, num_steps, p_change_directions, num_boxes, tries, search_depth)[0]
 
@@ -86,16 +86,16 @@ def generate_rooms(
     num_boxes: int = 1,
     tries: int = 4,
     search_depth: int = 300,
-) -> list[Room]:
-    """Make the room of each seed, as `generate_room` does, faster than one by one (one NumPy stream, reseeded)."""
+) -> list[Level]:
+    """Make the level of each seed, as `generate_room` does, faster than one by one (one NumPy stream, reseeded)."""
     settings = _Settings(rows, cols, num_steps, p_change_directions, tries, search_depth)
     _check(settings, num_boxes)
     numpy_stream = np.random.RandomState(0)
-    return [Room(int(seed), _first_room(int(seed), numpy_stream, settings)) for seed in seeds]
+    return [Level(int(seed), _first_level(int(seed), numpy_stream, settings)) for seed in seeds]
 
 
 def fallback_seed(seed: int) -> int:
-    """The seed that stands in for one that makes no room: the first 4 bytes (big-endian) of SHA-256 of its decimals.
+    """The seed that stands in for one that makes no level: the first 4 bytes (big-endian) of SHA-256 of its decimals.
 
     The published code takes Python's `hash` of the same string, which differs from process to process.
     """
@@ -113,11 +113,11 @@ class _Settings(NamedTuple):
 
 def _check(settings: _Settings, num_boxes: int) -> None:
     if num_boxes != 1:
-        raise ValueError(f"num_boxes is {num_boxes}; rooms are made with one box only: pass num_boxes=1")
+        raise ValueError(f"num_boxes is {num_boxes}; levels are made with one box only: pass num_boxes=1")
     for name in ("rows", "cols"):
         side = getattr(settings, name)
         if not MIN_SIDE <= side <= MAX_SIDE:
-            raise ValueError(f"{name} is {side}; a room has {MIN_SIDE} to {MAX_SIDE} {name}, the border included")
+            raise ValueError(f"{name} is {side}; a level has {MIN_SIDE} to {MAX_SIDE} {name}, the border included")
     if not 0 <= settings.p_change_directions <= 1:
         raise ValueError(f"p_change_directions is {settings.p_change_directions}; a probability lies in 0 to 1")
     for name, least in (("num_steps", 1), ("tries", 1), ("search_depth", 2)):
@@ -126,9 +126,9 @@ def _check(settings: _Settings, num_boxes: int) -> None:
             raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
-def _first_room(seed: int, numpy_stream: np.random.RandomState, settings: _Settings) -> Cells:
+def _first_level(seed: int, numpy_stream: np.random.RandomState, settings: _Settings) -> Cells:
     if not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"seed is {seed}; a room's seed lies in 0 to {MAX_SEED} (2**32 - 1)")
+        raise ValueError(f"seed is {seed}; a level's seed lies in 0 to {MAX_SEED} (2**32 - 1)")
     candidate = seed
     for _ in range(MAX_FALLBACKS + 1):
         numpy_stream.seed(candidate)
@@ -136,11 +136,11 @@ def _first_room(seed: int, numpy_stream: np.random.RandomState, settings: _Setti
         if cells is not None:
             return cells
         candidate = fallback_seed(candidate)
-    raise ValueError(f"seed {seed} and {MAX_FALLBACKS} seeds derived from it make no room with {settings}; carve more")
+    raise ValueError(f"seed {seed} and {MAX_FALLBACKS} seeds derived from it make no level with {settings}; carve more")
 
 
 def _attempt(stream: random.Random, numpy_stream: np.random.RandomState, settings: _Settings) -> Cells | None:
-    """Carve, place and pull until the box stands away from its target; None where the seed makes no room."""
+    """Carve, place and pull until the box stands away from its target; None where the seed makes no level."""
     grid = _grid(settings.rows, settings.cols)
     for _ in range(settings.tries):
         carved = _carve(stream, settings, grid)
@@ -298,7 +298,7 @@ def _pull_table(steps: tuple[tuple[int | None, ...], ...]) -> tuple[tuple[int, .
 @lru_cache(maxsize=64)
 def _scores(rows: int, cols: int, target: int) -> bytes:
     """The score of each state: the Manhattan distance of box and target."""
-    # The published score is 0 where the player covers the target. With one box that changes no room: the search
+    # The published score is 0 where the player covers the target. With one box that changes no level: the search
     # comes to such a state from one that scores as much (the player walked) or more (the box was pulled closer).
     grid = _grid(rows, cols)
     row, col = grid.coordinates[target]

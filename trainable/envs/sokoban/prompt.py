@@ -45,7 +45,7 @@ class Reply(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a turn shows: its number from 1, the room (rows, cols), actions left, and how the turn before went."""
+    """What a turn shows: its number from 1, the level (rows, cols), actions left, and how the turn before went."""
 
     turn: int
     cells: np.ndarray
@@ -151,7 +151,7 @@ def compact_left(actions_left: int) -> str:
 
 
 def _compact_state(observation: Observation) -> str:
-    # The outer wall is in every room: the compact style shows what is inside it.
+    # The outer wall is in every level: the compact style shows what is inside it.
     grid = render(observation.cells[1:-1, 1:-1], "grid")
     return f"{compact_turn(observation.turn)}{grid}\n{compact_left(observation.actions_left)}"
 

@@ -1,4 +1,4 @@
-"""Shortest solutions: a table of all distances of a one-box room, and a search for any board."""
+"""Shortest solutions: a table of all distances of a one-box level, and a search for any board."""
 
 from functools import lru_cache
 
@@ -13,7 +13,7 @@ _State = tuple[int, frozenset[int]]  # player and boxes, as flat cells
 
 
 def distance_table(cells: Cells) -> Distances:
-    """Count the fewest actions that solve a one-box room, from every place of player and box.
+    """Count the fewest actions that solve a one-box level, from every place of player and box.
 
     distance(player, box) = 0 where the box is on the target, else 1 + the smallest distance one action leads to;
     -1 where no actions solve it, or player and box cannot stand there.
@@ -39,7 +39,7 @@ def distance_table(cells: Cells) -> Distances:
 def optimal_actions(table: Distances, cells: Cells) -> tuple[Action, ...]:
     """Name all actions that start a shortest solution, in the order up, down, left, right.
 
-    table: int16 (R*C, R*C), `distance_table` of this room. cells: int8 (R, C), one of its boards.
+    table: int16 (R*C, R*C), `distance_table` of this level. cells: int8 (R, C), one of its boards.
     Empty where the board is solved or cannot be solved.
     """
     (player,) = _cells_with(cells, _PLAYERS)
@@ -123,7 +123,7 @@ def _distances(walls: bytes, target: int, predecessors: tuple[tuple[int, ...], .
 
 @lru_cache(maxsize=8)
 def _predecessors(rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
-    """For each state (box * size + player, over inner cells), the states one action earlier, had the room no walls."""
+    """For each state (box * size + player, over inner cells), the states one action earlier, had the level no walls."""
     places = [(row, col) for row in range(1, rows - 1) for col in range(1, cols - 1)]
     cell_at = {place: cell for cell, place in enumerate(places)}
     size = len(places)

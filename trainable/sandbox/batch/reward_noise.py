@@ -13,7 +13,7 @@ def corrupted(rewards: Tensor, uniforms: Tensor, mode: str, share: float, solved
     """Rewards [...] of which each is corrupted with probability `share`.
 
     uniforms: [..., 2] in [0, 1): which are corrupted, and what a random reward is. mode: one of
-    `trainable.sandbox.config.methods.NOISE_MODES`. solved: [...], True where the answer is fully right. featured:
+    `trainable.sandbox.config.names.NOISE_MODES`. solved: [...], True where the answer is fully right. featured:
     [...], True where the answer has what the mode's false positives pay for (`sequence_feature`, `bandit_feature`).
     """
     if mode == "none":

@@ -3,21 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from trainable.sandbox.config.methods import (
-    BANDITS,
-    CANDIDATE,
-    CHAIN_TASKS,
-    DELIGHT,
-    GROUPED,
-    SEQUENCE_NOISE,
-    SEQUENCE_ONLY,
-    TARGET,
-)
-
-PER_TOKEN = (*CANDIDATE, "DGToken")
-"""Rules that ask a verifier about single tokens."""
-PER_TOKEN_TASKS = ("token_reversal", "masked_reversal")
-CLIPPED = ("ASPO", "GRPO", "DrGRPO", "DAPO", "DAPOLite", "GRPOToken")
+from trainable.sandbox.config.names import BANDITS, CHAIN_TASKS, SEQUENCE_NOISE, TOKEN_REWARD_TASKS
 
 
 class Rejection(NamedTuple):
@@ -76,104 +62,106 @@ REJECTIONS: tuple[Rejection, ...] = (
     ),
     # Which rule fits which regime.
     Rejection(
-        lambda c: c.method in (*GROUPED, *CANDIDATE) and c.group_size < 2,
+        lambda c: (c.rule.has_groups or c.rule.has_candidates) and c.group_size < 2,
         "method={c.method} compares samples of one prompt, and group_size={c.group_size} leaves nothing to compare: "
         "set group_size=2 or more",
     ),
     Rejection(
-        lambda c: c.method in GROUPED and c.batch_size % c.group_size != 0,
+        lambda c: c.rule.has_groups and c.batch_size % c.group_size != 0,
         "method={c.method} splits a batch into groups, and batch_size={c.batch_size} is no multiple of "
         "group_size={c.group_size}: set batch_size=96 group_size=8, or another multiple",
     ),
     Rejection(
-        lambda c: c.method in SEQUENCE_ONLY and c.task in BANDITS,
+        lambda c: c.rule.needs_token_labels and c.task in BANDITS,
         "method={c.method} gives credit to the tokens of a sequence, and task={c.task} has one action: set "
         "task=token_reversal",
     ),
     Rejection(
-        lambda c: c.method in PER_TOKEN and c.task not in PER_TOKEN_TASKS,
+        lambda c: c.rule.needs_token_rewards and c.task not in TOKEN_REWARD_TASKS,
         "method={c.method} needs rewards that are a sum over tokens, which task={c.task} does not pay: set "
         "task=token_reversal or task=masked_reversal",
     ),
     Rejection(
-        lambda c: c.method in PER_TOKEN and c.binary_reward,
+        lambda c: c.rule.needs_token_rewards and c.binary_reward,
         "method={c.method} needs a reward for each token, and a binary reward has one a sequence: set "
         "binary_reward=false",
     ),
     Rejection(
-        lambda c: c.method in PER_TOKEN and c.reward_noise > 0,
+        lambda c: c.rule.needs_token_rewards and c.reward_noise > 0,
         "method={c.method} asks whether each token is right, and noise changes rewards of sequences only: set "
         "reward_noise=0 reward_noise_mode=none",
     ),
     Rejection(
-        lambda c: c.method in CANDIDATE and (c.delay > 0 or c.replay_capacity > 0),
+        lambda c: c.rule.has_candidates and (c.delay > 0 or c.replay_capacity > 0),
         "method={c.method} draws candidates at the prefixes of the step it trains on: set delay=0 replay_capacity=0",
     ),
     Rejection(
-        lambda c: c.method in CANDIDATE and (c.diagnostics or c.entropy_diagnostics or c.oracle_fit),
+        lambda c: c.rule.has_candidates and (c.diagnostics or c.entropy_diagnostics or c.oracle_fit),
         "method={c.method} trains on candidates, and the diagnostics measure tokens that were taken: set "
         "diagnostics=false entropy_diagnostics=false oracle_fit=false",
     ),
     Rejection(
-        lambda c: c.method == "ReplayDG" and c.replay_capacity == 0,
-        "method=ReplayDG without a replay buffer is DG under another name: set replay_capacity=5, or method=DG",
+        lambda c: c.rule.needs_replay and c.replay_capacity == 0,
+        "method={c.method} without a replay buffer is {c.rule.fresh_form} under another name: set replay_capacity=5, "
+        "or method={c.rule.fresh_form}",
     ),
     Rejection(
-        lambda c: c.method == "FreshDG" and c.replay_capacity == 0 and c.delay == 0,
-        "method=FreshDG on batches of age 0 is DG under another name: set replay_capacity=5 or delay=4, or method=DG",
+        lambda c: c.rule.discounts_age and c.replay_capacity == 0 and c.delay == 0,
+        "method={c.method} on batches of age 0 is {c.rule.fresh_form} under another name: set replay_capacity=5 or "
+        "delay=4, or method={c.rule.fresh_form}",
     ),
     Rejection(
-        lambda c: c.method == "LogGrowth" and c.task not in BANDITS,
-        "method=LogGrowth weights by the probability of one action, and task={c.task} has sequences: set task=mnist",
+        lambda c: c.rule.needs_one_action and c.task not in BANDITS,
+        "method={c.method} weights by the probability of one action, and task={c.task} has sequences: set task=mnist",
     ),
     Rejection(
-        lambda c: c.method in ("LogGrowth", "DAPO", "DAPOLite") and c.kl_weight > 0,
+        lambda c: c.rule.needs_plain_rewards and c.kl_weight > 0,
         "method={c.method} is defined without a KL in the reward, and kl_weight={c.kl_weight} puts one there: set "
         "kl_weight=0",
     ),
     Rejection(
-        lambda c: c.method in ("LogGrowth", "MaxRL", "TPOFullAction") and c.reward_noise > 0,
+        lambda c: c.rule.needs_true_rewards and c.reward_noise > 0,
         "method={c.method} is derived for rewards that say what is right, and noise breaks that: set reward_noise=0 "
         "reward_noise_mode=none",
     ),
     Rejection(
-        lambda c: c.method == "MaxRL" and c.task in CHAIN_TASKS,
-        "method=MaxRL divides by a success rate, and task={c.task} pays for parts: set task=token_reversal "
+        lambda c: c.rule.needs_success_rate and c.task in CHAIN_TASKS,
+        "method={c.method} divides by a success rate, and task={c.task} pays for parts: set task=token_reversal "
         "binary_reward=true",
     ),
     Rejection(
-        lambda c: c.method == "MaxRL" and c.task in PER_TOKEN_TASKS and not c.binary_reward,
-        "method=MaxRL divides by a success rate, which rewards between 0 and 1 do not have: set binary_reward=true",
+        lambda c: c.rule.needs_success_rate and c.task in TOKEN_REWARD_TASKS and not c.binary_reward,
+        "method={c.method} divides by a success rate, which rewards between 0 and 1 do not have: set "
+        "binary_reward=true",
     ),
     Rejection(
-        lambda c: c.method == "MaxRL" and c.task == "lm_bandit" and c.kl_weight > 0,
-        "method=MaxRL needs rewards of 0 and 1, and kl_weight={c.kl_weight} adds a KL to them: set kl_weight=0",
+        lambda c: c.rule.needs_success_rate and c.task == "lm_bandit" and c.kl_weight > 0,
+        "method={c.method} needs rewards of 0 and 1, and kl_weight={c.kl_weight} adds a KL to them: set kl_weight=0",
     ),
     Rejection(
-        lambda c: c.method == "TPOFullAction" and c.task != "mnist",
-        "method=TPOFullAction makes a target over all actions of one choice, which only mnist has few of: set "
-        "task=mnist",
+        lambda c: c.rule.needs_all_actions and c.task != "mnist",
+        "method={c.method} makes a target over all actions of one choice, which only mnist has few of: set task=mnist",
     ),
     Rejection(
-        lambda c: c.method == "TPOFullAction" and (c.delay > 0 or c.replay_capacity > 0 or c.inner_epochs > 1),
-        "method=TPOFullAction starts its target from the policy that learns, so old samples would move it: set delay=0 "
+        lambda c: c.rule.needs_all_actions and (c.delay > 0 or c.replay_capacity > 0 or c.inner_epochs > 1),
+        "method={c.method} starts its target from the policy that learns, so old samples would move it: set delay=0 "
         "replay_capacity=0 inner_epochs=1",
     ),
     # Numbers that a rule divides by, or that leave it without effect.
     Rejection(
-        lambda c: c.method in DELIGHT and c.eta == 0,
+        lambda c: c.rule.temperature == "gate" and c.eta == 0,
         "method={c.method} divides delight by eta, which must be above 0: set eta=1",
     ),
     Rejection(
-        lambda c: c.method == "PMDMean" and c.eta == 0,
-        "method=PMDMean fits the log-ratio times eta to the advantage, and at eta=0 nothing is fitted: set eta=1",
+        lambda c: c.rule.temperature == "regression" and c.eta == 0,
+        "method={c.method} fits the log-ratio times eta to the advantage, and at eta=0 nothing is fitted: set eta=1",
     ),
     Rejection(
-        lambda c: c.method in TARGET and c.tpo_eta == 0,
+        lambda c: c.rule.temperature == "target" and c.tpo_eta == 0,
         "method={c.method} divides rewards by tpo_eta, which must be above 0: set tpo_eta=1",
     ),
     Rejection(
-        lambda c: c.method in CLIPPED and c.clip_low >= 1,
+        lambda c: c.rule.clip is not None and c.clip_low >= 1,
         "clip_low={c.clip_low} bounds nothing, since a ratio is never below 0: set clip_low=0.2, or another below 1",
     ),
 )

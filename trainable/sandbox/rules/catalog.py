@@ -1,46 +1,19 @@
-"""The update rules by name. A new one is a function of `trainable.sandbox.rules`, a line here and in `methods`."""
+"""The function of every update rule by name, from the records of `trainable.sandbox.config.rules`."""
 
-from trainable.sandbox.rules import (
-    delight,
-    grouped,
-    kondo,
-    oracle_labels,
-    policy_gradient,
-    target_policy,
-    token_credit,
-)
+from importlib import import_module
+
+from trainable.sandbox.config.rules import RULES
 from trainable.sandbox.rules.rule import UpdateRule
 
-UPDATE_RULES: dict[str, UpdateRule] = {
-    "CE": oracle_labels.cross_entropy,
-    "REINFORCE": policy_gradient.reinforce,
-    "PG": policy_gradient.pg,
-    "TrajPG": policy_gradient.traj_pg,
-    "ASPO": policy_gradient.aspo,
-    "R2VPO": policy_gradient.r2vpo,
-    "LogGrowth": policy_gradient.log_growth,
-    "PMDMean": policy_gradient.pmd_mean,
-    "DG": delight.dg,
-    "ReplayDG": delight.replay_dg,
-    "FreshDG": delight.fresh_dg,
-    "DGEntropyGuard": delight.dg_entropy_guard,
-    "UncertaintyDG": delight.uncertainty_dg,
-    "FilteredDG": delight.filtered_dg,
-    "RewardVarianceDG": delight.reward_variance_dg,
-    "Kondo": kondo.kondo,
-    "DGToken": token_credit.dg_token,
-    "SelfDistillDG": oracle_labels.self_distill_dg,
-    "SCOPELite": oracle_labels.scope_lite,
-    "GRPO": grouped.grpo,
-    "DrGRPO": grouped.dr_grpo,
-    "DAPO": grouped.dapo,
-    "DAPOLite": grouped.dapo,
-    "TPO": target_policy.tpo,
-    "TPONoAnchor": target_policy.tpo_no_anchor,
-    "GroupPG": grouped.group_pg,
-    "TEMPO": grouped.tempo,
-    "MaxRL": grouped.max_rl,
-    "TPOFullAction": target_policy.tpo_full_action,
-    "TPOToken": target_policy.tpo_token,
-    "GRPOToken": token_credit.grpo_token,
-}
+
+def load_formula(formula: str) -> UpdateRule:
+    """The function that a record names as `<module>.<function>` of this folder.
+
+    ModuleNotFoundError or AttributeError: there is no such module, or no such function in it.
+    """
+    module, _, name = formula.rpartition(".")
+    function: UpdateRule = getattr(import_module(f"trainable.sandbox.rules.{module}"), name)
+    return function
+
+
+UPDATE_RULES: dict[str, UpdateRule] = {name: load_formula(rule.formula) for name, rule in RULES.items()}

@@ -1,16 +1,20 @@
 """Rules that compare the rollouts of a prompt and weight each by how far its reward is from the group's mean."""
 
+import math
+
 import torch
 from torch import Tensor
 
-from trainable.algo.losses import LOG_RATIO_LIMIT, ppo_clip
+from trainable.algo.advantages import group_skill
+from trainable.algo.advantages import grpo as group_relative
+from trainable.algo.losses import kl_estimate, ppo_clip
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.rule import (
     RuleLoss,
-    Spread,
     by_group,
     capped_ratios,
+    group_ids,
     group_spread,
     kept_mean,
     log_probs_of,
@@ -19,28 +23,24 @@ from trainable.sandbox.rules.rule import (
 )
 
 STD_FLOOR = 1e-8
-SKILL_FLOOR = 1e-6
 NO_DUAL_CLIP = 1e9
 """Above e^20, the largest ratio, so that the dual clip of `ppo_clip` never binds."""
 
 
-def normalised(found: Spread) -> Tensor:
-    """[..., n] float64 (value − mean) / (std + 1e-8), and 0 where std is at most 1e-8."""
-    return torch.where(found.std > STD_FLOOR, found.centred / (found.std + STD_FLOOR), 0)
+def advantages_in_group(scores: Tensor, ids: Tensor, divide: bool) -> Tensor:
+    """[N] G of scores [N], whose groups have numbers `ids` [N]: (R − mean) / (std + 1e-8), or R − mean.
 
-
-def skill(found: Spread) -> Tensor:
-    """[..., n] float64 (value − mean) / std, and value − mean where std is at most 1e-6."""
-    return torch.where(found.std > SKILL_FLOOR, found.centred / found.std.clamp(min=SKILL_FLOOR), found.centred)
-
-
-def behaviour_kl(log_ratio: Tensor) -> Tensor:
-    """exp(−x) + x − 1 of each x = l − μ, clamped to ±20: an estimate of KL(π‖μ), 0 where the two agree.
-
-    It is k3 of `trainable.algo.losses.kl_estimate` without that function's cap of 10 nats, which the source lacks.
+    divide: by the std, of divisor K; a group whose std is at most 1e-8 then has G = 0.
     """
-    x = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return torch.expm1(-x) + x
+    whole = torch.ones_like(scores, dtype=torch.bool).unsqueeze(1)
+    group = group_relative(scores, ids, whole, divide, correction=0, floor=STD_FLOOR, least_std=STD_FLOOR)
+    return group.squeeze(1)
+
+
+def skills_in_group(scores: Tensor, ids: Tensor) -> Tensor:
+    """[N] z of scores [N], whose groups have numbers `ids` [N]: (R − mean) / std, and R − mean where std <= 1e-6."""
+    whole = torch.ones_like(scores, dtype=torch.bool).unsqueeze(1)
+    return group_skill(scores, ids, whole, precision=torch.float64).squeeze(1)
 
 
 def clipped_surrogate(
@@ -52,21 +52,20 @@ def clipped_surrogate(
         taken: [E, B, ...] l; old: μ and group: G, of the same shape.
         keep: [E, B].
         clip: low and high.
-        beta: coefficient of `behaviour_kl`; None: no such term, and no metric of it.
+        beta: coefficient of kl(x), k3 of `kl_estimate` without its limit; None: no such term, and no metric of it.
     """
     clipped = ppo_clip(taken, old, group, *clip, NO_DUAL_CLIP)
     metrics = {"ratio_mean": kept_mean(clipped.ratio, keep), "adv_abs_mean": kept_mean(group.abs(), keep)}
     if beta is None:
         return clipped.loss, metrics
-    kl = behaviour_kl(taken - old)
+    kl = kl_estimate(taken, old, "k3", limit=math.inf)
     return clipped.loss + beta * kl, {**metrics, "reverse_kl_mean": kept_mean(kl, keep)}
 
 
 def _group_advantages(rollouts: Rollouts, divide: bool, like: Tensor) -> Tensor:
-    """[E, B, T] G, one number a rollout, for `like` of that shape: its reward in its group, normalised or centred."""
-    found = group_spread(rollouts)
-    group = normalised(found) if divide else found.centred
-    return group.flatten(1).to(like.dtype).unsqueeze(-1).expand(like.shape)
+    """[E, B, T] G, one number per rollout, for `like` of that shape: its reward in its group, normalised or centred."""
+    group = advantages_in_group(rollouts.rewards.flatten(), group_ids(rollouts), divide)
+    return group.view_as(rollouts.rewards).to(like.dtype).unsqueeze(-1).expand(like.shape)
 
 
 def grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -109,7 +108,7 @@ def dapo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Rul
     Source: Yu et al. 2025, arXiv:2503.14476: its two clip bounds and token mean; groups without a spread are left
     out by the sampler, not drawn again.
     Reduces to: GRPO at grpo_beta 0 and clip_high = clip_low; at r = 1 to −mean( l · sg(G) ).
-    Axis: geometry. More room upwards for what was unlikely; the normalisation is GRPO's.
+    Axis: geometry. More level upwards for what was unlikely; the normalisation is GRPO's.
     """
     taken = log_probs_of(rollouts.actions, log_probs)
     group = _group_advantages(rollouts, config.std_normalization, taken)
@@ -127,11 +126,11 @@ def group_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     Axis: influence. The standardised reward is the weight, and nothing ends the push.
     """
     taken = log_probs_of(rollouts.actions, log_probs)
-    skills = skill(group_spread(rollouts)).to(taken.dtype)
-    products = skills / config.tpo_eta * by_group(taken.sum(-1), rollouts)
+    skills = skills_in_group(rollouts.rewards.flatten(), group_ids(rollouts)).view_as(rollouts.rewards).to(taken.dtype)
+    products = by_group(skills / config.tpo_eta * taken.sum(-1), rollouts)
     used = by_group(rollouts.keep, rollouts)
     loss = -kept_mean(torch.where(used, products, 0).sum(-1), used.any(-1))
-    return rule_loss(rollouts, loss, tpo_skill_abs_mean=kept_mean(skills.flatten(1).abs(), rollouts.keep))
+    return rule_loss(rollouts, loss, tpo_skill_abs_mean=kept_mean(skills.abs(), rollouts.keep))
 
 
 def max_rl(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:

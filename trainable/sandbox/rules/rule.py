@@ -124,6 +124,17 @@ def by_group(x: Tensor, rollouts: Rollouts) -> Tensor:
     return x.unflatten(1, (-1, rollouts.group_size))
 
 
+def group_ids(rollouts: Rollouts) -> Tensor:
+    """[E · B] numbers, equal for the kept rollouts of a group; one that is not kept is a group by itself.
+
+    So what `trainable.algo` computes by group is computed for all members at once, and reads kept rollouts only.
+    ValueError where rollouts are not in groups.
+    """
+    keep = by_group(rollouts.keep, rollouts)
+    places = torch.arange(keep.numel()).unflatten(0, keep.shape)
+    return torch.where(keep, places[..., :1], keep.numel() + places).flatten()
+
+
 def group_spread(rollouts: Rollouts) -> Spread:
     """`spread` of the kept rewards of each group: [E, P, K], [E, P, 1], [E, P, 1]."""
     return spread(by_group(rollouts.rewards, rollouts), by_group(rollouts.keep, rollouts))

@@ -1,53 +1,67 @@
 """Target policy optimisation: rewards make a target distribution over candidates, and the policy is fitted to it."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from trainable.algo.target_policy import target_shares
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.rules.grouped import skill
+from trainable.sandbox.rules.grouped import skills_in_group
 from trainable.sandbox.rules.rule import (
     RuleLoss,
     by_group,
-    group_spread,
+    group_ids,
     kept_mean,
     log_probs_of,
     rule_loss,
-    spread,
     squared_mass,
 )
-from trainable.sandbox.rules.token_credit import candidate_metrics, candidates_of
-
-ABSENT = -1e9
-"""Score of a candidate that is not kept: its probability is exactly 0, and 0 times its logarithm is 0."""
+from trainable.sandbox.rules.token_credit import candidate_metrics, candidates_of, row_ids
 
 
-def entropy(probabilities: Tensor) -> Tensor:
-    """[...] −Σ q log q over the last axis, nats."""
-    return -torch.xlogy(probabilities, probabilities).sum(-1)
+class Fit(NamedTuple):
+    """Of the candidates of each choice [..., n]: the loss [...] that fits p to q, with gradient, and log q."""
+
+    loss: Tensor
+    log_target: Tensor
+
+    @property
+    def entropy(self) -> Tensor:
+        """[...] −Σ q log q, nats."""
+        return -(self.log_target.exp() * self.log_target).sum(-1)
 
 
-def fit(scores: Tensor, target: Tensor) -> Tensor:
-    """[...] cross-entropy −Σ_i q_i log p_i of p = softmax(scores) over the last axis; its gradient is p − q.
+def fit(scores: Tensor, old: Tensor, skills: Tensor, ids: Tensor, eta: float) -> Fit:
+    """−Σ_i q_i log p_i over the last axis, p = softmax(scores), q = softmax(log softmax(old) + skills / eta).
 
-    scores: [..., n]. target: q, of the same shape, a constant.
+    Args:
+        scores: [..., n] c; the loss has the gradient p − q by it.
+        old: o, of the same shape, a constant.
+        skills: z, of the same shape, a constant.
+        ids: [N] numbers of the choices, of all N entries in order. An entry whose number no other has is no candidate:
+            it adds nothing.
+        eta: above 0.
     """
-    return -(target.detach() * torch.log_softmax(scores, -1)).sum(-1)
+    shares = target_shares(scores.flatten(), old.flatten(), skills.flatten(), ids, eta)
+    log_p, log_q = shares.log_p.view_as(scores), shares.log_q.view_as(scores)
+    return Fit(-(log_q.exp() * log_p).sum(-1).to(scores.dtype), log_q.to(scores.dtype))
 
 
 def _group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig, anchored: bool) -> RuleLoss:
-    taken = log_probs_of(rollouts.actions, log_probs)
-    absent = ~by_group(rollouts.keep, rollouts)
-    skills = skill(group_spread(rollouts)).to(taken.dtype) / config.tpo_eta
-    old = by_group(rollouts.actor_log_probs.sum(-1), rollouts) if anchored else torch.zeros_like(skills)
-    target = torch.softmax((old + skills).masked_fill(absent, ABSENT), -1)
-    scores = by_group(taken.sum(-1), rollouts).masked_fill(absent, ABSENT)
-    groups = ~absent.all(-1)
+    ids, keep = group_ids(rollouts), by_group(rollouts.keep, rollouts)
+    sums = by_group(log_probs_of(rollouts.actions, log_probs).sum(-1), rollouts)
+    skills = skills_in_group(rollouts.rewards.flatten(), ids).view_as(sums)
+    old = by_group(rollouts.actor_log_probs.sum(-1), rollouts) if anchored else torch.zeros_like(sums)
+    target_fit = fit(sums, old, skills, ids, config.tpo_eta)
+    groups = keep.any(-1)
+    top = target_fit.log_target.exp().masked_fill(~keep, 0).amax(-1)
     metrics = {
-        "tpo_target_entropy": kept_mean(entropy(target), groups),
-        "tpo_target_top_prob": kept_mean(target.amax(-1), groups),
+        "tpo_target_entropy": kept_mean(target_fit.entropy, groups),
+        "tpo_target_top_prob": kept_mean(top, groups),
     }
-    return rule_loss(rollouts, kept_mean(fit(scores, target), groups), **metrics)
+    return rule_loss(rollouts, kept_mean(target_fit.loss, groups), **metrics)
 
 
 def tpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -91,10 +105,10 @@ def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
     now = log_probs.squeeze(2)  # [E, B, A]
     advantage = (rollouts.rewards.unsqueeze(-1) - squared_mass(log_probs)).to(now.dtype)  # [E, B, 1]
     scores = torch.zeros_like(now.detach()).scatter(-1, rollouts.actions, advantage)
-    skills = skill(spread(scores, torch.ones_like(scores, dtype=torch.bool))).to(now.dtype)
-    target = torch.softmax(now.detach() + skills / config.tpo_eta, -1)
-    loss = kept_mean(-(target * now).sum(-1), rollouts.keep)
-    metrics = {"tpo_target_entropy": entropy(target), "tpo_sample_adv_mean": advantage}
+    skills = skills_in_group(scores.flatten(), row_ids(scores)).view_as(scores)
+    target_fit = fit(now.detach(), now.detach(), skills, row_ids(now), config.tpo_eta)
+    loss = kept_mean(-(target_fit.log_target.exp() * now).sum(-1), rollouts.keep)
+    metrics = {"tpo_target_entropy": target_fit.entropy, "tpo_sample_adv_mean": advantage}
     return rule_loss(rollouts, loss, **{name: kept_mean(value, rollouts.keep) for name, value in metrics.items()})
 
 
@@ -112,9 +126,8 @@ def tpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -
     """
     candidates = candidates_of(rollouts)
     scores = log_probs.gather(-1, candidates.actions)
-    everything = torch.ones_like(candidates.rewards, dtype=torch.bool)
-    skills = skill(spread(candidates.rewards, everything)).to(scores.dtype)
-    target = torch.softmax(candidates.log_probs + skills / config.tpo_eta, -1)
-    loss = kept_mean(fit(scores, target), rollouts.keep)
-    metrics = candidate_metrics(rollouts)
-    return rule_loss(rollouts, loss, tpo_target_entropy=kept_mean(entropy(target), rollouts.keep), **metrics)
+    ids = row_ids(scores)
+    skills = skills_in_group(candidates.rewards.flatten(), ids).view_as(scores)
+    target_fit = fit(scores, candidates.log_probs, skills, ids, config.tpo_eta)
+    metrics = {"tpo_target_entropy": kept_mean(target_fit.entropy, rollouts.keep), **candidate_metrics(rollouts)}
+    return rule_loss(rollouts, kept_mean(target_fit.loss, rollouts.keep), **metrics)

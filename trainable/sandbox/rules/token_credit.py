@@ -6,14 +6,13 @@ from torch import Tensor
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.delight import gate
-from trainable.sandbox.rules.grouped import clipped_surrogate, normalised
+from trainable.sandbox.rules.grouped import advantages_in_group, clipped_surrogate
 from trainable.sandbox.rules.rule import (
     RuleLoss,
     kept_mean,
     log_probs_of,
     policy_gradient_loss,
     rule_loss,
-    spread,
     squared_mass,
 )
 
@@ -62,6 +61,11 @@ def candidates_of(rollouts: Rollouts) -> Candidates:
     return rollouts.candidates
 
 
+def row_ids(x: Tensor) -> Tensor:
+    """[N] numbers, equal for the entries of a row (of the last axis) of `x`, whose N entries are counted in order."""
+    return torch.arange(x.numel()) // x.shape[-1]
+
+
 def candidate_metrics(rollouts: Rollouts) -> dict[str, Tensor]:
     """[E] mean reward of all candidates, and of those that the behaviour sequences took."""
     rewards = candidates_of(rollouts).rewards
@@ -83,8 +87,9 @@ def grpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     """
     candidates = candidates_of(rollouts)
     taken = log_probs.gather(-1, candidates.actions)
-    everything = torch.ones_like(candidates.rewards, dtype=torch.bool)
-    group = normalised(spread(candidates.rewards, everything)).to(taken.dtype)
+    group = (
+        advantages_in_group(candidates.rewards.flatten(), row_ids(taken), divide=True).view_as(taken).to(taken.dtype)
+    )
     clip = (config.clip_low, config.clip_low)
     losses, metrics = clipped_surrogate(taken, candidates.log_probs, group, rollouts.keep, clip, config.grpo_beta)
     loss = kept_mean(losses.sum(-1), rollouts.keep)

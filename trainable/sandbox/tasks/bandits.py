@@ -6,7 +6,6 @@ from torch import Tensor
 from trainable.sandbox.batch.members import Streams
 from trainable.sandbox.batch.reward_noise import bandit_feature, corrupted
 from trainable.sandbox.batch.rollouts import Rollouts
-from trainable.sandbox.config.methods import GROUPED
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.decoding import drawn, taken
 from trainable.sandbox.tasks.groups import all_kept, kept_rollouts, split_groups
@@ -14,7 +13,7 @@ from trainable.sandbox.tasks.groups import all_kept, kept_rollouts, split_groups
 
 def prompts_a_step(config: UpdateRuleConfig) -> int:
     """Observations of a batch: batch_size, or batch_size / group_size for grouped rules."""
-    return config.batch_size // (config.group_size if config.method in GROUPED else 1)
+    return config.batch_size // (config.group_size if config.rule.has_groups else 1)
 
 
 def bandit_rollouts(
@@ -27,7 +26,7 @@ def bandit_rollouts(
     groups by right actions without noise and knows its expected reward in groups too; one without filters by rewards
     and knows it in ungrouped batches only.
     """
-    grouped = config.method in GROUPED
+    grouped = config.rule.has_groups
     each = config.group_size if grouped else 1
     known = config.reward_noise == 0 and (price is not None or not grouped)
     cost = torch.zeros_like(log_probs) if price is None else price

@@ -6,7 +6,6 @@ from torch import Tensor
 from trainable.sandbox.batch.members import Streams
 from trainable.sandbox.batch.reward_noise import corrupted, sequence_feature
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
-from trainable.sandbox.config.methods import CANDIDATE, GROUPED
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.decoding import Continuations, continuations, drawn, taken
 from trainable.sandbox.models.transformer import Transformers, TransformerShape, first_transformers
@@ -45,14 +44,14 @@ class SequenceTask:
     def sample(self, models: Models, streams: Streams, step: int) -> Rollouts:
         """One batch: batch_size rollouts, of as many prompts, or of batch_size / group_size for grouped rules."""
         config, own = self.config, _own(models)
-        each = config.group_size if config.method in GROUPED else 1
+        each = config.group_size if config.rule.has_groups else 1
         prompts = self._prompts(streams, "sandbox_prompts", step, config.batch_size // each)
         uniforms = streams.uniform("sandbox_samples", step, shape=(config.batch_size, config.seq_len))
         went_on = continuations(own, self._observed(prompts), config.seq_len, uniforms, each)
         prompts = prompts.repeat_interleave(each, dim=1)
         rewards = self._noisy_rewards(prompts, went_on.tokens, streams, step)
         keep, scalars = all_kept(rewards)
-        if config.method in GROUPED:
+        if config.rule.has_groups:
             keep, scalars = kept_rollouts(spread_groups(rewards, each), each)
         return Rollouts(
             observations=torch.cat((self._observed(prompts), went_on.tokens), dim=-1),
@@ -63,10 +62,10 @@ class SequenceTask:
             actor_baseline=went_on.log_probs.exp().square().sum(-1),
             keep=keep,
             age=torch.zeros(len(rewards), dtype=torch.int64),
-            group_size=each if config.method in GROUPED else None,
+            group_size=each if config.rule.has_groups else None,
             score_mask=None if self.scored.all() else self.scored.expand(*rewards.shape, -1),
             expected_reward=self._expected_reward(own, prompts),
-            candidates=self._candidates(went_on, prompts, streams, step) if config.method in CANDIDATE else None,
+            candidates=self._candidates(went_on, prompts, streams, step) if config.rule.has_candidates else None,
             scalars=scalars,
         )
 
@@ -136,7 +135,7 @@ class SequenceTask:
         """[E, B] probability of the right answer, where that is the mean reward of an ungrouped batch."""
         config = self.config
         plain = config.task == "token_reversal" and config.binary_reward and config.reward_noise_mode == "none"
-        if not plain or config.method in GROUPED:
+        if not plain or config.rule.has_groups:
             return None
         return taken(self._oracle_log_probs(models, prompts), self._labels(prompts)).sum(-1).exp()
 

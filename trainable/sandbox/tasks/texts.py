@@ -1,6 +1,6 @@
 """Texts for the language-model bandit: passages of a file as tokens, some to train on and the last ones to evaluate.
 
-The shipped text holds dialogues in which a solver plays Sokoban, as sokoban-tiny learned from, of other rooms:
+The shipped text holds dialogues in which a solver plays Sokoban, as sokoban-tiny learned from, of other levels:
 `python -m trainable.sandbox.tasks.texts FILE` writes it again.
 """
 
@@ -14,14 +14,14 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from trainable.config.seeds import stream
+from trainable.envs.sokoban.level_sets import demonstration_levels
 from trainable.envs.sokoban.prompt import make_protocol
-from trainable.envs.sokoban.room_sets import demonstration_rooms
 from trainable.tiny.demonstrations import Habits, dialogues
 from trainable.tiny.recipe import ACTIONS, ACTIONS_A_TURN, TURNS
 
-SHIPPED = Path(__file__).parent / "sokoban_dialogues.jsonl"
+SHIPPED_TEXT = Path(__file__).parent / "sokoban_dialogues.jsonl"
 SHIPPED_PASSAGES = 480
-_FIRST_ROOM = 40_000_000  # beyond those that sokoban-tiny was shown
+_FIRST_LEVEL = 40_000_000  # beyond those that sokoban-tiny was shown
 EVALUATED = 4  # the last passage of so many is for evaluation: a quarter of a text
 
 
@@ -37,7 +37,7 @@ def read_tokens(text_file: str | None, tokenizer: Tokenizer, context_len: int) -
 
     Raises ValueError with what to do where the file is missing, is no text, or is too short for a context.
     """
-    found = passages(SHIPPED if text_file is None else Path(text_file).expanduser())
+    found = passages(SHIPPED_TEXT if text_file is None else Path(text_file).expanduser())
     encodings = [tokenizer.encode("\n" * (n > 0) + text, add_special_tokens=False) for n, text in enumerate(found)]
     kept = len(found) - max(1, len(found) // EVALUATED)
     parts = [torch.tensor([i for one in some for i in one.ids]) for some in (encodings[:kept], encodings[kept:])]
@@ -70,10 +70,12 @@ def passages(path: Path) -> list[str]:
 
 
 def sokoban_passages(count: int) -> list[str]:
-    """The first `count` dialogues of the shipped text: rooms that no policy is validated or tested on."""
+    """The first `count` dialogues of the shipped text: levels that no policy is validated or tested on."""
     protocol = make_protocol("compact", "grid", ACTIONS)
     rng = stream(0, "sandbox_data", 2)
-    played = dialogues(demonstration_rooms(count, _FIRST_ROOM), protocol, Habits(), rng, TURNS, ACTIONS_A_TURN, ACTIONS)
+    played = dialogues(
+        demonstration_levels(count, _FIRST_LEVEL), protocol, Habits(), rng, TURNS, ACTIONS_A_TURN, ACTIONS
+    )
     return ["".join(segment.text for segment in segments) for segments in played]
 
 

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from math import isfinite
 
 import torch
 from torch import Tensor
 
+from trainable.runs.run import Lines, Row, State
+from trainable.runs.training import StepResult
 from trainable.sandbox.batch.members import Streams
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.batch.slices import flat, put_together, taken_apart, unflat
@@ -17,14 +18,12 @@ from trainable.sandbox.rules.rule import UpdateRule
 from trainable.sandbox.tasks.task import Task
 from trainable.sandbox.training.optimizer import MemberAdam
 from trainable.sandbox.training.replay import AgeStatistics, Drawn, make_buffer
-from trainable.sandbox.training.state import MemberState, below, named
+from trainable.sandbox.training.state import below, named
 from trainable.sandbox.training.update import Learner
 
 UNIFORM_GROUPS = "uniform_groups"
 COSINE_EVERY = 5
 """Evaluations from one measured direction of the gradient to the next."""
-
-Row = dict[str, int | float | str]
 
 _SAMPLER_COLUMNS = {
     "informative_group_rate": "mixed_group_rate",
@@ -33,30 +32,23 @@ _SAMPLER_COLUMNS = {
 }
 
 
-@dataclass(frozen=True)
-class Progress:
-    """What a training step gave, by seed. rows: of an evaluation. failed: why, of members that cannot go on."""
-
-    rows: dict[int, Row] = field(default_factory=dict)
-    failed: dict[int, str] = field(default_factory=dict)
-
-
 class UpdateRuleTrainer:
     """Trains one model a seed, all of one configuration, side by side.
 
-    config: its own seed is not read. seeds: different ones. task: what is learned. rule: what is minimised.
+    config: its own seed is not read. seeds: different ones. task: what is learned. objective: the function of the
+    update rule that `config` names.
 
     A member that has ended leaves: what goes on is what the others would be if it had never been there, up to the
     rounding of sums whose order depends on how many there are. `seeds` are those that go on; `left` holds the last
     state of those that a rule or the last step ended, and none of those that failed.
     """
 
-    def __init__(self, config: UpdateRuleConfig, seeds: Sequence[int], task: Task, rule: UpdateRule) -> None:
+    def __init__(self, config: UpdateRuleConfig, seeds: Sequence[int], task: Task, objective: UpdateRule) -> None:
         if len(set(seeds)) != len(seeds) or not seeds:
             raise ValueError(f"seeds {list(seeds)} are not different ones, one a member.")
-        self.config, self.task, self.rule = config, task, rule
+        self.config, self.task, self.objective = config, task, objective
         self.step_index = 0
-        self.left: dict[int, MemberState] = {}
+        self.left: dict[int, State] = {}
         self._place(seeds)
         self._begun, self._seconds_before, self._seconds_at_row = time.perf_counter(), 0.0, 0.0
 
@@ -66,12 +58,12 @@ class UpdateRuleTrainer:
         self.streams = Streams(seeds)
         models = self.task.make_models(self.streams)
         optimizer = MemberAdam(models.parameters_by_name(), self.config.lr)
-        self.learner = Learner(self.config, self.task, self.rule, models, optimizer)
+        self.learner = Learner(self.config, self.task, self.objective, models, optimizer)
         self.buffer = make_buffer(self.config)
         self.ages = AgeStatistics(torch.zeros(len(seeds), 5, dtype=torch.float64))
         self.uniform_batches = torch.zeros(len(seeds), dtype=torch.int64)
 
-    def step(self) -> Progress:
+    def step(self) -> StepResult:
         """One batch of rollouts, in the documents' order: evaluate, sample, delay or replay, screen, update.
 
         Once all batches are trained on, the next call evaluates, and every member leaves. A member with too many
@@ -111,14 +103,14 @@ class UpdateRuleTrainer:
         return self.buffer.draw(fresh, self.streams.uniform("sandbox_replay", self.step_index, shape=()))
 
     def _screened(self, rollouts: Rollouts) -> tuple[Rollouts, dict[str, Tensor]]:
-        if self.config.method != "Kondo":
+        if not self.config.rule.screens_batch:
             return rollouts, {}
         count = rollouts.rewards.shape[1]
         return screen(rollouts, self.streams.uniform("sandbox_screen", self.step_index, shape=(count,)), self.config)
 
     def _freshness(self, age: Tensor) -> Tensor:
-        """[E], the weight that the loss gives a batch for its age: only FreshDG's does."""
-        return torch.exp(-self.config.replay_age_decay * age.double() * (self.config.method == "FreshDG"))
+        """[E], the weight that the loss gives a batch for its age; 1 where the rule does not discount it."""
+        return torch.exp(-self.config.replay_age_decay * age.double() * self.config.rule.discounts_age)
 
     def _sampling(self, drawn: Drawn) -> dict[str, Tensor]:
         """Columns of the batch that was trained on and of the batches since the last row."""
@@ -159,25 +151,25 @@ class UpdateRuleTrainer:
             if count >= patience
         }  # fmt: skip
 
-    def _end(self, why: dict[int, Row]) -> Progress:
+    def _end(self, why: dict[int, Row]) -> StepResult:
         """The last row of the members in `why`, with what it says there; they leave, and their states are kept."""
         ages, at_row = self.ages.sums, self._seconds_at_row
         rows = self._rows(self._evaluate(), self.step_index)
         self.ages.sums, self._seconds_at_row = ages, at_row  # of the others, whose row this is not
         self.left |= {seed: self.state(seed) for seed in why}
         self._keep_only([seed for seed in self.seeds if seed not in why])
-        return Progress({seed: {**rows[seed], **said} for seed, said in why.items()})
+        return StepResult({seed: {**rows[seed], **said} for seed, said in why.items()})
 
-    def _without_failed(self, rows: dict[int, Row], is_finite: Tensor) -> Progress:
+    def _without_failed(self, rows: dict[int, Row], is_finite: Tensor) -> StepResult:
         """What the step gave, once the members leave whose losses or gradients were not finite."""
         if bool(is_finite.all()):
-            return Progress(rows)
+            return StepResult(rows)
         whole = dict(zip(self.seeds, is_finite.tolist(), strict=True))
         message = f"loss or gradient of step {self.step_index - 1} was not finite"
         self._keep_only([seed for seed in self.seeds if whole[seed]])
-        return Progress(
+        return StepResult(
             {seed: row for seed, row in rows.items() if whole[seed]},
-            {seed: message for seed in whole if not whole[seed]},
+            failed={seed: message for seed in whole if not whole[seed]},
         )
 
     def _keep_only(self, seeds: Sequence[int]) -> None:
@@ -186,11 +178,20 @@ class UpdateRuleTrainer:
             self.load_states([self.state(seed) for seed in seeds])
         self.seeds = tuple(seeds)
 
+    def close(self, seed: int, row: Row) -> tuple[Row, Lines]:
+        """The last row as it is: each has an evaluation."""
+        return row, {}
+
+    def release(self) -> None:
+        """Nothing: all is memory."""
+
     def _seconds(self) -> float:
         return self._seconds_before + time.perf_counter() - self._begun
 
-    def state(self, seed: int) -> MemberState:
-        """Everything that the member of `seed` needs to go on after the steps so far; `left` has those that ended."""
+    def state(self, seed: int) -> State:
+        """Everything that the member of `seed` needs to go on after its last step."""
+        if seed in self.left:
+            return self.left[seed]
         member = self.seeds.index(seed)
         tensors = named(self.learner.optimizer.state(), "adam") | {"ages": self.ages.sums}
         batches = self.buffer.lasting
@@ -201,10 +202,21 @@ class UpdateRuleTrainer:
             "batches": len(batches), "group_size": batches[0].rollouts.group_size if batches else None,
             "seconds": self._seconds(), "seconds_at_row": self._seconds_at_row,
         }  # fmt: skip
-        return MemberState(taken_apart(tensors, member), values)
+        return State(taken_apart(tensors, member), values)
 
-    def load_states(self, states: Sequence[MemberState]) -> None:
-        """Go on with the members of `states`, whoever they were beside; ValueError where they do not fit."""
+    def load_states(self, states: Sequence[State]) -> None:
+        """Go on with the members of `states`, whoever they were beside.
+
+        ValueError where they do not fit, and the members are as they were.
+        """
+        before = dict(vars(self))
+        try:
+            self._load(states)
+        except (KeyError, TypeError, RuntimeError, ValueError) as error:
+            vars(self).update(before)
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    def _load(self, states: Sequence[State]) -> None:
         first = states[0].values
         if len({state.values["step"] for state in states}) > 1:
             raise ValueError(f"states are of the steps {[state.values['step'] for state in states]}, not of one.")

@@ -19,9 +19,6 @@ from trainable.sandbox.training.optimizer import MemberAdam, clipped
 LARGEST_NORM = 1.0
 """A member's gradient is scaled down to this norm."""
 
-WIDER_ABOVE = ("ASPO", "DAPO", "DAPOLite")
-"""Rules with a bound of their own above 1, clip_high; others have clip_low on both sides."""
-
 
 class Updated(NamedTuple):
     """metrics: columns of a row, [E] each; none where none was asked for. is_finite: [E], losses and gradients were."""
@@ -36,7 +33,7 @@ class Learner:
 
     config: UpdateRuleConfig
     task: Task
-    rule: UpdateRule
+    objective: UpdateRule
     models: Models
     optimizer: MemberAdam
 
@@ -57,9 +54,9 @@ class Learner:
 
     def _loss(self, rollouts: Rollouts) -> tuple[Tensor, RuleLoss]:
         """Log-probabilities [E, B, T, A] that the rule learns from, and its loss."""
-        positions = self.task.oracle_log_probs if self.config.method == "CE" else self.task.log_probs
+        positions = self.task.oracle_log_probs if self.config.rule.follows_labels else self.task.log_probs
         log_probs = positions(self.models, rollouts)
-        return log_probs, self.rule(rollouts, log_probs, self.config)
+        return log_probs, self.objective(rollouts, log_probs, self.config)
 
     def _measuring(self, rollouts: Rollouts, has_cosine: bool) -> Callable[[Tensor, RuleLoss], dict[str, Tensor]]:
         """Measure what has to be measured before the updates; the result, called after them, gives all columns."""
@@ -68,14 +65,18 @@ class Learner:
 
         def close(log_probs: Tensor, last: RuleLoss) -> dict[str, Tensor]:
             found = {"loss": last.loss.detach(), **last.metrics, **fit}
-            if self.config.method != "CE":  # its log-probabilities are of other positions than the actor's
-                high = self.config.clip_high if self.config.method in WIDER_ABOVE else self.config.clip_low
-                found |= ratio_statistics(log_probs, rollouts, self.config.clip_low, high)
+            if not self.config.rule.follows_labels:  # there, log-probabilities are of other positions than the actor's
+                found |= ratio_statistics(log_probs, rollouts, *self._clip())
             if before is not None:
                 found |= entropy_statistics(before, self._raw_logits(rollouts), rollouts)
             return found | (self._direction(rollouts) if has_cosine else {})
 
         return close
+
+    def _clip(self) -> tuple[float, float]:
+        """How far below and above 1 a ratio lies before it counts as outside, also where the rule clips none."""
+        low, high = self.config.clip_low, self.config.clip_high
+        return low, high if self.config.rule.clip == "clip_high" else low
 
     @torch.no_grad()
     def _raw_logits(self, rollouts: Rollouts) -> Tensor:

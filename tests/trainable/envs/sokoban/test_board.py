@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.sokoban import oracle_act, random_board, read, write
-from trainable.envs.sokoban import room_sets
+from trainable.envs.sokoban import level_sets
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, check_board, is_solved, step
 from trainable.envs.sokoban.solver import solve
 from trainable.envs.sokoban.text import parse_grid
@@ -91,7 +91,7 @@ def test_turning_the_board_and_the_action_turns_the_result(seed, quarter_turns, 
     np.testing.assert_array_equal(turned.solved, plain.solved)
 
 
-def test_published_room_123_is_solved_by_down_left_up():
+def test_published_level_123_is_solved_by_down_left_up():
     outcomes = play("######/######/#O####/#XP###/#__###/######", Action.DOWN, Action.LEFT, Action.UP)
     assert [outcome.solved.item() for outcome in outcomes] == [False, False, True]
     assert rewards(outcomes) == [-0.1, -0.1, 10.9]
@@ -99,10 +99,10 @@ def test_published_room_123_is_solved_by_down_left_up():
 
 
 def test_a_solution_of_n_actions_returns_eleven_less_a_tenth_of_n():
-    rooms = room_sets.validation_rooms(96)
-    for room in rooms:
-        actions = solve(room.cells)
-        cells, total = room.cells[None], 0.0
+    levels = level_sets.validation_levels(96)
+    for level in levels:
+        actions = solve(level.cells)
+        cells, total = level.cells[None], 0.0
         for action in actions:
             assert not is_solved(cells).item()
             outcome = step(cells, np.array([action]))

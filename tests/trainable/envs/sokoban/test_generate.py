@@ -10,40 +10,40 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import oracle_room
-from trainable.envs.sokoban import room_sets
+from tests.oracles.sokoban import oracle_level
+from trainable.envs.sokoban import level_sets
 from trainable.envs.sokoban.board import check_board
-from trainable.envs.sokoban.generate import Room, fallback_seed, generate_room, generate_rooms
+from trainable.envs.sokoban.generate import Level, fallback_seed, generate_room, generate_rooms
 from trainable.envs.sokoban.solver import solve
 from trainable.envs.sokoban.text import parse_grid, render
 
 ROOT = Path(__file__).parents[4]
-REFERENCE = json.loads((ROOT / "tests/data/sokoban_rooms.json").read_text(encoding="utf-8"))["rooms"]
+REFERENCE = json.loads((ROOT / "tests/data/sokoban_levels.json").read_text(encoding="utf-8"))["levels"]
 FALLING_BACK = (3248, 11482)  # found by search; the second lies among the published training seeds
 
 
 @pytest.mark.parametrize("entry", REFERENCE, ids=lambda entry: str(entry["seed"]))
-def test_published_rooms_are_reproduced(entry):
-    room = generate_room(entry["seed"])
-    assert render(room.cells, "grid").replace("\n", "/") == entry["room"]
-    assert len(solve(room.cells)) == entry["shortest"]
+def test_published_levels_are_reproduced(entry):
+    level = generate_room(entry["seed"])
+    assert render(level.cells, "grid").replace("\n", "/") == entry["level"]
+    assert len(solve(level.cells)) == entry["shortest"]
 
 
-def test_there_are_96_reference_rooms():
+def test_there_are_96_reference_levels():
     assert [entry["seed"] for entry in REFERENCE] == list(range(123, 219))
 
 
-def test_published_validation_rooms_have_the_published_difficulty():
-    rooms = room_sets.validation_rooms()
-    lengths = [len(solve(room.cells)) for room in rooms]
+def test_published_validation_levels_have_the_published_difficulty():
+    levels = level_sets.validation_levels()
+    lengths = [len(solve(level.cells)) for level in levels]
     assert Counter(lengths) == {1: 48, 2: 127, 3: 55, 4: 86, 5: 75, 6: 52, 7: 28, 8: 26, 9: 7, 10: 8}
     assert round(np.mean(lengths), 2) == 3.99
-    assert len({room.cells.tobytes() for room in rooms}) == 472
-    assert len(room_sets.room_keys(rooms)) == 389
+    assert len({level.cells.tobytes() for level in levels}) == 472
+    assert len(level_sets.level_keys(levels)) == 389
 
 
-def test_published_training_rooms_have_the_published_difficulty():
-    lengths = [len(solve(room.cells)) for room in generate_rooms(range(10_000, 10_800))]
+def test_published_training_levels_have_the_published_difficulty():
+    lengths = [len(solve(level.cells)) for level in generate_rooms(range(10_000, 10_800))]
     assert sum(lengths) / 800 == 4.145
     assert sum(length <= 10 for length in lengths) / 800 == 0.9925
 
@@ -63,22 +63,22 @@ def test_worked_examples(seed, target, box, player):
     st.integers(1, 40),
 )  # fmt: skip
 def test_other_sizes_and_depths_equal_the_literal_generator(seed, rows, cols, search_depth, num_steps):
-    expected = oracle_room(seed, rows, cols, num_steps, search_depth)
+    expected = oracle_level(seed, rows, cols, num_steps, search_depth)
     settings_ = {"rows": rows, "cols": cols, "num_steps": num_steps, "search_depth": search_depth}
     if expected is None:
         try:
-            room = generate_room(seed, **settings_)
+            level = generate_room(seed, **settings_)
         except ValueError:
             return
         derived = generate_room(fallback_seed(seed), **settings_)
-        np.testing.assert_array_equal(room.cells, derived.cells)
+        np.testing.assert_array_equal(level.cells, derived.cells)
     else:
         np.testing.assert_array_equal(generate_room(seed, **settings_).cells, expected)
 
 
 def test_a_depth_that_cuts_the_search_short_equals_the_literal_generator():
     for seed in range(12):
-        expected = oracle_room(seed, 10, 10, 60, 300)
+        expected = oracle_level(seed, 10, 10, 60, 300)
         np.testing.assert_array_equal(generate_room(seed, 10, 10, 60).cells, expected)
     shallow, deep = (
         [generate_room(seed, 10, 10, 60, search_depth=depth).cells.tobytes() for seed in range(12)]
@@ -89,22 +89,22 @@ def test_a_depth_that_cuts_the_search_short_equals_the_literal_generator():
 
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 2**32 - 1))
-def test_every_room_can_be_played_and_solved_and_is_not_solved(seed):
+def test_every_level_can_be_played_and_solved_and_is_not_solved(seed):
     cells = generate_room(seed).cells
     check_board(cells)
     assert np.count_nonzero(cells == 4) == 1
     assert solve(cells)
 
 
-def test_rooms_do_not_depend_on_global_streams_or_on_each_other():
+def test_levels_do_not_depend_on_global_streams_or_on_each_other():
     alone = [generate_room(seed).cells.tobytes() for seed in (5, 123, 3248)]
     np.random.seed(99)  # noqa: NPY002
-    together = [room.cells.tobytes() for room in generate_rooms((5, 123, 3248))]
-    backwards = [room.cells.tobytes() for room in generate_rooms((3248, 123, 5))]
+    together = [level.cells.tobytes() for level in generate_rooms((5, 123, 3248))]
+    backwards = [level.cells.tobytes() for level in generate_rooms((3248, 123, 5))]
     assert alone == together == backwards[::-1]
 
 
-def test_rooms_are_the_same_in_processes_with_different_hash_seeds():
+def test_levels_are_the_same_in_processes_with_different_hash_seeds():
     seeds = (123, *FALLING_BACK)
     script = (
         "from trainable.envs.sokoban.generate import *\n"
@@ -122,11 +122,11 @@ def test_rooms_are_the_same_in_processes_with_different_hash_seeds():
 
 
 @pytest.mark.parametrize("seed", FALLING_BACK)
-def test_a_seed_without_a_room_takes_the_room_of_its_derived_seed(seed):
-    assert oracle_room(seed, 6, 6, 20, 300) is None
-    room = generate_room(seed)
-    assert room.seed == seed
-    np.testing.assert_array_equal(room.cells, oracle_room(fallback_seed(seed), 6, 6, 20, 300))
+def test_a_seed_without_a_level_takes_the_level_of_its_derived_seed(seed):
+    assert oracle_level(seed, 6, 6, 20, 300) is None
+    level = generate_room(seed)
+    assert level.seed == seed
+    np.testing.assert_array_equal(level.cells, oracle_level(fallback_seed(seed), 6, 6, 20, 300))
 
 
 def test_derived_seeds_are_the_first_bytes_of_sha256():
@@ -139,14 +139,14 @@ def test_derived_seeds_are_the_first_bytes_of_sha256():
 def test_key_is_the_same_for_all_eight_symmetries(seed, quarter_turns, mirrored):
     cells = generate_room(seed).cells
     turned = np.rot90(cells.T if mirrored else cells, quarter_turns)
-    assert Room(0, turned).key == Room(0, cells).key
+    assert Level(0, turned).key == Level(0, cells).key
     eight = [np.rot90(side, turns).tobytes() for side in (cells, cells.T) for turns in range(4)]
-    assert Room(0, cells).key == min(eight)
+    assert Level(0, cells).key == min(eight)
 
 
-def test_key_tells_rooms_apart():
+def test_key_tells_levels_apart():
     one, other = parse_grid("#####\n#PXO#\n#####"), parse_grid("#####\n#XPO#\n#####")
-    assert Room(0, one).key != Room(0, other).key
+    assert Level(0, one).key != Level(0, other).key
 
 
 def test_cells_are_read_only():

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainable.envs.sokoban.board import Action
+from trainable.envs.sokoban.level_sets import validation_levels
 from trainable.envs.sokoban.prompt import Observation, Reply, make_protocol, parse, reply_text
-from trainable.envs.sokoban.room_sets import validation_rooms
 
 UP, DOWN, LEFT, RIGHT = Action.UP, Action.DOWN, Action.LEFT, Action.RIGHT
-ROOM_123 = validation_rooms(1)[0].cells
+LEVEL_123 = validation_levels(1)[0].cells
 
 
 def answer(text: str) -> str:
@@ -212,25 +212,25 @@ __##
 
 def test_the_full_prompt() -> None:
     protocol = make_protocol("full", "grid_coord", 10)
-    assert protocol.opening(Observation(1, ROOM_123, 10)) == FULL_OPENING
+    assert protocol.opening(Observation(1, LEVEL_123, 10)) == FULL_OPENING
 
 
 def test_the_full_prompt_of_a_later_turn() -> None:
     protocol = make_protocol("full", "grid", 10)
-    later = Observation(3, ROOM_123, 8, last_reward=-0.2, last_invalid=True)
+    later = Observation(3, LEVEL_123, 8, last_reward=-0.2, last_invalid=True)
     assert protocol.following(later) == FULL_FOLLOWING
     warning = "Your last answer held no valid action; the state has not changed.\n"
     assert protocol.following(later._replace(last_invalid=False)) == FULL_FOLLOWING.replace(warning, "")
 
 
 def test_the_full_prompt_names_its_own_limit_of_actions() -> None:
-    assert "You may take up to 7 actions," in make_protocol("full", "grid", 7).opening(Observation(1, ROOM_123, 7))
+    assert "You may take up to 7 actions," in make_protocol("full", "grid", 7).opening(Observation(1, LEVEL_123, 7))
 
 
 def test_the_compact_prompt() -> None:
     protocol = make_protocol("compact", "grid", 10)
-    assert protocol.opening(Observation(1, ROOM_123, 10)) == COMPACT_OPENING
-    assert protocol.following(Observation(3, ROOM_123, 8, last_reward=-0.2)) == COMPACT_FOLLOWING
+    assert protocol.opening(Observation(1, LEVEL_123, 10)) == COMPACT_OPENING
+    assert protocol.following(Observation(3, LEVEL_123, 8, last_reward=-0.2)) == COMPACT_FOLLOWING
 
 
 @pytest.mark.parametrize(
@@ -238,5 +238,5 @@ def test_the_compact_prompt() -> None:
 )
 @pytest.mark.parametrize("style", ["full", "compact"])
 def test_rewards_are_shown_with_one_digit(style: str, reward: float, shown: str) -> None:
-    text = make_protocol(style, "grid", 10).following(Observation(2, ROOM_123, 9, reward))
+    text = make_protocol(style, "grid", 10).following(Observation(2, LEVEL_123, 9, reward))
     assert text.startswith(f"\n<|im_start|>user\nReward:\n{shown}\n")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.sokoban import oracle_shortest, random_board, read, write
-from trainable.envs.sokoban import room_sets
+from trainable.envs.sokoban import level_sets
 from trainable.envs.sokoban.board import Action, is_solved, step
 from trainable.envs.sokoban.solver import distance_table, optimal_actions, solve
 from trainable.envs.sokoban.text import parse_grid
@@ -20,14 +20,14 @@ def replay(cells, actions):
     return cells
 
 
-def test_solutions_of_all_validation_rooms_solve_them_and_agree_with_the_table():
-    for room in room_sets.validation_rooms():
-        actions = solve(room.cells)
-        assert is_solved(replay(room.cells, actions)[None]).item()
-        game = read(room.cells)
+def test_solutions_of_all_validation_levels_solve_them_and_agree_with_the_table():
+    for level in level_sets.validation_levels():
+        actions = solve(level.cells)
+        assert is_solved(replay(level.cells, actions)[None]).item()
+        game = read(level.cells)
         (box,) = game.boxes
         player = game.player[0] * 6 + game.player[1]
-        assert distance_table(room.cells)[player, box[0] * 6 + box[1]] == len(actions)
+        assert distance_table(level.cells)[player, box[0] * 6 + box[1]] == len(actions)
 
 
 @settings(deadline=None, max_examples=10)
@@ -60,11 +60,11 @@ def test_solve_is_as_short_as_brute_force(seed, boxes):
 
 
 def test_solve_is_as_short_as_trying_all_sequences():
-    for room in room_sets.validation_rooms(48):
-        shortest = len(solve(room.cells))
+    for level in level_sets.validation_levels(48):
+        shortest = len(solve(level.cells))
         for length in range(min(shortest, 4) + 1):
             sequences = np.array(list(product(range(1, 5), repeat=length)), dtype=np.int64).reshape(4**length, length)
-            cells = np.repeat(room.cells[None], len(sequences), axis=0)
+            cells = np.repeat(level.cells[None], len(sequences), axis=0)
             for actions in sequences.T:
                 cells = step(cells, actions).cells
             assert is_solved(cells).any() == (length == shortest)

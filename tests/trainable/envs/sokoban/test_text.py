@@ -11,7 +11,7 @@ GRID_123 = "######\n######\n#O####\n#XP###\n#__###\n######"
 COORDINATES_123 = "Board size: 6 rows x 6 cols (zero-indexed).\nTargets: (2, 1)\nBoxes: (3, 1)\nPlayer: (3, 2)"
 
 
-def test_published_room_123_in_all_formats():
+def test_published_level_123_in_all_formats():
     cells = generate_room(123).cells
     assert render(cells, "grid") == GRID_123
     assert render(cells, "coord") == COORDINATES_123

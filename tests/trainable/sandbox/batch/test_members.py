@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.trainable.sandbox.tabular import next_rows
-from trainable.sandbox.config.methods import CANDIDATE, GROUPED, METHODS
+from trainable.sandbox.config.rules import METHODS, RULES
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.catalog import UPDATE_RULES
 from trainable.sandbox.tasks.make import make_task
@@ -22,7 +22,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 
 def config(method: str, steps: int = 6, **settings: Any) -> UpdateRuleConfig:
-    groups = {"group_size": 4, "inner_epochs": 2} if method in (*GROUPED, *CANDIDATE) else {}
+    groups = {"group_size": 4, "inner_epochs": 2} if RULES[method].has_groups or RULES[method].has_candidates else {}
     runner = {"total_training_steps": steps, "test_freq": steps}
     chosen = {"task": "token_reversal", **TINY, **groups, **NEEDS.get(method, {}), **settings}
     return UpdateRuleConfig(method=method, trainer=runner, **chosen)

@@ -5,22 +5,18 @@ from collections.abc import Mapping
 import pytest
 from pydantic import ValidationError
 
+from tests.oracles.update_rules import CANDIDATE, CLIPPED, DELIGHT, GROUPED, SEQUENCE_ONLY, TARGET
 from tests.strategies.update_rules import NEEDS
 from trainable.config.run_config import explain
-from trainable.sandbox.config.methods import (
+from trainable.sandbox.config.names import (
     BANDITS,
-    CANDIDATE,
     CHAIN_TASKS,
-    DELIGHT,
-    GROUPED,
     SEQUENCE_NOISE,
-    SEQUENCE_ONLY,
     SEQUENCE_TASKS,
     SHARED_NOISE,
-    TARGET,
     TASKS,
 )
-from trainable.sandbox.config.rejections import CLIPPED, REJECTIONS, rejection
+from trainable.sandbox.config.rejections import REJECTIONS, rejection
 from trainable.sandbox.config.settings import RunnerConfig, UpdateRuleConfig
 
 SEQUENCE = {"task": "token_reversal"}

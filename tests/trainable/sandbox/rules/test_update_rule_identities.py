@@ -8,11 +8,12 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from tests.oracles.update_rules import GROUPED
 from tests.strategies.update_rules import Case, cases, config_of, examples, random_case
 from trainable.algo.advantages import group_skill
 from trainable.algo.target_policy import target_policy
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
-from trainable.sandbox.config.methods import GROUPED, METHODS
+from trainable.sandbox.config.rules import METHODS
 from trainable.sandbox.rules.catalog import UPDATE_RULES
 
 AT_RATIO_1 = ("PG", "TrajPG", "ASPO", "R2VPO")

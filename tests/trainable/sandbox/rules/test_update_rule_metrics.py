@@ -10,7 +10,7 @@ import torch
 from tests.oracles import update_rules as loops
 from tests.oracles.update_rules import Member, Table
 from tests.strategies.update_rules import member_of, random_case
-from trainable.sandbox.config.methods import METHODS
+from trainable.sandbox.config.rules import METHODS
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.catalog import UPDATE_RULES
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.oracles.update_rules import ORACLES, Table
 from tests.strategies.update_rules import NEEDS, Case, cases, examples, member_of, random_case, sliced
-from trainable.sandbox.config.methods import METHODS, TASKS
+from trainable.sandbox.config.names import TASKS
+from trainable.sandbox.config.rules import METHODS
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import RULE_COLUMNS
 from trainable.sandbox.rules.catalog import UPDATE_RULES

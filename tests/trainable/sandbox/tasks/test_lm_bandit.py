@@ -15,7 +15,7 @@ from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.language_models import LanguageModels
 from trainable.sandbox.tasks.lm_bandit import LanguageModelBandit
 from trainable.sandbox.tasks.make import make_task
-from trainable.sandbox.tasks.texts import SHIPPED, SHIPPED_PASSAGES, passages, read_tokens, sokoban_passages
+from trainable.sandbox.tasks.texts import SHIPPED_PASSAGES, SHIPPED_TEXT, passages, read_tokens, sokoban_passages
 
 
 def started(seeds: tuple[int, ...] = (3, 4), **settings: object) -> tuple[LanguageModelBandit, LanguageModels, Streams]:
@@ -154,7 +154,7 @@ def test_evaluation_is_over_windows_that_do_not_overlap() -> None:
 
 
 def test_the_shipped_text_is_what_its_recipe_makes() -> None:
-    shipped = passages(SHIPPED)
+    shipped = passages(SHIPPED_TEXT)
     assert len(shipped) == SHIPPED_PASSAGES
     assert shipped[:5] == sokoban_passages(5)
     tokenizer = load_policy("sokoban-tiny", torch.device("cpu")).tokenizer

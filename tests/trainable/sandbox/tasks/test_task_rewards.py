@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.trainable.sandbox.tasks import oracles
 from trainable.sandbox.batch.reward_noise import bandit_feature, corrupted, sequence_feature
-from trainable.sandbox.config.methods import NOISE_MODES, SEQUENCE_TASKS
+from trainable.sandbox.config.names import NOISE_MODES, SEQUENCE_TASKS
 from trainable.sandbox.tasks.groups import kept_rollouts, split_groups, spread_groups
 from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, sequence_rewards
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.trainable.sandbox.batches import drawn_batch, with_candidates
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.batch.slices import flat, put_together, taken_apart, unflat
-from trainable.sandbox.config.methods import PRIORITIES
+from trainable.sandbox.config.names import PRIORITIES
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.training.replay import AgeStatistics, ReplayBuffer, make_buffer
 

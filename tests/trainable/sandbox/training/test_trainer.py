@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.trainable.sandbox.tabular import TabularTask, next_rows
+from trainable.runs.run import State
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS, TIME_COLUMNS
 from trainable.sandbox.rules.catalog import UPDATE_RULES
-from trainable.sandbox.training.state import MemberState
 from trainable.sandbox.training.trainer import UpdateRuleTrainer
 
 Rows = dict[int, list[dict[str, Any]]]
@@ -126,7 +126,7 @@ def test_a_delayed_update_is_of_the_batch_that_was_sampled_before() -> None:
         one.step()
         trained_on = sampled[0] if step == 2 else sampled[step]
         log_probs = other.task.log_probs(other.learner.models, trained_on)
-        gradient = other.learner.optimizer.gradient(other.rule(trained_on, log_probs, settings).loss)
+        gradient = other.learner.optimizer.gradient(other.objective(trained_on, log_probs, settings).loss)
         other.learner.optimizer.step(gradient * (1 / (gradient.norm() + 1e-6)).clamp(max=1))
         assert torch.equal(weights(one, 5), weights(other, 5))
         assert not torch.equal(weights(one, 5), before)
@@ -269,7 +269,7 @@ def test_a_run_that_was_taken_up_again_is_the_one_that_went_through(
 
 
 def test_members_that_were_trained_apart_can_go_on_together() -> None:
-    states: list[MemberState] = []
+    states: list[State] = []
     for seed in (2, 0):
         alone = trainer(config(delay=2), (seed,))
         while alone.step_index < 6:

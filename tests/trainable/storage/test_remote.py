@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainable.runs.failures import StorageError, classify
-from trainable.runs.mirror import patiently
-from trainable.runs.remote import Place, get_bytes, listing, open_place, put_bytes, put_file
-from trainable.runs.uris import below, check_uri, is_same, parent
+from trainable.storage.mirror import patiently
+from trainable.storage.remote import Place, get_bytes, listing, open_place, put_bytes, put_file
+from trainable.storage.uris import below, check_uri, is_same, parent
 
 
 def test_a_path_may_hold_what_means_something_in_a_uri() -> None:
@@ -102,7 +102,7 @@ def test_a_reader_of_a_shared_folder_never_sees_half_a_file(tmp_path: Path, monk
     put_bytes(place, b"whole")
     source = tmp_path / "source"
     source.write_bytes(b"new content")
-    monkeypatch.setattr("trainable.runs.remote._settle", lambda place, target: None)  # it dies just before
+    monkeypatch.setattr("trainable.storage.remote._settle", lambda place, target: None)  # it dies just before
     put_file(place, source)
     assert get_bytes(place) == b"whole"
     assert sorted(listing(open_place(str(tmp_path)).at("a"))) == ["b"]

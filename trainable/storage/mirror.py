@@ -19,7 +19,8 @@ from typing import Any, TypeVar
 
 from trainable.runs.failures import StorageError
 from trainable.runs.full_disk import Obstacle, until_written
-from trainable.runs.remote import (
+from trainable.runs.run_files import PROBES, STATE, SUMS, hold
+from trainable.storage.remote import (
     Place,
     exists,
     get_bytes,
@@ -32,7 +33,6 @@ from trainable.runs.remote import (
     remove_file,
     remove_folder,
 )
-from trainable.runs.run_files import PROBES, STATE, SUMS, hold
 
 T = TypeVar("T")
 
@@ -270,8 +270,8 @@ def scratch(uri: str, environ: Mapping[str, str]) -> Path:
 class Mirrored:
     """One run on a node of its own, for as long as its process carries it: held, fetched, and copied after each step.
 
-    config: what a Trainable is given, with `storage`, the URI of the study. `config` of this object is the same with
-    folders of this node. Raises BusyError where another process of the node carries the run, and StorageError.
+    config: what a trial of one run is given, with `storage`, the URI of the study. `config` of this object is the same
+    with folders of this node. Raises BusyError where another process of the node carries the run, and StorageError.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -281,9 +281,9 @@ class Mirrored:
         self._held = hold(self.folder, _HOLD_PATIENCE_S)
         self._asked, self._interrupt = study.at(INTERRUPT), self.folder / INTERRUPT
         run_dir, kept_dir = self.folder / "run", self.folder / KEPT
-        self.config = {
-            **config, "run_dir": str(run_dir), "checkpoint_dir": str(kept_dir), "interrupt": str(self._interrupt)
-        }  # fmt: skip
+        (run,) = config["runs"]
+        run = {**run, "run_dir": str(run_dir), "checkpoint_dir": str(kept_dir)}
+        self.config = {**config, "runs": [run], "interrupt": str(self._interrupt)}
         patience = config["storage_patience"]
         place = study.at(f"runs/{config['run_id']}")
         self.mirror = Mirror(place, run_dir, kept_dir, patience, self._interrupt.exists)

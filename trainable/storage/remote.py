@@ -11,7 +11,7 @@ from uuid import uuid4
 from pyarrow.fs import FileInfo, FileSelector, FileSystem, FileType
 
 from trainable.runs.failures import StorageError
-from trainable.runs.uris import check_uri
+from trainable.storage.uris import check_uri
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
 """A file appears in them when its upload is complete; elsewhere it is written beside its place and renamed."""

@@ -1,18 +1,20 @@
-"""The sandbox's Trainable without Ray's driver: what Tune would call, in this process."""
+"""A trial of several runs without Ray's driver: what Tune would call, in this process."""
 
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from trainable import families
+from trainable.runs import run
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 from trainable.runs.run_files import BusyError, read_rows
 from trainable.sandbox.measure.records import TIME_COLUMNS
-from trainable.sandbox.training import trainable as sandbox_trainable
-from trainable.sandbox.training.trainable import SandboxTrainable
+from trainable.trial import Trial
 
 Report = dict[str, Any]
 SMALL = {
@@ -21,13 +23,13 @@ SMALL = {
 }  # fmt: skip
 GROUPED = {"method": "GRPO", "group_size": 4, "binary_reward": True, "seq_len": 8, "fallback_patience": 2}
 """Eight tokens that all have to be right: no group has a spread of rewards, so every member stops at step 1."""
-Start = Callable[..., SandboxTrainable]
+Start = Callable[..., Trial]
 
 
 def config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) -> dict[str, Any]:
     finished, interrupt = settings.pop("finished", False), settings.pop("interrupt", None)
     changed = {**SMALL, **{name.replace("__", "."): value for name, value in settings.items()}}
-    members = [
+    runs = [
         {
             "run_id": f"a-s{seed}", "seed": seed, "run_dir": str(folder / f"s{seed}"),
             "checkpoint_dir": str(folder / f"kept{seed}"),
@@ -35,20 +37,22 @@ def config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) -> di
         for seed in seeds
     ]  # fmt: skip
     return {
-        "study": "influence", "arm": "DG", "settings": changed, "members": members, "finished": finished,
-        "interrupt": interrupt,
+        "run_id": "a", "study": "influence", "arm": "DG", "settings": changed, "runs": runs, "side_by_side": True,
+        "finished": finished, "family": "trainable.families:UPDATE_RULES", "stop_rules": ["uniform_groups"],
+        "interrupt": interrupt, "storage": None, "storage_patience": 0.0,
     }  # fmt: skip
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Starts a trial as Tune does it, in a process of its own: the one before is gone."""
-    alive: list[SandboxTrainable] = []
+    alive: list[Trial] = []
 
-    def started(folder: Path, **settings: Any) -> SandboxTrainable:
+    def started(folder: Path, **settings: Any) -> Trial:
         for trial in alive:
             trial.cleanup()
-        alive.append(SandboxTrainable(config(folder, **settings)))
+        alive.append(Trial(config(folder, **settings)))
+        alive[-1].begin()
         return alive[-1]
 
     yield started
@@ -56,7 +60,7 @@ def start() -> Iterator[Start]:
         trial.cleanup()
 
 
-def to_the_end(trial: SandboxTrainable) -> list[Report]:
+def to_the_end(trial: Trial) -> list[Report]:
     reports = [trial.step()]
     while not reports[-1]["done"]:
         reports.append(trial.step())
@@ -81,7 +85,7 @@ def last_weights(folder: Path) -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Report]]:
     folder = tmp_path_factory.mktemp("straight")
-    trial = SandboxTrainable(config(folder))
+    trial = Trial(config(folder))
     reports = to_the_end(trial)
     trial.cleanup()
     return folder, reports
@@ -157,7 +161,7 @@ def test_nothing_stays_of_a_state_that_is_refused_in_part(tmp_path: Path, start:
             shutil.rmtree(folder)
             write_checkpoint(folder, tensors, {name: value for name, value in values.items() if name != "batches"})
     again = start(tmp_path, trainer__resume_every=100)
-    assert again.trainer.step_index == 0
+    assert again.training.trainer.step_index == 0
     to_the_end(again)
     assert written(tmp_path) == written(straight[0])
 
@@ -168,11 +172,10 @@ def test_a_damaged_state_is_named_and_the_one_before_is_used(tmp_path: Path, sta
         first.step()
     (tmp_path / "s1" / "state" / "step_4" / "state.safetensors").write_bytes(b"x")
     again = start(tmp_path)
-    assert again.trainer.step_index == 2
+    assert again.training.trainer.step_index == 2
     report = again.step()
-    assert "states of step 4 are not used" in report["note"]
-    assert "s1/state/step_4" in report["note"]
-    assert "go on after step 2" in report["note"]
+    assert "s1/state/step_4 is not used: " in report["note"]
+    assert "training continues after step 2" in report["note"]
     to_the_end(again)
     assert written(tmp_path) == written(straight[0])
 
@@ -183,8 +186,8 @@ def test_the_newest_step_that_all_runs_have_is_gone_on_from(tmp_path: Path, star
         first.step()
     shutil.rmtree(tmp_path / "s0" / "state" / "step_4")
     again = start(tmp_path)
-    assert again.trainer.step_index == 2
-    assert again.notes == []
+    assert again.training.trainer.step_index == 2
+    assert again.training.notes == []
     to_the_end(again)
     assert written(tmp_path) == written(straight[0])
 
@@ -194,11 +197,11 @@ def test_runs_that_begin_again_with_one_that_joins_them_say_so(tmp_path: Path, s
     for _ in range(2):
         first.step()
     again = start(tmp_path, seeds=(0, 1, 2))
-    assert again.trainer.step_index == 0
-    assert "some have no state: all begin again at step 0" in again.step()["note"]
+    assert again.training.trainer.step_index == 0
+    assert "some have no state: all begin at step 0" in again.step()["note"]
     steps = {run: [row["step"] for row in rows] for run, rows in written(tmp_path).items()}
     assert steps == {"s0": [0], "s1": [0], "s2": [0]}
-    assert start(tmp_path / "new").notes == []
+    assert start(tmp_path / "new").training.notes == []
 
 
 def test_a_row_of_the_step_that_is_trained_again_does_not_count(tmp_path: Path, start: Start) -> None:
@@ -206,8 +209,8 @@ def test_a_row_of_the_step_that_is_trained_again_does_not_count(tmp_path: Path, 
     for _ in range(2):
         first.step()
     again = start(tmp_path, trainer__resume_every=3)
-    assert again.trainer.step_index == 3
-    assert [row["step"] for row in again.runs[0].rows] == [0]
+    assert again.training.trainer.step_index == 3
+    assert [row["step"] for row in again.training.runs[0].rows] == [0]
     assert again.step()["training_iteration"] == 2
 
 
@@ -222,7 +225,7 @@ def test_states_of_other_settings_or_seeds_are_not_used(tmp_path: Path, start: S
         (tmp_path / "s1").rename(tmp_path / "s0")
         (tmp_path / "x").rename(tmp_path / "s1")
     again = start(tmp_path, **changed)
-    assert again.trainer.step_index == 0
+    assert again.training.trainer.step_index == 0
     assert "other settings or another seed" in again.step()["note"]
 
 
@@ -232,8 +235,8 @@ def test_states_without_the_rows_before_them_are_not_used(tmp_path: Path, start:
         first.step()
     (tmp_path / "s0" / "metrics.jsonl").unlink()
     again = start(tmp_path)
-    assert again.trainer.step_index == 0
-    assert "rows before step 4 are missing" in again.step()["note"]
+    assert again.training.trainer.step_index == 0
+    assert "rows up to step 4 are missing" in again.step()["note"]
 
 
 def test_a_trial_that_had_ended_reports_its_last_rows(start: Start, straight: tuple[Path, list[Report]]) -> None:
@@ -261,7 +264,7 @@ def test_a_run_of_a_trial_that_ended_is_left_as_it_is(tmp_path: Path, start: Sta
     for _ in range(2):
         first.step()
     ended = (tmp_path / "copy" / "s0" / "metrics.jsonl").read_bytes()
-    (tmp_path / "s0" / "metrics.jsonl").write_bytes(ended)
+    shutil.copytree(tmp_path / "copy" / "s0", tmp_path / "s0", dirs_exist_ok=True)
     reports = to_the_end(start(tmp_path, trainer__resume_every=100))
     assert (tmp_path / "s0" / "metrics.jsonl").read_bytes() == ended
     assert all(set(report["rows"]) == {"a-s1"} for report in reports)
@@ -272,23 +275,23 @@ def test_a_run_of_a_trial_that_ended_is_left_as_it_is(tmp_path: Path, start: Sta
 def test_a_failed_run_is_told_and_does_not_begin_again(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_trainer = sandbox_trainable.make_trainer
+    make_trainer = families.UPDATE_RULES.make
 
     def breaking(*given: Any) -> Any:
         trainer = make_trainer(*given)
-        rule = trainer.rule
+        objective = trainer.objective
 
         def broken(rollouts: Any, log_probs: Any, settings: Any) -> Any:
-            found = rule(rollouts, log_probs, settings)
+            found = objective(rollouts, log_probs, settings)
             factor = torch.tensor(
                 [torch.nan if seed == 1 and trainer.step_index == 4 else 1.0 for seed in trainer.seeds]
             )
             return type(found)(found.loss * factor, found.metrics)
 
-        trainer.learner = type(trainer.learner)(**{**vars(trainer.learner), "rule": broken})
+        trainer.learner = type(trainer.learner)(**{**vars(trainer.learner), "objective": broken})
         return trainer
 
-    monkeypatch.setattr(sandbox_trainable, "make_trainer", breaking)
+    monkeypatch.setattr(families, "UPDATE_RULES", replace(families.UPDATE_RULES, make=breaking))
     reports = to_the_end(start(tmp_path))
     message = "loss or gradient of step 4 was not finite"
     assert [report["failed"] for report in reports] == [{}, {}, *[{"a-s1": message}] * 3]
@@ -300,7 +303,7 @@ def test_a_failed_run_is_told_and_does_not_begin_again(
 
 
 def test_a_process_serves_one_condition_after_another(tmp_path: Path, straight: tuple[Path, list[Report]]) -> None:
-    trial = SandboxTrainable(config(tmp_path / "other", seeds=(3,), method="REINFORCE"))
+    trial = Trial(config(tmp_path / "other", seeds=(3,), method="REINFORCE"))
     trial.step()
     assert trial.reset_config(config(tmp_path / "mine"))
     to_the_end(trial)
@@ -310,17 +313,6 @@ def test_a_process_serves_one_condition_after_another(tmp_path: Path, straight: 
 
 def test_runs_are_held_while_they_are_trained(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     start(tmp_path)
-    monkeypatch.setattr(sandbox_trainable, "_HOLD_PATIENCE_S", 0.0)
+    monkeypatch.setattr(run, "LOCK_PATIENCE_S", 0.0)
     with pytest.raises(BusyError, match="still held"):
-        SandboxTrainable(config(tmp_path, seeds=(1, 2)))
-
-
-def test_tune_may_ask_for_a_checkpoint_and_give_it_back(tmp_path: Path, start: Start) -> None:
-    first = start(tmp_path / "a")
-    first.step()
-    (tmp_path / "tune").mkdir()
-    first.save_checkpoint(str(tmp_path / "tune"))
-    wanted = {run: timeless(row) for run, row in first.step()["rows"].items()}
-    second = start(tmp_path / "b")
-    second.load_checkpoint(str(tmp_path / "tune"))
-    assert {run: timeless(row) for run, row in second.step()["rows"].items()} == wanted
+        Trial(config(tmp_path, seeds=(1, 2))).begin()

@@ -14,14 +14,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.carried import Row, Straight, config, timeless
-from trainable.runs import mirror
+from tests.fakes.trials import Row, Straight, config, timeless
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint, write_rolling
 from trainable.runs.failures import StorageError
-from trainable.runs.mirror import Mirror, fetch_lines, is_whole, line_files, push_lines, put_sealed, sealed
-from trainable.runs.remote import Place, get_bytes, listing, open_place, put_bytes, put_file
 from trainable.runs.run_files import SUMS, append_line, read_rows
-from tune_study.tune.carrier import Carrier
+from trainable.storage import mirror
+from trainable.storage.mirror import Mirror, fetch_lines, is_whole, line_files, push_lines, put_sealed, sealed
+from trainable.storage.remote import Place, get_bytes, listing, open_place, put_bytes, put_file
+from trainable.trial import Trial
 
 
 @pytest.fixture(params=["s3", "path"])
@@ -273,42 +273,38 @@ def test_a_checkpoint_that_lacks_a_file_is_not_whole(name: str, tmp_path: Path) 
     assert not is_whole(tmp_path / "state")
 
 
-# The real Trainable, carried as Ray Tune carries it, on one node after the other.
+# The real trial, as Ray Tune starts it, on one node after the other.
 
 
 @pytest.fixture
 def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], None]]:
     """Says on which node the next process starts: where its scratch folder is."""
-    alive: list[Carrier] = []
+    alive: list[Trial] = []
     monkeypatch.setattr(mirror, "_HOLD_PATIENCE_S", 0.0)
 
-    def go(name: str, **given: Any) -> Carrier:
+    def go(name: str, **given: Any) -> Trial:
         monkeypatch.setenv("TUNE_STUDY_SCRATCH", str(tmp_path / name))
-        carrier = Carrier.__new__(Carrier)
-        carrier.setup(given)
-        alive.append(carrier)
-        return carrier
+        trial = Trial(given)
+        alive.append(trial)
+        return trial
 
     before = os.environ.get("TUNE_STUDY_RUN_DIR")
     yield go
-    for carrier in alive:
-        carrier.cleanup()
+    for trial in alive:
+        trial.cleanup()
     if before is None:
         os.environ.pop("TUNE_STUDY_RUN_DIR", None)
 
 
 def stored(uri: str, **changes: object) -> Row:
-    return {
-        **config(Path("/nowhere"), **changes), "storage": uri, "storage_patience": 0.0,
-        "trainable": "trainable.ppo_trainable:PPOTrainable",
-    }  # fmt: skip
+    return {**config(Path("/nowhere"), **changes), "storage": uri}
 
 
-def kill(carrier: Carrier) -> None:
+def kill(trial: Trial) -> None:
     """The process is gone, with its lock and without a word; what its node has on disk stays."""
-    carrier.mirrored._held.close()
-    carrier.run.cleanup()
-    carrier.run = carrier.mirrored = None
+    trial.mirrored._held.close()
+    trial.training.close()
+    trial.training = trial.mirrored = None
 
 
 def stored_rows(uri: str, folder: Path) -> list[Row]:
@@ -318,7 +314,7 @@ def stored_rows(uri: str, folder: Path) -> list[Row]:
 
 
 def test_a_run_killed_on_one_node_goes_on_on_another_with_the_same_rows(
-    uri: str, tmp_path: Path, node: Callable[..., Carrier], straight: Straight
+    uri: str, tmp_path: Path, node: Callable[..., Trial], straight: Straight
 ) -> None:
     first = node("a", **stored(uri))
     assert [first.step()["step"] for _ in range(2)] == [1, 2]
@@ -337,7 +333,7 @@ def test_a_run_killed_on_one_node_goes_on_on_another_with_the_same_rows(
 
 
 def test_a_finished_run_is_replayed_from_storage_without_its_state(
-    uri: str, tmp_path: Path, node: Callable[..., Carrier]
+    uri: str, tmp_path: Path, node: Callable[..., Trial]
 ) -> None:
     first = node("a", **stored(uri, trainer__total_training_steps=1))
     row = first.step()
@@ -348,7 +344,7 @@ def test_a_finished_run_is_replayed_from_storage_without_its_state(
     assert not list((tmp_path / "b").rglob(SUMS))
 
 
-def test_two_processes_of_a_node_never_carry_one_run(uri: str, node: Callable[..., Carrier]) -> None:
+def test_two_processes_of_a_node_never_train_one_run(uri: str, node: Callable[..., Trial]) -> None:
     node("a", **stored(uri)).step()
     with pytest.raises(RuntimeError, match="is still held by another process") as raised:
         node("a", **stored(uri)).step()
@@ -356,7 +352,7 @@ def test_two_processes_of_a_node_never_carry_one_run(uri: str, node: Callable[..
 
 
 def test_what_a_dead_process_of_the_run_left_on_the_node_is_ended(
-    uri: str, tmp_path: Path, node: Callable[..., Carrier]
+    uri: str, tmp_path: Path, node: Callable[..., Trial]
 ) -> None:
     given = stored(uri, finished=False)
     run_dir = mirror.scratch(uri, {"TUNE_STUDY_SCRATCH": str(tmp_path / "a")}) / given["run_id"] / "run"
@@ -373,7 +369,7 @@ def test_what_a_dead_process_of_the_run_left_on_the_node_is_ended(
     other.wait()
 
 
-def test_a_request_to_stop_reaches_the_node_and_the_state_is_saved(uri: str, node: Callable[..., Carrier]) -> None:
+def test_a_request_to_stop_reaches_the_node_and_the_state_is_saved(uri: str, node: Callable[..., Trial]) -> None:
     run = node("a", **stored(uri, trainer__resume_every=3))
     assert run.step()["saved"] is False
     put_bytes(open_place(uri).at(mirror.INTERRUPT), b"")
@@ -381,7 +377,7 @@ def test_a_request_to_stop_reaches_the_node_and_the_state_is_saved(uri: str, nod
     assert [step for step, _ in sealed(listing(open_place(uri).at("runs/kl-01-s0")))] == [2]
 
 
-def test_a_run_whose_storage_is_gone_fails_as_storage(tmp_path: Path, node: Callable[..., Carrier]) -> None:
+def test_a_run_whose_storage_is_gone_fails_as_storage(tmp_path: Path, node: Callable[..., Trial]) -> None:
     folder = tmp_path / "shared"
     run = node("a", **stored(str(folder)))
     run.step()

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tune_study.host.orphans import MARK, end_leftovers, ray_mark
+from trainable.runs.orphans import MARK, end_leftovers, ray_mark
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 QUIET = "import time; print('up', flush=True); time.sleep(600)"
@@ -59,7 +59,7 @@ def test_what_ray_started_for_several_studies_belongs_to_each_once_its_driver_is
     tmp_path: Path, children: list["subprocess.Popen[str]"], name: str
 ) -> None:
     code = (
-        "import sys; from pathlib import Path; from tune_study.host.orphans import ray_mark; "
+        "import sys; from pathlib import Path; from trainable.runs.orphans import ray_mark; "
         "print(ray_mark(map(Path, sys.argv[1:])), end='')"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "a"), str(tmp_path / "b")]
@@ -91,7 +91,7 @@ def test_one_run_of_several(tmp_path: Path, children: list["subprocess.Popen[str
 def test_what_does_not_listen_is_killed(
     tmp_path: Path, children: list["subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tune_study.host.orphans._PATIENCE_S", 0.2)
+    monkeypatch.setattr("trainable.runs.orphans._PATIENCE_S", 0.2)
     deaf = start(children, tmp_path, DEAF)
     end_leftovers(tmp_path)
     assert not psutil.pid_exists(deaf.pid)

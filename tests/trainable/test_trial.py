@@ -1,23 +1,23 @@
-"""The Trainable without Ray's driver: what Tune would call, in this process."""
+"""A trial of one run without Ray's driver: what Tune would call, in this process."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.fakes.carried import IDENTITY, Straight, config, newest, run_files, started, timeless
 from tests.fakes.scripted import small
+from tests.fakes.trials import IDENTITY, Straight, config, newest, rows_of, run_files, started, timeless
 from trainable.ppo.trainer import PPOTrainer
-from trainable.ppo_trainable import PPOTrainable
 from trainable.runs.checkpoint import read_checkpoint
-from trainable.runs.records import STEP_COLUMNS, STOP_COLUMNS, empty_row
+from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS, empty_row
 from trainable.runs.run_files import append_line
+from trainable.trial import Trial
 
 
 def test_a_row_has_every_column_and_says_whose_it_is(straight: Straight) -> None:
-    columns = {column.name for column in (*STEP_COLUMNS, *STOP_COLUMNS)}
+    columns = {column.name for column in (*DEFAULT_STEP_COLUMNS, *STOP_COLUMNS)}
     for step, row in enumerate(straight[1], start=1):
-        assert set(row) == columns | set(IDENTITY) | {"step", "done", "note", "saved"}
+        assert set(row) == columns | set(IDENTITY) | {"step", "training_iteration", "done", "note", "saved"}
         assert {name: row[name] for name in IDENTITY} == IDENTITY
         assert (row["step"], row["done"]) == (step, step == 3)
         assert (row["stop_rule"], row["stop_value"]) == ("", None)
@@ -27,7 +27,8 @@ def test_rows_are_on_disk_as_they_were_reported(straight: Straight) -> None:
     rows, _ = run_files(straight[0])
     assert not any(value is None for row in rows for value in row.values())  # what was not measured takes no room
     rows = [{**empty_row(), **row} for row in rows]
-    assert [{**row, "done": row["step"] == 3, "note": "", "saved": True} for row in rows] == straight[1]
+    told = [{**row, "training_iteration": row["step"], "note": "", "saved": True} for row in rows]
+    assert [{**row, "done": row["step"] == 3} for row in told] == straight[1]
 
 
 def test_evaluations_are_on_disk(straight: Straight) -> None:
@@ -42,8 +43,8 @@ def test_evaluations_are_on_disk(straight: Straight) -> None:
         (2, "val_greedy_success"), (2, "test_success"), (2, "test_greedy_success"),
     ]  # fmt: skip
     for line, (row, column) in zip(lines, columns, strict=True):
-        assert set(line) == {"step", "split", "mode", "rooms", "clusters", "success"}
-        assert len(line["rooms"]) == len(line["clusters"]) == len(line["success"])
+        assert set(line) == {"step", "split", "mode", "levels", "clusters", "success"}
+        assert len(line["levels"]) == len(line["clusters"]) == len(line["success"])
         assert rows[row][column] == pytest.approx(line["success"].count("1") / len(line["success"]))
 
 
@@ -52,7 +53,7 @@ def test_the_rows_are_those_of_the_trainer(straight: Straight) -> None:
     for wanted in straight[1]:
         row = trainer.step().row
         if wanted["step"] == 3:
-            trainer.close(row)
+            row = trainer.close()[0].added_to(row)
         assert {name: wanted[name] for name in timeless(row)} == timeless(row)
 
 
@@ -107,7 +108,7 @@ def test_an_interrupted_run_writes_its_state_whatever_the_rhythm(tmp_path: Path)
 def test_a_finished_run_reports_its_last_row_and_trains_nothing(straight: Straight) -> None:
     folder, rows = straight
     before = run_files(folder)
-    trainable = PPOTrainable(config(folder, finished=True))
+    trainable = Trial(config(folder, finished=True))
     assert trainable.step() == rows[-1]
     assert run_files(folder) == before
 
@@ -125,8 +126,11 @@ def test_the_row_at_which_a_rule_fires_has_the_closing_evaluation(tmp_path: Path
     for name in ("val_greedy_success", "test_success", "test_greedy_success"):
         assert first[name] is None
         assert 0 <= second[name] <= 1
-    assert not second["done"]  # the driver's stopper decides
-    assert second["stop_rule"] == ""  # and names itself
+    assert not second["done"]  # the experiment's stopper ends the trial
+    decision = {name: second[f"stop_{name}"] for name in ("rule", "threshold", "step")}
+    assert decision == {"rule": "low_validation_success", "threshold": 1.1, "step": 2}
+    assert second["stop_value"] == max(first["val_success"], second["val_success"])
+    assert rows_of(trainable)[-1]["stop_rule"] == "low_validation_success"
     assert [(line["step"], line["split"]) for line in run_files(tmp_path)[1][-3:]] == [
         (2, "val"), (2, "test"), (2, "test"),
     ]  # fmt: skip
@@ -136,6 +140,7 @@ def test_a_run_that_a_rule_has_stopped_does_not_go_on(tmp_path: Path) -> None:
     trainable = started(tmp_path, **STOPS)
     trainable.step()
     stopped = trainable.step()
+    assert trainable.step() == {**stopped, "done": True}  # an experiment without our Stoppers ends it too
     again = started(tmp_path, **STOPS)
     assert again.step() == {**stopped, "done": True}
     assert [row["step"] for row in run_files(tmp_path)[0]] == [1, 2]
@@ -161,18 +166,9 @@ def test_an_actor_that_is_used_again_serves_the_other_run_as_a_fresh_one_would(
 
 def test_the_seed_is_the_runs_own(tmp_path: Path) -> None:
     trainable = started(tmp_path, seed=2)
-    assert trainable.settings.seed == 2
-    assert trainable.trainer.rooms[0][0].seed == 2_010_000
-
-
-def test_tune_may_ask_for_a_checkpoint_and_give_it_back(tmp_path: Path, straight: Straight) -> None:
-    first = started(tmp_path / "a")
-    first.step()
-    (tmp_path / "tune").mkdir()
-    first.save_checkpoint(str(tmp_path / "tune"))
-    second = started(tmp_path / "b")
-    second.load_checkpoint(str(tmp_path / "tune"))
-    assert timeless(second.step()) == timeless(straight[1][1])
+    trainer = trainable.begin().trainer.trainer
+    assert trainer.config.seed == 2
+    assert trainer.levels[0][0].seed == 2_010_000
 
 
 def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
@@ -181,5 +177,5 @@ def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
     trainable.step()
     append_line(tmp_path / "runs" / "r" / "metrics.jsonl", {"step": 2, "groups_kept": 2, "val_success": 0.0})
     again = started(tmp_path, **STOPS)
-    assert not again.finished
+    assert not again.begin().is_over
     assert again.step()["step"] == 2

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.carried import Row, Straight, config, newest, run_files, started, timeless
-from trainable import ppo_trainable
-from trainable.ppo_trainable import PPOTrainable
+from tests.fakes.trials import Row, Straight, config, newest, rows_of, run_files, started, timeless
+from trainable.runs import run
 from trainable.runs.checkpoint import numbered, read_checkpoint, write_checkpoint
 from trainable.runs.run_files import BusyError, read_rows
+from trainable.trial import Trial
 
 
 def compare(folder: Path, straight: Straight) -> None:
@@ -32,7 +32,7 @@ def test_interrupted_after_a_step_and_started_again(stop: int, tmp_path: Path, s
     for _ in range(stop):
         first.step()
     again = started(tmp_path)
-    assert [row["step"] for row in again.rows] == list(range(1, stop + 1))
+    assert [row["step"] for row in rows_of(again)] == list(range(1, stop + 1))
     assert [again.step()["step"] for _ in range(3 - stop)] == list(range(stop + 1, 4))
     compare(tmp_path, straight)
 
@@ -43,11 +43,11 @@ def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, straight
     # As if the process had died before the last state was written.
     shutil.rmtree(tmp_path / "runs" / "r" / "state")
     again = started(tmp_path, trainer__resume_every=2)
-    assert again.rows == []
+    assert rows_of(again) == []
     repeated = [again.step() for _ in range(2)]
     assert [timeless(row) for row in repeated] == [timeless(row) for row in rows]
     later = started(tmp_path, trainer__resume_every=2)
-    assert [row["step"] for row in later.rows] == [1, 2]
+    assert [row["step"] for row in rows_of(later)] == [1, 2]
     assert later.step()["done"]
     compare(tmp_path, straight)
 
@@ -60,12 +60,12 @@ def test_death_between_row_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyP
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(ppo_trainable, "write_rolling", dies)
+        patched.setattr(run, "write_rolling", dies)
         with pytest.raises(KeyboardInterrupt):
             first.step()
     assert [row["step"] for row in read_rows(tmp_path / "runs" / "r" / "metrics.jsonl")] == [1, 2]
     again = started(tmp_path)
-    assert [row["step"] for row in again.rows] == [1]
+    assert [row["step"] for row in rows_of(again)] == [1]
     assert [again.step()["step"] for _ in range(2)] == [2, 3]
     compare(tmp_path, straight)
 
@@ -105,10 +105,10 @@ def test_a_damaged_state_is_named_and_the_one_before_is_used(
     damaged = newest(tmp_path)
     damage(damaged / name)
     again = started(tmp_path)
-    assert [row["step"] for row in again.rows] == [1]
+    assert [row["step"] for row in rows_of(again)] == [1]
     row = again.step()
     assert row["note"].startswith(f"{damaged} is not used: {damaged}")
-    assert row["note"].endswith("the run goes on after step 1")
+    assert row["note"].endswith("training continues after step 1")
     assert again.step()["note"] == ""
     compare(tmp_path, straight)
 
@@ -119,7 +119,7 @@ def test_where_every_state_is_damaged_the_run_starts_over(tmp_path: Path, straig
     again = started(tmp_path)
     rows = [again.step() for _ in range(3)]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert rows[0]["note"].endswith("the run goes on after step 0")
+    assert rows[0]["note"].endswith("training continues after step 0")
     compare(tmp_path, straight)
 
 
@@ -201,7 +201,7 @@ def test_a_state_without_its_rows_is_not_used(tmp_path: Path, straight: Straight
     metrics.write_text(metrics.read_text().splitlines()[1] + "\n")  # the row of step 1 is gone
     again = started(tmp_path)
     rows = [again.step() for _ in range(3)]
-    assert "rows of the steps 1 to 2 are missing" in rows[0]["note"]
+    assert "rows up to step 2 are missing" in rows[0]["note"]
     assert [row["step"] for row in rows] == [1, 2, 3]
     compare(tmp_path, straight)
 
@@ -210,7 +210,7 @@ def test_a_state_without_its_evaluations_is_not_used(tmp_path: Path, straight: S
     first = started(tmp_path)
     first.step()
     first.step()
-    (tmp_path / "runs" / "r" / "rooms.jsonl").unlink()
+    (tmp_path / "runs" / "r" / "levels.jsonl").unlink()
     again = started(tmp_path)
     row = again.step()
     assert "evaluations up to step 2 are missing" in row["note"]
@@ -232,11 +232,11 @@ def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> No
 
 
 def test_no_two_processes_train_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ppo_trainable, "_HOLD_PATIENCE_S", 0.0)
+    monkeypatch.setattr(run, "LOCK_PATIENCE_S", 0.0)
     started(tmp_path)
     with pytest.raises(BusyError, match=f"runs/r is still held by another process .pid {os.getpid()} on "):
-        PPOTrainable(config(tmp_path))
-    assert PPOTrainable(config(tmp_path / "other", finished=True)).held is None
+        Trial(config(tmp_path)).begin()
+    Trial(config(tmp_path, finished=True)).begin()  # one that has ended is only read
 
 
 def test_a_run_that_ended_unrecorded_reports_its_last_row_again(tmp_path: Path) -> None:

@@ -1,14 +1,15 @@
-"""A Trainable without Ray's driver: what Tune would call, in this process, as if each were one of its own."""
+"""A trial without Ray's driver: what Tune would call, in this process, as if each were one of its own."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 from tests.fakes.scripted import SMALL
-from trainable.ppo_trainable import PPOTrainable
 from trainable.runs.checkpoint import numbered
 from trainable.runs.records import TIME_COLUMNS
 from trainable.runs.run_files import read_rows
+from trainable.runs.stop_rules import RULES
+from trainable.trial import Trial
 
 Row = dict[str, Any]
 Straight = tuple[Path, list[Row]]
@@ -20,26 +21,39 @@ def config(
     folder: Path, finished: bool = False, seed: int = 0, interrupt: str | None = None, **settings: object
 ) -> Row:
     changed = {**SMALL, **FEW, **{key.replace("__", "."): value for key, value in settings.items()}}
+    run = {
+        "run_id": IDENTITY["run_id"], "seed": seed, "run_dir": str(folder / "runs" / "r"),
+        "checkpoint_dir": str(folder / "saved"),
+    }  # fmt: skip
     return {
-        **IDENTITY, "seed": seed, "settings": changed, "finished": finished,
-        "run_dir": str(folder / "runs" / "r"), "checkpoint_dir": str(folder / "saved"), "interrupt": interrupt,
+        **IDENTITY, "seed": seed, "settings": changed, "runs": [run], "side_by_side": False, "finished": finished,
+        "family": "trainable.families:LANGUAGE_MODEL", "stop_rules": list(RULES), "interrupt": interrupt,
+        "storage": None, "storage_patience": 0.0,
     }  # fmt: skip
 
 
-ALIVE: list[PPOTrainable] = []
+ALIVE: list[Trial] = []
 
 
-def started(folder: Path, **settings: object) -> PPOTrainable:
+def started(folder: Path, **settings: object) -> Trial:
     """As Tune makes it, in a process of its own: whatever trained before is gone."""
     ended()
-    ALIVE.append(PPOTrainable(config(folder, **settings)))
+    ALIVE.append(Trial(config(folder, **settings)))
+    ALIVE[-1].begin()
     return ALIVE[-1]
+
+
+def rows_of(trial: Trial) -> list[Row]:
+    """The rows that the trial's one run has so far."""
+    assert trial.training is not None
+    (run,) = trial.training.runs.values()
+    return run.rows
 
 
 def ended() -> None:
     """What the end of a process does for the runs that it held."""
-    for trainable in ALIVE:
-        trainable.cleanup()
+    for trial in ALIVE:
+        trial.cleanup()
     ALIVE.clear()
 
 
@@ -54,5 +68,5 @@ def timeless(row: Row) -> Row:
 
 def run_files(folder: Path) -> tuple[list[Row], list[Row]]:
     run = folder / "runs" / "r"
-    lines = [json.loads(line) for line in (run / "rooms.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "levels.jsonl").read_text().splitlines()]
     return read_rows(run / "metrics.jsonl"), lines

@@ -1,0 +1,61 @@
+"""Records of named choices: what they say holds of the functions of those names."""
+
+import pytest
+
+from tests.fakes.scripted import small
+from trainable.algo.filters import TopKAbs, parse_rule
+from trainable.algo.losses import KL_ESTIMATORS
+from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_STRATEGIES, KL_KINDS, POLICY_LOSSES, idle_knobs
+from trainable.config.run_config import RunConfig
+from trainable.config.sections import ActorConfig, FilterConfig
+from trainable.ppo.schedule import due_at
+from trainable.ppo.targets import _WITHOUT_CRITIC
+
+
+def test_every_estimator_has_a_formula() -> None:
+    assert {name for name, estimator in ADVANTAGE_ESTIMATORS.items() if not estimator.needs_critic} == set(
+        _WITHOUT_CRITIC
+    )
+
+
+def test_every_kl_estimator_can_be_set() -> None:
+    assert set(KL_ESTIMATORS) == set(KL_KINDS)
+
+
+@pytest.mark.parametrize("name", FILTER_STRATEGIES)
+def test_a_strategy_counts_groups_where_its_rule_does(name: str) -> None:
+    assert isinstance(parse_rule(name, 1), TopKAbs) == FILTER_STRATEGIES[name].counts_groups
+
+
+def test_knobs_are_settings_of_their_section() -> None:
+    for choices, section in ((POLICY_LOSSES, ActorConfig), (FILTER_STRATEGIES, FilterConfig)):
+        assert {knob for choice in choices.values() for knob in choice.knobs} <= section.model_fields.keys()
+
+
+def test_a_knob_of_another_choice_changes_no_hash() -> None:
+    def hashed(**settings: object) -> str:
+        return small(**settings).config_hash()
+
+    assert idle_knobs(POLICY_LOSSES, "ppo_clip") == {"tpo_eta"}
+    assert hashed() == hashed(actor__tpo_eta=2.0)
+    assert hashed() != hashed(actor__clip_ratio_low=0.1)
+    top_k = {"filter__rollout_filter_strategy": "top_k"}
+    assert hashed(**top_k) == hashed(**top_k, filter__rollout_filter_selection_eps=0.5)
+    assert hashed() != hashed(filter__rollout_filter_selection_eps=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "due"),
+    [
+        ({}, 1, {"critic", "policy", "values"}),
+        ({"trainer__test_freq": 2}, 2, {"critic", "policy", "values", "validation"}),
+        ({"trainer__critic_warmup": 3}, 2, {"critic", "values"}),
+        ({"algorithm__adv_estimator": "grpo"}, 1, {"policy"}),
+        ({"critic__shared_trunk": True}, 1, {"policy", "values"}),
+        ({"trainer__gradient_analysis_mode": True, "trainer__gradient_analysis_only": True,
+          "trainer__gradient_analysis_every": 1}, 1, {"values", "analysis"}),
+    ],
+)  # fmt: skip
+def test_what_is_due(settings: dict[str, object], step: int, due: set[str]) -> None:
+    config: RunConfig = small(**{"trainer__total_training_steps": 9, "trainer__test_freq": 0, **settings})
+    assert {name for name, is_due in due_at(step, config)._asdict().items() if is_due} == due

@@ -1,0 +1,94 @@
+"""The records of the update rules: what each says, that its formula is there, and that nothing else knows a name."""
+
+import ast
+import inspect
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from tests.oracles.update_rules import CANDIDATE, CLIPPED, DELIGHT, GROUPED, SEQUENCE_ONLY, TARGET
+from trainable.sandbox.config.rules import METHODS, RULES, Rule
+from trainable.sandbox.config.settings import UpdateRuleConfig
+from trainable.sandbox.rules.catalog import UPDATE_RULES, load_formula
+from trainable.sandbox.rules.rule import RuleLoss
+
+ROOT = Path(__file__).parents[4]
+FORMULAS = ("delight", "grouped", "kondo", "oracle_labels", "policy_gradient", "target_policy", "token_credit")
+
+PROPERTIES: dict[tuple[str, object], tuple[str, ...]] = {
+    ("has_groups", True): GROUPED,
+    ("has_candidates", True): CANDIDATE,
+    ("follows_labels", True): ("CE",),
+    ("screens_batch", True): ("Kondo",),
+    ("needs_replay", True): ("ReplayDG",),
+    ("discounts_age", True): ("FreshDG",),
+    ("fresh_form", "DG"): ("ReplayDG", "FreshDG"),
+    ("temperature", "gate"): DELIGHT,
+    ("temperature", "target"): TARGET,
+    ("temperature", "regression"): ("PMDMean",),
+    ("clip", "clip_high"): ("ASPO", "DAPO", "DAPOLite"),
+    ("clip", "clip_low"): tuple(name for name in CLIPPED if name not in ("ASPO", "DAPO", "DAPOLite")),
+    ("needs_token_labels", True): SEQUENCE_ONLY,
+    ("needs_token_rewards", True): (*CANDIDATE, "DGToken"),
+    ("needs_one_action", True): ("LogGrowth",),
+    ("needs_all_actions", True): ("TPOFullAction",),
+    ("needs_success_rate", True): ("MaxRL",),
+    ("needs_true_rewards", True): ("LogGrowth", "MaxRL", "TPOFullAction"),
+    ("needs_plain_rewards", True): ("LogGrowth", "DAPO", "DAPOLite"),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), PROPERTIES, ids=str)
+def test_the_rules_of_a_property(name: str, value: object) -> None:
+    having = {method for method, rule in RULES.items() if getattr(rule, name) == value}
+    assert having == set(PROPERTIES[name, value])
+
+
+def test_no_property_is_without_a_rule_and_a_test() -> None:
+    names = {field.name for field in fields(Rule)} - {"formula"}
+    assert {name for name, _ in PROPERTIES} == names
+    said = {(name, getattr(rule, name)) for rule in RULES.values() for name in names}
+    assert {(name, value) for name, value in said if value not in (False, None)} == set(PROPERTIES)
+
+
+def test_a_configuration_has_the_record_of_its_method() -> None:
+    config = UpdateRuleConfig.model_validate({"method": "GRPO"})
+    assert config.rule is RULES["GRPO"]
+    assert "rule" not in config.model_dump()
+
+
+def test_every_function_that_is_a_rule_has_a_record() -> None:
+    """And but for DAPO, which has two names, one alone."""
+    functions = set()
+    for module in FORMULAS:
+        for function in vars(import_module(f"trainable.sandbox.rules.{module}")).values():
+            if inspect.isfunction(function) and not function.__name__.startswith("_"):
+                signature = inspect.signature(function)
+                is_rule = list(signature.parameters) == ["rollouts", "log_probs", "config"]
+                if is_rule and signature.return_annotation is RuleLoss:
+                    functions.add(function)
+    assert set(UPDATE_RULES.values()) == functions
+    assert len(functions) == len(METHODS) - 1
+    assert UPDATE_RULES["DAPO"] is UPDATE_RULES["DAPOLite"]
+
+
+@pytest.mark.parametrize("formula", ["grouped.no_such", "no_such.grpo"])
+def test_a_formula_that_is_not_there_is_an_error(formula: str) -> None:
+    with pytest.raises((AttributeError, ModuleNotFoundError), match="no_such"):
+        load_formula(formula)
+
+
+def words_of(path: Path) -> set[str]:
+    """Every string of a source that is no longer text."""
+    tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {node.value for node in tree if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+
+
+@pytest.mark.parametrize("package", ["trainable", "tune_study"])
+def test_no_name_of_a_rule_is_compared_or_listed_beside_the_records(package: str) -> None:
+    """Studies name rules in `search_spaces`, and published results in `analysis`: as data."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        if path != ROOT / "trainable/sandbox/config/rules.py":
+            assert not words_of(path) & set(METHODS), path

@@ -1,0 +1,183 @@
+"""Which levels are for training, validation, test and demonstration, and that test levels are met nowhere else.
+
+Set            Seeds                                          Shares no level with
+training       10000 + 1,000,000 k + counter                  test (outside the published 10000..13199 by replacement)
+validation     123, 124, ... (512 of them are published)      test, demonstration
+demonstration  700,000,000 and up, some left out              validation, test
+test           512 of 900,000,000 and up, shipped as a file   validation, published training, demonstration, itself
+replacement    1,000,000,000 and up, some left out            test
+
+"Shares no level" is meant up to the eight symmetries of the square (`Level.key`): seeds alone do not keep levels apart.
+Run as a module it prints the file of test seeds; with --write it writes it.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import count as counting
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from trainable.config.run_config import RunConfig
+from trainable.envs.sokoban.generate import Level, generate_room, generate_rooms
+
+PUBLISHED_TRAINING_SEEDS = range(10_000, 13_200)
+PUBLISHED_VALIDATION_SEEDS = range(123, 635)
+SEEDS_PER_RUN = 1_000_000
+FIRST_DEMONSTRATION_SEED = 700_000_000
+FIRST_TEST_SEED = 900_000_000
+FIRST_REPLACEMENT_SEED = 1_000_000_000
+TEST_LEVELS = 512
+TEST_SEEDS_FILE = Path(__file__).with_name("test_seeds.json")
+
+_BLOCK = 64
+
+
+def training_seed(seed_index: int, group_counter: int, base: int = 10_000) -> int:
+    """The seed of one training level: base + 1,000,000 * seed_index + group_counter.
+
+    seed_index: which of the seeds of a study, from 0 (the published stream).
+    group_counter: groups handed out before this one; env_groups * (t - 1) + i for group i of the 1-based step t.
+    """
+    seed = base + SEEDS_PER_RUN * seed_index + group_counter
+    if seed_index < 0 or not 0 <= group_counter < SEEDS_PER_RUN or not 0 <= seed < FIRST_DEMONSTRATION_SEED:
+        raise ValueError(
+            f"no training level for seed index {seed_index}, group {group_counter}, base {base}: an index is 0 or "
+            f"more, a group 0 to {SEEDS_PER_RUN - 1}, and their seed below {FIRST_DEMONSTRATION_SEED}"
+        )
+    return seed
+
+
+def training_levels(
+    seed_index: int, step: int, env_groups: int, base: int = 10_000, skip: frozenset[bytes] = frozenset()
+) -> list[Level]:
+    """Make the levels of one training step, one for each group.
+
+    A level whose key is in `skip` is replaced, unless it is a published one (seeds 10000..13199, which share no level
+    with the test set): seed s by the first of 1,000,000,000 + s, 1,000,000,001 + s, ... whose key is not in `skip`.
+    So what a seed becomes depends on nothing but the seed and `skip`.
+
+    seed_index: see `training_seed`. step: from 1. env_groups: groups a step. base: first seed of index 0.
+    skip: keys of the test levels, `level_keys(test_levels())`.
+    """
+    if step < 1 or env_groups < 1:
+        raise ValueError(f"step {step} with {env_groups} groups; both are at least 1")
+    seeds = [training_seed(seed_index, env_groups * (step - 1) + group, base) for group in range(env_groups)]
+    return [_replaced(level, skip) for level in generate_rooms(seeds)]
+
+
+def validation_levels(count: int = 512, base: int = 123) -> list[Level]:
+    """Make the levels of seeds base, base + 1, ...; the defaults are the published 512, 472 of them distinct boards."""
+    return generate_rooms(range(base, base + count))
+
+
+def test_levels(count: int = TEST_LEVELS) -> list[Level]:  # noqa: PT028 - levels for testing a policy, not a test
+    """Make the first `count` of the 512 test levels, all distinct up to symmetry, from the shipped seeds."""
+    if not 0 <= count <= TEST_LEVELS:
+        raise ValueError(f"{count} test levels; there are 0 to {TEST_LEVELS}")
+    seeds: list[int] = json.loads(TEST_SEEDS_FILE.read_text(encoding="utf-8"))["seeds"]
+    return generate_rooms(seeds[:count])
+
+
+def demonstration_levels(count: int, first: int = 0) -> list[Level]:
+    """Make levels to show a policy how to play: none of them is a validation or test level.
+
+    They come in the order of their seeds from 700,000,000 + first on. To go on after a call, pass
+    `first=levels[-1].seed - FIRST_DEMONSTRATION_SEED + 1`. Levels may repeat among themselves.
+    """
+    if count < 0 or first < 0:
+        raise ValueError(f"{count} demonstration levels from {first} on; both are at least 0")
+    held_out = _held_out_keys()
+    start = FIRST_DEMONSTRATION_SEED + first
+    levels = list(islice((level for level in _levels_from(start) if level.key not in held_out), count))
+    if levels and levels[-1].seed >= FIRST_TEST_SEED:
+        raise ValueError(f"{count} demonstration levels from {first} on reach the test seeds; ask for fewer")
+    return levels
+
+
+class RunLevels(NamedTuple):
+    """The levels of one run, made ahead: a step never waits for one.
+
+    training: of each step, a level for each group. is_unseen: of each validation level, whether no training level of
+    the run is equal to it up to symmetry.
+    """
+
+    training: list[list[Level]]
+    validation: list[Level]
+    test: list[Level]
+    is_unseen: list[bool]
+
+
+def levels_of_run(config: RunConfig) -> RunLevels:
+    """The levels of the run of `config`, its seed included; no training level is a test level."""
+    env = config.env
+    tests, validation = test_levels(env.test_env_groups), validation_levels(env.val_env_groups, env.seed_val)
+    skip = level_keys(tests)
+    training = [
+        training_levels(config.seed, step, env.env_groups, env.seed_train, skip=skip)
+        for step in range(1, config.trainer.total_training_steps + 1)
+    ]
+    met = level_keys(level for levels in training for level in levels)
+    return RunLevels(training, validation, tests, [level.key not in met for level in validation])
+
+
+def level_keys(levels: Iterable[Level]) -> frozenset[bytes]:
+    """Collect the levels' keys (each level up to the eight symmetries)."""
+    return frozenset(level.key for level in levels)
+
+
+def find_test_seeds(count: int = TEST_LEVELS) -> list[int]:
+    """Search the first `count` test seeds: in order, those whose level is in no published set and was not found before.
+
+    The shipped file is this search's result; nothing searches at start-up.
+    """
+    published = (*PUBLISHED_VALIDATION_SEEDS, *PUBLISHED_TRAINING_SEEDS)
+    met = set(level_keys(generate_rooms(published)))
+    seeds: list[int] = []
+    for level in _levels_from(FIRST_TEST_SEED):
+        if len(seeds) == count:
+            break
+        if level.key not in met:
+            met.add(level.key)
+            seeds.append(level.seed)
+    return seeds
+
+
+def seeds_file_content() -> str:
+    """What the shipped file of test seeds holds: JSON, one seed a line."""
+    about = "Seeds of the test levels; made by: python -m trainable.envs.sokoban.level_sets --write"
+    return json.dumps({"about": about, "seeds": find_test_seeds()}, indent=0) + "\n"
+
+
+def _replaced(level: Level, skip: frozenset[bytes]) -> Level:
+    if not skip or level.seed in PUBLISHED_TRAINING_SEEDS or level.key not in skip:
+        return level
+    candidates = (generate_room(seed) for seed in counting(FIRST_REPLACEMENT_SEED + level.seed))
+    return next(candidate for candidate in candidates if candidate.key not in skip)
+
+
+def _levels_from(seed: int) -> Iterator[Level]:
+    for start in counting(seed, _BLOCK):
+        yield from generate_rooms(range(start, start + _BLOCK))
+
+
+@lru_cache(maxsize=1)
+def _held_out_keys() -> frozenset[bytes]:
+    return level_keys(validation_levels()) | level_keys(test_levels())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the file of test seeds, or write it in its place."""
+    parser = argparse.ArgumentParser(prog="python -m trainable.envs.sokoban.level_sets", description=main.__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {TEST_SEEDS_FILE.name} in the package")
+    if parser.parse_args(arguments).write:
+        TEST_SEEDS_FILE.write_text(seeds_file_content(), encoding="utf-8")
+    else:
+        sys.stdout.write(seeds_file_content())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Seconds of the phases of a training step."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+Phase = Literal[
+    "rollout", "values", "reference", "push", "update_critic", "update_actor", "gradient_analysis", "validation"
+]
+
+
+class Clock:
+    """Seconds of wall and of processor time (all threads of this process) since it was made."""
+
+    def __init__(self) -> None:
+        self._started, self._cpu = time.perf_counter(), time.process_time()
+
+    def read(self) -> tuple[float, float]:
+        """Both, until now."""
+        return time.perf_counter() - self._started, time.process_time() - self._cpu
+
+
+class Phases:
+    """Measures the phases of one step on `device`; a phase that comes twice adds up.
+
+    seconds: of each phase so far, by its name. A GPU works on after a call returns, so it is waited for at both ends of
+    a phase: otherwise its work would be counted in whichever phase waits for a result.
+
+    Example::
+
+        phases = Phases(torch.device("cuda"))
+        with phases.timed("rollout"):
+            episodes = roll_out()
+        phases.seconds["rollout"]
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: dict[str, float] = {}
+        self._device = device
+
+    @contextmanager
+    def timed(self, phase: Phase) -> Iterator[None]:
+        """Add the seconds of the body to `phase`."""
+        self._wait()
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._wait()
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,38 @@
+"""What a training step does with its batch: settings of rhythm, read once at its beginning."""
+
+from typing import NamedTuple
+
+from trainable.config.run_config import RunConfig
+
+
+class Due(NamedTuple):
+    """What is due in a step that has a batch.
+
+    values: whether the batch has a critic's values. critic, policy: whether they are updated. analysis: whether
+    gradients are analysed, also in a step without a batch. kl_control: whether the weight of the KL in the reward
+    moves. validation: whether the policy is validated after the step.
+    """
+
+    values: bool
+    critic: bool
+    analysis: bool
+    policy: bool
+    kl_control: bool
+    validation: bool
+
+
+def due_at(step: int, config: RunConfig) -> Due:
+    """What is due in training step `step`, from 1."""
+    trainer, needs_critic = config.trainer, config.algorithm.estimator.needs_critic
+    is_only_analysed = trainer.gradient_analysis_mode and trainer.gradient_analysis_only
+    analysis = trainer.analyses_gradients(step)
+    is_left = is_only_analysed or (analysis and trainer.exit_after_gradient_analysis)
+    is_last = step == trainer.total_training_steps
+    return Due(
+        values=needs_critic,
+        critic=needs_critic and not config.critic.shared_trunk and not is_only_analysed,
+        analysis=analysis,
+        policy=trainer.critic_warmup <= step and not is_left,
+        kl_control=config.algorithm.use_kl_in_reward and not is_only_analysed,
+        validation=trainer.test_freq > 0 and (is_last or step % trainer.test_freq == 0),
+    )

@@ -1,0 +1,182 @@
+"""What a training step measured: one type for each part of it. The names of their fields are columns of `steps`.
+
+docs/metrics.md and `trainable.runs.records.STEP_COLUMNS` have the unit and the formula of each column; a test compares
+them with the fields here. None: not measured in this step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+
+Number = float | int | None
+
+
+@dataclass(frozen=True)
+class Collection:
+    """All P x G episodes of the step, before the filter."""
+
+    train_success: float
+    train_pass_at_group: float
+    train_reward: float
+    train_actions: float
+    train_invalid_turns: float
+    train_response_tokens: float
+
+
+@dataclass(frozen=True)
+class EngineGap:
+    """How far the engine that sampled is from the trainer, where it has weights of its own."""
+
+    engine_gap_mean: float
+    engine_gap_max: float
+    engine_kl: float
+    engine_effective_share: float
+
+
+@dataclass(frozen=True)
+class FilterDecision:
+    """What the filter saw, and how much of it is trained on."""
+
+    reward_std: float
+    reward_std_max: float
+    zero_std_groups: int
+    groups: int
+    groups_kept: int
+    kept_ratio: float
+    reward_std_kept: float
+
+
+@dataclass(frozen=True)
+class BatchSummary:
+    """The batch before the update, copies included."""
+
+    batch_size: int
+    trained_tokens: int
+    padding_share: float
+    entropy: float
+    kl_to_reference: float | None = None
+    value_mean: float | None = None
+    explained_variance: float | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What the optimizer steps of policy and critic did."""
+
+    pg_loss: float | None = None
+    pg_clipfrac: float | None = None
+    pg_clipfrac_lower: float | None = None
+    ppo_kl: float | None = None
+    tpo_target_entropy: float | None = None
+    tpo_target_top_prob: float | None = None
+    entropy_loss: float | None = None
+    kl_loss: float | None = None
+    actor_grad_norm: float | None = None
+    vf_loss: float | None = None
+    vf_clipfrac: float | None = None
+    critic_grad_norm: float | None = None
+    nonfinite_updates: int = 0
+    kl_in_reward_coef: float | None = None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the step took of episodes and tokens: a filter changes it, and a comparison must show it."""
+
+    optimizer_steps: int
+    env_steps: int
+    sampled_tokens: int
+    trained_tokens: int
+
+    def plus(self, other: "Budget") -> "Budget":
+        """The sum of both."""
+        return Budget(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+
+
+@dataclass(frozen=True)
+class Validation:
+    """All validation levels, sampled; before training also greedily."""
+
+    val_success: float
+    val_success_unseen: float | None
+    val_reward: float
+    val_invalid_turns: float
+    val_greedy_success: float | None = None
+
+
+@dataclass(frozen=True)
+class FinalEvaluation:
+    """What is measured once, at the end of a run, and the seconds (of processor time, too) that it took."""
+
+    val_greedy_success: float
+    test_success: float | None
+    test_greedy_success: float | None
+    seconds: float
+    cpu_seconds: float
+
+    def added_to(self, row: Mapping[str, Number]) -> dict[str, Number]:
+        """The last row of the run with it."""
+        times = {
+            "seconds_validation": self.seconds, "seconds_step": self.seconds, "seconds_total": self.seconds,
+            "cpu_seconds_step": self.cpu_seconds,
+        }  # fmt: skip
+        measured = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _COSTS}
+        return {**row, **measured, **{name: (row.get(name) or 0.0) + more for name, more in times.items()}}
+
+
+_COSTS = ("seconds", "cpu_seconds")
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of the step and of its phases, and how well they used the machine."""
+
+    phases: Mapping[str, float]
+    utilisation: Mapping[str, float]
+    matrix_rate: float
+    seconds_step: float
+    cpu_seconds_step: float
+    seconds_total: float
+
+    def row(self) -> dict[str, Number]:
+        """Its columns."""
+        return {
+            **{f"seconds_{phase}": seconds for phase, seconds in self.phases.items()},
+            **{f"utilisation_{phase}": share for phase, share in self.utilisation.items()},
+            "matrix_rate": self.matrix_rate, "seconds_step": self.seconds_step,
+            "cpu_seconds_step": self.cpu_seconds_step, "seconds_total": self.seconds_total,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One training step.
+
+    batch, update: None where the filter kept nothing. totals: `budget` of all steps so far. collapse: columns of the
+    collapse diagnostics by name, none where they are not due. base: the validation before training, in step 1.
+    """
+
+    collection: Collection
+    filter: FilterDecision
+    empty_steps_in_a_row: int
+    budget: Budget
+    totals: Budget
+    duration: Duration
+    engine: EngineGap | None = None
+    batch: BatchSummary | None = None
+    update: Update | None = None
+    base: Validation | None = None
+    validation: Validation | None = None
+    collapse: Mapping[str, float] = field(default_factory=dict)
+
+    def row(self) -> dict[str, Number]:
+        """The step's columns that have a number."""
+        parts = (self.collection, self.engine, self.filter, self.batch, self.update, self.validation)
+        columns: dict[str, Number] = {"empty_steps_in_a_row": self.empty_steps_in_a_row, **self.collapse}
+        for part in parts:
+            columns |= {} if part is None else asdict(part)
+        columns |= asdict(self.budget) | {f"total_{name}": number for name, number in asdict(self.totals).items()}
+        if self.base is not None:
+            columns |= {f"base_{name}": number for name, number in asdict(self.base).items()}
+        columns |= self.duration.row()
+        columns["tokens_per_second"] = self.budget.sampled_tokens / self.duration.phases["rollout"]
+        return {name: number for name, number in columns.items() if number is not None}
