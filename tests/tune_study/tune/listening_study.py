@@ -64,6 +64,8 @@ def look(base: Path, home: str) -> dict[str, Any]:
     with started_ray(Allotment(bundles(0), 1, (), (), 1, ""), Console(quiet=True)):
         address = ray.get_runtime_context().gcs_address
         (folder,) = base.iterdir()
+        in_advance = [process.pid for process in psutil.Process().children(recursive=True) if is_worker(process)]
+        niceness = ray.get(ray.remote(lambda: os.nice(0)).remote(), timeout=60)
         token = ray.get(ray.remote(lambda: os.environ["RAY_AUTH_TOKEN"]).remote(), timeout=60)
         strangers = {
             "without a token": join(address, "disabled", home, ""),
@@ -81,9 +83,17 @@ def look(base: Path, home: str) -> dict[str, Any]:
             "mode": f"{folder.stat().st_mode & 0o777:o}",
             "sockets": [len(os.fsencode(path)) for path in folder.glob("r/session_2*/sockets/*")],
             "session": next(path.name for path in folder.glob("r/session_2*")),
+            "workers in advance": in_advance,
+            "niceness": [niceness, os.nice(0)],
             "driver has the token": "RAY_AUTH_TOKEN" in os.environ,
             "token in files": [path.name for path in files if token.encode() in path.read_bytes()],
         }
+
+
+def is_worker(process: psutil.Process) -> bool:
+    """Whether Ray runs tasks and actors in the process."""
+    words = process.cmdline()
+    return any(word.endswith("default_worker.py") for word in words[1:3]) or words[:1] == ["ray::IDLE"]
 
 
 def start_again() -> int:
