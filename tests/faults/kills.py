@@ -41,7 +41,9 @@ GONE_S = 60.0
 AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 AGENTS_GONE_S = 90.0
 """Two agents of Ray first report the raylet's death to a control server that is gone too; Ray gives that a minute."""
-POLL_S = 0.002
+POLL_S = 0.05
+CHECKPOINT_POLL_S = 0.002
+"""A checkpoint is half-written for milliseconds only. Elsewhere a test must not take the CPU from what it waits for."""
 
 DRIVER_KILLS = (
     "at once",
@@ -201,14 +203,19 @@ def last_step(run_dir: Path) -> int:
     return int(rows[-1]["step"]) if rows else 0
 
 
-def wait_for(condition: Callable[[], bool], driver: "subprocess.Popen[str]", patience: float = PATIENCE_S) -> bool:
+def wait_for(
+    condition: Callable[[], bool],
+    driver: "subprocess.Popen[str]",
+    patience: float = PATIENCE_S,
+    poll_s: float = POLL_S,
+) -> bool:
     """Whether the condition came true while the driver was alive."""
     deadline = time.monotonic() + patience
     while driver.poll() is None:
         if condition():
             return True
         assert time.monotonic() < deadline, "nothing happened for too long"
-        time.sleep(POLL_S)
+        time.sleep(poll_s)
     return False
 
 
@@ -232,7 +239,8 @@ def kill_driver(study: Tormented, kind: str, dice: random.Random, tally: Tally) 
         is_alive = wait_for(lambda: study.rows() >= target, driver)
     elif kind == "in a checkpoint":
         skip = study.rows() + dice.randint(0, 4)
-        is_alive = wait_for(lambda: study.rows() >= skip and study.is_writing(), driver)
+        is_ready = wait_for(lambda: study.rows() >= skip, driver)
+        is_alive = is_ready and wait_for(study.is_writing, driver, poll_s=CHECKPOINT_POLL_S)
     elif kind in DAEMONS:  # Ray starts it some seconds after the driver
         is_alive = wait_for(lambda: bool(study.daemons(kind)), driver) and _after(dice.uniform(0.0, 8.0), driver)
     else:
@@ -294,7 +302,7 @@ def kill_trials(study: Tormented, kills: int, dice: random.Random, tally: Tally)
             break
         if kind != "in a checkpoint":
             _after(dice.uniform(0.0, 0.4), driver)
-        elif not wait_for(study.is_writing, driver):
+        elif not wait_for(study.is_writing, driver, poll_s=CHECKPOINT_POLL_S):
             break
         chosen = dice.choice(ripe() or [Path()])
         pid = study.trials().get(chosen)

@@ -125,8 +125,9 @@ def read_all(terminal: int) -> None:
 def test_a_pipe_whose_reader_is_gone_changes_nothing(tmp_path: Path, straight: Tormented) -> None:
     study = Tormented(tmp_path, STEPS)
     driver = subprocess.Popen(
-        command_of(study), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=study.environment, text=True
-    )
+        command_of(study), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=study.environment, text=True,
+        start_new_session=True,
+    )  # fmt: skip
     assert driver.stdout is not None
     driver.stdout.readline()
     driver.stdout.close()  # as `| head -1` does

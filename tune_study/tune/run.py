@@ -40,8 +40,6 @@ _ENVIRONMENT = {
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
     "TUNE_FORCE_TRIAL_CLEANUP_S": "60",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    # Ray 2.60 runs its workers at niceness 15, where any busy process of an ordinary user leaves a trial 3 % of a core.
-    "RAY_worker_niceness": "0",
     # Tune's actors never take the workers that Ray starts in advance: every one of those is an import for nothing.
     "RAY_prestart_worker_first_driver": "0",
 }

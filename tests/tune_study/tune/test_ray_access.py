@@ -64,11 +64,6 @@ def test_a_second_start_in_one_process_works(seen: dict[str, Any]) -> None:
     assert seen["again"] == 7
 
 
-def test_a_worker_has_the_priority_of_its_driver(seen: dict[str, Any]) -> None:
-    worker, driver = seen["niceness"]
-    assert worker == driver
-
-
 def test_no_worker_is_started_before_a_trial_asks_for_one(seen: dict[str, Any]) -> None:
     assert seen["workers in advance"] == []
 
