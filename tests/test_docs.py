@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -116,6 +117,27 @@ def test_the_python_example_of_the_readme(folder: Path) -> None:
     assert set(frames.levels["split"]) == {"val", "test"}
     trainer = probe.restore(folder / "out" / "results" / "kl_sweep_sokoban-tiny", trial="0.1")
     assert 0 < trainer.evaluate("val", "greedy").success < 1
+
+
+PYTHON = [
+    pytest.param(block, id=f"{page.stem}-{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("block", PYTHON)
+def test_python_examples_use_names_that_exist(block: str) -> None:
+    """The imports are run, and every attribute of an imported module is looked up in it."""
+    tree = ast.parse(block)
+    names: dict[str, object] = {}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), "example", "exec"), names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = names.get(node.value.id)
+            if isinstance(module, ModuleType):
+                assert hasattr(module, node.attr), f"{node.value.id} has no {node.attr}"
 
 
 def test_files_that_the_documents_name_exist() -> None:

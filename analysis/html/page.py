@@ -64,14 +64,18 @@ def inline_svg(name: str, figure: Figure) -> str:
     return re.sub(r'^<svg ([^>]*?)width="[^"]*" height="[^"]*"', r'<svg role="img" \1', text, count=1)
 
 
+_UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+
+
 def count(value: float) -> str:
     """A count with at most four digits: 240, 5 400, 12.3 k, 1.23 M."""
     if value is None or pd.isna(value):
         return "–"
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if unit == 'k' else size):.3g} {unit}"
-    return f"{value:,.0f}".replace(",", " ")
+    if abs(value) < 1e4:
+        return f"{value:,.0f}".replace(",", " ")
+    rounded = float(f"{value:.3g}")  # before the unit is chosen: 999 999 is 1 M
+    size, unit = next(entry for entry in _UNITS if abs(rounded) >= entry[0])
+    return f"{rounded / size:.3g} {unit}"
 
 
 def duration(seconds: float) -> str:

@@ -288,7 +288,20 @@ def test_five_seeds_are_no_longer_called_few(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(240, "240"), (5400, "5 400"), (12_345, "12.3 k"), (1_230_000, "1.23 M"), (float("nan"), "–")]
+    ("value", "text"),
+    [
+        (240, "240"),
+        (5400, "5 400"),
+        (9_996, "9 996"),
+        (12_345, "12.3 k"),
+        (999_499, "999 k"),
+        (999_500, "1 M"),  # the unit of the rounded value
+        (-999_999, "-1 M"),
+        (1_230_000, "1.23 M"),
+        (999_700_000, "1 G"),
+        (1.2e12, "1.2 T"),
+        (float("nan"), "–"),
+    ],
 )
 def test_counts(value: float, text: str) -> None:
     assert count(value) == text
