@@ -40,7 +40,7 @@ _ENVIRONMENT = {
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
     "TUNE_FORCE_TRIAL_CLEANUP_S": "60",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    # Tune's actors never take the workers that Ray starts in advance: every one of those is an import for nothing.
+    # Trials start in workers of their own (Ray 2.60), so those that Ray starts in advance only cost CPU time.
     "RAY_prestart_worker_first_driver": "0",
 }
 """Set before Ray is imported, where the user has not set them."""
