@@ -25,6 +25,7 @@ from trainable.config.setting_types import (
     OrNull,
     Positive,
     Share,
+    ShareBelowOne,
 )
 from trainable.config.study_config import Runner
 
@@ -136,7 +137,7 @@ class FilterConfig(Section):
 class OptimConfig(Section):
     """What actor and critic share: AdamW and the cut of a step into mini-batches."""
 
-    betas: tuple[Share, Share] = Field((0.9, 0.999), description="AdamW's decay of first and second moments")
+    betas: tuple[ShareBelowOne, ShareBelowOne] = Field((0.9, 0.999), description="AdamW's decay of first and second moments")
     weight_decay: NonNegative = Field(0.01, description="AdamW's, decoupled")
     grad_clip: Positive = Field(1.0, description="largest total gradient norm")
     ppo_epochs: int = Field(1, ge=1, description="passes over a step's batch")
@@ -163,7 +164,7 @@ class ActorConfig(OptimConfig):
     tpo_eta: Positive = Field(
         1.0, description="tpo: a skill of so much makes a rollout e times as likely in the target"
     )
-    clip_ratio_low: Common[Share] = Field(0.2, description="the ratio is cut below 1 - this")
+    clip_ratio_low: Common[ShareBelowOne] = Field(0.2, description="the ratio is cut below 1 - this")
     clip_ratio_high: Common[NonNegative] = Field(0.28, description="the ratio is cut above 1 + this")
     clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(
         3.0, description="dual clip: bound for negative advantages"

@@ -133,6 +133,8 @@ def test_an_unknown_key_of_a_section_lists_the_section() -> None:
         ("kl_loss_coef", "nan", "finite"),
         ("actor.lr", 0, "greater than 0"),
         ("gamma", 1.5, "less than or equal to 1"),
+        ("clip_ratio_low", 1, "less than 1"),
+        ("actor.betas", (0.9, 1), "less than 1"),
         ("group_size", "many", "valid integer"),
         ("rollout_filter_value", 1.5, "in (0, 1]"),
         ("rollout_filter_strategy", "best", "'top_p', 'top_k'"),
