@@ -137,7 +137,9 @@ class FilterConfig(Section):
 class OptimConfig(Section):
     """What actor and critic share: AdamW and the cut of a step into mini-batches."""
 
-    betas: tuple[ShareBelowOne, ShareBelowOne] = Field((0.9, 0.999), description="AdamW's decay of first and second moments")
+    betas: tuple[ShareBelowOne, ShareBelowOne] = Field(
+        (0.9, 0.999), description="AdamW's decay of first and second moments"
+    )
     weight_decay: NonNegative = Field(0.01, description="AdamW's, decoupled")
     grad_clip: Positive = Field(1.0, description="largest total gradient norm")
     ppo_epochs: int = Field(1, ge=1, description="passes over a step's batch")

@@ -134,7 +134,6 @@ def test_an_unknown_key_of_a_section_lists_the_section() -> None:
         ("actor.lr", 0, "greater than 0"),
         ("gamma", 1.5, "less than or equal to 1"),
         ("clip_ratio_low", 1, "less than 1"),
-        ("actor.betas", (0.9, 1), "less than 1"),
         ("group_size", "many", "valid integer"),
         ("rollout_filter_value", 1.5, "in (0, 1]"),
         ("rollout_filter_strategy", "best", "'top_p', 'top_k'"),
@@ -150,6 +149,11 @@ def test_a_value_out_of_bounds_is_refused_with_value_and_bound(key: str, value: 
         with_overrides(RunConfig(), {key: value})
     assert bound in str(caught.value)
     assert str(value) in str(caught.value)
+
+
+def test_betas_of_adamw_are_below_one() -> None:
+    with pytest.raises(ConfigError, match=r"actor\.betas\.1=1.*less than 1"):
+        with_overrides(RunConfig(), {"actor.betas": (0.9, 1)})
 
 
 @pytest.mark.parametrize("zero", [0, 0.0, "0", "0.0", "0.00"])
