@@ -157,13 +157,31 @@ def test_tests_that_the_documents_name_exist() -> None:
         assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"
 
 
-def test_readme_has_every_folder_in_its_own_words() -> None:
-    """The tree of the README is the first line of every package's docstring."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_architecture_page_has_the_docstring_of_every_folder() -> None:
+    """The tree of docs/architecture.md is the first line of every package's docstring."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     for package in ("search_spaces", "trainable", "tune_study", "analysis"):
         for path in sorted((ROOT / package).rglob("__init__.py")):
             folder = path.parent.relative_to(ROOT)
             line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
             assert line.endswith("."), f"{path} has no docstring that says what the folder holds"
             name = "  " * (len(folder.parts) - 1) + f"{folder.name}/"
-            assert f"\n{name:<24}{line.removesuffix('.')}\n" in text, f"{folder} is not in the README's tree so"
+            assert f"\n{name:<24}{line.removesuffix('.')}\n" in text, f"{folder} is not in the tree of docs/architecture.md so"
+
+
+def test_links_between_the_documents_resolve() -> None:
+    pages = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "LOG.md", ROOT / "CHANGELOG.md"]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_index_names_every_page() -> None:
+    text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.name == "index.md" or f"({page.name})" in text, f"docs/index.md does not name {page.name}"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
