@@ -166,7 +166,7 @@ def test_architecture_page_has_the_docstring_of_every_folder() -> None:
             line = (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
             assert line.endswith("."), f"{path} has no docstring that says what the folder holds"
             name = "  " * (len(folder.parts) - 1) + f"{folder.name}/"
-            assert f"\n{name:<24}{line.removesuffix('.')}\n" in text, f"{folder} is not in the tree of docs/architecture.md so"
+            assert f"\n{name:<24}{line.removesuffix('.')}\n" in text, f"docs/architecture.md: {folder}"
 
 
 def test_links_between_the_documents_resolve() -> None:
