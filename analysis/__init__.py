@@ -3,7 +3,7 @@
 Example: `analysis.load(DIR).trials` has one row per run.
 """
 
-from analysis.data.frames import StudyFrames, same_rows
-from analysis.data.load import load, read_run, study_folders
+from analysis.data.frames import StudyFrames, diff_frames
+from analysis.data.load import load, read_study, find_study_folders
 
-__all__ = ["StudyFrames", "load", "read_run", "same_rows", "study_folders"]
+__all__ = ["StudyFrames", "load", "read_study", "diff_frames", "find_study_folders"]

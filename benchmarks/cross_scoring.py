@@ -15,23 +15,23 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from machine import describe
-from options import make_parser, read_count
+from options import make_parser, parse_count
 from torch import Tensor
 
 from search_spaces.declaration.presets import PRESETS
-from trainable.algo.mutual_information import mutual_information, retrieval
-from trainable.config.run_config import RunConfig, with_overrides
-from trainable.config.seeds import stream
-from trainable.diagnostics.cross_scores import cross_scores
-from trainable.diagnostics.thoughts import Pairs, first_turn_pairs, read_turns, trajectory_pairs
+from trainable.algo.mutual_information import compute_information_metrics, compute_retrieval_metrics
+from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.config.seeds import make_rng
+from trainable.diagnostics.cross_scores import compute_cross_scores
+from trainable.diagnostics.thoughts import ThoughtPairs, sample_first_turn_pairs, read_turns, sample_trajectory_pairs
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.play import play
+from trainable.rollout.play import roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 
 COMPUTE_FREQ = 5
-GAME = {
+SETTINGS = {
     **PRESETS["laptop"],
     "trainer.val_before_train": False,
     "trainer.test_freq": -1,
@@ -41,78 +41,80 @@ GAME = {
 }
 
 
-class Spent(NamedTuple):
+class CallTime(NamedTuple):
     """Wall and CPU seconds of one call."""
 
     wall: float
     cpu: float
 
 
-def clocked(work: Callable[[], object]) -> Spent:
+def time_call(work: Callable[[], object]) -> CallTime:
     """What `work` takes."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
-    return Spent(time.perf_counter() - wall, time.process_time() - cpu)
+    return CallTime(time.perf_counter() - wall, time.process_time() - cpu)
 
 
-def median(spent: Sequence[Spent]) -> Spent:
+def compute_median_time(call_times: Sequence[CallTime]) -> CallTime:
     """Medians of both clocks."""
-    return Spent(*(statistics.median(values) for values in zip(*spent, strict=True)))
+    return CallTime(*(statistics.median(values) for values in zip(*call_times, strict=True)))
 
 
-def naive_scores(model: Qwen2, pairs: Pairs) -> Tensor:
+def compute_naive_scores(model: Qwen2, pairs: ThoughtPairs) -> Tensor:
     """Every thought after every prompt as a whole sequence, all thoughts of a prompt in one batch: (N, M)."""
     lengths = torch.tensor([len(thought) for thought in pairs.thoughts])
-    rows = torch.arange(len(lengths)).repeat_interleave(lengths)
+    thought_index = torch.arange(len(lengths)).repeat_interleave(lengths)
     targets = torch.from_numpy(np.concatenate(pairs.thoughts))
-    inside = torch.arange(int(lengths.max())) < lengths[:, None]
+    thought_mask = torch.arange(int(lengths.max())) < lengths[:, None]
     sums = torch.zeros((len(pairs.thoughts), len(pairs.prompts)), dtype=torch.float64)
     with torch.inference_mode():
         for column, prompt in enumerate(pairs.prompts):
-            tokens = torch.zeros((len(lengths), len(prompt) + inside.shape[1]), dtype=torch.long)
+            tokens = torch.zeros((len(lengths), len(prompt) + thought_mask.shape[1]), dtype=torch.long)
             tokens[:, : len(prompt)] = torch.from_numpy(prompt)
-            tokens[:, len(prompt) :][inside] = targets
-            scored = torch.cat((torch.zeros(len(lengths), len(prompt), dtype=torch.bool), inside), dim=1)
-            hidden = model.model.hidden_at(tokens, scored.flatten().nonzero().squeeze(-1) - 1)
-            logs = model.lm_head(hidden).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
-            sums[:, column].index_add_(0, rows, logs.double())
+            tokens[:, len(prompt) :][thought_mask] = targets
+            scored_mask = torch.cat((torch.zeros(len(lengths), len(prompt), dtype=torch.bool), thought_mask), dim=1)
+            hidden = model.model.compute_hidden_states(tokens, scored_mask.flatten().nonzero().squeeze(-1) - 1)
+            logprobs = model.lm_head(hidden).log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+            sums[:, column].index_add_(0, thought_index, logprobs.double())
     return sums
 
 
-def shared_scores(model: Qwen2, pairs: Pairs) -> Tensor:
+def compute_shared_scores(model: Qwen2, pairs: ThoughtPairs) -> Tensor:
     """The same numbers, as the trainer makes them."""
-    return cross_scores(model, pairs.prompts, pairs.thoughts).sums
+    return compute_cross_scores(model, pairs.prompts, pairs.thoughts).logprob_sums
 
 
-def rolled_out(trainer: PPOTrainer) -> list[Episode]:
+def roll_out(trainer: PPOTrainer) -> list[Episode]:
     """One rollout of the preset's levels."""
     config = trainer.config
-    return play(
-        trainer.levels[0], config.env.group_size, trainer.engine.sampler, trainer.protocol, trainer.codec,
+    return roll_out_episodes(
+        trainer.levels[0], config.env.group_size, trainer.engine.sampler, trainer.prompt_template, trainer.codec,
         trainer.rules,
-        SamplingParams(1.0, config.rollout.response_length, trainer.stop_token), stream(0, "sampling", 1),
+        SamplingParams(1.0, config.rollout.response_length, trainer.stop_token), make_rng(0, "sampling", 1),
     )  # fmt: skip
 
 
-def sample(trainer: PPOTrainer, episodes: Sequence[Episode], count: int) -> dict[str, Pairs]:
+def sample_pairs(trainer: PPOTrainer, episodes: Sequence[Episode], count: int) -> dict[str, ThoughtPairs]:
     """Both samples of the diagnostics, `count` draws each."""
     turns, rng = read_turns(episodes, trainer.codec), np.random.default_rng(0)
     return {
-        "trajectory": trajectory_pairs(turns, count, rng),
-        "first_turn": first_turn_pairs(turns, [episode.group for episode in episodes], count, rng),
+        "trajectory": sample_trajectory_pairs(turns, count, rng),
+        "first_turn": sample_first_turn_pairs(turns, [episode.group for episode in episodes], count, rng),
     }
 
 
-def compared(model: Qwen2, pairs: Pairs, repetitions: int) -> tuple[dict[str, object], dict[str, Spent]]:
+def compare_methods(
+    model: Qwen2, pairs: ThoughtPairs, repetitions: int
+) -> tuple[dict[str, object], dict[str, CallTime]]:
     """Both ways by turns, after one call of each not counted, which is where they are checked against each other."""
-    ways = {"shared": shared_scores, "naive": naive_scores}
-    shared, naive = (way(model, pairs) for way in ways.values())
-    spent: dict[str, list[Spent]] = {name: [] for name in ways}
+    methods = {"shared": compute_shared_scores, "naive": compute_naive_scores}
+    shared, naive = (way(model, pairs) for way in methods.values())
+    call_times: dict[str, list[CallTime]] = {name: [] for name in methods}
     for _ in range(repetitions):
-        for name, way in ways.items():
-            spent[name].append(clocked(lambda way=way: way(model, pairs)))
-    medians = {name: median(those) for name, those in spent.items()}
-    ratios = [naive.cpu / shared.cpu for naive, shared in zip(spent["naive"], spent["shared"], strict=True)]
+        for name, way in methods.items():
+            call_times[name].append(time_call(lambda way=way: way(model, pairs)))
+    medians = {name: compute_median_time(those) for name, those in call_times.items()}
+    ratios = [naive.cpu / shared.cpu for naive, shared in zip(call_times["naive"], call_times["shared"], strict=True)]
     return {
         "thoughts": len(pairs.thoughts),
         "prompts": len(pairs.prompts),
@@ -127,50 +129,52 @@ def compared(model: Qwen2, pairs: Pairs, repetitions: int) -> tuple[dict[str, ob
     }, medians  # fmt: skip
 
 
-def around(trainer: PPOTrainer, episodes: Sequence[Episode], samples: int, repetitions: int) -> Spent:
+def time_overhead(trainer: PPOTrainer, episodes: Sequence[Episode], samples: int, repetitions: int) -> CallTime:
     """All that a diagnosis takes besides the scoring: reading turns, sampling pairs, metrics."""
-    scored = {name: (pairs, cross_scores(trainer.model, pairs.prompts, pairs.thoughts))
-              for name, pairs in sample(trainer, episodes, samples).items()}  # fmt: skip
+    scored_pairs = {name: (pairs, compute_cross_scores(trainer.model, pairs.prompts, pairs.thoughts))
+              for name, pairs in sample_pairs(trainer, episodes, samples).items()}  # fmt: skip
 
     def work() -> None:
-        sample(trainer, episodes, samples)
-        for pairs, found in scored.values():
-            own = torch.from_numpy(pairs.own)
-            mutual_information(found.sums, found.lengths, own)
-            retrieval(found.sums, own, torch.from_numpy(pairs.classes))
+        sample_pairs(trainer, episodes, samples)
+        for pairs, scores in scored_pairs.values():
+            own_prompts = torch.from_numpy(pairs.own_columns)
+            compute_information_metrics(scores.logprob_sums, scores.lengths, own_prompts)
+            compute_retrieval_metrics(scores.logprob_sums, own_prompts, torch.from_numpy(pairs.classes))
 
-    return median([clocked(work) for _ in range(repetitions)])
+    return compute_median_time([time_call(work) for _ in range(repetitions)])
 
 
 def main() -> None:
     """Medians of both ways on both samples, and their share of training at the published frequency."""
     parser = make_parser(__doc__)
-    parser.add_argument("--repetitions", type=read_count, default=5, help="counted repetitions of each way")
-    parser.add_argument("--steps", type=read_count, default=5, help="counted training steps")
-    parser.add_argument("--samples", type=read_count, default=64, help="draws of each sample")
-    given = parser.parse_args()
+    parser.add_argument("--repetitions", type=parse_count, default=5, help="counted repetitions of each way")
+    parser.add_argument("--steps", type=parse_count, default=5, help="counted training steps")
+    parser.add_argument("--samples", type=parse_count, default=64, help="draws of each sample")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    trainer = PPOTrainer(with_overrides(RunConfig(), {**GAME, "trainer.total_training_steps": given.steps + 2}))
-    episodes = rolled_out(trainer)
-    results, spent = {}, {}
-    for name, pairs in sample(trainer, episodes, given.samples).items():
-        results[name], spent[name] = compared(trainer.model, pairs, given.repetitions)
-    other = around(trainer, episodes, given.samples, given.repetitions)
-    rows = [trainer.step().row for _ in range(given.steps + 1)][1:]
-    step, rollout = (statistics.median(row[key] for row in rows) for key in ("cpu_seconds_step", "seconds_rollout"))
-    shares = {}
-    for way in ("shared", "naive"):
-        once = other.cpu + sum(medians[way].cpu for medians in spent.values())
-        shares[way] = round(once / (once + COMPUTE_FREQ * step), 4)
+    trainer = PPOTrainer(apply_overrides(RunConfig(), {**SETTINGS, "trainer.total_training_steps": args.steps + 2}))
+    episodes = roll_out(trainer)
+    results, median_times = {}, {}
+    for name, pairs in sample_pairs(trainer, episodes, args.samples).items():
+        results[name], median_times[name] = compare_methods(trainer.model, pairs, args.repetitions)
+    overhead = time_overhead(trainer, episodes, args.samples, args.repetitions)
+    rows = [trainer.step().row for _ in range(args.steps + 1)][1:]
+    step_seconds, rollout_seconds = (
+        statistics.median(row[key] for row in rows) for key in ("cpu_seconds_step", "seconds_rollout")
+    )
+    training_fractions = {}
+    for method in ("shared", "naive"):
+        diagnosis_seconds = overhead.cpu + sum(medians[method].cpu for medians in median_times.values())
+        training_fractions[method] = round(diagnosis_seconds / (diagnosis_seconds + COMPUTE_FREQ * step_seconds), 4)
     print(json.dumps({
         "benchmark": "cross_scoring",
         **results,
-        "cpu_seconds_around": round(other.cpu, 4),
-        "cpu_seconds_step": round(step, 3),
-        "seconds_rollout": round(rollout, 3),
+        "cpu_seconds_around": round(overhead.cpu, 4),
+        "cpu_seconds_step": round(step_seconds, 3),
+        "seconds_rollout": round(rollout_seconds, 3),
         "compute_freq": COMPUTE_FREQ,
-        "share_of_training": shares,
-        "repetitions": given.repetitions,
+        "share_of_training": training_fractions,
+        "repetitions": args.repetitions,
         **describe(),
     }, indent=1))  # fmt: skip
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from machine import describe
-from options import make_parser, read_count
+from options import make_parser, parse_count
 
 from trainable.envs.sokoban.board import step
-from trainable.envs.sokoban.generate import Level, generate_rooms
-from trainable.envs.sokoban.solver import distance_table
+from trainable.envs.sokoban.generate import Level, generate_levels
+from trainable.envs.sokoban.solver import compute_distance_table
 
 BATCH = 128
 ACTIONS_PER_EPISODE = 10
@@ -22,7 +22,7 @@ EPISODES = 200
 LEVELS = 2000
 
 
-def rate(work: Callable[[], object], items: int, repetitions: int) -> float:
+def measure_rate(work: Callable[[], object], items: int, repetitions: int) -> float:
     """Items per CPU second: the median of several repetitions after one that is not counted."""
     work()
     rates = []
@@ -33,7 +33,7 @@ def rate(work: Callable[[], object], items: int, repetitions: int) -> float:
     return round(statistics.median(rates), 1)
 
 
-def play(levels: Sequence[Level]) -> None:
+def play_random_actions(levels: Sequence[Level]) -> None:
     """Play random actions: EPISODES times ACTIONS_PER_EPISODE actions on each level, all levels in one batch."""
     actions = np.random.default_rng(0).integers(1, 5, (EPISODES, ACTIONS_PER_EPISODE, len(levels)))
     start = np.stack([level.cells for level in levels])
@@ -45,14 +45,18 @@ def play(levels: Sequence[Level]) -> None:
 
 def measure(repetitions: int) -> dict[str, object]:
     """Run all three measurements and name the machine."""
-    levels = generate_rooms(range(123, 123 + BATCH))
+    levels = generate_levels(range(123, 123 + BATCH))
     return {
         "benchmark": "environment",
-        "env_steps_per_cpu_second": rate(lambda: play(levels), BATCH * EPISODES * ACTIONS_PER_EPISODE, repetitions),
+        "env_steps_per_cpu_second": measure_rate(
+            lambda: play_random_actions(levels), BATCH * EPISODES * ACTIONS_PER_EPISODE, repetitions
+        ),
         "batch": BATCH,
-        "levels_per_cpu_second": rate(lambda: generate_rooms(range(20_000, 20_000 + LEVELS)), LEVELS, repetitions),
-        "solver_tables_per_cpu_second": rate(
-            lambda: [distance_table(level.cells) for level in levels], BATCH, repetitions
+        "levels_per_cpu_second": measure_rate(
+            lambda: generate_levels(range(20_000, 20_000 + LEVELS)), LEVELS, repetitions
+        ),
+        "solver_tables_per_cpu_second": measure_rate(
+            lambda: [compute_distance_table(level.cells) for level in levels], BATCH, repetitions
         ),
         "repetitions": repetitions,
         **describe(),
@@ -62,7 +66,7 @@ def measure(repetitions: int) -> dict[str, object]:
 def main() -> None:
     """Measure as often as the command line says."""
     parser = make_parser(__doc__)
-    parser.add_argument("--repetitions", type=read_count, default=7, help="counted repetitions of each measurement")
+    parser.add_argument("--repetitions", type=parse_count, default=7, help="counted repetitions of each measurement")
     print(json.dumps(measure(parser.parse_args().repetitions), indent=1))
 
 

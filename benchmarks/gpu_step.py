@@ -16,32 +16,32 @@ import numpy as np
 import torch
 from machine import describe
 
-from trainable.algo.batching import length_stratified_order
-from trainable.algo.mutual_information import mutual_information
-from trainable.backend.one_device import OneDevice
+from trainable.algo.batching import order_length_stratified
+from trainable.algo.mutual_information import compute_information_metrics
+from trainable.backend.one_device import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig
-from trainable.diagnostics.cross_scores import cross_scores
-from trainable.models.load import find_model, frozen_copy
+from trainable.diagnostics.cross_scores import compute_cross_scores
+from trainable.models.load import find_model, make_frozen_copy
 from trainable.models.qwen2 import PassSettings, Qwen2, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
-from trainable.ppo.flops import clocked, forward_flops, matrix_rate
-from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
+from trainable.ppo.flops import time_call, estimate_forward_flops, measure_peak_flops
+from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from tune_study.placement.model_shapes import published_sizes
+from tune_study.placement.model_shapes import find_published_sizes
 
-COPIES = 16
+GROUP_SIZE = 16
 TURNS = 5
-SAMPLES = 64
-COLUMNS = 8  # prompts of the first-turn sample
+NUM_SAMPLES = 64
+NUM_OPENINGS = 8  # prompts of the first-turn sample
 ROLLOUT_TOKENS = 16
-ROWS_WITHOUT_GRADIENTS = 8
-ACTOR = ActorConfig(use_kl_loss=True, kl_loss_type="low_var_kl", entropy_coeff=0.001)
+NO_GRAD_ROWS = 8
+ACTOR_CONFIG = ActorConfig(use_kl_loss=True, kl_loss_type="low_var_kl", entropy_coeff=0.001)
 
 
-class Scale(NamedTuple):
+class TurnLengths(NamedTuple):
     """Tokens of an opening, of each later observation, and of the longest reply, unless --tokens says otherwise.
 
     Those of the published prompt are round numbers near what Qwen2.5's tokenizer makes of it.
@@ -52,7 +52,7 @@ class Scale(NamedTuple):
     reply: int
 
 
-SCALES = {"tiny": Scale(30, 20, 24), "0.5b": Scale(400, 100, 400), "3b": Scale(400, 100, 400)}
+TURN_LENGTHS = {"tiny": TurnLengths(30, 20, 24), "0.5b": TurnLengths(400, 100, 400), "3b": TurnLengths(400, 100, 400)}
 
 
 class Phase(NamedTuple):
@@ -70,11 +70,11 @@ class Networks(NamedTuple):
     reference: Qwen2
 
 
-def shape_of(name: str) -> Qwen2Shape:
+def make_shape(name: str) -> Qwen2Shape:
     """The shipped model's shape, or that of Qwen2.5 in a size."""
     if name == "tiny":
         return Qwen2Shape.read(find_model("sokoban-tiny"))
-    sizes = published_sizes(f"Qwen/Qwen2.5-{name.upper()}")
+    sizes = find_published_sizes(f"Qwen/Qwen2.5-{name.upper()}")
     return Qwen2Shape(**sizes, max_position_embeddings=32_768, rope_theta=1e6, rms_norm_eps=1e-6, eos_token_id=151_643)
 
 
@@ -84,30 +84,30 @@ def make_networks(shape: Qwen2Shape, device: torch.device, dtype: torch.dtype, r
     with device:
         policy, critic = Qwen2(shape), ValueModel(shape)
     for network in (policy, critic):
-        network.model.passes = PassSettings(dtype, recompute)
+        network.model.pass_settings = PassSettings(dtype, recompute)
         for name, weight in network.named_parameters():
             if "norm" not in name:
                 torch.nn.init.normal_(weight, std=0.02)
-    return Networks(policy, critic, frozen_copy(policy))
+    return Networks(policy, critic, make_frozen_copy(policy))
 
 
-def make_episodes(count: int, scale: Scale, vocabulary: int) -> list[Episode]:
+def make_episodes(count: int, turn_lengths: TurnLengths, vocabulary: int) -> list[Episode]:
     """Episodes of random tokens, `COPIES` of an opening."""
     rng = np.random.default_rng(0)
-    openings = rng.integers(0, vocabulary, (-(-count // COPIES), scale.opening))
+    openings = rng.integers(0, vocabulary, (-(-count // GROUP_SIZE), turn_lengths.opening))
     episodes = []
-    for number in range(count):
-        replies = rng.integers(1, scale.reply + 1, TURNS)
-        given = [scale.opening, *[scale.observation] * (TURNS - 1)]
-        sizes = [size for turn in zip(given, replies, strict=True) for size in turn]
-        tokens = rng.integers(0, vocabulary, sum(sizes))
-        tokens[: scale.opening] = openings[number // COPIES]
-        nothing = np.zeros(len(tokens), dtype=np.float32)
+    for episode_index in range(count):
+        reply_lengths = rng.integers(1, turn_lengths.reply + 1, TURNS)
+        prompt_lengths = [turn_lengths.opening, *[turn_lengths.observation] * (TURNS - 1)]
+        segment_lengths = [size for turn in zip(prompt_lengths, reply_lengths, strict=True) for size in turn]
+        tokens = rng.integers(0, vocabulary, sum(segment_lengths))
+        tokens[: turn_lengths.opening] = openings[episode_index // GROUP_SIZE]
+        zeros = np.zeros(len(tokens), dtype=np.float32)
         episodes.append(Episode(
-            level_seed=0, group=number // COPIES, tokens=tokens, mask=np.repeat([False, True] * TURNS, sizes),
-            logprobs=nothing, entropies=nothing, turns=np.repeat(np.arange(TURNS).repeat(2), sizes),
+            level_seed=0, group=episode_index // GROUP_SIZE, tokens=tokens, mask=np.repeat([False, True] * TURNS, segment_lengths),
+            logprobs=zeros, entropies=zeros, turns=np.repeat(np.arange(TURNS).repeat(2), segment_lengths),
             turn_rewards=tuple(rng.normal(size=TURNS)), actions=TURNS, invalid_turns=0,
-            stop=StopReason.OUT_OF_TURNS, texts=("",) * TURNS,
+            stop_reason=StopReason.OUT_OF_TURNS, texts=("",) * TURNS,
         ))  # fmt: skip
     return episodes
 
@@ -115,143 +115,159 @@ def make_episodes(count: int, scale: Scale, vocabulary: int) -> list[Episode]:
 # ---------------------------------------------------------------------------- what is counted
 
 
-def scoring_flops(shape: Qwen2Shape, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]) -> float:
+def estimate_scoring_flops(
+    shape: Qwen2Shape, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
+) -> float:
     """Operations of every thought after every prompt, each prompt read once."""
-    total, tokens = 0.0, [len(thought) for thought in thoughts]
+    total, thought_lengths = 0.0, [len(thought) for thought in thoughts]
     for prompt in prompts:
-        total += forward_flops(shape, [len(prompt)], 1, 0)
-        total += forward_flops(shape, tokens, sum(tokens), shape.vocab_size, len(prompt))
+        total += estimate_forward_flops(shape, [len(prompt)], 1, 0)
+        total += estimate_forward_flops(shape, thought_lengths, sum(thought_lengths), shape.vocab_size, len(prompt))
     return total
 
 
 # ---------------------------------------------------------------------------- the step
 
 
-def backend(name: str, network: torch.nn.Module, rate: float) -> OneDevice:
+def make_backend(name: str, network: torch.nn.Module, lr: float) -> TorchBackend:
     """AdamW of one network, in torch."""
-    return OneDevice(f"{name}_optimizer", {name: network}, torch.optim.AdamW(network.parameters(), rate), 1.0)
+    return TorchBackend(f"{name}_optimizer", {name: network}, torch.optim.AdamW(network.parameters(), lr), 1.0)
 
 
-def training_phases(networks: Networks, batch: Batch) -> dict[str, Phase]:
+def make_training_phases(networks: Networks, batch: Batch) -> dict[str, Phase]:
     """Values, reference, and both updates, in the order of a step."""
-    shape, lengths, trained = networks.policy.shape, batch.read_lengths().tolist(), int(batch.mask.sum())
+    shape, lengths, trained_tokens = networks.policy.shape, batch.count_needed_tokens().tolist(), int(batch.mask.sum())
     policy_flops, value_flops = (
-        forward_flops(shape, lengths, trained, outputs) for outputs in (shape.vocab_size, 1)
+        estimate_forward_flops(shape, lengths, trained_tokens, outputs) for outputs in (shape.vocab_size, 1)
     )  # fmt: skip
-    drawn = torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0)).to(batch.mask.device) * batch.mask
-    order, rows = length_stratified_order(batch.lengths), ROWS_WITHOUT_GRADIENTS
-    reference = TokenFunction.logprobs(networks.reference, 1.0)
-    values = TokenFunction.values(networks.critic.model, networks.critic.score)
+    random_advantages = (
+        torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0)).to(batch.mask.device) * batch.mask
+    )
+    order, rows = order_length_stratified(batch.lengths), NO_GRAD_ROWS
+    reference = TokenFunction.for_logprobs(networks.reference, 1.0)
+    values = TokenFunction.for_values(networks.critic.model, networks.critic.score)
     # The policy's log-probs before the update are those of its frozen copy.
-    old = at_trained_tokens(batch, rows, reference)
-    batch, targets = batch._replace(logprobs=old), Targets(drawn, drawn, 0.5 * drawn, old)
-    actor = ActorUpdate(networks.policy, backend("actor", networks.policy, 1e-6), ACTOR, 1.0)
-    critics = backend("critic", networks.critic, 1e-5)
+    old_logprobs = compute_at_trained_tokens(batch, rows, reference)
+    batch, targets = (
+        batch._replace(logprobs=old_logprobs),
+        Targets(random_advantages, random_advantages, 0.5 * random_advantages, old_logprobs),
+    )
+    actor_update = ActorUpdate(networks.policy, make_backend("actor", networks.policy, 1e-6), ACTOR_CONFIG, 1.0)
+    critic_backend = make_backend("critic", networks.critic, 1e-5)
     return {
-        "values": Phase(lambda: at_trained_tokens(batch, rows, values), value_flops),
-        "reference": Phase(lambda: at_trained_tokens(batch, rows, reference), policy_flops),
+        "values": Phase(lambda: compute_at_trained_tokens(batch, rows, values), value_flops),
+        "reference": Phase(lambda: compute_at_trained_tokens(batch, rows, reference), policy_flops),
         "update_critic": Phase(
-            lambda: update_critic(networks.critic, critics, batch, targets, order, CriticConfig()), 3 * value_flops
+            lambda: update_critic(networks.critic, critic_backend, batch, targets, order, CriticConfig()),
+            3 * value_flops,
         ),
-        "update_actor": Phase(lambda: actor.run(batch, targets, order), 3 * policy_flops),
+        "update_actor": Phase(lambda: actor_update.run(batch, targets, order), 3 * policy_flops),
     }
 
 
-def collapse_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
+def make_collapse_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
     """Both samples of the diagnostics: thoughts are whole replies, after all that stood before them."""
     rng = np.random.default_rng(1)
-    prompts, thoughts, firsts = [], [], []
-    for _ in range(SAMPLES):
+    prompts, thoughts, first_thoughts = [], [], []
+    for _ in range(NUM_SAMPLES):
         episode, turn = episodes[int(rng.integers(len(episodes)))], int(rng.integers(TURNS))
-        own, first = (np.flatnonzero(episode.mask & (episode.turns == number)) for number in (turn, 0))
-        prompts.append(episode.tokens[: own[0]].tolist())
-        thoughts.append(episode.tokens[own].tolist())
-        firsts.append(episode.tokens[first].tolist())
-    opening = int(np.flatnonzero(episodes[0].mask)[0])
-    openings = [episode.tokens[:opening].tolist() for episode in episodes[::COPIES][:COLUMNS]]
+        turn_positions, first_positions = (
+            np.flatnonzero(episode.mask & (episode.turns == number)) for number in (turn, 0)
+        )
+        prompts.append(episode.tokens[: turn_positions[0]].tolist())
+        thoughts.append(episode.tokens[turn_positions].tolist())
+        first_thoughts.append(episode.tokens[first_positions].tolist())
+    opening_length = int(np.flatnonzero(episodes[0].mask)[0])
+    openings = [episode.tokens[:opening_length].tolist() for episode in episodes[::GROUP_SIZE][:NUM_OPENINGS]]
 
     def run() -> None:
-        scores = cross_scores(policy, prompts, thoughts)
-        mutual_information(scores.sums, scores.lengths, torch.arange(SAMPLES))
-        cross_scores(policy, openings, firsts)
+        scores = compute_cross_scores(policy, prompts, thoughts)
+        compute_information_metrics(scores.logprob_sums, scores.lengths, torch.arange(NUM_SAMPLES))
+        compute_cross_scores(policy, openings, first_thoughts)
 
     shape = policy.shape
-    return Phase(run, scoring_flops(shape, prompts, thoughts) + scoring_flops(shape, openings, firsts))
+    return Phase(
+        run, estimate_scoring_flops(shape, prompts, thoughts) + estimate_scoring_flops(shape, openings, first_thoughts)
+    )
 
 
-def rollout_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
+def make_rollout_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
     """One short reply of every episode."""
-    opening = int(np.flatnonzero(episodes[0].mask)[0])
-    prompts = [episode.tokens[:opening].tolist() for episode in episodes[::COPIES]]
-    rows, shape = COPIES * len(prompts), policy.shape
+    opening_length = int(np.flatnonzero(episodes[0].mask)[0])
+    prompts = [episode.tokens[:opening_length].tolist() for episode in episodes[::GROUP_SIZE]]
+    rows, shape = GROUP_SIZE * len(prompts), policy.shape
     params = SamplingParams(1.0, ROLLOUT_TOKENS, -1)  # nothing ends a reply early
 
     def run() -> None:
-        conversation = TorchSampler(policy).converse(prompts, COPIES, params, np.random.default_rng(0))
-        conversation.reply(range(rows), [[] for _ in range(rows)])
+        conversation = TorchSampler(policy).start_conversation(prompts, GROUP_SIZE, params, np.random.default_rng(0))
+        conversation.sample_replies(range(rows), [[] for _ in range(rows)])
 
-    read = forward_flops(shape, [opening] * len(prompts), len(prompts), 0)
-    sampled = [ROLLOUT_TOKENS] * rows
-    return Phase(run, read + forward_flops(shape, sampled, sum(sampled), shape.vocab_size, opening))
+    prefill_flops = estimate_forward_flops(shape, [opening_length] * len(prompts), len(prompts), 0)
+    reply_lengths = [ROLLOUT_TOKENS] * rows
+    return Phase(
+        run,
+        prefill_flops
+        + estimate_forward_flops(shape, reply_lengths, sum(reply_lengths), shape.vocab_size, opening_length),
+    )
 
 
-def measured(phase: Phase, device: torch.device, rate: float) -> dict[str, float | None]:
+def measure_phase(phase: Phase, device: torch.device, peak_flops_per_s: float) -> dict[str, float | None]:
     """Seconds, utilisation and the most memory held of one phase."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    seconds = clocked(phase.run, device.type)
+    seconds = time_call(phase.run, device.type)
     return {
         "seconds": round(seconds, 3),
         "tflop": round(phase.flops / 1e12, 4),
-        "utilisation": round(phase.flops / seconds / rate, 4),
+        "utilisation": round(phase.flops / seconds / peak_flops_per_s, 4),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else None,
     }
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     shape, device = ("3b", "cuda") if torch.cuda.is_available() else ("tiny", "cpu")
-    parser.add_argument("--shape", choices=list(SCALES), default=shape, help="default: 3b where a GPU is visible")
+    parser.add_argument("--shape", choices=list(TURN_LENGTHS), default=shape, help="default: 3b where a GPU is visible")
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--episodes", type=int, default=8 * COPIES, help="a multiple of 16; default 128")
+    parser.add_argument("--episodes", type=int, default=8 * GROUP_SIZE, help="a multiple of 16; default 128")
     parser.add_argument("--tokens", type=int, help="of a reply at most; default 400, of the tiny shape 24")
     parser.add_argument("--keep-activations", action="store_true", help="no block is recomputed in the backward pass")
     parser.add_argument("--skip-rollout", action="store_true")
-    given = parser.parse_args()
-    if given.episodes < COPIES or given.episodes % COPIES:
-        parser.error(f"--episodes is {given.episodes}; it must be a multiple of {COPIES}, such as 128")
-    if given.tokens is not None and given.tokens < 2:
-        parser.error(f"--tokens is {given.tokens}; it must be at least 2, such as 400")
-    return given
+    args = parser.parse_args()
+    if args.episodes < GROUP_SIZE or args.episodes % GROUP_SIZE:
+        parser.error(f"--episodes is {args.episodes}; it must be a multiple of {GROUP_SIZE}, such as 128")
+    if args.tokens is not None and args.tokens < 2:
+        parser.error(f"--tokens is {args.tokens}; it must be at least 2, such as 400")
+    return args
 
 
 def main() -> None:
     """Every phase of the second of two steps."""
-    given = options()
-    device = torch.device(given.device)
+    args = parse_options()
+    device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    dtype = given.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    scale = SCALES[given.shape]._replace(reply=given.tokens or SCALES[given.shape].reply)
-    networks = make_networks(shape_of(given.shape), device, getattr(torch, dtype), not given.keep_activations)
-    episodes = make_episodes(given.episodes, scale, networks.policy.shape.vocab_size)
+    dtype = args.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    turn_lengths = TURN_LENGTHS[args.shape]._replace(reply=args.tokens or TURN_LENGTHS[args.shape].reply)
+    networks = make_networks(make_shape(args.shape), device, getattr(torch, dtype), not args.keep_activations)
+    episodes = make_episodes(args.episodes, turn_lengths, networks.policy.shape.vocab_size)
     batch = Batch(*(part.to(device) for part in collate(episodes)))
-    phases = {} if given.skip_rollout else {"rollout_stand_in": rollout_phase(networks.policy, episodes)}
-    phases |= {"collapse": collapse_phase(networks.policy, episodes), **training_phases(networks, batch)}
+    phases = {} if args.skip_rollout else {"rollout_stand_in": make_rollout_phase(networks.policy, episodes)}
+    phases |= {"collapse": make_collapse_phase(networks.policy, episodes), **make_training_phases(networks, batch)}
     for phase in phases.values():  # not counted: kernels are chosen and moments made
         phase.run()
-    rate = matrix_rate(device.type, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    found = {name: measured(phase, device, rate) for name, phase in phases.items()}
+    peak_flops_per_s = measure_peak_flops(device.type, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    measurements = {name: measure_phase(phase, device, peak_flops_per_s) for name, phase in phases.items()}
     print(json.dumps({
-        "benchmark": "gpu_step", "shape": given.shape, "dtype": dtype, "episodes": len(episodes),
+        "benchmark": "gpu_step", "shape": args.shape, "dtype": dtype, "episodes": len(episodes),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "conversation_tokens": int(batch.lengths.sum()), "trained_tokens": int(batch.mask.sum()),
         "longest": int(batch.lengths.max()),
         "parameters": sum(weight.numel() for weight in networks.policy.parameters()),
-        "matrix_tflops": round(rate / 1e12, 3), "phases": found,
-        "seconds_all_phases": round(sum(row["seconds"] or 0.0 for row in found.values()), 3), **describe(),
+        "matrix_tflops": round(peak_flops_per_s / 1e12, 3), "phases": measurements,
+        "seconds_all_phases": round(sum(row["seconds"] or 0.0 for row in measurements.values()), 3), **describe(),
     }, indent=1))  # fmt: skip
 
 

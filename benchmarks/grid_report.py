@@ -13,22 +13,22 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from machine import describe
-from options import make_parser, read_count
+from options import make_parser, parse_count
 
 from analysis.data.load import load
 from analysis.report.pages import write_report
 
 # The tests are not installed with the project.
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, made_runs, made_study, smoke_arms
+from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, make_runs, make_study, list_smoke_arms
 from tests.fakes.run_folders import write_study
 
 
-def seconds(kl_types: Mapping[str, Iterable[str]], arms: int, steps: int, levels: int) -> dict[str, float]:
+def measure_report(kl_types: Mapping[str, Iterable[str]], arms: int, steps: int, levels: int) -> dict[str, float]:
     """CPU and wall seconds of one report, and the page's size in MB."""
     with tempfile.TemporaryDirectory() as output:
-        runs = made_runs(kl_types, steps=steps)[:arms]
-        folder = write_study(Path(output), runs, made_study(levels=levels, steps=steps))
+        runs = make_runs(kl_types, steps=steps)[:arms]
+        folder = write_study(Path(output), runs, make_study(levels=levels, steps=steps))
         load(folder).write_parquet(folder)
         cpu, wall = time.process_time(), time.perf_counter()
         page = write_report(folder)
@@ -43,14 +43,16 @@ def seconds(kl_types: Mapping[str, Iterable[str]], arms: int, steps: int, levels
 def main() -> None:
     """Time both grids."""
     parser = make_parser(__doc__)
-    most = len(smoke_arms(ALL_TYPES))
-    parser.add_argument("--arms", type=read_count, default=most, help="number of arms of each grid, from the first")
-    parser.add_argument("--steps", type=read_count, default=50, help="training steps of each run")
-    parser.add_argument("--levels", type=read_count, default=512, help="validation levels of each run")
-    given = parser.parse_args()
-    grids = [seconds(kl_types, given.arms, given.steps, given.levels) for kl_types in (ONE_TYPE, ALL_TYPES)]
-    measured = {"steps": given.steps, "levels": given.levels, "grids": grids}
-    print(json.dumps({"benchmark": "grid_report", **measured, **describe()}, indent=1))
+    max_arms = len(list_smoke_arms(ALL_TYPES))
+    parser.add_argument(
+        "--arms", type=parse_count, default=max_arms, help="number of arms of each grid, from the first"
+    )
+    parser.add_argument("--steps", type=parse_count, default=50, help="training steps of each run")
+    parser.add_argument("--levels", type=parse_count, default=512, help="validation levels of each run")
+    args = parser.parse_args()
+    grids = [measure_report(kl_types, args.arms, args.steps, args.levels) for kl_types in (ONE_TYPE, ALL_TYPES)]
+    results = {"steps": args.steps, "levels": args.levels, "grids": grids}
+    print(json.dumps({"benchmark": "grid_report", **results, **describe()}, indent=1))
 
 
 if __name__ == "__main__":

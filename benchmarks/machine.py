@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGES = ("numpy", "torch", "transformers", "ray")
 
 
-def cpu_model() -> str:
+def read_cpu_model() -> str:
     """The processor's name, as far as the system tells it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -18,7 +18,7 @@ def cpu_model() -> str:
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def git_commit() -> str | None:
+def read_git_commit() -> str | None:
     """The commit this file belongs to, or None outside a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
@@ -46,10 +46,10 @@ def read_load_average() -> float | None:
 def describe() -> dict[str, object]:
     """What to print beside every figure; None stands for what this machine lacks or does not tell."""
     return {
-        "cpu_model": cpu_model(),
+        "cpu_model": read_cpu_model(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "packages": {name: find_version(name) for name in PACKAGES},
-        "commit": git_commit(),
+        "commit": read_git_commit(),
         "load_average": read_load_average(),
     }

@@ -3,7 +3,7 @@
 import argparse
 
 
-def read_count(text: str) -> int:
+def parse_count(text: str) -> int:
     """A whole number of at least 1."""
     try:
         count = int(text)

@@ -13,16 +13,16 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from machine import describe
-from options import make_parser, read_count
+from options import make_parser, parse_count
 from transformers import AutoModelForCausalLM
 
 from search_spaces.declaration.presets import PRESETS
-from trainable.config.run_config import RunConfig, with_overrides
-from trainable.config.seeds import stream
+from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.config.seeds import make_rng
 from trainable.models.load import find_model
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.play import play
-from trainable.rollout.sampler import Conversation, Sampled, Sampler, SamplingParams
+from trainable.rollout.play import roll_out_episodes
+from trainable.rollout.sampler import Conversation, SampledReply, Sampler, SamplingParams
 
 
 class GenerateConversation:
@@ -31,30 +31,33 @@ class GenerateConversation:
     def __init__(self, model: torch.nn.Module, prompts: list[list[int]], params: SamplingParams) -> None:
         self.model, self.params, self.histories = model, params, prompts
 
-    def reply(self, rows: Sequence[int], given: Sequence[Sequence[int]]) -> list[Sampled]:
+    def reply(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """One generate call over the rows that are left."""
-        for row, new in zip(rows, given, strict=True):
-            self.histories[row] = [*self.histories[row], *new]
+        for row, new_ids in zip(rows, new_tokens, strict=True):
+            self.histories[row] = [*self.histories[row], *new_ids]
         longest = max(len(self.histories[row]) for row in rows)
         tokens = torch.zeros((len(rows), longest), dtype=torch.long)
         mask = torch.zeros_like(tokens)
-        for place, row in enumerate(rows):
+        for row_index, row in enumerate(rows):
             history = self.histories[row]
-            tokens[place, longest - len(history) :] = torch.tensor(history)
-            mask[place, longest - len(history) :] = 1
+            tokens[row_index, longest - len(history) :] = torch.tensor(history)
+            mask[row_index, longest - len(history) :] = 1
         with torch.inference_mode():
-            out = self.model.generate(
+            generated_tokens = self.model.generate(
                 input_ids=tokens, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
                 max_new_tokens=self.params.max_new_tokens, eos_token_id=self.params.stop_token, pad_token_id=0,
             )  # fmt: skip
-        return [self._cut(row, reply) for row, reply in zip(rows, out[:, longest:].numpy(), strict=True)]
+        return [
+            self._cut_at_stop(row, reply)
+            for row, reply in zip(rows, generated_tokens[:, longest:].numpy(), strict=True)
+        ]
 
-    def _cut(self, row: int, reply: np.ndarray) -> Sampled:
-        ends = np.flatnonzero(reply == self.params.stop_token)
-        reply = reply[: ends[0] + 1] if len(ends) else reply
+    def _cut_at_stop(self, row: int, reply: np.ndarray) -> SampledReply:
+        stop_positions = np.flatnonzero(reply == self.params.stop_token)
+        reply = reply[: stop_positions[0] + 1] if len(stop_positions) else reply
         self.histories[row] = [*self.histories[row], *reply.tolist()]
         zeros = np.zeros(len(reply), dtype=np.float32)
-        return Sampled(reply.astype(np.int64), zeros, zeros, bool(len(ends)))
+        return SampledReply(reply.astype(np.int64), zeros, zeros, bool(len(stop_positions)))
 
 
 class GenerateSampler:
@@ -71,37 +74,37 @@ class GenerateSampler:
         return GenerateConversation(self.model, [list(p) for p in prompts for _ in range(copies)], params)
 
 
-def timed_play(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[float, int]:
+def time_rollout(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[float, int]:
     """CPU seconds and sampled tokens of one rollout."""
-    started = time.process_time()
-    episodes = play(
-        trainer.levels[step], trainer.config.env.group_size, sampler, trainer.protocol, trainer.codec, trainer.rules,
-        SamplingParams(1.0, 24, trainer.model.shape.eos_token_id), stream(0, "sampling", step),
+    start_time = time.process_time()
+    episodes = roll_out_episodes(
+        trainer.levels[step], trainer.config.env.group_size, sampler, trainer.prompt_template, trainer.codec, trainer.rules,
+        SamplingParams(1.0, 24, trainer.model.shape.eos_token_id), make_rng(0, "sampling", step),
     )  # fmt: skip
-    return time.process_time() - started, sum(episode.response_tokens for episode in episodes)
+    return time.process_time() - start_time, sum(episode.response_tokens for episode in episodes)
 
 
 def main() -> None:
     """Alternate the two samplers over the levels of several steps; medians after one repetition not counted."""
     parser = make_parser(__doc__)
-    parser.add_argument("--repetitions", type=read_count, default=7, help="counted rollouts of each sampler")
+    parser.add_argument("--repetitions", type=parse_count, default=7, help="counted rollouts of each sampler")
     repetitions = parser.parse_args().repetitions
     torch.set_num_threads(1)
-    game = {**PRESETS["laptop"], "trainer.total_training_steps": repetitions + 1}
-    trainer = PPOTrainer(with_overrides(RunConfig(), game))
-    peer = GenerateSampler(AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny")).eval())
+    settings = {**PRESETS["laptop"], "trainer.total_training_steps": repetitions + 1}
+    trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
+    generate_sampler = GenerateSampler(AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny")).eval())
     rates: dict[str, list[float]] = {"ours": [], "generate": []}
     for step in range(repetitions + 1):
-        for name, sampler in (("ours", trainer.engine.sampler), ("generate", peer)):
-            seconds, tokens = timed_play(trainer, sampler, step)
+        for name, sampler in (("ours", trainer.engine.sampler), ("generate", generate_sampler)):
+            seconds, tokens = time_rollout(trainer, sampler, step)
             if step:
                 rates[name].append(tokens / seconds)
     medians = {name: round(statistics.median(values)) for name, values in rates.items()}
-    pairs = [ours / theirs for ours, theirs in zip(rates["ours"], rates["generate"], strict=True)]
+    ratios = [ours / theirs for ours, theirs in zip(rates["ours"], rates["generate"], strict=True)]
     print(json.dumps({
         "benchmark": "rollout",
         "sampled_tokens_per_cpu_second": medians,
-        "ratio": {"median": round(statistics.median(pairs), 2), "range": [round(min(pairs), 2), round(max(pairs), 2)]},
+        "ratio": {"median": round(statistics.median(ratios), 2), "range": [round(min(ratios), 2), round(max(ratios), 2)]},
         "repetitions": repetitions,
         **describe(),
     }, indent=1))  # fmt: skip

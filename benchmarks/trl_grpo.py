@@ -18,73 +18,73 @@ import numpy as np
 import torch
 from datasets import Dataset
 from machine import describe
-from options import make_parser, read_count
+from options import make_parser, parse_count
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from trainable.algo.advantages import grpo
-from trainable.backend.one_device import OneDevice
+from trainable.backend.one_device import TorchBackend
 from trainable.config.sections import ActorConfig
-from trainable.config.seeds import stream
+from trainable.config.seeds import make_rng
 from trainable.models.load import find_model, load_policy
 from trainable.ppo.update import ActorUpdate, Targets
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.sampler import Sampled, SamplingParams
+from trainable.rollout.sampler import SampledReply, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 
-PROMPTS, COPIES, PROMPT, COMPLETION, MINI = 8, 16, 100, 45, 32
-ROWS = PROMPTS * COPIES
-TOKENS = ROWS * (PROMPT + COMPLETION)
-NEVER = -1  # a stop token that no vocabulary has: every completion has its full length
+NUM_PROMPTS, GROUP_SIZE, PROMPT_LENGTH, COMPLETION_LENGTH, MINI_BATCH_SIZE = 8, 16, 100, 45, 32
+ROWS = NUM_PROMPTS * GROUP_SIZE
+TOKENS_PER_BATCH = ROWS * (PROMPT_LENGTH + COMPLETION_LENGTH)
+NO_STOP_TOKEN = -1  # a stop token that no vocabulary has: every completion has its full length
 
 
-def prompt_texts(count: int) -> list[str]:
+def make_prompt_texts(count: int) -> list[str]:
     """Texts of exactly PROMPT tokens: two cells of a level are one token."""
     rng = np.random.default_rng(0)
-    return ["".join(rng.choice(["##", "#_", "_#", "__"], PROMPT)) for _ in range(count)]
+    return ["".join(rng.choice(["##", "#_", "_#", "__"], PROMPT_LENGTH)) for _ in range(count)]
 
 
-def score(row: int) -> float:
+def compute_score(row: int) -> float:
     """A made-up score, the same for both."""
     return float(row * 7919 % 13)
 
 
-def ours(encoded: Sequence[list[int]], batches: int) -> list[float]:
+def time_our_batches(prompt_ids: Sequence[list[int]], batches: int) -> list[float]:
     """CPU seconds of each batch with our sampler and update, after one batch not counted."""
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
     sampler = TorchSampler(policy.model)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-6)
-    settings = ActorConfig(ppo_mini_batch_size=MINI, ppo_micro_batch_size_per_gpu=MINI)
-    backend = OneDevice("actor_optimizer", {"actor": policy.model}, optimizer, settings.grad_clip)
+    settings = ActorConfig(ppo_mini_batch_size=MINI_BATCH_SIZE, ppo_micro_batch_size_per_gpu=MINI_BATCH_SIZE)
+    backend = TorchBackend("actor_optimizer", {"actor": policy.model}, optimizer, settings.grad_clip)
     update = ActorUpdate(policy.model, backend, settings, 1.0)
     seconds = []
-    for number in range(batches + 1):
-        prompts = list(encoded[number * PROMPTS : (number + 1) * PROMPTS])
-        started = time.process_time()
-        params = SamplingParams(1.0, COMPLETION, NEVER)
-        talk = sampler.converse(prompts, COPIES, params, stream(0, "sampling", number))
-        replies = talk.reply(range(ROWS), [[] for _ in range(ROWS)])
-        assert all(len(reply.ids) == COMPLETION for reply in replies)
+    for batch_index in range(batches + 1):
+        prompts = list(prompt_ids[batch_index * NUM_PROMPTS : (batch_index + 1) * NUM_PROMPTS])
+        start_time = time.process_time()
+        params = SamplingParams(1.0, COMPLETION_LENGTH, NO_STOP_TOKEN)
+        conversation = sampler.start_conversation(prompts, GROUP_SIZE, params, make_rng(0, "sampling", batch_index))
+        replies = conversation.sample_replies(range(ROWS), [[] for _ in range(ROWS)])
+        assert all(len(reply.token_ids) == COMPLETION_LENGTH for reply in replies)
         batch = to_batch(prompts, replies)
         advantages = grpo(batch.scores, batch.group_ids, batch.mask, norm_by_std=True)
         zeros = torch.zeros_like(advantages)
         update.run(batch, Targets(advantages, zeros, zeros, None), torch.arange(ROWS))
-        seconds.append(time.process_time() - started)
+        seconds.append(time.process_time() - start_time)
     return seconds[1:]
 
 
-def to_batch(prompts: Sequence[list[int]], replies: Sequence[Sampled]) -> Batch:
+def to_batch(prompts: Sequence[list[int]], replies: Sequence[SampledReply]) -> Batch:
     """Prompts and replies as a batch of episodes of one turn, with made-up scores."""
     episodes = []
     for row, reply in enumerate(replies):
-        prompt = prompts[row // COPIES]
-        unsampled = np.zeros(PROMPT, dtype=np.float32)
+        prompt = prompts[row // GROUP_SIZE]
+        zeros = np.zeros(PROMPT_LENGTH, dtype=np.float32)
         episodes.append(Episode(
-            level_seed=0, group=row // COPIES, tokens=np.array([*prompt, *reply.ids]),
-            mask=np.repeat([False, True], [PROMPT, COMPLETION]), logprobs=np.append(unsampled, reply.logprobs),
-            entropies=np.append(unsampled, reply.entropies), turns=np.zeros(PROMPT + COMPLETION, dtype=np.int64),
-            turn_rewards=(score(row),), actions=0, invalid_turns=0, stop=StopReason.OUT_OF_TURNS, texts=("",),
+            level_seed=0, group=row // GROUP_SIZE, tokens=np.array([*prompt, *reply.token_ids]),
+            mask=np.repeat([False, True], [PROMPT_LENGTH, COMPLETION_LENGTH]), logprobs=np.append(zeros, reply.logprobs),
+            entropies=np.append(zeros, reply.entropies), turns=np.zeros(PROMPT_LENGTH + COMPLETION_LENGTH, dtype=np.int64),
+            turn_rewards=(compute_score(row),), actions=0, invalid_turns=0, stop_reason=StopReason.OUT_OF_TURNS, texts=("",),
         ))  # fmt: skip
     return collate(episodes)
 
@@ -100,57 +100,61 @@ class StepClock(TrainerCallback):
         self.times.append(time.process_time())
 
 
-def trl(texts: list[str], batches: int, folder: str) -> list[float]:
+def time_trl_batches(texts: list[str], batches: int, folder: str) -> list[float]:
     """CPU seconds of each batch with TRL's GRPOTrainer, after one batch not counted; `folder` is for its files."""
     lengths: set[int] = set()
 
-    def reward(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+    def score_completions(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
         lengths.update(len(ids) for ids in completion_ids)
-        return [score(row) for row in range(len(completions))]
+        return [compute_score(row) for row in range(len(completions))]
 
-    steps = ROWS // MINI
+    steps = ROWS // MINI_BATCH_SIZE
     config = GRPOConfig(
         output_dir=folder, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=MINI, gradient_accumulation_steps=1, num_generations=COPIES,
-        steps_per_generation=steps, max_completion_length=COMPLETION, temperature=1.0, beta=0.0, learning_rate=1e-6,
-        max_steps=steps * (batches + 1), generation_kwargs={"min_new_tokens": COMPLETION, "top_k": 0},
+        per_device_train_batch_size=MINI_BATCH_SIZE, gradient_accumulation_steps=1, num_generations=GROUP_SIZE,
+        steps_per_generation=steps, max_completion_length=COMPLETION_LENGTH, temperature=1.0, beta=0.0, learning_rate=1e-6,
+        max_steps=steps * (batches + 1), generation_kwargs={"min_new_tokens": COMPLETION_LENGTH, "top_k": 0},
         report_to="none", save_strategy="no", logging_steps=10_000, disable_tqdm=True, shuffle_dataset=False,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny"), dtype=torch.float32)
     clock = StepClock()
     trainer = GRPOTrainer(
-        model=model, reward_funcs=reward, args=config, train_dataset=Dataset.from_dict({"prompt": texts}),
+        model=model, reward_funcs=score_completions, args=config, train_dataset=Dataset.from_dict({"prompt": texts}),
         processing_class=AutoTokenizer.from_pretrained(find_model("sokoban-tiny"), padding_side="left"),
         callbacks=[clock],
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)  # which writes to the output, where the JSON object goes
     clock.times = [time.process_time()]
     trainer.train()
-    assert lengths == {COMPLETION}, lengths
-    ends = clock.times[::steps]
-    return [after - before for before, after in pairwise(ends[1:])]
+    assert lengths == {COMPLETION_LENGTH}, lengths
+    batch_end_times = clock.times[::steps]
+    return [after - before for before, after in pairwise(batch_end_times[1:])]
 
 
 def main() -> None:
     """Run both in turn, and compare medians."""
     parser = make_parser(__doc__)
-    parser.add_argument("--repetitions", type=read_count, default=6, help="counted batches of each run")
+    parser.add_argument("--repetitions", type=parse_count, default=6, help="counted batches of each run")
     batches = parser.parse_args().repetitions
     torch.set_num_threads(1)
-    texts = prompt_texts(PROMPTS * (batches + 1))
+    texts = make_prompt_texts(NUM_PROMPTS * (batches + 1))
     tokenizer = AutoTokenizer.from_pretrained(find_model("sokoban-tiny"))
-    encoded = [tokenizer(text)["input_ids"] for text in texts]
-    assert {len(ids) for ids in encoded} == {PROMPT}
+    prompt_ids = [tokenizer(text)["input_ids"] for text in texts]
+    assert {len(ids) for ids in prompt_ids} == {PROMPT_LENGTH}
     with tempfile.TemporaryDirectory() as folder:
-        mine, theirs, again = ours(encoded, batches), trl(texts, batches, folder), ours(encoded, batches)
-    per_thousand = {
-        "ours": round(statistics.median([*mine, *again]) / TOKENS * 1000, 4),
-        "trl": round(statistics.median(theirs) / TOKENS * 1000, 4),
+        ours_before, trl_seconds, ours_after = (
+            time_our_batches(prompt_ids, batches),
+            time_trl_batches(texts, batches, folder),
+            time_our_batches(prompt_ids, batches),
+        )
+    seconds_per_thousand = {
+        "ours": round(statistics.median([*ours_before, *ours_after]) / TOKENS_PER_BATCH * 1000, 4),
+        "trl": round(statistics.median(trl_seconds) / TOKENS_PER_BATCH * 1000, 4),
     }
     print(json.dumps({
-        "benchmark": "trl_grpo", "tokens_a_batch": TOKENS, "batches": batches, "trl_version": version("trl"),
-        "cpu_seconds_per_1000_trained_tokens": per_thousand,
-        "ratio": round(per_thousand["trl"] / per_thousand["ours"], 2), **describe(),
+        "benchmark": "trl_grpo", "tokens_a_batch": TOKENS_PER_BATCH, "batches": batches, "trl_version": version("trl"),
+        "cpu_seconds_per_1000_trained_tokens": seconds_per_thousand,
+        "ratio": round(seconds_per_thousand["trl"] / seconds_per_thousand["ours"], 2), **describe(),
     }, indent=1))  # fmt: skip
 
 

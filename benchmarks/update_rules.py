@@ -13,21 +13,21 @@ import time
 
 import torch
 from machine import describe
-from options import make_parser, read_count
+from options import make_parser, parse_count
 
-from search_spaces.sandbox.family import GROUPED, REVERSAL
-from trainable.config.run_config import with_overrides
+from search_spaces.sandbox.family import GROUP_SETTINGS, REVERSAL_SETTINGS
+from trainable.config.run_config import apply_overrides
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.training.make import make_trainer
 
 CONDITIONS = {
     "DG": {"method": "DG"},
-    "GRPO, 4 inner epochs": {"method": "GRPO", **GROUPED},
-    "TPOToken, 4 inner epochs": {"method": "TPOToken", **GROUPED},
+    "GRPO, 4 inner epochs": {"method": "GRPO", **GROUP_SETTINGS},
+    "TPOToken, 4 inner epochs": {"method": "TPOToken", **GROUP_SETTINGS},
 }
 
 
-def timed(config: UpdateRuleConfig, seeds: tuple[int, ...]) -> dict[str, float]:
+def time_run(config: UpdateRuleConfig, seeds: tuple[int, ...]) -> dict[str, float]:
     """CPU and wall seconds of the whole run of `seeds`, side by side."""
     trainer = make_trainer(config, seeds)
     cpu, wall = time.process_time(), time.perf_counter()
@@ -36,7 +36,7 @@ def timed(config: UpdateRuleConfig, seeds: tuple[int, ...]) -> dict[str, float]:
     return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
 
 
-def process_seconds() -> float:
+def measure_process_seconds() -> float:
     """Wall seconds from a new process to its first models."""
     code = (
         "from trainable.sandbox.config.settings import UpdateRuleConfig; "
@@ -48,30 +48,39 @@ def process_seconds() -> float:
     return time.perf_counter() - start
 
 
-def compared(settings: dict[str, object], steps: int, seeds: int) -> dict[str, object]:
+def compare_condition(settings: dict[str, object], steps: int, seeds: int) -> dict[str, object]:
     """One condition both ways; the ratio is of CPU seconds."""
-    config = with_overrides(UpdateRuleConfig(), {**REVERSAL, "trainer.total_training_steps": steps, **settings})
-    together = timed(config, tuple(range(seeds)))
-    singles = [timed(config, (seed,)) for seed in range(seeds)]
-    alone = {name: sum(single[name] for single in singles) for name in together}
+    config = apply_overrides(
+        UpdateRuleConfig(), {**REVERSAL_SETTINGS, "trainer.total_training_steps": steps, **settings}
+    )
+    ensemble_seconds = time_run(config, tuple(range(seeds)))
+    single_seconds = [time_run(config, (seed,)) for seed in range(seeds)]
+    sequential_seconds = {name: sum(single[name] for single in single_seconds) for name in ensemble_seconds}
     return {
-        "ensemble_seconds": {name: round(value, 2) for name, value in together.items()},
-        "one_by_one_seconds": {name: round(value, 2) for name, value in alone.items()},
-        "one_by_one_over_ensemble": round(alone["cpu"] / together["cpu"], 3),
+        "ensemble_seconds": {name: round(value, 2) for name, value in ensemble_seconds.items()},
+        "one_by_one_seconds": {name: round(value, 2) for name, value in sequential_seconds.items()},
+        "one_by_one_over_ensemble": round(sequential_seconds["cpu"] / ensemble_seconds["cpu"], 3),
     }
 
 
 def main() -> None:
     """Time the three conditions."""
     parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=read_count, default=300, help="training steps of each run")
-    parser.add_argument("--seeds", type=read_count, default=3, help="seeds of each condition")
-    asked = parser.parse_args()
+    parser.add_argument("--steps", type=parse_count, default=300, help="training steps of each run")
+    parser.add_argument("--seeds", type=parse_count, default=3, help="seeds of each condition")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    found = {name: compared(dict(settings), asked.steps, asked.seeds) for name, settings in CONDITIONS.items()}
-    started = round(process_seconds(), 2)
-    measured = {"steps": asked.steps, "seeds": asked.seeds, "conditions": found, "process_seconds": started}
-    print(json.dumps({"benchmark": "update_rules", **measured, **describe()}, indent=1))
+    condition_results = {
+        name: compare_condition(dict(settings), args.steps, args.seeds) for name, settings in CONDITIONS.items()
+    }
+    startup_seconds = round(measure_process_seconds(), 2)
+    results = {
+        "steps": args.steps,
+        "seeds": args.seeds,
+        "conditions": condition_results,
+        "process_seconds": startup_seconds,
+    }
+    print(json.dumps({"benchmark": "update_rules", **results, **describe()}, indent=1))
 
 
 if __name__ == "__main__":

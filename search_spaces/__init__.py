@@ -27,8 +27,8 @@ STUDIES: dict[str, Study] = {
         entropy.STUDY,
         top_p.STUDY,
         gradient_analysis.STUDY,
-        smoke.SMOKE,
-        smoke.SMOKE_ALL,
+        smoke.SMOKE_STUDY,
+        smoke.SMOKE_ALL_STUDY,
         single.STUDY,
         delays.STUDY,
         influence.STUDY,
@@ -45,12 +45,12 @@ STUDIES: dict[str, Study] = {
     )
 }
 
-_EVIDENCE = ("influence", "reward-noise", "replay", "partial-credit", "dense-correction", "grpo-entropy")
-_PREDICTIONS = ("entropy-mechanism", "matched-updates", "age-not-capacity", "off-policy", "grpo-entropy-sokoban")
+_EVIDENCE_STUDIES = ("influence", "reward-noise", "replay", "partial-credit", "dense-correction", "grpo-entropy")
+_PREDICTION_STUDIES = ("entropy-mechanism", "matched-updates", "age-not-capacity", "off-policy", "grpo-entropy-sokoban")
 
 SUITES: dict[str, tuple[str, ...]] = {
-    "sandbox-evidence": _EVIDENCE,
-    "sandbox-all": ("sandbox", "sandbox-delays", *_EVIDENCE, *_PREDICTIONS),
+    "sandbox-evidence": _EVIDENCE_STUDIES,
+    "sandbox-all": ("sandbox", "sandbox-delays", *_EVIDENCE_STUDIES, *_PREDICTION_STUDIES),
 }
 """Name -> the studies that `run` runs one after another."""
 

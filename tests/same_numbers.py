@@ -37,16 +37,16 @@ TABLES = {
 }
 """Table of the new version -> the columns that name its rows."""
 
-ON_REQUEST = {column.name for column in EXTRA_COLLAPSE_COLUMNS}
-RENAMED = {"rooms": "levels", "room": "level"}
+OPTIONAL_COLUMNS = {column.name for column in EXTRA_COLLAPSE_COLUMNS}
+NEW_NAMES = {"rooms": "levels", "room": "level"}
 """Name of a column or a table in the old version -> its name in the new one."""
 
-NOT_NUMBERS = (*TIME_COLUMNS, "trial_id", "started_at", "ended_at", "config_hash")
+UNCOMPARED_COLUMNS = (*TIME_COLUMNS, "trial_id", "started_at", "ended_at", "config_hash")
 
 
 def is_compared(name: str) -> bool:
     """Whether a column of the old version must be equal: not times, names of its own, or what is now on request."""
-    return not (name.startswith(("seconds", "config/")) or name in NOT_NUMBERS or name in ON_REQUEST)
+    return not (name.startswith(("seconds", "config/")) or name in UNCOMPARED_COLUMNS or name in OPTIONAL_COLUMNS)
 
 
 def run_all(output: Path, checkout: Path) -> int:
@@ -54,11 +54,11 @@ def run_all(output: Path, checkout: Path) -> int:
     for command, folder in COMMANDS.items():
         words = [str(checkout / ".venv/bin/python"), "-m", "tune_study", *command.split(), "--preset", "laptop"]
         print(command, flush=True)
-        done = subprocess.run(
+        process = subprocess.run(
             [*words, "--output", str(output / folder)], cwd=checkout, stdout=subprocess.DEVNULL, check=False
         )
-        if done.returncode:
-            return done.returncode
+        if process.returncode:
+            return process.returncode
     return 0
 
 
@@ -67,47 +67,50 @@ def compare(old: Path, new: Path) -> list[str]:
     differences: list[str] = []
     for path in sorted(old.glob("*/results/*/*.parquet")):
         name = path.stem
-        other = new / path.parent.relative_to(old) / f"{RENAMED.get(name, name)}.parquet"
-        where = f"{path.parent.name}/{name}"
-        if not other.exists():
-            differences.append(f"{where}: no {other.name} in the new version")
+        new_path = new / path.parent.relative_to(old) / f"{NEW_NAMES.get(name, name)}.parquet"
+        label = f"{path.parent.name}/{name}"
+        if not new_path.exists():
+            differences.append(f"{label}: no {new_path.name} in the new version")
             continue
-        differences += [f"{where}: {each}" for each in compare_tables(name, *map(pd.read_parquet, (path, other)))]
+        differences += [f"{label}: {each}" for each in compare_tables(name, *map(pd.read_parquet, (path, new_path)))]
     return differences
 
 
 def compare_tables(name: str, old: pd.DataFrame, new: pd.DataFrame) -> list[str]:
     """Sentences about what differs between two forms of one table."""
-    old = old.rename(columns=RENAMED)
-    keys = [key for key in TABLES[RENAMED.get(name, name)] if key in old]
+    old = old.rename(columns=NEW_NAMES)
+    keys = [key for key in TABLES[NEW_NAMES.get(name, name)] if key in old]
     old, new = (frame.sort_values(keys, ignore_index=True) for frame in (old, new))
     if len(old) != len(new):
         return [f"{len(old)} rows against {len(new)}"]
-    shared = [column for column in old if column in new and is_compared(column)]
-    gone = sorted(column for column in old if column not in new and is_compared(column))
-    unequal = [
+    shared_columns = [column for column in old if column in new and is_compared(column)]
+    missing_columns = sorted(column for column in old if column not in new and is_compared(column))
+    differences = [
         f"{column} differs in {int((~equal).sum())} of {len(old)} rows"
-        for column in shared
+        for column in shared_columns
         if not (equal := (old[column] == new[column]) | (old[column].isna() & new[column].isna())).all()
     ]
-    print(f"{name}: {len(shared)} columns of {len(old)} rows compared" + (f"; gone: {', '.join(gone)}" if gone else ""))
-    return unequal
+    print(
+        f"{name}: {len(shared_columns)} columns of {len(old)} rows compared"
+        + (f"; gone: {', '.join(missing_columns)}" if missing_columns else "")
+    )
+    return differences
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    runs = commands.add_parser("run")
-    runs.add_argument("output", type=Path)
-    runs.add_argument("--checkout", type=Path, default=ROOT)
-    pair = commands.add_parser("compare")
-    pair.add_argument("old", type=Path)
-    pair.add_argument("new", type=Path)
-    given = parser.parse_args()
-    if given.command == "run":
-        sys.exit(run_all(given.output.absolute(), given.checkout.absolute()))
-    differences = compare(given.old, given.new)
+    run_parser = commands.add_parser("run")
+    run_parser.add_argument("output", type=Path)
+    run_parser.add_argument("--checkout", type=Path, default=ROOT)
+    compare_parser = commands.add_parser("compare")
+    compare_parser.add_argument("old", type=Path)
+    compare_parser.add_argument("new", type=Path)
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        sys.exit(run_all(arguments.output.absolute(), arguments.checkout.absolute()))
+    differences = compare(arguments.old, arguments.new)
     print("\n".join(differences) or "Every shared column is equal to the last bit.")
     sys.exit(bool(differences))
 

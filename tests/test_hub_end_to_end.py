@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import analysis
-from tests.fakes.hub_models import NO_SYSTEM, small_model
-from tests.fakes.trials import Row, ended, newest, run_files, started, timeless
+from tests.fakes.hub_models import NO_SYSTEM_TEMPLATE, write_small_model
+from tests.fakes.trials import Row, clean_up_trials, find_newest_checkpoint, read_run_files, start_trial, drop_times
 from trainable.models.load import load_policy
 from trainable.ppo.trainer import PPOTrainer
 from trainable.trial import Trial
@@ -26,12 +26,12 @@ SETTINGS = {
 @pytest.fixture(autouse=True)
 def _no_process_is_left() -> Iterator[None]:
     yield
-    ended()
+    clean_up_trials()
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return small_model(tmp_path_factory.mktemp("hub") / "small-llama")
+    return write_small_model(tmp_path_factory.mktemp("hub") / "small-llama")
 
 
 def trainer_of(trial: Trial) -> PPOTrainer:
@@ -49,30 +49,30 @@ def opened(trainer: PPOTrainer) -> str:
 @pytest.mark.parametrize("settings", [{}, {"critic__shared_trunk": True, "model__dtype": "bfloat16"}])
 def test_it_trains_and_resumed_equals_straight_through(llama: Path, tmp_path: Path, settings: Row) -> None:
     settings = SETTINGS | settings | {"model__path": str(llama)}
-    straight = started(tmp_path / "straight", **settings)
+    straight = start_trial(tmp_path / "straight", **settings)
     wanted = [straight.step() for _ in range(2)]
     text = opened(trainer_of(straight))
     assert text.startswith("<s><|turn|>system\n\nSokoban<|end|><|turn|>user\n\nTurn 1:")
     assert trainer_of(straight).stop_token == load_policy(str(llama), trainer_of(straight).device).stop_token
-    ended()
-    cut = started(tmp_path / "cut", **settings)
+    clean_up_trials()
+    cut = start_trial(tmp_path / "cut", **settings)
     first = cut.step()
-    ended()
-    assert newest(tmp_path / "cut").is_dir()
-    again = started(tmp_path / "cut", **settings)
+    clean_up_trials()
+    assert find_newest_checkpoint(tmp_path / "cut").is_dir()
+    again = start_trial(tmp_path / "cut", **settings)
     second = again.step()
-    ended()
+    clean_up_trials()
     for found, row in zip((first, second), wanted, strict=True):
-        assert timeless(found) == pytest.approx(timeless(row), nan_ok=True)
-    rows, levels = run_files(tmp_path / "straight")
+        assert drop_times(found) == pytest.approx(drop_times(row), nan_ok=True)
+    rows, levels = read_run_files(tmp_path / "straight")
     assert [row["optimizer_steps"] for row in rows] == [2, 2]
     assert rows[0]["actor_grad_norm"] > 0
     assert levels
 
 
 def test_a_template_without_a_place_for_the_system(tmp_path: Path) -> None:
-    folder = small_model(tmp_path / "model", "gemma", NO_SYSTEM)
-    trainable = started(tmp_path, **SETTINGS, model__path=str(folder))
+    folder = write_small_model(tmp_path / "model", "gemma", NO_SYSTEM_TEMPLATE)
+    trainable = start_trial(tmp_path, **SETTINGS, model__path=str(folder))
     assert trainable.step()["optimizer_steps"] == 2
     assert opened(trainer_of(trainable)).startswith("<s><|turn|>user\nSokoban\n\nTurn 1:")
 
@@ -93,7 +93,7 @@ def test_the_command_runs_a_study_on_it(llama: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_that_is_not_run_starts_nothing(llama: Path, tmp_path: Path) -> None:
-    model = small_model(tmp_path / "model")
+    model = write_small_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "awq"}}))
     output = tmp_path / "out"

@@ -3,25 +3,25 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainable.config.run_config import RunConfig, with_overrides
+from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.evaluation import Evaluation
-from trainable.ppo.ranks import RankedTrainer, make_trainer
+from trainable.ppo.ranks import DistributedTrainer, make_trainer
 from trainable.ppo.trainer import PPOTrainer
-from trainable.runs.records import empty_row
-from trainable.runs.run import Lines, Row, State
-from trainable.runs.run_files import GRADIENTS, LEVELS
-from trainable.runs.stop_rules import Decision, decide
+from trainable.runs.records import make_empty_row
+from trainable.runs.run import LinesByFile, Row, TrainerState
+from trainable.runs.run_files import GRADIENTS_FILE, LEVELS_FILE
+from trainable.runs.stop_rules import StopDecision, evaluate_stop_rules
 from trainable.runs.training import StepResult, TrainerFamily
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.training.make import make_trainer as make_update_rule_trainer
 
 
 @dataclass(frozen=True)
-class OneRun:
+class SingleRunTrainer:
     """A PPO trainer, which trains one run, as the trainer of that run alone."""
 
-    trainer: PPOTrainer | RankedTrainer
+    trainer: PPOTrainer | DistributedTrainer
     seeds: tuple[int]
 
     @property
@@ -32,44 +32,44 @@ class OneRun:
     def step(self) -> StepResult:
         """Train once: a row, and the lines of its evaluations and gradients."""
         record, evaluations, gradients = self.trainer.step()
-        lines: Lines = {LEVELS: _lines(evaluations), GRADIENTS: gradients}
-        return StepResult({self.seeds[0]: {"step": self.step_index, **record.row()}}, {self.seeds[0]: lines})
+        lines: LinesByFile = {LEVELS_FILE: _make_lines(evaluations), GRADIENTS_FILE: gradients}
+        return StepResult({self.seeds[0]: {"step": self.step_index, **record.to_row()}}, {self.seeds[0]: lines})
 
-    def close(self, seed: int, row: Row) -> tuple[Row, Lines]:
+    def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
         """The last row with the final evaluation."""
-        final, evaluations = self.trainer.close()
-        return final.added_to(row), {LEVELS: _lines(evaluations)}
+        final_evaluation, evaluations = self.trainer.evaluate_final()
+        return final_evaluation.add_to_row(row), {LEVELS_FILE: _make_lines(evaluations)}
 
-    def state(self, seed: int) -> State:
+    def get_state(self, seed: int) -> TrainerState:
         """The trainer's whole state; ranks have to collect it."""
-        return State(*self.trainer.state())
+        return TrainerState(*self.trainer.get_state())
 
-    def load_states(self, states: Sequence[State]) -> None:
+    def load_states(self, states: Sequence[TrainerState]) -> None:
         """Continue from the one state."""
         (state,) = states
         self.trainer.load_state(state.tensors, state.values)
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Give back what the engine holds."""
-        self.trainer.release()
+        self.trainer.close()
 
 
-def _lines(evaluations: Sequence[Evaluation]) -> list[Row]:
-    return [evaluation.line() for evaluation in evaluations]
+def _make_lines(evaluations: Sequence[Evaluation]) -> list[Row]:
+    return [evaluation.to_line() for evaluation in evaluations]
 
 
-def _make_ppo(config: RunConfig, seeds: Sequence[int]) -> OneRun:
+def _make_ppo_trainer(config: RunConfig, seeds: Sequence[int]) -> SingleRunTrainer:
     (seed,) = seeds
-    return OneRun(make_trainer(with_overrides(config, {"seed": seed}), DIAGNOSTICS), (seed,))
+    return SingleRunTrainer(make_trainer(apply_overrides(config, {"seed": seed}), DIAGNOSTICS), (seed,))
 
 
-def _decide(rows: Sequence[Row], config: RunConfig, rules: Sequence[str]) -> Decision | None:
-    return decide(rows, config.early_stop, tuple(rules))
+def _decide(rows: Sequence[Row], config: RunConfig, rules: Sequence[str]) -> StopDecision | None:
+    return evaluate_stop_rules(rows, config.early_stop, tuple(rules))
 
 
 def _make_empty_row(config: RunConfig) -> Row:
-    return empty_row(all_quantities=config.collapse_detection.all_quantities)
+    return make_empty_row(all_quantities=config.collapse_detection.all_quantities)
 
 
-LANGUAGE_MODEL = TrainerFamily(RunConfig, _make_ppo, _decide, _make_empty_row)
+LANGUAGE_MODEL = TrainerFamily(RunConfig, _make_ppo_trainer, _decide, _make_empty_row)
 UPDATE_RULES = TrainerFamily(UpdateRuleConfig, make_update_rule_trainer)

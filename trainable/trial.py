@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from ray import tune
 
-from trainable.runs.failures import RunFailedError, classify
-from trainable.runs.orphans import MARK, end_leftovers
-from trainable.runs.run_files import METRICS, read_rows
+from trainable.runs.failures import RunFailedError, classify_failure
+from trainable.runs.orphans import MARK_ENV, terminate_orphans
+from trainable.runs.run_files import METRICS_FILE, read_rows
 
 if TYPE_CHECKING:
-    from trainable.runs.training import Report, Training
-    from trainable.storage.mirror import Mirrored
+    from trainable.runs.training import StepReport, TrainingLoop
+    from trainable.storage.mirror import MirroredRun
 
 
 class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
@@ -32,64 +32,64 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     what kind of failure it was. Whatever is raised leaves here as a RunFailedError.
     """
 
-    training: "Training | None" = None
-    mirrored: "Mirrored | None" = None
+    training: "TrainingLoop | None" = None
+    mirror: "MirroredRun | None" = None
 
     def setup(self, config: dict[str, Any]) -> None:
         """Remember what to train; whatever process a run starts inherits whose it is."""
-        self.given = config
-        os.environ[MARK] = str(self._folders()[0])
+        self.trial_config = config
+        os.environ[MARK_ENV] = str(self._list_run_dirs()[0])
 
-    def _folders(self) -> list[Path]:
+    def _list_run_dirs(self) -> list[Path]:
         """Where the runs keep their rows."""
-        return [Path(place["run_dir"]) for place in self.given["runs"]]
+        return [Path(place["run_dir"]) for place in self.trial_config["runs"]]
 
     def step(self) -> dict[str, Any]:
         """Train to the next rows, which are on disk when they are reported."""
         try:
-            return self._result(*self._train())
+            return self._make_result(*self._train())
         except Exception as error:
-            has_rows = any(read_rows(folder / METRICS, first=0) for folder in self._folders())
-            raise RunFailedError(classify(error, has_rows)) from None
+            has_rows = any(read_rows(folder / METRICS_FILE, first_step=0) for folder in self._list_run_dirs())
+            raise RunFailedError(classify_failure(error, has_rows)) from None
 
-    def _train(self) -> tuple["Report", str]:
+    def _train(self) -> tuple["StepReport", str]:
         """The report of a step, and what was met since the last one."""
         training = self.begin()
-        if self.mirrored is None:
+        if self.mirror is None:
             report = training.step()
             return report, report.note
-        self.mirrored.before_step()
+        self.mirror.poll_interrupt()
         report = training.step()
-        more = "" if self.given["finished"] else self.mirrored.after_step()
-        return report, "; ".join(filter(None, (report.note, more)))
+        mirror_note = "" if self.trial_config["finished"] else self.mirror.push_step()
+        return report, "; ".join(filter(None, (report.note, mirror_note)))
 
-    def begin(self) -> "Training":
+    def begin(self) -> "TrainingLoop":
         """The runs, locked and continued from their newest states; they are begun once."""
         if self.training is not None:
             return self.training
-        if self.given["storage"] is not None:
-            from trainable.storage.mirror import Mirrored
+        if self.trial_config["storage"] is not None:
+            from trainable.storage.mirror import MirroredRun
 
-            self.mirrored = Mirrored(self.given)
-            self.given = self.mirrored.config
-            os.environ[MARK] = str(self._folders()[0])
-        end_leftovers(self._folders()[0])  # of a process that died on this node
+            self.mirror = MirroredRun(self.trial_config)
+            self.trial_config = self.mirror.config
+            os.environ[MARK_ENV] = str(self._list_run_dirs()[0])
+        terminate_orphans(self._list_run_dirs()[0])  # of a process that died on this node
         # Ray's driver imports this module, and needs no torch.
-        from trainable.runs.training import Training
+        from trainable.runs.training import TrainingLoop
 
-        module, _, name = self.given["family"].partition(":")
-        self.training = Training(getattr(importlib.import_module(module), name), self.given)
+        module, _, name = self.trial_config["family"].partition(":")
+        self.training = TrainingLoop(getattr(importlib.import_module(module), name), self.trial_config)
         return self.training
 
-    def _result(self, report: "Report", note: str) -> dict[str, Any]:
+    def _make_result(self, report: "StepReport", note: str) -> dict[str, Any]:
         """The report as Tune keeps it. Tune counts the runs' own steps, also after a restart."""
-        common = {"training_iteration": report.steps, "note": note, "saved": report.is_saved}
-        if self.given["side_by_side"]:
-            rows = {"step": report.step, "rows": report.rows, "failed": report.failed}
-            return {**common, **rows, "done": report.is_over}
+        common_columns = {"training_iteration": report.step_count, "note": note, "saved": report.is_saved}
+        if self.trial_config["side_by_side"]:
+            run_columns = {"step": report.last_step, "rows": report.rows, "failed": report.failures}
+            return {**common_columns, **run_columns, "done": report.is_over}
         (row,) = report.rows.values()
         # What a rule ends, the experiment's Stopper ends: it reads the rule in the row.
-        return {**common, **row, "done": report.is_over and (report.is_replayed or not row.get("stop_rule"))}
+        return {**common_columns, **row, "done": report.is_over and (report.is_replayed or not row.get("stop_rule"))}
 
     def reset_config(self, new_config: dict[str, Any]) -> bool:
         """Train other runs in this process: everything is built anew."""
@@ -102,6 +102,6 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
         if self.training is not None:
             self.training.close()
             self.training = None
-        if self.mirrored is not None:
-            self.mirrored.close()
-            self.mirrored = None
+        if self.mirror is not None:
+            self.mirror.close()
+            self.mirror = None

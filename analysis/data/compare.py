@@ -6,46 +6,48 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.data.frames import StudyFrames, records
+from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import (
     Estimate,
     area_under_curve,
     difference_over_levels,
     mean_over_seeds,
-    share_over_levels,
+    fraction_over_levels,
 )
 
-SCORED = ("completed", "early_stopped")
-SEEDS_FOR_SEEDS = 3
+SCORED_STATUSES = ("completed", "early_stopped")
+MIN_SEEDS = 3
 
 
-class Point(NamedTuple):
+class EvalPoint(NamedTuple):
     """An evaluation of a run: after `step` training steps, 0 being before training."""
 
     run_id: str
     step: int
 
 
-def single(frames: StudyFrames) -> StudyFrames:
+def require_single_study(frames: StudyFrames) -> StudyFrames:
     """`frames` if it holds one study, else ValueError naming them."""
-    names = [study["name"] for study in frames.studies]
-    if len(names) != 1:
-        raise ValueError(f"These frames hold {len(names)} studies ({', '.join(names)}): take one, frames.one(NAME).")
+    study_names = [study["name"] for study in frames.studies]
+    if len(study_names) != 1:
+        raise ValueError(
+            f"These frames hold {len(study_names)} studies ({', '.join(study_names)}): take one, frames.one(NAME)."
+        )
     return frames
 
 
-def arms(frames: StudyFrames) -> list[str]:
+def list_arms(frames: StudyFrames) -> list[str]:
     """Arms of the study in the order of study.json."""
     return list(dict.fromkeys(frames.trials["arm"]))
 
 
-def runs_of(frames: StudyFrames, arm: str, *, scored: bool = False) -> pd.DataFrame:
+def select_runs(frames: StudyFrames, arm: str, *, scored_only: bool = False) -> pd.DataFrame:
     """Rows of `trials` of one arm, settings left out. scored: only runs that completed or that a rule stopped."""
     runs = frames.runs[frames.runs["arm"] == arm]
-    return runs[runs["status"].isin(SCORED)] if scored else runs
+    return runs[runs["status"].isin(SCORED_STATUSES)] if scored_only else runs
 
 
-def outcomes(runs: pd.DataFrame) -> "pd.Series[float]":
+def compute_outcomes(runs: pd.DataFrame) -> "pd.Series[float]":
     """The estimand of each run: sampled validation success at its last validation.
 
     A run that a rule stopped keeps the last one it had; one stopped before its first has the base policy's.
@@ -53,103 +55,112 @@ def outcomes(runs: pd.DataFrame) -> "pd.Series[float]":
     return runs["final_val_success"].fillna(runs["base_val_success"])
 
 
-def basis(seeds: int) -> str:
+def describe_basis(num_seeds: int) -> str:
     """What an interval is over, in words that never claim more."""
-    if seeds >= SEEDS_FOR_SEEDS:
-        return f"over {seeds} seeds"
-    which = "this one run" if seeds == 1 else f"these {seeds} runs"
-    return f"over levels, of {which}; says nothing about seeds" if seeds else ""
+    if num_seeds >= MIN_SEEDS:
+        return f"over {num_seeds} seeds"
+    runs_text = "this one run" if num_seeds == 1 else f"these {num_seeds} runs"
+    return f"over levels, of {runs_text}; says nothing about seeds" if num_seeds else ""
 
 
-def by_level(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled") -> dict[Point, pd.DataFrame]:
+def collect_level_outcomes(
+    frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled"
+) -> dict[EvalPoint, pd.DataFrame]:
     """The first and the last validation of each of `runs`: success of each level; see `StudyFrames.validations`."""
     return {
-        Point(run_id, step): levels
+        EvalPoint(run_id, step): levels
         for run_id in sorted(runs["run_id"])
         for step, levels in frames.validations.get((run_id, mode), {}).items()
     }
 
 
-def last_points(points: Iterable[Point]) -> dict[str, Point]:
+def find_last_points(points: Iterable[EvalPoint]) -> dict[str, EvalPoint]:
     """The last of `points` of each run."""
     return {point.run_id: point for point in sorted(points)}
 
 
-def level(frames: StudyFrames, runs: pd.DataFrame) -> Estimate:
+def estimate_success(frames: StudyFrames, runs: pd.DataFrame) -> Estimate:
     """Mean outcome of an arm's scored runs: t interval, cut to [0, 1], from 3 seeds on; else Wilson's over levels."""
-    if len(runs) >= SEEDS_FOR_SEEDS:
-        found = mean_over_seeds(outcomes(runs))
-        return found._replace(low=max(found.low, 0.0), high=min(found.high, 1.0))
-    levels = by_level(frames, runs)
-    last = last_points(levels)
-    if not last or len(last) < len(runs):
-        return Estimate(float(outcomes(runs).mean()))
-    episodes = pd.concat([levels[point] for point in last.values()])
-    return share_over_levels(episodes["success"], episodes["cluster"])
+    if len(runs) >= MIN_SEEDS:
+        estimate = mean_over_seeds(compute_outcomes(runs))
+        return estimate._replace(low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
+    level_outcomes = collect_level_outcomes(frames, runs)
+    final_points = find_last_points(level_outcomes)
+    if not final_points or len(final_points) < len(runs):
+        return Estimate(float(compute_outcomes(runs).mean()))
+    episodes = pd.concat([level_outcomes[point] for point in final_points.values()])
+    return fraction_over_levels(episodes["success"], episodes["cluster"])
 
 
-def difference(frames: StudyFrames, runs: pd.DataFrame, baseline: pd.DataFrame) -> tuple[Estimate, int]:
+def estimate_difference(frames: StudyFrames, runs: pd.DataFrame, baseline_runs: pd.DataFrame) -> tuple[Estimate, int]:
     """Outcome of `runs` minus that of `baseline`, paired by seed, and the number of seeds that both have.
 
     From 3 seeds on over seeds; below, over the levels of the paired runs. No common seed: an empty estimate. Without
     the outcomes of single levels: a value without an interval.
     """
-    ours, theirs = runs.set_index("seed"), baseline.set_index("seed")
-    seeds = [seed for seed in ours.index if seed in theirs.index]
-    ours, theirs = ours.loc[seeds], theirs.loc[seeds]
-    per_seed = outcomes(ours) - outcomes(theirs)
-    if len(seeds) >= SEEDS_FOR_SEEDS:
+    paired_runs, paired_baseline_runs = runs.set_index("seed"), baseline_runs.set_index("seed")
+    seeds = [seed for seed in paired_runs.index if seed in paired_baseline_runs.index]
+    paired_runs, paired_baseline_runs = paired_runs.loc[seeds], paired_baseline_runs.loc[seeds]
+    per_seed = compute_outcomes(paired_runs) - compute_outcomes(paired_baseline_runs)
+    if len(seeds) >= MIN_SEEDS:
         return mean_over_seeds(per_seed), len(seeds)
-    both = pd.concat([ours, theirs])
-    levels = by_level(frames, both)
-    last = last_points(levels)
-    if any(run_id not in last for run_id in both["run_id"]):
+    all_runs = pd.concat([paired_runs, paired_baseline_runs])
+    level_outcomes = collect_level_outcomes(frames, all_runs)
+    final_points = find_last_points(level_outcomes)
+    if any(run_id not in final_points for run_id in all_runs["run_id"]):
         return Estimate(float(per_seed.mean())), len(seeds)
-    pairs = [(last[a], last[b]) for a, b in zip(ours["run_id"], theirs["run_id"], strict=True)]
-    return over_levels(levels, pairs), len(seeds)
+    pairs = [
+        (final_points[a], final_points[b])
+        for a, b in zip(paired_runs["run_id"], paired_baseline_runs["run_id"], strict=True)
+    ]
+    return estimate_paired_difference(level_outcomes, pairs), len(seeds)
 
 
-def gain(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled") -> Estimate:
+def estimate_gain(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled") -> Estimate:
     """Validation success at the end minus before training, of the same runs; over seeds from 3 on, else over levels.
 
     Without the outcomes of single levels: a value without an interval.
     """
-    after = outcomes(runs) if mode == "sampled" else runs["final_val_greedy_success"]
-    before = runs["base_val_success" if mode == "sampled" else "base_val_greedy_success"]
-    per_seed = (after - before).dropna()
-    if len(per_seed) >= SEEDS_FOR_SEEDS:
+    final_success = compute_outcomes(runs) if mode == "sampled" else runs["final_val_greedy_success"]
+    base_success = runs["base_val_success" if mode == "sampled" else "base_val_greedy_success"]
+    per_seed = (final_success - base_success).dropna()
+    if len(per_seed) >= MIN_SEEDS:
         return mean_over_seeds(per_seed)
-    levels = by_level(frames, runs.loc[per_seed.index], mode)
-    pairs = [(point, Point(point.run_id, 0)) for point in last_points(levels).values()]
-    if len(per_seed) == 0 or len(pairs) < len(per_seed) or any(base not in levels for _, base in pairs):
+    level_outcomes = collect_level_outcomes(frames, runs.loc[per_seed.index], mode)
+    pairs = [(point, EvalPoint(point.run_id, 0)) for point in find_last_points(level_outcomes).values()]
+    if len(per_seed) == 0 or len(pairs) < len(per_seed) or any(base not in level_outcomes for _, base in pairs):
         return Estimate(float(per_seed.mean()) if len(per_seed) else float("nan"))
-    return over_levels(levels, pairs)
+    return estimate_paired_difference(level_outcomes, pairs)
 
 
-def over_levels(levels: Mapping[Point, pd.DataFrame], pairs: list[tuple[Point, Point]]) -> Estimate:
+def estimate_paired_difference(
+    level_outcomes: Mapping[EvalPoint, pd.DataFrame], pairs: list[tuple[EvalPoint, EvalPoint]]
+) -> Estimate:
     """Difference over the levels of each pair of evaluations, first minus second. levels: from `by_level`.
 
     Levels that one evaluation lacks are left out. Pairs share clusters: a level met by two seeds is one level.
     """
     if not pairs:
         return Estimate()
-    differences = pd.concat([(levels[a]["success"] - levels[b]["success"]).dropna() for a, b in pairs])
-    clusters = pd.concat([levels[a]["cluster"] for a, _ in pairs])
+    differences = pd.concat([(level_outcomes[a]["success"] - level_outcomes[b]["success"]).dropna() for a, b in pairs])
+    clusters = pd.concat([level_outcomes[a]["cluster"] for a, _ in pairs])
     return difference_over_levels(differences, clusters[~clusters.index.duplicated()].loc[differences.index])
 
 
-def auc(frames: StudyFrames, runs: pd.DataFrame) -> "pd.Series[float]":
+def compute_auc(frames: StudyFrames, runs: pd.DataFrame) -> "pd.Series[float]":
     """Secondary estimand of each run: mean height of its validation curve from step 0 to steps_total.
 
     A run that a rule stopped keeps its last value to the end.
     """
-    needed = records(runs[["run_id", "base_val_success", "steps_total"]])
-    areas = [_area(frames.steps_of(run["run_id"])[["step", "val_success"]].dropna(), run) for run in needed]
+    run_rows = to_records(runs[["run_id", "base_val_success", "steps_total"]])
+    areas = [
+        _compute_run_auc(frames.get_run_steps(run["run_id"])[["step", "val_success"]].dropna(), run) for run in run_rows
+    ]
     return pd.Series(areas, index=runs.index, dtype="float64")
 
 
-def _area(validated: pd.DataFrame, run: Mapping[str, Any]) -> float:
-    base = [] if np.isnan(run["base_val_success"]) else [run["base_val_success"]]
-    at = [0] * len(base) + validated["step"].to_list()
-    until = max(at, default=0) if pd.isna(run["steps_total"]) else run["steps_total"]
-    return area_under_curve(at, base + validated["val_success"].to_list(), until)
+def _compute_run_auc(validations: pd.DataFrame, run: Mapping[str, Any]) -> float:
+    base_values = [] if np.isnan(run["base_val_success"]) else [run["base_val_success"]]
+    eval_steps = [0] * len(base_values) + validations["step"].to_list()
+    end_step = max(eval_steps, default=0) if pd.isna(run["steps_total"]) else run["steps_total"]
+    return area_under_curve(eval_steps, base_values + validations["val_success"].to_list(), end_step)

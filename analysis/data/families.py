@@ -26,43 +26,43 @@ from trainable.runs.records import (
 Row = dict[str, Any]
 Schema = dict[str, str]
 
-TEXT, NUMBER, COUNT, COUNT_OR_MISSING, TRUTH = "str", "float64", "int64", "Int64", "bool"
+TEXT, FLOAT, INT, NULLABLE_INT, BOOL = "str", "float64", "int64", "Int64", "bool"
 TIME = "datetime64[us, UTC]"
 LOW_ENTROPY = 0.1
-_EXCEPTIONS = {
-    "seed": COUNT,
-    "step": COUNT,
-    "steps_done": COUNT,
-    "steps_total": COUNT_OR_MISSING,
-    "stop_step": COUNT_OR_MISSING,
-    "group": COUNT,
-    "prefilter": TRUTH,
-    "uses_training_batch": TRUTH,
+_DTYPE_OVERRIDES = {
+    "seed": INT,
+    "step": INT,
+    "steps_done": INT,
+    "steps_total": NULLABLE_INT,
+    "stop_step": NULLABLE_INT,
+    "group": INT,
+    "prefilter": BOOL,
+    "uses_training_batch": BOOL,
 }
 
 
-def _kind(column: Column) -> str:
+def _infer_dtype(column: Column) -> str:
     """The dtype of a column of records.py: no unit is text, UTC is a time, all else a number."""
-    if column.name in _EXCEPTIONS:
-        return _EXCEPTIONS[column.name]
-    return {"": TEXT, "UTC": TIME}.get(column.unit, NUMBER)
+    if column.name in _DTYPE_OVERRIDES:
+        return _DTYPE_OVERRIDES[column.name]
+    return {"": TEXT, "UTC": TIME}.get(column.unit, FLOAT)
 
 
-def _kinds(*groups: Iterable[Column]) -> Schema:
-    return {column.name: _kind(column) for group in groups for column in group}
+def _make_schema(*column_groups: Iterable[Column]) -> Schema:
+    return {column.name: _infer_dtype(column) for group in column_groups for column in group}
 
 
-_RUN = _kinds(column for column in ROW_COLUMNS if column.name != "step")
-_AXIS = {"axis_setting": TEXT, "axis_value": NUMBER}
-_ANALYSES = {
-    "levels": {**_RUN, "step": COUNT, "split": TEXT, "mode": TEXT, "level": COUNT, "cluster": COUNT, "success": TRUTH},
-    "gradients": _kinds(ROW_COLUMNS, GRADIENT_COLUMNS),
+_RUN_SCHEMA = _make_schema(column for column in ROW_COLUMNS if column.name != "step")
+_AXIS_SCHEMA = {"axis_setting": TEXT, "axis_value": FLOAT}
+_DETAIL_SCHEMAS = {
+    "levels": {**_RUN_SCHEMA, "step": INT, "split": TEXT, "mode": TEXT, "level": INT, "cluster": INT, "success": BOOL},
+    "gradients": _make_schema(ROW_COLUMNS, GRADIENT_COLUMNS),
     "gradient_groups": {
-        **_kinds(ROW_COLUMNS),
+        **_make_schema(ROW_COLUMNS),
         "source": TEXT,
-        "prefilter": TRUTH,
+        "prefilter": BOOL,
         "bucket": TEXT,
-        **_kinds(GRADIENT_GROUP_COLUMNS),
+        **_make_schema(GRADIENT_GROUP_COLUMNS),
     },
 }
 
@@ -81,19 +81,19 @@ class TableFamily:
     first_step: int
     step_columns: tuple[Column, ...]
     trial_columns: tuple[Column, ...]
-    values: Callable[[Sequence[Row], int | None], Row]
+    summarize_rows: Callable[[Sequence[Row], int | None], Row]
 
     @cached_property
     def schemas(self) -> Mapping[str, Schema]:
         """Columns and types of each frame. What only other families write (levels, gradients) is an empty frame."""
         return {
-            "trials": {**_RUN, **_AXIS, **_kinds(self.trial_columns)},
-            "steps": _kinds(ROW_COLUMNS, self.step_columns, STOP_COLUMNS),
-            **_ANALYSES,
+            "trials": {**_RUN_SCHEMA, **_AXIS_SCHEMA, **_make_schema(self.trial_columns)},
+            "steps": _make_schema(ROW_COLUMNS, self.step_columns, STOP_COLUMNS),
+            **_DETAIL_SCHEMAS,
         }
 
 
-def family_of(study: Mapping[str, Any]) -> TableFamily:
+def get_family(study: Mapping[str, Any]) -> TableFamily:
     """The family that study.json names; "ppo" where it names none. ValueError where there is no such family."""
     name = study.get("family", "ppo")
     if name not in FAMILIES:
@@ -104,74 +104,88 @@ def family_of(study: Mapping[str, Any]) -> TableFamily:
     return FAMILIES[name]
 
 
-def last(rows: Sequence[Row], column: str) -> Any:
+def find_last_value(rows: Sequence[Row], column: str) -> Any:
     """The last value of a column that is not missing; None without one."""
     return next((row[column] for row in reversed(rows) if row.get(column) is not None), None)
 
 
-def _ppo(rows: Sequence[Row], until: int | None) -> Row:
+def _summarize_ppo_run(rows: Sequence[Row], end_step: int | None) -> Row:
     validations = [row["val_success"] for row in rows if row.get("val_success") is not None]
     return {
         "steps_done": len(rows),
-        "final_val_success": last(rows, "val_success"),
-        "final_val_success_unseen": last(rows, "val_success_unseen"),
-        "final_val_greedy_success": last(rows, "val_greedy_success"),
+        "final_val_success": find_last_value(rows, "val_success"),
+        "final_val_success_unseen": find_last_value(rows, "val_success_unseen"),
+        "final_val_greedy_success": find_last_value(rows, "val_greedy_success"),
         "peak_val_success": max(validations, default=None),
-        **{name: last(rows, name) for name in TRIAL_LAST_VALUES},
+        **{name: find_last_value(rows, name) for name in TRIAL_LAST_VALUES},
     }
 
 
-def _update_rules(rows: Sequence[Row], until: int | None) -> Row:
+def _summarize_update_rule_run(rows: Sequence[Row], end_step: int | None) -> Row:
     """Rows are evaluations: the last row's values, first steps at which something holds, means."""
-    final = rows[-1] if rows else {}
-    finals = [column.name for column in sandbox.TRIAL_COLUMNS if column.name.startswith("final_")]
+    last_row = rows[-1] if rows else {}
+    final_columns = [column.name for column in sandbox.TRIAL_COLUMNS if column.name.startswith("final_")]
     return {
-        "steps_done": final.get("step", 0),
-        **{name: final.get(name.removeprefix("final_")) for name in finals},
-        "first_step_entropy_low": _first(rows, "entropy", LOW_ENTROPY),
-        "first_step_error_zero": _first(rows, "test_error", 0.0),
-        "mean_entropy": _mean_over_steps(rows, "entropy", final.get("step", 0) if until is None else until),
-        "mean_replay_age": _mean_over_batches(rows, "age_mean"),
-        "mean_effective_age": _mean_over_batches(rows, "effective_age"),
+        "steps_done": last_row.get("step", 0),
+        **{name: last_row.get(name.removeprefix("final_")) for name in final_columns},
+        "first_step_entropy_low": _find_first_step(rows, "entropy", LOW_ENTROPY),
+        "first_step_error_zero": _find_first_step(rows, "test_error", 0.0),
+        "mean_entropy": _compute_mean_over_steps(
+            rows, "entropy", last_row.get("step", 0) if end_step is None else end_step
+        ),
+        "mean_replay_age": _compute_mean_over_batches(rows, "age_mean"),
+        "mean_effective_age": _compute_mean_over_batches(rows, "effective_age"),
     }
 
 
-def _first(rows: Sequence[Row], column: str, most: float) -> Any:
+def _find_first_step(rows: Sequence[Row], column: str, threshold: float) -> Any:
     """The first step at which the column is at most `most`; None where it never is."""
-    return next((row["step"] for row in rows if row.get(column) is not None and row[column] <= most), None)
+    return next((row["step"] for row in rows if row.get(column) is not None and row[column] <= threshold), None)
 
 
-def _mean_over_batches(rows: Sequence[Row], column: str) -> float | None:
+def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None:
     """The mean of a column that is itself a mean over the batches since the row before; None where no row has it.
 
     A row with a loss was written after the batch of its step, one without before it, so rows stand for unequal numbers
     of batches: the first one of a run without delay for a single one, of age 0.
     """
-    done = [row["step"] + (row.get("loss") is not None) for row in rows]
-    counts = [after - before for before, after in pairwise([0, *done])]
-    found = [(count, row[column]) for count, row in zip(counts, rows, strict=True) if row.get(column) is not None]
-    return sum(count * value for count, value in found) / sum(count for count, _ in found) if found else None
+    batches_done = [row["step"] + (row.get("loss") is not None) for row in rows]
+    counts = [after - before for before, after in pairwise([0, *batches_done])]
+    weighted_values = [
+        (count, row[column]) for count, row in zip(counts, rows, strict=True) if row.get(column) is not None
+    ]
+    return (
+        sum(count * value for count, value in weighted_values) / sum(count for count, _ in weighted_values)
+        if weighted_values
+        else None
+    )
 
 
-def _mean_over_steps(rows: Sequence[Row], column: str, until: int) -> float:
+def _compute_mean_over_steps(rows: Sequence[Row], column: str, end_step: int) -> float:
     """Mean height of the column's curve from its first value to the step `until`; NaN without a value."""
-    found = [row for row in rows if row.get(column) is not None]
-    return area_under_curve([row["step"] for row in found], [row[column] for row in found], until)
+    measured_rows = [row for row in rows if row.get(column) is not None]
+    return area_under_curve([row["step"] for row in measured_rows], [row[column] for row in measured_rows], end_step)
 
 
-def _of_files(column: Column) -> bool:
+def _is_common_column(column: Column) -> bool:
     """Whether a trial column of records.py is of every family: not a success on levels."""
     return not column.name.endswith("_success") and not column.name.endswith("_success_unseen")
 
 
-_LAST_VALUES = tuple(column for name in TRIAL_LAST_VALUES for column in STEP_COLUMNS if column.name == name)
-_COMMON = tuple(column for column in TRIAL_COLUMNS if _of_files(column))
-RUN_FILES: Schema = {**_RUN, **_kinds(_COMMON, STOP_COLUMNS)}
+_LAST_VALUE_COLUMNS = tuple(column for name in TRIAL_LAST_VALUES for column in STEP_COLUMNS if column.name == name)
+_COMMON_COLUMNS = tuple(column for column in TRIAL_COLUMNS if _is_common_column(column))
+RUN_FILE_SCHEMA: Schema = {**_RUN_SCHEMA, **_make_schema(_COMMON_COLUMNS, STOP_COLUMNS)}
 """Types of what stands in run.json and status.json under a column's name."""
 
 FAMILIES: dict[str, TableFamily] = {
-    "ppo": TableFamily("ppo", 1, STEP_COLUMNS, (*TRIAL_COLUMNS, *STOP_COLUMNS, *_LAST_VALUES), _ppo),
+    "ppo": TableFamily(
+        "ppo", 1, STEP_COLUMNS, (*TRIAL_COLUMNS, *STOP_COLUMNS, *_LAST_VALUE_COLUMNS), _summarize_ppo_run
+    ),
     "update_rules": TableFamily(
-        "update_rules", 0, sandbox.STEP_COLUMNS, (*_COMMON, *STOP_COLUMNS, *sandbox.TRIAL_COLUMNS), _update_rules
+        "update_rules",
+        0,
+        sandbox.STEP_COLUMNS,
+        (*_COMMON_COLUMNS, *STOP_COLUMNS, *sandbox.TRIAL_COLUMNS),
+        _summarize_update_rule_run,
     ),
 }

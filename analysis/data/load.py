@@ -7,23 +7,23 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from analysis.data.families import Row, Schema, TableFamily, family_of
-from analysis.data.frames import FRAMES, Study, StudyFrames, setting_column, together, typed
+from analysis.data.families import Row, Schema, TableFamily, get_family
+from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, make_setting_column, concat_studies, cast_frame
 from analysis.data.line_files import (
-    analysis_of,
-    evaluation_of,
-    flat,
-    gradient_rows,
-    group_rows,
-    is_whole,
-    measured,
+    get_analysis_key,
+    get_evaluation_key,
+    flatten_config,
+    make_gradient_rows,
+    make_group_rows,
+    is_int64,
+    parse_step_row,
     read_json,
-    read_lines,
-    step_of,
+    read_jsonl,
+    make_step_key,
 )
 from trainable.runs.records import STOP_COLUMNS
 
-_FROM_STATUS = (
+_STATUS_FIELDS = (
     "trial_id",
     "failure_class",
     "started_at",
@@ -33,13 +33,13 @@ _FROM_STATUS = (
     "stop_threshold",
     "stop_step",
 )
-_FROM_HEAD = ("config_hash", "experiment_name")
+_HEADER_FIELDS = ("config_hash", "experiment_name")
 
 
-class _Run(NamedTuple):
+class _RunFiles(NamedTuple):
     """The files of one run: run.json, the last line of each step, evaluation and analysis, and status.json."""
 
-    head: Row
+    header: Row
     rows: list[Row]
     evaluations: list[Row]
     analyses: list[Row]
@@ -54,24 +54,24 @@ def load(path: Path | str, *, live: bool = False) -> StudyFrames:
     `frames.together`); the `study` column tells them apart. live: keep the status "running" (see `read_run`). Raises
     ValueError when no study.json is found, or one of an unknown family.
     """
-    folders = study_folders(Path(path))
-    parts = [_read_parquet(folder, live) if _parquet_is_newest(folder) else read_run(folder, live=live)
+    folders = find_study_folders(Path(path))
+    study_frames = [_read_parquet(folder, live) if _is_parquet_newest(folder) else read_study(folder, live=live)
              for folder in folders]  # fmt: skip
-    return together(parts)
+    return concat_studies(study_frames)
 
 
-def study_folders(path: Path) -> list[Path]:
+def find_study_folders(path: Path) -> list[Path]:
     """Every folder with a study.json at or below `path`, sorted; below `path`/results where there is one."""
     if (path / "study.json").is_file():
         return [path]
     root = path / "results" if (path / "results").is_dir() else path
-    folders = sorted(found.parent for found in root.rglob("study.json"))
+    folders = sorted(study_file.parent for study_file in root.rglob("study.json"))
     if not folders:
         raise ValueError(f"There is no study at {path}: give an output folder that holds results/, or a results/<run>.")
     return folders
 
 
-def read_run(folder: Path | str, *, live: bool = False) -> StudyFrames:
+def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
     """Frames of one study from the line files of its runs; missing files and torn or odd lines are no error.
 
     The last line of a step counts, the last of a (step, split, mode) of levels.jsonl, and the last of a (step, source,
@@ -84,63 +84,65 @@ def read_run(folder: Path | str, *, live: bool = False) -> StudyFrames:
     study = read_json(folder / "study.json")
     if not study:
         raise ValueError(f"{folder} holds no study.json: give a results/<run> folder that a study wrote.")
-    family = family_of(study)
+    family = get_family(study)
     schemas = family.schemas
-    runs = sorted(_runs(folder, study, family), key=_order(study))
-    trials = [_trial(study, run, family, live) for run in runs]
-    steps = [row for run in runs for row in _step_rows(study, run, family)]
+    runs = sorted(_read_runs(folder, study, family), key=_make_sort_key(study))
+    trials = [_make_trial_row(study, run, family, live) for run in runs]
+    steps = [row for run in runs for row in _make_step_rows(study, run, family)]
     frames = {
-        "trials": _trials_frame(trials, [flat(run.head.get("config") or {}) for run in runs], schemas["trials"]),
+        "trials": _make_trials_frame(
+            trials, [flatten_config(run.header.get("config") or {}) for run in runs], schemas["trials"]
+        ),
         "steps": pd.DataFrame(steps, columns=list(schemas["steps"])),
-        "levels": _levels_frame(study, runs, schemas["levels"]),
-        "gradients": _analysis_frame(schemas["gradients"], gradient_rows, study, runs),
-        "gradient_groups": _analysis_frame(schemas["gradient_groups"], group_rows, study, runs),
+        "levels": _make_levels_frame(study, runs, schemas["levels"]),
+        "gradients": _make_analysis_frame(schemas["gradients"], make_gradient_rows, study, runs),
+        "gradient_groups": _make_analysis_frame(schemas["gradient_groups"], make_group_rows, study, runs),
     }
-    return StudyFrames(**{name: typed(frame, schemas[name]) for name, frame in frames.items()}, study=study)
+    return StudyFrames(**{name: cast_frame(frame, schemas[name]) for name, frame in frames.items()}, study=study)
 
 
-def _runs(folder: Path, study: Study, family: TableFamily) -> list[_Run]:
+def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFiles]:
     """Every run that study.json lists or that has a folder."""
-    listed = {head["run_id"]: head for head in study.get("runs", [])}
-    on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
-    return [_read_files(folder / "runs" / run_id, listed.get(run_id, {"run_id": run_id}), family)
-            for run_id in dict.fromkeys((*listed, *on_disk))]  # fmt: skip
+    headers_by_id = {head["run_id"]: head for head in study.get("runs", [])}
+    run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
+    return [_read_run_files(folder / "runs" / run_id, headers_by_id.get(run_id, {"run_id": run_id}), family)
+            for run_id in dict.fromkeys((*headers_by_id, *run_ids_on_disk))]  # fmt: skip
 
 
-def _read_files(folder: Path, listed: Row, family: TableFamily) -> _Run:
-    return _Run(
-        head={**listed, **read_json(folder / "run.json"), "run_id": folder.name},
-        rows=[measured(row, family) for row in read_lines(folder / "metrics.jsonl", step_of(family))],
-        evaluations=read_lines(folder / "levels.jsonl", evaluation_of),
+def _read_run_files(folder: Path, listed_header: Row, family: TableFamily) -> _RunFiles:
+    return _RunFiles(
+        header={**listed_header, **read_json(folder / "run.json"), "run_id": folder.name},
+        rows=[parse_step_row(row, family) for row in read_jsonl(folder / "metrics.jsonl", make_step_key(family))],
+        evaluations=read_jsonl(folder / "levels.jsonl", get_evaluation_key),
         analyses=[
-            *read_lines(folder / "gradients.jsonl", analysis_of),
-            *read_lines(folder / "probes.jsonl", analysis_of, goes_back=False),
+            *read_jsonl(folder / "gradients.jsonl", get_analysis_key),
+            *read_jsonl(folder / "probes.jsonl", get_analysis_key, drop_rolled_back=False),
         ],
         status=read_json(folder / "status.json"),
     )
 
 
-def _order(study: Study) -> Callable[[_Run], tuple[int, str, int, str]]:
+def _make_sort_key(study: Study) -> Callable[[_RunFiles], tuple[int, str, int, str]]:
     """Sorting key: arms in the order of study.json, then other arms by name, then seeds."""
     rank = {arm: index for index, arm in enumerate(study.get("axis", {}).get("values", []))}
     return lambda run: (
-        rank.get(run.head.get("arm", ""), len(rank)),
-        run.head.get("arm", ""),
-        int(run.head.get("seed", 0)),
-        run.head["run_id"],
+        rank.get(run.header.get("arm", ""), len(rank)),
+        run.header.get("arm", ""),
+        int(run.header.get("seed", 0)),
+        run.header["run_id"],
     )
 
 
-def _names(study: Study, run: _Run) -> Row:
+def _make_run_columns(study: Study, run: _RunFiles) -> Row:
     return {
-        "run_id": run.head["run_id"],
+        "run_id": run.header["run_id"],
         "study": study["name"],
-        "arm": run.head.get("arm", ""),
-        "seed": int(run.head.get("seed", 0)),
+        "arm": run.header.get("arm", ""),
+        "seed": int(run.header.get("seed", 0)),
     }
 
 
-def _status(run: _Run, live: bool) -> tuple[str, str]:
+def _resolve_status(run: _RunFiles, live: bool) -> tuple[str, str]:
     """Status and reason of a run, from status.json and from whether it has a step."""
     status, reason = run.status.get("status") or "", run.status.get("reason") or ""
     if live and status == "running":
@@ -152,29 +154,29 @@ def _status(run: _Run, live: bool) -> tuple[str, str]:
     return status, reason
 
 
-def _trial(study: Study, run: _Run, family: TableFamily, live: bool) -> Row:
-    status, reason = _status(run, live)
-    total = _steps_total(run)
+def _make_trial_row(study: Study, run: _RunFiles, family: TableFamily, live: bool) -> Row:
+    status, reason = _resolve_status(run, live)
+    steps_total = _get_steps_total(run)
     return {
-        **_names(study, run),
+        **_make_run_columns(study, run),
         "axis_setting": study.get("axis", {}).get("setting", ""),
-        "axis_value": _number(run.head.get("arm", "")),
-        **{name: run.head.get(name) for name in _FROM_HEAD},
-        **{name: run.status.get(name) for name in _FROM_STATUS},
+        "axis_value": _parse_number(run.header.get("arm", "")),
+        **{name: run.header.get(name) for name in _HEADER_FIELDS},
+        **{name: run.status.get(name) for name in _STATUS_FIELDS},
         "status": status,
         "reason": reason,
-        "steps_total": total,
-        **family.values(run.rows, total if status == "early_stopped" else None),
+        "steps_total": steps_total,
+        **family.summarize_rows(run.rows, steps_total if status == "early_stopped" else None),
     }
 
 
-def _steps_total(run: _Run) -> int | None:
+def _get_steps_total(run: _RunFiles) -> int | None:
     """The steps that the run was asked for; None where its run.json does not say."""
-    total = flat(run.head.get("config") or {}).get("trainer.total_training_steps")
-    return total if is_whole(total) else None
+    steps_total = flatten_config(run.header.get("config") or {}).get("trainer.total_training_steps")
+    return steps_total if is_int64(steps_total) else None
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     """The number that `text` spells; NaN for a word such as nofilter."""
     try:
         return float(text)
@@ -182,42 +184,42 @@ def _number(text: str) -> float:
         return float("nan")
 
 
-def _trials_frame(trials: list[Row], configs: list[Row], schema: Schema) -> pd.DataFrame:
+def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) -> pd.DataFrame:
     frame = pd.DataFrame(trials, columns=list(schema))
     fields = dict.fromkeys(field for config in configs for field in config)
-    settings = {f"config/{field}": setting_column([config.get(field) for config in configs]) for field in fields}
+    settings = {f"config/{field}": make_setting_column([config.get(field) for config in configs]) for field in fields}
     return pd.concat([frame, pd.DataFrame(settings, index=frame.index)], axis=1)
 
 
-def _step_rows(study: Study, run: _Run, family: TableFamily) -> list[Row]:
+def _make_step_rows(study: Study, run: _RunFiles, family: TableFamily) -> list[Row]:
     """The run's rows; the one at which status.json says that a rule fired carries the stop columns."""
-    names = _names(study, run)
-    stop = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
-    fired_at = stop["stop_step"] if stop["stop_rule"] else None
+    names = _make_run_columns(study, run)
+    stop_columns = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
+    stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None
     return [
         {
             **names,
             "step": row["step"],
             **{column.name: row.get(column.name) for column in family.step_columns},
-            **(stop if row["step"] == fired_at else {}),
+            **(stop_columns if row["step"] == stop_step else {}),
         }
         for row in run.rows
     ]
 
 
-def _levels_frame(study: Study, runs: Iterable[_Run], schema: Schema) -> pd.DataFrame:
-    parts = [_evaluation_frame(_names(study, run), line) for run in runs for line in run.evaluations]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=list(schema))
+def _make_levels_frame(study: Study, runs: Iterable[_RunFiles], schema: Schema) -> pd.DataFrame:
+    frames = [_make_evaluation_frame(_make_run_columns(study, run), line) for run in runs for line in run.evaluations]
+    return pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(schema))
 
 
-def _analysis_frame(
-    schema: Schema, rows_of: Callable[[Iterable[Row]], list[Row]], study: Study, runs: Iterable[_Run]
+def _make_analysis_frame(
+    schema: Schema, make_rows: Callable[[Iterable[Row]], list[Row]], study: Study, runs: Iterable[_RunFiles]
 ) -> pd.DataFrame:
-    rows = [{**_names(study, run), **row} for run in runs for row in rows_of(run.analyses)]
+    rows = [{**_make_run_columns(study, run), **row} for run in runs for row in make_rows(run.analyses)]
     return pd.DataFrame(rows, columns=list(schema))
 
 
-def _evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
+def _make_evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
     success = np.frombuffer(line["success"].encode(), dtype=np.uint8) == ord("1")
     if not len(line["levels"]) == len(line["clusters"]) == len(success):
         raise ValueError(
@@ -225,26 +227,28 @@ def _evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
             f"{len(line['levels'])} levels, {len(line['clusters'])} clusters and {len(success)} outcomes; "
             "there must be one each an episode."
         )
-    shared = {**names, "step": line["step"], "split": line["split"], "mode": line["mode"]}
-    return pd.DataFrame({**shared, "level": line["levels"], "cluster": line["clusters"], "success": success})
+    shared_columns = {**names, "step": line["step"], "split": line["split"], "mode": line["mode"]}
+    return pd.DataFrame({**shared_columns, "level": line["levels"], "cluster": line["clusters"], "success": success})
 
 
-def _parquet_is_newest(folder: Path) -> bool:
+def _is_parquet_newest(folder: Path) -> bool:
     """Whether all tables exist and were written after every file that they are made of."""
-    tables = [folder / f"{name}.parquet" for name in FRAMES]
+    tables = [folder / f"{name}.parquet" for name in FRAME_NAMES]
     if not all(table.is_file() for table in tables):
         return False
     sources = [folder / "study.json", folder / "runs", *folder.glob("runs/*/*.json"), *folder.glob("runs/*/*.jsonl")]
-    written = min(table.stat().st_mtime_ns for table in tables)
-    return all(source.stat().st_mtime_ns < written for source in sources if source.exists())
+    oldest_table_ns = min(table.stat().st_mtime_ns for table in tables)
+    return all(source.stat().st_mtime_ns < oldest_table_ns for source in sources if source.exists())
 
 
 def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     study = read_json(folder / "study.json")
-    schemas = family_of(study).schemas
-    tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in FRAMES}
-    older = any(not set(schemas[name]) <= set(tables[name]) for name in FRAMES) and (folder / "runs").is_dir()
-    if older or (not live and (tables["trials"]["status"] == "running").any()):
-        return read_run(folder, live=live)
-    frames = {name: typed(tables[name], schemas[name]) for name in FRAMES}
+    schemas = get_family(study).schemas
+    tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in FRAME_NAMES}
+    is_outdated = (
+        any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES) and (folder / "runs").is_dir()
+    )
+    if is_outdated or (not live and (tables["trials"]["status"] == "running").any()):
+        return read_study(folder, live=live)
+    frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}
     return StudyFrames(**frames, study=study)

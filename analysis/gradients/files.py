@@ -8,11 +8,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.gradients import plots, tables
-from analysis.gradients.keys import TABLE_COLUMNS, published_metrics, published_tables
-from trainable.runs.links import whole_file
+from analysis.gradients.keys import TABLE_COLUMNS, make_published_metrics, make_published_tables
+from trainable.runs.links import atomic_write
 
 DPI = 150
-COMPARED = 3
+MAX_COMPARED_STEPS = 3
 
 
 def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequence[int], folder: Path) -> list[Path]:
@@ -22,57 +22,64 @@ def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequenc
     where it is not there; files of these names in it are replaced. OSError where it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    written = [
+    paths = [
         path
         for step in steps
         for path in _write_step(gradients[gradients["step"] == step], groups[groups["step"] == step], folder)
     ]
-    compared = tables.steps_table(gradients, tables.some_of(list(steps), COMPARED))
-    last = folder / "gradient_analysis_steps.png"
-    first = gradients.iloc[0]
-    _save(plots.draw_steps(compared, f"{first['run_id']}{', probes' * (first['source'] == 'probe')}"), last)
-    return [*written, last]
+    step_summaries = tables.make_steps_table(gradients, tables.subsample_evenly(list(steps), MAX_COMPARED_STEPS))
+    steps_path = folder / "gradient_analysis_steps.png"
+    first_row = gradients.iloc[0]
+    _save_figure(
+        plots.draw_steps(step_summaries, f"{first_row['run_id']}{', probes' * (first_row['source'] == 'probe')}"),
+        steps_path,
+    )
+    return [*paths, steps_path]
 
 
 def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[Path]:
     """The files of one step: six pictures, the published numbers, and the reward spread of every group."""
     step = rows["step"].iloc[0]
-    written = []
-    for what, figure in draw_step(rows, groups).items():
-        written.append(folder / f"gradient_analysis_{what}_step_{step}.png")
-        _save(figure, written[-1])
-    metrics = folder / f"gradient_analysis_metrics_step_{step}.json"
-    table = folder / f"gradient_analysis_bucket_rv_table_step_{step}.csv"
-    with whole_file(metrics) as beside:
-        beside.write_text(_metrics(rows, groups), encoding="utf-8")
-    with whole_file(table) as beside:
-        tables.as_trained(groups)[["bucket", "reward_std"]].to_csv(beside, index=False)
-    return [*written, metrics, table]
+    paths = []
+    for figure_name, figure in draw_step(rows, groups).items():
+        paths.append(folder / f"gradient_analysis_{figure_name}_step_{step}.png")
+        _save_figure(figure, paths[-1])
+    metrics_path = folder / f"gradient_analysis_metrics_step_{step}.json"
+    table_path = folder / f"gradient_analysis_bucket_rv_table_step_{step}.csv"
+    with atomic_write(metrics_path) as temp_path:
+        temp_path.write_text(_format_metrics(rows, groups), encoding="utf-8")
+    with atomic_write(table_path) as temp_path:
+        tables.select_trained(groups)[["bucket", "reward_std"]].to_csv(temp_path, index=False)
+    return [*paths, metrics_path, table_path]
 
 
-def _metrics(rows: pd.DataFrame, groups: pd.DataFrame) -> str:
+def _format_metrics(rows: pd.DataFrame, groups: pd.DataFrame) -> str:
     """Every published key of one step as JSON, tables as W&B writes them: columns, and rows of data."""
-    listed = {key: {"columns": TABLE_COLUMNS, "data": data} for key, data in published_tables(groups).items()}
-    return json.dumps({**published_metrics(rows), **listed}, indent=2, sort_keys=True) + "\n"
+    table_entries = {
+        key: {"columns": TABLE_COLUMNS, "data": table} for key, table in make_published_tables(groups).items()
+    }
+    return json.dumps({**make_published_metrics(rows), **table_entries}, indent=2, sort_keys=True) + "\n"
 
 
 def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
     """The six pictures of one run, source and step by the middle of their names; the first five as trained on."""
-    shown = tables.as_trained(rows)
-    buckets, summary = tables.bucket_table(shown), tables.summary_table(shown)
-    first, column = rows.iloc[0], tables.share_column(rows)
-    name = f"{first['run_id']}, {'probe of ' * (first['source'] == 'probe')}step {first['step']}"
-    title = f"{name}, {plots.WHEN[bool(shown['prefilter'].iloc[0])]}"
+    trained_rows = tables.select_trained(rows)
+    buckets, summary = tables.make_bucket_table(trained_rows), tables.make_summary_table(trained_rows)
+    first_row, column = rows.iloc[0], tables.choose_share_column(rows)
+    name = f"{first_row['run_id']}, {'probe of ' * (first_row['source'] == 'probe')}step {first_row['step']}"
+    title = f"{name}, {plots.FILTER_LABELS[bool(trained_rows['prefilter'].iloc[0])]}"
     return {
         "plots": plots.draw_norms(buckets, title),
         "loss_plots": plots.draw_losses(buckets, title),
         "reward_std": plots.draw_reward_std(summary, title),
-        "normed_grads": plots.draw_normed(buckets, title),
-        "summary": plots.draw_summary(summary, tables.as_trained(groups), title),
-        "signal": plots.draw_signal(tables.trusted(rows), tables.shares(rows, column), name, plots.SHARES[column]),
+        "normed_grads": plots.draw_normalized_norms(buckets, title),
+        "summary": plots.draw_summary(summary, tables.select_trained(groups), title),
+        "signal": plots.draw_signal(
+            tables.make_signal_table(rows), tables.make_share_table(rows, column), name, plots.SHARE_LABELS[column]
+        ),
     }
 
 
-def _save(figure: Figure, path: Path) -> None:
-    with whole_file(path) as beside:
-        figure.savefig(beside, dpi=DPI, format="png")
+def _save_figure(figure: Figure, path: Path) -> None:
+    with atomic_write(path) as temp_path:
+        figure.savefig(temp_path, dpi=DPI, format="png")

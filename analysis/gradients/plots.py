@@ -10,21 +10,21 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import AutoLocator, FormatStrFormatter, NullLocator, SymmetricalLogLocator
 
-from analysis.sweep.plots import INK, STYLE, name_lines
+from analysis.sweep.plots import TEXT_COLOR, STYLE, add_line_legend
 
-COLORS: Mapping[str, str] = {
+COMPONENT_COLORS: Mapping[str, str] = {
     "total": "#555555", "regularizer": "#8c6d1f", "task": "#0072b2", "entropy": "#e69f00", "kl": "#009e73",
     "value": "#cc79a7", "spread": "#56748c",
 }  # fmt: skip
-NAMES: Mapping[str, str] = {
+COMPONENT_LABELS: Mapping[str, str] = {
     "task": "task (policy)", "entropy": "entropy", "kl": "KL", "value": "value", "total": "total",
     "regularizer": "regularizer: KL + entropy",
 }  # fmt: skip
-SPREAD = "mean reward std of the bucket (reward)"
-SHARES: Mapping[str, str] = {
+REWARD_STD_LABEL = "mean reward std of the bucket (reward)"
+SHARE_LABELS: Mapping[str, str] = {
     "signal_share": "signed share of the expected step (share)", "share": "signed share of the sampled step (share)",
 }  # fmt: skip
-WHEN: Mapping[bool, str] = {True: "before the filter", False: "after the filter"}
+FILTER_LABELS: Mapping[bool, str] = {True: "before the filter", False: "after the filter"}
 
 
 def draw_norms(table: pd.DataFrame, title: str) -> Figure:
@@ -33,11 +33,11 @@ def draw_norms(table: pd.DataFrame, title: str) -> Figure:
         figure = Figure(figsize=(10.0, 3.8), layout="constrained")
         panels = figure.subplots(1, 3)
         for axes, name in zip(panels, ("kl", "entropy", "task"), strict=True):
-            _bars(axes, table, name, "norm")
-            axes.set_title(f"{NAMES[name]} gradient", loc="left")
+            _draw_bars(axes, table, name, "norm")
+            axes.set_title(f"{COMPONENT_LABELS[name]} gradient", loc="left")
         panels[0].set_ylabel("published norm (1)")
-        figure.supxlabel(_spreads(table), fontsize=7)
-        _title(figure, "Gradient norms", title)
+        figure.supxlabel(_format_reward_stds(table), fontsize=7)
+        _set_title(figure, "Gradient norms", title)
     return figure
 
 
@@ -46,10 +46,10 @@ def draw_losses(table: pd.DataFrame, title: str) -> Figure:
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(8.4, 5.6), layout="constrained")
         for axes, name in zip(figure.subplots(2, 2).flat, ("task", "entropy", "kl", "total"), strict=True):
-            _bars(axes, table, name, "loss")
-            axes.set_title(f"{NAMES[name]} loss", loc="left")
+            _draw_bars(axes, table, name, "loss")
+            axes.set_title(f"{COMPONENT_LABELS[name]} loss", loc="left")
         figure.supylabel("mean over micro-batches, coefficient included (1)", fontsize=9)
-        _title(figure, "Losses", title)
+        _set_title(figure, "Losses", title)
     return figure
 
 
@@ -58,67 +58,67 @@ def draw_reward_std(table: pd.DataFrame, title: str) -> Figure:
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(7.0, 3.6), layout="constrained")
         axes = figure.add_subplot()
-        drawn = axes.bar(_numbers(table), table["reward_std_mean"], color=COLORS["spread"])
-        _label(axes, drawn, table["reward_std_mean"])
+        bars = axes.bar(_format_bucket_labels(table), table["reward_std_mean"], color=COMPONENT_COLORS["spread"])
+        _label_bars(axes, bars, table["reward_std_mean"])
         axes.set_xlabel("bucket, smallest spread first")
         axes.set_ylabel("mean reward std (reward)")
-        _title(figure, "Reward spread", title)
+        _set_title(figure, "Reward spread", title)
     return figure
 
 
-def draw_normed(table: pd.DataFrame, title: str) -> Figure:
+def draw_normalized_norms(table: pd.DataFrame, title: str) -> Figure:
     """The norm per sequence and per trained token of each component, each with its own scale. table: `bucket_table`."""
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(10.0, 5.4), layout="constrained")
         rows = (("norm_per_sample", "norm / sequences (1)"), ("norm_per_token", "norm / trained tokens (1)"))
         for panels, (column, label) in zip(figure.subplots(2, 3), rows, strict=True):
             for axes, name in zip(panels, ("kl", "entropy", "task"), strict=True):
-                _bars(axes, table, name, column)
-                axes.set_title(f"{NAMES[name]} gradient", loc="left")
+                _draw_bars(axes, table, name, column)
+                axes.set_title(f"{COMPONENT_LABELS[name]} gradient", loc="left")
             panels[0].set_ylabel(label)
-        _title(figure, "Norms per sequence and per token", title)
+        _set_title(figure, "Norms per sequence and per token", title)
     return figure
 
 
-def _title(figure: Figure, what: str, title: str) -> None:
-    figure.suptitle(f"{what}\n{title}", fontsize=9)
+def _set_title(figure: Figure, heading: str, title: str) -> None:
+    figure.suptitle(f"{heading}\n{title}", fontsize=9)
 
 
-def _bars(axes: Any, table: pd.DataFrame, component: str, column: str) -> None:
+def _draw_bars(axes: Any, table: pd.DataFrame, component: str, column: str) -> None:
     rows = table[table["component"] == component]
     if not rows["on"].any():
-        _say_off(axes, NAMES[component])
+        _mark_as_off(axes, COMPONENT_LABELS[component])
         return
-    drawn = axes.bar(_numbers(rows), rows[column], color=COLORS[component])
-    _label(axes, drawn, rows[column], digits=3 if column in ("norm", "loss") else 2)
+    bars = axes.bar(_format_bucket_labels(rows), rows[column], color=COMPONENT_COLORS[component])
+    _label_bars(axes, bars, rows[column], digits=3 if column in ("norm", "loss") else 2)
     axes.axhline(0, color="#888888", linewidth=0.8)
     axes.set_xlabel("bucket")
     axes.margins(y=0.12)
 
 
-def _numbers(rows: pd.DataFrame) -> list[str]:
+def _format_bucket_labels(rows: pd.DataFrame) -> list[str]:
     return [name.removeprefix("bucket_") for name in rows["bucket"]]
 
 
-def _label(axes: Any, drawn: Any, values: "pd.Series[float]", digits: int = 3) -> None:
+def _label_bars(axes: Any, bars: Any, values: "pd.Series[float]", digits: int = 3) -> None:
     texts = ["" if np.isnan(value) else f"{value:.{digits}g}" for value in values]
-    axes.bar_label(drawn, texts, fontsize=7, padding=2)
+    axes.bar_label(bars, texts, fontsize=7, padding=2)
 
 
-def _say_off(axes: Any, name: str) -> None:
-    _say(axes, f"{name} is off:\nthe loss has no such term")
+def _mark_as_off(axes: Any, name: str) -> None:
+    _draw_text(axes, f"{name} is off:\nthe loss has no such term")
     axes.set_xticks([])
     axes.set_yticks([])
     axes.grid(visible=False)
 
 
-def _spreads(table: pd.DataFrame) -> str:
+def _format_reward_stds(table: pd.DataFrame) -> str:
     """Mean, smallest and largest reward spread of every bucket, three buckets a line."""
-    parts = [
+    bucket_texts = [
         f"{row.bucket}: mean {row.reward_std_mean:.3f}, {row.reward_std_min:.3f} to {row.reward_std_max:.3f}"
         for row in table.drop_duplicates("bucket").itertuples()
     ]
-    lines = [";   ".join(parts[start : start + 3]) for start in range(0, len(parts), 3)]
+    lines = [";   ".join(bucket_texts[start : start + 3]) for start in range(0, len(bucket_texts), 3)]
     return "reward std of the groups in each bucket\n" + "\n".join(lines)
 
 
@@ -130,40 +130,46 @@ def draw_summary(table: pd.DataFrame, groups: pd.DataFrame, title: str) -> Figur
     """
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(10.0, 3.6), layout="constrained")
-        spread, task, regularizer = figure.subplots(1, 3)
+        std_axes, task_axes, regularizer_axes = figure.subplots(1, 3)
         boxes = [groups.loc[groups["bucket"] == bucket, "reward_std"].dropna().to_list() for bucket in table["bucket"]]
         if all(boxes):
-            spread.boxplot(boxes, tick_labels=table["label"].to_list(), showfliers=False, medianprops={"color": INK})
+            std_axes.boxplot(
+                boxes, tick_labels=table["label"].to_list(), showfliers=False, medianprops={"color": TEXT_COLOR}
+            )
         else:
-            _ranges(spread, table)
-        spread.set_ylabel("reward std of a group (reward)")
-        spread.set_title("reward spread by bucket", loc="left")
-        _against_spread(task, table, "task")
-        _against_spread(regularizer, table, "regularizer")
-        _title(figure, "Summary", title)
+            _draw_ranges(std_axes, table)
+        std_axes.set_ylabel("reward std of a group (reward)")
+        std_axes.set_title("reward spread by bucket", loc="left")
+        _draw_against_reward_std(task_axes, table, "task")
+        _draw_against_reward_std(regularizer_axes, table, "regularizer")
+        _set_title(figure, "Summary", title)
     return figure
 
 
-def _ranges(axes: Any, table: pd.DataFrame) -> None:
+def _draw_ranges(axes: Any, table: pd.DataFrame) -> None:
     """Each bucket's mean spread with a bar from its smallest to its largest; of equal ones the mean is rounded."""
     mean = table["reward_std_mean"]
-    ends = [(mean - table["reward_std_min"]).clip(lower=0), (table["reward_std_max"] - mean).clip(lower=0)]
-    axes.errorbar(table["label"], mean, yerr=ends, fmt="o", color=COLORS["spread"], markersize=5, capsize=4)
+    error_bars = [(mean - table["reward_std_min"]).clip(lower=0), (table["reward_std_max"] - mean).clip(lower=0)]
+    axes.errorbar(
+        table["label"], mean, yerr=error_bars, fmt="o", color=COMPONENT_COLORS["spread"], markersize=5, capsize=4
+    )
 
 
-def _against_spread(axes: Any, table: pd.DataFrame, column: str) -> None:
+def _draw_against_reward_std(axes: Any, table: pd.DataFrame, column: str) -> None:
     """A norm of `summary_table` against the spread, each point with its bucket's label."""
     terms = f" ({table['terms'].iloc[0]})" if column == "regularizer" and table["terms"].iloc[0] else ""
     axes.set_title(f"{column}{terms} norm", loc="left")
     if table[column].isna().all():
-        _say_off(axes, column)
+        _mark_as_off(axes, column)
         return
-    axes.plot(table["reward_std_mean"], table[column], "o-", color=COLORS[column], markersize=5, linewidth=1.5)
+    axes.plot(
+        table["reward_std_mean"], table[column], "o-", color=COMPONENT_COLORS[column], markersize=5, linewidth=1.5
+    )
     for row in table.itertuples():
         axes.annotate(row.label, (row.reward_std_mean, getattr(row, column)), xytext=(3, 3), fontsize=7,
                       textcoords="offset points")  # fmt: skip
     axes.set_ylim(0, 1.12 * max(table[column].max(), 1e-12))
-    axes.set_xlabel(SPREAD)
+    axes.set_xlabel(REWARD_STD_LABEL)
     axes.set_ylabel("published norm (1)")
 
 
@@ -172,109 +178,127 @@ def draw_steps(table: pd.DataFrame, title: str) -> Figure:
     steps = list(dict.fromkeys(table["step"]))
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(10.0, 0.6 + 2.6 * len(steps)), layout="constrained")
-        grid = figure.subplots(len(steps), 3, squeeze=False, sharex="col").tolist()
-        for (spread, task, regularizer), step in zip(grid, steps, strict=True):
+        panels = figure.subplots(len(steps), 3, squeeze=False, sharex="col").tolist()
+        for (std_axes, task_axes, regularizer_axes), step in zip(panels, steps, strict=True):
             rows = table[table["step"] == step]
-            _ranges(spread, rows)
-            spread.set_yscale("symlog", linthresh=0.1)
-            spread.set_title(f"step {step}, {WHEN[bool(rows['prefilter'].iloc[0])]}: reward spread", loc="left")
-            spread.set_ylabel("reward std (reward)")
-            for axes, name in ((task, "task"), (regularizer, "regularizer")):
-                _against_spread(axes, rows, name)
+            _draw_ranges(std_axes, rows)
+            std_axes.set_yscale("symlog", linthresh=0.1)
+            std_axes.set_title(
+                f"step {step}, {FILTER_LABELS[bool(rows['prefilter'].iloc[0])]}: reward spread", loc="left"
+            )
+            std_axes.set_ylabel("reward std (reward)")
+            for axes, name in ((task_axes, "task"), (regularizer_axes, "regularizer")):
+                _draw_against_reward_std(axes, rows, name)
                 axes.set_xscale("symlog", linthresh=0.1)
                 axes.set_title(f"step {step}: {axes.get_title(loc='left')}", loc="left")
-        for axes in (axes for row in grid[:-1] for axes in row):
+        for axes in (axes for row in panels[:-1] for axes in row):
             axes.set_xlabel("")
         for column, is_from_zero in enumerate((False, True, True)):
-            _share_height([row[column] for row in grid], is_from_zero)
-        for spread, *others in grid:
-            for axis in (spread.yaxis, *(axes.xaxis for axes in others)):
-                _log_ticks(axis)
-        _title(figure, "Steps compared; reward spread: logarithmic from 0.1 on, linear below", title)
+            _equalize_y_limits([row[column] for row in panels], is_from_zero)
+        for std_axes, *others in panels:
+            for axis in (std_axes.yaxis, *(axes.xaxis for axes in others)):
+                _set_log_ticks(axis)
+        _set_title(figure, "Steps compared; reward spread: logarithmic from 0.1 on, linear below", title)
     return figure
 
 
-def _log_ticks(axis: Any, linear: float = 0.1) -> None:
+def _set_log_ticks(axis: Any, linear_threshold: float = 0.1) -> None:
     """Numbers at 1, 2 and 5 times the powers of ten, or evenly where the panel shows too little for these.
 
     linear: up to where the axis is linear on both sides of 0.
     """
     low, high = axis.get_view_interval()
-    wide = max(high, -low) > 5 * max(low, linear)
-    subs = (1, 2, 5) if max(high, -low) < 1e3 * linear else (1,)
-    locator = SymmetricalLogLocator(base=10, linthresh=linear, subs=subs) if wide else AutoLocator()
+    is_wide = max(high, -low) > 5 * max(low, linear_threshold)
+    subs = (1, 2, 5) if max(high, -low) < 1e3 * linear_threshold else (1,)
+    locator = SymmetricalLogLocator(base=10, linthresh=linear_threshold, subs=subs) if is_wide else AutoLocator()
     axis.set_major_locator(locator)
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FormatStrFormatter("%g"))
 
 
-def _share_height(panels: Sequence[Any], is_from_zero: bool) -> None:
+def _equalize_y_limits(panels: Sequence[Any], is_from_zero: bool) -> None:
     """One scale for panels of one column, so that steps compare; panels that are off have none."""
-    drawn = [axes for axes in panels if axes.lines or axes.containers]
-    ends = [axes.get_ylim() for axes in drawn]
-    for axes in drawn:
-        axes.set_ylim(0 if is_from_zero else min(low for low, _ in ends), max(high for _, high in ends))
+    drawn_panels = [axes for axes in panels if axes.lines or axes.containers]
+    y_limits = [axes.get_ylim() for axes in drawn_panels]
+    for axes in drawn_panels:
+        axes.set_ylim(0 if is_from_zero else min(low for low, _ in y_limits), max(high for _, high in y_limits))
 
 
-def draw_signal(trusted: pd.DataFrame, shares: pd.DataFrame, title: str, label: str) -> Figure:
+def draw_signal(signal_table: pd.DataFrame, share_table: pd.DataFrame, title: str, label: str) -> Figure:
     """Signal-to-noise with its interval and signed shares, against the spread; before and after the filter apart.
 
     trusted, shares: the tables of `gradients`, their rows of one run, source and step. label: which shares they are.
     """
-    states = sorted(set(trusted["prefilter"]), reverse=True)
+    filter_states = sorted(set(signal_table["prefilter"]), reverse=True)
     with mpl.rc_context(dict(STYLE)):
-        figure = Figure(figsize=(4.6 * max(len(states), 1.4), 6.4), layout="constrained")
-        ratios, parts = figure.subplots(2, len(states), squeeze=False, sharex="col", sharey="row")
-        for axes, below, prefilter in zip(ratios, parts, states, strict=True):
-            rows = trusted[(trusted["prefilter"] == prefilter) & (trusted["bucket"] != "all")]
-            _ratios(axes, rows)
-            axes.set_title(WHEN[bool(prefilter)], loc="left")
-            _parts(below, shares[shares["prefilter"] == prefilter])
-            below.set_xlabel(SPREAD)
-        for axes in (ratios[0], parts[0]):  # the others of a row share them
-            _log_ticks(axes.yaxis, 1)
-        ratios[0].set_ylabel("signal / noise (1)")
-        parts[0].set_ylabel(label)
-        _title(figure, "Signal and shares", title)
-        _name_components(figure, trusted, shares)
+        figure = Figure(figsize=(4.6 * max(len(filter_states), 1.4), 6.4), layout="constrained")
+        ratio_panels, share_panels = figure.subplots(2, len(filter_states), squeeze=False, sharex="col", sharey="row")
+        for axes, share_axes, prefilter in zip(ratio_panels, share_panels, filter_states, strict=True):
+            rows = signal_table[(signal_table["prefilter"] == prefilter) & (signal_table["bucket"] != "all")]
+            _draw_ratios(axes, rows)
+            axes.set_title(FILTER_LABELS[bool(prefilter)], loc="left")
+            _draw_shares(share_axes, share_table[share_table["prefilter"] == prefilter])
+            share_axes.set_xlabel(REWARD_STD_LABEL)
+        for axes in (ratio_panels[0], share_panels[0]):  # the others of a row share them
+            _set_log_ticks(axes.yaxis, 1)
+        ratio_panels[0].set_ylabel("signal / noise (1)")
+        share_panels[0].set_ylabel(label)
+        _set_title(figure, "Signal and shares", title)
+        _add_component_legend(figure, signal_table, share_table)
     return figure
 
 
-def _say(axes: Any, text: str) -> None:
+def _draw_text(axes: Any, text: str) -> None:
     axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
 
 
-def _ratios(axes: Any, rows: pd.DataFrame) -> None:
+def _draw_ratios(axes: Any, rows: pd.DataFrame) -> None:
     """The ratio of each component with a bar over its interval, where it has one."""
     if rows["snr"].isna().all():
-        _say(axes, "no ratio: a bucket needs\ntwo groups with a gradient")
+        _draw_text(axes, "no ratio: a bucket needs\ntwo groups with a gradient")
         return
-    for name, color in COLORS.items():
-        own = rows[rows["component"] == name]
-        if own["snr"].notna().any():
-            axes.plot(own["reward_std_mean"], own["snr"], "o-", color=color, linewidth=1.2)
-            axes.vlines(own["reward_std_mean"], own["snr_low"], own["snr_high"], color=color, linewidth=1.6, alpha=0.6)
+    for name, color in COMPONENT_COLORS.items():
+        component_rows = rows[rows["component"] == name]
+        if component_rows["snr"].notna().any():
+            axes.plot(component_rows["reward_std_mean"], component_rows["snr"], "o-", color=color, linewidth=1.2)
+            axes.vlines(
+                component_rows["reward_std_mean"],
+                component_rows["snr_low"],
+                component_rows["snr_high"],
+                color=color,
+                linewidth=1.6,
+                alpha=0.6,
+            )
     axes.axhline(0, color="#888888", linewidth=0.8)
     axes.set_yscale("symlog", linthresh=1)
 
 
-def _parts(axes: Any, rows: pd.DataFrame) -> None:
+def _draw_shares(axes: Any, rows: pd.DataFrame) -> None:
     """The share of each component, the regularizer's drawn thick and with a bar over its interval, where it has one."""
     for name in ("regularizer", "task", "entropy", "kl", "value"):
         if rows[name].notna().any():
-            thick = 2.4 if name == "regularizer" else 1.0
-            axes.plot(rows["reward_std_mean"], rows[name], "o-", color=COLORS[name], linewidth=thick)
-    ends = (rows["regularizer_low"], rows["regularizer_high"])
-    axes.vlines(rows["reward_std_mean"], *ends, color=COLORS["regularizer"], linewidth=1.6, alpha=0.6)
+            linewidth = 2.4 if name == "regularizer" else 1.0
+            axes.plot(rows["reward_std_mean"], rows[name], "o-", color=COMPONENT_COLORS[name], linewidth=linewidth)
+    interval_bounds = (rows["regularizer_low"], rows["regularizer_high"])
+    axes.vlines(
+        rows["reward_std_mean"], *interval_bounds, color=COMPONENT_COLORS["regularizer"], linewidth=1.6, alpha=0.6
+    )
     axes.set_yscale("symlog", linthresh=1)
     for height in (0, 1):
         axes.axhline(height, color="#888888", linewidth=0.8)
 
 
-def _name_components(figure: Figure, trusted: pd.DataFrame, shares: pd.DataFrame) -> None:
+def _add_component_legend(figure: Figure, signal_table: pd.DataFrame, share_table: pd.DataFrame) -> None:
     """One legend for all panels, of what is on."""
-    found = {*trusted["component"], *(["regularizer"] if shares["regularizer"].notna().any() else [])}
-    handles = [Line2D([], [], color=COLORS[name], marker="o", label=NAMES[name]) for name in NAMES if name in found]
+    drawn_components = {
+        *signal_table["component"],
+        *(["regularizer"] if share_table["regularizer"].notna().any() else []),
+    }
+    handles = [
+        Line2D([], [], color=COMPONENT_COLORS[name], marker="o", label=COMPONENT_LABELS[name])
+        for name in COMPONENT_LABELS
+        if name in drawn_components
+    ]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8)
 
 
@@ -284,21 +308,21 @@ def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> Fi
     table: `gradients.signal_lines` or `share_lines`; probes are dashed. colors: line -> colour. Linear up to 1 on both
     sides of 0, logarithmic from there on.
     """
-    states = sorted(set(table["prefilter"]), reverse=True)
+    filter_states = sorted(set(table["prefilter"]), reverse=True)
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(8.4, 3.6), layout="constrained")
-        panels = figure.subplots(1, len(states), squeeze=False, sharey=True)[0]
-        for axes, prefilter in zip(panels, states, strict=True):
+        panels = figure.subplots(1, len(filter_states), squeeze=False, sharey=True)[0]
+        for axes, prefilter in zip(panels, filter_states, strict=True):
             axes.axhline(0, color="#888888", linewidth=0.8)
             curves = table[table["prefilter"] == prefilter].groupby(["line", "run_id", "step", "source"], sort=False)
             for (line, _, _, source), rows in curves:
                 style = "o--" if source == "probe" else "o-"
                 axes.plot(rows["spread"], rows["value"], style, color=colors[line], linewidth=1.3, markersize=4)
                 axes.vlines(rows["spread"], rows["low"], rows["high"], color=colors[line], linewidth=1.4, alpha=0.5)
-            axes.set_title(WHEN[bool(prefilter)], loc="left")
-            axes.set_xlabel(SPREAD)
+            axes.set_title(FILTER_LABELS[bool(prefilter)], loc="left")
+            axes.set_xlabel(REWARD_STD_LABEL)
             axes.set_yscale("symlog", linthresh=1)
-        _log_ticks(panels[0].yaxis, 1)
+        _set_log_ticks(panels[0].yaxis, 1)
         panels[0].set_ylabel(label)
-        name_lines(figure, colors)
+        add_line_legend(figure, colors)
     return figure

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED, outcomes, single
-from analysis.data.frames import FRAMES, StudyFrames, records
+from analysis.data.compare import SCORED_STATUSES, compute_outcomes, require_single_study
+from analysis.data.frames import FRAME_NAMES, StudyFrames, to_records
 from analysis.grid.measures import LATE_MEANS, MEASURES
 from analysis.sweep import series
 
-NAMES = {
+SHORT_NAMES = {
     "actor.kl_loss_coef": "KL",
     "actor.entropy_coeff": "entropy",
     "actor.kl_loss_type": "loss",
@@ -25,17 +25,17 @@ NAMES = {
 }
 """Short names of settings in labels; another setting is called by the last part of its name."""
 
-PLANE = {"actor.kl_loss_coef", "actor.entropy_coeff"}
+PLANE_SETTINGS = {"actor.kl_loss_coef", "actor.entropy_coeff"}
 """The numbers of a plane that is drawn wherever a study has it."""
 
-SWITCHES = {"actor.use_kl_loss": "actor.kl_loss_coef"}
+SWITCH_SETTINGS = {"actor.use_kl_loss": "actor.kl_loss_coef"}
 """A setting that only says whether another is above 0, and is thus no factor of its own."""
 
-IDLE = {"actor.kl_loss_type": "actor.kl_loss_coef"}
+IDLE_SETTINGS = {"actor.kl_loss_type": "actor.kl_loss_coef"}
 """A setting without effect where another is 0: such a run belongs to every value of it."""
 
-LATE = 0.75
-_UNSCORED = ("failed", "interrupted", "running", "never_ran")
+LATE_START = 0.75
+_UNSCORED_STATUSES = ("failed", "interrupted", "running", "never_ran")
 
 
 @dataclass(frozen=True)
@@ -45,72 +45,76 @@ class Grid:
     x: str
     y: str
     panels: tuple[str, ...]
-    levels: dict[str, tuple[Any, ...]]
+    factor_values: dict[str, tuple[Any, ...]]
 
-    def label(self, setting: str, value: Any) -> str:
+    def format_factor(self, setting: str, value: Any) -> str:
         """A value of a factor in words: `filter 0.8`; a switch has its name where it is on, and nothing where off."""
         if isinstance(value, bool | np.bool_):
-            return name(setting) if value else ""
-        return f"{name(setting)} {level(value)}"
+            return shorten_setting(setting) if value else ""
+        return f"{shorten_setting(setting)} {format_value(value)}"
 
-    def panel(self, row: dict[str, Any]) -> str:
+    def format_panel(self, row: dict[str, Any]) -> str:
         """The panel of a run in words, `filter 0.8, loss mse`; row: its settings."""
-        parts = [self.label(setting, row[setting]) for setting in self.panels]
-        return ", ".join(part for part in parts if part) or "others"
+        labels = [self.format_factor(setting, row[setting]) for setting in self.panels]
+        return ", ".join(part for part in labels if part) or "others"
 
 
-def name(setting: str) -> str:
+def shorten_setting(setting: str) -> str:
     """A setting's short name."""
-    return NAMES.get(setting, setting.rpartition(".")[2])
+    return SHORT_NAMES.get(setting, setting.rpartition(".")[2])
 
 
-def level(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A factor's value as a label: 0.001, 0, 6, mse, on, off."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
-def find(frames: StudyFrames) -> Grid | None:
+def find_grid(frames: StudyFrames) -> Grid | None:
     """The grid that the study's arms form, or None: arms with words for names that differ in two numbers or more.
 
     Where an arm's name is a number the study has one axis. x and y are the coefficients of KL and entropy where both
     differ, else the two numbers with the most combinations; of equals the first in the configuration, where y comes
     before x.
     """
-    trials = single(frames).trials
+    trials = require_single_study(frames).trials
     if trials.empty or trials["axis_value"].notna().any():
         return None
-    values = _settings(trials)
-    found = {str(setting): _levels(values[setting]) for setting in values}
-    numbers = [setting for setting in found if _is_number(values[setting])]
-    pairs = list(combinations(numbers, 2))
+    values = _select_settings(trials)
+    factor_values = {str(setting): _list_factor_values(values[setting]) for setting in values}
+    numeric_settings = [setting for setting in factor_values if _is_numeric(values[setting])]
+    pairs = list(combinations(numeric_settings, 2))
     if not pairs:
         return None
-    y, x = max(pairs, key=lambda pair: (set(pair) == PLANE, len(values[list(pair)].drop_duplicates())))
-    found |= {axis: tuple(sorted(found[axis])) for axis in (x, y)}
-    return Grid(x, y, tuple(setting for setting in found if setting not in (x, y)), found)
+    y, x = max(pairs, key=lambda pair: (set(pair) == PLANE_SETTINGS, len(values[list(pair)].drop_duplicates())))
+    factor_values |= {axis: tuple(sorted(factor_values[axis])) for axis in (x, y)}
+    return Grid(x, y, tuple(setting for setting in factor_values if setting not in (x, y)), factor_values)
 
 
-def _settings(trials: pd.DataFrame) -> pd.DataFrame:
+def _select_settings(trials: pd.DataFrame) -> pd.DataFrame:
     """The settings in which arms differ, a column each, without seeds and switches."""
     columns = {name: name.removeprefix("config/") for name in map(str, trials.columns) if name.startswith("config/")}
-    known = trials[list(columns)].rename(columns=columns)
-    differing = [name for name in columns.values() if name != "seed" and known[name].astype(str).nunique() > 1]
-    return known[[setting for setting in differing if SWITCHES.get(setting) not in differing]]
+    settings = trials[list(columns)].rename(columns=columns)
+    differing_settings = [
+        name for name in columns.values() if name != "seed" and settings[name].astype(str).nunique() > 1
+    ]
+    return settings[
+        [setting for setting in differing_settings if SWITCH_SETTINGS.get(setting) not in differing_settings]
+    ]
 
 
-def _is_number(values: Any) -> bool:
+def _is_numeric(values: Any) -> bool:
     return pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values)
 
 
-def _levels(values: Any) -> tuple[Any, ...]:
+def _list_factor_values(values: Any) -> tuple[Any, ...]:
     """Values of a factor: truths off first, all else in the order of the study's arms."""
-    found = values.dropna().drop_duplicates().to_list()
-    return tuple(sorted(found) if pd.api.types.is_bool_dtype(values) else found)
+    distinct_values = values.dropna().drop_duplicates().to_list()
+    return tuple(sorted(distinct_values) if pd.api.types.is_bool_dtype(values) else distinct_values)
 
 
-def members(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
+def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     """One row a run and panel of its own: run_id, arm, seed, status, each factor, panel, shared, home, and measures.
 
     shared: the run is shown in several panels, as it has no KL loss whose type could matter; home: in the one that its
@@ -120,104 +124,118 @@ def members(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
     """
     trials = frames.trials
     table = trials[["run_id", "arm", "seed", "status"]].copy()
-    for setting in grid.levels:
+    for setting in grid.factor_values:
         table[setting] = trials[f"config/{setting}"]
-    table["success"] = outcomes(trials)
+    table["success"] = compute_outcomes(trials)
     for measure in LATE_MEANS:
-        table[measure.name] = table["run_id"].map(_late_means(frames, measure.name))
-    table.loc[~table["status"].isin(SCORED), [measure.name for measure in MEASURES]] = float("nan")
-    table = table.assign(shared=False, home=True).dropna(subset=list(grid.levels))
-    for setting, other in IDLE.items():
-        if setting in grid.panels and other in grid.levels:
-            table = _in_every_panel(table, setting, other, grid)
-    table["panel"] = [grid.panel(row) for row in records(table)]
+        table[measure.name] = table["run_id"].map(_compute_late_means(frames, measure.name))
+    table.loc[~table["status"].isin(SCORED_STATUSES), [measure.name for measure in MEASURES]] = float("nan")
+    table = table.assign(shared=False, home=True).dropna(subset=list(grid.factor_values))
+    for setting, governing_setting in IDLE_SETTINGS.items():
+        if setting in grid.panels and governing_setting in grid.factor_values:
+            table = _repeat_idle_rows(table, setting, governing_setting, grid)
+    table["panel"] = [grid.format_panel(row) for row in to_records(table)]
     return table.reset_index(drop=True)
 
 
-def _late_means(frames: StudyFrames, column: str) -> "pd.Series[float]":
+def _compute_late_means(frames: StudyFrames, column: str) -> "pd.Series[float]":
     """Mean of a step column over the last quarter of each run's steps (index run_id)."""
     steps = frames.steps[["run_id", "step", column]]
-    last = steps.groupby("run_id")["step"].transform("max")
-    means: pd.Series[float] = steps[steps["step"] > LATE * last].groupby("run_id")[column].mean()
+    last_steps = steps.groupby("run_id")["step"].transform("max")
+    means: pd.Series[float] = steps[steps["step"] > LATE_START * last_steps].groupby("run_id")[column].mean()
     return means
 
 
-def _in_every_panel(table: pd.DataFrame, setting: str, other: str, grid: Grid) -> pd.DataFrame:
+def _repeat_idle_rows(table: pd.DataFrame, setting: str, governing_setting: str, grid: Grid) -> pd.DataFrame:
     """Rows whose `setting` is idle, as `other` is 0, once for each of its values."""
-    idle = table[other] == 0
-    own = table.loc[idle, setting]
-    copies = [table[idle].assign(**{setting: value, "shared": True, "home": own == value})
-              for value in grid.levels[setting]]  # fmt: skip
-    return pd.concat([table[~idle], *copies])
+    is_idle = table[governing_setting] == 0
+    home_values = table.loc[is_idle, setting]
+    copies = [table[is_idle].assign(**{setting: value, "shared": True, "home": home_values == value})
+              for value in grid.factor_values[setting]]  # fmt: skip
+    return pd.concat([table[~is_idle], *copies])
 
 
-def curves(frames: StudyFrames, grid: Grid, table: pd.DataFrame, column: str) -> pd.DataFrame:
+def make_panel_curves(frames: StudyFrames, grid: Grid, member_table: pd.DataFrame, column: str) -> pd.DataFrame:
     """A step column of every run in each of its panels: panel, its factors, x, run_id, status, step, value.
 
     table: `members`. Step 0 is the policy before training, where the column has it.
     """
-    places = table[["run_id", "panel", *grid.panels, grid.x]].rename(columns={grid.x: "x"})
-    return places.merge(series.curves(frames, column), on="run_id", sort=False)
+    panel_rows = member_table[["run_id", "panel", *grid.panels, grid.x]].rename(columns={grid.x: "x"})
+    return panel_rows.merge(series.make_curves(frames, column), on="run_id", sort=False)
 
 
-def panels(grid: Grid, table: pd.DataFrame) -> pd.DataFrame:
+def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
     """The panels that have a run, in the order of the factors' values: panel, and its factors. table: `members`."""
-    found = table[["panel", *grid.panels]].drop_duplicates()
-    rank = {setting: {value: place for place, value in enumerate(grid.levels[setting])} for setting in grid.panels}
-    keys = pd.DataFrame({setting: found[setting].map(rank[setting]) for setting in grid.panels}, index=found.index)
-    order = keys.sort_values(list(grid.panels)).index if grid.panels else found.index
-    return found.loc[order].reset_index(drop=True)
+    panel_rows = member_table[["panel", *grid.panels]].drop_duplicates()
+    rank = {
+        setting: {value: place for place, value in enumerate(grid.factor_values[setting])} for setting in grid.panels
+    }
+    keys = pd.DataFrame(
+        {setting: panel_rows[setting].map(rank[setting]) for setting in grid.panels}, index=panel_rows.index
+    )
+    order = keys.sort_values(list(grid.panels)).index if grid.panels else panel_rows.index
+    return panel_rows.loc[order].reset_index(drop=True)
 
 
-def cells(grid: Grid, table: pd.DataFrame) -> pd.DataFrame:
+def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
     """One row a panel and point that has a run. table: `members`.
 
     Columns: panel, its factors, x and y (values), arms (names), runs, scored, early_stopped, shared, state, and of each
     measure the mean over scored runs, the std (ddof 1; missing below two), the least and the largest. state: "scored",
     "stopped" where a rule stopped a scored run, or without a scored run the status of most concern.
     """
-    ranked = table.assign(
-        scored=table["status"].isin(SCORED),
-        early_stopped=table["status"] == "early_stopped",
-        concern=table["status"].map({status: place for place, status in enumerate(_UNSCORED)}),
+    ranked_rows = member_table.assign(
+        scored=member_table["status"].isin(SCORED_STATUSES),
+        early_stopped=member_table["status"] == "early_stopped",
+        concern=member_table["status"].map({status: place for place, status in enumerate(_UNSCORED_STATUSES)}),
     )
-    points = ranked.groupby(["panel", grid.y, grid.x], sort=True)
-    found = points[[*grid.panels, "shared"]].first()
-    found["arms"] = points["arm"].agg(lambda arms: ", ".join(dict.fromkeys(arms)))
-    found = found.assign(runs=points.size(), **{name: points[name].sum() for name in ("scored", "early_stopped")})
-    words = points["concern"].min().map(dict(enumerate(_UNSCORED)))
-    found["state"] = words.mask(found["scored"] > 0, "scored").mask(found["early_stopped"] > 0, "stopped")
+    points = ranked_rows.groupby(["panel", grid.y, grid.x], sort=True)
+    cell_rows = points[[*grid.panels, "shared"]].first()
+    cell_rows["arms"] = points["arm"].agg(lambda arms: ", ".join(dict.fromkeys(arms)))
+    cell_rows = cell_rows.assign(
+        runs=points.size(), **{name: points[name].sum() for name in ("scored", "early_stopped")}
+    )
+    unscored_states = points["concern"].min().map(dict(enumerate(_UNSCORED_STATUSES)))
+    cell_rows["state"] = unscored_states.mask(cell_rows["scored"] > 0, "scored").mask(
+        cell_rows["early_stopped"] > 0, "stopped"
+    )
     for name in (measure.name for measure in MEASURES):
-        found[[name, f"{name}_std", f"{name}_low", f"{name}_high"]] = points[name].agg(["mean", "std", "min", "max"])
-    order = {panel: place for place, panel in enumerate(panels(grid, table)["panel"])}
-    found = found.reset_index().rename(columns={grid.x: "x", grid.y: "y"}).astype({"x": float, "y": float})
-    return found.sort_values("panel", key=lambda names: names.map(order), kind="stable").reset_index(drop=True)
+        cell_rows[[name, f"{name}_std", f"{name}_low", f"{name}_high"]] = points[name].agg(
+            ["mean", "std", "min", "max"]
+        )
+    order = {panel: place for place, panel in enumerate(list_panels(grid, member_table)["panel"])}
+    cell_rows = cell_rows.reset_index().rename(columns={grid.x: "x", grid.y: "y"}).astype({"x": float, "y": float})
+    return cell_rows.sort_values("panel", key=lambda names: names.map(order), kind="stable").reset_index(drop=True)
 
 
-def arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
+def make_arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
     """A short name for each arm, from its place in the grid: `filter 0.8 · KL 0.01 · entropy 0`.
 
     Arms of one point, which differ in nothing, keep their own names beside it.
     """
     trials = frames.trials.drop_duplicates("arm")
-    columns = {f"config/{setting}": setting for setting in grid.levels}
-    rows = records(trials[["arm", *columns]].rename(columns=columns))
-    found = {row["arm"]: _arm_label(grid, row) for row in rows}
-    taken = list(found.values())
-    return {arm: text if taken.count(text) == 1 else f"{text} ({arm})" for arm, text in found.items()}
+    columns = {f"config/{setting}": setting for setting in grid.factor_values}
+    rows = to_records(trials[["arm", *columns]].rename(columns=columns))
+    labels = {row["arm"]: _format_arm_label(grid, row) for row in rows}
+    all_labels = list(labels.values())
+    return {arm: text if all_labels.count(text) == 1 else f"{text} ({arm})" for arm, text in labels.items()}
 
 
-def _arm_label(grid: Grid, row: dict[str, Any]) -> str:
-    idle = {setting for setting, other in IDLE.items() if other in row and row[other] == 0}
-    parts = [grid.label(setting, row[setting]) for setting in grid.levels if setting not in idle]
-    order = [grid.label(setting, row[setting]) for setting in (*grid.panels, grid.x, grid.y)]
-    return " · ".join(part for part in order if part and part in parts)
+def _format_arm_label(grid: Grid, row: dict[str, Any]) -> str:
+    idle_settings = {setting for setting, other in IDLE_SETTINGS.items() if other in row and row[other] == 0}
+    active_labels = [
+        grid.format_factor(setting, row[setting]) for setting in grid.factor_values if setting not in idle_settings
+    ]
+    ordered_labels = [grid.format_factor(setting, row[setting]) for setting in (*grid.panels, grid.x, grid.y)]
+    return " · ".join(part for part in ordered_labels if part and part in active_labels)
 
 
-def renamed(frames: StudyFrames, labels: dict[str, str]) -> StudyFrames:
+def rename_arms(frames: StudyFrames, labels: dict[str, str]) -> StudyFrames:
     """The frames with each arm called by its label, also where study.json names arms."""
-    parts = {part: getattr(frames, part) for part in FRAMES}
-    named = {part: frame.assign(arm=frame["arm"].map(labels).fillna(frame["arm"])) for part, frame in parts.items()}
+    frames_by_name = {part: getattr(frames, part) for part in FRAME_NAMES}
+    renamed_frames = {
+        part: frame.assign(arm=frame["arm"].map(labels).fillna(frame["arm"])) for part, frame in frames_by_name.items()
+    }
     study = dict(frames.studies[0])
     study["baseline"] = labels.get(study.get("baseline", ""), study.get("baseline", ""))
-    return replace(frames, **named, study=study)
+    return replace(frames, **renamed_frames, study=study)

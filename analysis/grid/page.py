@@ -6,80 +6,80 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.frames import StudyFrames, records
+from analysis.data.frames import StudyFrames, to_records
 from analysis.grid import anchor as grid_anchor
 from analysis.grid import layout
-from analysis.grid.contrasts import contrast, switches
+from analysis.grid.contrasts import compare_switch, list_switches
 from analysis.grid.measures import MEASURES
 
 
-def by_panel(frames: StudyFrames, found: layout.Grid) -> StudyFrames:
+def group_arms_by_panel(frames: StudyFrames, grid: layout.Grid) -> StudyFrames:
     """The frames with each arm called by its panel: one arm a panel, its points being its runs."""
-    members = layout.members(frames, found)
-    home = members[members["home"]]
-    return layout.renamed(frames, dict(zip(home["arm"], home["panel"], strict=True)))
+    member_table = layout.make_member_table(frames, grid)
+    home_rows = member_table[member_table["home"]]
+    return layout.rename_arms(frames, dict(zip(home_rows["arm"], home_rows["panel"], strict=True)))
 
 
-def tables(frames: StudyFrames, found: layout.Grid) -> Iterator[tuple[str, pd.DataFrame]]:
+def make_tables(frames: StudyFrames, grid: layout.Grid) -> Iterator[tuple[str, pd.DataFrame]]:
     """The tables behind the heat maps, by the name of a file: every number that is coloured, with runs and spread."""
-    members = layout.members(frames, found)
-    yield "grid_cells", layout.cells(found, members).rename(columns={"x": found.x, "y": found.y})
-    for setting in switches(found):
-        yield f"grid_{setting.rpartition('.')[2]}", contrast(found, members, setting)
-    measured = grid_anchor.measured(frames)
-    if len(measured):
-        yield "grid_kl_to_reference", measured.drop(columns="match")
+    member_table = layout.make_member_table(frames, grid)
+    yield "grid_cells", layout.make_cell_table(grid, member_table).rename(columns={"x": grid.x, "y": grid.y})
+    for setting in list_switches(grid):
+        yield f"grid_{setting.rpartition('.')[2]}", compare_switch(grid, member_table, setting)
+    kl_table = grid_anchor.make_kl_table(frames)
+    if len(kl_table):
+        yield "grid_kl_to_reference", kl_table.drop(columns="match")
 
 
-def context(frames: StudyFrames, found: layout.Grid, arms: list[dict[str, Any]], seed: int) -> dict[str, Any]:
+def make_context(frames: StudyFrames, grid: layout.Grid, arms: list[dict[str, Any]], seed: int) -> dict[str, Any]:
     """What the page says of a grid. arms: rows of `tables.arm_summary` of the renamed frames. seed: of permutations."""
-    members = layout.members(frames, found)
-    labels = layout.arm_labels(frames, found)
-    measured = grid_anchor.measured(frames)
-    trends = grid_anchor.anchoring(measured, np.random.default_rng(seed))
-    differences = grid_anchor.against_k1(measured)
-    cells = layout.cells(found, members)
+    member_table = layout.make_member_table(frames, grid)
+    labels = layout.make_arm_labels(frames, grid)
+    kl_table = grid_anchor.make_kl_table(frames)
+    trends = grid_anchor.summarize_anchoring(kl_table, np.random.default_rng(seed))
+    differences = grid_anchor.compare_to_k1(kl_table)
+    cell_table = layout.make_cell_table(grid, member_table)
     return {
-        "x": layout.name(found.x),
-        "y": layout.name(found.y),
-        "factors": [_factor(found, setting) for setting in (found.x, found.y, *found.panels)],
-        "panels": _panels(found, members, labels, arms),
-        "cells": [(panel, records(rows)) for panel, rows in cells.groupby("panel", sort=False)],
-        "measures": {each.name: each.label for each in MEASURES if cells[each.name].notna().any()},
-        "shared": int(members.loc[members["shared"], "run_id"].nunique()),
-        "contrasts": [(setting, layout.name(setting), records(contrast(found, members, setting)))
-                      for setting in switches(found)],
+        "x": layout.shorten_setting(grid.x),
+        "y": layout.shorten_setting(grid.y),
+        "factors": [_describe_factor(grid, setting) for setting in (grid.x, grid.y, *grid.panels)],
+        "panels": _make_panel_entries(grid, member_table, labels, arms),
+        "cells": [(panel, to_records(rows)) for panel, rows in cell_table.groupby("panel", sort=False)],
+        "measures": {measure.name: measure.label for measure in MEASURES if cell_table[measure.name].notna().any()},
+        "shared": int(member_table.loc[member_table["shared"], "run_id"].nunique()),
+        "contrasts": [(setting, layout.shorten_setting(setting), to_records(compare_switch(grid, member_table, setting)))
+                      for setting in list_switches(grid)],
         "comparisons": sum(not np.isnan(arm["p"]) for arm in arms),
-        "anchor": grid_anchor.sentences(trends, differences),
-        "trends": records(trends),
-        "differences": records(differences),
-        "files": [name for name, _ in tables(frames, found)],
+        "anchor": grid_anchor.describe_anchoring(trends, differences),
+        "trends": to_records(trends),
+        "differences": to_records(differences),
+        "files": [name for name, _ in make_tables(frames, grid)],
     }  # fmt: skip
 
 
-def _factor(found: layout.Grid, setting: str) -> dict[str, str]:
-    values = found.levels[setting]
-    ordered = sorted(values) if setting in (found.x, found.y) else values
+def _describe_factor(grid: layout.Grid, setting: str) -> dict[str, str]:
+    values = grid.factor_values[setting]
+    ordered_values = sorted(values) if setting in (grid.x, grid.y) else values
     return {
         "setting": setting,
-        "name": layout.name(setting),
-        "values": ", ".join(layout.level(value) for value in ordered),
+        "name": layout.shorten_setting(setting),
+        "values": ", ".join(layout.format_value(value) for value in ordered_values),
     }
 
 
-def _panels(
-    found: layout.Grid, members: pd.DataFrame, labels: dict[str, str], arms: list[dict[str, Any]]
+def _make_panel_entries(
+    grid: layout.Grid, member_table: pd.DataFrame, labels: dict[str, str], arms: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """One entry a panel: its arms' rows, each with its point, and how many arms have which outcome."""
     rows = {row["arm"]: row for row in arms}
     entries = []
-    for panel in layout.panels(found, members)["panel"]:
-        home = members[members["home"] & (members["panel"] == panel)]
-        points = home.drop_duplicates("arm").sort_values([found.y, found.x])
-        own = [{**rows[labels[point["arm"]]], "x": layout.level(point[found.x]), "y": layout.level(point[found.y]),
-                "name": point["arm"]} for point in records(points)]  # fmt: skip
+    for panel in layout.list_panels(grid, member_table)["panel"]:
+        home_rows = member_table[member_table["home"] & (member_table["panel"] == panel)]
+        points = home_rows.drop_duplicates("arm").sort_values([grid.y, grid.x])
+        arm_rows = [{**rows[labels[point["arm"]]], "x": layout.format_value(point[grid.x]), "y": layout.format_value(point[grid.y]),
+                "name": point["arm"]} for point in to_records(points)]  # fmt: skip
         counts: dict[str, int] = {}
-        for row in own:
+        for row in arm_rows:
             counts[row["outcome"]] = counts.get(row["outcome"], 0) + 1
-        entries.append({"panel": panel, "arms": own, "outcomes": counts})
+        entries.append({"panel": panel, "arms": arm_rows, "outcomes": counts})
     return [entry for entry in entries if entry["arms"]]

@@ -6,7 +6,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from matplotlib.figure import Figure
 
-from analysis.html.page import inline_svg
+from analysis.html.page import render_svg
 
 View_contra = TypeVar("View_contra", contravariant=True)
 """What the figures of a page make their tables from: the frames of a study, and what is computed of them once."""
@@ -25,15 +25,15 @@ class ReportFigure(Generic[View_contra]):
     name: str
     section: str
     caption: str | Callable[[View_contra], str]
-    table: Callable[[View_contra], Any]
+    make_table: Callable[[View_contra], Any]
     draw: Callable[[Any, View_contra], Figure]
 
-    def caption_for(self, view: View_contra) -> str:
+    def get_caption(self, view: View_contra) -> str:
         """The caption on the page of `view`."""
         return self.caption if isinstance(self.caption, str) else self.caption(view)
 
 
-class ShownFigure(NamedTuple):
+class RenderedFigure(NamedTuple):
     """A figure as a template shows it. svg: an element of the page."""
 
     name: str
@@ -51,15 +51,18 @@ class Gallery(Generic[View_contra]):
 
     def draw(self) -> dict[str, Figure]:
         """Every figure that has something to show, by name."""
-        tables = [(figure, figure.table(self.view)) for figure in self.figures]
+        tables = [(figure, figure.make_table(self.view)) for figure in self.figures]
         return {figure.name: figure.draw(table, self.view) for figure, table in tables if table is not None}
 
-    def show(self, drawn: Mapping[str, Figure]) -> list[ShownFigure]:
+    def render(self, drawn_figures: Mapping[str, Figure]) -> list[RenderedFigure]:
         """What a template needs of the figures in `drawn`, in the order of the list."""
         return [
-            ShownFigure(
-                figure.name, figure.section, inline_svg(figure.name, drawn[figure.name]), figure.caption_for(self.view)
+            RenderedFigure(
+                figure.name,
+                figure.section,
+                render_svg(figure.name, drawn_figures[figure.name]),
+                figure.get_caption(self.view),
             )
             for figure in self.figures
-            if figure.name in drawn
+            if figure.name in drawn_figures
         ]

@@ -16,24 +16,24 @@ from matplotlib.figure import Figure
 from analysis.data.frames import Study
 from analysis.gradients import plots as gradient_plots
 from analysis.sweep import verdicts
-from trainable.runs.links import whole_file
+from trainable.runs.links import atomic_write
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(path: Path, page: str) -> Path:
     """Write a page beside its place and rename it there; returns `path`."""
-    with whole_file(path) as beside:
-        beside.write_text(page, encoding="utf-8")
+    with atomic_write(path) as temp_path:
+        temp_path.write_text(page, encoding="utf-8")
     return path
 
 
-def settings_rows(study: Study) -> list[dict[str, Any]]:
+def make_settings_rows(study: Study) -> list[dict[str, Any]]:
     """Every setting of the study: name, value as JSON, and whether it differs from the default.
 
     Defaults are those of study.json's `defaults`; without them `changed` is None.
     """
-    settings, defaults = (_dotted(study.get(name) or {}) for name in ("settings", "defaults"))
+    settings, defaults = (_flatten_settings(study.get(name) or {}) for name in ("settings", "defaults"))
     return [
         {
             "name": name,
@@ -45,14 +45,16 @@ def settings_rows(study: Study) -> list[dict[str, Any]]:
     ]
 
 
-def _dotted(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat_settings: dict[str, Any] = {}
     for name, value in settings.items():
-        found |= _dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return found
+        flat_settings |= (
+            _flatten_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+        )
+    return flat_settings
 
 
-def inline_svg(name: str, figure: Figure) -> str:
+def render_svg(name: str, figure: Figure) -> str:
     """A figure as an <svg> element for a page: its ids prefixed by `name`, no prologue, no size of its own."""
     buffer = io.BytesIO()
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
@@ -67,7 +69,7 @@ def inline_svg(name: str, figure: Figure) -> str:
 _UNITS = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def count(value: float) -> str:
+def format_count(value: float) -> str:
     """A count with at most four digits: 240, 5 400, 12.3 k, 1.23 M."""
     if value is None or pd.isna(value):
         return "–"
@@ -78,36 +80,40 @@ def count(value: float) -> str:
     return f"{rounded / size:.3g} {unit}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds as `1 h 02 min`, `3 min 05 s` or `12 s`."""
     if seconds is None or pd.isna(seconds):
         return "–"
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 60} min {whole % 60:02d} s" if whole >= 60 else f"{whole} s"
+    total_seconds = round(seconds)
+    if total_seconds >= 3600:
+        return f"{total_seconds // 3600} h {total_seconds % 3600 // 60:02d} min"
+    return f"{total_seconds // 60} min {total_seconds % 60:02d} s" if total_seconds >= 60 else f"{total_seconds} s"
 
 
-def environment() -> jinja2.Environment:
+def make_environment() -> jinja2.Environment:
     """The templates with the formats that they use; a name that a template does not get is an error."""
-    found = jinja2.Environment(
+    jinja_env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    found.filters |= {
-        "share": verdicts.share,
-        "signed": verdicts.signed,
-        "signed_number": verdicts.signed_number,
-        "number": verdicts.number,
-        "count": count,
-        "duration": duration,
-        "word": verdicts.word,
-        "p_value": lambda p: "–" if np.isnan(p) else verdicts.p_value(p),
+    jinja_env.filters |= {
+        "share": verdicts.format_fraction,
+        "signed": verdicts.format_signed,
+        "signed_number": verdicts.format_signed_number,
+        "number": verdicts.format_number,
+        "count": format_count,
+        "duration": format_duration,
+        "word": verdicts.format_status,
+        "p_value": lambda p: "–" if np.isnan(p) else verdicts.format_p_value(p),
     }
-    found.globals |= {"interval": verdicts.interval, "bounds": verdicts.bounds, "stop": verdicts.stop}
-    found.globals["when"] = gradient_plots.WHEN
-    found.tests["missing"] = lambda value: value is None or bool(pd.isna(value))
-    return found
+    jinja_env.globals |= {
+        "interval": verdicts.format_interval,
+        "bounds": verdicts.format_bounds,
+        "stop": verdicts.describe_stop,
+    }
+    jinja_env.globals["when"] = gradient_plots.FILTER_LABELS
+    jinja_env.tests["missing"] = lambda value: value is None or bool(pd.isna(value))
+    return jinja_env

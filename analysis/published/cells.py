@@ -4,13 +4,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-FLOOR = 0.01
+MIN_STD = 0.01
 """The spread that stands for a spread of 0, in shares, rewards and nats."""
 
-PER_SEED, POOLED, NEVER = "per seed", "pooled", "never"
+PER_SEED, POOLED, NEVER_REACHED = "per seed", "pooled", "never"
 """What a cell is: mean and spread over seeds; over logged rows of all seeds; or "no seed ever reached it"."""
 
-AGREES, DIFFERS, OPEN = "agrees", "differs", "open"
+NOT_DISTINGUISHABLE, DIFFERS, NO_EXPECTATION = "agrees", "differs", "open"
 """What was expected of a cell before any run of ours."""
 
 
@@ -21,7 +21,7 @@ class Conditions:
     settings: Mapping[str, object]
 
     @property
-    def interval(self) -> int:
+    def eval_interval(self) -> int:
         """Steps between two evaluations."""
         return int(str(self.settings["trainer.test_freq"]))
 
@@ -39,18 +39,18 @@ class Cell:
     arm: str
     column: str
     mean: float
-    spread: float
+    std: float
     n: int
     section: str
     kind: str = PER_SEED
-    expected: str = AGREES
-    why: str = ""
+    expected_verdict: str = NOT_DISTINGUISHABLE
+    rationale: str = ""
     conditions: Conditions = field(default_factory=lambda: Conditions({}))
 
     @property
-    def floor(self) -> float:
+    def min_std(self) -> float:
         """What stands for a spread of 0: `FLOOR`; for a step, that of one which an evaluation every d steps rounds.
 
         A step within d is uniform, so that its standard deviation is d / sqrt(12).
         """
-        return self.conditions.interval / math.sqrt(12) if self.column.startswith("first_step") else FLOOR
+        return self.conditions.eval_interval / math.sqrt(12) if self.column.startswith("first_step") else MIN_STD

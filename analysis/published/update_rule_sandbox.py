@@ -8,16 +8,24 @@ test between seeds can use it. `expected` and `why` were written down before a r
 
 from collections.abc import Iterable, Mapping
 
-from analysis.published.cells import AGREES, DIFFERS, NEVER, OPEN, POOLED, Cell, Conditions
+from analysis.published.cells import (
+    NOT_DISTINGUISHABLE,
+    DIFFERS,
+    NEVER_REACHED,
+    NO_EXPECTATION,
+    POOLED,
+    Cell,
+    Conditions,
+)
 
 SOURCE = "the documents of the update-rule sandbox"
-SEEDS, ROWS = 3, 45
+NUM_SEEDS, NUM_ROWS = 3, 45
 
-_ERROR, _ENTROPY, _UNSCORED = "final_test_error", "final_entropy", "final_test_error_unscored"
-_LOW, _ZERO = "first_step_entropy_low", "first_step_error_zero"
-_AGE, _DELTA, _DROP = "replay_age", "batch_delta_entropy", "entropy_drop_pos_adv"
+_ERROR, _ENTROPY, _UNSCORED_ERROR = "final_test_error", "final_entropy", "final_test_error_unscored"
+_LOW_ENTROPY_STEP, _ZERO_ERROR_STEP = "first_step_entropy_low", "first_step_error_zero"
+_REPLAY_AGE, _ENTROPY_DELTA, _ENTROPY_DROP = "replay_age", "batch_delta_entropy", "entropy_drop_pos_adv"
 
-_SHARED: Mapping[str, object] = {
+_SHARED_SETTINGS: Mapping[str, object] = {
     "method": "DG", "delay": 0, "lr": 1e-3, "inner_epochs": 1, "group_size": 4, "baseline": "expected",
     "std_normalization": True, "eta": 1.0, "tpo_eta": 1.0, "grpo_beta": 0.04, "iw_cap": 10.0, "clip_low": 0.2,
     "clip_high": 0.28, "kondo_keep": 0.5, "guard_strength": 0.5, "uncertainty_scale": 1.0,
@@ -27,7 +35,7 @@ _SHARED: Mapping[str, object] = {
     "batch_size": 96, "trainer.total_training_steps": 300, "trainer.test_freq": 20,
 }  # fmt: skip
 """What holds unless a study or an arm says otherwise: the source's defaults, and its batches, steps and rhythm."""
-STUDIES: Mapping[str, Mapping[str, object]] = {
+STUDY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "influence": {"task": "token_reversal"},
     "reward-noise": {
         "task": "token_reversal", "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token",
@@ -39,13 +47,13 @@ STUDIES: Mapping[str, Mapping[str, object]] = {
     },
     "grpo-entropy": {"task": "token_reversal"},
 }  # fmt: skip
-_GROUPED: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}
-ARMS: Mapping[str, Mapping[str, object]] = {
+_GROUPED_SETTINGS: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}
+ARM_SETTINGS: Mapping[str, Mapping[str, object]] = {
     **{name: {"method": name} for name in (
         "DG", "UncertaintyDG", "FilteredDG", "RewardVarianceDG", "ASPO", "R2VPO", "CE", "SelfDistillDG", "SCOPELite",
         "DGToken", "DGEntropyGuard",
     )},
-    **{name: {"method": name, **_GROUPED} for name in ("GRPO", "TPO", "TPOToken", "GRPOToken")},
+    **{name: {"method": name, **_GROUPED_SETTINGS} for name in ("GRPO", "TPO", "TPOToken", "GRPOToken")},
     "TEMPO": {"method": "TEMPO", "group_size": 8},
     "FilteredDG-0.2": {"method": "FilteredDG", "uncertainty_threshold": 0.2},
     "FilteredDG-0.3": {"method": "FilteredDG", "uncertainty_threshold": 0.3},
@@ -57,20 +65,20 @@ ARMS: Mapping[str, Mapping[str, object]] = {
 }  # fmt: skip
 
 
-def conditions(study: str, arm: str) -> Conditions:
+def make_conditions(study: str, arm: str) -> Conditions:
     """Every setting that makes the published runs of an arm what they are."""
-    return Conditions({**_SHARED, **STUDIES[study], **ARMS[arm]})
+    return Conditions({**_SHARED_SETTINGS, **STUDY_SETTINGS[study], **ARM_SETTINGS[arm]})
 
 
-_CHAOS = (
+_NUMERICAL_NOISE = (
     "with one epoch and no delay all ratios are 1, so that ASPO and R2VPO are REINFORCE with the baseline sum pi^2: "
     "float noise alone moves single seeds of it from 0.37 to 0.51, and three seeds show little of that spread"
 )
-_STOPPED = (
+_STOPPED_EARLY = (
     "all three published seeds stop early, at a step that is not told; a second implementation did not stop, and its "
     "errors were 0.33 to 0.41 where scored and 0.46 to 0.51 where not"
 )
-_LUCK = (
+_RANDOM_COLLAPSE = (
     "a buffer of 32 batches ends in a constant output, and which token it is, content (error 0.50) or separator "
     "(error 1.00), is luck; a second implementation had the published order reversed"
 )
@@ -83,125 +91,155 @@ _SAME_DELAY = (
     "same because the draw has a generator of its own on CUDA, and ours are because streams have names"
 )
 _BIMODAL = "two published seeds are near 0 and one near 0.37; next to such a spread nearly anything agrees"
-_LEAK = "the rule pushes unscored positions up whatever was sampled, separators included"
-_FIRST_ZERO = "three seeds on a grid of 50 steps, and in a second implementation the order of the rules changed"
+_UNSCORED_LEAK = "the rule pushes unscored positions up whatever was sampled, separators included"
+_COARSE_EVAL_GRID = "three seeds on a grid of 50 steps, and in a second implementation the order of the rules changed"
 _EQUAL_DG = "rewards in [0, 1] deviate by at most 0.5, so that the filter keeps every batch: this is DG"
 _ROW_LEVEL = "pooled over 45 logged rows: the spread is that of rows, and no test between seeds can use it"
 _AGE_ROWS = f"{_ROW_LEVEL}; the rows are those of steps 4, 24, ..., 284, there and here"
-_EARLY = "over early steps, of which no document says how many: ours are over all steps"
+_EARLY_STEPS = "over early steps, of which no document says how many: ours are over all steps"
 _NO_SEED = "no published seed gets there: a count of seeds, without a mean"
 
-_Row = tuple[str, float, float]
+_ArmResult = tuple[str, float, float]
 
 
-def _cells(
-    studies: tuple[str, ...], section: str, column: str, rows: Iterable[_Row], notes: Mapping[str, tuple[str, str]]
+def _make_cells(
+    studies: tuple[str, ...],
+    section: str,
+    column: str,
+    rows: Iterable[_ArmResult],
+    expectations: Mapping[str, tuple[str, str]],
 ) -> tuple[Cell, ...]:
     """Cells of one column of a table. notes: of an arm, what is expected and why."""
     return tuple(
-        Cell(studies, arm, column, mean, spread, SEEDS, section, expected=notes.get(arm, (AGREES, ""))[0],
-             why=notes.get(arm, (AGREES, ""))[1], conditions=conditions(studies[0], arm))
+        Cell(studies, arm, column, mean, spread, NUM_SEEDS, section, expected_verdict=expectations.get(arm, (NOT_DISTINGUISHABLE, ""))[0],
+             rationale=expectations.get(arm, (NOT_DISTINGUISHABLE, ""))[1], conditions=make_conditions(studies[0], arm))
         for arm, mean, spread in rows
     )  # fmt: skip
 
 
-def _pooled(study: str, section: str, column: str, rows: Iterable[_Row], why: str = _ROW_LEVEL) -> tuple[Cell, ...]:
+def _make_pooled_cells(
+    study: str, section: str, column: str, rows: Iterable[_ArmResult], rationale: str = _ROW_LEVEL
+) -> tuple[Cell, ...]:
     return tuple(
-        Cell((study,), arm, column, mean, spread, ROWS, section, POOLED, OPEN, why, conditions(study, arm))
+        Cell(
+            (study,),
+            arm,
+            column,
+            mean,
+            spread,
+            NUM_ROWS,
+            section,
+            POOLED,
+            NO_EXPECTATION,
+            rationale,
+            make_conditions(study, arm),
+        )
         for arm, mean, spread in rows
     )
 
 
-def _never(study: str, section: str, column: str, arms: Iterable[str]) -> tuple[Cell, ...]:
+def _make_never_reached_cells(study: str, section: str, column: str, arms: Iterable[str]) -> tuple[Cell, ...]:
     nan = float("nan")
     return tuple(
-        Cell((study,), arm, column, nan, nan, SEEDS, section, NEVER, AGREES, _NO_SEED, conditions(study, arm))
+        Cell(
+            (study,),
+            arm,
+            column,
+            nan,
+            nan,
+            NUM_SEEDS,
+            section,
+            NEVER_REACHED,
+            NOT_DISTINGUISHABLE,
+            _NO_SEED,
+            make_conditions(study, arm),
+        )
         for arm in arms
     )
 
 
-CLEAN = _cells(
+CLEAN_REVERSAL = _make_cells(
     ("influence", "grpo-entropy"), "clean reversal", _ERROR,
     (("DG", 0.3345, 0.0043), ("GRPO", 0.3536, 0.0106), ("TPO", 0.2399, 0.0573)), {},
 )  # fmt: skip
 
-_NOISE_NOTES = {
-    "FilteredDG": (AGREES, _EQUAL_DG),
-    "FilteredDG-0.2": (AGREES, _UNTRAINED),
-    "ASPO": (OPEN, _CHAOS),
-    "R2VPO": (OPEN, _CHAOS),
+_NOISE_EXPECTATIONS = {
+    "FilteredDG": (NOT_DISTINGUISHABLE, _EQUAL_DG),
+    "FilteredDG-0.2": (NOT_DISTINGUISHABLE, _UNTRAINED),
+    "ASPO": (NO_EXPECTATION, _NUMERICAL_NOISE),
+    "R2VPO": (NO_EXPECTATION, _NUMERICAL_NOISE),
 }
 REWARD_NOISE = (
-    *_cells(("reward-noise",), "reward noise", _ERROR, (
+    *_make_cells(("reward-noise",), "reward noise", _ERROR, (
         ("DG", 0.3778, 0.0034), ("UncertaintyDG", 0.4013, 0.0286), ("FilteredDG", 0.3778, 0.0034),
         ("FilteredDG-0.2", 0.6536, 0.1260), ("FilteredDG-0.3", 0.3810, 0.0129), ("RewardVarianceDG", 0.3921, 0.0209),
         ("ASPO", 0.3708, 0.0095), ("R2VPO", 0.3787, 0.0042),
-    ), _NOISE_NOTES),
-    *_cells(("reward-noise",), "reward noise", _ENTROPY, (
+    ), _NOISE_EXPECTATIONS),
+    *_make_cells(("reward-noise",), "reward noise", _ENTROPY, (
         ("DG", 0.9599, 0.0510), ("UncertaintyDG", 1.0052, 0.0643), ("FilteredDG", 0.9599, 0.0510),
         ("FilteredDG-0.2", 1.0322, 0.0297), ("FilteredDG-0.3", 0.9883, 0.0647), ("RewardVarianceDG", 0.7879, 0.0360),
         ("ASPO", 0.1531, 0.0589), ("R2VPO", 0.1811, 0.0428),
-    ), _NOISE_NOTES),
+    ), _NOISE_EXPECTATIONS),
 )  # fmt: skip
 
 DENSE_CORRECTION = (
-    *_cells(("dense-correction",), "dense correction", _ERROR,
+    *_make_cells(("dense-correction",), "dense correction", _ERROR,
             (("CE", 0.0, 0.0), ("SelfDistillDG", 0.0, 0.0), ("SCOPELite", 0.0, 0.0)), {}),
-    *_cells(("dense-correction",), "dense correction", _ZERO,
+    *_make_cells(("dense-correction",), "dense correction", _ZERO_ERROR_STEP,
             (("CE", 733.3333, 57.7350), ("SelfDistillDG", 466.6667, 125.8306), ("SCOPELite", 533.3333, 104.0833)),
-            dict.fromkeys(("CE", "SelfDistillDG", "SCOPELite"), (OPEN, _FIRST_ZERO))),
+            dict.fromkeys(("CE", "SelfDistillDG", "SCOPELite"), (NO_EXPECTATION, _COARSE_EVAL_GRID))),
 )  # fmt: skip
 
 REPLAY = (
-    *_cells(("replay",), "replay", _ERROR, (
+    *_make_cells(("replay",), "replay", _ERROR, (
         ("DG", 0.5032, 0.0080), ("ReplayDG-5", 0.5032, 0.0080), ("FreshDG-5", 0.4902, 0.0049),
         ("ReplayDG-32", 0.9997, 0.0006), ("FreshDG-32", 0.5946, 0.1391), ("FreshDG-32-decay0.5", 0.5048, 0.0082),
-    ), {"ReplayDG-5": (AGREES, _SAME_DELAY),
-        "ReplayDG-32": (DIFFERS, _LUCK), "FreshDG-32": (OPEN, _LUCK), "FreshDG-32-decay0.5": (DIFFERS, _LUCK)}),
-    *_pooled("replay", "replay", _AGE, (
+    ), {"ReplayDG-5": (NOT_DISTINGUISHABLE, _SAME_DELAY),
+        "ReplayDG-32": (DIFFERS, _RANDOM_COLLAPSE), "FreshDG-32": (NO_EXPECTATION, _RANDOM_COLLAPSE), "FreshDG-32-decay0.5": (DIFFERS, _RANDOM_COLLAPSE)}),
+    *_make_pooled_cells("replay", "replay", _REPLAY_AGE, (
         ("ReplayDG-5", 4.0, 0.0), ("FreshDG-5", 4.0, 0.0), ("ReplayDG-32", 18.0667, 9.5237),
         ("FreshDG-32", 16.4667, 7.9418), ("FreshDG-32-decay0.5", 7.4444, 5.5496),
     ), _AGE_ROWS),
 )  # fmt: skip
 
 PARTIAL_CREDIT = (
-    *_cells(("partial-credit",), "partial credit", _ERROR, (
+    *_make_cells(("partial-credit",), "partial credit", _ERROR, (
         ("CE", 0.2738, 0.0612), ("DG", 0.3260, 0.0132), ("DGToken", 0.2851, 0.0234), ("TEMPO", 0.4975, 0.0098),
         ("TPOToken", 0.0, 0.0), ("GRPOToken", 0.1229, 0.2126),
-    ), {"TEMPO": (DIFFERS, _STOPPED), "GRPOToken": (OPEN, _BIMODAL)}),
-    *_cells(("partial-credit",), "partial credit", _UNSCORED, (
+    ), {"TEMPO": (DIFFERS, _STOPPED_EARLY), "GRPOToken": (NO_EXPECTATION, _BIMODAL)}),
+    *_make_cells(("partial-credit",), "partial credit", _UNSCORED_ERROR, (
         ("CE", 0.2793, 0.0087), ("DG", 0.4711, 0.0149), ("DGToken", 0.6286, 0.0392), ("TEMPO", 0.5018, 0.0049),
         ("TPOToken", 0.4910, 0.0133), ("GRPOToken", 0.4525, 0.0560),
-    ), {"TEMPO": (OPEN, _STOPPED), "DGToken": (AGREES, _LEAK), "GRPOToken": (OPEN, _BIMODAL)}),
+    ), {"TEMPO": (NO_EXPECTATION, _STOPPED_EARLY), "DGToken": (NOT_DISTINGUISHABLE, _UNSCORED_LEAK), "GRPOToken": (NO_EXPECTATION, _BIMODAL)}),
 )  # fmt: skip
 
 GRPO_ENTROPY = (
-    *_cells(("grpo-entropy",), "entropy", _ERROR,
+    *_make_cells(("grpo-entropy",), "entropy", _ERROR,
             (("DGEntropyGuard", 0.3358, 0.0064), ("ASPO", 0.3742, 0.0040), ("R2VPO", 0.3754, 0.0023)),
-            dict.fromkeys(("ASPO", "R2VPO"), (OPEN, _CHAOS))),
-    *_cells(("grpo-entropy",), "entropy", _ENTROPY, (
+            dict.fromkeys(("ASPO", "R2VPO"), (NO_EXPECTATION, _NUMERICAL_NOISE))),
+    *_make_cells(("grpo-entropy",), "entropy", _ENTROPY, (
         ("DG", 0.4695, 0.0243), ("DGEntropyGuard", 0.4847, 0.0219), ("ASPO", 0.0174, 0.0020),
         ("R2VPO", 0.0244, 0.0087), ("GRPO", 0.0488, 0.0305), ("TPO", 0.4057, 0.0824),
-    ), dict.fromkeys(("ASPO", "R2VPO"), (OPEN, _CHAOS))),
-    *_cells(("grpo-entropy",), "entropy", _LOW,
+    ), dict.fromkeys(("ASPO", "R2VPO"), (NO_EXPECTATION, _NUMERICAL_NOISE))),
+    *_make_cells(("grpo-entropy",), "entropy", _LOW_ENTROPY_STEP,
             (("ASPO", 113.3333, 11.5470), ("R2VPO", 106.6667, 11.5470), ("GRPO", 53.3333, 11.5470)),
-            dict.fromkeys(("ASPO", "R2VPO"), (OPEN, _CHAOS))),
-    *_never("grpo-entropy", "entropy", _LOW, ("DG", "DGEntropyGuard", "TPO")),
-    *_pooled("grpo-entropy", "entropy", _DELTA, (
+            dict.fromkeys(("ASPO", "R2VPO"), (NO_EXPECTATION, _NUMERICAL_NOISE))),
+    *_make_never_reached_cells("grpo-entropy", "entropy", _LOW_ENTROPY_STEP, ("DG", "DGEntropyGuard", "TPO")),
+    *_make_pooled_cells("grpo-entropy", "entropy", _ENTROPY_DELTA, (
         ("DG", -0.0020, 0.0069), ("DGEntropyGuard", -0.0020, 0.0080), ("ASPO", -0.0029, 0.0092),
         ("R2VPO", -0.0029, 0.0104), ("GRPO", -0.0070, 0.0234), ("TPO", 0.0026, 0.0208),
     )),
-    *_pooled("grpo-entropy", "entropy, early steps", _DELTA, (
+    *_make_pooled_cells("grpo-entropy", "entropy, early steps", _ENTROPY_DELTA, (
         ("DG", -0.0041, 0.0096), ("DGEntropyGuard", -0.0037, 0.0107), ("ASPO", -0.0073, 0.0120),
         ("R2VPO", -0.0067, 0.0141), ("GRPO", -0.0090, 0.0263), ("TPO", -0.0011, 0.0215),
-    ), f"{_ROW_LEVEL}; {_EARLY}"),
-    *_pooled("grpo-entropy", "entropy", _DROP, (
+    ), f"{_ROW_LEVEL}; {_EARLY_STEPS}"),
+    *_make_pooled_cells("grpo-entropy", "entropy", _ENTROPY_DROP, (
         ("DG", 0.0034, 0.0075), ("DGEntropyGuard", 0.0027, 0.0069), ("ASPO", 0.1067, 0.1761),
         ("R2VPO", 0.0983, 0.1682), ("GRPO", 0.0593, 0.0957), ("TPO", 0.0049, 0.0187),
     )),
 )  # fmt: skip
 
 CELLS: tuple[Cell, ...] = (
-    *CLEAN, *REWARD_NOISE, *DENSE_CORRECTION, *REPLAY, *PARTIAL_CREDIT, *GRPO_ENTROPY,
+    *CLEAN_REVERSAL, *REWARD_NOISE, *DENSE_CORRECTION, *REPLAY, *PARTIAL_CREDIT, *GRPO_ENTROPY,
 )  # fmt: skip
 """Every cell of the six tables, once, in their order."""

@@ -6,18 +6,18 @@ from functools import cached_property
 import pandas as pd
 from matplotlib.figure import Figure
 
-from analysis.data.compare import arms
+from analysis.data.compare import list_arms
 from analysis.data.frames import StudyFrames
 from analysis.html.figures import Gallery, ReportFigure
 from analysis.sandbox import contrasts, plots, tables
-from analysis.sandbox.page import chance
+from analysis.sandbox.page import compute_chance_error
 from analysis.sandbox.tables import Panel
 from analysis.sweep import series
 from analysis.sweep.plots import draw_curves
 
 
 @dataclass(frozen=True)
-class RuleView:
+class UpdateRuleView:
     """A study of update rules, and what several of its figures draw from."""
 
     frames: StudyFrames
@@ -25,30 +25,33 @@ class RuleView:
     @cached_property
     def colors(self) -> dict[str, str]:
         """Arm -> colour."""
-        return plots.rule_colors(arms(self.frames))
+        return plots.make_rule_colors(list_arms(self.frames))
 
     @cached_property
     def curves(self) -> dict[Panel, tuple[pd.DataFrame, pd.DataFrame]]:
         """`series.curves` and `tables.means` of the column of each panel of the study."""
         return {
-            panel: (series.curves(self.frames, panel.column), tables.means(self.frames, panel.column))
-            for panel in tables.panels(self.frames)
+            panel: (
+                series.make_curves(self.frames, panel.column),
+                tables.compute_mean_curves(self.frames, panel.column),
+            )
+            for panel in tables.select_panels(self.frames)
         }
 
 
-def gallery(frames: StudyFrames) -> Gallery[RuleView]:
+def make_gallery(frames: StudyFrames) -> Gallery[UpdateRuleView]:
     """The figures of a study: the mean curves of its columns together, every run of each column, its contrasts."""
-    view = RuleView(frames)
+    view = UpdateRuleView(frames)
     if not view.curves:
         return Gallery((), view)
-    return Gallery((MEANS, *map(_every_run, view.curves), CONTRASTS), view)
+    return Gallery((MEAN_CURVES_FIGURE, *map(_make_runs_figure, view.curves), CONTRASTS_FIGURE), view)
 
 
-def _every_run(panel: Panel) -> ReportFigure[RuleView]:
+def _make_runs_figure(panel: Panel) -> ReportFigure[UpdateRuleView]:
     """A panel for each arm with its runs' curves of one column."""
 
-    def draw(table: tuple[pd.DataFrame, pd.DataFrame], view: RuleView) -> Figure:
-        runs, means = table
+    def draw(curve_tables: tuple[pd.DataFrame, pd.DataFrame], view: UpdateRuleView) -> Figure:
+        runs, means = curve_tables
         return draw_curves(runs, means[means["runs"] > 1], view.colors, panel.label)
 
     return ReportFigure(
@@ -61,12 +64,12 @@ def _every_run(panel: Panel) -> ReportFigure[RuleView]:
     )
 
 
-def _contrasts(view: RuleView) -> tuple[pd.DataFrame, pd.DataFrame] | None:
-    table = contrasts.contrasts(view.frames)
-    return (table, contrasts.pairs(view.frames)) if table["difference"].notna().any() else None
+def _make_contrast_tables(view: UpdateRuleView) -> tuple[pd.DataFrame, pd.DataFrame] | None:
+    table = contrasts.compute_contrasts(view.frames)
+    return (table, contrasts.compute_pair_differences(view.frames)) if table["difference"].notna().any() else None
 
 
-MEANS: ReportFigure[RuleView] = ReportFigure(
+MEAN_CURVES_FIGURE: ReportFigure[UpdateRuleView] = ReportFigure(
     "curves",
     "curves",
     "Thick: the mean over an arm's runs; band: plus and minus one standard error of that mean (not a deviation of "
@@ -74,13 +77,13 @@ MEANS: ReportFigure[RuleView] = ReportFigure(
     "Runs that failed or were interrupted are drawn thin and are in no mean. Step 0 is before the first update. "
     "Dashed: the error of random content tokens.",
     lambda view: [(panel, runs, means) for panel, (runs, means) in view.curves.items()],
-    lambda drawn, view: plots.draw_means(drawn, view.colors, chance(view.frames)),
+    lambda drawn, view: plots.draw_mean_curves(drawn, view.colors, compute_chance_error(view.frames)),
 )
-CONTRASTS: ReportFigure[RuleView] = ReportFigure(
+CONTRASTS_FIGURE: ReportFigure[UpdateRuleView] = ReportFigure(
     "contrasts",
     "contrasts",
     "Point: mean over the pairs, with its interval over seeds where there are three. Rings below it: single pairs, "
     "means over their seeds. Left of the dashed line the first arm is lower.",
-    _contrasts,
+    _make_contrast_tables,
     lambda table, view: plots.draw_contrasts(*table),
 )

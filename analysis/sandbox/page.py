@@ -5,232 +5,269 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED, SEEDS_FOR_SEEDS, arms, runs_of
+from analysis.data.compare import SCORED_STATUSES, MIN_SEEDS, list_arms, select_runs
 from analysis.data.families import Row
-from analysis.data.frames import StudyFrames, records
-from analysis.html.page import settings_rows
+from analysis.data.frames import StudyFrames, to_records
+from analysis.html.page import make_settings_rows
 from analysis.published.cells import POOLED
-from analysis.published.reproduction import reproduction, tally
+from analysis.published.reproduction import compare_to_published, summarize_verdicts
 from analysis.published.update_rule_sandbox import SOURCE
 from analysis.sandbox import contrasts, tables
 from analysis.sweep import findings
-from analysis.sweep.verdicts import LEVEL, p_value, signed, stops, unfinished
+from analysis.sweep.verdicts import (
+    SIGNIFICANCE_LEVEL,
+    format_p_value,
+    format_signed,
+    describe_stops,
+    describe_unfinished,
+)
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
-NEAR_CHANCE = 0.02
-COLLAPSED = 0.5
+CHANCE_TOLERANCE = 0.02
+COLLAPSE_THRESHOLD = 0.5
 _MEANINGS = {column.name: f"{column.meaning} ({column.unit})" for column in TRIAL_COLUMNS}
 _TOKEN_TASKS = {"token_reversal", "masked_reversal"}
 
 
-def tables_beside(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
+def make_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
     """Tables to write beside the report, by name: what the page shows, and the curves behind its figures."""
-    yield "arm_numbers", tables.arm_numbers(frames)
-    yield "differences", tables.differences(frames)
-    if contrasts.declared(frames.studies[0]):
-        yield "contrasts", contrasts.contrasts(frames)
-        yield "contrast_pairs", contrasts.pairs(frames)
-    cells = reproduction(frames)
+    yield "arm_numbers", tables.compute_arm_statistics(frames)
+    yield "differences", tables.compute_differences(frames)
+    if contrasts.read_contrasts(frames.studies[0]):
+        yield "contrasts", contrasts.compute_contrasts(frames)
+        yield "contrast_pairs", contrasts.compute_pair_differences(frames)
+    cells = compare_to_published(frames)
     if len(cells):
         yield "reproduction", cells
-    for panel in tables.panels(frames):
-        yield f"mean_{panel.column}", tables.means(frames, panel.column)
+    for panel in tables.select_panels(frames):
+        yield f"mean_{panel.column}", tables.compute_mean_curves(frames, panel.column)
 
 
-def context(frames: StudyFrames) -> Row:
+def make_context(frames: StudyFrames) -> Row:
     """Everything that the template shows beside figures, by name; all numbers come from the tables."""
-    compared, held = tables.differences(frames), beside_published(frames)
+    differences, published = tables.compute_differences(frames), make_published_context(frames)
     return {
-        **held,
-        **contrasted(frames),
+        **published,
+        **make_contrast_context(frames),
         "study": frames.studies[0],
-        "headline": headline(frames, compared),
-        "statuses": findings.statuses(frames.trials),
-        "arms": tables.statuses(frames),
-        "numbers": _by_column(tables.beside(tables.arm_numbers(frames), [*held["cells"], *held["pooled"]]), compared),
-        "notes": notes(frames),
-        "seconds": _seconds(frames),
-        "runs": findings.run_list(frames),
-        "arm_settings": findings.arm_settings(frames),
-        "settings": settings_rows(frames.studies[0]),
-        "has_rows": bool(tables.panels(frames)),
+        "headline": format_headline(frames, differences),
+        "statuses": findings.format_status_counts(frames.trials),
+        "arms": tables.count_statuses(frames),
+        "numbers": _group_by_column(
+            tables.add_published(tables.compute_arm_statistics(frames), [*published["cells"], *published["pooled"]]),
+            differences,
+        ),
+        "notes": make_notes(frames),
+        "seconds": _sum_trial_seconds(frames),
+        "runs": findings.list_runs(frames),
+        "arm_settings": findings.list_arm_settings(frames),
+        "settings": make_settings_rows(frames.studies[0]),
+        "has_rows": bool(tables.select_panels(frames)),
     }
 
 
-def beside_published(frames: StudyFrames) -> Row:
+def make_published_context(frames: StudyFrames) -> Row:
     """Published cells of the studies in `frames` beside ours, those that are only listed, and what was expected."""
-    cells = reproduction(frames)
+    cells = compare_to_published(frames)
     return {
-        "cells": records(cells[cells["kind"] != POOLED]),
-        "pooled": records(cells[cells["kind"] == POOLED]),
-        "reasons": _reasons(records(cells)),
-        "tally": tally(cells),
+        "cells": to_records(cells[cells["kind"] != POOLED]),
+        "pooled": to_records(cells[cells["kind"] == POOLED]),
+        "reasons": _group_rationales(to_records(cells)),
+        "tally": summarize_verdicts(cells),
         "source": SOURCE,
     }
 
 
-def contrasted(frames: StudyFrames) -> Row:
+def make_contrast_context(frames: StudyFrames) -> Row:
     """The declared contrasts: how many, what is said of them, and by column their rows and those of their pairs."""
-    table, singles = contrasts.contrasts(frames), contrasts.pairs(frames)
-    by_column = [
+    table, pair_table = contrasts.compute_contrasts(frames), contrasts.compute_pair_differences(frames)
+    column_sections = [
         {
             "column": column,
             "meaning": _MEANINGS[column],
-            "why": contrasts.COLUMNS[column],
-            "rows": records(table[table["column"] == column]),
-            "pairs": records(singles[singles["column"] == column]),
+            "why": contrasts.CONTRASTED_COLUMNS[column],
+            "rows": to_records(table[table["column"] == column]),
+            "pairs": to_records(pair_table[pair_table["column"] == column]),
         }
         for column in dict.fromkeys(table["column"])
     ]
-    unequal = singles[singles["first_steps"] != singles["second_steps"]].drop_duplicates(["first", "second"])
+    unequal_pairs = pair_table[pair_table["first_steps"] != pair_table["second_steps"]].drop_duplicates(
+        ["first", "second"]
+    )
     return {
-        "declared": len(contrasts.declared(frames.studies[0])),
-        "contrasts": by_column,
-        "contrast_lines": contrasts.sentences(table),
-        "unequal_pairs": records(unequal[(unequal["first_steps"] != "") & (unequal["second_steps"] != "")]),
+        "declared": len(contrasts.read_contrasts(frames.studies[0])),
+        "contrasts": column_sections,
+        "contrast_lines": contrasts.format_sentences(table),
+        "unequal_pairs": to_records(
+            unequal_pairs[(unequal_pairs["first_steps"] != "") & (unequal_pairs["second_steps"] != "")]
+        ),
     }
 
 
-def index(frames: StudyFrames) -> Row:
+def make_index_entry(frames: StudyFrames) -> Row:
     """What an index says of a study: headline, and test error of each arm with what became of its difference."""
-    compared = tables.differences(frames)
-    numbers = tables.arm_numbers(frames)
-    against = {row["arm"]: row for row in records(compared[compared["column"] == "final_test_error"])}
+    differences = tables.compute_differences(frames)
+    arm_statistics = tables.compute_arm_statistics(frames)
+    error_differences = {
+        row["arm"]: row for row in to_records(differences[differences["column"] == "final_test_error"])
+    }
     rows = [
-        {"arm": row["arm"], "number": f"{row['mean']:.4f}", "outcome": "", "verdict": _said(against.get(row["arm"]))}
-        for row in records(numbers[numbers["column"] == "final_test_error"])
+        {
+            "arm": row["arm"],
+            "number": f"{row['mean']:.4f}",
+            "outcome": "",
+            "verdict": _format_difference(error_differences.get(row["arm"])),
+        }
+        for row in to_records(arm_statistics[arm_statistics["column"] == "final_test_error"])
     ]
-    return {"headline": headline(frames, compared), "number": "test error", "arms": rows}
+    return {"headline": format_headline(frames, differences), "number": "test error", "arms": rows}
 
 
-def _said(row: Row | None) -> str:
+def _format_difference(row: Row | None) -> str:
     """The difference of an arm to the baseline in words; a dash for the baseline itself, and for what is not tested."""
     if row is None or np.isnan(row["p_holm"]):
         return "–"
-    word = "no difference resolved" if row["p_holm"] >= LEVEL else "lower" if row["difference"] < 0 else "higher"
-    return f"{word}: {signed(row['difference'], 4)} against the baseline, Holm {p_value(row['p_holm'])}"
+    verdict = (
+        "no difference resolved"
+        if row["p_holm"] >= SIGNIFICANCE_LEVEL
+        else "lower"
+        if row["difference"] < 0
+        else "higher"
+    )
+    return (
+        f"{verdict}: {format_signed(row['difference'], 4)} against the baseline, Holm {format_p_value(row['p_holm'])}"
+    )
 
 
-def _by_column(rows: list[Row], compared: pd.DataFrame) -> list[Row]:
+def _group_by_column(rows: list[Row], differences: pd.DataFrame) -> list[Row]:
     """The numbers of all arms by column, each with its difference to the baseline, or none."""
-    against = {(row["arm"], row["column"]): row for row in records(compared)}
-    names = list(dict.fromkeys(row["column"] for row in rows))
+    difference_by_arm = {(row["arm"], row["column"]): row for row in to_records(differences)}
+    columns = list(dict.fromkeys(row["column"] for row in rows))
     return [
         {
             "column": name,
             "meaning": _MEANINGS[name],
-            "rows": [{**row, "against": against.get((row["arm"], name))} for row in rows if row["column"] == name],
+            "rows": [
+                {**row, "against": difference_by_arm.get((row["arm"], name))} for row in rows if row["column"] == name
+            ],
         }
-        for name in names
+        for name in columns
     ]
 
 
-def _reasons(cells: list[Row]) -> list[Row]:
+def _group_rationales(cells: list[Row]) -> list[Row]:
     """Why cells were expected to differ, or left open: each reason of a study once, with its arms."""
-    found: dict[tuple[str, str, str], list[str]] = {}
+    arms_by_rationale: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         if cell["why"]:
-            found.setdefault((cell["study"], cell["expected"], cell["why"]), []).append(cell["arm"])
+            arms_by_rationale.setdefault((cell["study"], cell["expected"], cell["why"]), []).append(cell["arm"])
     return [
         {"study": study, "expected": expected, "why": why, "arms": ", ".join(dict.fromkeys(named))}
-        for (study, expected, why), named in found.items()
+        for (study, expected, why), named in arms_by_rationale.items()
     ]
 
 
-def headline(frames: StudyFrames, compared: pd.DataFrame) -> str:
+def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
     """The arms by how their test error at the end compares with the baseline's, in one line."""
     if frames.trials.empty:
         return "No run is recorded."
-    found = compared[compared["column"] == "final_test_error"]
+    error_rows = differences[differences["column"] == "final_test_error"]
     baseline = str(frames.studies[0].get("baseline", ""))
-    here = baseline in arms(frames)
-    number = len(arms(frames))
-    compared_with = f"baseline {baseline}" if here else "no baseline among them"
-    over = "; ".join(dict.fromkeys(found["basis"]))
-    names = [f"{number} arm{'s' if number > 1 else ''}, {compared_with}."]
-    names += [f"Compared with it: {over}."] if over else []
-    resolved = found["p_holm"] < LEVEL
-    for words, rows in (
-        ("Lower test error than it at the end", found[resolved & (found["difference"] < 0)]),
-        ("Higher", found[resolved & (found["difference"] > 0)]),
-        ("No difference resolved", found[~resolved & found["p"].notna()]),
-        ("Without a comparison", found[found["p"].isna()]),
+    has_baseline = baseline in list_arms(frames)
+    arm_count = len(list_arms(frames))
+    baseline_text = f"baseline {baseline}" if has_baseline else "no baseline among them"
+    basis_text = "; ".join(dict.fromkeys(error_rows["basis"]))
+    sentences = [f"{arm_count} arm{'s' if arm_count > 1 else ''}, {baseline_text}."]
+    sentences += [f"Compared with it: {basis_text}."] if basis_text else []
+    is_resolved = error_rows["p_holm"] < SIGNIFICANCE_LEVEL
+    for group_label, rows in (
+        ("Lower test error than it at the end", error_rows[is_resolved & (error_rows["difference"] < 0)]),
+        ("Higher", error_rows[is_resolved & (error_rows["difference"] > 0)]),
+        ("No difference resolved", error_rows[~is_resolved & error_rows["p"].notna()]),
+        ("Without a comparison", error_rows[error_rows["p"].isna()]),
     ):
-        names += [f"{words}: {', '.join(rows['arm'])}."] if len(rows) else []
-    return " ".join(names)
+        sentences += [f"{group_label}: {', '.join(rows['arm'])}."] if len(rows) else []
+    return " ".join(sentences)
 
 
-def chance(frames: StudyFrames) -> float | None:
+def compute_chance_error(frames: StudyFrames) -> float | None:
     """Test error of content tokens drawn at random, 1 - 1/V, where the tasks count single tokens; else None."""
-    names = ("config/task", "config/vocab_size", "config/binary_reward")
-    if frames.trials.empty or any(name not in frames.trials for name in names):
+    columns = ("config/task", "config/vocab_size", "config/binary_reward")
+    if frames.trials.empty or any(name not in frames.trials for name in columns):
         return None
-    task, vocabulary, binary = (set(frames.trials[name].dropna()) for name in names)
-    if not task <= _TOKEN_TASKS or len(vocabulary) != 1 or binary != {False}:
+    tasks, vocab_sizes, binary_settings = (set(frames.trials[name].dropna()) for name in columns)
+    if not tasks <= _TOKEN_TASKS or len(vocab_sizes) != 1 or binary_settings != {False}:
         return None
-    return 1 - 1 / int(vocabulary.pop())
+    return 1 - 1 / int(vocab_sizes.pop())
 
 
-def notes(frames: StudyFrames) -> list[str]:
+def make_notes(frames: StudyFrames) -> list[str]:
     """What a reader must know before the numbers: seeds, stops, collapse, chance, arms that coincide."""
-    found = [*_about_seeds(frames), *_about_endings(frames)]
-    for arm in arms(frames):
-        runs = runs_of(frames, arm, scored=True)
-        found += [*_about_collapse(arm, runs), *_about_chance(arm, runs, chance(frames))]
-        kept = frames.steps.loc[frames.steps["run_id"].isin(runs["run_id"]), "kept_frac"].dropna()
-        if len(kept) and (kept == 0).all():
-            found.append(f"{arm}: its filter kept nothing of any logged batch, so that its weights may be the first.")
-    found += [f"{a} and {b} end with equal numbers in every seed: here they are one algorithm."
-              for a, b in tables.equal_arms(frames)]  # fmt: skip
-    return found
+    lines = [*_make_seed_notes(frames), *_make_ending_notes(frames)]
+    for arm in list_arms(frames):
+        runs = select_runs(frames, arm, scored_only=True)
+        lines += [*_make_collapse_notes(arm, runs), *_make_chance_notes(arm, runs, compute_chance_error(frames))]
+        kept_fractions = frames.steps.loc[frames.steps["run_id"].isin(runs["run_id"]), "kept_frac"].dropna()
+        if len(kept_fractions) and (kept_fractions == 0).all():
+            lines.append(f"{arm}: its filter kept nothing of any logged batch, so that its weights may be the first.")
+    lines += [f"{a} and {b} end with equal numbers in every seed: here they are one algorithm."
+              for a, b in tables.find_equal_arms(frames)]  # fmt: skip
+    return lines
 
 
-def _about_seeds(frames: StudyFrames) -> list[str]:
-    seeds = frames.trials.loc[frames.trials["status"].isin(SCORED), "seed"].nunique()
-    if seeds == 0:
+def _make_seed_notes(frames: StudyFrames) -> list[str]:
+    seed_count = frames.trials.loc[frames.trials["status"].isin(SCORED_STATUSES), "seed"].nunique()
+    if seed_count == 0:
         return ["No run ended by the protocol, so nothing is compared."]
-    if seeds < SEEDS_FOR_SEEDS:
-        missing = "no standard error and no interval" if seeds == 1 else "intervals need three"
-        return [f"{seeds} seed{'s' if seeds > 1 else ''}: {missing}; another seed may turn out differently."]
-    weak = " Five are the usual least for a claim, ten are better." if seeds < 5 else ""
-    return [f"{seeds} seeds: intervals are Student's t over seeds; a band in a figure is a standard error.{weak}"]
-
-
-def _about_endings(frames: StudyFrames) -> list[str]:
-    """Runs that a rule stopped, and runs that did not end by the protocol."""
-    found = []
-    for arm in arms(frames):
-        stopped, odd = stops(runs_of(frames, arm, scored=True)), unfinished(runs_of(frames, arm))
-        found += [f"{arm}: {stopped}; a stopped run counts with its last row."] if stopped else []
-        found += [f"{arm}, not counted: {odd}."] if odd else []
-    return found
-
-
-def _about_collapse(arm: str, runs: pd.DataFrame) -> list[str]:
-    collapsed = runs[runs[tables.SEPARATORS] > COLLAPSED]
-    if collapsed.empty:
-        return []
-    seeds = ", ".join(map(str, collapsed["seed"]))
+    if seed_count < MIN_SEEDS:
+        missing_text = "no standard error and no interval" if seed_count == 1 else "intervals need three"
+        return [
+            f"{seed_count} seed{'s' if seed_count > 1 else ''}: {missing_text}; another seed may turn out differently."
+        ]
+    seed_advice = " Five are the usual least for a claim, ten are better." if seed_count < 5 else ""
     return [
-        f"{arm}: in {len(collapsed)} of {len(runs)} runs (seed {seeds}) more than half of the greedily decoded tokens "
+        f"{seed_count} seeds: intervals are Student's t over seeds; a band in a figure is a standard error.{seed_advice}"
+    ]
+
+
+def _make_ending_notes(frames: StudyFrames) -> list[str]:
+    """Runs that a rule stopped, and runs that did not end by the protocol."""
+    lines = []
+    for arm in list_arms(frames):
+        stop_text, unfinished_text = (
+            describe_stops(select_runs(frames, arm, scored_only=True)),
+            describe_unfinished(select_runs(frames, arm)),
+        )
+        lines += [f"{arm}: {stop_text}; a stopped run counts with its last row."] if stop_text else []
+        lines += [f"{arm}, not counted: {unfinished_text}."] if unfinished_text else []
+    return lines
+
+
+def _make_collapse_notes(arm: str, runs: pd.DataFrame) -> list[str]:
+    collapsed_runs = runs[runs[tables.SEPARATOR_COLUMN] > COLLAPSE_THRESHOLD]
+    if collapsed_runs.empty:
+        return []
+    seeds = ", ".join(map(str, collapsed_runs["seed"]))
+    return [
+        f"{arm}: in {len(collapsed_runs)} of {len(runs)} runs (seed {seeds}) more than half of the greedily decoded tokens "
         "are separators, which are never right: the error there is that of a collapse onto one token."
     ]
 
 
-def _about_chance(arm: str, runs: pd.DataFrame, level: float | None) -> list[str]:
-    error = float(runs["final_test_error"].mean()) if len(runs) else np.nan
-    if level is None or not error >= level - NEAR_CHANCE:
+def _make_chance_notes(arm: str, runs: pd.DataFrame, chance_error: float | None) -> list[str]:
+    mean_error = float(runs["final_test_error"].mean()) if len(runs) else np.nan
+    if chance_error is None or not mean_error >= chance_error - CHANCE_TOLERANCE:
         return []
     return [
-        f"{arm}: a test error of {error:.3f} is at or above that of random content tokens ({level:.2f}): no more is "
+        f"{arm}: a test error of {mean_error:.3f} is at or above that of random content tokens ({chance_error:.2f}): no more is "
         "learned, in the mean, than to leave separators out."
     ]
 
 
-def _seconds(frames: StudyFrames) -> float:
+def _sum_trial_seconds(frames: StudyFrames) -> float:
     """Run time of all trials, each counted once: the longest of the runs that it carried."""
     if frames.steps.empty:
         return float("nan")
-    ends = frames.steps.groupby("run_id")["seconds_total"].max()
-    trial = frames.trials.set_index("run_id")["trial_id"]
-    return float(ends.groupby(trial.reindex(ends.index)).max().sum())
+    run_seconds = frames.steps.groupby("run_id")["seconds_total"].max()
+    trial_ids = frames.trials.set_index("run_id")["trial_id"]
+    return float(run_seconds.groupby(trial_ids.reindex(run_seconds.index)).max().sum())

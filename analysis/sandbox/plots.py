@@ -11,19 +11,21 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from analysis.sandbox.tables import Panel
-from analysis.sweep.plots import INK, STOPPED, STYLE, arm_colors
+from analysis.sweep.plots import TEXT_COLOR, STOPPED_COLOR, STYLE, make_arm_colors
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#222222", "#8c6d31", "#7b61c4")
 """Arms are rules, without an order: hues that are told apart without colour vision; the red of stops is left out."""
 
 
-def rule_colors(arms: Sequence[str]) -> dict[str, str]:
+def make_rule_colors(arms: Sequence[str]) -> dict[str, str]:
     """A colour for each arm: hues where there are enough, else along the map of `plots.arm_colors`."""
-    return dict(zip(arms, COLORS, strict=False)) if len(arms) <= len(COLORS) else arm_colors(arms)
+    return dict(zip(arms, COLORS, strict=False)) if len(arms) <= len(COLORS) else make_arm_colors(arms)
 
 
-def draw_means(
-    drawn: Sequence[tuple[Panel, pd.DataFrame, pd.DataFrame]], colors: Mapping[str, str], chance: float | None
+def draw_mean_curves(
+    panel_curves: Sequence[tuple[Panel, pd.DataFrame, pd.DataFrame]],
+    colors: Mapping[str, str],
+    chance_error: float | None,
 ) -> Figure:
     """A panel a column: each arm's mean with a band of its standard error, its runs as thin lines.
 
@@ -31,61 +33,92 @@ def draw_means(
     token, a dashed line in panels of a test error; None: none.
     """
     with mpl.rc_context(dict(STYLE)):
-        figure = Figure(figsize=(8.8 if len(drawn) > 1 else 6.6, 4.2), layout="constrained")
-        row = figure.subplots(1, len(drawn), squeeze=False)[0]
-        for axes, (panel, runs, means) in zip(row, drawn, strict=True):
-            _curves(axes, runs, means, colors)
-            if chance is not None and panel.column.startswith("test_error"):
-                axes.axhline(chance, color="#888888", linestyle=(0, (4, 3)), linewidth=1, zorder=0)
+        figure = Figure(figsize=(8.8 if len(panel_curves) > 1 else 6.6, 4.2), layout="constrained")
+        axes_row = figure.subplots(1, len(panel_curves), squeeze=False)[0]
+        for axes, (panel, runs, means) in zip(axes_row, panel_curves, strict=True):
+            _draw_curves(axes, runs, means, colors)
+            if chance_error is not None and panel.column.startswith("test_error"):
+                axes.axhline(chance_error, color="#888888", linestyle=(0, (4, 3)), linewidth=1, zorder=0)
             axes.set_xlabel("training step")
             axes.set_ylabel(panel.label)
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=6))
-        shown = {arm: color for arm, color in colors.items() if any((runs["arm"] == arm).any() for _, runs, _ in drawn)}
-        handles: list[Any] = [Line2D([], [], color=color, linewidth=2, label=arm) for arm, color in shown.items()]
-        if any((runs["status"] == "early_stopped").any() for _, runs, _ in drawn):
-            handles.append(Line2D([], [], color=STOPPED, marker="X", linestyle="none", label="a rule stopped the run"))
+        shown_colors = {
+            arm: color
+            for arm, color in colors.items()
+            if any((runs["arm"] == arm).any() for _, runs, _ in panel_curves)
+        }
+        handles: list[Any] = [
+            Line2D([], [], color=color, linewidth=2, label=arm) for arm, color in shown_colors.items()
+        ]
+        if any((runs["status"] == "early_stopped").any() for _, runs, _ in panel_curves):
+            handles.append(
+                Line2D([], [], color=STOPPED_COLOR, marker="X", linestyle="none", label="a rule stopped the run")
+            )
         figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
     return figure
 
 
-def _curves(axes: Any, runs: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, str]) -> None:
-    several = runs.groupby("arm")["run_id"].nunique()
+def _draw_curves(axes: Any, runs: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, str]) -> None:
+    run_counts = runs.groupby("arm")["run_id"].nunique()
     for arm, color in colors.items():
         for _, run in runs[runs["arm"] == arm].groupby("run_id", sort=False):
-            thin = {"linewidth": 0.6, "alpha": 0.4} if several[arm] > 1 else {"linewidth": 1.8}
-            axes.plot(run["step"], run["value"], color=color, zorder=2, **thin)
+            line_style = {"linewidth": 0.6, "alpha": 0.4} if run_counts[arm] > 1 else {"linewidth": 1.8}
+            axes.plot(run["step"], run["value"], color=color, zorder=2, **line_style)
             if run["status"].iloc[-1] == "early_stopped":
-                end = run.iloc[-1]
-                axes.scatter(end["step"], end["value"], marker="X", s=30, color=STOPPED, zorder=5, clip_on=False)
-        mean = means[(means["arm"] == arm) & (means["runs"] > 1)]
-        if len(mean):
-            low, high = mean["value"] - mean["error"], mean["value"] + mean["error"]
-            axes.fill_between(mean["step"].astype(float), low, high, color=color, alpha=0.22, linewidth=0, zorder=3)
-            axes.plot(mean["step"], mean["value"], color=color, linewidth=2, zorder=4)
+                last_point = run.iloc[-1]
+                axes.scatter(
+                    last_point["step"],
+                    last_point["value"],
+                    marker="X",
+                    s=30,
+                    color=STOPPED_COLOR,
+                    zorder=5,
+                    clip_on=False,
+                )
+        mean_curve = means[(means["arm"] == arm) & (means["runs"] > 1)]
+        if len(mean_curve):
+            low, high = mean_curve["value"] - mean_curve["error"], mean_curve["value"] + mean_curve["error"]
+            axes.fill_between(
+                mean_curve["step"].astype(float), low, high, color=color, alpha=0.22, linewidth=0, zorder=3
+            )
+            axes.plot(mean_curve["step"], mean_curve["value"], color=color, linewidth=2, zorder=4)
 
 
-def draw_contrasts(table: pd.DataFrame, singles: pd.DataFrame) -> Figure:
+def draw_contrasts(table: pd.DataFrame, pair_table: pd.DataFrame) -> Figure:
     """A panel a column, a line a contrast: its difference with its interval, below it its pairs as rings, 0 dashed.
 
     table: `contrasts.contrasts`. singles: `contrasts.pairs`.
     """
     columns = list(dict.fromkeys(table["column"]))
     names = list(dict.fromkeys(table["contrast"]))
-    height = {name: -index for index, name in enumerate(names)}
+    heights = {name: -index for index, name in enumerate(names)}
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(8.8, 0.9 + 0.45 * len(names)), layout="constrained")
-        row = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
-        for axes, column in zip(row, columns, strict=True):
+        axes_row = figure.subplots(1, len(columns), squeeze=False, sharey=True)[0]
+        for axes, column in zip(axes_row, columns, strict=True):
             axes.axvline(0, color="#888888", linestyle=(0, (4, 3)), linewidth=1, zorder=0)
-            rings = singles[singles["column"] == column]
+            pair_rows = pair_table[pair_table["column"] == column]
             axes.scatter(
-                rings["difference"], rings["contrast"].map(height) - 0.24, s=16, facecolor="none", edgecolor="#888888"
+                pair_rows["difference"],
+                pair_rows["contrast"].map(heights) - 0.24,
+                s=16,
+                facecolor="none",
+                edgecolor="#888888",
             )
-            own = table[table["column"] == column]
-            axes.hlines(own["contrast"].map(height), own["low"], own["high"], color=INK, linewidth=2, zorder=3)
-            axes.scatter(own["difference"], own["contrast"].map(height), s=30, color=INK, zorder=4)
+            contrast_rows = table[table["column"] == column]
+            axes.hlines(
+                contrast_rows["contrast"].map(heights),
+                contrast_rows["low"],
+                contrast_rows["high"],
+                color=TEXT_COLOR,
+                linewidth=2,
+                zorder=3,
+            )
+            axes.scatter(
+                contrast_rows["difference"], contrast_rows["contrast"].map(heights), s=30, color=TEXT_COLOR, zorder=4
+            )
             axes.set_xlabel(f"{column},\nfirst minus second")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
-        row[0].set_yticks(list(height.values()), [fill(name, 34) for name in names])
-        row[0].set_ylim(-len(names) + 0.4, 0.6)
+        axes_row[0].set_yticks(list(heights.values()), [fill(name, 34) for name in names])
+        axes_row[0].set_ylim(-len(names) + 0.4, 0.6)
     return figure

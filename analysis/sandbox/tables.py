@@ -14,20 +14,20 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from analysis.data.compare import SCORED, SEEDS_FOR_SEEDS, arms, runs_of, single
+from analysis.data.compare import SCORED_STATUSES, MIN_SEEDS, list_arms, select_runs, require_single_study
 from analysis.data.families import Row
-from analysis.data.frames import StudyFrames, records
-from analysis.published.reproduction import spread_of
-from analysis.stats.estimates import Estimate, Sample, holm, mean_over_seeds, welch
-from analysis.sweep.series import curves
+from analysis.data.frames import StudyFrames, to_records
+from analysis.published.reproduction import sample_std
+from analysis.stats.estimates import Estimate, SampleStats, holm_adjust, mean_over_seeds, welch_t_test
+from analysis.sweep.series import make_curves
 from trainable.runs.records import STATUSES
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
-FINALS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("final_"))
-FIRST_STEPS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("first_step_"))
-MEANS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("mean_"))
-SEPARATORS = "final_greedy_separator_rate"
-COMPARED = (*(name for name in FINALS if name != SEPARATORS), "mean_entropy")
+FINAL_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("final_"))
+FIRST_STEP_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("first_step_"))
+MEAN_COLUMNS = tuple(column.name for column in TRIAL_COLUMNS if column.name.startswith("mean_"))
+SEPARATOR_COLUMN = "final_greedy_separator_rate"
+COMPARED_COLUMNS = (*(name for name in FINAL_COLUMNS if name != SEPARATOR_COLUMN), "mean_entropy")
 
 
 @dataclass(frozen=True)
@@ -38,56 +38,58 @@ class Panel:
     label: str
 
 
-ERROR = Panel("test_error", "test error (share)")
-ENTROPY = Panel("entropy", "entropy (nats)")
-PANELS: Mapping[str, tuple[Panel, ...]] = {
-    "replay": (ERROR, Panel("replay_age", "age of the batch (updates)")),
+ERROR_PANEL = Panel("test_error", "test error (share)")
+ENTROPY_PANEL = Panel("entropy", "entropy (nats)")
+STUDY_PANELS: Mapping[str, tuple[Panel, ...]] = {
+    "replay": (ERROR_PANEL, Panel("replay_age", "age of the batch (updates)")),
     "partial-credit": (
         Panel("test_error", "test error, scored (share)"),
         Panel("test_error_unscored", "test error, not scored (share)"),
     ),
-    "dense-correction": (ERROR, Panel("chain_reward", "chain reward (reward)")),
+    "dense-correction": (ERROR_PANEL, Panel("chain_reward", "chain reward (reward)")),
 }
 """Which columns the figure of a study draws; of another study those of `STANDARD`."""
-STANDARD = (ERROR, ENTROPY)
+DEFAULT_PANELS = (ERROR_PANEL, ENTROPY_PANEL)
 
 
-def panels(frames: StudyFrames) -> tuple[Panel, ...]:
+def select_panels(frames: StudyFrames) -> tuple[Panel, ...]:
     """The panels of the study that some run has a value for."""
-    wanted = PANELS.get(single(frames).studies[0]["name"], STANDARD)
-    return tuple(panel for panel in wanted if frames.steps[panel.column].notna().any())
+    study_panels = STUDY_PANELS.get(require_single_study(frames).studies[0]["name"], DEFAULT_PANELS)
+    return tuple(panel for panel in study_panels if frames.steps[panel.column].notna().any())
 
 
-def arm_numbers(frames: StudyFrames) -> pd.DataFrame:
+def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:
     """One row an arm and measured trial column, in their order: the number over the arm's scored runs.
 
     Columns: arm, column, mean, standard_error, standard_deviation, n, scored, without: the seeds of scored runs that
     have no value, such as those that never reach a step. One value has neither error nor deviation.
     """
-    measured = [name for name in (*FINALS, *FIRST_STEPS, *MEANS) if frames.trials[name].notna().any()]
-    scored = {arm: runs_of(frames, arm, scored=True) for arm in arms(frames)}
-    rows = [_number(runs, arm, name) for name in measured for arm, runs in scored.items()]
-    names = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored", "without"]
-    return pd.DataFrame(rows, columns=names)
+    measured_columns = [
+        name for name in (*FINAL_COLUMNS, *FIRST_STEP_COLUMNS, *MEAN_COLUMNS) if frames.trials[name].notna().any()
+    ]
+    scored_runs = {arm: select_runs(frames, arm, scored_only=True) for arm in list_arms(frames)}
+    rows = [_make_statistics_row(runs, arm, name) for name in measured_columns for arm, runs in scored_runs.items()]
+    columns = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored", "without"]
+    return pd.DataFrame(rows, columns=columns)
 
 
-def _number(runs: pd.DataFrame, arm: str, name: str) -> Row:
-    values = runs[name].dropna().to_numpy(dtype=float)
-    spread = spread_of(values)
-    missing = ", ".join(str(seed) for seed in runs.loc[runs[name].isna(), "seed"])
+def _make_statistics_row(runs: pd.DataFrame, arm: str, column: str) -> Row:
+    values = runs[column].dropna().to_numpy(dtype=float)
+    std = sample_std(values)
+    missing_seeds = ", ".join(str(seed) for seed in runs.loc[runs[column].isna(), "seed"])
     return {
         "arm": arm,
-        "column": name,
+        "column": column,
         "mean": float(values.mean()) if len(values) else math.nan,
-        "standard_error": spread / math.sqrt(len(values)) if len(values) else math.nan,
-        "standard_deviation": spread,
+        "standard_error": std / math.sqrt(len(values)) if len(values) else math.nan,
+        "standard_deviation": std,
         "n": len(values),
         "scored": len(runs),
-        "without": missing,
+        "without": missing_seeds,
     }
 
 
-def differences(frames: StudyFrames) -> pd.DataFrame:
+def compute_differences(frames: StudyFrames) -> pd.DataFrame:
     """One row a column of `COMPARED` and arm other than the baseline: arm minus baseline, with interval and Holm's p.
 
     Paired by seed where `SEEDS_FOR_SEEDS` seeds have both, else Welch's where both arms have that many runs, else
@@ -95,90 +97,104 @@ def differences(frames: StudyFrames) -> pd.DataFrame:
     outcome, and the other columns describe it. First steps are not compared, as runs that never reach one have no
     number.
     """
-    baseline = str(single(frames).studies[0].get("baseline", ""))
-    measured = [name for name in COMPARED if frames.trials[name].notna().any()]
-    others = [arm for arm in arms(frames) if arm != baseline] if baseline in arms(frames) else []
-    scored = {arm: runs_of(frames, arm, scored=True).set_index("seed") for arm in arms(frames)}
+    baseline = str(require_single_study(frames).studies[0].get("baseline", ""))
+    measured_columns = [name for name in COMPARED_COLUMNS if frames.trials[name].notna().any()]
+    other_arms = [arm for arm in list_arms(frames) if arm != baseline] if baseline in list_arms(frames) else []
+    scored_runs = {arm: select_runs(frames, arm, scored_only=True).set_index("seed") for arm in list_arms(frames)}
     rows = [
-        {"arm": arm, "column": name, "baseline": baseline, **_difference(scored[arm][name], scored[baseline][name])}
-        for name in measured
-        for arm in others
+        {
+            "arm": arm,
+            "column": name,
+            "baseline": baseline,
+            **_compute_difference(scored_runs[arm][name], scored_runs[baseline][name]),
+        }
+        for name in measured_columns
+        for arm in other_arms
     ]
     table = pd.DataFrame(rows, columns=["arm", "column", "baseline", "difference", "low", "high", "n", "p", "basis"])
-    adjusted = [holm(own["p"].to_numpy(dtype=float)) for _, own in table.groupby("column", sort=False)]
-    return table.assign(p_holm=np.concatenate(adjusted) if adjusted else np.empty(0))
+    adjusted_p_values = [holm_adjust(own["p"].to_numpy(dtype=float)) for _, own in table.groupby("column", sort=False)]
+    return table.assign(p_holm=np.concatenate(adjusted_p_values) if adjusted_p_values else np.empty(0))
 
 
-def _difference(ours: "pd.Series[float]", theirs: "pd.Series[float]") -> Row:
+def _compute_difference(arm_values: "pd.Series[float]", baseline_values: "pd.Series[float]") -> Row:
     """Numbers of an arm and of the baseline by seed: their difference, with its interval and what that is over."""
-    ours, theirs = ours.dropna(), theirs.dropna()
-    seeds = [seed for seed in ours.index if seed in theirs.index]
-    paired = ours.loc[seeds] - theirs.loc[seeds]
-    found, basis = Estimate(float(ours.mean() - theirs.mean())), "no interval: fewer than 3 seeds"
-    if len(seeds) >= SEEDS_FOR_SEEDS:
-        found, basis = mean_over_seeds(paired), f"paired, {len(seeds)} seeds"
-    elif min(len(ours), len(theirs)) >= SEEDS_FOR_SEEDS:
-        found, basis = welch(_sample(ours), _sample(theirs)), f"not paired, {len(ours)} against {len(theirs)} runs"
+    arm_values, baseline_values = arm_values.dropna(), baseline_values.dropna()
+    seeds = [seed for seed in arm_values.index if seed in baseline_values.index]
+    paired_differences = arm_values.loc[seeds] - baseline_values.loc[seeds]
+    estimate, basis = Estimate(float(arm_values.mean() - baseline_values.mean())), "no interval: fewer than 3 seeds"
+    if len(seeds) >= MIN_SEEDS:
+        estimate, basis = mean_over_seeds(paired_differences), f"paired, {len(seeds)} seeds"
+    elif min(len(arm_values), len(baseline_values)) >= MIN_SEEDS:
+        estimate, basis = (
+            welch_t_test(_make_sample(arm_values), _make_sample(baseline_values)),
+            f"not paired, {len(arm_values)} against {len(baseline_values)} runs",
+        )
     elif len(seeds):
-        found = Estimate(float(paired.mean()))
-    names = {"difference": found.value, "low": found.low, "high": found.high, "n": found.n, "p": found.p}
-    return {**names, "basis": basis}
+        estimate = Estimate(float(paired_differences.mean()))
+    estimate_columns = {
+        "difference": estimate.value,
+        "low": estimate.low,
+        "high": estimate.high,
+        "n": estimate.n,
+        "p": estimate.p,
+    }
+    return {**estimate_columns, "basis": basis}
 
 
-def _sample(values: ArrayLike) -> Sample:
-    numbers = np.asarray(values, dtype=float)
-    return Sample(float(numbers.mean()), spread_of(numbers), len(numbers))
+def _make_sample(values: ArrayLike) -> SampleStats:
+    array = np.asarray(values, dtype=float)
+    return SampleStats(float(array.mean()), sample_std(array), len(array))
 
 
-def means(frames: StudyFrames, column: str) -> pd.DataFrame:
+def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
     """Mean curve of each arm with its standard error: arm, step, value, error (NaN for one run), runs.
 
     Over scored runs, at the steps at which all of them have a value; a run that a rule stopped keeps its last one to
     the end, as it is scored.
     """
-    table = curves(frames, column)
-    order = pd.CategoricalDtype(arms(frames))
-    scored = table[table["status"].isin(SCORED)].astype({"arm": order})
-    wide = scored.pivot_table(index=["arm", "step"], columns="seed", values="value", observed=True)
-    stopped = scored.loc[scored["status"] == "early_stopped", ["arm", "seed"]].drop_duplicates()
-    for arm, seed in stopped.itertuples(index=False):
-        wide.loc[arm, seed] = wide.loc[arm, seed].ffill().to_numpy()
-    runs = wide.notna().groupby(level="arm", observed=True).transform("any").sum(axis=1)
-    error = wide.std(axis=1, ddof=1) / np.sqrt(runs)
-    numbers = pd.DataFrame({"value": wide.mean(axis=1), "error": error, "runs": runs})
-    return numbers[wide.count(axis=1) == runs].reset_index().astype({"arm": table["arm"].dtype})
+    table = make_curves(frames, column)
+    arm_dtype = pd.CategoricalDtype(list_arms(frames))
+    scored_points = table[table["status"].isin(SCORED_STATUSES)].astype({"arm": arm_dtype})
+    value_table = scored_points.pivot_table(index=["arm", "step"], columns="seed", values="value", observed=True)
+    stopped_runs = scored_points.loc[scored_points["status"] == "early_stopped", ["arm", "seed"]].drop_duplicates()
+    for arm, seed in stopped_runs.itertuples(index=False):
+        value_table.loc[arm, seed] = value_table.loc[arm, seed].ffill().to_numpy()
+    run_counts = value_table.notna().groupby(level="arm", observed=True).transform("any").sum(axis=1)
+    standard_error = value_table.std(axis=1, ddof=1) / np.sqrt(run_counts)
+    mean_curves = pd.DataFrame({"value": value_table.mean(axis=1), "error": standard_error, "runs": run_counts})
+    return mean_curves[value_table.count(axis=1) == run_counts].reset_index().astype({"arm": table["arm"].dtype})
 
 
-def statuses(frames: StudyFrames) -> list[Row]:
+def count_statuses(frames: StudyFrames) -> list[Row]:
     """One row an arm: how many of its runs ended how, and its last steps."""
     rows = []
-    for arm in arms(frames):
-        runs = runs_of(frames, arm)
+    for arm in list_arms(frames):
+        runs = select_runs(frames, arm)
         counts = {status: int((runs["status"] == status).sum()) for status in (*STATUSES, "running")}
         steps = sorted(set(runs["steps_done"]))
         rows.append({"arm": arm, "runs": len(runs), **counts, "steps": ", ".join(map(str, steps))})
     return rows
 
 
-def equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
+def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
     """Pairs of arms whose scored runs have the same numbers at the end in every seed, of two seeds or more."""
-    measured = [name for name in FINALS if frames.trials[name].notna().any()]
-    held: dict[str, Any] = {}
-    for arm in arms(frames):
-        runs = runs_of(frames, arm, scored=True).set_index("seed")[measured].sort_index()
-        if len(runs) > 1 and len(measured):
-            held[arm] = runs
-    return [(a, b) for a, b in combinations(held, 2) if held[a].equals(held[b])]
+    measured_columns = [name for name in FINAL_COLUMNS if frames.trials[name].notna().any()]
+    final_values: dict[str, Any] = {}
+    for arm in list_arms(frames):
+        runs = select_runs(frames, arm, scored_only=True).set_index("seed")[measured_columns].sort_index()
+        if len(runs) > 1 and len(measured_columns):
+            final_values[arm] = runs
+    return [(a, b) for a, b in combinations(final_values, 2) if final_values[a].equals(final_values[b])]
 
 
-def beside(table: pd.DataFrame, cells: Iterable[Row]) -> list[Row]:
+def add_published(table: pd.DataFrame, cells: Iterable[Row]) -> list[Row]:
     """Rows of `arm_numbers` with the published number of the same arm and column, where there is one.
 
     cells: rows of `reproduction`. Keys added: published_mean, published_spread, published_n (None without one).
     """
-    held = {(cell["arm"], cell["column"]): cell for cell in cells if cell["kind"] == "per seed"}
-    names = ("published_mean", "published_spread", "published_n")
+    published_cells = {(cell["arm"], cell["column"]): cell for cell in cells if cell["kind"] == "per seed"}
+    columns = ("published_mean", "published_spread", "published_n")
     return [
-        {**row, **{name: held.get((row["arm"], row["column"]), {}).get(name) for name in names}}
-        for row in records(table)
+        {**row, **{name: published_cells.get((row["arm"], row["column"]), {}).get(name) for name in columns}}
+        for row in to_records(table)
     ]

@@ -17,7 +17,7 @@ from scipy import stats
 
 Floats = NDArray[np.float64]
 NAN = float("nan")
-EXACT_PERMUTATIONS = 7
+MAX_EXACT_RUNS = 7
 
 
 class Estimate(NamedTuple):
@@ -40,18 +40,20 @@ class Trend(NamedTuple):
     n: int = 0
 
 
-def wilson(successes: float, n: float, level: float = 0.95) -> Estimate:
+def wilson_interval(successes: float, n: float, confidence_level: float = 0.95) -> Estimate:
     """Wilson's score interval of a share of n independent trials; n may be an effective number, thus not whole.
 
     Interval: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). Source: Wilson 1927. n = 0: (NaN, 0, 1).
     """
     if n <= 0:
         return Estimate(low=0.0, high=1.0)
-    z = float(stats.norm.ppf(0.5 + level / 2))
-    share = successes / n
-    centre = (share + z * z / (2 * n)) / (1 + z * z / n)
-    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-    return Estimate(share, max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half)), n=round(n))
+    z = float(stats.norm.ppf(0.5 + confidence_level / 2))
+    fraction = successes / n
+    centre = (fraction + z * z / (2 * n)) / (1 + z * z / n)
+    half_width = z * math.sqrt(fraction * (1 - fraction) / n + z * z / (4 * n * n)) / (1 + z * z / n)
+    return Estimate(
+        fraction, max(0.0, min(fraction, centre - half_width)), min(1.0, max(fraction, centre + half_width)), n=round(n)
+    )
 
 
 def cluster_sums(values: ArrayLike, clusters: ArrayLike) -> tuple[Floats, Floats]:
@@ -61,7 +63,7 @@ def cluster_sums(values: ArrayLike, clusters: ArrayLike) -> tuple[Floats, Floats
     return sums.astype(float), np.bincount(index).astype(float)
 
 
-def share_over_levels(success: ArrayLike, clusters: ArrayLike, level: float = 0.95) -> Estimate:
+def fraction_over_levels(success: ArrayLike, clusters: ArrayLike, confidence_level: float = 0.95) -> Estimate:
     """Share of successes (N,) with Wilson's interval at the effective number of episodes.
 
     Levels that are equal up to symmetry, and one level met by several runs, are not independent; `clusters` (N,)
@@ -72,14 +74,14 @@ def share_over_levels(success: ArrayLike, clusters: ArrayLike, level: float = 0.
     if values.size == 0:
         return Estimate()
     sums, counts = cluster_sums(values, clusters)
-    share, number = float(values.mean()), len(sums)
-    variance = number / max(number - 1, 1) * float(((sums - counts * share) ** 2).sum()) / values.size**2
-    effective = share * (1 - share) / variance if variance > 0 else float(number)
-    effective = min(effective, float(values.size))
-    return wilson(share * effective, effective, level)._replace(n=number)
+    fraction, num_clusters = float(values.mean()), len(sums)
+    variance = num_clusters / max(num_clusters - 1, 1) * float(((sums - counts * fraction) ** 2).sum()) / values.size**2
+    effective_n = fraction * (1 - fraction) / variance if variance > 0 else float(num_clusters)
+    effective_n = min(effective_n, float(values.size))
+    return wilson_interval(fraction * effective_n, effective_n, confidence_level)._replace(n=num_clusters)
 
 
-def difference_over_levels(differences: ArrayLike, clusters: ArrayLike, level: float = 0.95) -> Estimate:
+def difference_over_levels(differences: ArrayLike, clusters: ArrayLike, confidence_level: float = 0.95) -> Estimate:
     """Mean of paired per-level differences (N,), each in [-1, 1], with a cluster-robust interval. n is C.
 
     d = sum D / N is reported. The interval is d' +- t(C+1) s', where d' and s' are the mean and its cluster-robust
@@ -94,13 +96,13 @@ def difference_over_levels(differences: ArrayLike, clusters: ArrayLike, level: f
     if values.size == 0:
         return Estimate()
     sums, counts = cluster_sums(values, clusters)
-    size, number = values.size + 2, len(sums)
-    centre = float(values.sum()) / size
-    se = math.sqrt(float(((sums - counts * centre) ** 2).sum()) + 1 + 2 * centre**2) / size
-    return _interval(float(values.mean()), centre, se, number + 1, number, level)
+    adjusted_n, num_clusters = values.size + 2, len(sums)
+    centre = float(values.sum()) / adjusted_n
+    se = math.sqrt(float(((sums - counts * centre) ** 2).sum()) + 1 + 2 * centre**2) / adjusted_n
+    return _make_t_interval(float(values.mean()), centre, se, num_clusters + 1, num_clusters, confidence_level)
 
 
-def mean_over_seeds(per_seed: ArrayLike, level: float = 0.95) -> Estimate:
+def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = 0.95) -> Estimate:
     """Mean of one number a seed (n,), such as a paired difference, with Student's t interval; n < 2: no interval.
 
     Equal numbers give an interval of width zero: with a handful of seeds read it as "too few to tell".
@@ -110,42 +112,44 @@ def mean_over_seeds(per_seed: ArrayLike, level: float = 0.95) -> Estimate:
         return Estimate(float(values[0]) if values.size else NAN, n=values.size)
     se = float(values.std(ddof=1)) / math.sqrt(values.size)
     mean = float(values.mean())
-    return _interval(mean, mean, se, values.size - 1, values.size, level)
+    return _make_t_interval(mean, mean, se, values.size - 1, values.size, confidence_level)
 
 
-class Sample(NamedTuple):
+class SampleStats(NamedTuple):
     """What is known of n independent numbers: their mean and their standard deviation (ddof 1)."""
 
     mean: float
-    spread: float
+    std: float
     n: int
 
 
-def welch(ours: Sample, theirs: Sample, level: float = 0.95) -> Estimate:
+def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: float = 0.95) -> Estimate:
     """ours.mean - theirs.mean with Welch's t interval and p; n is that of both together.
 
     se^2 = s1^2/n1 + s2^2/n2, df = se^4 / sum (s^2/n)^2 / (n - 1). Source: Welch 1947. Fewer than 2 numbers on a side:
     no interval. Two spreads of 0 have no test: the caller decides what stands for them.
     """
-    value = ours.mean - theirs.mean
-    if min(ours.n, theirs.n) < 2:
-        return Estimate(value, n=ours.n + theirs.n)
-    parts = [side.spread**2 / side.n for side in (ours, theirs)]
-    se = math.sqrt(sum(parts))
-    below = sum(part**2 / (side.n - 1) for part, side in zip(parts, (ours, theirs), strict=True))
-    df = se**4 / below if below > 0 else NAN
-    half = float(stats.t.ppf(0.5 + level / 2, df)) * se
-    p = float(stats.ttest_ind_from_stats(*ours, *theirs, equal_var=False).pvalue) if se > 0 else NAN
-    return Estimate(value, value - half, value + half, ours.n + theirs.n, se, df, p)
+    value = sample.mean - reference.mean
+    if min(sample.n, reference.n) < 2:
+        return Estimate(value, n=sample.n + reference.n)
+    squared_errors = [side.std**2 / side.n for side in (sample, reference)]
+    se = math.sqrt(sum(squared_errors))
+    df_denominator = sum(
+        squared_error**2 / (side.n - 1) for squared_error, side in zip(squared_errors, (sample, reference), strict=True)
+    )
+    df = se**4 / df_denominator if df_denominator > 0 else NAN
+    half_width = float(stats.t.ppf(0.5 + confidence_level / 2, df)) * se
+    p = float(stats.ttest_ind_from_stats(*sample, *reference, equal_var=False).pvalue) if se > 0 else NAN
+    return Estimate(value, value - half_width, value + half_width, sample.n + reference.n, se, df, p)
 
 
-def _interval(value: float, centre: float, se: float, df: int, n: int, level: float) -> Estimate:
-    half = float(stats.t.ppf(0.5 + level / 2, df)) * se
+def _make_t_interval(value: float, centre: float, se: float, df: int, n: int, confidence_level: float) -> Estimate:
+    half_width = float(stats.t.ppf(0.5 + confidence_level / 2, df)) * se
     p = 2 * float(stats.t.sf(abs(centre) / se, df)) if se > 0 else float(centre == 0)
-    return Estimate(value, centre - half, centre + half, n, se, df, p)
+    return Estimate(value, centre - half_width, centre + half_width, n, se, df, p)
 
 
-def holm(p_values: ArrayLike) -> Floats:
+def holm_adjust(p_values: ArrayLike) -> Floats:
     """Holm's step-down adjusted p-values (m,) -> (m,): max over smaller p of (m - rank) p, cut at 1. NaN stays NaN."""
     p = np.asarray(p_values, dtype=float)
     adjusted = np.full(p.shape, NAN)
@@ -157,7 +161,9 @@ def holm(p_values: ArrayLike) -> Floats:
     return adjusted
 
 
-def detectable_difference(se: float, df: float, comparisons: int = 1, power: float = 0.8, level: float = 0.95) -> float:
+def detectable_difference(
+    se: float, df: float, comparisons: int = 1, power: float = 0.8, confidence_level: float = 0.95
+) -> float:
     """Smallest true difference that a test with this standard error finds with probability `power`.
 
     (t(1 - alpha/2m) + t(power)) se, alpha = 1 - level, m comparisons: the hardest step of Holm's procedure. It uses the
@@ -165,12 +171,12 @@ def detectable_difference(se: float, df: float, comparisons: int = 1, power: flo
     """
     if not (se > 0 and df > 0):
         return NAN
-    tail = (1 - level) / 2 / max(comparisons, 1)
+    tail = (1 - confidence_level) / 2 / max(comparisons, 1)
     return float(stats.t.ppf(1 - tail, df) + stats.t.ppf(power, df)) * se
 
 
 def spearman_trend(
-    axis: ArrayLike, outcome: ArrayLike, blocks: ArrayLike, generator: np.random.Generator, draws: int = 9999
+    axis: ArrayLike, outcome: ArrayLike, blocks: ArrayLike, generator: np.random.Generator, num_permutations: int = 9999
 ) -> Trend:
     """Spearman's rank correlation of outcome (n,) with axis (n,); p by permuting outcomes within each block (n,).
 
@@ -183,23 +189,25 @@ def spearman_trend(
     ranks_x, ranks_y = (stats.rankdata(values) - (len(x) + 1) / 2 for values in (x, y))
     norm = math.sqrt(float((ranks_x**2).sum() * (ranks_y**2).sum()))
     rho = float(ranks_x @ ranks_y) / norm
-    if len(np.unique(block)) == 1 and len(x) <= EXACT_PERMUTATIONS:
-        shuffled, seen = np.array(list(permutations(ranks_y))), 0
+    if len(np.unique(block)) == 1 and len(x) <= MAX_EXACT_RUNS:
+        permuted_ranks, observed_count = np.array(list(permutations(ranks_y))), 0
     else:
-        shuffled, seen = _within_blocks(ranks_y, block, generator, draws), 1
-    far = np.abs(shuffled @ ranks_x) / norm >= abs(rho) - 1e-12
-    return Trend(rho, (seen + int(far.sum())) / (seen + len(far)), len(x))
+        permuted_ranks, observed_count = _permute_within_blocks(ranks_y, block, generator, num_permutations), 1
+    is_extreme = np.abs(permuted_ranks @ ranks_x) / norm >= abs(rho) - 1e-12
+    return Trend(rho, (observed_count + int(is_extreme.sum())) / (observed_count + len(is_extreme)), len(x))
 
 
-def _within_blocks(values: Floats, blocks: NDArray[np.generic], generator: np.random.Generator, draws: int) -> Floats:
-    shuffled = np.tile(values, (draws, 1))
+def _permute_within_blocks(
+    values: Floats, blocks: NDArray[np.generic], generator: np.random.Generator, num_permutations: int
+) -> Floats:
+    permuted_values = np.tile(values, (num_permutations, 1))
     for block in np.unique(blocks):
         columns = np.flatnonzero(blocks == block)
-        shuffled[:, columns] = generator.permuted(shuffled[:, columns], axis=1)
-    return shuffled
+        permuted_values[:, columns] = generator.permuted(permuted_values[:, columns], axis=1)
+    return permuted_values
 
 
-def page_trend(outcomes: ArrayLike) -> float:
+def page_trend_p_value(outcomes: ArrayLike) -> float:
     """Two-sided p of Page's test for an ordered alternative: outcomes (seeds, arms), arms in the order of the axis.
 
     Twice the smaller one-sided p, cut at 1. Fewer than 2 seeds or 3 arms: NaN.
@@ -211,7 +219,7 @@ def page_trend(outcomes: ArrayLike) -> float:
     return min(1.0, 2 * min(one_sided))
 
 
-def area_under_curve(steps: ArrayLike, values: ArrayLike, until: float) -> float:
+def area_under_curve(steps: ArrayLike, values: ArrayLike, end_step: float) -> float:
     """Mean height of the curve through (steps, values) from its first step to `until`, by trapezoids.
 
     A curve that ends early keeps its last value to `until`: a stopped run goes on at what it had. Points beyond `until`
@@ -220,11 +228,11 @@ def area_under_curve(steps: ArrayLike, values: ArrayLike, until: float) -> float
     x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
     if x.size == 0:
         return NAN
-    if until <= x[0]:
+    if end_step <= x[0]:
         return float(y[0])
-    grid = np.append(x[x < until], until)
+    grid = np.append(x[x < end_step], end_step)
     heights = np.interp(grid, x, y)
-    return float(np.trapezoid(heights, grid)) / (until - float(x[0]))
+    return float(np.trapezoid(heights, grid)) / (end_step - float(x[0]))
 
 
 def probability_of_improvement(arm: ArrayLike, baseline: ArrayLike) -> float:
@@ -238,13 +246,13 @@ def probability_of_improvement(arm: ArrayLike, baseline: ArrayLike) -> float:
     return float(np.mean((x[:, None] > y) + 0.5 * (x[:, None] == y)))
 
 
-def survival(ends: ArrayLike, stopped: ArrayLike) -> tuple[Floats, Floats]:
+def kaplan_meier(end_steps: ArrayLike, is_stopped: ArrayLike) -> tuple[Floats, Floats]:
     """Kaplan-Meier share of runs not stopped after each step at which one was: (steps, shares), from step 0.
 
     ends (n,): last step of each run. stopped (n,): True where a rule ended it there, False where it was followed no
     further for another reason. Without a stop the curve is the one point (0, 1).
     """
-    ends, stopped = np.asarray(ends, dtype=float), np.asarray(stopped, dtype=bool)
-    steps = np.unique(ends[stopped])
-    factors = [1 - np.sum(stopped & (ends == step)) / np.sum(ends >= step) for step in steps]
+    end_steps, is_stopped = np.asarray(end_steps, dtype=float), np.asarray(is_stopped, dtype=bool)
+    steps = np.unique(end_steps[is_stopped])
+    factors = [1 - np.sum(is_stopped & (end_steps == step)) / np.sum(end_steps >= step) for step in steps]
     return np.concatenate([[0.0], steps]), np.concatenate([[1.0], np.cumprod(factors)])

@@ -15,18 +15,18 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-STOPPED = "#d55e00"
+STOPPED_COLOR = "#d55e00"
 WORD_COLORS = ("#555555", "#a6761d", "#999999")
-GHOST = "#dcdcdc"
-INK = "#333333"
-MOST_NAMES = 12
-MOST_LETTERS = 60
+GHOST_COLOR = "#dcdcdc"
+TEXT_COLOR = "#333333"
+MAX_LEGEND_NAMES = 12
+MAX_LEGEND_LETTERS = 60
 STYLE: Mapping[str, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
-    "text.color": INK,
+    "text.color": TEXT_COLOR,
     "axes.edgecolor": "#888888",
-    "axes.labelcolor": INK,
+    "axes.labelcolor": TEXT_COLOR,
     "axes.titlesize": 9,
     "axes.titley": 1.0,  # a place of its own: looking for one above the ticks takes a fifth of the drawing
     "axes.spines.top": False,
@@ -37,25 +37,25 @@ STYLE: Mapping[str, Any] = {
     "grid.color": "#ececec",
     "xtick.color": "#666666",
     "ytick.color": "#666666",
-    "xtick.labelcolor": INK,
-    "ytick.labelcolor": INK,
+    "xtick.labelcolor": TEXT_COLOR,
+    "ytick.labelcolor": TEXT_COLOR,
     "legend.frameon": False,
     "figure.facecolor": "white",
     "svg.fonttype": "path",
 }
 
 
-def arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str, str]:
+def make_arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str, str]:
     """A colour for each arm: along the map in the order given, greys and browns for `words` such as nofilter."""
-    ordered = [arm for arm in arms if arm not in words]
-    shades = mpl.colormaps["viridis"](np.linspace(0.0, 0.82, max(len(ordered), 1)))
-    colors = {arm: mpl.colors.to_hex(shade) for arm, shade in zip(ordered, shades, strict=False)}
+    ordered_arms = [arm for arm in arms if arm not in words]
+    shades = mpl.colormaps["viridis"](np.linspace(0.0, 0.82, max(len(ordered_arms), 1)))
+    colors = {arm: mpl.colors.to_hex(shade) for arm, shade in zip(ordered_arms, shades, strict=False)}
     return colors | {word: WORD_COLORS[index % len(WORD_COLORS)] for index, word in enumerate(words)}
 
 
-def lighter(color: str, part: float) -> str:
+def lighten_color(color: str, white_fraction: float) -> str:
     """`color` with that part of white in it, from 0 to 1."""
-    return mpl.colors.to_hex([part + (1 - part) * own for own in mpl.colors.to_rgb(color)])
+    return mpl.colors.to_hex([white_fraction + (1 - white_fraction) * channel for channel in mpl.colors.to_rgb(color)])
 
 
 def draw_dose_response(table: pd.DataFrame, runs: pd.DataFrame, setting: str) -> Figure:
@@ -63,52 +63,62 @@ def draw_dose_response(table: pd.DataFrame, runs: pd.DataFrame, setting: str) ->
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(8.0, 4.2), layout="constrained")
         axes = figure.add_subplot()
-        _base_lines(axes, table)
-        colors = arm_colors(table["arm"].to_list(), table.loc[table["named"], "arm"].to_list())
+        _draw_base_lines(axes, table)
+        colors = make_arm_colors(table["arm"].to_list(), table.loc[table["named"], "arm"].to_list())
         on_scale = table[~table["named"] & ((table["axis_value"] > 0) | (table["scale"] == "rank"))]
         axes.plot(on_scale["x"], on_scale["success"], color="#bbbbbb", linewidth=1, zorder=1)
         for row in table.itertuples():
-            _arm_point(axes, row, colors[str(row.arm)])
+            _draw_arm_point(axes, row, colors[str(row.arm)])
         if len(runs) > len(table):
-            axes.scatter(runs["x"], runs["outcome"], s=9, color=INK, alpha=0.55, zorder=4, label="single runs")
-        _separators(axes, table)
-        _dose_axes(axes, table, setting)
-        _dose_legend(axes, table)
+            axes.scatter(runs["x"], runs["outcome"], s=9, color=TEXT_COLOR, alpha=0.55, zorder=4, label="single runs")
+        _draw_separators(axes, table)
+        _set_dose_axes(axes, table, setting)
+        _add_dose_legend(axes, table)
     return figure
 
 
-def _base_lines(axes: Any, table: pd.DataFrame) -> None:
+def _draw_base_lines(axes: Any, table: pd.DataFrame) -> None:
     for column, style, label in (("base", "--", "base, sampled"), ("base_greedy", ":", "base, greedy")):
         value = float(table[column].iloc[0])
         if not np.isnan(value):
             axes.axhline(value, color="#777777", linestyle=style, linewidth=1.1, zorder=0, label=label)
 
 
-def _arm_point(axes: Any, row: Any, color: str) -> None:
+def _draw_arm_point(axes: Any, row: Any, color: str) -> None:
     """Sampled success with its interval; greedy and test beside it, open."""
-    failed = row.scored and row.early_stopped == row.scored
-    color = STOPPED if failed else color
+    has_failed = row.scored and row.early_stopped == row.scored
+    color = STOPPED_COLOR if has_failed else color
     if not np.isnan(row.low):
         axes.plot([row.x, row.x], [row.low, row.high], color=color, linewidth=2, solid_capstyle="butt", zorder=2)
-    edge = STOPPED if row.early_stopped else color
+    edge_color = STOPPED_COLOR if row.early_stopped else color
     axes.scatter(
-        row.x, row.success, s=52, marker="X" if failed else "o", color=color, edgecolor=edge, linewidth=1.6, zorder=3
+        row.x,
+        row.success,
+        s=52,
+        marker="X" if has_failed else "o",
+        color=color,
+        edgecolor=edge_color,
+        linewidth=1.6,
+        zorder=3,
     )
-    aside = 0.012 * max(axes.get_xlim()[1] - axes.get_xlim()[0], 1.0)
-    axes.scatter(row.x + aside, row.greedy, s=34, marker="^", facecolor="none", edgecolor=color, zorder=3)
-    axes.scatter(row.x - aside, row.test, s=30, marker="s", facecolor="none", edgecolor=color, zorder=3)
+    offset = 0.012 * max(axes.get_xlim()[1] - axes.get_xlim()[0], 1.0)
+    axes.scatter(row.x + offset, row.greedy, s=34, marker="^", facecolor="none", edgecolor=color, zorder=3)
+    axes.scatter(row.x - offset, row.test, s=30, marker="s", facecolor="none", edgecolor=color, zorder=3)
 
 
-def _separators(axes: Any, table: pd.DataFrame) -> None:
+def _draw_separators(axes: Any, table: pd.DataFrame) -> None:
     """Dotted lines between the scale and what stands apart from it."""
-    scale, words = table[~table["named"]], table[table["named"]]
-    apart, rest = scale[scale["axis_value"] <= 0], scale[scale["axis_value"] > 0]
-    for left, right in ((apart, rest), (scale, words)):
+    scale_rows, word_rows = table[~table["named"]], table[table["named"]]
+    nonpositive_rows, positive_rows = (
+        scale_rows[scale_rows["axis_value"] <= 0],
+        scale_rows[scale_rows["axis_value"] > 0],
+    )
+    for left, right in ((nonpositive_rows, positive_rows), (scale_rows, word_rows)):
         if len(left) and len(right):
             axes.axvline((left["x"].max() + right["x"].min()) / 2, color="#aaaaaa", linestyle=(0, (1, 3)), linewidth=1)
 
 
-def _dose_axes(axes: Any, table: pd.DataFrame, setting: str) -> None:
+def _set_dose_axes(axes: Any, table: pd.DataFrame, setting: str) -> None:
     note = "log scale; 0 and words stand apart" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
     axes.set_xticks(table["x"].to_list(), table["arm"].to_list())
     axes.set_xlabel(f"{setting}  ({note})")
@@ -118,25 +128,25 @@ def _dose_axes(axes: Any, table: pd.DataFrame, setting: str) -> None:
     axes.set_xlim(table["x"].min() - margin, table["x"].max() + margin)
 
 
-def _dose_legend(axes: Any, table: pd.DataFrame) -> None:
-    hollow = {"facecolor": "none", "edgecolor": INK}
-    stopped = table["early_stopped"] > 0
-    marks: list[tuple[str, Any, dict[str, Any]]] = [
-        ("validation, sampled", True, {"marker": "o", "color": INK}),
-        ("validation, greedy", table["greedy"].notna().any(), {"marker": "^", **hollow}),
-        ("test, sampled", table["test"].notna().any(), {"marker": "s", **hollow}),
+def _add_dose_legend(axes: Any, table: pd.DataFrame) -> None:
+    hollow_style = {"facecolor": "none", "edgecolor": TEXT_COLOR}
+    has_stopped = table["early_stopped"] > 0
+    legend_entries: list[tuple[str, Any, dict[str, Any]]] = [
+        ("validation, sampled", True, {"marker": "o", "color": TEXT_COLOR}),
+        ("validation, greedy", table["greedy"].notna().any(), {"marker": "^", **hollow_style}),
+        ("test, sampled", table["test"].notna().any(), {"marker": "s", **hollow_style}),
         (
             "every run stopped",
-            (stopped & (table["early_stopped"] == table["scored"])).any(),
-            {"marker": "X", "color": STOPPED},
+            (has_stopped & (table["early_stopped"] == table["scored"])).any(),
+            {"marker": "X", "color": STOPPED_COLOR},
         ),
         (
             "some runs stopped",
-            (stopped & (table["early_stopped"] < table["scored"])).any(),
-            {"marker": "o", "facecolor": INK, "edgecolor": STOPPED, "linewidth": 1.6},
+            (has_stopped & (table["early_stopped"] < table["scored"])).any(),
+            {"marker": "o", "facecolor": TEXT_COLOR, "edgecolor": STOPPED_COLOR, "linewidth": 1.6},
         ),
     ]
-    for label, _, style in filter(lambda mark: mark[1], marks):
+    for label, _, style in filter(lambda mark: mark[1], legend_entries):
         axes.scatter([], [], label=label, **style)
     axes.figure.legend(loc="outside lower center", ncols=4, fontsize=8)
 
@@ -149,25 +159,27 @@ def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, s
     arms = [arm for arm in colors if (table["arm"] == arm).any()]
     columns = 3 if len(arms) in (5, 6) else min(max(len(arms), 1), 4)
     rows = -(-max(len(arms), 1) // columns)
-    runs, names = dict(list(table.groupby("arm"))), table["arm"].to_numpy(dtype=object)
+    runs, point_arms = dict(list(table.groupby("arm"))), table["arm"].to_numpy(dtype=object)
     points = table[["step", "value"]].to_numpy(dtype=float)
-    numbers = pd.factorize(table["run_id"])[0]
+    run_indices = pd.factorize(table["run_id"])[0]
     with mpl.rc_context(dict(STYLE)):
-        size = (8.4, 0.7 + 1.75 * rows)
-        figure = Figure(figsize=size)
+        figure_size = (8.4, 0.7 + 1.75 * rows)
+        figure = Figure(figsize=figure_size)
         # Equal panels need no search for a layout, which takes longer than all else where there are many.
-        margins = {"left": 0.7 / size[0], "right": 1 - 0.15 / size[0], "bottom": 0.55 / size[1]}
-        gaps = {"top": 1 - 0.3 / size[1], "wspace": 0.08, "hspace": 0.35}
+        margins = {"left": 0.7 / figure_size[0], "right": 1 - 0.15 / figure_size[0], "bottom": 0.55 / figure_size[1]}
+        spacing = {"top": 1 - 0.3 / figure_size[1], "wspace": 0.08, "hspace": 0.35}
         panels = figure.subplots(
-            rows, columns, sharex=True, sharey=True, squeeze=False, gridspec_kw={**margins, **gaps}
+            rows, columns, sharex=True, sharey=True, squeeze=False, gridspec_kw={**margins, **spacing}
         )
-        room = 72 * (size[0] - 0.85) / columns / 0.66  # points that a title has, by those of a letter of one point
-        title = min(mpl.rcParams["axes.titlesize"], room / max((len(arm) for arm in arms), default=1))
+        title_width = (
+            72 * (figure_size[0] - 0.85) / columns / 0.66
+        )  # points that a title has, by those of a letter of one point
+        title_size = min(mpl.rcParams["axes.titlesize"], title_width / max((len(arm) for arm in arms), default=1))
         for panel, arm in zip(panels.flat, arms, strict=False):
-            ghosts = _as_one_line(points[names != arm], numbers[names != arm])
-            panel.plot(*ghosts, color=GHOST, linewidth=0.8, zorder=1)
-            _runs(panel, runs[arm], means[means["arm"] == arm], colors[arm])
-            panel.set_title(arm, loc="left", color=colors[arm], fontweight="bold", fontsize=title)
+            ghost_line = _as_one_line(points[point_arms != arm], run_indices[point_arms != arm])
+            panel.plot(*ghost_line, color=GHOST_COLOR, linewidth=0.8, zorder=1)
+            _draw_runs(panel, runs[arm], means[means["arm"] == arm], colors[arm])
+            panel.set_title(arm, loc="left", color=colors[arm], fontweight="bold", fontsize=title_size)
         for panel in panels.flat[max(len(arms) - columns, 0) : len(arms)]:
             panel.tick_params(labelbottom=True)
         for panel in panels.flat[len(arms) :]:
@@ -176,35 +188,39 @@ def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, s
             panels[0, 0].set_ylim(bottom=min(0.0, 1.05 * table["value"].min()))
             panels[0, 0].xaxis.set_major_locator(MaxNLocator(4, integer=True))  # the panels share both
             panels[0, 0].yaxis.set_major_locator(MaxNLocator(4))
-        figure.supxlabel("training step", y=0.1 / size[1], va="bottom", fontsize=9)
-        figure.supylabel(label, x=0.1 / size[0], ha="left", fontsize=9)
+        figure.supxlabel("training step", y=0.1 / figure_size[1], va="bottom", fontsize=9)
+        figure.supylabel(label, x=0.1 / figure_size[0], ha="left", fontsize=9)
     return figure
 
 
-def _runs(panel: Any, runs: pd.DataFrame, mean: pd.DataFrame, color: str) -> None:
+def _draw_runs(panel: Any, runs: pd.DataFrame, mean: pd.DataFrame, color: str) -> None:
     for _, run in runs.groupby("run_id", sort=False):
-        thin = {"linewidth": 0.9, "alpha": 0.6} if len(mean) else {"linewidth": 1.8}
-        panel.plot(run["step"], run["value"], color=color, zorder=2, **thin)
-        _end_mark(panel, run)
+        line_style = {"linewidth": 0.9, "alpha": 0.6} if len(mean) else {"linewidth": 1.8}
+        panel.plot(run["step"], run["value"], color=color, zorder=2, **line_style)
+        _draw_end_mark(panel, run)
     if len(mean):
         panel.plot(mean["step"], mean["value"], color=color, linewidth=2.2, zorder=3)
 
 
-def _as_one_line(points: NDArray[np.float64], runs: NDArray[np.intp]) -> NDArray[np.float64]:
+def _as_one_line(points: NDArray[np.float64], run_indices: NDArray[np.intp]) -> NDArray[np.float64]:
     """Points (N, 2) of many runs, one after another, with a gap after each, (2, N + gaps).
 
     A line for each of them in each panel takes seconds. runs: (N,) which run a point is of.
     """
-    return np.insert(points, np.flatnonzero(np.diff(runs)) + 1, np.nan, axis=0).T
+    return np.insert(points, np.flatnonzero(np.diff(run_indices)) + 1, np.nan, axis=0).T
 
 
-def _end_mark(panel: Any, run: pd.DataFrame) -> None:
+def _draw_end_mark(panel: Any, run: pd.DataFrame) -> None:
     """How a run ended, where that is not by its last step."""
-    status, end = run["status"].iloc[-1], run.iloc[-1]
+    status, last_row = run["status"].iloc[-1], run.iloc[-1]
     if status == "early_stopped":
-        panel.scatter(end["step"], end["value"], marker="X", s=42, color=STOPPED, zorder=4, clip_on=False)
+        panel.scatter(
+            last_row["step"], last_row["value"], marker="X", s=42, color=STOPPED_COLOR, zorder=4, clip_on=False
+        )
     elif status != "completed":
-        panel.scatter(end["step"], end["value"], marker="o", s=26, facecolor="white", edgecolor=INK, zorder=4)
+        panel.scatter(
+            last_row["step"], last_row["value"], marker="o", s=26, facecolor="white", edgecolor=TEXT_COLOR, zorder=4
+        )
 
 
 def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
@@ -218,8 +234,10 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
         panels = figure.subplots(len(measures), 1, sharex=True, squeeze=False)[:, 0]
         for axes, measure in zip(panels, measures, strict=True):
             rows = table[table["measure"] == measure]
-            for arm, own in rows.groupby("arm", sort=False):
-                axes.plot(own["step"], own["value"], color=colors[arm], linewidth=1.4, marker=".", markersize=3)
+            for arm, arm_rows in rows.groupby("arm", sort=False):
+                axes.plot(
+                    arm_rows["step"], arm_rows["value"], color=colors[arm], linewidth=1.4, marker=".", markersize=3
+                )
             chance = rows.dropna(subset="chance").drop_duplicates("step").sort_values("step")
             if len(chance):
                 axes.plot(chance["step"], chance["chance"], color="#777777", linestyle="--", linewidth=1.1, marker=".")
@@ -227,37 +245,43 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
             axes.set_ylim(bottom=0)
         panels[-1].set_xlabel("training step")
         panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-        name_lines(figure, {arm: color for arm, color in colors.items() if (table["arm"] == arm).any()})
+        add_line_legend(figure, {arm: color for arm, color in colors.items() if (table["arm"] == arm).any()})
     return figure
 
 
-def name_lines(figure: Figure, colors: Mapping[str, str]) -> None:
+def add_line_legend(figure: Figure, colors: Mapping[str, str]) -> None:
     """A legend of lines by colour, right of the panels; where there are many, of some of them, evenly spaced."""
     names = list(colors)
-    shown = names
-    if len(names) > MOST_NAMES:
-        shown = [names[index] for index in np.linspace(0, len(names) - 1, MOST_NAMES).round().astype(int)]
-    handles = [Line2D([], [], color=colors[name], linewidth=2, label=name) for name in shown]
-    title = "" if len(shown) == len(names) else f"{len(shown)} of {len(names)}"
+    shown_names = names
+    if len(names) > MAX_LEGEND_NAMES:
+        shown_names = [names[index] for index in np.linspace(0, len(names) - 1, MAX_LEGEND_NAMES).round().astype(int)]
+    handles = [Line2D([], [], color=colors[name], linewidth=2, label=name) for name in shown_names]
+    title = "" if len(shown_names) == len(names) else f"{len(shown_names)} of {len(names)}"
     figure.legend(handles=handles, loc="outside right upper", fontsize=8, title=title, title_fontsize=8)
 
 
 def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
     """Share of runs not stopped against the step; arms without a stop are one line. table: `series.stop_survival`."""
     with mpl.rc_context(dict(STYLE)):
-        lines = table["arm"].nunique()
-        figure = Figure(figsize=(8.0, max(2.8, 0.6 + 0.19 * lines)), layout="constrained")
+        num_arms = table["arm"].nunique()
+        figure = Figure(figsize=(8.0, max(2.8, 0.6 + 0.19 * num_arms)), layout="constrained")
         axes = figure.add_subplot()
-        never = table[table["stopped"] == 0]
-        if len(never):
-            names = ", ".join(dict.fromkeys(never["arm"]))
-            names = names if len(names) <= MOST_LETTERS else f"{never['arm'].nunique()} of {lines}"
-            axes.plot([0, never["step"].max()], [1, 1], color="#999999", linewidth=1.5, label=f"never stopped: {names}")
+        never_stopped = table[table["stopped"] == 0]
+        if len(never_stopped):
+            names = ", ".join(dict.fromkeys(never_stopped["arm"]))
+            names = names if len(names) <= MAX_LEGEND_LETTERS else f"{never_stopped['arm'].nunique()} of {num_arms}"
+            axes.plot(
+                [0, never_stopped["step"].max()],
+                [1, 1],
+                color="#999999",
+                linewidth=1.5,
+                label=f"never stopped: {names}",
+            )
         for arm, rows in table[table["stopped"] > 0].groupby("arm", sort=False):
             label = f"{arm}: {rows['stopped'].iloc[0]} of {rows['runs'].iloc[0]} stopped"
             axes.step(rows["step"], rows["share"], where="post", color=colors[str(arm)], linewidth=2, label=label)
-            falls = rows[rows["share"].diff() < 0]
-            axes.scatter(falls["step"], falls["share"], marker="X", s=42, color=STOPPED, zorder=4, clip_on=False)
+            drops = rows[rows["share"].diff() < 0]
+            axes.scatter(drops["step"], drops["share"], marker="X", s=42, color=STOPPED_COLOR, zorder=4, clip_on=False)
         axes.set_ylim(-0.03, 1.06)
         axes.set_xlim(left=0)
         axes.set_xlabel("training step")

@@ -6,168 +6,186 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED, arms, runs_of, single
-from analysis.data.frames import StudyFrames, records, same_rows
-from analysis.stats.estimates import survival
+from analysis.data.compare import SCORED_STATUSES, list_arms, select_runs, require_single_study
+from analysis.data.frames import StudyFrames, to_records, diff_frames
+from analysis.stats.estimates import kaplan_meier
 
-BUDGETS = ("total_optimizer_steps", "total_env_steps", "total_sampled_tokens", "total_trained_tokens", "seconds_total")
-RETRIEVALS = {
+BUDGET_COLUMNS = (
+    "total_optimizer_steps",
+    "total_env_steps",
+    "total_sampled_tokens",
+    "total_trained_tokens",
+    "seconds_total",
+)
+RETRIEVAL_LABELS = {
     "collapse_trajectory_retrieval_accuracy": "retrieval, all turns (share)",
     "collapse_first_turn_retrieval_accuracy": "retrieval, first turns (share)",
 }
 
 
-def curves(frames: StudyFrames, column: str) -> pd.DataFrame:
+def make_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
     """One row a run and step at which the step column `column` has a value: arm, seed, run_id, status, step, value.
 
     A column with a value before training (val_success and its like) has it at step 0.
     """
-    columns = {each.name for family in frames.families for each in family.step_columns}
+    columns = {step_column.name for family in frames.families for step_column in family.step_columns}
     if column not in columns:
         raise ValueError(f"There is no step column `{column}`; docs/metrics.md lists them all.")
-    status = dict(zip(single(frames).trials["run_id"], frames.trials["status"], strict=True))
+    status = dict(zip(require_single_study(frames).trials["run_id"], frames.trials["status"], strict=True))
     names = ["arm", "seed", "run_id", "step"]
-    parts = [frames.steps[[*names, column]].rename(columns={column: "value"})]
+    value_frames = [frames.steps[[*names, column]].rename(columns={column: "value"})]
     if f"base_{column}" in columns:
         base = frames.steps[[*names, f"base_{column}"]].rename(columns={f"base_{column}": "value"})
-        parts.insert(0, base.assign(step=0))
-    table = pd.concat(parts, ignore_index=True).dropna(subset="value")
+        value_frames.insert(0, base.assign(step=0))
+    table = pd.concat(value_frames, ignore_index=True).dropna(subset="value")
     rank = {run_id: index for index, run_id in enumerate(status)}
     table = table.assign(rank=table["run_id"].map(rank)).sort_values(["rank", "step"], kind="stable")
     table = table.assign(status=table["run_id"].map(status))
     return table[["arm", "seed", "run_id", "status", "step", "value"]].reset_index(drop=True)
 
 
-def mean_curves(table: pd.DataFrame, *, carry: bool = False) -> pd.DataFrame:
+def compute_mean_curves(table: pd.DataFrame, *, carry_forward: bool = False) -> pd.DataFrame:
     """Mean over scored runs at each step, for arms with several: arm, step, value. table: from `curves`.
 
     carry: a run that a rule stopped keeps its last value to the end, as it is scored; otherwise the mean is over the
     runs that have the step.
     """
-    parts = []
-    for arm, rows in table[table["status"].isin(SCORED)].groupby("arm", sort=False):
-        wide = rows.pivot_table(index="step", columns="run_id", values="value")
-        if wide.shape[1] < 2:
+    mean_frames = []
+    for arm, rows in table[table["status"].isin(SCORED_STATUSES)].groupby("arm", sort=False):
+        values_by_run = rows.pivot_table(index="step", columns="run_id", values="value")
+        if values_by_run.shape[1] < 2:
             continue
-        stopped = rows.loc[rows["status"] == "early_stopped", "run_id"].unique().tolist()
-        if carry:
-            wide[stopped] = wide[stopped].ffill()
-        parts.append(pd.DataFrame({"arm": arm, "step": wide.index, "value": wide.mean(axis=1).to_numpy()}))
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=["arm", "step", "value"])
+        stopped_runs = rows.loc[rows["status"] == "early_stopped", "run_id"].unique().tolist()
+        if carry_forward:
+            values_by_run[stopped_runs] = values_by_run[stopped_runs].ffill()
+        mean_frames.append(
+            pd.DataFrame({"arm": arm, "step": values_by_run.index, "value": values_by_run.mean(axis=1).to_numpy()})
+        )
+    return pd.concat(mean_frames, ignore_index=True) if mean_frames else pd.DataFrame(columns=["arm", "step", "value"])
 
 
-def arm_lines(frames: StudyFrames) -> pd.DataFrame:
+def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
     """Retrieval accuracy and entropy of every arm by step: arm, measure, step, value, chance. Means over an arm's runs.
 
     Retrieval: the share of thoughts that are likelier after their own prompt than after all others. chance is what
     thoughts that depend on no prompt would reach, a mean over all runs at the step (missing for entropy). Empty where
     no run measured a retrieval.
     """
-    names = [*RETRIEVALS, "entropy"]
-    found = {name: frames.steps[name] for name in names if name in frames.steps and frames.steps[name].notna().any()}
+    names = [*RETRIEVAL_LABELS, "entropy"]
+    measured_columns = {
+        name: frames.steps[name] for name in names if name in frames.steps and frames.steps[name].notna().any()
+    }
     columns = ["arm", "measure", "step", "value", "chance"]
-    if not found.keys() & RETRIEVALS.keys():
+    if not measured_columns.keys() & RETRIEVAL_LABELS.keys():
         return pd.DataFrame(columns=columns)
-    parts = []
-    for name, values in found.items():
-        level = name.replace("_accuracy", "_chance_level")
-        chance = frames.steps[level] if name != "entropy" and level in frames.steps else np.nan
+    line_frames = []
+    for name, values in measured_columns.items():
+        chance_column = name.replace("_accuracy", "_chance_level")
+        chance = frames.steps[chance_column] if name != "entropy" and chance_column in frames.steps else np.nan
         rows = frames.steps[["arm", "step"]].assign(value=values, chance=chance).dropna(subset="value")
         rows["chance"] = rows.groupby("step")["chance"].transform("mean")
         means = rows.groupby(["arm", "step"], sort=False, as_index=False).mean().sort_values("step", kind="stable")
-        parts.append(means.assign(measure=RETRIEVALS.get(name, "entropy (nats a token)")))
-    return pd.concat(parts, ignore_index=True)[columns]
+        line_frames.append(means.assign(measure=RETRIEVAL_LABELS.get(name, "entropy (nats a token)")))
+    return pd.concat(line_frames, ignore_index=True)[columns]
 
 
-def kept_groups(frames: StudyFrames) -> pd.DataFrame:
+def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
     """One row an arm: groups collected a step, and kept and without spread in the first and last quarter of its steps.
 
     Columns: arm, groups, kept_first, kept_last, zero_std_first, zero_std_last. Means over steps and runs.
     """
     rows = []
-    for arm in arms(single(frames)):
+    for arm in list_arms(require_single_study(frames)):
         steps = frames.steps[frames.steps["arm"] == arm]
-        place = steps["step"] / steps.groupby("run_id")["step"].transform("max")
-        first, last = steps[place <= 0.25], steps[place > 0.75]
+        progress = steps["step"] / steps.groupby("run_id")["step"].transform("max")
+        first_quarter, last_quarter = steps[progress <= 0.25], steps[progress > 0.75]
         rows.append({
             "arm": arm, "groups": steps["groups"].mean(),
-            "kept_first": first["groups_kept"].mean(), "kept_last": last["groups_kept"].mean(),
-            "zero_std_first": first["zero_std_groups"].mean(), "zero_std_last": last["zero_std_groups"].mean(),
+            "kept_first": first_quarter["groups_kept"].mean(), "kept_last": last_quarter["groups_kept"].mean(),
+            "zero_std_first": first_quarter["zero_std_groups"].mean(), "zero_std_last": last_quarter["zero_std_groups"].mean(),
         })  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def stop_survival(frames: StudyFrames) -> pd.DataFrame:
+def compute_stop_survival(frames: StudyFrames) -> pd.DataFrame:
     """Share of an arm's runs that no rule has stopped, by step (Kaplan-Meier): arm, step, share, runs, stopped.
 
     A run that failed or was interrupted counts as followed up to its last step. The last row of an arm is at its
     runs' last step. Arms without a step are left out.
     """
-    parts = []
-    for arm in arms(single(frames)):
-        runs = runs_of(frames, arm)
+    curve_frames = []
+    for arm in list_arms(require_single_study(frames)):
+        runs = select_runs(frames, arm)
         runs = runs[runs["steps_done"] > 0]
         if runs.empty:
             continue
-        stopped = runs["status"] == "early_stopped"
-        ends = runs["stop_step"].astype("float64").fillna(runs["steps_done"])
-        steps, shares = survival(ends, stopped)
-        end = [float(ends.max())] if ends.max() > steps[-1] else []
+        is_stopped = runs["status"] == "early_stopped"
+        end_steps = runs["stop_step"].astype("float64").fillna(runs["steps_done"])
+        steps, fractions = kaplan_meier(end_steps, is_stopped)
+        extra_steps = [float(end_steps.max())] if end_steps.max() > steps[-1] else []
         table = pd.DataFrame(
-            {"arm": arm, "step": [*steps, *end], "share": [*shares, *shares[len(shares) - len(end) :]]}
+            {
+                "arm": arm,
+                "step": [*steps, *extra_steps],
+                "share": [*fractions, *fractions[len(fractions) - len(extra_steps) :]],
+            }
         )
-        parts.append(table.assign(runs=len(runs), stopped=int(stopped.sum())))
+        curve_frames.append(table.assign(runs=len(runs), stopped=int(is_stopped.sum())))
     columns = ["arm", "step", "share", "runs", "stopped"]
-    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=columns)
+    return pd.concat(curve_frames, ignore_index=True) if curve_frames else pd.DataFrame(columns=columns)
 
 
-def equal_budget(frames: StudyFrames) -> pd.DataFrame:
+def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
     """Sampled validation success at the same amount of each budget: budget, amount, arm, success, runs.
 
     The amount is the smallest that a completed run used up. Success is interpolated between a run's validations; a run
     that a rule stopped before it keeps its last value. Means over scored runs. Without a completed run: empty.
     """
-    scored = single(frames).trials.loc[frames.trials["status"].isin(SCORED), ["arm", "run_id", "status", *BUDGETS]]
-    completed = scored[scored["status"] == "completed"]
-    measured = frames.steps[["val_success", "base_val_success"]].notna().any(axis=1)
-    frames = replace(frames, steps=frames.steps.loc[measured, ["run_id", "val_success", "base_val_success", *BUDGETS]])
+    scored_runs = require_single_study(frames).trials.loc[
+        frames.trials["status"].isin(SCORED_STATUSES), ["arm", "run_id", "status", *BUDGET_COLUMNS]
+    ]
+    completed_runs = scored_runs[scored_runs["status"] == "completed"]
+    is_validation = frames.steps[["val_success", "base_val_success"]].notna().any(axis=1)
+    frames = replace(
+        frames, steps=frames.steps.loc[is_validation, ["run_id", "val_success", "base_val_success", *BUDGET_COLUMNS]]
+    )
     rows = []
-    for budget in BUDGETS:
-        amount = float(completed[budget].min()) if len(completed) else float("nan")
+    for budget in BUDGET_COLUMNS:
+        amount = float(completed_runs[budget].min()) if len(completed_runs) else float("nan")
         if np.isnan(amount):
             continue
-        for arm in dict.fromkeys(scored["arm"]):
-            runs = scored[scored["arm"] == arm]
-            values = [_success_at(frames, run_id, budget, amount) for run_id in runs["run_id"]]
+        for arm in dict.fromkeys(scored_runs["arm"]):
+            runs = scored_runs[scored_runs["arm"] == arm]
+            values = [_interpolate_success(frames, run_id, budget, amount) for run_id in runs["run_id"]]
             rows.append({"budget": budget, "amount": amount, "arm": arm, "success": np.mean(values), "runs": len(runs)})
     return pd.DataFrame(rows, columns=["budget", "amount", "arm", "success", "runs"])
 
 
-def _success_at(frames: StudyFrames, run_id: str, budget: str, amount: float) -> float:
+def _interpolate_success(frames: StudyFrames, run_id: str, budget: str, amount: float) -> float:
     """A run's validation success when it had used `amount`, linear between validations, flat after the last."""
-    steps = frames.steps_of(run_id)
-    base = steps["base_val_success"].dropna().to_list()[:1]
+    steps = frames.get_run_steps(run_id)
+    base_values = steps["base_val_success"].dropna().to_list()[:1]
     points = steps[[budget, "val_success"]].to_numpy(dtype=float)
-    curve = dict([*((0.0, value) for value in base), *points[~np.isnan(points).any(axis=1)].tolist()])
+    curve = dict([*((0.0, value) for value in base_values), *points[~np.isnan(points).any(axis=1)].tolist()])
     return float(np.interp(amount, list(curve), list(curve.values()))) if curve else float("nan")
 
 
-def consistency(frames: StudyFrames) -> pd.DataFrame:
+def check_consistency(frames: StudyFrames) -> pd.DataFrame:
     """Pairs of ended runs with one configuration and seed, which must have equal rows: a, b, seed, agree, difference.
 
     frames may hold several studies: KL 0 of one sweep is entropy 0 of another. A run is named study/run_id.
     """
-    kept = frames.trials["status"].isin(SCORED) & (frames.trials["config_hash"] != "")
-    trials = frames.trials.loc[kept, ["config_hash", "seed", "study", "run_id"]]
+    is_comparable = frames.trials["status"].isin(SCORED_STATUSES) & (frames.trials["config_hash"] != "")
+    trials = frames.trials.loc[is_comparable, ["config_hash", "seed", "study", "run_id"]]
     rows = []
     for (_, seed), runs in trials.groupby(["config_hash", "seed"], sort=False):
-        for a, b in combinations(records(runs), 2):
-            ours, theirs = (_steps_of(frames, run["study"], run["run_id"]) for run in (a, b))
-            found = same_rows(ours, theirs, leave_out=("run_id", "study", "arm"))
+        for a, b in combinations(to_records(runs), 2):
+            steps_a, steps_b = (_select_steps(frames, run["study"], run["run_id"]) for run in (a, b))
+            differences = diff_frames(steps_a, steps_b, ignored_columns=("run_id", "study", "arm"))
             names = {name: f"{run['study']}/{run['run_id']}" for name, run in (("a", a), ("b", b))}
-            rows.append({**names, "seed": seed, "agree": not found, "difference": "; ".join(found)})
+            rows.append({**names, "seed": seed, "agree": not differences, "difference": "; ".join(differences)})
     return pd.DataFrame(rows, columns=["a", "b", "seed", "agree", "difference"])
 
 
-def _steps_of(frames: StudyFrames, study: str, run_id: str) -> pd.DataFrame:
+def _select_steps(frames: StudyFrames, study: str, run_id: str) -> pd.DataFrame:
     return frames.steps[(frames.steps["study"] == study) & (frames.steps["run_id"] == run_id)]

@@ -6,24 +6,41 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED, arms, auc, basis, difference, gain, level, outcomes, runs_of, single
+from analysis.data.compare import (
+    SCORED_STATUSES,
+    list_arms,
+    compute_auc,
+    describe_basis,
+    estimate_difference,
+    estimate_gain,
+    estimate_success,
+    compute_outcomes,
+    select_runs,
+    require_single_study,
+)
 from analysis.data.families import Row
-from analysis.data.frames import SCHEMAS, StudyFrames, records
+from analysis.data.frames import SCHEMAS, StudyFrames, to_records
 from analysis.stats.estimates import (
     Estimate,
     Trend,
     detectable_difference,
-    holm,
-    page_trend,
+    holm_adjust,
+    page_trend_p_value,
     probability_of_improvement,
     spearman_trend,
-    wilson,
+    wilson_interval,
 )
-from analysis.sweep.verdicts import outcome, stops, unfinished, verdict
+from analysis.sweep.verdicts import classify_outcome, describe_stops, describe_unfinished, format_verdict
 from trainable.runs.records import STATUSES
 
-COSTS = ("total_optimizer_steps", "total_env_steps", "total_sampled_tokens", "total_trained_tokens", "seconds_total")
-_MEANS = (
+COST_COLUMNS = (
+    "total_optimizer_steps",
+    "total_env_steps",
+    "total_sampled_tokens",
+    "total_trained_tokens",
+    "seconds_total",
+)
+_MEAN_COLUMNS = (
     "base_val_success",
     "base_val_greedy_success",
     "final_val_greedy_success",
@@ -32,10 +49,10 @@ _MEANS = (
     "test_success",
     "test_greedy_success",
 )
-CLOSE = 0.05
+MIN_GAP_FRACTION = 0.05
 
 
-def arm_summary(frames: StudyFrames) -> pd.DataFrame:
+def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
     """One row an arm: statuses, success before and after, difference to the baseline arm, stops, costs, verdict.
 
     Success columns are means over scored runs (completed, or stopped by a rule). `final_val_success` has an interval
@@ -44,21 +61,21 @@ def arm_summary(frames: StudyFrames) -> pd.DataFrame:
     runs that a rule stopped, with Wilson's interval. `final_stopped_as_zero` and `final_survivors` are the sensitivity
     of the mean to how a stopped run is scored: as 0, or left out. Costs are means over the scored runs.
     """
-    baseline = single(frames).studies[0].get("baseline", "")
+    baseline = require_single_study(frames).studies[0].get("baseline", "")
     frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])  # settings cost time and are not asked for
-    table = pd.DataFrame([_arm(frames, arm, baseline) for arm in arms(frames)])
+    table = pd.DataFrame([_summarize_arm(frames, arm, baseline) for arm in list_arms(frames)])
     if table.empty:
         return table
-    table["p_holm"] = holm(table["p"])
+    table["p_holm"] = holm_adjust(table["p"])
     comparisons = int(table["p"].notna().sum())
     table["detectable"] = [detectable_difference(se, df, comparisons)
                            for se, df in zip(table["se"], table["df"], strict=True)]  # fmt: skip
-    rows = records(table)
-    return table.assign(outcome=[outcome(row) for row in rows], verdict=[verdict(row) for row in rows])
+    rows = to_records(table)
+    return table.assign(outcome=[classify_outcome(row) for row in rows], verdict=[format_verdict(row) for row in rows])
 
 
-def _arm(frames: StudyFrames, arm: str, baseline: str) -> Row:
-    runs, scored = runs_of(frames, arm), runs_of(frames, arm, scored=True)
+def _summarize_arm(frames: StudyFrames, arm: str, baseline: str) -> Row:
+    runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
     counts = {status: int((runs["status"] == status).sum()) for status in (*STATUSES, "running")}
     return {
         "arm": arm,
@@ -67,30 +84,34 @@ def _arm(frames: StudyFrames, arm: str, baseline: str) -> Row:
         "is_baseline": arm == baseline,
         "runs": len(runs),
         **counts,
-        **_success(frames, scored),
-        **_compared(frames, arm, scored, baseline),
-        **_stopped(scored),
-        **_cost(frames, scored if len(scored) else runs),
-        "stops": stops(scored),
-        "unfinished": unfinished(runs),
+        **_summarize_success(frames, scored_runs),
+        **_compare_to_baseline(frames, arm, scored_runs, baseline),
+        **_summarize_stops(scored_runs),
+        **_summarize_cost(frames, scored_runs if len(scored_runs) else runs),
+        "stops": describe_stops(scored_runs),
+        "unfinished": describe_unfinished(runs),
     }
 
 
-def _success(frames: StudyFrames, scored: pd.DataFrame) -> Row:
-    final, learned, greedy = level(frames, scored), gain(frames, scored), gain(frames, scored, "greedy")
+def _summarize_success(frames: StudyFrames, scored_runs: pd.DataFrame) -> Row:
+    final_success, sampled_gain, greedy_gain = (
+        estimate_success(frames, scored_runs),
+        estimate_gain(frames, scored_runs),
+        estimate_gain(frames, scored_runs, "greedy"),
+    )
     return {
-        **{name: _mean(scored[name]) for name in _MEANS},
-        "final_val_success": final.value,
-        "final_low": final.low,
-        "final_high": final.high,
-        **_named("gain", learned),
-        "gain_basis": basis(len(scored)),
-        **_named("gain_greedy", greedy),
-        "auc": _mean(auc(frames, scored)),
+        **{name: _mean(scored_runs[name]) for name in _MEAN_COLUMNS},
+        "final_val_success": final_success.value,
+        "final_low": final_success.low,
+        "final_high": final_success.high,
+        **_make_estimate_columns("gain", sampled_gain),
+        "gain_basis": describe_basis(len(scored_runs)),
+        **_make_estimate_columns("gain_greedy", greedy_gain),
+        "auc": _mean(compute_auc(frames, scored_runs)),
     }
 
 
-def _named(name: str, estimate: Estimate) -> Row:
+def _make_estimate_columns(name: str, estimate: Estimate) -> Row:
     return {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
 
 
@@ -98,115 +119,117 @@ def _mean(values: "pd.Series[float]") -> float:
     return float(values.mean()) if values.notna().any() else float("nan")
 
 
-def _compared(frames: StudyFrames, arm: str, scored: pd.DataFrame, baseline: str) -> Row:
+def _compare_to_baseline(frames: StudyFrames, arm: str, scored_runs: pd.DataFrame, baseline: str) -> Row:
     """The arm against the baseline arm; nothing for the baseline itself."""
-    others = runs_of(frames, baseline, scored=True)
-    found, seeds = (Estimate(), 0) if arm == baseline else difference(frames, scored, others)
-    areas, theirs = (auc(frames, runs).set_axis(runs["seed"]) for runs in (scored, others))
+    baseline_runs = select_runs(frames, baseline, scored_only=True)
+    estimate, seeds = (Estimate(), 0) if arm == baseline else estimate_difference(frames, scored_runs, baseline_runs)
+    arm_auc, baseline_auc = (compute_auc(frames, runs).set_axis(runs["seed"]) for runs in (scored_runs, baseline_runs))
     return {
-        **_named("difference", found),
-        "se": found.se,
-        "df": found.df,
-        "p": found.p,
+        **_make_estimate_columns("difference", estimate),
+        "se": estimate.se,
+        "df": estimate.df,
+        "p": estimate.p,
         "paired_seeds": seeds,
-        "basis": basis(seeds),
-        "auc_difference": float("nan") if arm == baseline else _mean(areas - theirs),
-        "improvement": float("nan") if arm == baseline else _improvement(scored, others),
-        "baseline_failed": bool(len(others)) and bool((others["status"] == "early_stopped").all()),
+        "basis": describe_basis(seeds),
+        "auc_difference": float("nan") if arm == baseline else _mean(arm_auc - baseline_auc),
+        "improvement": float("nan") if arm == baseline else _compute_improvement(scored_runs, baseline_runs),
+        "baseline_failed": bool(len(baseline_runs)) and bool((baseline_runs["status"] == "early_stopped").all()),
     }
 
 
-def _improvement(scored: pd.DataFrame, others: pd.DataFrame) -> float:
-    return probability_of_improvement(outcomes(scored), outcomes(others))
+def _compute_improvement(scored_runs: pd.DataFrame, baseline_runs: pd.DataFrame) -> float:
+    return probability_of_improvement(compute_outcomes(scored_runs), compute_outcomes(baseline_runs))
 
 
-def _stopped(scored: pd.DataFrame) -> Row:
-    stopped = scored["status"] == "early_stopped"
-    found = wilson(int(stopped.sum()), len(scored)) if len(scored) else Estimate()
+def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
+    is_stopped = scored_runs["status"] == "early_stopped"
+    estimate = wilson_interval(int(is_stopped.sum()), len(scored_runs)) if len(scored_runs) else Estimate()
     return {
-        "stopped_share": found.value,
-        "stopped_low": found.low,
-        "stopped_high": found.high,
-        "final_stopped_as_zero": _mean(outcomes(scored).mask(stopped, 0.0)),
-        "final_survivors": _mean(outcomes(scored)[~stopped]),
+        "stopped_share": estimate.value,
+        "stopped_low": estimate.low,
+        "stopped_high": estimate.high,
+        "final_stopped_as_zero": _mean(compute_outcomes(scored_runs).mask(is_stopped, 0.0)),
+        "final_survivors": _mean(compute_outcomes(scored_runs)[~is_stopped]),
     }
 
 
-def _cost(frames: StudyFrames, runs: pd.DataFrame) -> Row:
+def _summarize_cost(frames: StudyFrames, runs: pd.DataFrame) -> Row:
     steps = frames.steps[frames.steps["run_id"].isin(runs["run_id"])]
-    return {**{name: _mean(runs[name]) for name in COSTS}, "kept_ratio": _mean(steps["kept_ratio"])}
+    return {**{name: _mean(runs[name]) for name in COST_COLUMNS}, "kept_ratio": _mean(steps["kept_ratio"])}
 
 
-def run_outcomes(frames: StudyFrames) -> pd.DataFrame:
+def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:
     """One row a scored run: arm, seed, run_id, status, x (its place in `dose_response`), outcome."""
-    scored = single(frames).trials[frames.trials["status"].isin(SCORED)]
-    places = dict(zip(*axis_places(frames)[:2], strict=True))
-    table = scored[["arm", "seed", "run_id", "status"]].reset_index(drop=True)
-    return table.assign(x=[places[arm] for arm in table["arm"]], outcome=outcomes(scored).to_numpy())
+    scored_runs = require_single_study(frames).trials[frames.trials["status"].isin(SCORED_STATUSES)]
+    positions = dict(zip(*compute_axis_positions(frames)[:2], strict=True))
+    table = scored_runs[["arm", "seed", "run_id", "status"]].reset_index(drop=True)
+    return table.assign(x=[positions[arm] for arm in table["arm"]], outcome=compute_outcomes(scored_runs).to_numpy())
 
 
-def axis_places(frames: StudyFrames) -> tuple[list[str], list[float], str]:
+def compute_axis_positions(frames: StudyFrames) -> tuple[list[str], list[float], str]:
     """Arms, where each stands on the horizontal axis of a figure, and the scale: "log" or "rank".
 
     log: at log10 of the value, 0 (or less) apart to the left, words such as nofilter apart to the right. rank: evenly
     spaced by value, where two values would be closer than a twentieth of the axis, as 0.98 and 1.0 are.
     """
-    names = arms(frames)
-    values = [float(runs_of(frames, arm)["axis_value"].iloc[0]) for arm in names]
+    names = list_arms(frames)
+    values = [float(select_runs(frames, arm)["axis_value"].iloc[0]) for arm in names]
     positive = sorted({math.log10(value) for value in values if value > 0})
     span = positive[-1] - positive[0] if positive else 0.0
     gaps = np.diff(positive)
-    scale = "log" if len(positive) > 1 and gaps.min() >= CLOSE * span else "rank"
+    scale = "log" if len(positive) > 1 and gaps.min() >= MIN_GAP_FRACTION * span else "rank"
     if scale == "rank":
         positive = [float(rank) for rank in range(len(positive))]
         span = float(max(len(positive) - 1, 1))
-    apart = max(span / max(len(positive) - 1, 1), 0.5 if scale == "log" else 1.0)
-    return names, _places(values, positive, apart, scale), scale
+    offset = max(span / max(len(positive) - 1, 1), 0.5 if scale == "log" else 1.0)
+    return names, _compute_positions(values, positive, offset, scale), scale
 
 
-def _places(values: list[float], positive: list[float], apart: float, scale: str) -> list[float]:
-    left, right = (positive[0] - apart, positive[-1]) if positive else (-apart, 0.0)
-    rising = sorted({value for value in values if value > 0})
-    below = sorted({value for value in values if value <= 0}, reverse=True)
-    words = [index for index, value in enumerate(values) if math.isnan(value)]
+def _compute_positions(values: list[float], positive_positions: list[float], offset: float, scale: str) -> list[float]:
+    left, right = (positive_positions[0] - offset, positive_positions[-1]) if positive_positions else (-offset, 0.0)
+    positive_values = sorted({value for value in values if value > 0})
+    nonpositive_values = sorted({value for value in values if value <= 0}, reverse=True)
+    word_indices = [index for index, value in enumerate(values) if math.isnan(value)]
     return [
-        right + apart * (1 + words.index(index)) if math.isnan(value)
-        else positive[rising.index(value)] if value > 0
-        else left - apart * below.index(value)
+        right + offset * (1 + word_indices.index(index)) if math.isnan(value)
+        else positive_positions[positive_values.index(value)] if value > 0
+        else left - offset * nonpositive_values.index(value)
         for index, value in enumerate(values)
     ]  # fmt: skip
 
 
-def dose_response(frames: StudyFrames) -> pd.DataFrame:
+def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     """The table behind the dose-response figure: one row an arm, with its place x and the interval of its success.
 
     Columns: arm, axis_value, x, scale, named, runs, scored, early_stopped, success, low, high, basis, greedy, test,
     base, base_greedy (means over all runs of the study: the policy before training).
     """
-    names, places, scale = axis_places(single(frames))
+    names, positions, scale = compute_axis_positions(require_single_study(frames))
     base, base_greedy = (_mean(frames.trials[name]) for name in ("base_val_success", "base_val_greedy_success"))
     rows = []
-    for arm, x in zip(names, places, strict=True):
-        runs, scored = runs_of(frames, arm), runs_of(frames, arm, scored=True)
-        found, value = level(frames, scored), float(runs["axis_value"].iloc[0])
+    for arm, x in zip(names, positions, strict=True):
+        runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
+        estimate, value = estimate_success(frames, scored_runs), float(runs["axis_value"].iloc[0])
         rows.append({
             "arm": arm, "axis_value": value, "x": x, "scale": scale, "named": math.isnan(value), "runs": len(runs),
-            "scored": len(scored), "early_stopped": int((scored["status"] == "early_stopped").sum()),
-            "success": found.value, "low": found.low, "high": found.high, "basis": basis(len(scored)),
-            "greedy": _mean(scored["final_val_greedy_success"]), "test": _mean(scored["test_success"]),
+            "scored": len(scored_runs), "early_stopped": int((scored_runs["status"] == "early_stopped").sum()),
+            "success": estimate.value, "low": estimate.low, "high": estimate.high, "basis": describe_basis(len(scored_runs)),
+            "greedy": _mean(scored_runs["final_val_greedy_success"]), "test": _mean(scored_runs["test_success"]),
             "base": base, "base_greedy": base_greedy,
         })  # fmt: skip
     return pd.DataFrame(rows)
 
 
-def trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[Trend, float]:
+def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[Trend, float]:
     """Spearman's trend of the outcome over the ordered axis, and Page's p where every arm has the same 2 or more seeds.
 
     Over scored runs; words such as nofilter have no place in the order and are left out.
     """
-    runs = single(frames).trials
-    runs = runs[runs["status"].isin(SCORED) & runs["axis_value"].notna()]
-    runs = runs.assign(outcome=outcomes(runs)).dropna(subset="outcome")
+    runs = require_single_study(frames).trials
+    runs = runs[runs["status"].isin(SCORED_STATUSES) & runs["axis_value"].notna()]
+    runs = runs.assign(outcome=compute_outcomes(runs)).dropna(subset="outcome")
     table = runs.pivot_table(index="seed", columns="axis_value", values="outcome").sort_index(axis=1)
-    page = page_trend(table.to_numpy()) if len(table) and not table.isna().to_numpy().any() else float("nan")
-    return spearman_trend(runs["axis_value"], runs["outcome"], runs["seed"], generator), page
+    page_p_value = (
+        page_trend_p_value(table.to_numpy()) if len(table) and not table.isna().to_numpy().any() else float("nan")
+    )
+    return spearman_trend(runs["axis_value"], runs["outcome"], runs["seed"], generator), page_p_value

@@ -6,117 +6,120 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SEEDS_FOR_SEEDS
-from analysis.data.frames import records
+from analysis.data.compare import MIN_SEEDS
+from analysis.data.frames import to_records
 
-LEVEL = 0.05
-UNFINISHED = ("failed", "interrupted", "never_ran", "running")
-_STOP = ["stop_rule", "stop_value", "stop_threshold", "stop_step"]
-_END = ["seed", "status", "reason", "steps_done", "steps_total"]
-WORDS = {"never_ran": "never ran", "early_stopped": "early stopped"}
+SIGNIFICANCE_LEVEL = 0.05
+UNFINISHED_STATUSES = ("failed", "interrupted", "never_ran", "running")
+_STOP_COLUMNS = ["stop_rule", "stop_value", "stop_threshold", "stop_step"]
+_END_COLUMNS = ["seed", "status", "reason", "steps_done", "steps_total"]
+STATUS_WORDS = {"never_ran": "never ran", "early_stopped": "early stopped"}
 
 
-def word(status: str) -> str:
+def format_status(status: str) -> str:
     """A status as a word for people: `early stopped`, `never ran`."""
-    return WORDS.get(status, status)
+    return STATUS_WORDS.get(status, status)
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """A value or threshold with three digits."""
     return f"{value:.3g}"
 
 
-def share(value: float) -> str:
+def format_fraction(value: float) -> str:
     """A share with three decimals, or a dash."""
     return "–" if np.isnan(value) else f"{value:.3f}"
 
 
-def signed(value: float, decimals: int = 3) -> str:
+def format_signed(value: float, decimals: int = 3) -> str:
     """A difference with its sign, or a dash."""
     return "–" if np.isnan(value) else f"{value:+.{decimals}f}".replace("-", "−")
 
 
-def signed_number(value: float) -> str:
+def format_signed_number(value: float) -> str:
     """A difference of any size with its sign and two digits, or a dash."""
     return "–" if np.isnan(value) else f"{value:+.2g}".replace("-", "−")
 
 
-def interval(low: float, high: float, decimals: int = 3) -> str:
+def format_interval(low: float, high: float, decimals: int = 3) -> str:
     """An interval of a difference in brackets, or nothing where there is none."""
-    return "" if np.isnan(low) else f"[{signed(low, decimals)}, {signed(high, decimals)}]"
+    return "" if np.isnan(low) else f"[{format_signed(low, decimals)}, {format_signed(high, decimals)}]"
 
 
-def bounds(low: float, high: float) -> str:
+def format_bounds(low: float, high: float) -> str:
     """An interval of a share in brackets, or nothing where there is none."""
-    return "" if np.isnan(low) else f"[{share(low)}, {share(high)}]"
+    return "" if np.isnan(low) else f"[{format_fraction(low)}, {format_fraction(high)}]"
 
 
-def p_value(p: float) -> str:
+def format_p_value(p: float) -> str:
     """`p 0.012`, or `p < 0.001`."""
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}"
 
 
-def stops(runs: pd.DataFrame) -> str:
+def describe_stops(runs: pd.DataFrame) -> str:
     """Which rule stopped how many of an arm's scored runs, at which step, with which value against which bound."""
-    found: dict[str, list[str]] = {}
-    for run in records(runs.loc[runs["status"] == "early_stopped", _STOP]):
-        found.setdefault(run["stop_rule"] or "a rule", []).append(stop(run))
-    return " and ".join(f"{rule} stopped {len(each)} of {len(runs)} runs ({'; '.join(each)})"
-                        for rule, each in found.items())  # fmt: skip
+    stops_by_rule: dict[str, list[str]] = {}
+    for run in to_records(runs.loc[runs["status"] == "early_stopped", _STOP_COLUMNS]):
+        stops_by_rule.setdefault(run["stop_rule"] or "a rule", []).append(describe_stop(run))
+    return " and ".join(f"{rule} stopped {len(stop_texts)} of {len(runs)} runs ({'; '.join(stop_texts)})"
+                        for rule, stop_texts in stops_by_rule.items())  # fmt: skip
 
 
-def stop(run: Mapping[str, Any]) -> str:
+def describe_stop(run: Mapping[str, Any]) -> str:
     """`step 45: 0.002 < 0.01`: when a rule stopped a run, its value and the bound that it broke."""
-    where = "" if pd.isna(run["stop_step"]) else f"step {run['stop_step']}: "
+    step_text = "" if pd.isna(run["stop_step"]) else f"step {run['stop_step']}: "
     value, threshold = run["stop_value"], run["stop_threshold"]
-    return f"{where}{number(value)} {broke(value, threshold)} {number(threshold)}"
+    return f"{step_text}{format_number(value)} {format_comparison(value, threshold)} {format_number(threshold)}"
 
 
-def broke(value: float, threshold: float) -> str:
+def format_comparison(value: float, threshold: float) -> str:
     """The sign between a value and the bound that it broke."""
     return "<" if value < threshold else "≥"
 
 
-def unfinished(runs: pd.DataFrame) -> str:
+def describe_unfinished(runs: pd.DataFrame) -> str:
     """The runs of an arm that did not end by the protocol, and why; empty when all did."""
-    return "; ".join(_unfinished(run) for run in records(runs.loc[runs["status"].isin(UNFINISHED), _END]))
+    return "; ".join(
+        _describe_unfinished_run(run)
+        for run in to_records(runs.loc[runs["status"].isin(UNFINISHED_STATUSES), _END_COLUMNS])
+    )
 
 
-def _unfinished(run: Mapping[str, Any]) -> str:
-    total = "" if pd.isna(run["steps_total"]) else f" of {run['steps_total']}"
-    steps = "" if run["status"] == "never_ran" else f" after {run['steps_done']}{total} steps"
-    status = word(run["status"])
-    return f"seed {run['seed']} {status}{steps}" + (f" ({run['reason']})" if run["reason"] else "")
+def _describe_unfinished_run(run: Mapping[str, Any]) -> str:
+    total_text = "" if pd.isna(run["steps_total"]) else f" of {run['steps_total']}"
+    steps_text = "" if run["status"] == "never_ran" else f" after {run['steps_done']}{total_text} steps"
+    status = format_status(run["status"])
+    return f"seed {run['seed']} {status}{steps_text}" + (f" ({run['reason']})" if run["reason"] else "")
 
 
-def these_runs(seeds: int) -> str:
+def format_runs(num_seeds: int) -> str:
     """The runs of an arm that a sentence is about: `this run`, or `these 2 runs`."""
-    return "this run" if seeds == 1 else f"these {seeds} runs"
+    return "this run" if num_seeds == 1 else f"these {num_seeds} runs"
 
 
-def outcome(row: Mapping[str, Any]) -> str:
+def classify_outcome(row: Mapping[str, Any]) -> str:
     """The verdict in words of a fixed list, to sort and colour by.
 
     `better` and `worse` speak of the setting and need an interval over seeds (`compare.SEEDS_FOR_SEEDS` of them);
     with fewer, `ended higher` and `ended lower` say what the runs did that were made.
     """
-    scored = row["completed"] + row["early_stopped"]
-    if not scored:
+    num_scored = row["completed"] + row["early_stopped"]
+    if not num_scored:
         return "no verdict"
-    if row["early_stopped"] == scored:
+    if row["early_stopped"] == num_scored:
         return "failed regime"
     if row["is_baseline"]:
         return "baseline"
     if np.isnan(row["p_holm"]):
         return "no comparison"
-    if row["p_holm"] >= LEVEL:
+    if row["p_holm"] >= SIGNIFICANCE_LEVEL:
         return "no difference resolved"
-    if row["paired_seeds"] < SEEDS_FOR_SEEDS:
+    if row["paired_seeds"] < MIN_SEEDS:
         return "ended higher" if row["difference"] > 0 else "ended lower"
     return "better" if row["difference"] > 0 else "worse"
 
 
-def verdict(row: Mapping[str, Any]) -> str:
+def format_verdict(row: Mapping[str, Any]) -> str:
     """One sentence on an arm. row: a row of `tables.arm_summary`.
 
     An arm whose scored runs were all stopped by a rule is a failed regime, whatever its last success was. Otherwise it
@@ -124,43 +127,51 @@ def verdict(row: Mapping[str, Any]) -> str:
     fewer than three seeds the sentence is about these runs, which ended higher or lower, and not about the setting.
     Runs that failed, were interrupted or never ran are named; they are not scored.
     """
-    found, scored = outcome(row), row["completed"] + row["early_stopped"]
-    parts = []
+    outcome_name, num_scored = classify_outcome(row), row["completed"] + row["early_stopped"]
+    clauses = []
     if row["early_stopped"]:
-        some = "" if row["early_stopped"] == scored else f" in {row['early_stopped']} of {scored} runs"
-        parts.append(f"failed regime{some}: {row['stops']}")
-    if found not in ("failed regime", "no verdict"):
-        parts.append(_against_base(row) if row["is_baseline"] else _against_baseline(row, found))
+        extent = "" if row["early_stopped"] == num_scored else f" in {row['early_stopped']} of {num_scored} runs"
+        clauses.append(f"failed regime{extent}: {row['stops']}")
+    if outcome_name not in ("failed regime", "no verdict"):
+        clauses.append(_describe_gain(row) if row["is_baseline"] else _describe_difference(row, outcome_name))
     if row["unfinished"]:
-        parts.append(("not scored: " if scored else "no verdict: ") + row["unfinished"])
-    return "; ".join(parts) or "no verdict: no run"
+        clauses.append(("not scored: " if num_scored else "no verdict: ") + row["unfinished"])
+    return "; ".join(clauses) or "no verdict: no run"
 
 
-def _against_base(row: Mapping[str, Any]) -> str:
+def _describe_gain(row: Mapping[str, Any]) -> str:
     if np.isnan(row["gain"]):
-        return f"baseline: {share(row['final_val_success'])} at the end; the base policy was not validated"
-    within = interval(row["gain_low"], row["gain_high"]) or "(no interval)"
+        return f"baseline: {format_fraction(row['final_val_success'])} at the end; the base policy was not validated"
+    interval_text = format_interval(row["gain_low"], row["gain_high"]) or "(no interval)"
     return (
-        f"baseline: {share(row['final_val_success'])} at the end, {signed(row['gain'])} {within} from the base policy "
+        f"baseline: {format_fraction(row['final_val_success'])} at the end, {format_signed(row['gain'])} {interval_text} from the base policy "
         f"({row['gain_basis']})"
     )
 
 
-def _against_baseline(row: Mapping[str, Any], found: str) -> str:
+def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
     if not isinstance(row["baseline"], str) or not row["baseline"]:
         return "no comparison: the baseline arm is not in this study"
-    baseline = f"the baseline ({row['baseline']})"
-    if found == "no comparison":
+    baseline_text = f"the baseline ({row['baseline']})"
+    if outcome_name == "no comparison":
         if np.isnan(row["difference"]):
-            return f"no comparison: {baseline} has no scored run with a seed of this arm"
-        return f"no interval: {signed(row['difference'])} to {baseline}, without the outcomes of single levels"
-    numbers = f"{signed(row['difference'])} {interval(row['difference_low'], row['difference_high'])}"
-    tested = f"{numbers}, Holm {p_value(row['p_holm'])}"
-    failed = ", itself a failed regime" if row["baseline_failed"] else ""
-    runs = f"{these_runs(row['paired_seeds'])} " if row["paired_seeds"] < SEEDS_FOR_SEEDS else ""
-    if found != "no difference resolved":
-        return f"{runs}{found} than {baseline}{failed}: {tested} ({row['basis']})"
-    limit = row["detectable"]
-    missed = f"one below about {share(limit)} would probably be missed" if limit < 1 else "any would probably be missed"
-    of_runs = f" of {runs.strip()}" if runs else ""
-    return f"no difference{of_runs} from {baseline}{failed} resolved: {tested}; {missed} ({row['basis']})"
+            return f"no comparison: {baseline_text} has no scored run with a seed of this arm"
+        return (
+            f"no interval: {format_signed(row['difference'])} to {baseline_text}, without the outcomes of single levels"
+        )
+    difference_text = (
+        f"{format_signed(row['difference'])} {format_interval(row['difference_low'], row['difference_high'])}"
+    )
+    test_text = f"{difference_text}, Holm {format_p_value(row['p_holm'])}"
+    failed_text = ", itself a failed regime" if row["baseline_failed"] else ""
+    runs_text = f"{format_runs(row['paired_seeds'])} " if row["paired_seeds"] < MIN_SEEDS else ""
+    if outcome_name != "no difference resolved":
+        return f"{runs_text}{outcome_name} than {baseline_text}{failed_text}: {test_text} ({row['basis']})"
+    detectable_size = row["detectable"]
+    missed_text = (
+        f"one below about {format_fraction(detectable_size)} would probably be missed"
+        if detectable_size < 1
+        else "any would probably be missed"
+    )
+    of_runs_text = f" of {runs_text.strip()}" if runs_text else ""
+    return f"no difference{of_runs_text} from {baseline_text}{failed_text} resolved: {test_text}; {missed_text} ({row['basis']})"

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainable.config.study_config import StudyConfig
+from trainable.config.study_config import BaseRunConfig
 
 Settings = Mapping[str, object]
 """Dotted fields of a family's configuration and their values."""
 
 
 @dataclass(frozen=True)
-class Shown:
+class DisplayColumn:
     """A column that is shown while a run trains: the row's name for it, what it is called, how a number is formatted.
 
     before: the column that stands for it until it is measured; empty: none.
@@ -19,8 +19,8 @@ class Shown:
 
     column: str
     name: str
-    form: str
-    before: str = ""
+    format_spec: str
+    fallback_column: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,31 +41,31 @@ class Family:
     """
 
     name: str
-    config: type[StudyConfig]
+    config_class: type[BaseRunConfig]
     trainer: str
     presets: Mapping[str, Settings]
-    seeds: Mapping[str, int]
-    words: Callable[[Any], dict[str, str]]
-    loads: Callable[[Any], str | None]
-    shown: tuple[Shown, ...]
-    line: tuple[Shown, ...]
-    seeds_together: bool = False
-    sizes: Callable[[Any, int], tuple[int, int]] | None = None
-    models: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    suffix: str = ""
-    fine_tunes: bool = False
+    n_seeds: Mapping[str, int]
+    make_template_values: Callable[[Any], dict[str, str]]
+    get_model_path: Callable[[Any], str | None]
+    progress_columns: tuple[DisplayColumn, ...]
+    log_columns: tuple[DisplayColumn, ...]
+    has_batched_seeds: bool = False
+    estimate_bytes: Callable[[Any, int], tuple[int, int]] | None = None
+    model_settings: tuple[str, ...] = ()
+    path_settings: tuple[str, ...] = ()
+    name_suffix: str = ""
+    is_fine_tuning: bool = False
 
     def __post_init__(self) -> None:
-        if self.sizes is None and not self.fine_tunes:
+        if self.estimate_bytes is None and not self.is_fine_tuning:
             raise ValueError(f"the family {self.name} fine-tunes no language model, so nobody else knows its `sizes`.")
 
     @property
-    def measure(self) -> str:
+    def primary_metric(self) -> str:
         """The column that says how good a run is."""
-        return self.shown[0].column
+        return self.progress_columns[0].column
 
 
-def value_label(value: str) -> str:
+def make_value_label(value: str) -> str:
     """The published label of an axis value: no dots, lower case ("0.001" -> "0001", "1.0" -> "10")."""
     return value.replace(".", "").lower()

@@ -6,17 +6,17 @@ from types import MappingProxyType
 from typing import Any
 
 from search_spaces.declaration.family import Family, Settings
-from trainable.config.study_config import StudyConfig
+from trainable.config.study_config import BaseRunConfig
 
 Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
 """What is compared, in words -> pairs of arms that differ in it alone: the first minus the second."""
 
 
-def _nothing() -> Settings:
+def _make_empty_settings() -> Settings:
     return MappingProxyType({})
 
 
-def unchanged(settings: Settings, base: StudyConfig) -> Settings:
+def keep_settings(settings: Settings, base: BaseRunConfig) -> Settings:
     """An arm's settings, whatever the study's base configuration is."""
     return settings
 
@@ -34,25 +34,29 @@ class Axis:
     setting: str
     grids: Mapping[str, tuple[str, ...]]
     option: str = "--values"
-    along: Settings = field(default_factory=_nothing)
-    named: Mapping[str, Settings] = field(default_factory=dict)
-    members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    adapt: Callable[[Settings, Any], Settings] = unchanged
+    extra_settings: Settings = field(default_factory=_make_empty_settings)
+    named_settings: Mapping[str, Settings] = field(default_factory=dict)
+    value_groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    adapt: Callable[[Settings, Any], Settings] = keep_settings
 
-    def settings(self, value: str, base: StudyConfig) -> dict[str, object]:
+    def make_settings(self, value: str, base: BaseRunConfig) -> dict[str, object]:
         """The settings of the arm at `value`, a number or one of `named`, in a study of base configuration `base`."""
-        found = self.named.get(value, {**self.along, self.setting: value})
-        return dict(self.adapt(found, base))
+        value_settings = self.named_settings.get(value, {**self.extra_settings, self.setting: value})
+        return dict(self.adapt(value_settings, base))
 
     @property
-    def swept(self) -> frozenset[str]:
+    def swept_fields(self) -> frozenset[str]:
         """The dotted fields that the arms differ in."""
-        named = frozenset[str]().union(*self.named.values())
-        return named if set(self.named) >= set().union(*self.grids.values()) else named | {self.setting, *self.along}
+        named_fields = frozenset[str]().union(*self.named_settings.values())
+        return (
+            named_fields
+            if set(self.named_settings) >= set().union(*self.grids.values())
+            else named_fields | {self.setting, *self.extra_settings}
+        )
 
 
 @dataclass(frozen=True)
-class Names:
+class NameTemplates:
     """Templates of what a study's runs are called and of where their files go.
 
     run: the folder below results/. experiment: a run. title: the heading of the summary log. summary: what its lines
@@ -112,32 +116,32 @@ class Study:
     family: Family
     question: str
     axis: Axis
-    fixed: Settings
+    fixed_settings: Settings
     baseline: str
-    published: Names | None = None
+    published_templates: NameTemplates | None = None
     stop_rules: tuple[str, ...] = ("reward_variance_collapse", "low_validation_success", "empty_filtered_steps")
     presets: Mapping[str, Settings] = field(default_factory=dict)
-    seeds: int | None = None
-    include_zero_option: bool = True
-    smoke: Settings = field(default_factory=_nothing)
+    n_seeds: int | None = None
+    has_include_zero_option: bool = True
+    smoke_settings: Settings = field(default_factory=_make_empty_settings)
     contrasts: Contrasts = field(default_factory=dict)
-    strategies: Mapping[str, str] = field(default_factory=dict)
+    strategy_aliases: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[str, "Study"] = field(default_factory=dict)
     variant_setting: str = ""
 
-    def variant(self, value: str) -> "Study":
+    def get_variant(self, value: str) -> "Study":
         """The study under `value` of `variant_setting`; itself under the value that it fixes. KeyError for no value."""
-        return self if value == self.fixed[self.variant_setting] else self.variants[value]
+        return self if value == self.fixed_settings[self.variant_setting] else self.variants[value]
 
     @property
-    def names(self) -> Names:
+    def name_templates(self) -> NameTemplates:
         """The published templates, or those that follow from the study's name."""
-        if self.published is not None:
-            return self.published
+        if self.published_templates is not None:
+            return self.published_templates
         stem = self.name.replace("-", "_")
-        return Names(
-            run=stem + self.family.suffix,
-            experiment=f"{stem}_{{label}}{self.family.suffix}",
+        return NameTemplates(
+            run=stem + self.family.name_suffix,
+            experiment=f"{stem}_{{label}}{self.family.name_suffix}",
             title=self.name.replace("-", " ").capitalize(),
             summary=f"{stem}={{arm}}",
             wandb_project=f"tune_study_{stem}",

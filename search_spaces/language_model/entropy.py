@@ -1,6 +1,6 @@
 """How much entropy bonus does the policy bear before exploration turns into noise?"""
 
-from search_spaces.declaration.study import Axis, Names, Study
+from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
@@ -16,14 +16,14 @@ STUDY = Study(
             "laptop": ("0", "0.003", "0.01", "0.03", "0.1", "0.3"),
         },
     ),
-    fixed={
+    fixed_settings={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": False,
         "actor.kl_loss_coef": 0.0,
         "filter.rollout_filter_value": 1.0,
     },
     baseline="0",
-    published=Names(
+    published_templates=NameTemplates(
         run="entropy_sweep_{model}",
         experiment="sokoban_entropy_sweep_{tag}_{label}-{model}",
         title="Entropy Sweep",

@@ -2,12 +2,12 @@
 
 import re
 
-from search_spaces.declaration.family import Family, Shown, value_label
+from search_spaces.declaration.family import Family, DisplayColumn, make_value_label
 from search_spaces.declaration.presets import DEFAULT_SEEDS, PRESETS
 from trainable.config.run_config import RunConfig
-from trainable.config.study_config import StudyConfig
+from trainable.config.study_config import BaseRunConfig
 
-TAGS = {True: "nofilter", False: "filter_zero"}
+INCLUDE_ZERO_TAGS = {True: "nofilter", False: "filter_zero"}
 """The published tag of rollout_filter_include_zero."""
 
 COLLAPSE_TAGS = {(True, True): "ftmt", (True, False): "ft", (False, True): "mt", (False, False): "nocd"}
@@ -17,33 +17,33 @@ STRATEGY_NAMES = {"top_k_abs": "top_k"}
 """Published names of filter strategies that have another one here: in the documents top_k takes a count of groups."""
 
 
-def model_name(path: str) -> str:
+def get_model_name(path: str) -> str:
     """The last part of a model's path, which names its runs: Qwen/Qwen2.5-3B -> Qwen2.5-3B."""
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
-def words(config: RunConfig) -> dict[str, str]:
+def make_template_values(config: RunConfig) -> dict[str, str]:
     """What every template of a study may use; see `search_spaces.declaration.study.Study`."""
     env, trainer, collapse = config.env, config.trainer, config.collapse_detection
-    actor, kept = config.actor, config.filter
-    model = model_name(config.model.path)
-    size = re.search(r"(?<![\d.])\d+(\.\d+)?B(?![A-Za-z])", model)
-    train = f"{env.env_groups}x{env.group_size}"
+    actor, filter_config = config.actor, config.filter
+    model = get_model_name(config.model.path)
+    size_match = re.search(r"(?<![\d.])\d+(\.\d+)?B(?![A-Za-z])", model)
+    train_size = f"{env.env_groups}x{env.group_size}"
     groups, rollouts = trainer.gradient_analysis_env_groups, trainer.gradient_analysis_group_size
     return {
         "model": model,
-        "size": size.group() if size else model,
-        "tag": TAGS[kept.rollout_filter_include_zero],
-        "strategy": STRATEGY_NAMES.get(kept.rollout_filter_strategy, kept.rollout_filter_strategy),
+        "size": size_match.group() if size_match else model,
+        "tag": INCLUDE_ZERO_TAGS[filter_config.rollout_filter_include_zero],
+        "strategy": STRATEGY_NAMES.get(filter_config.rollout_filter_strategy, filter_config.rollout_filter_strategy),
         "kl_type": actor.kl_loss_type,
         "collapse": COLLAPSE_TAGS[collapse.first_turn_enabled, collapse.multi_turn_enabled],
-        "mass": value_label(f"{kept.rollout_filter_value:g}"),
-        "train": train,
-        "analysis": f"{groups}x{rollouts}" if groups and rollouts else train,
+        "mass": make_value_label(f"{filter_config.rollout_filter_value:g}"),
+        "train": train_size,
+        "analysis": f"{groups}x{rollouts}" if groups and rollouts else train_size,
         "every": str(trainer.gradient_analysis_every),
-        "include_zero": str(kept.rollout_filter_include_zero),
-        "filter_value": str(kept.rollout_filter_value),
-        "share": f"{kept.rollout_filter_value:g}",
+        "include_zero": str(filter_config.rollout_filter_include_zero),
+        "filter_value": str(filter_config.rollout_filter_value),
+        "share": f"{filter_config.rollout_filter_value:g}",
         "kl": f"{actor.kl_loss_coef if actor.use_kl_loss else 0:g}",
         "entropy": f"{actor.entropy_coeff:g}",
         "first": str(collapse.first_turn_enabled).lower(),
@@ -52,14 +52,14 @@ def words(config: RunConfig) -> dict[str, str]:
     }
 
 
-def run_config(config: StudyConfig) -> RunConfig:
+def as_run_config(config: BaseRunConfig) -> RunConfig:
     """`config`, which a study of this family has; TypeError for one of another family."""
     if not isinstance(config, RunConfig):
         raise TypeError(f"{type(config).__name__} fine-tunes no language model with PPO")
     return config
 
 
-def loads(config: RunConfig) -> str:
+def get_model_path(config: RunConfig) -> str:
     """The model that every run fine-tunes."""
     return config.model.path
 
@@ -67,34 +67,34 @@ def loads(config: RunConfig) -> str:
 PPO = Family(
     name="ppo",
     trainer="trainable.families:LANGUAGE_MODEL",
-    suffix="_{model}",
-    fine_tunes=True,
-    config=RunConfig,
+    name_suffix="_{model}",
+    is_fine_tuning=True,
+    config_class=RunConfig,
     presets=PRESETS,
-    seeds=DEFAULT_SEEDS,
-    words=words,
-    loads=loads,
-    models=("model.path",),
-    shown=(
-        Shown("val_success", "success", ".3f", before="base_val_success"),
-        Shown("reward_std", "reward std", ".3f"),
-        Shown("groups_kept", "groups kept", ".0f"),
-        Shown("tokens_per_second", "tokens/s", ".0f"),
+    n_seeds=DEFAULT_SEEDS,
+    make_template_values=make_template_values,
+    get_model_path=get_model_path,
+    model_settings=("model.path",),
+    progress_columns=(
+        DisplayColumn("val_success", "success", ".3f", fallback_column="base_val_success"),
+        DisplayColumn("reward_std", "reward std", ".3f"),
+        DisplayColumn("groups_kept", "groups kept", ".0f"),
+        DisplayColumn("tokens_per_second", "tokens/s", ".0f"),
     ),
-    line=(
-        Shown("base_val_success", "base_val_success", ".3f"),
-        Shown("base_val_greedy_success", "base_val_greedy_success", ".3f"),
-        Shown("train_success", "train_success", ".3f"),
-        Shown("reward_std", "reward_std", ".4f"),
-        Shown("groups_kept", "groups_kept", ".0f"),
-        Shown("val_success", "val_success", ".3f"),
-        Shown("val_greedy_success", "val_greedy_success", ".3f"),
-        Shown("test_success", "test_success", ".3f"),
-        Shown("test_greedy_success", "test_greedy_success", ".3f"),
-        Shown("entropy", "entropy", ".3f"),
-        Shown("kl_loss", "kl_loss", ".5f"),
-        Shown("pg_loss", "pg_loss", ".5f"),
-        Shown("tokens_per_second", "tokens_per_second", ".0f"),
-        Shown("seconds_step", "seconds", ".2f"),
+    log_columns=(
+        DisplayColumn("base_val_success", "base_val_success", ".3f"),
+        DisplayColumn("base_val_greedy_success", "base_val_greedy_success", ".3f"),
+        DisplayColumn("train_success", "train_success", ".3f"),
+        DisplayColumn("reward_std", "reward_std", ".4f"),
+        DisplayColumn("groups_kept", "groups_kept", ".0f"),
+        DisplayColumn("val_success", "val_success", ".3f"),
+        DisplayColumn("val_greedy_success", "val_greedy_success", ".3f"),
+        DisplayColumn("test_success", "test_success", ".3f"),
+        DisplayColumn("test_greedy_success", "test_greedy_success", ".3f"),
+        DisplayColumn("entropy", "entropy", ".3f"),
+        DisplayColumn("kl_loss", "kl_loss", ".5f"),
+        DisplayColumn("pg_loss", "pg_loss", ".5f"),
+        DisplayColumn("tokens_per_second", "tokens_per_second", ".0f"),
+        DisplayColumn("seconds_step", "seconds", ".2f"),
     ),
 )

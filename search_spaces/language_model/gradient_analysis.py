@@ -1,6 +1,6 @@
 """Which groups' gradients carry signal: does the task's grow with the reward spread while the regularisers' do not?"""
 
-from search_spaces.declaration.study import Axis, Names, Study
+from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
@@ -14,7 +14,7 @@ STUDY = Study(
         setting="algorithm.adv_estimator",
         option="--algo",
         grids={"paper": _GRID, "laptop": _GRID},
-        named={
+        named_settings={
             "PPO": {"algorithm.adv_estimator": "gae", "actor.loss_agg_mode": "token-mean"},
             "GRPO": {
                 "algorithm.adv_estimator": "grpo",
@@ -23,7 +23,7 @@ STUDY = Study(
             },
         },
     ),
-    fixed={
+    fixed_settings={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": False,
         "actor.kl_loss_type": "low_var_kl",
@@ -47,7 +47,7 @@ STUDY = Study(
         "trainer.gradient_analysis_log_prefilter": True,
     },
     baseline="PPO",
-    published=Names(
+    published_templates=NameTemplates(
         run="gradient_analysis_sokoban_{model}",
         experiment="sokoban-{arm}-filter-topp{mass}-{model}-train{train}-analysis{analysis}-grad-every{every}",
         title="Gradient Analysis",

@@ -8,7 +8,7 @@ dual clip at 3 stays on in all arms of GRPO.
 """
 
 from search_spaces.declaration.family import Settings
-from search_spaces.declaration.study import Axis, Names, Study
+from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
@@ -16,7 +16,7 @@ CLIPS: dict[str, tuple[float, float]] = {"0.05": (0.05, 0.05), "0.2": (0.2, 0.2)
 """Name of a clip -> clip_ratio_low, clip_ratio_high."""
 
 
-def _grpo(is_normalised: bool, clip: str) -> Settings:
+def _make_grpo_settings(is_normalised: bool, clip: str) -> Settings:
     low, high = CLIPS[clip]
     return {
         "actor.policy_loss": "ppo_clip",
@@ -29,7 +29,7 @@ def _grpo(is_normalised: bool, clip: str) -> Settings:
 
 ARMS: dict[str, Settings] = {
     **{
-        f"{name}-clip{clip}": _grpo(is_normalised, clip)
+        f"{name}-clip{clip}": _make_grpo_settings(is_normalised, clip)
         for name, is_normalised in (("std", True), ("nostd", False))
         for clip in CLIPS
     },
@@ -44,9 +44,9 @@ STUDY = Study(
         setting="std normalisation x clip, and TPO",
         option="--arms",
         grids={"paper": tuple(ARMS), "laptop": tuple(ARMS)},
-        named=ARMS,
+        named_settings=ARMS,
     ),
-    fixed={
+    fixed_settings={
         **SWEEP_SETTINGS,
         "algorithm.adv_estimator": "grpo",
         "actor.loss_agg_mode": "seq-mean-token-mean",
@@ -57,7 +57,7 @@ STUDY = Study(
         "filter.rollout_filter_value": 1.0,
     },
     baseline="std-clip0.2",
-    published=Names(
+    published_templates=NameTemplates(
         run="grpo_entropy_{model}",
         experiment="sokoban_grpo_entropy_{tag}_{label}-{model}",
         title="GRPO Entropy on Sokoban",
@@ -66,7 +66,7 @@ STUDY = Study(
         log="{run}/{tag}/{label}/{experiment}.log",
         checkpoints="{run}/{label}/{experiment}",
     ),
-    smoke={
+    smoke_settings={
         "trainer.total_training_steps": 1,
         "env.env_groups": 2,
         "env.val_env_groups": 8,

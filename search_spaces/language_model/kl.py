@@ -1,6 +1,6 @@
 """Does a KL penalty to the initial policy hold off collapse, and from which coefficient does it cost success?"""
 
-from search_spaces.declaration.study import Axis, Names, Study
+from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
@@ -15,11 +15,11 @@ STUDY = Study(
             "paper": ("0", "0.001", "0.003", "0.01", "0.03", "0.1"),
             "laptop": ("0", "0.01", "0.03", "0.1", "0.3", "1"),
         },
-        along={"actor.use_kl_loss": True},
+        extra_settings={"actor.use_kl_loss": True},
     ),
-    fixed={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
+    fixed_settings={**SWEEP_SETTINGS, "actor.entropy_coeff": 0.0, "filter.rollout_filter_value": 1.0},
     baseline="0",
-    published=Names(
+    published_templates=NameTemplates(
         run="kl_sweep_{model}",
         experiment="sokoban_kl_sweep_{tag}_{label}-{model}",
         title="KL Sweep",

@@ -7,24 +7,24 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from search_spaces.declaration.family import Settings
-from search_spaces.declaration.study import Axis, Names, Study
+from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.family import PPO
 from trainable.config.choices import FILTER_STRATEGIES
 from trainable.config.run_config import RunConfig
 
 COEFFICIENTS = ("0.001", "0.003", "0.01", "0.03")
-RATIOS = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4}
+FILTER_FRACTIONS = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4}
 """Published names of the shares that a filter keeps, which every strategy has."""
 
 KL_TYPES = ("low_var_kl", "kl", "mse")
-STRATEGIES = {"top_p": "top_p", "top_k": "top_k_abs", "min_p": "min_p", "top_f": "top_f"}
+STRATEGY_ALIASES = {"top_p": "top_p", "top_k": "top_k_abs", "min_p": "min_p", "top_f": "top_f"}
 """Published names of filter strategies, whose top_k takes a count of groups, and names here."""
 
 GROUPS = ("1", "2", "3", "4", "5")
-ALL = {"kl": ("1", "4", "5"), "mse": ("1", "4", "5"), "low_var_kl": GROUPS}
+GROUPS_BY_KL_TYPE = {"kl": ("1", "4", "5"), "mse": ("1", "4", "5"), "low_var_kl": GROUPS}
 """The published order over all KL losses: groups that need no KL loss run once."""
 
-_ZERO = ("0",)
+_ZERO_COEFS = ("0",)
 
 
 class GridGroup(NamedTuple):
@@ -34,50 +34,54 @@ class GridGroup(NamedTuple):
     """
 
     filters: Mapping[str, float]
-    kl: tuple[str, ...]
-    entropy: tuple[str, ...]
+    kl_coefs: tuple[str, ...]
+    entropy_coefs: tuple[str, ...]
     zero_task_advantage: bool = False
     prefix: str = ""
 
 
-BLOCKS: dict[str, GridGroup] = {
-    "1": GridGroup(RATIOS, COEFFICIENTS, _ZERO),
-    "2": GridGroup(RATIOS, _ZERO, COEFFICIENTS),
-    "3": GridGroup(RATIOS, _ZERO, _ZERO),
+GRID_GROUPS: dict[str, GridGroup] = {
+    "1": GridGroup(FILTER_FRACTIONS, COEFFICIENTS, _ZERO_COEFS),
+    "2": GridGroup(FILTER_FRACTIONS, _ZERO_COEFS, COEFFICIENTS),
+    "3": GridGroup(FILTER_FRACTIONS, _ZERO_COEFS, _ZERO_COEFS),
     "4": GridGroup({"topk100": 1.0}, COEFFICIENTS, COEFFICIENTS, zero_task_advantage=True, prefix="ta-"),
     "5": GridGroup({"nofilter": 1.0}, COEFFICIENTS, COEFFICIENTS),
 }
 
 
-def arms(group: str, kl_type: str) -> dict[str, Settings]:
+def make_arms(group: str, kl_type: str) -> dict[str, Settings]:
     """The arms of a group by their published names, which the collapse tag ends: see `Study`, {collapse}."""
-    block = BLOCKS[group]
-    found: dict[str, Settings] = {}
-    for (name, ratio), kl, entropy in itertools.product(block.filters.items(), block.kl, block.entropy):
-        label = f"kl{kl.replace('.', '')}-ent{entropy.replace('.', '')}-{kl_type}"
-        found[f"g{group}-smoke-ppo-sokoban-{block.prefix}{name}-{label}"] = MappingProxyType({
-            "filter.rollout_filter_value": ratio,
-            "actor.use_kl_loss": kl != "0",
-            "actor.kl_loss_coef": float(kl),
+    grid_group = GRID_GROUPS[group]
+    settings_by_arm: dict[str, Settings] = {}
+    for (name, fraction), kl_coef, entropy_coef in itertools.product(
+        grid_group.filters.items(), grid_group.kl_coefs, grid_group.entropy_coefs
+    ):
+        label = f"kl{kl_coef.replace('.', '')}-ent{entropy_coef.replace('.', '')}-{kl_type}"
+        settings_by_arm[f"g{group}-smoke-ppo-sokoban-{grid_group.prefix}{name}-{label}"] = MappingProxyType({
+            "filter.rollout_filter_value": fraction,
+            "actor.use_kl_loss": kl_coef != "0",
+            "actor.kl_loss_coef": float(kl_coef),
             "actor.kl_loss_type": kl_type,
-            "actor.entropy_coeff": float(entropy),
-            "algorithm.zero_task_advantage": block.zero_task_advantage,
+            "actor.entropy_coeff": float(entropy_coef),
+            "algorithm.zero_task_advantage": grid_group.zero_task_advantage,
         })  # fmt: skip
-    return found
+    return settings_by_arm
 
 
-def counted(settings: Settings, base: RunConfig) -> Settings:
+def convert_to_group_count(settings: Settings, base: RunConfig) -> Settings:
     """`settings` with the share of groups as a count, where the strategy takes one: max(1, int(share * groups))."""
     if not FILTER_STRATEGIES[base.filter.rollout_filter_strategy].counts_groups:
         return settings
-    share = float(str(settings["filter.rollout_filter_value"]))
-    return {**settings, "filter.rollout_filter_value": max(1, int(share * base.env.env_groups))}
+    fraction = float(str(settings["filter.rollout_filter_value"]))
+    return {**settings, "filter.rollout_filter_value": max(1, int(fraction * base.env.env_groups))}
 
 
-_ARMS = {group: {kl_type: arms(group, kl_type) for kl_type in KL_TYPES} for group in GROUPS}
-_NAMED = {name: settings for kinds in _ARMS.values() for found in kinds.values() for name, settings in found.items()}
+_ARMS_BY_GROUP = {group: {kl_type: make_arms(group, kl_type) for kl_type in KL_TYPES} for group in GROUPS}
+_SETTINGS_BY_ARM = {
+    name: settings for kinds in _ARMS_BY_GROUP.values() for found in kinds.values() for name, settings in found.items()
+}
 
-_SETTINGS: Settings = MappingProxyType({
+_FIXED_SETTINGS: Settings = MappingProxyType({
     "algorithm.adv_estimator": "gae",
     "actor.filter_loss_scaling": "sqrt",
     "filter.rollout_filter_strategy": "top_p",
@@ -93,17 +97,19 @@ _SETTINGS: Settings = MappingProxyType({
 })  # fmt: skip
 
 
-def _study(name: str, kl_types: Mapping[str, tuple[str, ...]], losses: str) -> Study:
+def _make_study(name: str, kl_types: Mapping[str, tuple[str, ...]], loss_tag: str) -> Study:
     """A study over groups under each KL loss of `kl_types`. losses: the part of its files' names that tells them."""
-    pairs = [(kl_type, group) for kl_type, groups in kl_types.items() for group in groups]
-    grid = tuple(itertools.chain.from_iterable(_ARMS[group][kl_type] for kl_type, group in pairs))
-    members = {
-        wanted: tuple(
-            itertools.chain.from_iterable(_ARMS[group][kl_type] for kl_type, group in pairs if group == wanted)
+    kl_type_groups = [(kl_type, group) for kl_type, groups in kl_types.items() for group in groups]
+    grid = tuple(itertools.chain.from_iterable(_ARMS_BY_GROUP[group][kl_type] for kl_type, group in kl_type_groups))
+    value_groups = {
+        group_name: tuple(
+            itertools.chain.from_iterable(
+                _ARMS_BY_GROUP[group][kl_type] for kl_type, group in kl_type_groups if group == group_name
+            )
         )
-        for wanted in GROUPS
+        for group_name in GROUPS
     }
-    kl_type = pairs[-1][0]
+    kl_type = kl_type_groups[-1][0]
     return Study(
         name=name,
         family=PPO,
@@ -112,17 +118,17 @@ def _study(name: str, kl_types: Mapping[str, tuple[str, ...]], losses: str) -> S
             setting="KL and entropy coefficients, filter",
             option="--groups",
             grids={"paper": grid, "laptop": grid},
-            named=_NAMED,
-            members=members,
-            adapt=counted,
+            named_settings=_SETTINGS_BY_ARM,
+            value_groups=value_groups,
+            adapt=convert_to_group_count,
         ),
-        fixed={**_SETTINGS, "actor.kl_loss_type": kl_type},
+        fixed_settings={**_FIXED_SETTINGS, "actor.kl_loss_type": kl_type},
         presets={"paper": {"model.path": "Qwen/Qwen2.5-3B-Instruct"}},
-        seeds=1,
-        strategies=STRATEGIES,
+        n_seeds=1,
+        strategy_aliases=STRATEGY_ALIASES,
         baseline="g3-smoke-ppo-sokoban-topk100-kl0-ent0-{kl_type}",
-        published=Names(
-            run=f"smoke_test_{{strategy}}_{{size}}_{losses}_{{collapse}}",
+        published_templates=NameTemplates(
+            run=f"smoke_test_{{strategy}}_{{size}}_{loss_tag}_{{collapse}}",
             experiment="{arm}-{collapse}",
             title="KL/Entropy Smoke Test",
             summary=(
@@ -132,17 +138,17 @@ def _study(name: str, kl_types: Mapping[str, tuple[str, ...]], losses: str) -> S
             wandb_project="ragen-smoke_test_{strategy}",
             log="smoke_test_{strategy}_details/{experiment}.log",
             checkpoints="{run}/{experiment}",
-            summary_log=f"smoke_test_{{strategy}}/smoke_test_results_{{size}}_{losses}_{{collapse}}.log",
+            summary_log=f"smoke_test_{{strategy}}/smoke_test_results_{{size}}_{loss_tag}_{{collapse}}.log",
             summary_times=("train", "eval", "collapse", "collapse_first", "collapse_multi", "total"),
         ),
     )
 
 
-_VARIANTS = {kl_type: _study("smoke", {kl_type: GROUPS}, "{kl_type}") for kl_type in KL_TYPES}
+_VARIANTS = {kl_type: _make_study("smoke", {kl_type: GROUPS}, "{kl_type}") for kl_type in KL_TYPES}
 
-SMOKE = replace(_VARIANTS[KL_TYPES[0]], variants=_VARIANTS, variant_setting="actor.kl_loss_type")
+SMOKE_STUDY = replace(_VARIANTS[KL_TYPES[0]], variants=_VARIANTS, variant_setting="actor.kl_loss_type")
 """The five groups under one KL loss: 68 runs."""
 
 
-SMOKE_ALL = _study("smoke-all", ALL, "all")
+SMOKE_ALL_STUDY = _make_study("smoke-all", GROUPS_BY_KL_TYPE, "all")
 """The groups that differ by it under each KL loss: 164 runs."""

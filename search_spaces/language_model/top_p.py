@@ -1,6 +1,6 @@
 """How strong should the reward-variance filter be: which share of the groups' spread is worth training on?"""
 
-from search_spaces.declaration.study import Axis, Names, Study
+from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 
@@ -14,17 +14,17 @@ STUDY = Study(
         setting="filter.rollout_filter_value",
         option="--rollout_filter_value",
         grids={"paper": _GRID, "laptop": _GRID},
-        along={"filter.rollout_filter_include_zero": False},
-        named={"nofilter": {"filter.rollout_filter_value": 1.0, "filter.rollout_filter_include_zero": True}},
+        extra_settings={"filter.rollout_filter_include_zero": False},
+        named_settings={"nofilter": {"filter.rollout_filter_value": 1.0, "filter.rollout_filter_include_zero": True}},
     ),
-    fixed={
+    fixed_settings={
         **SWEEP_SETTINGS,
         "actor.use_kl_loss": True,
         "actor.kl_loss_coef": 0.001,
         "actor.entropy_coeff": 0.001,
     },
     baseline="nofilter",
-    published=Names(
+    published_templates=NameTemplates(
         run="top_p_sweep_{model}",
         experiment="sokoban_top_p_{label}-{model}",
         title="Top-p Sweep",
@@ -33,5 +33,5 @@ STUDY = Study(
         log="{run}/{label}/{experiment}.log",
         checkpoints="{run}/{label}/{experiment}",
     ),
-    include_zero_option=False,
+    has_include_zero_option=False,
 )

@@ -10,30 +10,30 @@ import math
 
 from search_spaces.declaration.family import Settings
 from search_spaces.declaration.study import Contrasts
-from search_spaces.sandbox.family import SMOKE, sandbox_study
+from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
 
 CAPACITIES = (8, 16, 32)
 AGES = (1.5, 3.5, 7.5)
 
 
-def mean_age(decay: float, capacity: int) -> float:
+def compute_mean_age(decay: float, capacity: int) -> float:
     """Mean age in updates of a draw over the ages 0 ... capacity - 1 with weights exp(-decay x age)."""
     weights = [math.exp(-decay * age) for age in range(capacity)]
     return sum(age * weight for age, weight in enumerate(weights)) / sum(weights)
 
 
-def decay_for(age: float, capacity: int) -> float:
+def solve_decay(age: float, capacity: int) -> float:
     """The decay a step, to four digits, with which `mean_age` is `age`; ValueError if no decay >= 0 gives it."""
-    if not 0 < age <= mean_age(0.0, capacity):
+    if not 0 < age <= compute_mean_age(0.0, capacity):
         raise ValueError(f"a buffer of {capacity} batches has no mean age of {age}")
     low, high = 0.0, 50.0
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if mean_age(middle, capacity) > age else (low, middle)
+        low, high = (middle, high) if compute_mean_age(middle, capacity) > age else (low, middle)
     return round(high, 4)
 
 
-DRAWN = {"": "freshness", "-delight": "fresh_delight"}
+REPLAY_PRIORITIES = {"": "freshness", "-delight": "fresh_delight"}
 """How the name of an arm ends -> by what a batch is drawn."""
 
 ARMS: dict[str, Settings] = {
@@ -43,54 +43,56 @@ ARMS: dict[str, Settings] = {
         f"capacity{capacity}-age{age}{end}": {
             "method": "ReplayDG",
             "replay_capacity": capacity,
-            "replay_age_decay": decay_for(age, capacity),
+            "replay_age_decay": solve_decay(age, capacity),
             "replay_priority": priority,
         }
-        for end, priority in DRAWN.items()
+        for end, priority in REPLAY_PRIORITIES.items()
         for age in AGES
         for capacity in CAPACITIES
-        if age <= mean_age(0.0, capacity)
+        if age <= compute_mean_age(0.0, capacity)
     },
 }
 
 
-def _pairs(first: str, second: str) -> tuple[tuple[str, str], ...]:
+def _make_arm_pairs(first_template: str, second_template: str) -> tuple[tuple[str, str], ...]:
     """Pairs of arms by the names of both, in which {age} and {capacity} take every value that both have."""
-    each = [{"age": age, "capacity": capacity} for age in AGES for capacity in CAPACITIES]
-    named = dict.fromkeys((first.format(**values), second.format(**values)) for values in each)
-    return tuple(pair for pair in named if set(pair) <= set(ARMS))
+    combinations = [{"age": age, "capacity": capacity} for age in AGES for capacity in CAPACITIES]
+    arm_pairs = dict.fromkeys(
+        (first_template.format(**values), second_template.format(**values)) for values in combinations
+    )
+    return tuple(pair for pair in arm_pairs if set(pair) <= set(ARMS))
 
 
 CONTRASTS: Contrasts = {
     **{
-        f"capacity 32 against {capacity} at one mean age": _pairs(
+        f"capacity 32 against {capacity} at one mean age": _make_arm_pairs(
             "capacity32-age{age}", f"capacity{capacity}-age{{age}}"
         )
         for capacity in (8, 16)
     },
     **{
-        f"mean age {age} against 1.5 at one capacity": _pairs(
+        f"mean age {age} against 1.5 at one capacity": _make_arm_pairs(
             f"capacity{{capacity}}-age{age}", "capacity{capacity}-age1.5"
         )
         for age in AGES[1:]
     },
     **{
-        f"capacity 32 against {capacity}, drawn by delight too": _pairs(
+        f"capacity 32 against {capacity}, drawn by delight too": _make_arm_pairs(
             "capacity32-age{age}-delight", f"capacity{capacity}-age{{age}}-delight"
         )
         for capacity in (8, 16)
     },
-    "drawn by delight too against by freshness alone": _pairs(
+    "drawn by delight too against by freshness alone": _make_arm_pairs(
         "capacity{capacity}-age{age}-delight", "capacity{capacity}-age{age}"
     ),
 }
 
-STUDY = sandbox_study(
+STUDY = make_sandbox_study(
     name="age-not-capacity",
     question=__doc__,
     arms=ARMS,
     baseline="DG",
     setting="capacity and freshness decay",
     contrasts=CONTRASTS,
-    smoke={**SMOKE, "trainer.total_training_steps": 10, "trainer.test_freq": 10},
+    smoke_settings={**SMOKE_SETTINGS, "trainer.total_training_steps": 10, "trainer.test_freq": 10},
 )

@@ -1,7 +1,7 @@
 """How much staleness does each update rule bear?"""
 
 from search_spaces.declaration.family import Settings
-from search_spaces.sandbox.family import SMOKE, sandbox_study
+from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
 
 RULES = ("REINFORCE", "PG", "ASPO", "TrajPG", "DG", "Kondo")
 DELAYS = (0, 1, 3, 10, 30, 100)
@@ -10,13 +10,18 @@ ARMS: dict[str, Settings] = {
     f"{rule}-delay{delay}": {"method": rule, "delay": delay} for rule in RULES for delay in DELAYS
 }
 
-STUDY = sandbox_study(
+STUDY = make_sandbox_study(
     name="sandbox-delays",
     question=__doc__,
     arms=ARMS,
     baseline="REINFORCE-delay0",
-    fixed={},
+    fixed_settings={},
     setting="rule and delay",
-    run="sandbox_delays_{task}",
-    smoke={**SMOKE, "trainer.total_training_steps": 102, "trainer.test_freq": 102, "trainer.resume_every": 102},
+    run_template="sandbox_delays_{task}",
+    smoke_settings={
+        **SMOKE_SETTINGS,
+        "trainer.total_training_steps": 102,
+        "trainer.test_freq": 102,
+        "trainer.resume_every": 102,
+    },
 )

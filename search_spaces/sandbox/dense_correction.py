@@ -1,8 +1,8 @@
 """Does correcting a policy along its own prefixes solve a chain of rewards sooner than imitating right sequences?"""
 
-from search_spaces.sandbox.family import REVERSAL, sandbox_study
+from search_spaces.sandbox.family import REVERSAL_SETTINGS, make_sandbox_study
 
-STUDY = sandbox_study(
+STUDY = make_sandbox_study(
     name="dense-correction",
     question=__doc__,
     arms={
@@ -11,8 +11,8 @@ STUDY = sandbox_study(
         "SCOPELite": {"method": "SCOPELite"},
     },
     baseline="CE",
-    fixed={
-        **REVERSAL,
+    fixed_settings={
+        **REVERSAL_SETTINGS,
         "task": "chain_reversal",
         "trainer.total_training_steps": 1500,
         "trainer.test_freq": 50,

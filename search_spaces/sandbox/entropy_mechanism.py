@@ -10,17 +10,17 @@ Adam's epsilon tell them apart.
 
 from search_spaces.declaration.family import Settings
 from search_spaces.declaration.study import Contrasts
-from search_spaces.sandbox.family import GROUPED, REVERSAL, sandbox_study
+from search_spaces.sandbox.family import GROUP_SETTINGS, REVERSAL_SETTINGS, make_sandbox_study
 
 CLIPS = ("0.05", "0.1", "0.2")
 BETAS = ("0.04", "0")
 
-_RULES: dict[str, Settings] = {
+_GRPO_RULES: dict[str, Settings] = {
     "GRPO": {"method": "GRPO"},
     "GRPO-nostd": {"method": "GRPO", "std_normalization": False},
     "DrGRPO": {"method": "DrGRPO"},
 }
-_DAPO: dict[str, Settings] = {
+_DAPO_RULES: dict[str, Settings] = {
     "DAPO": {"method": "DAPO"},
     "DAPO-nostd": {"method": "DAPO", "std_normalization": False},
 }
@@ -28,49 +28,58 @@ _DAPO: dict[str, Settings] = {
 ARMS: dict[str, Settings] = {
     **{
         f"{name}-clip{clip}-beta{beta}": {**rule, "clip_low": float(clip), "grpo_beta": float(beta)}
-        for name, rule in _RULES.items()
+        for name, rule in _GRPO_RULES.items()
         for clip in CLIPS
         for beta in BETAS
     },
     **{
         f"{name}-clip{clip}": {**rule, "clip_low": float(clip), "clip_high": round(1.4 * float(clip), 3)}
-        for name, rule in _DAPO.items()
+        for name, rule in _DAPO_RULES.items()
         for clip in CLIPS
     },
 }
 
-_GRPO_ENDS = tuple(f"clip{clip}-beta{beta}" for clip in CLIPS for beta in BETAS)
-_ENDS = {"GRPO": _GRPO_ENDS, "GRPO-nostd": _GRPO_ENDS, "DrGRPO": _GRPO_ENDS} | dict.fromkeys(
-    _DAPO, tuple(f"clip{clip}" for clip in CLIPS)
+_GRPO_SUFFIXES = tuple(f"clip{clip}-beta{beta}" for clip in CLIPS for beta in BETAS)
+_ARM_SUFFIXES = {"GRPO": _GRPO_SUFFIXES, "GRPO-nostd": _GRPO_SUFFIXES, "DrGRPO": _GRPO_SUFFIXES} | dict.fromkeys(
+    _DAPO_RULES, tuple(f"clip{clip}" for clip in CLIPS)
 )
 
 
-def _clips(tight: str, wide: str) -> tuple[tuple[str, str], ...]:
+def _make_clip_pairs(tight_clip: str, wide_clip: str) -> tuple[tuple[str, str], ...]:
     """Every arm with the tight clip beside the same with the wide one."""
-    tights = [f"{name}-{end}" for name, ends in _ENDS.items() for end in ends if end.split("-")[0] == f"clip{tight}"]
-    return tuple((arm, arm.replace(f"clip{tight}", f"clip{wide}")) for arm in tights)
+    tight_arms = [
+        f"{name}-{end}"
+        for name, ends in _ARM_SUFFIXES.items()
+        for end in ends
+        if end.split("-")[0] == f"clip{tight_clip}"
+    ]
+    return tuple((arm, arm.replace(f"clip{tight_clip}", f"clip{wide_clip}")) for arm in tight_arms)
 
 
 CONTRASTS: Contrasts = {
-    "GRPO without the division by the deviation": tuple((f"GRPO-nostd-{end}", f"GRPO-{end}") for end in _GRPO_ENDS),
+    "GRPO without the division by the deviation": tuple((f"GRPO-nostd-{end}", f"GRPO-{end}") for end in _GRPO_SUFFIXES),
     "the same where no KL acts": tuple(
-        (f"GRPO-nostd-{end}", f"GRPO-{end}") for end in _GRPO_ENDS if end.endswith("beta0")
+        (f"GRPO-nostd-{end}", f"GRPO-{end}") for end in _GRPO_SUFFIXES if end.endswith("beta0")
     ),
-    "DAPO without the division by the deviation": tuple((f"DAPO-nostd-{end}", f"DAPO-{end}") for end in _ENDS["DAPO"]),
-    "DrGRPO (no division, sum over tokens) against GRPO": tuple((f"DrGRPO-{end}", f"GRPO-{end}") for end in _GRPO_ENDS),
-    "clip 0.05 against 0.2": _clips("0.05", "0.2"),
-    "clip 0.1 against 0.2": _clips("0.1", "0.2"),
+    "DAPO without the division by the deviation": tuple(
+        (f"DAPO-nostd-{end}", f"DAPO-{end}") for end in _ARM_SUFFIXES["DAPO"]
+    ),
+    "DrGRPO (no division, sum over tokens) against GRPO": tuple(
+        (f"DrGRPO-{end}", f"GRPO-{end}") for end in _GRPO_SUFFIXES
+    ),
+    "clip 0.05 against 0.2": _make_clip_pairs("0.05", "0.2"),
+    "clip 0.1 against 0.2": _make_clip_pairs("0.1", "0.2"),
     "without the KL to the sampling policy": tuple(
-        (f"{name}-clip{clip}-beta0", f"{name}-clip{clip}-beta0.04") for name in _RULES for clip in CLIPS
+        (f"{name}-clip{clip}-beta0", f"{name}-clip{clip}-beta0.04") for name in _GRPO_RULES for clip in CLIPS
     ),
 }
 
-STUDY = sandbox_study(
+STUDY = make_sandbox_study(
     name="entropy-mechanism",
     question=__doc__,
     arms=ARMS,
     baseline="GRPO-clip0.2-beta0.04",
     setting="rule, clip and KL coefficient",
     contrasts=CONTRASTS,
-    fixed={**REVERSAL, **GROUPED, "method": "GRPO", "entropy_diagnostics": True},
+    fixed_settings={**REVERSAL_SETTINGS, **GROUP_SETTINGS, "method": "GRPO", "entropy_diagnostics": True},
 )

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from search_spaces.declaration.family import Family, Settings, Shown
-from search_spaces.declaration.study import Axis, Contrasts, Names, Study, unchanged
+from search_spaces.declaration.family import Family, Settings, DisplayColumn
+from search_spaces.declaration.study import Axis, Contrasts, NameTemplates, Study, keep_settings
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
-GROUPED: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
+GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
 """What the documents call grouped: 12 prompts of 8 rollouts, four optimizer steps a batch."""
 
-REVERSAL: Settings = MappingProxyType(
+REVERSAL_SETTINGS: Settings = MappingProxyType(
     {
         "task": "token_reversal",
         "batch_size": 96,
@@ -22,82 +22,88 @@ REVERSAL: Settings = MappingProxyType(
 )
 """The shared conditions of the published sweeps."""
 
-SMOKE: Settings = MappingProxyType(
+SMOKE_SETTINGS: Settings = MappingProxyType(
     {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 4, "trainer.resume_every": 4}
 )
 
-_BYTES_OF_A_PARAMETER = 12
+_BYTES_PER_PARAMETER = 12
 """A weight and Adam's two moments, float32."""
-_STATE_BESIDE = 200_000
+_STATE_OVERHEAD_BYTES = 200_000
 """Headers, counters, settings."""
-_BYTES_OF_A_ROW = 12_000
+_BYTES_PER_ROW = 12_000
 """metrics.jsonl 1.5 kB, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
 
 
-def words(config: UpdateRuleConfig) -> dict[str, str]:
+def make_template_values(config: UpdateRuleConfig) -> dict[str, str]:
     """What every template of a study may use: {task} and {method}."""
     return {"task": config.task, "method": config.method}
 
 
-def loads(config: UpdateRuleConfig) -> str | None:
+def get_model_path(config: UpdateRuleConfig) -> str | None:
     """The language model that a condition loads, if its task does."""
     return config.model_name if config.task == "lm_bandit" else None
 
 
-def sizes(config: UpdateRuleConfig, parameters: int) -> tuple[int, int]:
+def estimate_bytes(config: UpdateRuleConfig, n_parameters: int) -> tuple[int, int]:
     """Bytes of a state of one run at most, and of a row with all that is made of it. parameters: of what it loads."""
-    length = 2 * config.seq_len + 1
-    transformer = config.num_layers * 13 * config.d_model**2 + (2 * config.vocab_size + 8 + length) * config.d_model
-    mlp = (784 + config.hidden + 12) * config.hidden
-    batches = max(config.replay_capacity, config.delay + 1)
-    a_batch = config.batch_size * (max(784 * 4, length * 8, config.context_len * 8) + config.seq_len * 40)
-    weights = _BYTES_OF_A_PARAMETER * max(transformer, mlp, parameters)
-    return weights + batches * a_batch + _STATE_BESIDE, _BYTES_OF_A_ROW
+    sequence_length = 2 * config.seq_len + 1
+    transformer_parameters = (
+        config.num_layers * 13 * config.d_model**2 + (2 * config.vocab_size + 8 + sequence_length) * config.d_model
+    )
+    mlp_parameters = (784 + config.hidden + 12) * config.hidden
+    n_batches = max(config.replay_capacity, config.delay + 1)
+    batch_bytes = config.batch_size * (max(784 * 4, sequence_length * 8, config.context_len * 8) + config.seq_len * 40)
+    weight_bytes = _BYTES_PER_PARAMETER * max(transformer_parameters, mlp_parameters, n_parameters)
+    return weight_bytes + n_batches * batch_bytes + _STATE_OVERHEAD_BYTES, _BYTES_PER_ROW
 
 
 UPDATE_RULES = Family(
     name="update_rules",
     trainer="trainable.families:UPDATE_RULES",
-    config=UpdateRuleConfig,
+    config_class=UpdateRuleConfig,
     presets={"paper": MappingProxyType({}), "laptop": MappingProxyType({})},
-    seeds={"paper": 3, "laptop": 3},
-    words=words,
-    loads=loads,
-    seeds_together=True,
-    sizes=sizes,
-    models=("model_name",),
-    files=("mnist_folder", "text_file"),
-    shown=(Shown("test_error", "test error", ".3f"), Shown("entropy", "entropy", ".3f"), Shown("loss", "loss", ".4f")),
-    line=(
-        Shown("test_error", "test_error", ".4f"),
-        Shown("test_error_unscored", "test_error_unscored", ".4f"),
-        Shown("chain_reward", "chain_reward", ".4f"),
-        Shown("entropy", "entropy", ".4f"),
-        Shown("reward", "reward", ".4f"),
-        Shown("loss", "loss", ".5f"),
-        Shown("seconds", "seconds", ".2f"),
+    n_seeds={"paper": 3, "laptop": 3},
+    make_template_values=make_template_values,
+    get_model_path=get_model_path,
+    has_batched_seeds=True,
+    estimate_bytes=estimate_bytes,
+    model_settings=("model_name",),
+    path_settings=("mnist_folder", "text_file"),
+    progress_columns=(
+        DisplayColumn("test_error", "test error", ".3f"),
+        DisplayColumn("entropy", "entropy", ".3f"),
+        DisplayColumn("loss", "loss", ".4f"),
+    ),
+    log_columns=(
+        DisplayColumn("test_error", "test_error", ".4f"),
+        DisplayColumn("test_error_unscored", "test_error_unscored", ".4f"),
+        DisplayColumn("chain_reward", "chain_reward", ".4f"),
+        DisplayColumn("entropy", "entropy", ".4f"),
+        DisplayColumn("reward", "reward", ".4f"),
+        DisplayColumn("loss", "loss", ".5f"),
+        DisplayColumn("seconds", "seconds", ".2f"),
     ),
 )
 
 
-def sandbox_study(
+def make_sandbox_study(
     name: str,
     question: str,
     arms: Mapping[str, Settings],
     baseline: str,
-    fixed: Settings = REVERSAL,
+    fixed_settings: Settings = REVERSAL_SETTINGS,
     setting: str = "update rule",
-    run: str | None = None,
-    smoke: Settings = SMOKE,
+    run_template: str | None = None,
+    smoke_settings: Settings = SMOKE_SETTINGS,
     contrasts: Contrasts = MappingProxyType({}),
-    adapt: Callable[[Settings, Any], Settings] = unchanged,
+    adapt: Callable[[Settings, Any], Settings] = keep_settings,
 ) -> Study:
     """A study whose arms are conditions by name; the first paragraph of `question` is asked.
 
     arms: name -> what it sets beside `fixed`. setting: what the arms differ in, in words. run: the folder's template,
     the study's name if it is left out.
     """
-    run = run or name.replace("-", "_")
+    run_template = run_template or name.replace("-", "_")
     return Study(
         name=name,
         question=question.split("\n\n")[0],
@@ -105,14 +111,14 @@ def sandbox_study(
             setting=setting,
             option="--arms",
             grids={"paper": tuple(arms), "laptop": tuple(arms)},
-            named=arms,
+            named_settings=arms,
             adapt=adapt,
         ),
-        fixed=fixed,
+        fixed_settings=fixed_settings,
         baseline=baseline,
-        published=Names(
-            run=run,
-            experiment=f"{run}-{{arm}}",
+        published_templates=NameTemplates(
+            run=run_template,
+            experiment=f"{run_template}-{{arm}}",
             title=name.replace("-", " ").capitalize(),
             summary="{arm} | task={task} | method={method}",
             wandb_project="update_rule_sandbox",
@@ -123,6 +129,6 @@ def sandbox_study(
         ),
         family=UPDATE_RULES,
         stop_rules=("uniform_groups",),
-        smoke=smoke,
+        smoke_settings=smoke_settings,
         contrasts=contrasts,
     )

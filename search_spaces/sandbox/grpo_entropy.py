@@ -1,8 +1,8 @@
 """Which update rules lose their entropy, how fast, and on which samples of a batch is it lost?"""
 
-from search_spaces.sandbox.family import GROUPED, REVERSAL, sandbox_study
+from search_spaces.sandbox.family import GROUP_SETTINGS, REVERSAL_SETTINGS, make_sandbox_study
 
-STUDY = sandbox_study(
+STUDY = make_sandbox_study(
     name="grpo-entropy",
     question=__doc__,
     arms={
@@ -10,9 +10,9 @@ STUDY = sandbox_study(
         "DGEntropyGuard": {"method": "DGEntropyGuard"},
         "ASPO": {"method": "ASPO"},
         "R2VPO": {"method": "R2VPO"},
-        "GRPO": {"method": "GRPO", **GROUPED},
-        "TPO": {"method": "TPO", **GROUPED},
+        "GRPO": {"method": "GRPO", **GROUP_SETTINGS},
+        "TPO": {"method": "TPO", **GROUP_SETTINGS},
     },
     baseline="GRPO",
-    fixed={**REVERSAL, "entropy_diagnostics": True},
+    fixed_settings={**REVERSAL_SETTINGS, "entropy_diagnostics": True},
 )

@@ -7,7 +7,7 @@ optimizer steps on the same 300 batches, since the documents compare it at 300 w
 
 from search_spaces.declaration.family import Settings
 from search_spaces.declaration.study import Contrasts
-from search_spaces.sandbox.family import sandbox_study
+from search_spaces.sandbox.family import make_sandbox_study
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
 EPOCHS = (1, 2, 4, 8)
@@ -51,20 +51,20 @@ CONTRASTS: Contrasts = {
 }
 
 
-def scaled(settings: Settings, base: UpdateRuleConfig) -> Settings:
+def scale_training_steps(settings: Settings, base: UpdateRuleConfig) -> Settings:
     """An arm's own number of batches, said for 300 of the others, in a study of another length."""
-    own = settings.get("trainer.total_training_steps")
-    if not isinstance(own, int):
+    arm_steps = settings.get("trainer.total_training_steps")
+    if not isinstance(arm_steps, int):
         return settings
-    return {**settings, "trainer.total_training_steps": own * base.trainer.total_training_steps // BATCHES}
+    return {**settings, "trainer.total_training_steps": arm_steps * base.trainer.total_training_steps // BATCHES}
 
 
-STUDY = sandbox_study(
+STUDY = make_sandbox_study(
     name="matched-updates",
     question=__doc__,
     arms=ARMS,
     baseline="GRPO-epochs4",
     contrasts=CONTRASTS,
-    adapt=scaled,
+    adapt=scale_training_steps,
     setting="rule, inner epochs and batches",
 )

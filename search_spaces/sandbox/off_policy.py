@@ -8,15 +8,15 @@ against REINFORCE of the same staleness; REINFORCE-onpolicy tells what the stale
 
 from search_spaces.declaration.family import Settings
 from search_spaces.declaration.study import Contrasts
-from search_spaces.sandbox.family import SMOKE, sandbox_study
+from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
 
 RULES = ("REINFORCE", "PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")
-ON_POLICY = ("REINFORCE", "PMDMean", "DG")
+ON_POLICY_RULES = ("REINFORCE", "PMDMean", "DG")
 """Those that differ on policy: the first stands for the five that do not."""
 REGIMES: dict[str, Settings] = {"delay1": {"delay": 1}, "delay4": {"delay": 4}, "epochs4": {"inner_epochs": 4}}
 
 ARMS: dict[str, Settings] = {
-    **{f"{rule}-onpolicy": {"method": rule} for rule in ON_POLICY},
+    **{f"{rule}-onpolicy": {"method": rule} for rule in ON_POLICY_RULES},
     **{f"{rule}-{name}": {"method": rule, **regime} for name, regime in REGIMES.items() for rule in RULES},
 }
 
@@ -25,16 +25,16 @@ CONTRASTS: Contrasts = {
     for rule in RULES[1:]
 } | {
     f"{rule}, {name} against on policy": ((f"{rule}-{name}", f"{rule}-onpolicy"),)
-    for rule in ON_POLICY
+    for rule in ON_POLICY_RULES
     for name in REGIMES
 }
 
-STUDY = sandbox_study(
+STUDY = make_sandbox_study(
     name="off-policy",
     question=__doc__,
     arms=ARMS,
     baseline="REINFORCE-onpolicy",
     setting="rule and staleness",
     contrasts=CONTRASTS,
-    smoke={**SMOKE, "trainer.total_training_steps": 6, "trainer.test_freq": 6},
+    smoke_settings={**SMOKE_SETTINGS, "trainer.total_training_steps": 6, "trainer.test_freq": 6},
 )

@@ -1,8 +1,8 @@
 """Does credit a token teach the positions that the reward scores, and what does it do to those that it does not?"""
 
-from search_spaces.sandbox.family import GROUPED, REVERSAL, sandbox_study
+from search_spaces.sandbox.family import GROUP_SETTINGS, REVERSAL_SETTINGS, make_sandbox_study
 
-STUDY = sandbox_study(
+STUDY = make_sandbox_study(
     name="partial-credit",
     question=__doc__,
     arms={
@@ -10,9 +10,9 @@ STUDY = sandbox_study(
         "DG": {"method": "DG"},
         "DGToken": {"method": "DGToken"},
         "TEMPO": {"method": "TEMPO", "group_size": 8},
-        "TPOToken": {"method": "TPOToken", **GROUPED},
-        "GRPOToken": {"method": "GRPOToken", **GROUPED},
+        "TPOToken": {"method": "TPOToken", **GROUP_SETTINGS},
+        "GRPOToken": {"method": "GRPOToken", **GROUP_SETTINGS},
     },
     baseline="DG",
-    fixed={**REVERSAL, "task": "masked_reversal"},
+    fixed_settings={**REVERSAL_SETTINGS, "task": "masked_reversal"},
 )

@@ -1,8 +1,8 @@
 """Is it the age of replayed samples that breaks learning from a buffer, or its capacity, when all samples are old?"""
 
-from search_spaces.sandbox.family import REVERSAL, SMOKE, sandbox_study
+from search_spaces.sandbox.family import REVERSAL_SETTINGS, SMOKE_SETTINGS, make_sandbox_study
 
-STUDY = sandbox_study(
+STUDY = make_sandbox_study(
     name="replay",
     question=__doc__,
     arms={
@@ -15,6 +15,6 @@ STUDY = sandbox_study(
     },
     baseline="DG",
     setting="rule and buffer",
-    fixed={**REVERSAL, "delay": 4},
-    smoke={**SMOKE, "trainer.total_training_steps": 7},
+    fixed_settings={**REVERSAL_SETTINGS, "delay": 4},
+    smoke_settings={**SMOKE_SETTINGS, "trainer.total_training_steps": 7},
 )

@@ -3,9 +3,9 @@
 The noise pays for the rare token, the separator: an incentive that can be exploited, not neutral noise.
 """
 
-from search_spaces.sandbox.family import REVERSAL, sandbox_study
+from search_spaces.sandbox.family import REVERSAL_SETTINGS, make_sandbox_study
 
-STUDY = sandbox_study(
+STUDY = make_sandbox_study(
     name="reward-noise",
     question=__doc__,
     arms={
@@ -19,5 +19,5 @@ STUDY = sandbox_study(
         "R2VPO": {"method": "R2VPO"},
     },
     baseline="DG",
-    fixed={**REVERSAL, "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token"},
+    fixed_settings={**REVERSAL_SETTINGS, "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token"},
 )

@@ -1,14 +1,14 @@
 """What does one update rule do on one task? Any combination: `--set task=token_reversal --set method=TPO`."""
 
-from search_spaces.sandbox.family import SMOKE, sandbox_study
+from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
 
-STUDY = sandbox_study(
+STUDY = make_sandbox_study(
     name="sandbox",
     question="What does one update rule do on one task?",
     arms={"single": {}},
     baseline="single",
-    fixed={},
+    fixed_settings={},
     setting="combination",
-    run="sandbox_{task}_{method}",
-    smoke=SMOKE,
+    run_template="sandbox_{task}_{method}",
+    smoke_settings=SMOKE_SETTINGS,
 )

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from tests.fakes.scripted import small
-from tests.fakes.trainers import QUIET
-from trainable.backend.world import ALONE, connect, leave
+from tests.fakes.scripted import make_small_config
+from tests.fakes.trainers import QUIET_SETTINGS
+from trainable.backend.world import SINGLE_PROCESS, connect, disconnect
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
@@ -19,17 +19,17 @@ from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 def train(folder: Path, rank: int, size: int, steps: int, overrides: dict[str, Any], start: Path | None) -> None:
     """`size` 0 is plain torch. Rank 0 writes rows, gradient analyses and the state below `folder`."""
     torch.set_num_threads(1)
-    world = connect(rank, size, folder / "meeting") if size else ALONE
-    trainer = PPOTrainer(small(**{**QUIET, **overrides}), world, DIAGNOSTICS)
+    world = connect(rank, size, folder / "meeting") if size else SINGLE_PROCESS
+    trainer = PPOTrainer(make_small_config(**{**QUIET_SETTINGS, **overrides}), world, DIAGNOSTICS)
     if start is not None:
         trainer.load_state(*read_checkpoint(start))
     made = [trainer.step() for _ in range(steps)]
-    tensors, values = trainer.state()
+    tensors, values = trainer.get_state()
     if rank == 0:
         (folder / "rows.json").write_text(json.dumps([step.row for step in made]))
         (folder / "gradients.json").write_text(json.dumps([line for step in made for line in step.gradients]))
         write_checkpoint(folder / "state", tensors, values)
-    leave(folder / "meeting")
+    disconnect(folder / "meeting")
 
 
 if __name__ == "__main__":

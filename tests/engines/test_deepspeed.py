@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.fakes.hub_models import NO_SYSTEM, small_model
+from tests.fakes.hub_models import NO_SYSTEM_TEMPLATE, write_small_model
 from trainable.runs.records import TIME_COLUMNS
 
 pytestmark = [
@@ -106,7 +106,7 @@ def test_a_shared_trunk_and_grpo_do_too(tmp_path: Path, stage: dict[str, object]
 
 
 def test_a_model_of_another_architecture_does_too(tmp_path: Path) -> None:
-    model = small_model(tmp_path / "model", "gemma", NO_SYSTEM)
+    model = write_small_model(tmp_path / "model", "gemma", NO_SYSTEM_TEMPLATE)
     more = {"model__path": str(model), "rollout__response_length": 8, "env__max_turn": 2}
     found, wanted = (trained(tmp_path / str(size), size, None, 1, **more) for size in (2, 0))
     assert_same_rows(rows(found), rows(wanted))

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from rich.console import Console
 
-from tests.fakes.scripted import SMALL
-from tests.fakes.trainers import QUIET
-from tune_study.placement.resources import bundles
-from tune_study.plan.allotment import Allotment
-from tune_study.tune.local_ray import started_ray
+from tests.fakes.scripted import SMALL_SETTINGS
+from tests.fakes.trainers import QUIET_SETTINGS
+from tune_study.placement.resources import make_bundles
+from tune_study.plan.allotment import ResourcePlan
+from tune_study.tune.local_ray import start_local_ray
 from tune_study.tune.run import prepare_environment
 
 pytestmark = [
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 SETTINGS = {
-    **SMALL, **{key.replace("__", "."): value for key, value in QUIET.items()}, "trainer.total_training_steps": 2,
+    **SMALL_SETTINGS, **{key.replace("__", "."): value for key, value in QUIET_SETTINGS.items()}, "trainer.total_training_steps": 2,
     "trainer.n_gpus_per_node": 2, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1,
 }  # fmt: skip
 
@@ -36,7 +36,7 @@ SETTINGS = {
 def gpus() -> Iterator[None]:
     """Two GPUs that are only declared: Ray deals them out, the run computes on the processor."""
     prepare_environment(())
-    with started_ray(Allotment(bundles(2), 4, ("0", "1"), (), 1, ""), Console(quiet=True)):
+    with start_local_ray(ResourcePlan(make_bundles(2), 4, ("0", "1"), (), 1, ""), Console(quiet=True)):
         yield
 
 
@@ -45,7 +45,7 @@ def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
     from ray import tune
 
     from trainable.trial import Trial
-    from tune_study.placement.resources import placement
+    from tune_study.placement.resources import make_placement_group
 
     place = {
         "run_id": "run", "seed": 0, "run_dir": str(folder / "run"), "checkpoint_dir": str(folder / "kept")
@@ -56,7 +56,7 @@ def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
         "interrupt": None, "storage": None, "storage_patience": 0.0,
     }  # fmt: skip
     tuner = tune.Tuner(
-        tune.with_resources(Trial, placement(2)), param_space=config,
+        tune.with_resources(Trial, make_placement_group(2)), param_space=config,
         run_config=tune.RunConfig(
             storage_path=str(folder / "tune"), verbose=0,
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
@@ -70,16 +70,16 @@ def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None, stage: int) -> None:
-    from tests.fakes.trainers import quiet
-    from trainable.backend.one_device import OneDevice
+    from tests.fakes.trainers import make_quiet_trainer
+    from trainable.backend.one_device import TorchBackend
 
     rows, result = run(tmp_path, **{"trainer.zero_stage": stage})
     assert result.error is None
     assert len(rows) == 2
-    alone = quiet(
+    alone = make_quiet_trainer(
         trainer__total_training_steps=2, trainer__n_gpus_per_node=2, actor__use_kl_loss=True, actor__kl_loss_coef=0.1
     )
-    assert isinstance(alone.backends["actor"], OneDevice)
+    assert isinstance(alone.backends["actor"], TorchBackend)
     for row in rows:
         wanted = alone.step().row
         for name in ("train_success", "reward_std", "pg_loss", "kl_loss", "entropy", "vf_loss", "sampled_tokens"):
@@ -88,13 +88,13 @@ def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None,
 
 def test_two_ranks_share_out_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path: Path, gpus: None) -> None:
     """A pass over the whole mini-batch precedes each of DeepSpeed's optimizer steps, with the weights of the moment."""
-    from tests.fakes.trainers import quiet
+    from tests.fakes.trainers import make_quiet_trainer
 
     settings = {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill", "actor.ppo_epochs": 2}
     rows, result = run(tmp_path, **settings)
     assert result.error is None
     assert len(rows) == 2
-    alone = quiet(
+    alone = make_quiet_trainer(
         trainer__total_training_steps=2, trainer__n_gpus_per_node=2, actor__use_kl_loss=True, actor__kl_loss_coef=0.1,
         **{key.replace(".", "__"): value for key, value in settings.items()},
     )  # fmt: skip
@@ -163,7 +163,7 @@ def test_what_another_rank_met_is_the_trials_error(tmp_path: Path, gpus: None) -
     """A ValueError of one rank is told, not the connections that it closed for the others."""
     import ray
 
-    from trainable.ppo.ranks import _cause
+    from trainable.ppo.ranks import _find_first_error
 
     @ray.remote
     def fails() -> None:
@@ -173,7 +173,7 @@ def test_what_another_rank_met_is_the_trials_error(tmp_path: Path, gpus: None) -
     def is_cut_off() -> None:
         raise RuntimeError("Connection closed by peer")
 
-    found = _cause([is_cut_off.remote(), fails.remote()], RuntimeError("Connection closed by peer"))
+    found = _find_first_error([is_cut_off.remote(), fails.remote()], RuntimeError("Connection closed by peer"))
     assert isinstance(found, ValueError)
     assert "the shape does not fit" in str(found)
     assert found.__notes__ == ["(on rank 2 of 3)"]

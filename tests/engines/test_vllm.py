@@ -10,18 +10,18 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from tests.fakes.scripted import random_model
-from trainable.envs.sokoban.level_sets import training_levels
-from trainable.envs.sokoban.prompt import make_protocol
+from tests.fakes.scripted import make_random_model
+from trainable.envs.sokoban.level_sets import make_training_levels
+from trainable.envs.sokoban.prompt import make_prompt_template
 from trainable.models.load import Policy, load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
-from trainable.rollout.agreement import EngineMismatchError, check_agreement, compare
+from trainable.rollout.agreement import EngineMismatchError, check_mismatch, measure_mismatch
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.play import Rules, play
-from trainable.rollout.sampler import Sampled, Sampler, SamplingParams
+from trainable.rollout.play import EpisodeLimits, roll_out_episodes
+from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from trainable.rollout.vllm_sampler import HEAD, EngineSettings, VllmSampler
-from trainable.tiny.recipe import tiny_shape
+from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler
+from trainable.tiny.recipe import make_shape
 
 pytestmark = [
     pytest.mark.engines,
@@ -44,7 +44,7 @@ def shipped() -> Policy:
 @pytest.fixture(scope="module")
 def other() -> Qwen2:
     """Random weights of the shipped model's shape, tied head."""
-    return random_model(tiny_shape(), seed=3, spread=0.1)
+    return make_random_model(make_shape(), seed=3, std=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +57,13 @@ def engine(shipped: Policy) -> Iterator[VllmSampler]:
 @pytest.fixture
 def vllm(engine: VllmSampler, shipped: Policy) -> Iterator[VllmSampler]:
     """The engine with the shipped weights, whatever the test before pushed."""
-    engine.push(shipped.model.state_dict().items())
+    engine.update_weights(shipped.model.state_dict().items())
     return engine
 
 
 # ---------------------------------------------------------------------------- what both samplers are asked
 
-Turn = dict[int, Sampled]
+Turn = dict[int, SampledReply]
 PROMPTS = [list(range(5, 45)), [9, 9, 150], list(range(100, 171))]
 GIVEN = [[3, 4], [5], [6, 7, 8], [9, 9], [1], [3, 3, 3, 3]]
 KEPT = [range(6), [0, 2, 3, 5], [2, 5]]  # rows of each turn after the first
@@ -73,16 +73,19 @@ def talk(
     sampler: Sampler, temperature: float, kept: Sequence[Sequence[int]] = KEPT, seed: int = 7, stop: int = STOP
 ) -> list[Turn]:
     """Replies by row, a turn each, of two copies of PROMPTS; `kept` are the rows of the turns after the first."""
-    conversation = sampler.converse(PROMPTS, 2, SamplingParams(temperature, LENGTH, stop), np.random.default_rng(seed))
-    turns = [dict(enumerate(conversation.reply(range(6), [[]] * 6)))]
+    conversation = sampler.start_conversation(
+        PROMPTS, 2, SamplingParams(temperature, LENGTH, stop), np.random.default_rng(seed)
+    )
+    turns = [dict(enumerate(conversation.sample_replies(range(6), [[]] * 6)))]
     given = ([GIVEN[row] for row in rows] for rows in kept)
     return turns + [
-        dict(zip(rows, conversation.reply(rows, new), strict=True)) for rows, new in zip(kept, given, strict=True)
+        dict(zip(rows, conversation.sample_replies(rows, new), strict=True))
+        for rows, new in zip(kept, given, strict=True)
     ]
 
 
 def ids(turns: Sequence[Turn]) -> list[dict[int, list[int]]]:
-    return [{row: reply.ids.tolist() for row, reply in turn.items()} for turn in turns]
+    return [{row: reply.token_ids.tolist() for row, reply in turn.items()} for turn in turns]
 
 
 def seen(turns: Sequence[Turn], row: int) -> tuple[list[int], list[bool], list[float]]:
@@ -93,8 +96,8 @@ def seen(turns: Sequence[Turn], row: int) -> tuple[list[int], list[bool], list[f
             break
         new = GIVEN[row] if number else []
         reply = turn[row]
-        tokens += [*new, *reply.ids.tolist()]
-        mask += [False] * len(new) + [True] * len(reply.ids)
+        tokens += [*new, *reply.token_ids.tolist()]
+        mask += [False] * len(new) + [True] * len(reply.token_ids)
         logprobs += reply.logprobs.tolist()
     return tokens, mask, logprobs
 
@@ -104,14 +107,14 @@ def trainers(model: Qwen2, tokens: Sequence[int], mask: Sequence[bool], temperat
     """The trainer's log-probs (N,) of the N tokens where `mask` is True."""
     sequence = torch.tensor(tokens)
     where = torch.tensor(mask).nonzero().squeeze(-1)
-    logits = model.lm_head(model.model.hidden_at(sequence[None], where - 1)) / temperature
+    logits = model.lm_head(model.model.compute_hidden_states(sequence[None], where - 1)) / temperature
     return logits.log_softmax(-1).gather(-1, sequence[where][:, None]).squeeze(-1)
 
 
 def episodes(sampler: Sampler, policy: Policy, temperature: float) -> list[Episode]:
-    return play(
-        training_levels(0, 1, 4), 6, sampler, make_protocol("compact", "grid", 10), make_codec(policy.tokenizer),
-        Rules(5, 2, 10, -0.1, CONTEXT), SamplingParams(temperature, LENGTH, policy.stop_token),
+    return roll_out_episodes(
+        make_training_levels(0, 1, 4), 6, sampler, make_prompt_template("compact", "grid", 10), make_codec(policy.tokenizer),
+        EpisodeLimits(5, 2, 10, -0.1, CONTEXT), SamplingParams(temperature, LENGTH, policy.stop_token),
         np.random.default_rng(0),
     )  # fmt: skip
 
@@ -128,7 +131,7 @@ def played(model: Qwen2, found: Sequence[Episode], temperature: float) -> tuple[
 
 def test_greedy_tokens_are_the_torch_samplers(vllm: VllmSampler, shipped: Policy, other: Qwen2) -> None:
     assert ids(talk(vllm, 0.0)) == ids(talk(TorchSampler(shipped.model), 0.0))
-    vllm.push(other.state_dict().items())
+    vllm.update_weights(other.state_dict().items())
     found = ids(talk(vllm, 0.0))
     assert found == ids(talk(TorchSampler(other), 0.0))
     assert len({token for turn in found for reply in turn.values() for token in reply}) > 5
@@ -139,13 +142,17 @@ def test_greedy_episodes_are_the_torch_samplers(vllm: VllmSampler, shipped: Poli
     assert any(episode.solved for episode in ours)
     for one, two in zip(ours, theirs, strict=True):
         assert one.tokens.tolist() == two.tokens.tolist()
-        assert (one.mask.tolist(), one.stop, one.turn_rewards) == (two.mask.tolist(), two.stop, two.turn_rewards)
+        assert (one.mask.tolist(), one.stop_reason, one.turn_rewards) == (
+            two.mask.tolist(),
+            two.stop_reason,
+            two.turn_rewards,
+        )
 
 
 def test_sampled_episodes_are_whole(vllm: VllmSampler, shipped: Policy) -> None:
     found = episodes(vllm, shipped, 1.0)
-    assert len({episode.stop for episode in found}) > 1
-    assert StopReason.SOLVED in {episode.stop for episode in found}
+    assert len({episode.stop_reason for episode in found}) > 1
+    assert StopReason.SOLVED in {episode.stop_reason for episode in found}
     assert len({episode.texts for episode in found}) > 12
     for episode in found:
         assert np.isnan(episode.entropies[episode.mask]).all()
@@ -154,12 +161,12 @@ def test_sampled_episodes_are_whole(vllm: VllmSampler, shipped: Policy) -> None:
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0])
 def test_first_tokens_follow_the_tempered_distribution(vllm: VllmSampler, other: Qwen2, temperature: float) -> None:
-    vllm.push(other.state_dict().items())
+    vllm.update_weights(other.state_dict().items())
     rows = 3000
-    talker = vllm.converse(PROMPTS[:1], rows, SamplingParams(temperature, 1, STOP), np.random.default_rng(0))
-    drawn = [int(reply.ids[0]) for reply in talker.reply(range(rows), [[]] * rows)]
+    talker = vllm.start_conversation(PROMPTS[:1], rows, SamplingParams(temperature, 1, STOP), np.random.default_rng(0))
+    drawn = [int(reply.token_ids[0]) for reply in talker.sample_replies(range(rows), [[]] * rows)]
     with torch.no_grad():
-        hidden = other.model.hidden_at(torch.tensor(PROMPTS[:1]), torch.tensor([len(PROMPTS[0]) - 1]))
+        hidden = other.model.compute_hidden_states(torch.tensor(PROMPTS[:1]), torch.tensor([len(PROMPTS[0]) - 1]))
         probs = (other.lm_head(hidden)[0].double() / temperature).softmax(-1).numpy()
     bins = np.searchsorted(np.linspace(0, 1, 13)[1:-1], np.cumsum(probs))  # of at least one token each
     wanted = rows * np.bincount(bins, probs, 12)
@@ -169,7 +176,7 @@ def test_first_tokens_follow_the_tempered_distribution(vllm: VllmSampler, other:
 
 
 def test_draws_belong_to_the_generator_and_the_row(vllm: VllmSampler, other: Qwen2) -> None:
-    vllm.push(other.state_dict().items())
+    vllm.update_weights(other.state_dict().items())
     everyone = ids(talk(vllm, 1.0, kept=[range(6), range(6), range(6)]))
     assert ids(talk(vllm, 1.0, kept=[range(6), range(6), range(6)])) == everyone
     assert ids(talk(vllm, 1.0, kept=[], seed=8))[0] != everyone[0]
@@ -186,11 +193,15 @@ def test_replies_end_with_the_stop_token_or_at_their_length(
 ) -> None:
     replies = [reply for turn in talk(vllm, temperature) for reply in turn.values()]
     for reply in replies:
-        assert STOP not in reply.ids[:-1]
-        assert reply.finished == (reply.ids[-1] == STOP)
-        assert reply.finished or len(reply.ids) == LENGTH
-        assert len(reply.ids) == len(reply.logprobs) == len(reply.entropies)
-        assert (reply.ids.dtype, reply.logprobs.dtype, reply.entropies.dtype) == (np.int64, np.float32, np.float32)
+        assert STOP not in reply.token_ids[:-1]
+        assert reply.finished == (reply.token_ids[-1] == STOP)
+        assert reply.finished or len(reply.token_ids) == LENGTH
+        assert len(reply.token_ids) == len(reply.logprobs) == len(reply.entropies)
+        assert (reply.token_ids.dtype, reply.logprobs.dtype, reply.entropies.dtype) == (
+            np.int64,
+            np.float32,
+            np.float32,
+        )
     assert any(reply.finished for reply in replies)
 
 
@@ -199,24 +210,24 @@ def test_only_the_given_token_stops_a_reply(vllm: VllmSampler, shipped: Policy) 
     assert shipped.model.shape.eos_token_id == STOP
     unused = 4
     replies = [reply for turn in talk(vllm, 1.0, stop=unused) for reply in turn.values()]
-    assert any(STOP in reply.ids[:-1] for reply in replies)
-    assert all(len(reply.ids) == LENGTH or reply.ids[-1] == unused for reply in replies)
+    assert any(STOP in reply.token_ids[:-1] for reply in replies)
+    assert all(len(reply.token_ids) == LENGTH or reply.token_ids[-1] == unused for reply in replies)
 
 
 def test_a_conversation_may_fill_the_context_and_no_more(vllm: VllmSampler, shipped: Policy) -> None:
     params = SamplingParams(1.0, LENGTH, stop_token=4)
     longest = [5 + number % 150 for number in range(CONTEXT - LENGTH)]
-    (reply,) = vllm.converse([longest], 1, params, np.random.default_rng(0)).reply([0], [[]])
-    assert len(reply.ids) == LENGTH
-    talker = vllm.converse([longest], 1, params, np.random.default_rng(0))
+    (reply,) = vllm.start_conversation([longest], 1, params, np.random.default_rng(0)).sample_replies([0], [[]])
+    assert len(reply.token_ids) == LENGTH
+    talker = vllm.start_conversation([longest], 1, params, np.random.default_rng(0))
     with pytest.raises(ValueError, match=r"take 513, and vLLM was started for 512.*rollout.max_model_len=513"):
-        talker.reply([0], [[7]])
+        talker.sample_replies([0], [[7]])
 
 
 @pytest.mark.parametrize("temperature", [0.001, 2.5])
 def test_temperatures_that_vllm_changes_are_refused(vllm: VllmSampler, temperature: float) -> None:
     with pytest.raises(ValueError, match=r"give 0 or one from 0.01 to 2"):
-        vllm.converse(PROMPTS, 1, SamplingParams(temperature, 1, STOP), np.random.default_rng(0))
+        vllm.start_conversation(PROMPTS, 1, SamplingParams(temperature, 1, STOP), np.random.default_rng(0))
 
 
 # ---------------------------------------------------------------------------- log-probs
@@ -226,7 +237,7 @@ def test_temperatures_that_vllm_changes_are_refused(vllm: VllmSampler, temperatu
 def test_logprobs_are_the_trainers(vllm: VllmSampler, shipped: Policy, other: Qwen2, temperature: float) -> None:
     ours, theirs = played(shipped.model, episodes(vllm, shipped, temperature), temperature or 1.0)
     torch.testing.assert_close(theirs, ours, rtol=0, atol=1e-4)
-    vllm.push(other.state_dict().items())
+    vllm.update_weights(other.state_dict().items())
     turns = talk(vllm, temperature)
     for row in range(6):
         tokens, mask, logprobs = seen(turns, row)
@@ -236,7 +247,7 @@ def test_logprobs_are_the_trainers(vllm: VllmSampler, shipped: Policy, other: Qw
 
 def test_logprobs_of_given_tokens_are_the_trainers(vllm: VllmSampler, shipped: Policy) -> None:
     rows = [*PROMPTS, [5 + number % 150 for number in range(CONTEXT - 1)]]
-    for row, found in zip(rows, vllm.logprobs(rows), strict=True):
+    for row, found in zip(rows, vllm.compute_logprobs(rows), strict=True):
         wanted = trainers(shipped.model, row, [False] + [True] * (len(row) - 1), 1.0)
         torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-5, atol=1e-4)
 
@@ -257,13 +268,13 @@ def moved(model: Qwen2) -> Qwen2:
 
 def test_logprobs_follow_a_push_and_nothing_else(vllm: VllmSampler, shipped: Policy) -> None:
     trained = moved(shipped.model)
-    before = compare(*played(trained, episodes(vllm, shipped, 1.0), 1.0))
+    before = measure_mismatch(*played(trained, episodes(vllm, shipped, 1.0), 1.0))
     with pytest.raises(EngineMismatchError, match="samples from other weights"):
-        check_agreement(before.mean, 0.05, step=3)
-    vllm.push(trained.state_dict().items())
-    after = compare(*played(trained, episodes(vllm, shipped, 1.0), 1.0))
-    check_agreement(after.mean, 1e-4, step=3)
-    assert after.effective_share > 0.999 > before.effective_share
+        check_mismatch(before.mean_abs, 0.05, step=3)
+    vllm.update_weights(trained.state_dict().items())
+    after = measure_mismatch(*played(trained, episodes(vllm, shipped, 1.0), 1.0))
+    check_mismatch(after.mean_abs, 1e-4, step=3)
+    assert after.ess_fraction > 0.999 > before.ess_fraction
 
 
 def test_a_push_forgets_the_keys_of_the_old_weights(vllm: VllmSampler, other: Qwen2) -> None:
@@ -271,20 +282,20 @@ def test_a_push_forgets_the_keys_of_the_old_weights(vllm: VllmSampler, other: Qw
     prompt = [5 + number % 150 for number in range(400)]
     params = SamplingParams(0.0, 4, STOP)
 
-    def reply() -> Sampled:
-        return vllm.converse([prompt], 1, params, np.random.default_rng(0)).reply([0], [[]])[0]
+    def reply() -> SampledReply:
+        return vllm.start_conversation([prompt], 1, params, np.random.default_rng(0)).sample_replies([0], [[]])[0]
 
     reply()
-    vllm.push(other.state_dict().items())
+    vllm.update_weights(other.state_dict().items())
     found = reply()
-    tokens, mask = [*prompt, *found.ids.tolist()], [False] * len(prompt) + [True] * len(found.ids)
+    tokens, mask = [*prompt, *found.token_ids.tolist()], [False] * len(prompt) + [True] * len(found.token_ids)
     torch.testing.assert_close(torch.from_numpy(found.logprobs), trainers(other, tokens, mask, 1.0), rtol=0, atol=1e-4)
 
 
 def test_a_push_takes_any_order_and_precision(vllm: VllmSampler, shipped: Policy, other: Qwen2) -> None:
     weights = [(name, weight.double()) for name, weight in reversed(other.state_dict().items())]
-    vllm.push(iter(weights))
-    (found,) = vllm.logprobs(PROMPTS[:1])
+    vllm.update_weights(iter(weights))
+    (found,) = vllm.compute_logprobs(PROMPTS[:1])
     wanted = trainers(other, PROMPTS[0], [False] + [True] * (len(PROMPTS[0]) - 1), 1.0)
     torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-5, atol=1e-4)
 
@@ -292,7 +303,7 @@ def test_a_push_takes_any_order_and_precision(vllm: VllmSampler, shipped: Policy
 Weights = list[tuple[str, Tensor]]
 BIAS = "model.layers.1.self_attn.k_proj.bias"
 SPOILED: dict[str, Callable[[Weights], Weights]] = {
-    f"{HEAD} was left out": lambda weights: [pair for pair in weights if pair[0] != HEAD],
+    f"{LM_HEAD_NAME} was left out": lambda weights: [pair for pair in weights if pair[0] != LM_HEAD_NAME],
     f"{BIAS} was left out": lambda weights: [pair for pair in weights if pair[0] != BIAS],
     f"{BIAS} has shape (31,), not (32,)": lambda weights: [(n, w[:31] if n == BIAS else w) for n, w in weights],
     "model.embed_tokens.weight came twice": lambda weights: [*weights, weights[0]],
@@ -308,19 +319,19 @@ def test_a_push_that_is_not_whole_is_refused_and_the_next_one_mends_it(
     wanted = trainers(other, PROMPTS[0], [False] + [True] * (len(PROMPTS[0]) - 1), 1.0)
     weights = [*other.state_dict().items()]
     with pytest.raises(ValueError, match=rf"old values of 1 tensors \({re.escape(amiss)}\)"):
-        vllm.push(SPOILED[amiss](weights))
+        vllm.update_weights(SPOILED[amiss](weights))
     if "left out" in amiss:
-        (mixed,) = vllm.logprobs(PROMPTS[:1])
+        (mixed,) = vllm.compute_logprobs(PROMPTS[:1])
         assert np.abs(mixed - wanted.numpy()).max() > 1e-2
-    vllm.push(weights)
-    (found,) = vllm.logprobs(PROMPTS[:1])
+    vllm.update_weights(weights)
+    (found,) = vllm.compute_logprobs(PROMPTS[:1])
     torch.testing.assert_close(torch.from_numpy(found), wanted, rtol=1e-5, atol=1e-4)
 
 
 def test_sleeping_changes_no_token(vllm: VllmSampler) -> None:
     before = ids(talk(vllm, 1.0))
     vllm.sleep()
-    vllm.wake()
+    vllm.wake_up()
     assert ids(talk(vllm, 1.0)) == before
 
 

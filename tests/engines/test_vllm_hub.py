@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.hub_models import RUN, make_model, write
+from tests.fakes.hub_models import ARCHITECTURES, make_model, write_model
 from trainable.models.load import Policy, load_policy
-from trainable.models.lora import hub_weights
+from trainable.models.lora import iter_hub_weights
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler
@@ -41,7 +41,7 @@ MODELS = {
 def policy(request: pytest.FixtureRequest, tmp_path: Path) -> Policy:
     torch.set_num_threads(1)
     kind, changes = MODELS[request.param]
-    return load_policy(str(write(make_model(kind, RUN[kind] | changes, spread=0.15), tmp_path)), CPU)
+    return load_policy(str(write_model(make_model(kind, ARCHITECTURES[kind] | changes, std=0.15), tmp_path)), CPU)
 
 
 @pytest.fixture
@@ -54,24 +54,24 @@ def vllm(policy: Policy) -> Iterator[VllmSampler]:
 @torch.no_grad()
 def logprobs(policy: Policy, tokens: list[int]) -> Tensor:
     where = torch.arange(len(tokens) - 1)
-    logits = policy.model.lm_head(policy.model.model.hidden_at(torch.tensor([tokens]), where))
+    logits = policy.model.lm_head(policy.model.model.compute_hidden_states(torch.tensor([tokens]), where))
     return logits.log_softmax(-1).gather(-1, torch.tensor(tokens[1:])[:, None]).squeeze(-1)
 
 
 def test_what_is_pushed_is_what_is_sampled_from(policy: Policy, vllm: VllmSampler) -> None:
     row = list(range(5, 45))
     before = logprobs(policy, row)
-    np.testing.assert_allclose(vllm.logprobs([row])[0], before.numpy(), atol=2e-4)
+    np.testing.assert_allclose(vllm.compute_logprobs([row])[0], before.numpy(), atol=2e-4)
     with torch.no_grad():
         for number, weight in enumerate(policy.model.parameters()):
             weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number))
     after = logprobs(policy, row)
     assert float((after - before).abs().mean()) > 0.05
-    vllm.push(hub_weights(policy.model))
-    np.testing.assert_allclose(vllm.logprobs([row])[0], after.numpy(), atol=2e-4)
+    vllm.update_weights(iter_hub_weights(policy.model))
+    np.testing.assert_allclose(vllm.compute_logprobs([row])[0], after.numpy(), atol=2e-4)
     prompts, params = [row, [9, 9, 150]], SamplingParams(0.0, 12, 2)
     told = [
-        sampler.converse(prompts, 1, params, np.random.default_rng(0)).reply([0, 1], [[], []])
+        sampler.start_conversation(prompts, 1, params, np.random.default_rng(0)).sample_replies([0, 1], [[], []])
         for sampler in (vllm, TorchSampler(policy.model))
     ]
-    assert [reply.ids.tolist() for reply in told[0]] == [reply.ids.tolist() for reply in told[1]]
+    assert [reply.token_ids.tolist() for reply in told[0]] == [reply.token_ids.tolist() for reply in told[1]]

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import save_file
 
-from tests.fakes.scripted import random_model
-from trainable.rollout.vllm_sampler import HEAD
-from trainable.tiny.recipe import tiny_shape, write_model
+from tests.fakes.scripted import make_random_model
+from trainable.rollout.vllm_sampler import LM_HEAD_NAME
+from trainable.tiny.recipe import make_shape, write_model
 
 pytestmark = [
     pytest.mark.engines,
@@ -44,9 +44,9 @@ for folder in (find_model("sokoban-tiny"), Path(sys.argv[1])):  # of two engines
 @pytest.fixture
 def untied_folder(tmp_path: Path) -> Path:
     """A model on disk whose head is its own, in a second file."""
-    model = random_model(replace(tiny_shape(), tie_word_embeddings=False), seed=5, spread=0.1)
+    model = make_random_model(replace(make_shape(), tie_word_embeddings=False), seed=5, std=0.1)
     write_model(model, tmp_path)
-    save_file({HEAD: model.lm_head.weight.detach()}, tmp_path / "head.safetensors")
+    save_file({LM_HEAD_NAME: model.lm_head.weight.detach()}, tmp_path / "head.safetensors")
     return tmp_path
 
 

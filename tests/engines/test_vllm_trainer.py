@@ -13,34 +13,34 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adapters_reach_vllm_merged(dtype: str) -> None:
-    from tests.fakes.trainers import quiet
-    from trainable.models.lora import ADAPTER, adapters
+    from tests.fakes.trainers import make_quiet_trainer
+    from trainable.models.lora import ADAPTER_NAME, find_adapters
     from trainable.rollout.agreement import EngineMismatchError
 
-    trainer = quiet(
+    trainer = make_quiet_trainer(
         rollout__name="vllm", rollout__max_model_len=256, model__lora_rank=8, model__dtype=dtype, actor__lr=3e-3,
         critic__shared_trunk=True, trainer__total_training_steps=4,
     )  # fmt: skip
     gaps = [trainer.step().row["engine_gap_mean"] for _ in range(3)]  # of weights that moved twice
     assert max(gaps) < (1e-4 if dtype == "float32" else 0.02)
-    for _, layer in adapters(trainer.model):
-        layer.scaling[ADAPTER] *= -1  # the trainer's own passes; vLLM keeps what it was given
+    for _, layer in find_adapters(trainer.model):
+        layer.scaling[ADAPTER_NAME] *= -1  # the trainer's own passes; vLLM keeps what it was given
     with pytest.raises(EngineMismatchError, match="samples from other weights"):
         trainer.step()
-    trainer.release()
+    trainer.close()
 
 
 def test_rows_have_the_agreement_and_old_weights_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.fakes.trainers import quiet
+    from tests.fakes.trainers import make_quiet_trainer
     from trainable.rollout.agreement import EngineMismatchError
 
-    trainer = quiet(rollout__name="vllm", rollout__max_model_len=256, trainer__total_training_steps=4)
+    trainer = make_quiet_trainer(rollout__name="vllm", rollout__max_model_len=256, trainer__total_training_steps=4)
     for _ in range(2):
         row = trainer.step().row
         assert row["engine_gap_mean"] < 1e-4
         assert row["engine_effective_share"] > 0.999
         assert row["seconds_push"] > 0
-    saved = trainer.state()
+    saved = trainer.get_state()
     monkeypatch.setattr(trainer.engine.sampler, "push", lambda weights: list(weights))  # the engine keeps its weights
     for group in trainer.backends["actor"].optimizer.param_groups:  # type: ignore[attr-defined]
         group["lr"] = 0.05
@@ -48,4 +48,4 @@ def test_rows_have_the_agreement_and_old_weights_end_the_run(monkeypatch: pytest
         trainer.step()
     monkeypatch.undo()
     trainer.load_state(*saved)
-    trainer.release()
+    trainer.close()

@@ -8,64 +8,74 @@ from pathlib import Path
 
 import numpy as np
 
-from search_spaces.language_model.smoke import ALL, GROUPS, arms
-from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
+from search_spaces.language_model.smoke import GROUPS_BY_KL_TYPE, GROUPS, make_arms
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 COLLAPSE = ("reward_variance_collapse", 0.09, 0.1)
 Anchor = Callable[[str, float], float]
 
 
-def smoke_arms(kl_types: Mapping[str, Iterable[str]]) -> dict[str, Mapping[str, object]]:
+def list_smoke_arms(kl_types: Mapping[str, Iterable[str]]) -> dict[str, Mapping[str, object]]:
     """Settings of the arms of the groups of each KL loss, by name."""
     return {
         name: settings
         for kl_type, groups in kl_types.items()
         for group in groups
-        for name, settings in arms(group, kl_type).items()
+        for name, settings in make_arms(group, kl_type).items()
     }
 
 
 ONE_TYPE: Mapping[str, Iterable[str]] = {"low_var_kl": GROUPS}
-ALL_TYPES: Mapping[str, Iterable[str]] = ALL
+ALL_TYPES: Mapping[str, Iterable[str]] = GROUPS_BY_KL_TYPE
 
 
-def anchored(kl_type: str, coefficient: float) -> float:
+def compute_anchored_kl(kl_type: str, coefficient: float) -> float:
     """A made KL to the reference: it falls with the coefficient unless the loss is k1."""
     return 0.01 if kl_type == "kl" else 0.01 / (1 + 300 * coefficient)
 
 
-def made_runs(
-    kl_types: Mapping[str, Iterable[str]], *, seeds: int = 1, steps: int = 20, anchor: Anchor = anchored
-) -> list[MadeRun]:
+def make_runs(
+    kl_types: Mapping[str, Iterable[str]], *, seeds: int = 1, steps: int = 20, anchor: Anchor = compute_anchored_kl
+) -> list[FakeRun]:
     """Runs of the grid: the largest entropy bonus collapses three quarters through, one run failed, one never ran."""
-    named = smoke_arms(kl_types)
-    runs = [_made(name, settings, seed, steps, anchor) for name, settings in named.items() for seed in range(seeds)]
+    arm_settings = list_smoke_arms(kl_types)
+    runs = [
+        _make_run(name, settings, seed, steps, anchor)
+        for name, settings in arm_settings.items()
+        for seed in range(seeds)
+    ]
     if len(runs) > 20:
         runs[5] = replace(runs[5], status="failed", steps=4, reason="RuntimeError", stop=None)
         runs[6] = replace(runs[6], status="", steps=0, stop=None)
     return runs
 
 
-def _made(name: str, settings: Mapping[str, object], seed: int, steps: int, anchor: Anchor) -> MadeRun:
+def _make_run(name: str, settings: Mapping[str, object], seed: int, steps: int, anchor: Anchor) -> FakeRun:
     kl, entropy = (float(str(settings[key])) for key in ("actor.kl_loss_coef", "actor.entropy_coeff"))
     ratio, no_task = float(str(settings["filter.rollout_filter_value"])), settings["algorithm.zero_task_advantage"]
     noise = float(np.random.default_rng([seed, zlib.crc32(name.encode())]).normal())
-    end = 0.35 if no_task else 0.5 + 0.1 * ratio - 4 * entropy + 0.02 * noise
+    final_success = 0.35 if no_task else 0.5 + 0.1 * ratio - 4 * entropy + 0.02 * noise
     rows = {"entropy": 0.4 + 20 * entropy - 2 * kl, "reward_std": max(0.1, 2.5 - 60 * entropy)}
     rows["kl_to_reference"] = anchor(str(settings["actor.kl_loss_type"]), kl) * math.exp(0.05 * noise)
-    made = {"seed": seed, "success": (0.35, end), "greedy": (0.6, end), "rows": rows, "settings": settings}
+    run_fields = {
+        "seed": seed,
+        "success": (0.35, final_success),
+        "greedy": (0.6, final_success),
+        "rows": rows,
+        "settings": settings,
+    }
     if entropy == 0.03 and not no_task:
-        made |= {"status": "early_stopped", "steps": 3 * steps // 4, "stop": COLLAPSE}
+        run_fields |= {"status": "early_stopped", "steps": 3 * steps // 4, "stop": COLLAPSE}
     else:
-        made |= {"steps": steps}
+        run_fields |= {"steps": steps}
     if not settings["actor.use_kl_loss"]:
         rows["kl_to_reference"] = None
-    return MadeRun(name, **made)
+    return FakeRun(name, **run_fields)
 
 
-def made_study(*, levels: int = 60, steps: int = 20) -> MadeStudy:
+def make_study(*, levels: int = 60, steps: int = 20) -> FakeStudy:
     """What the runs share; the baseline is the arm without KL and entropy."""
-    return MadeStudy(
+    return FakeStudy(
         name="smoke",
         run="smoke_test_top_p_sokoban-tiny",
         setting="KL and entropy coefficients, filter",
@@ -78,4 +88,4 @@ def made_study(*, levels: int = 60, steps: int = 20) -> MadeStudy:
 
 def write_grid(output: Path, kl_types: Mapping[str, Iterable[str]], *, seeds: int = 1, levels: int = 60) -> Path:
     """Write <output>/results/<run> for the grid over `kl_types` and return it."""
-    return write_study(output, made_runs(kl_types, seeds=seeds), made_study(levels=levels))
+    return write_study(output, make_runs(kl_types, seeds=seeds), make_study(levels=levels))

@@ -9,16 +9,16 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
-from trainable.models.hub_config import shape_of
+from trainable.models.hub_config import make_shape
 from trainable.models.hub_model import HubModel
 from trainable.tiny.tokenizer import build_tokenizer, write_tokenizer
 
-VOCABULARY = 311
+VOCAB_SIZE = 311
 _SIZES = {
-    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 640,
 }  # fmt: skip
-RUN: dict[str, dict[str, Any]] = {
+ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | {"sliding_window": None},
     "qwen3": _SIZES | {"head_dim": 16},
@@ -26,7 +26,7 @@ RUN: dict[str, dict[str, Any]] = {
     "gemma": _SIZES | {"head_dim": 8, "tie_word_embeddings": True},
     "gpt_neox": {name: value for name, value in _SIZES.items() if name != "num_key_value_heads"},
     "gpt2": {
-        "vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 640,
+        "vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 640,
         "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "tie_word_embeddings": True,
     },
     "olmo2": _SIZES,
@@ -44,82 +44,84 @@ def make_config(kind: str, fields: Mapping[str, object]) -> Any:
     return AutoConfig.for_model(kind, **{"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None, **fields})
 
 
-def make_model(kind: str, fields: Mapping[str, object] | None = None, seed: int = 0, spread: float = 0.3) -> Any:
+def make_model(kind: str, fields: Mapping[str, object] | None = None, seed: int = 0, std: float = 0.3) -> Any:
     """A model in which every parameter is drawn at random, gains about 1."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(make_config(kind, RUN[kind] if fields is None else fields)).eval()
+    model = AutoModelForCausalLM.from_config(
+        make_config(kind, ARCHITECTURES[kind] if fields is None else fields)
+    ).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
             is_gain = weight.dim() == 1 and name.endswith("weight") and kind != "gemma"
-            weight.copy_(1 + 0.2 * noise if is_gain else spread * noise)
+            weight.copy_(1 + 0.2 * noise if is_gain else std * noise)
     return model
 
 
-def write(model: Any, folder: Path) -> Path:
+def write_model(model: Any, folder: Path) -> Path:
     """The folder of a model with the shipped tokenizer."""
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 
 
-def wrapped(kind: str) -> tuple[Any, HubModel]:
+def make_wrapped_model(kind: str) -> tuple[Any, HubModel]:
     """A model of transformers and the same weights under our interface."""
-    causal = make_model(kind)
-    return causal, HubModel(causal, shape_of(causal, Path()))
+    hub_model = make_model(kind)
+    return hub_model, HubModel(hub_model, make_shape(hub_model, Path()))
 
 
-def some_tokens(rows: int, length: int, vocabulary: int = VOCABULARY) -> Tensor:
-    return torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(3))
+def make_tokens(rows: int, length: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
+    return torch.randint(0, vocab_size, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
 # ---------------------------------------------------------------------------- conversations
 
-MARKS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|turn|>", "<|end|>")
-STRIPPING = (
+SPECIAL_TOKENS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|turn|>", "<|end|>")
+STRIPPING_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n\n{{ m.content | trim }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n\n{% endif %}"
 )
-NO_SYSTEM = (
+NO_SYSTEM_TEMPLATE = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     "{% for m in messages %}{% set role = 'model' if m.role == 'assistant' else m.role %}"
     "<|turn|>{{ role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>model\n{% endif %}"
 )
-DROPS_THOUGHTS = (
+DROPS_THOUGHTS_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
     "<|im_start|>assistant\n"
 )
 
 
-def byte_tokenizer(adds_start: bool = False) -> Tokenizer:
+def make_byte_tokenizer(adds_start: bool = False) -> Tokenizer:
     """One token a byte, and the marks."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: number for number, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in MARKS])
+    tokenizer.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in SPECIAL_TOKENS])
     if adds_start:
         start = tokenizer.token_to_id("<s>")
         tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", start)])
     return tokenizer
 
 
-def folder_with(folder: Path, template: object) -> Path:
+def write_tokenizer_config(folder: Path, template: object) -> Path:
     settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 
-def small_model(folder: Path, kind: str = "llama", template: str = STRIPPING) -> Path:
+def write_small_model(folder: Path, kind: str = "llama", template: str = STRIPPING_TEMPLATE) -> Path:
     """A model with a token a byte and a chat template; few enough weights for a step in seconds."""
-    tokenizer = byte_tokenizer()
-    fields = RUN[kind] | {
+    tokenizer = make_byte_tokenizer()
+    fields = ARCHITECTURES[kind] | {
         "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 2048, "num_hidden_layers": 2,
         "eos_token_id": tokenizer.token_to_id("</s>"),
     }  # fmt: skip
-    make_model(kind, fields, spread=0.1).save_pretrained(folder)
+    make_model(kind, fields, std=0.1).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
-    return folder_with(folder, template)
+    return write_tokenizer_config(folder, template)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from search_spaces.declaration import presets
-from trainable.config.run_config import RunConfig, with_overrides
+from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.runs.records import STEP_COLUMNS
 
-NOT_SETTLED = ("", "running")
+UNSETTLED_STATUSES = ("", "running")
 
 
 @dataclass(frozen=True)
-class MadeRun:
+class FakeRun:
     """One run to write. success: sampled validation success before training and where its curve tends to.
 
     status "" writes no status.json. steps: rows written; the last is a validation. stop: rule, value, threshold.
@@ -42,7 +42,7 @@ class MadeRun:
 
 
 @dataclass(frozen=True)
-class MadeStudy:
+class FakeStudy:
     """What all runs of the study share. levels: validation levels, of which some are one level up to symmetry."""
 
     name: str = "kl"
@@ -56,80 +56,80 @@ class MadeStudy:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_study(output: Path, runs: Sequence[MadeRun], study: MadeStudy | None = None) -> Path:
+def write_study(output: Path, runs: Sequence[FakeRun], study: FakeStudy | None = None) -> Path:
     """Write <output>/results/<run> for `runs` and return it."""
-    made = study or MadeStudy()
-    folder = output / "results" / made.run
+    fake_study = study or FakeStudy()
+    folder = output / "results" / fake_study.run
     for run in runs:
-        _write_run(folder / "runs" / run.run_id, run, made)
-    _write_json(folder / "study.json", _study_json(runs, made))
+        _write_run(folder / "runs" / run.run_id, run, fake_study)
+    _write_json(folder / "study.json", _make_study_json(runs, fake_study))
     return folder
 
 
-def _config(run: MadeRun | None, made: MadeStudy) -> dict[str, Any]:
+def _make_config(run: FakeRun | None, fake_study: FakeStudy) -> dict[str, Any]:
     overrides: dict[str, object] = {
         **presets.PRESETS["laptop"],
-        "trainer.total_training_steps": made.total_steps,
-        "trainer.test_freq": made.test_freq,
-        "env.val_env_groups": made.levels,
-        "env.test_env_groups": made.levels,
+        "trainer.total_training_steps": fake_study.total_steps,
+        "trainer.test_freq": fake_study.test_freq,
+        "env.val_env_groups": fake_study.levels,
+        "env.test_env_groups": fake_study.levels,
     }
     if run is not None:
         overrides |= {"seed": run.seed}
         if run.arm.replace(".", "").lstrip("-").isdigit():
-            overrides |= {"actor.use_kl_loss": True, made.setting: float(run.arm)}
+            overrides |= {"actor.use_kl_loss": True, fake_study.setting: float(run.arm)}
         overrides |= run.settings
-    return with_overrides(RunConfig(), overrides).model_dump(mode="json")
+    return apply_overrides(RunConfig(), overrides).model_dump(mode="json")
 
 
-def _head(run: MadeRun, made: MadeStudy) -> dict[str, Any]:
+def _make_head(run: FakeRun, fake_study: FakeStudy) -> dict[str, Any]:
     return {
         "run_id": run.run_id,
-        "study": made.name,
+        "study": fake_study.name,
         "arm": run.arm,
         "label": run.arm.replace(".", ""),
         "seed": run.seed,
-        "experiment_name": f"sokoban_{made.name}_sweep_nofilter_{run.arm.replace('.', '')}-sokoban-tiny",
-        "config_hash": f"hash-{made.setting if run.arm != '0' else 'base'}-{run.arm}",
+        "experiment_name": f"sokoban_{fake_study.name}_sweep_nofilter_{run.arm.replace('.', '')}-sokoban-tiny",
+        "config_hash": f"hash-{fake_study.setting if run.arm != '0' else 'base'}-{run.arm}",
         "log": f"logs/{run.run_id}.log",
         "checkpoints": f"model_saving/{run.run_id}",
     }
 
 
-def _study_json(runs: Sequence[MadeRun], made: MadeStudy) -> dict[str, Any]:
-    values = made.values or tuple(dict.fromkeys(run.arm for run in runs))
+def _make_study_json(runs: Sequence[FakeRun], fake_study: FakeStudy) -> dict[str, Any]:
+    values = fake_study.values or tuple(dict.fromkeys(run.arm for run in runs))
     return {
-        "name": made.name,
+        "name": fake_study.name,
         "question": "Does a KL penalty hold off collapse, and from which coefficient does it cost success?",
-        "run": made.run,
+        "run": fake_study.run,
         "preset": "laptop",
         "preset_reason": "no CUDA GPU is visible",
-        "axis": {"setting": made.setting, "option": "--kl-values", "values": list(values)},
-        "baseline": made.baseline,
+        "axis": {"setting": fake_study.setting, "option": "--kl-values", "values": list(values)},
+        "baseline": fake_study.baseline,
         "seeds": sorted({run.seed for run in runs}),
-        "runs": [_head(run, made) for run in runs],
-        "settings": _config(None, made),
+        "runs": [_make_head(run, fake_study) for run in runs],
+        "settings": _make_config(None, fake_study),
         "stop_rules": ["reward_variance_collapse", "low_validation_success", "empty_filtered_steps"],
         "versions": {"python": "3.11.9", "torch": "2.13.0", "ray": "2.60.0"},
         "git": {"commit": "0123456789abcdef", "dirty": False},
         "command": "python -m tune_study run kl --preset laptop",
         "created_at": "2026-01-02T03:04:05+00:00",
         "model": "sokoban-tiny",
-        **made.extra,
+        **fake_study.extra,
     }
 
 
-def _write_run(folder: Path, run: MadeRun, made: MadeStudy) -> None:
-    _write_json(folder / "run.json", {**_head(run, made), "config": _config(run, made)})
+def _write_run(folder: Path, run: FakeRun, fake_study: FakeStudy) -> None:
+    _write_json(folder / "run.json", {**_make_head(run, fake_study), "config": _make_config(run, fake_study)})
     if run.status:
-        _write_json(folder / "status.json", _status_json(run))
+        _write_json(folder / "status.json", _make_status_json(run))
     if run.steps:
-        evaluations = _evaluations(run, made)
+        evaluations = _make_evaluations(run, fake_study)
         write_lines(folder / "levels.jsonl", evaluations)
-        write_lines(folder / "metrics.jsonl", _rows(run, made, evaluations))
+        write_lines(folder / "metrics.jsonl", _make_rows(run, fake_study, evaluations))
 
 
-def _status_json(run: MadeRun) -> dict[str, Any]:
+def _make_status_json(run: FakeRun) -> dict[str, Any]:
     rule, value, threshold = run.stop or ("", None, None)
     return {
         "run_id": run.run_id,
@@ -141,100 +141,110 @@ def _status_json(run: MadeRun) -> dict[str, Any]:
         "stop_step": run.steps if run.stop else None,
         "trial_id": f"trial-{run.run_id}",
         "started_at": "2026-01-02T03:04:06+00:00",
-        "ended_at": None if run.status in NOT_SETTLED else "2026-01-02T03:06:06+00:00",
+        "ended_at": None if run.status in UNSETTLED_STATUSES else "2026-01-02T03:06:06+00:00",
     }
 
 
-def _generator(run: MadeRun) -> np.random.Generator:
+def _make_rng(run: FakeRun) -> np.random.Generator:
     return np.random.default_rng([run.seed, *run.arm.encode()])
 
 
-def _evaluations(run: MadeRun, made: MadeStudy) -> list[dict[str, Any]]:
+def _make_evaluations(run: FakeRun, fake_study: FakeStudy) -> list[dict[str, Any]]:
     """Sampled validations every test_freq steps, greedy at both ends, test at the end; equal before training."""
-    generator = _generator(run)
-    last = run.steps
-    steps = [*range(made.test_freq, last, made.test_freq), last]
-    before = np.random.default_rng(run.seed)
-    found = [_evaluation(0, "val", mode, ends, made, before)
+    generator = _make_rng(run)
+    last_step = run.steps
+    steps = [*range(fake_study.test_freq, last_step, fake_study.test_freq), last_step]
+    base_rng = np.random.default_rng(run.seed)
+    evaluations = [_make_evaluation(0, "val", mode, ends, fake_study, base_rng)
              for mode, ends in (("sampled", run.success), ("greedy", run.greedy))]  # fmt: skip
-    found += [_evaluation(step, "val", "sampled", run.success, made, generator) for step in steps]
-    found += [_evaluation(last, "val", "greedy", run.greedy, made, generator)]
-    found += [_evaluation(last, "test", mode, ends, made, generator)
+    evaluations += [_make_evaluation(step, "val", "sampled", run.success, fake_study, generator) for step in steps]
+    evaluations += [_make_evaluation(last_step, "val", "greedy", run.greedy, fake_study, generator)]
+    evaluations += [_make_evaluation(last_step, "test", mode, ends, fake_study, generator)
               for mode, ends in (("sampled", run.success), ("greedy", run.greedy))]  # fmt: skip
-    return sorted(found, key=lambda line: line["step"])
+    return sorted(evaluations, key=lambda line: line["step"])
 
 
-def _evaluation(
-    step: int, split: str, mode: str, ends: tuple[float, float], made: MadeStudy, generator: np.random.Generator
+def _make_evaluation(
+    step: int, split: str, mode: str, ends: tuple[float, float], fake_study: FakeStudy, generator: np.random.Generator
 ) -> dict[str, Any]:
-    share = ends[1] + (ends[0] - ends[1]) * math.exp(-step / 12)
-    difficulty = np.random.default_rng(7).random(made.levels)
-    solved = 0.5 * generator.random(made.levels) + 0.5 * difficulty
-    threshold = math.sqrt(share / 2) if share <= 0.5 else 1 - math.sqrt((1 - share) / 2)
+    success_rate = ends[1] + (ends[0] - ends[1]) * math.exp(-step / 12)
+    difficulty = np.random.default_rng(7).random(fake_study.levels)
+    level_draws = 0.5 * generator.random(fake_study.levels) + 0.5 * difficulty
+    threshold = math.sqrt(success_rate / 2) if success_rate <= 0.5 else 1 - math.sqrt((1 - success_rate) / 2)
     return {
         "step": step,
         "split": split,
         "mode": mode,
-        "levels": list(range(123, 123 + made.levels)),
-        "clusters": [index - index % 2 if index < made.levels // 4 else index for index in range(made.levels)],
-        "success": "".join("1" if value < threshold else "0" for value in solved),
+        "levels": list(range(123, 123 + fake_study.levels)),
+        "clusters": [
+            index - index % 2 if index < fake_study.levels // 4 else index for index in range(fake_study.levels)
+        ],
+        "success": "".join("1" if value < threshold else "0" for value in level_draws),
     }
 
 
-def share(line: Mapping[str, Any]) -> float:
+def compute_success_rate(line: Mapping[str, Any]) -> float:
     """Share of solved episodes of one line of levels.jsonl."""
     return float(line["success"].count("1") / len(line["success"]))
 
 
-def _rows(run: MadeRun, made: MadeStudy, evaluations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    found = {(line["step"], line["split"], line["mode"]): share(line) for line in evaluations}
-    generator = _generator(run)
+def _make_rows(run: FakeRun, fake_study: FakeStudy, evaluations: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    success_rates = {(line["step"], line["split"], line["mode"]): compute_success_rate(line) for line in evaluations}
+    generator = _make_rng(run)
     rows = []
     for step in range(1, run.steps + 1):
-        row = {**_numbers(run, step, generator), **_shares(run, step, found), **run.rows}
-        rows.append({"run_id": run.run_id, "study": made.name, "arm": run.arm, "seed": run.seed, "step": step, **row})
+        row = {
+            **_make_number_columns(run, step, generator),
+            **_make_success_columns(run, step, success_rates),
+            **run.rows,
+        }
+        rows.append(
+            {"run_id": run.run_id, "study": fake_study.name, "arm": run.arm, "seed": run.seed, "step": step, **row}
+        )
     return rows
 
 
-def _numbers(run: MadeRun, step: int, generator: np.random.Generator) -> dict[str, float | None]:
+def _make_number_columns(run: FakeRun, step: int, generator: np.random.Generator) -> dict[str, float | None]:
     """Every step column, nothing of collapse detection; counts are whole, totals are sums."""
-    kept = 8 if run.success[1] > 0.01 else max(1, 8 - step // 6)
-    fixed: dict[str, float | None] = {
+    kept_groups = 8 if run.success[1] > 0.01 else max(1, 8 - step // 6)
+    fixed_columns: dict[str, float | None] = {
         "groups": 8,
-        "groups_kept": kept,
-        "kept_ratio": kept / 8,
-        "zero_std_groups": 8 - kept,
-        "reward_std": max(0.02, 3.5 * math.exp(-step / (60 if kept == 8 else 12)) + 0.2 * generator.normal()),
-        "entropy": 0.5 * math.exp(-step / 80) + (0 if kept == 8 else 0.02 * step) + 0.01 * generator.normal(),
-        "optimizer_steps": kept // 2,
+        "groups_kept": kept_groups,
+        "kept_ratio": kept_groups / 8,
+        "zero_std_groups": 8 - kept_groups,
+        "reward_std": max(0.02, 3.5 * math.exp(-step / (60 if kept_groups == 8 else 12)) + 0.2 * generator.normal()),
+        "entropy": 0.5 * math.exp(-step / 80) + (0 if kept_groups == 8 else 0.02 * step) + 0.01 * generator.normal(),
+        "optimizer_steps": kept_groups // 2,
         "env_steps": 900,
         "sampled_tokens": 5000,
-        "trained_tokens": 625 * kept,
-        "total_optimizer_steps": step * kept // 2,
+        "trained_tokens": 625 * kept_groups,
+        "total_optimizer_steps": step * kept_groups // 2,
         "total_env_steps": 900 * step,
         "total_sampled_tokens": 5000 * step,
-        "total_trained_tokens": 625 * kept * step,
+        "total_trained_tokens": 625 * kept_groups * step,
         "seconds_step": 1.5,
         "seconds_total": 1.5 * step,
         "kl_loss": None if run.arm == "0" else 0.01 * step,
     }
     return {column.name: None if "success" in column.name or column.name.startswith(("base_", "test_", "collapse_"))
-            else fixed.get(column.name, round(float(generator.random()), 6)) for column in STEP_COLUMNS}  # fmt: skip
+            else fixed_columns.get(column.name, round(float(generator.random()), 6)) for column in STEP_COLUMNS}  # fmt: skip
 
 
-def _shares(run: MadeRun, step: int, found: Mapping[tuple[int, str, str], float]) -> dict[str, float | None]:
-    shares = {
+def _make_success_columns(
+    run: FakeRun, step: int, success_rates: Mapping[tuple[int, str, str], float]
+) -> dict[str, float | None]:
+    columns = {
         "train_success": run.success[0],
-        "val_success": found.get((step, "val", "sampled")),
-        "val_success_unseen": found.get((step, "val", "sampled")),
-        "val_greedy_success": found.get((step, "val", "greedy")),
-        "test_success": found.get((step, "test", "sampled")),
-        "test_greedy_success": found.get((step, "test", "greedy")),
+        "val_success": success_rates.get((step, "val", "sampled")),
+        "val_success_unseen": success_rates.get((step, "val", "sampled")),
+        "val_greedy_success": success_rates.get((step, "val", "greedy")),
+        "test_success": success_rates.get((step, "test", "sampled")),
+        "test_greedy_success": success_rates.get((step, "test", "greedy")),
     }
     if step == 1:
-        shares["base_val_success"] = shares["base_val_success_unseen"] = found[0, "val", "sampled"]
-        shares["base_val_greedy_success"] = found[0, "val", "greedy"]
-    return shares
+        columns["base_val_success"] = columns["base_val_success_unseen"] = success_rates[0, "val", "sampled"]
+        columns["base_val_greedy_success"] = success_rates[0, "val", "greedy"]
+    return columns
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -248,7 +258,7 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-EMPTY: Mapping[str, Any] = {
+EMPTY_ROW: Mapping[str, Any] = {
     "bucket": "all", "component": "task", "form": "gae", "coefficient": 1.0, "sample_count": 0, "group_count": 0,
     "source_env_groups": 24, "source_group_size": 16, "source_batch_size": 384, "adjusted_batch_size": 0,
     "uses_training_batch": False, "bucket_mode": "quantile", "empty_after_filter": 1, "analysis_only": 0,
@@ -259,7 +269,7 @@ EMPTY: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class MadeAnalysis:
+class FakeAnalysis:
     """One line of gradients.jsonl or probes.jsonl: task gradients grow with the reward spread, the others do not.
 
     components: what is on in the loss; total is added. folds: below 3 there is no interval. buckets: of 4 groups each;
@@ -275,21 +285,27 @@ class MadeAnalysis:
     seed: int = 0
     mode: str = "quantile"
 
-    def line(self) -> dict[str, Any]:
+    def make_line(self) -> dict[str, Any]:
         """The line, as a run writes it."""
         names = {"step": self.step, "source": self.source, "prefilter": self.prefilter}
         if not self.buckets:
-            return {**names, "rows": [EMPTY], "groups": []}
-        draws = np.random.default_rng([self.seed, self.step, self.prefilter, *self.source.encode()])
-        stds = np.sort(draws.uniform(0 if self.prefilter else 1, 5, 4 * self.buckets))
-        cut = [("all", stds), *((f"bucket_{k + 1}", stds[4 * k : 4 * k + 4]) for k in range(self.buckets))]
+            return {**names, "rows": [EMPTY_ROW], "groups": []}
+        rng = np.random.default_rng([self.seed, self.step, self.prefilter, *self.source.encode()])
+        stds = np.sort(rng.uniform(0 if self.prefilter else 1, 5, 4 * self.buckets))
+        bucket_stds = [("all", stds), *((f"bucket_{k + 1}", stds[4 * k : 4 * k + 4]) for k in range(self.buckets))]
         groups = [{"bucket": f"bucket_{n // 4 + 1}", "group": n, "reward_std": std} for n, std in enumerate(stds)]
-        rows = [row for name, members in [*cut[1:], cut[0]] for row in self._bucket(name, members, len(stds), draws)]
+        rows = [
+            row
+            for name, members in [*bucket_stds[1:], bucket_stds[0]]
+            for row in self._make_bucket_rows(name, members, len(stds), rng)
+        ]
         return {**names, "rows": rows, "groups": groups}
 
-    def _bucket(self, name: str, stds: np.ndarray, groups: int, draws: np.random.Generator) -> list[dict[str, Any]]:
+    def _make_bucket_rows(
+        self, name: str, stds: np.ndarray, groups: int, rng: np.random.Generator
+    ) -> list[dict[str, Any]]:
         count = 16 * len(stds)
-        shared = {
+        shared_columns = {
             "bucket": name, "weight": len(stds) / groups, "fold_count": self.folds, "sample_count": count,
             "sample_pct": 100 * len(stds) / groups, "token_count": 20 * count, "group_count": len(stds),
             "reward_std_mean": float(stds.mean()), "reward_std_min": float(stds.min()),
@@ -299,38 +315,40 @@ class MadeAnalysis:
             "source_groups_kept": groups - 4, "source_kept_ratio": 1 - 4 / groups, "source_zero_std_groups": 2,
             "source_reward_std": 2.5, "source_reward_std_kept": 3.0,
         }  # fmt: skip
-        noise = {part: float(draws.uniform(0.01, 0.02)) for part in self.components}
+        noise = {component: float(rng.uniform(0.01, 0.02)) for component in self.components}
         signal = {part: float(stds.mean()) ** 2 / 50 if part == "task" else 0.03 for part in self.components}
         means = {part: math.sqrt(noise[part] + signal[part]) for part in self.components}
-        rows = [self._row(part, signal[part], noise[part], count) for part in self.components]
-        shares = [self._shares(part, means, signal) for part in self.components]
-        total = self._row("total", sum(signal.values()), sum(noise.values()), count)
-        losses = {"norm": None, "norm_per_sample": None, "norm_per_token": None, "share": 1.0}
-        total |= losses | {"loss": sum(row["loss"] for row in rows)}
-        return [{**shared, **row, **share} for row, share in zip([*rows, total], [*shares, {}], strict=True)]
+        rows = [self._make_row(part, signal[part], noise[part], count) for part in self.components]
+        shares = [self._make_share_columns(part, means, signal) for part in self.components]
+        total = self._make_row("total", sum(signal.values()), sum(noise.values()), count)
+        total_columns = {"norm": None, "norm_per_sample": None, "norm_per_token": None, "share": 1.0}
+        total |= total_columns | {"loss": sum(row["loss"] for row in rows)}
+        return [{**shared_columns, **row, **share} for row, share in zip([*rows, total], [*shares, {}], strict=True)]
 
-    def _shares(self, part: str, means: Mapping[str, float], signal: Mapping[str, float]) -> dict[str, Any]:
-        share, half = signal[part] / sum(signal.values()), 0.1 if self.folds >= 3 else None
+    def _make_share_columns(
+        self, component: str, means: Mapping[str, float], signal: Mapping[str, float]
+    ) -> dict[str, Any]:
+        signal_share, half_width = signal[component] / sum(signal.values()), 0.1 if self.folds >= 3 else None
         return {
-            "share": means[part] / sum(means.values()), "signal_share": share,
-            "signal_share_low": half and share - half, "signal_share_high": half and share + 2 * half,
+            "share": means[component] / sum(means.values()), "signal_share": signal_share,
+            "signal_share_low": half_width and signal_share - half_width, "signal_share_high": half_width and signal_share + 2 * half_width,
         }  # fmt: skip
 
-    def _row(self, component: str, signal: float, noise: float, count: int) -> dict[str, Any]:
+    def _make_row(self, component: str, signal: float, noise: float, count: int) -> dict[str, Any]:
         norm, snr, tokens = 2 * math.sqrt(signal + noise), signal / noise, 20 * count
-        half = 1.5 if self.folds >= 3 else None
-        on = {"task": 1.0, "entropy": 0.1, "kl": -0.2}
+        half_width = 1.5 if self.folds >= 3 else None
+        cosines = {"task": 1.0, "entropy": 0.1, "kl": -0.2}
         return {
             "component": component, "norm": norm, "norm_per_sample": norm / count, "norm_per_token": norm / tokens,
             "loss": -0.01 * len(component), "mean_norm": math.sqrt(signal + noise), "signal": signal, "noise": noise,
-            "snr": snr, "snr_low": half and snr - half, "snr_high": half and snr + half,
-            **{f"cosine_{name}": value if name in self.components else None for name, value in on.items()},
+            "snr": snr, "snr_low": half_width and snr - half_width, "snr_high": half_width and snr + half_width,
+            **{f"cosine_{name}": value if name in self.components else None for name, value in cosines.items()},
         }  # fmt: skip
 
 
-def write_analyses(folder: Path, run: MadeRun, analyses: Sequence[MadeAnalysis]) -> None:
+def write_analyses(folder: Path, run: FakeRun, analyses: Sequence[FakeAnalysis]) -> None:
     """Write the lines of `analyses` into the folder of `run` in results/<run>, each to the file of its source."""
     for source, name in (("train", "gradients.jsonl"), ("probe", "probes.jsonl")):
-        lines = [made.line() for made in analyses if made.source == source]
+        lines = [analysis.make_line() for analysis in analyses if analysis.source == source]
         if lines:
             write_lines(folder / "runs" / run.run_id / name, lines)

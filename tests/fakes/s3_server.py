@@ -28,9 +28,9 @@ server.serve_forever()
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
+def start_s3_server() -> Iterator[str]:
     """The query of a URI that leads to the server, which has the bucket `shelf`: s3://shelf/folder?<query>."""
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
+    old_values = {name: os.environ.get(name) for name in _ENVIRONMENT}
     os.environ.update(_ENVIRONMENT)
     command = [sys.executable, "-c", _SERVER]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as server:
@@ -42,7 +42,7 @@ def s3_server() -> Iterator[str]:
             yield query
         finally:
             server.terminate()
-    for name, value in before.items():
+    for name, value in old_values.items():
         if value is None:
             os.environ.pop(name, None)
         else:

@@ -9,17 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from analysis.published.update_rule_sandbox import ARMS
-from tests.fakes.run_folders import NOT_SETTLED, write_lines
+from analysis.published.update_rule_sandbox import ARM_SETTINGS
+from tests.fakes.run_folders import UNSETTLED_STATUSES, write_lines
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS
 
-UNIFORM = ("uniform_groups", 10.0, 10.0)
-GROUPED: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}
+UNIFORM_STOP = ("uniform_groups", 10.0, 10.0)
+GROUPED_SETTINGS: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}
 
 
 @dataclass(frozen=True)
-class MadeRun:
+class FakeRun:
     """One run to write. error, entropy: at step 0 and at the last; the last row has them exactly.
 
     status "" writes no status.json. steps: that of the last row, None: no row. rows: columns that are the same in every
@@ -45,7 +45,7 @@ class MadeRun:
 
 
 @dataclass(frozen=True)
-class MadeStudy:
+class FakeStudy:
     """What all runs of the study share; settings are those of every arm."""
 
     name: str = "influence"
@@ -61,72 +61,77 @@ class MadeStudy:
         return f"sandbox_{self.name}"
 
 
-def seeds(arm: str, errors: Sequence[float], **made: Any) -> list[MadeRun]:
+def make_seed_runs(arm: str, errors: Sequence[float], **run_fields: Any) -> list[FakeRun]:
     """Runs of one arm, a seed each, with these errors at the end."""
-    return [MadeRun(arm, seed, error=(0.6, error), **made) for seed, error in enumerate(errors)]
+    return [FakeRun(arm, seed, error=(0.6, error), **run_fields) for seed, error in enumerate(errors)]
 
 
-def write_sandbox(output: Path, runs: Sequence[MadeRun], study: MadeStudy | None = None) -> Path:
+def write_sandbox(output: Path, runs: Sequence[FakeRun], study: FakeStudy | None = None) -> Path:
     """Write <output>/results/<run> for `runs` and return it."""
-    made = study or MadeStudy()
-    folder = output / "results" / made.run
+    fake_study = study or FakeStudy()
+    folder = output / "results" / fake_study.run
     for run in runs:
-        place = folder / "runs" / run.run_id
-        _write_json(place / "run.json", {**_head(run, made), "config": _config(made, run)})
+        run_dir = folder / "runs" / run.run_id
+        _write_json(run_dir / "run.json", {**_make_head(run, fake_study), "config": _make_config(fake_study, run)})
         if run.status:
-            _write_json(place / "status.json", _status(run))
+            _write_json(run_dir / "status.json", _make_status_json(run))
         if run.steps is not None:
-            write_lines(place / "metrics.jsonl", list(_rows(run, made, run.steps)))
-    _write_json(folder / "study.json", _study(runs, made))
+            write_lines(run_dir / "metrics.jsonl", list(_make_rows(run, fake_study, run.steps)))
+    _write_json(folder / "study.json", _make_study_json(runs, fake_study))
     return folder
 
 
-def _config(made: MadeStudy, run: MadeRun | None = None) -> dict[str, Any]:
+def _make_config(fake_study: FakeStudy, run: FakeRun | None = None) -> dict[str, Any]:
     """The configuration with its defaults filled in; an arm of a published name has what was published of it."""
-    data: dict[str, Any] = {"trainer": {"total_training_steps": made.total_steps, "test_freq": made.test_freq}}
-    dotted = {**made.settings, **({"seed": run.seed, **ARMS.get(run.arm, {}), **run.settings} if run else {})}
-    for name, value in dotted.items():
+    config_fields: dict[str, Any] = {
+        "trainer": {"total_training_steps": fake_study.total_steps, "test_freq": fake_study.test_freq}
+    }
+    dotted_settings = {
+        **fake_study.settings,
+        **({"seed": run.seed, **ARM_SETTINGS.get(run.arm, {}), **run.settings} if run else {}),
+    }
+    for name, value in dotted_settings.items():
         section, _, key = name.rpartition(".")
-        (data[section] if section else data)[key] = value
-    return UpdateRuleConfig.model_validate(data).model_dump(mode="json")
+        (config_fields[section] if section else config_fields)[key] = value
+    return UpdateRuleConfig.model_validate(config_fields).model_dump(mode="json")
 
 
-def _head(run: MadeRun, made: MadeStudy) -> dict[str, Any]:
+def _make_head(run: FakeRun, fake_study: FakeStudy) -> dict[str, Any]:
     return {
         "run_id": run.run_id,
-        "study": made.name,
+        "study": fake_study.name,
         "arm": run.arm,
         "label": run.arm,
         "seed": run.seed,
-        "experiment_name": f"sandbox_{made.name}_{run.arm}",
-        "config_hash": f"hash-{made.name}-{run.arm}",
+        "experiment_name": f"sandbox_{fake_study.name}_{run.arm}",
+        "config_hash": f"hash-{fake_study.name}-{run.arm}",
     }
 
 
-def _study(runs: Sequence[MadeRun], made: MadeStudy) -> dict[str, Any]:
+def _make_study_json(runs: Sequence[FakeRun], fake_study: FakeStudy) -> dict[str, Any]:
     arms = list(dict.fromkeys(run.arm for run in runs))
     return {
-        "name": made.name,
+        "name": fake_study.name,
         "family": "update_rules",
         "question": "Does a group's distribution of returns move a policy further than its best sample?",
-        "run": made.run,
+        "run": fake_study.run,
         "preset": "laptop",
         "axis": {"setting": "method", "option": "--arms", "values": arms},
-        "baseline": made.baseline,
+        "baseline": fake_study.baseline,
         "seeds": sorted({run.seed for run in runs}),
-        "runs": [_head(run, made) for run in runs],
-        "settings": _config(made),
+        "runs": [_make_head(run, fake_study) for run in runs],
+        "settings": _make_config(fake_study),
         "defaults": UpdateRuleConfig().model_dump(mode="json"),
         "stop_rules": ["uniform_groups"],
         "versions": {"python": "3.11.9", "torch": "2.13.0"},
         "git": {"commit": "0123456789abcdef", "dirty": False},
         "command": "python -m tune_study run influence",
         "created_at": "2026-01-02T03:04:05+00:00",
-        **made.extra,
+        **fake_study.extra,
     }
 
 
-def _status(run: MadeRun) -> dict[str, Any]:
+def _make_status_json(run: FakeRun) -> dict[str, Any]:
     rule, value, threshold = run.stop or ("", None, None)
     return {
         "run_id": run.run_id,
@@ -138,30 +143,30 @@ def _status(run: MadeRun) -> dict[str, Any]:
         "stop_step": run.steps if run.stop else None,
         "trial_id": f"trial-{run.arm}",
         "started_at": "2026-01-02T03:04:06+00:00",
-        "ended_at": None if run.status in NOT_SETTLED else "2026-01-02T03:06:06+00:00",
+        "ended_at": None if run.status in UNSETTLED_STATUSES else "2026-01-02T03:06:06+00:00",
     }
 
 
-def _rows(run: MadeRun, made: MadeStudy, end: int) -> Iterable[dict[str, Any]]:
+def _make_rows(run: FakeRun, fake_study: FakeStudy, last_step: int) -> Iterable[dict[str, Any]]:
     """A row every test_freq steps and one at the end; the last has no columns of a batch."""
     generator = np.random.default_rng([run.seed, *run.arm.encode()])
-    steps = sorted({*range(0, end, made.test_freq), end})
-    empty = dict.fromkeys(column.name for column in STEP_COLUMNS)
+    steps = sorted({*range(0, last_step, fake_study.test_freq), last_step})
+    empty_row = dict.fromkeys(column.name for column in STEP_COLUMNS)
     for step in steps:
-        share = math.exp(-step / 60) if step < end else 0.0
+        decay = math.exp(-step / 60) if step < last_step else 0.0
         row = {
-            "test_error": run.error[1] + share * (run.error[0] - run.error[1]),
-            "entropy": run.entropy[1] + share * (run.entropy[0] - run.entropy[1]),
+            "test_error": run.error[1] + decay * (run.error[0] - run.error[1]),
+            "entropy": run.entropy[1] + decay * (run.entropy[0] - run.entropy[1]),
             "greedy_separator_rate": 0.0,
-            "loss": None if step == end else float(generator.normal()),
-            "reward": None if step == end else float(generator.random()),
+            "loss": None if step == last_step else float(generator.normal()),
+            "reward": None if step == last_step else float(generator.random()),
             "seconds": 1.0,
-            "seconds_total": 1.0 + step / made.test_freq,
+            "seconds_total": 1.0 + step / fake_study.test_freq,
             **run.rows,
-            **(run.final if step == end else {}),
+            **(run.final if step == last_step else {}),
         }
-        names = {"run_id": run.run_id, "study": made.name, "arm": run.arm, "seed": run.seed, "step": step}
-        yield {**names, **empty, **row}
+        names = {"run_id": run.run_id, "study": fake_study.name, "arm": run.arm, "seed": run.seed, "step": step}
+        yield {**names, **empty_row, **row}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from search_spaces.declaration.presets import PRESETS
-from trainable.config.run_config import RunConfig, with_overrides
+from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.sampler import Sampled, SamplingParams
+from trainable.rollout.sampler import SampledReply, SamplingParams
 
-SMALL = {
+SMALL_SETTINGS = {
     **PRESETS["laptop"],
     "env.env_groups": 2,
     "env.group_size": 4,
@@ -29,33 +29,35 @@ SMALL = {
 }
 
 
-def small(**overrides: object) -> RunConfig:
+def make_small_config(**overrides: object) -> RunConfig:
     """The laptop preset, made small; keys are fields with `__` for the dot."""
-    return with_overrides(RunConfig(), {**SMALL, **{key.replace("__", "."): value for key, value in overrides.items()}})
+    return apply_overrides(
+        RunConfig(), {**SMALL_SETTINGS, **{key.replace("__", "."): value for key, value in overrides.items()}}
+    )
 
 
-def shape(**sizes: object) -> Qwen2Shape:
+def make_qwen2_shape(**sizes: object) -> Qwen2Shape:
     """A shape of a few thousand parameters."""
-    usual = {
+    default_sizes = {
         "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "max_position_embeddings": 128, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
         "tie_word_embeddings": True, "eos_token_id": 2,
     }  # fmt: skip
-    return Qwen2Shape(**{**usual, **sizes})
+    return Qwen2Shape(**{**default_sizes, **sizes})
 
 
-def random_model(sizes: Qwen2Shape, seed: int = 0, spread: float = 0.4) -> Qwen2:
+def make_random_model(sizes: Qwen2Shape, seed: int = 0, std: float = 0.4) -> Qwen2:
     """A model in which every parameter, biases and gains too, is drawn at random."""
     generator = torch.Generator().manual_seed(seed)
     model = Qwen2(sizes)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             noise = torch.randn(weight.shape, generator=generator)
-            weight.copy_(1 + 0.2 * noise if "norm" in name else spread * noise)
+            weight.copy_(1 + 0.2 * noise if "norm" in name else std * noise)
     return model
 
 
-def hub_twin(model: Qwen2) -> torch.nn.Module:
+def make_hub_twin(model: Qwen2) -> torch.nn.Module:
     """Transformers' own Qwen2 with the same weights."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -85,30 +87,30 @@ class ScriptedSampler:
 
     script: Sequence[Sequence[Sequence[int]]]
     prompts: list[list[int]] = field(default_factory=list)
-    asked: list[dict[int, list[int]]] = field(default_factory=list)
-    gave: list[dict[int, Sampled]] = field(default_factory=list)
+    requests: list[dict[int, list[int]]] = field(default_factory=list)
+    samples: list[dict[int, SampledReply]] = field(default_factory=list)
 
-    def converse(
-        self, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams, uniforms: np.random.Generator
+    def start_conversation(
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
     ) -> "ScriptedSampler":
-        assert len(self.script) == len(prompts) * copies
-        self.prompts = [list(prompt) for prompt in prompts for _ in range(copies)]
+        assert len(self.script) == len(prompts) * group_size
+        self.prompts = [list(prompt) for prompt in prompts for _ in range(group_size)]
         self.params = params
         return self
 
-    def reply(self, rows: Sequence[int], given: Sequence[Sequence[int]]) -> list[Sampled]:
-        before = list(self.asked[-1]) if self.asked else list(range(len(self.script)))
+    def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
+        previous_rows = list(self.requests[-1]) if self.requests else list(range(len(self.script)))
         assert list(rows) == sorted(set(rows))
-        assert set(rows) <= set(before)
-        turn = len(self.asked)
-        self.asked.append({row: list(ids) for row, ids in zip(rows, given, strict=True)})
-        self.gave.append({row: self._reply(row, turn) for row in rows})
-        return [self.gave[-1][row] for row in rows]
+        assert set(rows) <= set(previous_rows)
+        turn = len(self.requests)
+        self.requests.append({row: list(ids) for row, ids in zip(rows, new_tokens, strict=True)})
+        self.samples.append({row: self._make_reply(row, turn) for row in rows})
+        return [self.samples[-1][row] for row in rows]
 
-    def _reply(self, row: int, turn: int) -> Sampled:
+    def _make_reply(self, row: int, turn: int) -> SampledReply:
         ids = np.array(self.script[row][turn], dtype=np.int64)
         entropies = (row + turn / 10 + np.arange(len(ids)) / 1000).astype(np.float32)
-        return Sampled(ids, -entropies, entropies, bool(ids[-1] == self.params.stop_token))
+        return SampledReply(ids, -entropies, entropies, bool(ids[-1] == self.params.stop_token))
 
 
 # ---------------------------------------------------------------------------- episodes
@@ -120,24 +122,24 @@ def make_episode(
     """An episode of turns (given tokens, sampled tokens, reward) with random tokens and log-probs."""
     rng = rng or np.random.default_rng(0)
     mask = np.concatenate([np.repeat([False, True], [given, sampled]) for given, sampled, _ in turns])
-    count = len(mask)
+    length = len(mask)
     return Episode(
         level_seed=100 + group,
         group=group,
-        tokens=rng.integers(0, vocab, count),
+        tokens=rng.integers(0, vocab, length),
         mask=mask,
-        logprobs=np.where(mask, -3 * rng.random(count), 0).astype(np.float32),
-        entropies=np.where(mask, rng.random(count), 0).astype(np.float32),
+        logprobs=np.where(mask, -3 * rng.random(length), 0).astype(np.float32),
+        entropies=np.where(mask, rng.random(length), 0).astype(np.float32),
         turns=np.repeat(np.arange(len(turns)), [given + sampled for given, sampled, _ in turns]),
         turn_rewards=tuple(reward for _, _, reward in turns),
         actions=len(turns),
         invalid_turns=0,
-        stop=StopReason.OUT_OF_TURNS,
+        stop_reason=StopReason.OUT_OF_TURNS,
         texts=("",) * len(turns),
     )
 
 
-def random_episodes(count: int, group_size: int, seed: int = 0, vocab: int = 23) -> list[Episode]:
+def make_random_episodes(count: int, group_size: int, seed: int = 0, vocab: int = 23) -> list[Episode]:
     """Episodes of one to three turns of uneven length; groups stand together."""
     rng = np.random.default_rng(seed)
     return [
@@ -152,5 +154,5 @@ def random_episodes(count: int, group_size: int, seed: int = 0, vocab: int = 23)
     ]  # fmt: skip
 
 
-def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def clone_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}

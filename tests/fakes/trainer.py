@@ -20,8 +20,8 @@ from search_spaces.declaration.study import Study
 from trainable import families
 from trainable.config.run_config import RunConfig
 from trainable.runs.failures import NonFiniteError
-from trainable.runs.orphans import MARK
-from trainable.runs.run import Lines, Row, State
+from trainable.runs.orphans import MARK_ENV
+from trainable.runs.run import LinesByFile, Row, TrainerState
 from trainable.runs.training import StepResult
 
 COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE, HAS_A_CHILD, HANGS = (
@@ -35,13 +35,13 @@ class FakeTrainer:
 
     def __init__(self, config: RunConfig, seeds: Sequence[int]) -> None:
         self.config, self.seeds, self.step_index = config, tuple(seeds), 0
-        self.folder, self.arm = Path(os.environ[MARK]), f"{config.actor.kl_loss_coef:g}"
+        self.folder, self.arm = Path(os.environ[MARK_ENV]), f"{config.actor.kl_loss_coef:g}"
         if self.arm == FAILS_IN_SETUP and not (self.folder / "mended").exists():
             raise ValueError("the fake was told not to start")
         self.was_started = (self.folder / "started").exists()
         (self.folder / "started").touch()
 
-    def release(self) -> None:
+    def close(self) -> None:
         if self.arm == HANGS:
             time.sleep(600)
 
@@ -49,15 +49,15 @@ class FakeTrainer:
         self.step_index += 1
         self.misbehave()
         (seed,) = self.seeds
-        return StepResult({seed: fake_values(self.arm, seed, self.config, self.step_index)})
+        return StepResult({seed: make_fake_values(self.arm, seed, self.config, self.step_index)})
 
-    def close(self, seed: int, row: Row) -> tuple[Row, Lines]:
+    def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
         return row, {}
 
-    def state(self, seed: int) -> State:
-        return State({}, {"step": self.step_index})
+    def get_state(self, seed: int) -> TrainerState:
+        return TrainerState({}, {"step": self.step_index})
 
-    def load_states(self, states: Sequence[State]) -> None:
+    def load_states(self, states: Sequence[TrainerState]) -> None:
         self.step_index = states[0].values["step"]
 
     def misbehave(self) -> None:
@@ -86,18 +86,18 @@ class FakeTrainer:
             os.kill(driver, signal.SIGINT)
 
 
-def fake_row(run: Mapping[str, Any], settings: RunConfig, step: int) -> dict[str, Any]:
+def make_fake_row(run: Mapping[str, Any], settings: RunConfig, step: int) -> dict[str, Any]:
     """The row of one step: success grows, and in a collapsing arm the reward's spread dies after ten steps."""
     names = {name: run[name] for name in ("run_id", "study", "arm", "seed")}
-    return {**names, **fake_values(run["arm"], run["seed"], settings, step)}
+    return {**names, **make_fake_values(run["arm"], run["seed"], settings, step)}
 
 
-def fake_values(arm: str, seed: int, settings: RunConfig, step: int) -> dict[str, Any]:
+def make_fake_values(arm: str, seed: int, settings: RunConfig, step: int) -> dict[str, Any]:
     """The row without whose it is."""
-    collapsed = arm == COLLAPSES and step > settings.early_stop.variance_baseline_steps
+    is_collapsed = arm == COLLAPSES and step > settings.early_stop.variance_baseline_steps
     values: dict[str, Any] = {
         "step": step,
-        "reward_std": 0.01 if collapsed else 2.0 + 0.1 * seed,
+        "reward_std": 0.01 if is_collapsed else 2.0 + 0.1 * seed,
         "groups": 8,
         "groups_kept": 8,
         "train_success": 1 - 1 / (step + 1),
@@ -114,11 +114,11 @@ def fake_values(arm: str, seed: int, settings: RunConfig, step: int) -> dict[str
     return values
 
 
-def fake_rows(run: Mapping[str, Any], settings: RunConfig, steps: int) -> list[dict[str, Any]]:
+def make_fake_rows(run: Mapping[str, Any], settings: RunConfig, steps: int) -> list[dict[str, Any]]:
     """The rows on disk of a run of at most `steps` steps, which a rule may have stopped."""
     if run["arm"] != COLLAPSES:
-        return [as_json(fake_row(run, settings, step)) for step in range(1, steps + 1)]
-    rows = [as_json(fake_row(run, settings, step)) for step in range(1, 21)]
+        return [as_json(make_fake_row(run, settings, step)) for step in range(1, steps + 1)]
+    rows = [as_json(make_fake_row(run, settings, step)) for step in range(1, 21)]
     threshold = settings.early_stop.variance_ratio * (2.0 + 0.1 * run["seed"])
     stop = {"stop_rule": "reward_variance_collapse", "stop_value": 0.01, "stop_threshold": threshold, "stop_step": 20}
     return [*rows[:-1], {**rows[-1], **stop}]
@@ -135,47 +135,47 @@ class PlacedTrainer(FakeTrainer):
     def misbehave(self) -> None:
         ray.get(ray.get_actor("meeting").arrive.remote(), timeout=60)
         group = ray.util.get_current_placement_group()
-        place = {
+        placement = {
             "visible": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
             "bundles": group.bundle_count,
             "strategy": ray.util.placement_group_table(group)["strategy"],
-            "other": ray.get(_visible.remote()) if group.bundle_count > 1 else None,
+            "other": ray.get(_get_visible_gpus.remote()) if group.bundle_count > 1 else None,
             "node": ray.get_runtime_context().get_node_id(),
-            "others_node": ray.get(_node.remote()) if group.bundle_count > 1 else None,
+            "others_node": ray.get(_get_node_id.remote()) if group.bundle_count > 1 else None,
         }
-        (self.folder / "place.json").write_text(json.dumps(place))
+        (self.folder / "place.json").write_text(json.dumps(placement))
 
 
 @ray.remote(num_cpus=1, num_gpus=1)
-def _visible() -> str:
+def _get_visible_gpus() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
 
 @ray.remote(num_cpus=1, num_gpus=1)
-def _node() -> str:
+def _get_node_id() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
 @ray.remote(num_cpus=0)
-class Meeting:
+class Barrier:
     """Nobody leaves before `expected` have arrived."""
 
     def __init__(self, expected: int) -> None:
-        self.missing = expected
-        self.complete = asyncio.Event()
+        self.n_missing = expected
+        self.all_arrived = asyncio.Event()
 
     async def arrive(self) -> None:
-        self.missing -= 1
-        if self.missing == 0:
-            self.complete.set()
-        await self.complete.wait()
+        self.n_missing -= 1
+        if self.n_missing == 0:
+            self.all_arrived.set()
+        await self.all_arrived.wait()
 
 
 FAKE = replace(families.LANGUAGE_MODEL, make=FakeTrainer)
 PLACED = replace(families.LANGUAGE_MODEL, make=PlacedTrainer)
 
 
-def study_of(family: str = "FAKE", name: str = "kl") -> Study:
+def make_study(family: str = "FAKE", name: str = "kl") -> Study:
     """A study whose runs are of a family of this module."""
     study = STUDIES[name]
     return replace(study, family=replace(study.family, trainer=f"{__name__}:{family}"))

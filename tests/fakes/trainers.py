@@ -5,58 +5,58 @@ from typing import Any
 import numpy as np
 import torch
 
-from tests.fakes.scripted import cloned, small
-from trainable.config.seeds import stream
+from tests.fakes.scripted import clone_tensors, make_small_config
+from trainable.config.seeds import make_rng
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.play import play
+from trainable.rollout.play import roll_out_episodes
 from trainable.runs.records import TIME_COLUMNS
 
 Row = dict[str, Any]
-QUIET = {
+QUIET_SETTINGS = {
     "trainer__val_before_train": False, "trainer__test_freq": 0, "env__val_env_groups": 1, "env__test_env_groups": 0,
 }  # fmt: skip
 
 
-def quiet(**overrides: object) -> PPOTrainer:
+def make_quiet_trainer(**overrides: object) -> PPOTrainer:
     """A small trainer that evaluates nothing."""
-    return PPOTrainer(small(**{**QUIET, **overrides}), diagnostics=DIAGNOSTICS)
+    return PPOTrainer(make_small_config(**{**QUIET_SETTINGS, **overrides}), diagnostics=DIAGNOSTICS)
 
 
-def timeless(row: Row) -> Row:
+def drop_times(row: Row) -> Row:
     return {name: value for name, value in row.items() if name not in TIME_COLUMNS}
 
 
-def steps(trainer: PPOTrainer, count: int) -> list[Row]:
-    return [timeless(trainer.step().row) for _ in range(count)]
+def run_steps(trainer: PPOTrainer, count: int) -> list[Row]:
+    return [drop_times(trainer.step().row) for _ in range(count)]
 
 
-def weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
-    return cloned(trainer.state()[0])
+def copy_weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
+    return clone_tensors(trainer.get_state()[0])
 
 
-def same_weights(one: PPOTrainer, other: PPOTrainer) -> bool:
-    a, b = weights(one), weights(other)
+def has_same_weights(one: PPOTrainer, other: PPOTrainer) -> bool:
+    a, b = copy_weights(one), copy_weights(other)
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def moved(trainer: PPOTrainer, before: dict[str, torch.Tensor], part: str) -> bool:
-    after = weights(trainer)
-    names = [name for name in before if name.startswith(part)]
+def has_changed(trainer: PPOTrainer, old_weights: dict[str, torch.Tensor], prefix: str) -> bool:
+    new_weights = copy_weights(trainer)
+    names = [name for name in old_weights if name.startswith(prefix)]
     assert names
-    return any(not torch.equal(before[name], after[name]) for name in names)
+    return any(not torch.equal(old_weights[name], new_weights[name]) for name in names)
 
 
-def finite(row: Row) -> bool:
+def is_finite(row: Row) -> bool:
     return all(np.isfinite(value) for value in row.values() if isinstance(value, float))
 
 
-def replay(trainer: PPOTrainer, step: int) -> list[Episode]:
+def replay_step(trainer: PPOTrainer, step: int) -> list[Episode]:
     """The step's episodes, played again with the weights that the trainer has now."""
     env = trainer.config.env
-    return play(
-        trainer.levels[step - 1], env.group_size, trainer.engine.sampler, trainer.protocol, trainer.codec,
+    return roll_out_episodes(
+        trainer.levels[step - 1], env.group_size, trainer.engine.sampler, trainer.prompt_template, trainer.codec,
         trainer.rules,
-        trainer._sampling(trainer.config.rollout.temperature), stream(trainer.config.seed, "sampling", step),
+        trainer._make_sampling_params(trainer.config.rollout.temperature), make_rng(trainer.config.seed, "sampling", step),
     )  # fmt: skip

@@ -11,8 +11,8 @@ Watch = Callable[[Tormented], None]
 @pytest.fixture(scope="session")
 def straight(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Tormented:
     """The study that was left alone: of all processes of the tests, the first to ask for it makes it for all."""
-    own = tmp_path_factory.getbasetemp()
-    folder = (own if worker_id == "master" else own.parent) / "straight"
+    worker_folder = tmp_path_factory.getbasetemp()
+    folder = (worker_folder if worker_id == "master" else worker_folder.parent) / "straight"
     folder.mkdir(exist_ok=True)
     with (folder.parent / "straight.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

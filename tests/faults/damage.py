@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from trainable.runs.checkpoint import TENSORS, VALUES, CheckpointError, read_checkpoint, write_checkpoint
-from trainable.runs.run_files import SUMS
+from trainable.runs.checkpoint import TENSORS_FILE, VALUES_FILE, CheckpointError, read_checkpoint, write_checkpoint
+from trainable.runs.run_files import CHECKSUMS_FILE
 
-FILES = (TENSORS, VALUES, SUMS)
+FILES = (TENSORS_FILE, VALUES_FILE, CHECKSUMS_FILE)
 KINDS = ("cut", "bit", "byte", "zeros", "missing", "empty", "longer", "swapped", "folder")
 
 

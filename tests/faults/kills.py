@@ -22,10 +22,10 @@ import psutil
 from safetensors.torch import load_file
 
 import analysis
-from analysis.data.frames import FRAMES
-from trainable.runs.checkpoint import numbered
-from trainable.runs.run_files import LOCK, METRICS, STATE, read_rows
-from tune_study.tune.watchdog import DAEMONS
+from analysis.data.frames import FRAME_NAMES
+from trainable.runs.checkpoint import iter_checkpoints
+from trainable.runs.run_files import LOCK_FILE, METRICS_FILE, STATE_FOLDER, read_rows
+from tune_study.tune.watchdog import DAEMON_NAMES
 
 RUN = "results/kl_sweep_sokoban-tiny"
 SMALL = [
@@ -53,7 +53,7 @@ DRIVER_KILLS = (
     "whole machine",
     "SIGTERM to all",
     "Ctrl-C twice",
-    *DAEMONS,
+    *DAEMON_NAMES,
 )
 TRIAL_KILLS = ("SIGKILL", "SIGSEGV", "in a checkpoint")
 
@@ -121,12 +121,12 @@ class Tormented:
 
     def rows(self) -> int:
         """Lines of rows on disk."""
-        return sum(path.read_bytes().count(b"\n") for path in self.folder.glob(f"runs/*/{METRICS}"))
+        return sum(path.read_bytes().count(b"\n") for path in self.folder.glob(f"runs/*/{METRICS_FILE}"))
 
     def trials(self) -> dict[Path, int]:
         """The runs that a process of this study holds now, with its id."""
         found = {}
-        for path in self.folder.glob(f"runs/*/{LOCK}"):
+        for path in self.folder.glob(f"runs/*/{LOCK_FILE}"):
             words = re.match(r"pid (\d+) ", path.read_text(errors="replace"))
             if words and self._is_ours(int(words.group(1))):
                 found[path.parent] = int(words.group(1))
@@ -134,7 +134,7 @@ class Tormented:
 
     def is_writing(self) -> bool:
         """Whether a checkpoint is half-written at this moment."""
-        return any(self.folder.glob(f"runs/*/{STATE}/.step_*.writing"))
+        return any(self.folder.glob(f"runs/*/{STATE_FOLDER}/.step_*.writing"))
 
     def processes(self) -> list[psutil.Process]:
         """All live processes that carry the mark, without Ray's two agents."""
@@ -199,7 +199,7 @@ def _ended(alive: Callable[[], list[psutil.Process]], patience: float) -> int:
 
 def last_step(run_dir: Path) -> int:
     """The last step of a run whose row is on disk."""
-    rows = read_rows(run_dir / METRICS)
+    rows = read_rows(run_dir / METRICS_FILE)
     return int(rows[-1]["step"]) if rows else 0
 
 
@@ -241,7 +241,7 @@ def kill_driver(study: Tormented, kind: str, dice: random.Random, tally: Tally) 
         skip = study.rows() + dice.randint(0, 4)
         is_ready = wait_for(lambda: study.rows() >= skip, driver)
         is_alive = is_ready and wait_for(study.is_writing, driver, poll_s=CHECKPOINT_POLL_S)
-    elif kind in DAEMONS:  # Ray starts it some seconds after the driver
+    elif kind in DAEMON_NAMES:  # Ray starts it some seconds after the driver
         is_alive = wait_for(lambda: bool(study.daemons(kind)), driver) and _after(dice.uniform(0.0, 8.0), driver)
     else:
         is_alive = _after(dice.uniform(1.0, 12.0), driver)
@@ -270,7 +270,7 @@ def _end(study: Tormented, driver: "subprocess.Popen[str]", kind: str, dice: ran
     elif kind == "SIGTERM to all":
         for process in study.processes():
             _send(process, signal.SIGTERM)
-    elif kind in DAEMONS:
+    elif kind in DAEMON_NAMES:
         for process in study.daemons(kind):
             _send(process, signal.SIGKILL)
     elif kind == "Ctrl-C twice":
@@ -317,7 +317,7 @@ def kill_trials(study: Tormented, kills: int, dice: random.Random, tally: Tally)
 
 
 def _raw_steps(run_dir: Path) -> Iterator[int]:
-    for line in (run_dir / METRICS).read_bytes().splitlines() if (run_dir / METRICS).exists() else ():
+    for line in (run_dir / METRICS_FILE).read_bytes().splitlines() if (run_dir / METRICS_FILE).exists() else ():
         found = re.search(rb'"step": (\d+)', line)
         if found and line.endswith(b"}"):
             yield int(found.group(1))
@@ -353,8 +353,8 @@ def compare(study: Tormented, straight: Tormented, tally: Tally) -> list[str]:
     """Tables, rows and final weights against those of the study that was left alone; differences as sentences."""
     ours, theirs = analysis.load(study.output), analysis.load(straight.output)
     found = []
-    for name in FRAMES:
-        differences = analysis.same_rows(getattr(ours, name), getattr(theirs, name), leave_out=("axis_label",))
+    for name in FRAME_NAMES:
+        differences = analysis.diff_frames(getattr(ours, name), getattr(theirs, name), ignored_columns=("axis_label",))
         found += [f"{name}: {difference}" for difference in differences]
     tally.studies += 1
     tally.rows += len(ours.steps)
@@ -372,7 +372,7 @@ def compare(study: Tormented, straight: Tormented, tally: Tally) -> list[str]:
 
 
 def _same_weights(mine: Path, its: Path) -> bool:
-    newest = [next((path for _, path in numbered(folder / STATE)), None) for folder in (mine, its)]
+    newest = [next((path for _, path in iter_checkpoints(folder / STATE_FOLDER)), None) for folder in (mine, its)]
     if None in newest:
         return False
     a, b = (load_file(path / "state.safetensors") for path in newest if path is not None)

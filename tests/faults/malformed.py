@@ -22,11 +22,11 @@ from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
 from trainable.config.aliases import ALIASES
-from trainable.config.run_config import ConfigError, field_names, with_overrides
-from trainable.config.setting_types import LARGEST_WHOLE_NUMBER
-from trainable.config.study_config import StudyConfig
+from trainable.config.run_config import ConfigError, list_field_names, apply_overrides
+from trainable.config.setting_types import MAX_INTEGER
+from trainable.config.study_config import BaseRunConfig
 from tune_study.commands.cli import app
-from tune_study.plan.study_plan import MOST_SEEDS
+from tune_study.plan.study_plan import MAX_SEEDS
 from tune_study.tune.run import WANDB_MODES
 
 LONGEST_ANSWER = 4000
@@ -172,7 +172,7 @@ def beyond(schema: Mapping[str, Any]) -> st.SearchStrategy[str]:
     """Numbers below the minimum or above the maximum of a field; for whole numbers also text that is none."""
     least, most = schema.get("minimum", schema.get("ge")), schema.get("maximum")
     if schema["type"] == "integer":
-        most, least = most or LARGEST_WHOLE_NUMBER, -LARGEST_WHOLE_NUMBER if least is None else least
+        most, least = most or MAX_INTEGER, -MAX_INTEGER if least is None else least
         wrong = st.one_of(st.integers(max_value=least - 1), st.integers(min_value=most + 1))
         return st.one_of(no_whole_numbers, wrong.map(str), wrong.map(lambda number: f"[{number}]"))
     found = []
@@ -185,7 +185,7 @@ def beyond(schema: Mapping[str, Any]) -> st.SearchStrategy[str]:
     return st.one_of(found).map(repr) if found else no_finite_numbers
 
 
-def fields(kind_of: type[StudyConfig], section: str = "", prefix: str = "") -> dict[str, Mapping[str, Any]]:
+def fields(kind_of: type[BaseRunConfig], section: str = "", prefix: str = "") -> dict[str, Mapping[str, Any]]:
     """Dotted field of a configuration -> its part of the JSON schema."""
     schema = kind_of.model_json_schema()
     found: dict[str, Mapping[str, Any]] = {}
@@ -210,7 +210,7 @@ def assignment(key: str, values: st.SearchStrategy[str]) -> Line:
 
 def bad_options(study: Study) -> list[Line]:
     """Unknown options, and for each known one what it does not take."""
-    bounds = {"--steps": (1, 100_000), "--seeds": (1, MOST_SEEDS), "--ray-num-cpus": (1, None)}
+    bounds = {"--steps": (1, 100_000), "--seeds": (1, MAX_SEEDS), "--ray-num-cpus": (1, None)}
     bounds |= {"--save-freq": (None, None)}
     schemas = {name: {"type": "integer", "minimum": low, "maximum": high} for name, (low, high) in bounds.items()}
     numbers = [option(name, beyond(schema).filter(lambda text: text[:1] != "[")) for name, schema in schemas.items()]
@@ -242,7 +242,7 @@ def bad_axes(study: Study) -> list[Line]:
     """Lists of axis values in which one is no value, one is there twice, or two would share their files."""
     good = st.sampled_from(["0.1", "0.25", "0.5", "1"])
     wrong = st.one_of(
-        no_finite_numbers.filter(lambda text: "," not in text and text.strip() not in study.axis.named),
+        no_finite_numbers.filter(lambda text: "," not in text and text.strip() not in study.axis.named_settings),
         st.sampled_from(["1_0", "0x1", "[0.1]", "0." + "0" * 300 + "1", "Nofilter"]),
     )
     if study.axis.setting != "actor.entropy_coeff":
@@ -258,11 +258,11 @@ def bad_axes(study: Study) -> list[Line]:
 
 def bad_assignments(study: Study) -> list[Line]:
     """--set without a value, with a key that is none, not this study's to set, or given twice."""
-    kind = study.family.config
-    names, aliases = field_names(kind), kind.aliases
+    kind = study.family.config_class
+    names, aliases = list_field_names(kind), kind.aliases
     tails = Counter(name.rsplit(".", 1)[-1] for name in names)
     keys = {*names, *aliases, *tails}
-    swept = study.axis.swept
+    swept = study.axis.swept_fields
     free = [name for name in names if name not in swept and name != "seed"]
     misspelt = st.tuples(st.sampled_from(sorted(keys)), st.integers(0, 60), st.sampled_from(["", "x", "_", ".", "é"]))
     near = misspelt.map(lambda found: found[0][: found[1]] + found[2] + found[0][found[1] + 1 :])
@@ -280,7 +280,7 @@ def bad_assignments(study: Study) -> list[Line]:
     ]
 
 
-def bad_values(kind: type[StudyConfig]) -> list[Line]:
+def bad_values(kind: type[BaseRunConfig]) -> list[Line]:
     """For every field of a configuration what it does not take."""
     return [assignment(name, outside(field)) for name, field in fields(kind).items()]
 
@@ -316,7 +316,7 @@ def malformed_lines() -> Line:
     """Lines of `run` that are right but for one fault, which comes last."""
     right = [("--max-concurrent", "2"), ("--extend",), ("--seeds", "2"), ("--save-freq", "5"), ("--preset", "laptop")]
     more = st.lists(st.sampled_from(right), max_size=2).map(joined)
-    values = {family.name: st.one_of(bad_values(family.config)) for family in FAMILIES.values()}
+    values = {family.name: st.one_of(bad_values(family.config_class)) for family in FAMILIES.values()}
     together = {family.name: st.one_of(bad_combinations(family)) for family in FAMILIES.values()}
     names = any_text.filter(lambda text: text.replace("_", "-") not in {**STUDIES, **SUITES} and text[:1] != "-")
     unknown = st.tuples(more, names.map(lambda name: (name,)))
@@ -351,7 +351,9 @@ def lines_of_pieces() -> Line:
     right = st.sampled_from([(name, value) for name, values in GOOD.items() for value in values.split()])
     plain = st.sampled_from([("--extend",), ("--wandb", "off"), ("--wandb", "on"), ("--output", "out")])
     values = st.one_of(st.sampled_from([word for words in GOOD.values() for word in words.split()]), any_text)
-    pair = st.tuples(st.sampled_from([*field_names(), *ALIASES]), values).map(lambda found: ("--set", "=".join(found)))
+    pair = st.tuples(st.sampled_from([*list_field_names(), *ALIASES]), values).map(
+        lambda found: ("--set", "=".join(found))
+    )
     wrong = st.tuples(st.sampled_from([*GOOD, "--extend", "-h", "--"]), values)
     pieces = one_kind([*[right] * 8, plain, pair, wrong, st.tuples(values)])
     start = [*[("run", "--dry-run", name) for name in STUDIES] * 2, ("run", "--dry-run"), ("resume", "--dry-run")]
@@ -381,14 +383,14 @@ json_values = st.recursive(
 )
 
 
-Overrides = tuple[type[StudyConfig], dict[str, object]]
+Overrides = tuple[type[BaseRunConfig], dict[str, object]]
 
 
-def overrides(kind: type[StudyConfig]) -> st.SearchStrategy[Overrides]:
+def overrides(kind: type[BaseRunConfig]) -> st.SearchStrategy[Overrides]:
     """Dotted keys of a configuration, most of them right, with values that are right now and then."""
     choices = [choice for field in fields(kind).values() for choice in field.get("enum", ())]
     right = st.one_of(st.integers(0, 64), st.floats(0, 1), st.booleans(), st.sampled_from(choices))
-    keys = one_kind([*[st.sampled_from([*field_names(kind), *kind.aliases])] * 9, texts])
+    keys = one_kind([*[st.sampled_from([*list_field_names(kind), *kind.aliases])] * 9, texts])
     changes = st.dictionaries(keys, one_kind([right, right, right, json_values]), max_size=3)
     return st.tuples(st.just(kind), changes)
 
@@ -397,17 +399,17 @@ def check_settings(found: Overrides) -> str:
     """A configuration that JSON keeps as it is, or ConfigError with a message for one line."""
     kind, changes = found
     try:
-        config = with_overrides(kind.model_validate({}), changes)
+        config = apply_overrides(kind.model_validate({}), changes)
     except ConfigError as error:
         assert_clear(f"tune_study: {error}\n")
         return "ConfigError"
     written = json.dumps(config.model_dump(mode="json"), allow_nan=False).encode()
     again = kind.model_validate(json.loads(written))
-    assert (again, again.config_hash()) == (config, config.config_hash())
+    assert (again, again.compute_hash()) == (config, config.compute_hash())
     return "a configuration"
 
 
 def check_configurations(examples: int, derandomize: bool = True) -> Tally:
     """Any keys and values from Python give a configuration or a ConfigError."""
-    kinds = one_kind([overrides(family.config) for family in FAMILIES.values()])
+    kinds = one_kind([overrides(family.config_class) for family in FAMILIES.values()])
     return hunt(kinds, check_settings, examples, derandomize)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from hypothesis import strategies as st
 
 from search_spaces import STUDIES
-from tests.fakes.run_folders import MadeRun, MadeStudy
+from tests.fakes.run_folders import FakeRun, FakeStudy
 from tests.fakes.run_folders import write_study as write_made_study
 from tests.faults.malformed import Tally, assert_clear, hunt, json_values, one_kind, type_in
 from tune_study.folder.outputs import RunStatus, write_status, write_study
@@ -37,14 +37,14 @@ def write_good(folder: Path) -> StudyPlan:
     plan = make_plan(STUDIES["kl"], "laptop", "a test", steps, ("0", "0.1"), 1, folder / "out")
     write_study(plan)
     first = plan.runs[0].run_id
-    made = MadeStudy(total_steps=3, test_freq=2, levels=6)
-    run = MadeRun("0", steps=3)
+    made = FakeStudy(total_steps=3, test_freq=2, levels=6)
+    run = FakeRun("0", steps=3)
     rows = write_made_study(folder / "made", [run], made) / "runs" / run.run_id
     for name in LINES:
-        shutil.copy(rows / name, plan.run_dir(first) / name)
+        shutil.copy(rows / name, plan.get_run_dir(first) / name)
     shutil.rmtree(folder / "made")
     status = RunStatus(first, "completed", started_at="2026-01-02T03:04:06+00:00", ended_at="2026-01-02T03:06:06+00:00")
-    write_status(plan.run_dir(first), status)
+    write_status(plan.get_run_dir(first), status)
     return plan
 
 
@@ -164,7 +164,7 @@ def check_reading(good: Path, plan: StudyPlan, damage: Damage) -> str:
 
 
 def _named(plan: StudyPlan) -> list[tuple[object, ...]]:
-    return [(spec.run_id, spec.arm, spec.seed, spec.log, spec.config.config_hash()) for spec in plan.runs]
+    return [(spec.run_id, spec.arm, spec.seed, spec.log_path, spec.config.compute_hash()) for spec in plan.runs]
 
 
 def check_report(good: Path, damage: Damage) -> str:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import psutil
 from rich.console import Console
 
-from tests.fakes.trainer import study_of
-from trainable.runs.run_files import METRICS
+from tests.fakes.trainer import make_study
+from trainable.runs.run_files import METRICS_FILE
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune.progress import Progress
-from tune_study.tune.run import execute
+from tune_study.tune.run import execute_study
 
 STEPS = 5
 
@@ -36,7 +36,7 @@ class Watched(Progress):
 
 def tiny_plan(folder: Path, trials: int) -> StudyPlan:
     """`trials` arms of a few fake steps each, that keep the contract of a run."""
-    study = study_of("FAKE")
+    study = make_study("FAKE")
     values = [f"1.{number:04}" for number in range(trials)]
     return make_plan(study, "laptop", "memory", {"trainer.total_training_steps": STEPS}, values, 1, folder)
 
@@ -45,21 +45,21 @@ def readings(folder: Path, trials: int, every: int) -> list[Reading]:
     """Run `trials` tiny trials through the real study, and read the memory each time `every` more have ended."""
     plan, found, process = tiny_plan(folder, trials), list[Reading](), psutil.Process()
     ended = [0]
-    original = Progress.end
+    original = Progress.end_run
 
     def end(self: Progress, *arguments: Any) -> None:
         original(self, *arguments)
         ended[0] += 1
         if ended[0] % every == 0:
             gc.collect()
-            rows = sum(path.stat().st_size for path in plan.folder.glob(f"runs/*/{METRICS}"))
+            rows = sum(path.stat().st_size for path in plan.folder.glob(f"runs/*/{METRICS_FILE}"))
             found.append(Reading(ended[0], process.memory_info().rss / 1e6, rows / 1e6))
 
-    Progress.end = end  # type: ignore[method-assign]
+    Progress.end_run = end  # type: ignore[method-assign]
     try:
-        code = execute(plan, preflight(plan, None, (), 2, None, real=True), "off", Console(quiet=True))
+        code = execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "off", Console(quiet=True))
     finally:
-        Progress.end = original  # type: ignore[method-assign]
+        Progress.end_run = original  # type: ignore[method-assign]
     assert code == 0
     return found
 

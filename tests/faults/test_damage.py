@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fakes.trainers import quiet
+from tests.fakes.trainers import make_quiet_trainer
 from tests.faults.damage import KINDS, check_damage, every_cut, every_flip, is_refused, write_small
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
 
@@ -29,9 +29,9 @@ def test_with_a_bit_turned_in_any_byte_it_is_refused(small: Path) -> None:
 
 
 def test_a_real_state_damaged_at_random_is_refused(tmp_path: Path) -> None:
-    trainer = quiet()
+    trainer = make_quiet_trainer()
     trainer.step()
-    write_checkpoint(tmp_path / "state", *trainer.state())
+    write_checkpoint(tmp_path / "state", *trainer.get_state())
     done, missed = check_damage(tmp_path / "state", 200, seed=1, scratch=tmp_path / "scratch")
     assert missed == []
     assert set(done) == set(KINDS)

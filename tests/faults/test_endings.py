@@ -29,7 +29,7 @@ from tests.faults.kills import (
     status_of,
     wait_for,
 )
-from trainable.runs.checkpoint import numbered
+from trainable.runs.checkpoint import iter_checkpoints
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
@@ -72,7 +72,7 @@ def interrupt_and_check(study: Tormented, interrupt: Callable[["subprocess.Popen
     steps = trials.loc["0", "steps_done"]
     assert trials.loc["0", "status"] == "interrupted"
     assert trials.loc["0", "reason"] == f"interrupted after step {steps} of {STEPS}"
-    saved = [step for step, _ in numbered(study.run_dirs()[0] / "state")]
+    saved = [step for step, _ in iter_checkpoints(study.run_dirs()[0] / "state")]
     assert saved[0] == steps  # every hundred steps, and the last one before the interruption
     said = (tmp_path / "command.log").read_text()
     assert "no new steps; the steps under way are finished and saved" in said
@@ -102,7 +102,7 @@ def test_a_closed_terminal_is_a_request_to_stop(tmp_path: Path, straight: Tormen
     assert study.all_gone() == 0
     trials = analysis.load(tmp_path).trials.set_index("arm")
     assert trials.loc["0", "status"] == "interrupted"
-    saved = [step for step, _ in numbered(study.run_dirs()[0] / "state")]
+    saved = [step for step, _ in iter_checkpoints(study.run_dirs()[0] / "state")]
     assert saved == [trials.loc["0", "steps_done"]]
     assert (study.folder / "report.html").exists()
     finish(study)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from analysis.data.frames import FRAMES, same_rows
-from analysis.data.load import read_run
+from analysis.data.frames import FRAME_NAMES, diff_frames
+from analysis.data.load import read_study
 from search_spaces import FAMILIES
 from search_spaces.declaration.family import Family
 from tests.faults import malformed, malformed_folders
@@ -23,7 +23,7 @@ from tests.faults.malformed_folders import (
 )
 from trainable.config.run_config import RunConfig
 from trainable.runs.run_files import read_rows
-from tune_study.plan.study_plan import MOST_SEEDS
+from tune_study.plan.study_plan import MAX_SEEDS
 
 NESTED = "[" * 5000
 FIRST = f"{RUN}/runs/sokoban_kl_sweep_nofilter_0-sokoban-tiny"
@@ -69,8 +69,8 @@ def test_lines_that_were_answered_badly_once(line: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_there_are_as_many_seeds_as_the_settings_take(family: Family) -> None:
-    assert check_settings((family.config, {"seed": MOST_SEEDS - 1})) == "a configuration"
-    assert check_settings((family.config, {"seed": MOST_SEEDS})) == "ConfigError"
+    assert check_settings((family.config_class, {"seed": MAX_SEEDS - 1})) == "a configuration"
+    assert check_settings((family.config_class, {"seed": MAX_SEEDS})) == "ConfigError"
 
 
 def test_a_home_folder_of_nobody_is_a_folder_of_that_name() -> None:
@@ -208,8 +208,10 @@ def test_an_odd_line_is_left_out(tmp_path: Path, good: Good, line: str) -> None:
         malformed_folders.damage_in(
             tmp_path / name, good.folder, Damage(f"{FIRST}/{name}", b"\n".join([rows[0], line.encode(), *rows[1:]]))
         )
-        before, after = read_run(good.folder / RUN), read_run(tmp_path / name / RUN)
-        assert [same_rows(getattr(before, frame), getattr(after, frame)) for frame in FRAMES] == [[]] * len(FRAMES)
+        before, after = read_study(good.folder / RUN), read_study(tmp_path / name / RUN)
+        assert [diff_frames(getattr(before, frame), getattr(after, frame)) for frame in FRAME_NAMES] == [[]] * len(
+            FRAME_NAMES
+        )
         assert read_rows(tmp_path / name / FIRST / "metrics.jsonl") == read_rows(good.folder / FIRST / "metrics.jsonl")
 
 
@@ -225,7 +227,7 @@ def test_a_value_that_is_no_number_is_missing(tmp_path: Path, good: Good, value:
     text = "\n".join(json.dumps({**row, "val_success": "HERE"}) for row in rows).replace('"HERE"', value)
     damage = Damage(name, text.encode())
     malformed_folders.damage_in(tmp_path, good.folder, damage)
-    steps = read_run(tmp_path / RUN).steps
+    steps = read_study(tmp_path / RUN).steps
     assert steps["val_success"].isna().all()
     assert steps["entropy"].to_list() == [row["entropy"] for row in rows]
     assert check_reading(good.folder, good.plan, damage).startswith("status 0, resume 0")

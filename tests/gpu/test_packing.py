@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.scripted import random_model, shape
+from tests.fakes.scripted import make_random_model, make_qwen2_shape
 from trainable.models import packing
-from trainable.models.packing import by_length, causal_attention, pack
+from trainable.models.packing import attend_by_length, causal_attention, pack_rows
 from trainable.models.qwen2 import PassSettings
 
 pytestmark = [
@@ -22,14 +22,14 @@ def error(found: Tensor, wanted: Tensor) -> float:
 
 def test_one_call_gives_the_numbers_and_gradients_of_a_call_for_each_length() -> None:
     where = torch.tensor([300 * row + length - 1 for row, length in enumerate(LENGTHS)], device="cuda")
-    packed = pack((len(LENGTHS), 300), where)
+    packed = pack_rows((len(LENGTHS), 300), where)
     generator = torch.Generator("cuda").manual_seed(0)
     parts = [
         torch.randn(sum(LENGTHS), heads, 64, device="cuda", generator=generator).bfloat16().requires_grad_()
         for heads in (8, 2, 2)
     ]
-    assert packing._runs_at_once(parts[0])
-    found, wanted = causal_attention(*parts, packed), by_length(*parts, packed)
+    assert packing._can_use_varlen(parts[0])
+    found, wanted = causal_attention(*parts, packed), attend_by_length(*parts, packed)
     assert found.shape == (sum(LENGTHS), 512)
     assert error(found, wanted) < 0.01
     weights = torch.randn(found.shape, device="cuda", generator=generator)
@@ -40,15 +40,15 @@ def test_one_call_gives_the_numbers_and_gradients_of_a_call_for_each_length() ->
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_hidden_states_in_bfloat16_are_near_the_processors(recompute: bool) -> None:
-    sizes = shape(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
-    model = random_model(sizes, seed=2, spread=0.15)
+    sizes = make_qwen2_shape(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
+    model = make_random_model(sizes, seed=2, std=0.15)
     tokens = torch.randint(0, 23, (4, 40), generator=torch.Generator().manual_seed(0))
     where = torch.tensor([3, 39, 41, 120, 130, 159])  # rows of unequal need
-    wanted = model.model.hidden_at(tokens, where)
+    wanted = model.model.compute_hidden_states(tokens, where)
     (wanted_slope,) = torch.autograd.grad(wanted.square().sum(), [model.model.embed_tokens.weight])
     model = model.cuda()
-    model.model.passes = PassSettings(torch.bfloat16, recompute)
-    found = model.model.hidden_at(tokens.cuda(), where.cuda())
+    model.model.pass_settings = PassSettings(torch.bfloat16, recompute)
+    found = model.model.compute_hidden_states(tokens.cuda(), where.cuda())
     (slope,) = torch.autograd.grad(found.float().square().sum(), [model.model.embed_tokens.weight])
     assert error(found.cpu(), wanted) < 0.03
     assert error(slope.cpu(), wanted_slope) < 0.05

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.scripted import random_model, shape
-from tests.fakes.trainers import quiet
-from trainable.algo.vocabulary import token_numbers
-from trainable.diagnostics.cross_scores import cross_scores
-from trainable.models.load import frozen_copy
+from tests.fakes.scripted import make_random_model, make_qwen2_shape
+from tests.fakes.trainers import make_quiet_trainer
+from trainable.algo.vocabulary import compute_token_statistics
+from trainable.diagnostics.cross_scores import compute_cross_scores
+from trainable.models.load import make_frozen_copy
 from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.ppo.filtering import filter_episodes
-from trainable.ppo.phases import Phases
-from trainable.ppo.schedule import due_at
+from trainable.ppo.phases import PhaseTimer
+from trainable.ppo.schedule import plan_step
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import TokenFunction
 from trainable.rollout.episode import Episode
@@ -33,7 +33,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
 
 
 def trainer_on(device: str, **settings: object) -> PPOTrainer:
-    return quiet(
+    return make_quiet_trainer(
         trainer__device=device, trainer__n_gpus_per_node=int(device == "cuda"), env__group_size=8,
         actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__entropy_coeff=0.01, **settings,
     )  # fmt: skip
@@ -46,11 +46,11 @@ def moved(trainer: PPOTrainer, episodes: list[Episode]) -> tuple[dict[str, Any],
     before = torch.cat([weight.detach().flatten().cpu() for weight in weights])
     selection, phases = (
         filter_episodes(episodes, trainer.config.filter, trainer.config.env.group_size),
-        Phases(trainer.device),
+        PhaseTimer(trainer.device),
     )
     ready = trainer._prepare_selected(selection, phases)
     critic, policy = trainer._update_critic(ready, phases), trainer._update_policy(ready, phases)
-    update = trainer._end_update(ready, critic, policy, due_at(trainer.step_index, trainer.config), phases)
+    update = trainer._end_update(ready, critic, policy, plan_step(trainer.step_index, trainer.config), phases)
     return asdict(update), torch.cat([weight.detach().flatten().cpu() for weight in weights]) - before
 
 
@@ -62,7 +62,7 @@ def error(found: Tensor, wanted: Tensor) -> float:
 def on_cpu() -> tuple[list[Episode], dict[str, Any], Tensor]:
     trainer = trainer_on("cpu")
     trainer.step_index = 1
-    episodes = trainer._collect()
+    episodes = trainer._collect_episodes()
     return episodes, *moved(trainer, episodes)
 
 
@@ -89,9 +89,9 @@ def test_an_update_has_the_processors_numbers(
 def test_a_whole_step_runs_and_the_sampler_agrees_with_the_trainer(dtype: str, limit: float) -> None:
     trainer = trainer_on("cuda", model__dtype=dtype, model__enable_gradient_checkpointing=True)
     trainer.step_index = 1
-    for episode in trainer._collect()[:8]:
+    for episode in trainer._collect_episodes()[:8]:
         tokens, places = torch.from_numpy(episode.tokens)[None], torch.from_numpy(episode.mask).nonzero()[:, 0]
-        function = TokenFunction.logprobs(trainer.model, trainer.config.rollout.temperature)
+        function = TokenFunction.for_logprobs(trainer.model, trainer.config.rollout.temperature)
         with torch.no_grad():
             again = function(tokens.cuda(), (places - 1).cuda(), tokens[0, places].cuda())
         assert (again.cpu() - torch.from_numpy(episode.logprobs)[places]).abs().mean() < limit
@@ -99,13 +99,15 @@ def test_a_whole_step_runs_and_the_sampler_agrees_with_the_trainer(dtype: str, l
 
 
 def test_cross_scores_are_the_processors() -> None:
-    model = random_model(shape(hidden_size=64, num_attention_heads=4, num_key_value_heads=2), spread=0.2)
+    model = make_random_model(make_qwen2_shape(hidden_size=64, num_attention_heads=4, num_key_value_heads=2), std=0.2)
     prompts, thoughts = [[1, 2, 3], [4, 5], [6] * 30], [[7, 8, 9], [7, 8, 1, 2], [3]]
-    wanted = cross_scores(model, prompts, thoughts).sums
+    wanted = compute_cross_scores(model, prompts, thoughts).logprob_sums
     on_gpu = model.cuda()
-    torch.testing.assert_close(cross_scores(on_gpu, prompts, thoughts).sums, wanted, rtol=1e-4, atol=1e-4)
-    on_gpu.model.passes = PassSettings(torch.bfloat16)
-    assert error(cross_scores(on_gpu, prompts, thoughts).sums, wanted) < 0.05
+    torch.testing.assert_close(
+        compute_cross_scores(on_gpu, prompts, thoughts).logprob_sums, wanted, rtol=1e-4, atol=1e-4
+    )
+    on_gpu.model.pass_settings = PassSettings(torch.bfloat16)
+    assert error(compute_cross_scores(on_gpu, prompts, thoughts).logprob_sums, wanted) < 0.05
 
 
 # ---------------------------------------------------------------------------- memory
@@ -123,11 +125,11 @@ def peak(work: Any) -> int:
 
 
 def deep(recompute: bool) -> Qwen2:
-    sizes = shape(
+    sizes = make_qwen2_shape(
         hidden_size=256, intermediate_size=1024, num_hidden_layers=16, num_attention_heads=4, num_key_value_heads=2
     )
-    model = random_model(sizes, spread=0.05).cuda()
-    model.model.passes = PassSettings(torch.bfloat16, recompute)
+    model = make_random_model(sizes, std=0.05).cuda()
+    model.model.pass_settings = PassSettings(torch.bfloat16, recompute)
     return model
 
 
@@ -137,7 +139,9 @@ def test_recomputed_blocks_hold_less_memory_and_give_the_same_gradients() -> Non
     peaks, gradients = {}, {}
     for recompute in (False, True):
         model = deep(recompute)
-        peaks[recompute] = peak(lambda model=model: model.model.hidden_at(tokens, where).float().sum().backward())
+        peaks[recompute] = peak(
+            lambda model=model: model.model.compute_hidden_states(tokens, where).float().sum().backward()
+        )
         gradients[recompute] = torch.cat([
             weight.grad.flatten() for weight in model.parameters() if weight.grad is not None
         ])  # fmt: skip
@@ -153,7 +157,7 @@ def test_chunks_bound_what_a_large_vocabulary_holds() -> None:
     tokens = torch.randint(0, 151_936, (4096,), device="cuda", generator=generator)
 
     def work(limit: int | None) -> Tensor:
-        numbers = token_numbers(hidden, weight, tokens, 1.0, True, (hidden.detach(), weight.detach()), limit)
+        numbers = compute_token_statistics(hidden, weight, tokens, 1.0, True, (hidden.detach(), weight.detach()), limit)
         total = numbers.logprobs.mean() + numbers.entropies.mean()
         return torch.autograd.grad(total, [hidden, weight])[1]
 
@@ -167,7 +171,7 @@ def test_the_reference_holds_half_of_what_the_policy_does() -> None:
     model = deep(False)
     size = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     held = torch.cuda.memory_allocated()
-    reference = frozen_copy(model)
+    reference = make_frozen_copy(model)
     assert torch.cuda.memory_allocated() - held < 0.55 * size
     assert next(reference.parameters()).is_cuda
 

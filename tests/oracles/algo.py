@@ -11,10 +11,10 @@ RowMask = Sequence[bool]
 
 
 def whiten(x: Row, mask: RowMask) -> list[float]:
-    trained = [v for v, m in zip(x, mask, strict=True) if m]
-    if len(trained) < 2:
+    trained_values = [v for v, m in zip(x, mask, strict=True) if m]
+    if len(trained_values) < 2:
         return [0.0 for _ in x]
-    mean, variance = statistics.fmean(trained), statistics.variance(trained)
+    mean, variance = statistics.fmean(trained_values), statistics.variance(trained_values)
     return [(v - mean) / math.sqrt(variance + 1e-8) if m else 0.0 for v, m in zip(x, mask, strict=True)]
 
 
@@ -37,33 +37,33 @@ def aggregate(loss: Sequence[Row], mask: Sequence[RowMask], mode: str, padded_le
 
 def aggregate_micro(loss: Sequence[Row], mask: Sequence[RowMask], mode: str, padded_length: int, size: int) -> float:
     """Mean over micro-batches of the aggregation of each."""
-    parts = [
+    losses = [
         aggregate(loss[start : start + size], mask[start : start + size], mode, padded_length)
         for start in range(0, len(loss), size)
     ]
-    return sum(parts) / len(parts)
+    return sum(losses) / len(losses)
 
 
 def conserve_rewards(rewards: Row, mask: RowMask) -> list[float]:
-    moved = [0.0 for _ in rewards]
-    trained = [t for t, m in enumerate(mask) if m]
+    conserved_rewards = [0.0 for _ in rewards]
+    trained_positions = [t for t, m in enumerate(mask) if m]
     for t, reward in enumerate(rewards):
-        before = [u for u in trained if u <= t]
-        if before:
-            moved[before[-1]] += reward
-        elif trained:
-            moved[trained[0]] += reward
-    return moved
+        earlier_positions = [u for u in trained_positions if u <= t]
+        if earlier_positions:
+            conserved_rewards[earlier_positions[-1]] += reward
+        elif trained_positions:
+            conserved_rewards[trained_positions[0]] += reward
+    return conserved_rewards
 
 
 def gae(rewards: Row, values: Row, mask: RowMask, gamma: float, lam: float) -> tuple[list[float], list[float]]:
     """A_t = Σ_l (γλ)^l δ_{t+l}, the double sum over trained tokens; return_t = A_t + V_t."""
     rewards = conserve_rewards(rewards, mask)
-    trained = [t for t, m in enumerate(mask) if m]
-    r, v = [rewards[t] for t in trained], [values[t] for t in trained] + [0.0]
+    trained_positions = [t for t, m in enumerate(mask) if m]
+    r, v = [rewards[t] for t in trained_positions], [values[t] for t in trained_positions] + [0.0]
     delta = [r[i] + gamma * v[i + 1] - v[i] for i in range(len(r))]
     advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
-    for i, t in enumerate(trained):
+    for i, t in enumerate(trained_positions):
         advantages[t] = sum((gamma * lam) ** k * delta[i + k] for k in range(len(delta) - i))
         returns[t] = advantages[t] + values[t]
     return advantages, returns
@@ -71,14 +71,14 @@ def gae(rewards: Row, values: Row, mask: RowMask, gamma: float, lam: float) -> t
 
 def published_gae(rewards: Row, values: Row, mask: RowMask, gamma: float, lam: float) -> list[float]:
     """The recursion over all positions with carried values; what it holds where the mask is False has no meaning."""
-    next_value = carried = 0.0
+    next_value = carried_advantage = 0.0
     advantages = [0.0] * len(mask)
     for t in reversed(range(len(mask))):
         delta = rewards[t] + gamma * next_value - values[t]
         if mask[t]:
-            carried = delta + gamma * lam * carried
+            carried_advantage = delta + gamma * lam * carried_advantage
             next_value = values[t]
-        advantages[t] = carried
+        advantages[t] = carried_advantage
     return advantages
 
 
@@ -93,34 +93,34 @@ def bi_level_gae(
         else:
             turns.append([t])
     advantages, returns = [0.0] * len(mask), [0.0] * len(mask)
-    turn_return = _turn_returns(turns, rewards, values, high_level_gamma, lam)
-    for turn, goal in zip(turns, turn_return, strict=True):
+    turn_returns = _compute_turn_returns(turns, rewards, values, high_level_gamma, lam)
+    for turn, target_return in zip(turns, turn_returns, strict=True):
         for i, t in enumerate(turn):
             delta = [gamma * values[after] - values[before] for before, after in pairwise(turn)]
-            delta.append(goal - values[turn[-1]])
+            delta.append(target_return - values[turn[-1]])
             advantages[t] = sum((gamma * lam) ** k * delta[i + k] for k in range(len(turn) - i))
             returns[t] = advantages[t] + values[t]
     return advantages, returns
 
 
-def _turn_returns(turns: list[list[int]], rewards: Row, values: Row, gamma: float, lam: float) -> list[float]:
-    ends = [values[turn[-1]] for turn in turns] + [0.0]
-    delta = [sum(rewards[t] for t in turn) + gamma * ends[k + 1] - ends[k] for k, turn in enumerate(turns)]
+def _compute_turn_returns(turns: list[list[int]], rewards: Row, values: Row, gamma: float, lam: float) -> list[float]:
+    end_values = [values[turn[-1]] for turn in turns] + [0.0]
+    delta = [sum(rewards[t] for t in turn) + gamma * end_values[k + 1] - end_values[k] for k, turn in enumerate(turns)]
     return [
-        ends[k] + sum((gamma * lam) ** step * delta[k + step] for step in range(len(turns) - k))
+        end_values[k] + sum((gamma * lam) ** step * delta[k + step] for step in range(len(turns) - k))
         for k in range(len(turns))
     ]
 
 
-def groups_of(scores: Row, group_ids: Sequence[int]) -> list[list[float]]:
+def gather_groups(scores: Row, group_ids: Sequence[int]) -> list[list[float]]:
     """For each sequence, the scores of its group, its own included."""
-    return [[s for s, g in zip(scores, group_ids, strict=True) if g == own] for own in group_ids]
+    return [[s for s, g in zip(scores, group_ids, strict=True) if g == group_id] for group_id in group_ids]
 
 
 def population_grpo(scores: Row, group_ids: Sequence[int], floor: float) -> list[float]:
     """Divisor G; `floor` is added to a deviation, and one that is not above it counts as none."""
     advantages = []
-    for score, group in zip(scores, groups_of(scores, group_ids), strict=True):
+    for score, group in zip(scores, gather_groups(scores, group_ids), strict=True):
         std = statistics.pstdev(group)
         advantages.append((score - statistics.fmean(group)) / (std + floor) if std > floor else 0.0)
     return advantages
@@ -128,7 +128,7 @@ def population_grpo(scores: Row, group_ids: Sequence[int], floor: float) -> list
 
 def grpo(scores: Row, group_ids: Sequence[int], norm_by_std: bool) -> list[float]:
     advantages = []
-    for score, group in zip(scores, groups_of(scores, group_ids), strict=True):
+    for score, group in zip(scores, gather_groups(scores, group_ids), strict=True):
         std = statistics.stdev(group) if len(group) > 1 else 0.0
         advantages.append((score - statistics.fmean(group)) / (std + 1e-6 if norm_by_std else 1.0))
     return advantages
@@ -144,11 +144,11 @@ def rloo(scores: Row, group_ids: Sequence[int]) -> list[float]:
 
 def reward_to_go(rewards: Row, mask: RowMask, gamma: float) -> list[float]:
     rewards = conserve_rewards(rewards, mask)
-    trained = [t for t, m in enumerate(mask) if m]
-    out = [0.0] * len(mask)
-    for i, t in enumerate(trained):
-        out[t] = sum(gamma**k * rewards[u] for k, u in enumerate(trained[i:]))
-    return out
+    trained_positions = [t for t, m in enumerate(mask) if m]
+    returns = [0.0] * len(mask)
+    for i, t in enumerate(trained_positions):
+        returns[t] = sum(gamma**k * rewards[u] for k, u in enumerate(trained_positions[i:]))
+    return returns
 
 
 def ppo_clip(logprob: float, old: float, advantage: float, low: float, high: float, c: float) -> float:
@@ -182,58 +182,64 @@ def select_groups(
 ) -> tuple[list[bool], float]:
     """The groups kept, and how near the closest decision came to a tie of real numbers."""
     candidates = [i for i, s in enumerate(scores) if include_zero or not is_zero(s)]
-    ranked = sorted(candidates, key=lambda i: (-scores[i] if largest else scores[i], i))
-    chosen, margin = _choose([scores[i] for i in ranked], strategy, value, prob_mode, eps, largest, len(scores))
-    kept = {ranked[rank] for rank in chosen}
-    return [i in kept for i in range(len(scores))], margin
+    ranked_groups = sorted(candidates, key=lambda i: (-scores[i] if largest else scores[i], i))
+    chosen_ranks, margin = _choose_ranks(
+        [scores[i] for i in ranked_groups], strategy, value, prob_mode, eps, largest, len(scores)
+    )
+    kept_groups = {ranked_groups[rank] for rank in chosen_ranks}
+    return [i in kept_groups for i in range(len(scores))], margin
 
 
-def _choose(
-    ranked: list[float], strategy: str, value: float, prob_mode: str, eps: float, largest: bool, total: int
+def _choose_ranks(
+    ranked_scores: list[float], strategy: str, value: float, prob_mode: str, eps: float, largest: bool, total: int
 ) -> tuple[list[int], float]:
     """Ranks kept, and the margin."""
-    if not ranked or (strategy == "top_p" and value >= 1):
-        return list(range(len(ranked))), math.inf
+    if not ranked_scores or (strategy == "top_p" and value >= 1):
+        return list(range(len(ranked_scores))), math.inf
     if strategy == "top_p":
-        return _softmax_prefix(ranked, value, largest) if prob_mode == "softmax" else _linear_prefix(ranked, value, eps)
+        return (
+            _select_softmax_prefix(ranked_scores, value, largest)
+            if prob_mode == "softmax"
+            else _select_linear_prefix(ranked_scores, value, eps)
+        )
     if strategy == "min_p":
-        return _near_best(ranked, value, largest)
+        return _select_near_best(ranked_scores, value, largest)
     count = int(value) if strategy == "top_k_abs" else int(value * total)
-    return list(range(max(min(count, len(ranked)), 1))), math.inf
+    return list(range(max(min(count, len(ranked_scores)), 1))), math.inf
 
 
-def _softmax_prefix(ranked: list[float], mass: float, largest: bool) -> tuple[list[int], float]:
-    logits = ranked if largest else [-s for s in ranked]
+def _select_softmax_prefix(ranked_scores: list[float], mass: float, largest: bool) -> tuple[list[int], float]:
+    logits = ranked_scores if largest else [-s for s in ranked_scores]
     weights = [math.exp(x - max(logits)) for x in logits]
     sums = [sum(weights[: k + 1]) / sum(weights) for k in range(len(weights))]
     count = next((k + 1 for k, reached in enumerate(sums) if reached >= mass), len(sums))
     return list(range(count)), min(abs(reached - mass) for reached in sums)
 
 
-def _linear_prefix(ranked: list[float], mass: float, eps: float) -> tuple[list[int], float]:
-    target = mass * sum(ranked) - eps
-    gathered, count, margin = 0.0, 0, abs(target)
-    for score in ranked:
-        if gathered >= target or score <= 0:
+def _select_linear_prefix(ranked_scores: list[float], mass: float, eps: float) -> tuple[list[int], float]:
+    target = mass * sum(ranked_scores) - eps
+    gathered_mass, count, margin = 0.0, 0, abs(target)
+    for score in ranked_scores:
+        if gathered_mass >= target or score <= 0:
             break
-        gathered += score
+        gathered_mass += score
         count += 1
-        margin = min(margin, abs(gathered - target))
-    return list(range(count if gathered >= target else 0)), margin
+        margin = min(margin, abs(gathered_mass - target))
+    return list(range(count if gathered_mass >= target else 0)), margin
 
 
-def _near_best(ranked: list[float], ratio: float, largest: bool) -> tuple[list[int], float]:
-    best = ranked[0]
+def _select_near_best(ranked_scores: list[float], ratio: float, largest: bool) -> tuple[list[int], float]:
+    best = ranked_scores[0]
     if ratio == 1:
-        return [rank for rank, s in enumerate(ranked) if s == best], math.inf
+        return [rank for rank, s in enumerate(ranked_scores) if s == best], math.inf
     bound = best * ratio - 1e-10 if largest else best / (ratio + 1e-10) + 1e-10
-    chosen = [rank for rank, s in enumerate(ranked) if (s >= bound if largest else s <= bound)]
-    return chosen, min(abs(s - bound) for s in ranked)
+    chosen_ranks = [rank for rank, s in enumerate(ranked_scores) if (s >= bound if largest else s <= bound)]
+    return chosen_ranks, min(abs(s - bound) for s in ranked_scores)
 
 
 def group_skill(scores: Row, group_ids: Sequence[int]) -> list[float]:
     skills = []
-    for score, group in zip(scores, groups_of(scores, group_ids), strict=True):
+    for score, group in zip(scores, gather_groups(scores, group_ids), strict=True):
         std = statistics.pstdev(group)
         skills.append((score - statistics.fmean(group)) / (std if std > 1e-6 else 1.0))
     return skills
@@ -250,17 +256,17 @@ def target_policy(
 ) -> tuple[float, list[float], float, float]:
     """Loss, minus its gradient, entropy and largest probability of the target; group by group, rollout by rollout."""
     groups = sorted(set(group_ids))
-    pull = [0.0] * len(logprobs)
-    loss = entropy = top = 0.0
-    for wanted in groups:
-        rows = [i for i, group in enumerate(group_ids) if group == wanted]
-        p, was = softmax([logprobs[i] for i in rows]), softmax([old[i] for i in rows])
-        highest = max(skills[i] / eta for i in rows)
-        raised = [share * math.exp(skills[i] / eta - highest) for share, i in zip(was, rows, strict=True)]
-        q = [each / sum(raised) for each in raised]
+    negative_gradient = [0.0] * len(logprobs)
+    loss = entropy = max_probability = 0.0
+    for group_id in groups:
+        rows = [i for i, group in enumerate(group_ids) if group == group_id]
+        p, old_probs = softmax([logprobs[i] for i in rows]), softmax([old[i] for i in rows])
+        max_logit = max(skills[i] / eta for i in rows)
+        tilted_probs = [share * math.exp(skills[i] / eta - max_logit) for share, i in zip(old_probs, rows, strict=True)]
+        q = [each / sum(tilted_probs) for each in tilted_probs]
         for i, now, then in zip(rows, p, q, strict=True):
-            pull[i] = (then - now) / len(groups)
+            negative_gradient[i] = (then - now) / len(groups)
             loss -= then * math.log(now) / len(groups)
             entropy -= then * math.log(then) / len(groups) if then else 0.0
-        top += max(q) / len(groups)
-    return loss, pull, entropy, top
+        max_probability += max(q) / len(groups)
+    return loss, negative_gradient, entropy, max_probability

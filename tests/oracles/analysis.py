@@ -10,34 +10,34 @@ from scipy import optimize, stats
 
 def wilson(successes: float, n: float) -> tuple[float, float]:
     """Both shares p at which |successes/n - p| is z standard errors sqrt(p(1-p)/n), found by bisection."""
-    z, share = stats.norm.ppf(0.975), successes / n
+    z, fraction = stats.norm.ppf(0.975), successes / n
 
     def excess(p: float) -> float:
-        return float((share - p) ** 2 - z * z * p * (1 - p) / n)
+        return float((fraction - p) ** 2 - z * z * p * (1 - p) / n)
 
-    inside = min(max(share, 1e-12), 1 - 1e-12)
-    low = 0.0 if share == 0 else optimize.brentq(excess, 1e-15, inside, xtol=1e-14)
-    high = 1.0 if share == 1 else optimize.brentq(excess, inside, 1 - 1e-15, xtol=1e-14)
+    inside = min(max(fraction, 1e-12), 1 - 1e-12)
+    low = 0.0 if fraction == 0 else optimize.brentq(excess, 1e-15, inside, xtol=1e-14)
+    high = 1.0 if fraction == 1 else optimize.brentq(excess, inside, 1 - 1e-15, xtol=1e-14)
     return float(low), float(high)
 
 
 def clustered_difference(differences: Sequence[float], clusters: Sequence[int]) -> tuple[float, float, float]:
     """Mean, and the interval of the data with a half +1, a half -1 and one 0 added, each a cluster of its own."""
-    data = [(value, 1.0, f"cluster {name}") for value, name in zip(differences, clusters, strict=True)]
-    data += [(1.0, 0.5, "plus"), (-1.0, 0.5, "minus"), (0.0, 1.0, "nought")]
-    size = sum(weight for _, weight, _ in data)
-    centre = sum(weight * value for value, weight, _ in data) / size
+    weighted_values = [(value, 1.0, f"cluster {name}") for value, name in zip(differences, clusters, strict=True)]
+    weighted_values += [(1.0, 0.5, "plus"), (-1.0, 0.5, "minus"), (0.0, 1.0, "nought")]
+    size = sum(weight for _, weight, _ in weighted_values)
+    centre = sum(weight * value for value, weight, _ in weighted_values) / size
     variance = 0.0
-    for name in {cluster for _, _, cluster in data}:
-        residuals = [(value - centre, weight) for value, weight, cluster in data if cluster == name]
-        pseudo = name in ("plus", "minus", "nought")
+    for name in {cluster for _, _, cluster in weighted_values}:
+        residuals = [(value - centre, weight) for value, weight, cluster in weighted_values if cluster == name]
+        is_pseudo = name in ("plus", "minus", "nought")
         variance += (
             sum(weight * residual**2 for residual, weight in residuals)
-            if pseudo
+            if is_pseudo
             else sum(residual for residual, _ in residuals) ** 2
         )
-    half = stats.t.ppf(0.975, len(set(clusters)) + 1) * math.sqrt(variance) / size
-    return float(np.mean(differences)), float(centre - half), float(centre + half)
+    half_width = stats.t.ppf(0.975, len(set(clusters)) + 1) * math.sqrt(variance) / size
+    return float(np.mean(differences)), float(centre - half_width), float(centre + half_width)
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -52,18 +52,18 @@ def holm(p: Sequence[float]) -> list[float]:
 
 def area(steps: Sequence[float], values: Sequence[float], until: float, cells: int = 20_000) -> float:
     """Mean of the piecewise linear curve, held after its last point, over the midpoints of many cells."""
-    at = steps[0] + (until - steps[0]) * (np.arange(cells) + 0.5) / cells
-    return float(np.mean(np.interp(at, steps, values)))
+    midpoints = steps[0] + (until - steps[0]) * (np.arange(cells) + 0.5) / cells
+    return float(np.mean(np.interp(midpoints, steps, values)))
 
 
 def survival(ends: Sequence[int], stopped: Sequence[bool], step: int) -> float:
     """Product over every step up to `step` of the share of runs still followed that are not stopped at it."""
-    share = 1.0
-    for now in range(1, step + 1):
-        followed = sum(end >= now for end in ends)
-        gone = sum(end == now and stop for end, stop in zip(ends, stopped, strict=True))
-        share *= 1 - gone / followed if followed else 1.0
-    return share
+    survival_fraction = 1.0
+    for current_step in range(1, step + 1):
+        n_followed = sum(end >= current_step for end in ends)
+        n_stopped = sum(end == current_step and stop for end, stop in zip(ends, stopped, strict=True))
+        survival_fraction *= 1 - n_stopped / n_followed if n_followed else 1.0
+    return survival_fraction
 
 
 def improvement(arm: Sequence[float], baseline: Sequence[float]) -> float:
@@ -72,34 +72,36 @@ def improvement(arm: Sequence[float], baseline: Sequence[float]) -> float:
     return sum(1.0 if x > y else 0.5 if x == y else 0.0 for x, y in pairs) / len(pairs)
 
 
-def contrast_by_hand(
-    values: dict[tuple[str, int], float], pairs: list[list[str]], level: float = 0.95
+def compute_contrast(
+    values: dict[tuple[str, int], float], pairs: list[list[str]], confidence_level: float = 0.95
 ) -> dict[str, float]:
     """A contrast seed by seed. values: the outcome of a scored run by arm and seed, NaN where it has none."""
     by_seed: dict[int, list[float]] = {}
     by_pair: list[list[float]] = []
     for first, second in pairs:
-        found = []
+        pair_differences = []
         for seed in sorted({seed for _, seed in values}):
             difference = values.get((first, seed), math.nan) - values.get((second, seed), math.nan)
             if difference == difference:
-                found.append(round(difference, 9))
+                pair_differences.append(round(difference, 9))
                 by_seed.setdefault(seed, []).append(difference)
-        by_pair.append(found)
-    numbers = [statistics.fmean(each) for each in by_seed.values()]
-    means = [round(statistics.fmean(each), 9) for each in by_pair if each]
+        by_pair.append(pair_differences)
+    seed_differences = [statistics.fmean(each) for each in by_seed.values()]
+    pair_means = [round(statistics.fmean(each), 9) for each in by_pair if each]
     expected: dict[str, float] = {
-        "difference": statistics.fmean(numbers) if numbers else math.nan, "low": math.nan, "high": math.nan,
-        "p": math.nan, "seeds": len(numbers), "pairs_used": len(means), "used": sum(map(len, by_pair)),
-        "lower": sum(mean < 0 for mean in means), "higher": sum(mean > 0 for mean in means),
-        "equal": sum(mean == 0 for mean in means),
+        "difference": statistics.fmean(seed_differences) if seed_differences else math.nan, "low": math.nan, "high": math.nan,
+        "p": math.nan, "seeds": len(seed_differences), "pairs_used": len(pair_means), "used": sum(map(len, by_pair)),
+        "lower": sum(mean < 0 for mean in pair_means), "higher": sum(mean > 0 for mean in pair_means),
+        "equal": sum(mean == 0 for mean in pair_means),
     }  # fmt: skip
-    if len(numbers) < 3:
+    if len(seed_differences) < 3:
         return expected
-    spread = statistics.stdev(round(number, 9) for number in numbers) / math.sqrt(len(numbers))
-    half = spread * stats.t.ppf(0.5 + level / 2, len(numbers) - 1)
+    standard_error = statistics.stdev(round(number, 9) for number in seed_differences) / math.sqrt(
+        len(seed_differences)
+    )
+    half_width = standard_error * stats.t.ppf(0.5 + confidence_level / 2, len(seed_differences) - 1)
     centre = expected["difference"]
-    if spread == 0:
+    if standard_error == 0:
         return expected | {"low": centre, "high": centre, "p": float(abs(centre) < 1e-9)}
-    p = 2 * (1 - stats.t.cdf(abs(centre) / spread, len(numbers) - 1))
-    return expected | {"low": centre - half, "high": centre + half, "p": p}
+    p = 2 * (1 - stats.t.cdf(abs(centre) / standard_error, len(seed_differences) - 1))
+    return expected | {"low": centre - half_width, "high": centre + half_width, "p": p}

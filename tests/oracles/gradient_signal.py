@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.oracles.algo import aggregate
 from tests.strategies.algo import numbers
-from trainable.algo.losses import entropy_from_logits, full_kl, kl_estimate, ppo_clip
+from trainable.algo.losses import entropy_from_logits, full_kl, estimate_kl, ppo_clip_loss
 
 Vector = Sequence[float]
 
@@ -35,14 +35,14 @@ def mean(vectors: Sequence[Vector], counts: Sequence[float]) -> list[float]:
     ]
 
 
-def distance2(a: Vector, b: Vector) -> float:
+def squared_distance(a: Vector, b: Vector) -> float:
     return math.fsum((x - y) ** 2 for x, y in zip(a, b, strict=True))
 
 
 def noise(vectors: Sequence[Vector], counts: Sequence[float]) -> float:
     """Weighted squared distances of the folds from their mean, over K − 1."""
     centre, total = mean(vectors, counts), math.fsum(counts)
-    return math.fsum(n / total * distance2(x, centre) for n, x in zip(counts, vectors, strict=True)) / (
+    return math.fsum(n / total * squared_distance(x, centre) for n, x in zip(counts, vectors, strict=True)) / (
         len(vectors) - 1
     )
 
@@ -58,64 +58,66 @@ def mean_of_products(vectors: Sequence[Vector]) -> float:
     return math.fsum(pairs) / len(pairs)
 
 
-def halves(vectors: Sequence[Vector]) -> Iterator[tuple[list[float], list[float]]]:
+def split_halves(vectors: Sequence[Vector]) -> Iterator[tuple[list[float], list[float]]]:
     """Means of both halves, for every split of an even number of folds into two halves."""
     folds = range(len(vectors))
-    for chosen in combinations(folds, len(vectors) // 2):
-        one = [vectors[k] for k in chosen]
-        other = [vectors[k] for k in folds if k not in chosen]
+    for chosen_folds in combinations(folds, len(vectors) // 2):
+        one = [vectors[k] for k in chosen_folds]
+        other = [vectors[k] for k in folds if k not in chosen_folds]
         yield mean(one, [1] * len(one)), mean(other, [1] * len(other))
 
 
-def interval(vectors: Sequence[Vector], counts: Sequence[float], level: float) -> tuple[float, float]:
+def compute_interval(
+    vectors: Sequence[Vector], counts: Sequence[float], confidence_level: float
+) -> tuple[float, float]:
     """Delete one fold, work the ratio out anew, put it back."""
     folds, ratios = len(vectors), []
     for left_out in range(folds):
-        some = [x for k, x in enumerate(vectors) if k != left_out]
-        some_counts = [n for k, n in enumerate(counts) if k != left_out]
-        noise_of_all = noise(some, some_counts) * math.fsum(some_counts) / math.fsum(counts)
-        ratios.append(signal(some, some_counts) / noise_of_all)
+        remaining_vectors = [x for k, x in enumerate(vectors) if k != left_out]
+        remaining_counts = [n for k, n in enumerate(counts) if k != left_out]
+        noise_of_all = noise(remaining_vectors, remaining_counts) * math.fsum(remaining_counts) / math.fsum(counts)
+        ratios.append(signal(remaining_vectors, remaining_counts) / noise_of_all)
     centre = math.fsum(ratios) / folds
     error = math.sqrt((folds - 1) / folds * math.fsum((r - centre) ** 2 for r in ratios))
-    half = float(stats.t.ppf(0.5 + level / 2, folds - 1)) * error
+    half_width = float(stats.t.ppf(0.5 + confidence_level / 2, folds - 1)) * error
     ratio = signal(vectors, counts) / noise(vectors, counts)
-    return ratio - half, ratio + half
+    return ratio - half_width, ratio + half_width
 
 
 def cross_products(folds: Sequence[Sequence[Vector]], counts: Sequence[float]) -> list[float]:
     """For each component <G_c, G> without the noise that both share: folds (K, C, D). Entry by entry, fold by fold."""
-    total, found = math.fsum(counts), []
-    wholes = [[math.fsum(entries) for entries in zip(*parts, strict=True)] for parts in folds]
-    centre = mean(wholes, counts)
-    for parts in zip(*folds, strict=True):
-        own = mean(parts, counts)
-        shared = math.fsum(
+    total, products = math.fsum(counts), []
+    fold_totals = [[math.fsum(entries) for entries in zip(*parts, strict=True)] for parts in folds]
+    centre = mean(fold_totals, counts)
+    for fold_vectors in zip(*folds, strict=True):
+        component_mean = mean(fold_vectors, counts)
+        shared_noise = math.fsum(
             n / total * (x - a) * (y - b)
-            for n, one, whole in zip(counts, parts, wholes, strict=True)
-            for x, a, y, b in zip(one, own, whole, centre, strict=True)
+            for n, one, whole in zip(counts, fold_vectors, fold_totals, strict=True)
+            for x, a, y, b in zip(one, component_mean, whole, centre, strict=True)
         )
-        found.append(dot(own, centre) - shared / (len(folds) - 1))
-    return found
+        products.append(dot(component_mean, centre) - shared_noise / (len(folds) - 1))
+    return products
 
 
-def share_intervals(
-    folds: Sequence[Sequence[Vector]], counts: Sequence[float], level: float
+def compute_share_intervals(
+    folds: Sequence[Sequence[Vector]], counts: Sequence[float], confidence_level: float
 ) -> list[tuple[float, float, float]]:
     """(share, low, high) of each component: delete one fold, divide anew, put it back."""
 
-    def shares(kept: Sequence[int]) -> list[float]:
-        products = cross_products([folds[k] for k in kept], [counts[k] for k in kept])
+    def compute_shares(fold_indices: Sequence[int]) -> list[float]:
+        products = cross_products([folds[k] for k in fold_indices], [counts[k] for k in fold_indices])
         return [product / math.fsum(products) for product in products]
 
-    every = range(len(folds))
-    deleted = [shares([k for k in every if k != left_out]) for left_out in every]
-    found = []
-    for share, values in zip(shares(every), zip(*deleted, strict=True), strict=True):
+    all_folds = range(len(folds))
+    jackknife_shares = [compute_shares([k for k in all_folds if k != left_out]) for left_out in all_folds]
+    intervals = []
+    for share, values in zip(compute_shares(all_folds), zip(*jackknife_shares, strict=True), strict=True):
         centre = math.fsum(values) / len(values)
         error = math.sqrt((len(values) - 1) / len(values) * math.fsum((x - centre) ** 2 for x in values))
-        half = float(stats.t.ppf(0.5 + level / 2, len(values) - 1)) * error
-        found.append((share, share - half, share + half))
-    return found
+        half_width = float(stats.t.ppf(0.5 + confidence_level / 2, len(values) - 1)) * error
+        intervals.append((share, share - half_width, share + half_width))
+    return intervals
 
 
 class Outcome(NamedTuple):
@@ -125,29 +127,29 @@ class Outcome(NamedTuple):
     gradients: Tensor
 
 
-def bandit_losses(theta: Tensor, contexts: Tensor, arms: Tensor) -> Tensor:
+def compute_bandit_losses(theta: Tensor, contexts: Tensor, arms: Tensor) -> Tensor:
     """Task, entropy and KL loss (N, 3) of draws from a softmax policy over three arms, as the trainer has them."""
     logits = theta + OFFSETS[contexts]
     logprobs = logits.log_softmax(dim=-1)[torch.arange(len(arms)), arms]
     reference = REFERENCE.log_softmax(dim=-1)[contexts, arms]
-    task = ppo_clip(logprobs, logprobs.detach(), REWARDS[contexts, arms], 0.2, 0.28, 3.0).loss
+    task = ppo_clip_loss(logprobs, logprobs.detach(), REWARDS[contexts, arms], 0.2, 0.28, 3.0).loss
     entropy = -ENTROPY_COEFF * entropy_from_logits(logits)
-    return torch.stack([task, entropy, KL_LOSS_COEF * kl_estimate(logprobs, reference, "k2")], dim=-1)
+    return torch.stack([task, entropy, KL_LOSS_COEF * estimate_kl(logprobs, reference, "k2")], dim=-1)
 
 
-def _outcomes() -> list[Outcome]:
+def _list_outcomes() -> list[Outcome]:
     """All draws of one prompt: a context out of two, then an arm out of three."""
     outcomes = []
     policy = (THETA + OFFSETS).softmax(dim=-1)
     for context, arm in product(range(2), range(3)):
         theta = THETA.clone().requires_grad_()
-        losses = bandit_losses(theta, torch.tensor([context]), torch.tensor([arm]))[0]
+        losses = compute_bandit_losses(theta, torch.tensor([context]), torch.tensor([arm]))[0]
         gradients = torch.stack([torch.autograd.grad(loss, theta, retain_graph=True)[0] for loss in losses])
         outcomes.append(Outcome(0.5 * policy[context, arm].item(), gradients))
     return outcomes
 
 
-def _true_gradients() -> Tensor:
+def _compute_true_gradients() -> Tensor:
     """Gradient (3, 3) of −E reward, −coeff · E entropy and coeff · E KL(π‖π_ref), without any sampling."""
     theta = THETA.clone().requires_grad_()
     logits = theta + OFFSETS
@@ -157,29 +159,29 @@ def _true_gradients() -> Tensor:
     return torch.stack([torch.autograd.grad(x, theta, retain_graph=True)[0] for x in objectives])
 
 
-def bandit_draws(component: str, prompts: int) -> Iterator[tuple[float, Tensor]]:
+def iterate_bandit_draws(component: str, prompts: int) -> Iterator[tuple[float, Tensor]]:
     """Every draw of that many prompts: its probability, and each prompt's gradient (prompts, 3)."""
     weights = torch.tensor(BANDIT_COMPONENTS[component], dtype=torch.float64)
-    for draw in product(_outcomes(), repeat=prompts):
+    for draw in product(_list_outcomes(), repeat=prompts):
         yield math.prod(o.probability for o in draw), torch.stack([weights @ o.gradients for o in draw])
 
 
-def bandit_component_draws(prompts: int) -> Iterator[tuple[float, Tensor]]:
+def iterate_component_draws(prompts: int) -> Iterator[tuple[float, Tensor]]:
     """Every draw of that many prompts: its probability, and each prompt's gradients by component (prompts, 3, 3)."""
-    for draw in product(_outcomes(), repeat=prompts):
+    for draw in product(_list_outcomes(), repeat=prompts):
         yield math.prod(o.probability for o in draw), torch.stack([o.gradients for o in draw])
 
 
-def bandit_products() -> Tensor:
+def compute_bandit_products() -> Tensor:
     """<E g_c, E g> of task, entropy and KL, (3,), by differentiating the expected objectives."""
-    gradients = _true_gradients()
+    gradients = _compute_true_gradients()
     return gradients @ gradients.sum(dim=0)
 
 
-def bandit_moments(component: str) -> tuple[float, float]:
+def compute_bandit_moments(component: str) -> tuple[float, float]:
     """|E g|² by differentiating the expected objective, and the trace of the covariance of one prompt's g."""
-    gradient = torch.tensor(BANDIT_COMPONENTS[component], dtype=torch.float64) @ _true_gradients()
-    variance = sum(p * (g[0] - gradient).square().sum().item() for p, g in bandit_draws(component, 1))
+    gradient = torch.tensor(BANDIT_COMPONENTS[component], dtype=torch.float64) @ _compute_true_gradients()
+    variance = sum(p * (g[0] - gradient).square().sum().item() for p, g in iterate_bandit_draws(component, 1))
     return gradient.square().sum().item(), variance
 
 
@@ -195,10 +197,10 @@ def published_norm(
         stop = min(start + mini_batch_size, size)
         gradient = [0.0] * len(features[0][0])
         for first in range(start, stop, micro_batch_size):
-            part = range(first, min(first + micro_batch_size, stop))
+            micro_batch = range(first, min(first + micro_batch_size, stop))
             for i in range(len(gradient)):
-                loss = [[token[i] for token in features[b]] for b in part]
-                mean_loss = aggregate(loss, [mask[b] for b in part], "token-mean", len(mask[0]))
+                loss = [[token[i] for token in features[b]] for b in micro_batch]
+                mean_loss = aggregate(loss, [mask[b] for b in micro_batch], "token-mean", len(mask[0]))
                 gradient[i] += mean_loss / (mini_batch_size / micro_batch_size)
         norms.append(math.sqrt(dot(gradient, gradient)))
     return math.fsum(norms) / len(norms)

@@ -22,17 +22,17 @@ def log_mean_exp(scores: Sequence[float]) -> float:
     return top + math.log(math.fsum(math.exp(score - top) for score in scores) / len(scores))
 
 
-def mutual_information(sums: Matrix, lengths: Sequence[int], own: Sequence[int]) -> dict[str, float]:
+def mutual_information(sums: Matrix, lengths: Sequence[int], own_columns: Sequence[int]) -> dict[str, float]:
     rows, prompts = range(len(sums)), len(sums[0])
     per_token = [[score / lengths[i] for score in sums[i]] for i in rows]
-    matched = [per_token[i][own[i]] for i in rows]
+    matched = [per_token[i][own_columns[i]] for i in rows]
     marginal = [log_mean_exp(per_token[i]) for i in rows]
-    matched_seq = [sums[i][own[i]] for i in rows]
+    matched_seq = [sums[i][own_columns[i]] for i in rows]
     marginal_seq = [log_mean_exp(sums[i]) for i in rows]
     marginal_paper = [marginal_seq[i] / lengths[i] for i in rows]
     mi = mean([matched[i] - marginal[i] for i in rows])
     mi_seq = mean([matched_seq[i] - marginal_seq[i] for i in rows])
-    mi_paper = mean([(sums[i][own[i]] - marginal_seq[i]) / lengths[i] for i in rows])
+    mi_paper = mean([(sums[i][own_columns[i]] - marginal_seq[i]) / lengths[i] for i in rows])
     return {
         "mi_estimate": mi,
         "mi_seq_estimate": mi_seq,
@@ -62,35 +62,37 @@ def mutual_information(sums: Matrix, lengths: Sequence[int], own: Sequence[int])
 
 def moving_average(values: Sequence[float]) -> list[float]:
     """First value itself, then 0.9 old + 0.1 new; after each value."""
-    found = [values[0]]
+    averages = [values[0]]
     for value in values[1:]:
-        found.append(0.9 * found[-1] + 0.1 * value)
-    return found
+        averages.append(0.9 * averages[-1] + 0.1 * value)
+    return averages
 
 
-def retrieved(scores: Sequence[float], k: int) -> list[int]:
+def select_top_k(scores: Sequence[float], k: int) -> list[int]:
     """The k likeliest columns; equal scores rank by column."""
     return sorted(range(len(scores)), key=lambda j: (-scores[j], j))[:k]
 
 
-def accuracy(sums: Matrix, own: Sequence[int], classes: Sequence[int], k: int) -> float:
+def accuracy(sums: Matrix, own_columns: Sequence[int], classes: Sequence[int], k: int) -> float:
     hits = 0
-    for scores, column in zip(sums, own, strict=True):
-        hits += any(classes[j] == classes[column] for j in retrieved(scores, k))
-    return hits / len(own)
+    for scores, column in zip(sums, own_columns, strict=True):
+        hits += any(classes[j] == classes[column] for j in select_top_k(scores, k))
+    return hits / len(own_columns)
 
 
-def retrieval(sums: Matrix, own: Sequence[int], classes: Sequence[int]) -> dict[str, float]:
-    chance = mean([sum(other == classes[column] for other in classes) / len(classes) for column in own])
-    found = {}
+def retrieval(sums: Matrix, own_columns: Sequence[int], classes: Sequence[int]) -> dict[str, float]:
+    chance = mean([sum(other == classes[column] for other in classes) / len(classes) for column in own_columns])
+    metrics = {}
     for k, suffix in ((1, ""), (2, "@2"), (4, "@4"), (8, "@8")):
-        level = min(1.0, min(k, len(classes)) * chance)
-        found[f"retrieval_accuracy{suffix}"] = accuracy(sums, own, classes, k)
-        found[f"retrieval_chance_level{suffix}"] = level
-        found[f"retrieval_above_chance{suffix}"] = accuracy(sums, own, classes, k) - level
-    return found
+        chance_level = min(1.0, min(k, len(classes)) * chance)
+        metrics[f"retrieval_accuracy{suffix}"] = accuracy(sums, own_columns, classes, k)
+        metrics[f"retrieval_chance_level{suffix}"] = chance_level
+        metrics[f"retrieval_above_chance{suffix}"] = accuracy(sums, own_columns, classes, k) - chance_level
+    return metrics
 
 
-def mean_shuffled_accuracy(sums: Matrix, own: Sequence[int], classes: Sequence[int]) -> float:
+def mean_shuffled_accuracy(sums: Matrix, own_columns: Sequence[int], classes: Sequence[int]) -> float:
     """Accuracy over every permutation of `own`."""
-    return mean([accuracy(sums, dealt, classes, 1) for dealt in itertools.permutations(own)])
+    return mean(
+        [accuracy(sums, shuffled_columns, classes, 1) for shuffled_columns in itertools.permutations(own_columns)]
+    )

@@ -31,12 +31,16 @@ def policy_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, and where the clip and the dual clip acted."""
     ratio = (logprob - old).clamp(-20, 20).exp()
-    plain = -advantage * ratio
-    cut = -advantage * torch.clamp(ratio, 1 - settings.clip_ratio_low, 1 + settings.clip_ratio_high)
-    worse = torch.where(cut > plain, cut, plain)
-    bound = -advantage * settings.clip_ratio_c
-    dual = (advantage < 0) & (worse > bound)
-    return torch.where(dual, bound, worse), cut > plain, dual
+    unclipped_loss = -advantage * ratio
+    clipped_loss = -advantage * torch.clamp(ratio, 1 - settings.clip_ratio_low, 1 + settings.clip_ratio_high)
+    pessimistic_loss = torch.where(clipped_loss > unclipped_loss, clipped_loss, unclipped_loss)
+    dual_clip_bound = -advantage * settings.clip_ratio_c
+    is_dual_clipped = (advantage < 0) & (pessimistic_loss > dual_clip_bound)
+    return (
+        torch.where(is_dual_clipped, dual_clip_bound, pessimistic_loss),
+        clipped_loss > unclipped_loss,
+        is_dual_clipped,
+    )
 
 
 def kl_term(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
@@ -56,52 +60,52 @@ class Step:
     losses: dict[str, float]
 
 
-def norm(step: Step) -> float:
+def compute_norm(step: Step) -> float:
     """Total norm of the step's gradients."""
     return float(torch.cat([gradient.flatten() for gradient in step.gradients.values()]).norm())
 
 
-def _micro_batches(rows: Tensor, size: int) -> Iterator[Tensor]:
+def _split_micro_batches(rows: Tensor, size: int) -> Iterator[Tensor]:
     for start in range(0, len(rows), size):
         yield rows[start : start + size]
 
 
-def _zeroed(twin: torch.nn.Module) -> torch.nn.Module:
+def _zero_gradients(twin: torch.nn.Module) -> torch.nn.Module:
     twin.zero_grad()
     return twin
 
 
-def _taken(model: torch.nn.Module, losses: dict[str, float]) -> Step:
+def _collect_step(model: torch.nn.Module, losses: dict[str, float]) -> Step:
     return Step({name: weight.grad.clone() for name, weight in model.named_parameters()}, losses)
 
 
-def actor_step(
+def compute_actor_step(
     twin: torch.nn.Module, reference: torch.nn.Module | None, batch: Batch, targets: Targets, rows: Tensor,
     settings: ActorConfig, temperature: float,
 ) -> Step:  # fmt: skip
     """The policy's mini-batch: policy loss - entropy_coeff * entropy + kl_loss_coef * KL, by micro-batches."""
-    _zeroed(twin)
-    micro = list(_micro_batches(rows, settings.ppo_micro_batch_size_per_gpu))
+    _zero_gradients(twin)
+    micro_batches = list(_split_micro_batches(rows, settings.ppo_micro_batch_size_per_gpu))
     sums = dict.fromkeys(("pg_loss", "entropy_loss", "kl_loss"), 0.0)
     counts = dict.fromkeys(("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"), 0.0)
-    for index in micro:
+    for index in micro_batches:
         tokens, mask = batch.tokens[index], batch.mask[index][:, 1:]
         logs = (twin(input_ids=tokens).logits[:, :-1] / temperature).log_softmax(-1)
         logprob = logs.gather(-1, tokens[:, 1:, None])[..., 0]
         old, advantage = batch.logprobs[index][:, 1:], targets.advantages[index][:, 1:]
-        pg, cut, dual = policy_loss(logprob, old, advantage, settings)
+        pg, is_clipped, is_dual_clipped = policy_loss(logprob, old, advantage, settings)
         terms = {"pg_loss": pg, "entropy_loss": -(logs.exp() * logs).sum(-1)}
         if settings.use_kl_loss and settings.kl_loss_type == "full":
             assert reference is not None
             with torch.no_grad():
-                other = (reference(input_ids=tokens).logits[:, :-1] / temperature).log_softmax(-1)
-            terms["kl_loss"] = (logs.exp() * (logs - other)).sum(-1)
+                reference_logs = (reference(input_ids=tokens).logits[:, :-1] / temperature).log_softmax(-1)
+            terms["kl_loss"] = (logs.exp() * (logs - reference_logs)).sum(-1)
         elif settings.use_kl_loss:
             assert targets.ref_logprobs is not None
             terms["kl_loss"] = kl_term(logprob, targets.ref_logprobs[index][:, 1:], settings.kl_loss_type)
         width = batch.tokens.shape[1]
         means = {
-            name: published_agg_loss(term, mask, settings.loss_agg_mode, width) / len(micro)
+            name: published_agg_loss(term, mask, settings.loss_agg_mode, width) / len(micro_batches)
             for name, term in terms.items()
         }
         loss = means["pg_loss"] - settings.entropy_coeff * means["entropy_loss"]
@@ -110,29 +114,33 @@ def actor_step(
         loss.backward()
         for name, mean in means.items():
             sums[name] += float(mean.detach())
-        for name, x in (("pg_clipfrac", cut), ("pg_clipfrac_lower", dual), ("ppo_kl", old - logprob)):
+        for name, x in (("pg_clipfrac", is_clipped), ("pg_clipfrac_lower", is_dual_clipped), ("ppo_kl", old - logprob)):
             counts[name] += float(x[mask].detach().sum())
     tokens_trained = int(batch.mask[rows].sum())
-    return _taken(twin, sums | {name: count / tokens_trained for name, count in counts.items()})
+    return _collect_step(twin, sums | {name: count / tokens_trained for name, count in counts.items()})
 
 
-def critic_step(
+def compute_critic_step(
     twin: torch.nn.Module, head: torch.nn.Linear, batch: Batch, targets: Targets, rows: Tensor, settings: CriticConfig,
     mode: str = "token-mean", micro_size: int | None = None,
 ) -> Step:  # fmt: skip
     """The critic's mini-batch; gradients are named as of a module with `model` and `score`."""
-    both = torch.nn.ModuleDict({"model": twin.model, "score": head})  # type: ignore[dict-item]
-    _zeroed(both)
-    micro = list(_micro_batches(rows, micro_size or settings.ppo_micro_batch_size_per_gpu))
-    total = clipped = 0.0
-    for index in micro:
+    critic = torch.nn.ModuleDict({"model": twin.model, "score": head})  # type: ignore[dict-item]
+    _zero_gradients(critic)
+    micro_batches = list(_split_micro_batches(rows, micro_size or settings.ppo_micro_batch_size_per_gpu))
+    total = n_clipped = 0.0
+    for index in micro_batches:
         tokens, mask = batch.tokens[index], batch.mask[index][:, 1:]
         values = head(twin.model(input_ids=tokens).last_hidden_state)[:, :-1, 0]
         old, returns = targets.values[index][:, 1:], targets.returns[index][:, 1:]
-        near = torch.minimum(torch.maximum(values, old - settings.cliprange_value), old + settings.cliprange_value)
-        plain, cut = (values - returns) ** 2, (near - returns) ** 2
-        loss = published_agg_loss(0.5 * torch.maximum(plain, cut), mask, mode, batch.tokens.shape[1]) / len(micro)
+        clipped_values = torch.minimum(
+            torch.maximum(values, old - settings.cliprange_value), old + settings.cliprange_value
+        )
+        unclipped_loss, clipped_loss = (values - returns) ** 2, (clipped_values - returns) ** 2
+        loss = published_agg_loss(
+            0.5 * torch.maximum(unclipped_loss, clipped_loss), mask, mode, batch.tokens.shape[1]
+        ) / len(micro_batches)
         loss.backward()
         total += float(loss.detach())
-        clipped += float((cut > plain)[mask].sum())
-    return _taken(both, {"vf_loss": total, "vf_clipfrac": clipped / int(batch.mask[rows].sum())})
+        n_clipped += float((clipped_loss > unclipped_loss)[mask].sum())
+    return _collect_step(critic, {"vf_loss": total, "vf_clipfrac": n_clipped / int(batch.mask[rows].sum())})

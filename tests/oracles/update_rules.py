@@ -21,33 +21,33 @@ class Member:
     actions: list[list[int]]
     labels: list[list[int]]
     rewards: list[float]
-    old: list[list[float]]
+    old_log_probs: list[list[float]]
     keep: list[bool]
     age: float
     group_size: int | None
-    counts: list[list[bool]]
+    score_mask: list[list[bool]]
     expected_reward: list[float] | None
     candidate_actions: list[list[list[int]]]
-    candidate_old: Table
+    candidate_log_probs: Table
     candidate_rewards: Table
 
     @property
-    def kept(self) -> list[int]:
-        return [i for i, kept in enumerate(self.keep) if kept]
+    def kept_rollouts(self) -> list[int]:
+        return [i for i, is_kept in enumerate(self.keep) if is_kept]
 
     @property
     def length(self) -> int:
         return len(self.actions[0])
 
-    def groups(self) -> list[list[int]]:
+    def list_groups(self) -> list[list[int]]:
         """Kept rollouts of each group that has one; an ungrouped batch is one group."""
         size = self.group_size or len(self.rewards)
         starts = range(0, len(self.rewards), size)
-        found = [[i for i in range(start, start + size) if self.keep[i]] for start in starts]
-        return [group for group in found if group]
+        groups = [[i for i in range(start, start + size) if self.keep[i]] for start in starts]
+        return [group for group in groups if group]
 
-    def group_of(self, i: int) -> list[int]:
-        return next(group for group in self.groups() if i in group)
+    def find_group(self, i: int) -> list[int]:
+        return next(group for group in self.list_groups() if i in group)
 
 
 GROUPED = ("GRPO", "DrGRPO", "DAPO", "DAPOLite", "TPO", "TPONoAnchor", "GroupPG", "TEMPO", "MaxRL")
@@ -74,7 +74,7 @@ def mean(x: Sequence[float]) -> float:
     return math.fsum(x) / len(x)
 
 
-def deviation(x: Sequence[float]) -> float:
+def population_std(x: Sequence[float]) -> float:
     return math.sqrt(mean([(value - mean(x)) ** 2 for value in x]))
 
 
@@ -87,36 +87,36 @@ def softmax(x: Sequence[float]) -> list[float]:
     return [math.exp(value) / total for value in x]
 
 
-def squares(row: Sequence[float]) -> float:
+def sum_squared_probs(row: Sequence[float]) -> float:
     return math.fsum(math.exp(value) ** 2 for value in row)
 
 
 def baseline(m: Member, frozen: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
     if m.expected_reward is not None:
         return m.expected_reward[i]
-    return {"expected": squares(frozen[i][t]), "zero": 0.0, "constant": 0.5}[c.baseline]
+    return {"expected": sum_squared_probs(frozen[i][t]), "zero": 0.0, "constant": 0.5}[c.baseline]
 
 
-def weighted(m: Member, live: Table, weight: Weight) -> float:
+def weighted_loss(m: Member, live: Table, weight: Weight) -> float:
     """−mean of l · w over kept rollouts and all positions."""
-    terms = [live[i][t][m.actions[i][t]] * weight(i, t) for i in m.kept for t in range(m.length)]
+    terms = [live[i][t][m.actions[i][t]] * weight(i, t) for i in m.kept_rollouts for t in range(m.length)]
     return -mean(terms)
 
 
 def ratio(m: Member, table: Table, i: int, t: int) -> float:
-    return math.exp(table[i][t][m.actions[i][t]] - m.old[i][t])
+    return math.exp(table[i][t][m.actions[i][t]] - m.old_log_probs[i][t])
 
 
 def ce(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    return mean([-live[i][t][m.labels[i][t]] for i in m.kept for t in range(m.length)])
+    return mean([-live[i][t][m.labels[i][t]] for i in m.kept_rollouts for t in range(m.length)])
 
 
 def reinforce(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    return weighted(m, live, lambda i, t: m.rewards[i] - baseline(m, frozen, c, i, t))
+    return weighted_loss(m, live, lambda i, t: m.rewards[i] - baseline(m, frozen, c, i, t))
 
 
 def pg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    return weighted(
+    return weighted_loss(
         m, live, lambda i, t: (m.rewards[i] - baseline(m, frozen, c, i, t)) * min(ratio(m, frozen, i, t), c.iw_cap)
     )
 
@@ -126,7 +126,7 @@ def traj_pg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float
         product = math.prod(ratio(m, frozen, i, u) for u in range(m.length))
         return (m.rewards[i] - baseline(m, frozen, c, i, t)) * min(product, c.iw_cap)
 
-    return weighted(m, live, weight)
+    return weighted_loss(m, live, weight)
 
 
 def aspo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
@@ -134,7 +134,7 @@ def aspo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
         r, advantage = ratio(m, frozen, i, t), m.rewards[i] - baseline(m, frozen, c, i, t)
         return advantage * (min(1 / r, 1 + c.clip_high) if advantage > 0 else max(r, 1 - c.clip_low))
 
-    return weighted(m, live, weight)
+    return weighted_loss(m, live, weight)
 
 
 def r2vpo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
@@ -142,7 +142,7 @@ def r2vpo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
         r, advantage = ratio(m, frozen, i, t), m.rewards[i] - baseline(m, frozen, c, i, t)
         return r * (advantage - 2 * c.eta * (r - 1))
 
-    return weighted(m, live, weight)
+    return weighted_loss(m, live, weight)
 
 
 def log_growth(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
@@ -151,15 +151,15 @@ def log_growth(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> fl
         factor = 1 / math.exp(frozen[i][t][action]) if action == m.labels[i][t] else 1.0
         return (m.rewards[i] - baseline(m, frozen, c, i, t)) * factor
 
-    return weighted(m, live, weight)
+    return weighted_loss(m, live, weight)
 
 
 def pmd_mean(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    average = mean([m.rewards[i] for i in m.kept])
+    mean_reward = mean([m.rewards[i] for i in m.kept_rollouts])
     terms = []
-    for i in m.kept:
-        x = math.fsum(live[i][t][m.actions[i][t]] - m.old[i][t] for t in range(m.length))
-        advantage = m.rewards[i] - (average if m.expected_reward is None else m.expected_reward[i])
+    for i in m.kept_rollouts:
+        x = math.fsum(live[i][t][m.actions[i][t]] - m.old_log_probs[i][t] for t in range(m.length))
+        advantage = m.rewards[i] - (mean_reward if m.expected_reward is None else m.expected_reward[i])
         terms.append((c.eta * x - advantage) ** 2)
     return mean(terms)
 
@@ -169,9 +169,9 @@ def delight(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig, form: Ca
 
     def weight(i: int, t: int) -> float:
         advantage, log_p = m.rewards[i] - baseline(m, frozen, c, i, t), frozen[i][t][m.actions[i][t]]
-        return form(advantage, -log_p, deviation([m.rewards[j] for j in m.group_of(i)]), math.exp(log_p))
+        return form(advantage, -log_p, population_std([m.rewards[j] for j in m.find_group(i)]), math.exp(log_p))
 
-    return weighted(m, live, weight)
+    return weighted_loss(m, live, weight)
 
 
 def dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
@@ -202,28 +202,28 @@ def filtered_dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> f
 
 def reward_variance_dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     def form(a: float, s: float, u: float, p: float) -> float:
-        shrunk = a / (1 + c.uncertainty_scale * u)
-        return shrunk * sigmoid(shrunk * s / c.eta)
+        shrunk_advantage = a / (1 + c.uncertainty_scale * u)
+        return shrunk_advantage * sigmoid(shrunk_advantage * s / c.eta)
 
     return delight(m, live, frozen, c, form)
 
 
 def dg_token(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     def weight(i: int, t: int) -> float:
-        later = [u for u in range(t, m.length) if m.counts[i][u]]
-        to_go = sum(m.actions[i][u] == m.labels[i][u] for u in later) / max(1, len(later))
-        advantage = to_go - (squares(frozen[i][t]) if m.counts[i][t] else 0)
+        later_positions = [u for u in range(t, m.length) if m.score_mask[i][u]]
+        reward_to_go = sum(m.actions[i][u] == m.labels[i][u] for u in later_positions) / max(1, len(later_positions))
+        advantage = reward_to_go - (sum_squared_probs(frozen[i][t]) if m.score_mask[i][t] else 0)
         return advantage * sigmoid(-advantage * frozen[i][t][m.actions[i][t]] / c.eta)
 
-    return weighted(m, live, weight)
+    return weighted_loss(m, live, weight)
 
 
 def self_distill_dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     terms = []
-    for i in m.kept:
+    for i in m.kept_rollouts:
         for t in range(m.length):
             action, label = m.actions[i][t], m.labels[i][t]
-            advantage = float(action == label) - squares(frozen[i][t]) if m.counts[i][t] else 0.0
+            advantage = float(action == label) - sum_squared_probs(frozen[i][t]) if m.score_mask[i][t] else 0.0
             gate = sigmoid(-advantage * frozen[i][t][action] / c.eta)
             terms.append(-gate * advantage * live[i][t][action] - c.distill_alpha * gate * live[i][t][label])
     return mean(terms)
@@ -231,70 +231,70 @@ def self_distill_dg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) 
 
 def scope_lite(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     corrections = []
-    for i in m.kept:
-        failed = False
+    for i in m.kept_rollouts:
+        has_failed = False
         for t in range(m.length):
-            failed = failed or (m.counts[i][t] and m.actions[i][t] != m.labels[i][t])
-            if failed and m.counts[i][t]:
+            has_failed = has_failed or (m.score_mask[i][t] and m.actions[i][t] != m.labels[i][t])
+            if has_failed and m.score_mask[i][t]:
                 corrections.append(-live[i][t][m.labels[i][t]])
     correction = mean(corrections) if corrections else 0.0
     return dg(m, live, frozen, c) + c.distill_alpha * correction
 
 
-def surrogate(log_p: float, old: float, group: float, low: float, high: float, beta: float) -> float:
+def surrogate(log_p: float, old: float, advantage: float, low: float, high: float, beta: float) -> float:
     x = log_p - old
     r = math.exp(x)
-    gain = min(r * group, min(max(r, 1 - low), 1 + high) * group)
-    return -gain + beta * (math.exp(-x) + x - 1)
+    clipped_gain = min(r * advantage, min(max(r, 1 - low), 1 + high) * advantage)
+    return -clipped_gain + beta * (math.exp(-x) + x - 1)
 
 
-def normalised(values: Sequence[float], divide: bool = True) -> list[float]:
-    std = deviation(values)
+def normalize(values: Sequence[float], divide: bool = True) -> list[float]:
+    std = population_std(values)
     if divide:
         return [(value - mean(values)) / (std + 1e-8) if std > 1e-8 else 0.0 for value in values]
     return [value - mean(values) for value in values]
 
 
-def clipped(m: Member, live: Table, divide: bool, high: float, low: float, beta: float) -> list[list[float]]:
+def clipped_losses(m: Member, live: Table, divide: bool, high: float, low: float, beta: float) -> list[list[float]]:
     """Loss of each token of each kept rollout."""
     rows = []
-    for group in m.groups():
-        for i, advantage in zip(group, normalised([m.rewards[j] for j in group], divide), strict=True):
-            pairs = [(live[i][t][m.actions[i][t]], m.old[i][t]) for t in range(m.length)]
+    for group in m.list_groups():
+        for i, advantage in zip(group, normalize([m.rewards[j] for j in group], divide), strict=True):
+            pairs = [(live[i][t][m.actions[i][t]], m.old_log_probs[i][t]) for t in range(m.length)]
             rows.append([surrogate(log_p, old, advantage, low, high, beta) for log_p, old in pairs])
     return rows
 
 
 def grpo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    rows = clipped(m, live, c.std_normalization, c.clip_low, c.clip_low, c.grpo_beta)
+    rows = clipped_losses(m, live, c.std_normalization, c.clip_low, c.clip_low, c.grpo_beta)
     return mean([x for row in rows for x in row])
 
 
 def dr_grpo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    return mean([sum(row) for row in clipped(m, live, False, c.clip_low, c.clip_low, c.grpo_beta)])
+    return mean([sum(row) for row in clipped_losses(m, live, False, c.clip_low, c.clip_low, c.grpo_beta)])
 
 
 def dapo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
-    rows = clipped(m, live, c.std_normalization, c.clip_high, c.clip_low, 0.0)
+    rows = clipped_losses(m, live, c.std_normalization, c.clip_high, c.clip_low, 0.0)
     return mean([x for row in rows for x in row])
 
 
 def skills(values: Sequence[float]) -> list[float]:
-    std = deviation(values)
+    std = population_std(values)
     return [(value - mean(values)) / (std if std > 1e-6 else 1) for value in values]
 
 
-def fitted(now: Sequence[float], target: Sequence[float]) -> float:
-    return -math.fsum(q * math.log(p) for q, p in zip(target, softmax(now), strict=True))
+def cross_entropy(log_probs: Sequence[float], target: Sequence[float]) -> float:
+    return -math.fsum(q * math.log(p) for q, p in zip(target, softmax(log_probs), strict=True))
 
 
 def tpo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig, anchor: float = 1.0) -> float:
     losses = []
-    for group in m.groups():
-        now = [math.fsum(live[i][t][m.actions[i][t]] for t in range(m.length)) for i in group]
+    for group in m.list_groups():
+        sequence_log_probs = [math.fsum(live[i][t][m.actions[i][t]] for t in range(m.length)) for i in group]
         z = skills([m.rewards[i] for i in group])
-        target = softmax([anchor * math.fsum(m.old[i]) + z[k] / c.tpo_eta for k, i in enumerate(group)])
-        losses.append(fitted(now, target))
+        target = softmax([anchor * math.fsum(m.old_log_probs[i]) + z[k] / c.tpo_eta for k, i in enumerate(group)])
+        losses.append(cross_entropy(sequence_log_probs, target))
     return mean(losses)
 
 
@@ -304,7 +304,7 @@ def tpo_no_anchor(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) ->
 
 def group_pg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     losses = []
-    for group in m.groups():
+    for group in m.list_groups():
         z = skills([m.rewards[i] for i in group])
         totals = [math.fsum(live[i][t][m.actions[i][t]] for t in range(m.length)) for i in group]
         losses.append(-math.fsum(z[k] / c.tpo_eta * totals[k] for k in range(len(group))))
@@ -313,9 +313,9 @@ def group_pg(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> floa
 
 def tpo_full_action(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     losses = []
-    for i in m.kept:
+    for i in m.kept_rollouts:
         scores = [0.0 for _ in live[i][0]]
-        scores[m.actions[i][0]] = m.rewards[i] - squares(frozen[i][0])
+        scores[m.actions[i][0]] = m.rewards[i] - sum_squared_probs(frozen[i][0])
         z = skills(scores)
         target = softmax([log_p + z[a] / c.tpo_eta for a, log_p in enumerate(frozen[i][0])])
         losses.append(-math.fsum(q * log_p for q, log_p in zip(target, live[i][0], strict=True)))
@@ -324,46 +324,46 @@ def tpo_full_action(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) 
 
 def tpo_token(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     losses = []
-    for i in m.kept:
+    for i in m.kept_rollouts:
         for t in range(m.length):
-            z, old = skills(m.candidate_rewards[i][t]), m.candidate_old[i][t]
+            z, old = skills(m.candidate_rewards[i][t]), m.candidate_log_probs[i][t]
             target = softmax([o + z[k] / c.tpo_eta for k, o in enumerate(old)])
-            losses.append(fitted([live[i][t][a] for a in m.candidate_actions[i][t]], target))
+            losses.append(cross_entropy([live[i][t][a] for a in m.candidate_actions[i][t]], target))
     return mean(losses)
 
 
 def grpo_token(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     losses = []
-    for i in m.kept:
+    for i in m.kept_rollouts:
         for t in range(m.length):
-            advantages, old = normalised(m.candidate_rewards[i][t]), m.candidate_old[i][t]
-            now = [live[i][t][a] for a in m.candidate_actions[i][t]]
-            triples = zip(now, old, advantages, strict=True)
+            advantages, old = normalize(m.candidate_rewards[i][t]), m.candidate_log_probs[i][t]
+            new_log_probs = [live[i][t][a] for a in m.candidate_actions[i][t]]
+            triples = zip(new_log_probs, old, advantages, strict=True)
             losses.append(sum(surrogate(p, o, g, c.clip_low, c.clip_low, c.grpo_beta) for p, o, g in triples))
     return mean(losses)
 
 
 def tempo(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     def value(i: int, t: int) -> float:
-        return mean([m.rewards[j] for j in m.group_of(i) if m.actions[j][:t] == m.actions[i][:t]])
+        return mean([m.rewards[j] for j in m.find_group(i) if m.actions[j][:t] == m.actions[i][:t]])
 
     def weight(i: int, t: int) -> float:
-        rewards = [m.rewards[j] for j in m.group_of(i)]
-        std = deviation(rewards)
+        rewards = [m.rewards[j] for j in m.find_group(i)]
+        std = population_std(rewards)
         if std < 1e-8:
             return 0.0
         advantage = (m.rewards[i] - mean(rewards) + value(i, t + 1) - value(i, t)) / std
         return advantage * min(ratio(m, frozen, i, t), c.iw_cap)
 
-    return weighted(m, live, weight)
+    return weighted_loss(m, live, weight)
 
 
 def max_rl(m: Member, live: Table, frozen: Table, c: UpdateRuleConfig) -> float:
     def weight(i: int, t: int) -> float:
-        average = mean([m.rewards[j] for j in m.group_of(i)])
-        return (m.rewards[i] - average) / (average + 1e-8) * min(ratio(m, frozen, i, t), c.iw_cap)
+        mean_reward = mean([m.rewards[j] for j in m.find_group(i)])
+        return (m.rewards[i] - mean_reward) / (mean_reward + 1e-8) * min(ratio(m, frozen, i, t), c.iw_cap)
 
-    return weighted(m, live, weight)
+    return weighted_loss(m, live, weight)
 
 
 ORACLES: dict[str, Oracle] = {

@@ -6,10 +6,10 @@ import pytest
 
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
-from search_spaces.language_model.smoke import SMOKE
+from search_spaces.language_model.smoke import SMOKE_STUDY
 from tune_study.folder.outputs import write_study
-from tune_study.folder.study_file import join, plan_from_folder
-from tune_study.plan.study_plan import PlanError, StudyPlan, expand, find_study, make_plan, values_said
+from tune_study.folder.study_file import merge_with_folder, plan_from_folder
+from tune_study.plan.study_plan import PlanError, StudyPlan, expand_groups, find_study, make_plan, format_values
 
 LOW = ["0001", "0003", "001", "003"]
 TOP = ["topk100", "topk80", "topk60", "topk40"]
@@ -40,7 +40,7 @@ def plan_of(
 @pytest.mark.parametrize("kind", ["low_var_kl", "kl", "mse"])
 def test_the_68_names(preset: str, kind: str) -> None:
     names = [name for group in (1, 2, 3, 4, 5) for name in listed(group, kind)]
-    assert [spec.run_id for spec in plan_of(SMOKE.variants[kind], preset).runs] == names
+    assert [spec.run_id for spec in plan_of(SMOKE_STUDY.variants[kind], preset).runs] == names
     assert (len(names), len(set(names))) == (68, 68)
 
 
@@ -55,7 +55,7 @@ def test_the_164_names(preset: str) -> None:
 @pytest.mark.parametrize(("group", "count"), [("1", 16), ("2", 16), ("3", 4), ("4", 16), ("5", 16)])
 def test_a_group_by_its_number(group: str, count: int) -> None:
     study = find_study("smoke")
-    runs = plan_of(study, values=expand(study, [group])).runs
+    runs = plan_of(study, values=expand_groups(study, [group])).runs
     assert [spec.run_id for spec in runs] == listed(int(group), "low_var_kl")
     assert len(runs) == count
 
@@ -74,7 +74,7 @@ def test_every_run_has_the_settings_that_its_name_says() -> None:
 
 
 def test_what_all_runs_share() -> None:
-    config = plan_of(find_study("smoke")).base
+    config = plan_of(find_study("smoke")).base_config
     assert (config.model.path, config.trainer.total_training_steps) == ("Qwen/Qwen2.5-3B-Instruct", 50)
     assert (config.trainer.test_freq, config.trainer.save_freq, config.trainer.val_before_train) == (10, -1, False)
     assert (config.actor.filter_loss_scaling, config.algorithm.adv_estimator) == ("sqrt", "gae")
@@ -86,9 +86,9 @@ def test_what_all_runs_share() -> None:
 
 
 def test_places_and_project_are_the_published_ones() -> None:
-    plan = plan_of(SMOKE.variants["mse"], filter__rollout_filter_strategy="min_p")
+    plan = plan_of(SMOKE_STUDY.variants["mse"], filter__rollout_filter_strategy="min_p")
     assert plan.summary_log == Path("/out/logs/smoke_test_min_p/smoke_test_results_3B_mse_ftmt.log")
-    assert plan.runs[0].log == Path(f"logs/smoke_test_min_p_details/{listed(1, 'mse')[0]}.log")
+    assert plan.runs[0].log_path == Path(f"logs/smoke_test_min_p_details/{listed(1, 'mse')[0]}.log")
     assert plan.wandb_project == "ragen-smoke_test_min_p"
     assert plan.folder == Path("/out/results/smoke_test_min_p_3B_mse_ftmt")
     assert plan.baseline == "g3-smoke-ppo-sokoban-topk100-kl0-ent0-mse"
@@ -112,36 +112,40 @@ def test_the_tag_says_which_diagnostics_are_on(first: bool, multi: bool, tag: st
 def test_top_k_takes_a_count_of_groups(groups: int, counts: list[int]) -> None:
     study = find_study("smoke")
     given = {"filter__rollout_filter_strategy": "top_k_abs", "env__env_groups": groups}
-    plan = plan_of(study, values=expand(study, ["3"]), **given)
+    plan = plan_of(study, values=expand_groups(study, ["3"]), **given)
     assert [spec.config.filter.rollout_filter_value for spec in plan.runs] == counts
     assert plan.run.startswith("smoke_test_top_k_3B")
 
 
 def test_a_folder_knows_its_groups_whatever_its_loss(tmp_path: Path) -> None:
-    study = SMOKE.variants["mse"]
-    plan = make_plan(study, "laptop", "a test", {}, expand(study, ["3"]), 1, tmp_path)
+    study = SMOKE_STUDY.variants["mse"]
+    plan = make_plan(study, "laptop", "a test", {}, expand_groups(study, ["3"]), 1, tmp_path)
     write_study(plan)
     held = plan_from_folder(plan.folder)
-    assert values_said(held.study, held.values) == "group 3 (4 arms)"
+    assert format_values(held.study, held.values) == "group 3 (4 arms)"
     assert held.baseline == plan.baseline == "g3-smoke-ppo-sokoban-topk100-kl0-ent0-mse"
-    more = join(make_plan(study, "laptop", "a test", {}, expand(study, ["2"]), 1, tmp_path), extend=False)
-    assert values_said(more.study, more.values) == "group 2 (16 arms), group 3 (4 arms)"
+    more = merge_with_folder(
+        make_plan(study, "laptop", "a test", {}, expand_groups(study, ["2"]), 1, tmp_path), extend=False
+    )
+    assert format_values(more.study, more.values) == "group 2 (16 arms), group 3 (4 arms)"
     with pytest.raises(PlanError, match="--seeds: 1 -> 2"):
-        join(make_plan(study, "laptop", "a test", {}, expand(study, ["2"]), 2, tmp_path), extend=False)
-    without = make_plan(study, "laptop", "a test", {}, expand(study, ["1"]), 1, tmp_path / "other")
+        merge_with_folder(
+            make_plan(study, "laptop", "a test", {}, expand_groups(study, ["2"]), 2, tmp_path), extend=False
+        )
+    without = make_plan(study, "laptop", "a test", {}, expand_groups(study, ["1"]), 1, tmp_path / "other")
     assert without.baseline is None
 
 
 def test_words_that_name_no_group_are_refused() -> None:
     study = find_study("smoke")
     single = "g3-smoke-ppo-sokoban-topk80-kl0-ent0-low_var_kl"
-    assert expand(study, [single, "3"]) == expand(study, ["3"])
+    assert expand_groups(study, [single, "3"]) == expand_groups(study, ["3"])
     with pytest.raises(PlanError, match="has 3 twice: give each group once"):
-        expand(study, ["3", "1", "3"])
-    assert expand(study, [single]) == (single,)
+        expand_groups(study, ["3", "1", "3"])
+    assert expand_groups(study, [single]) == (single,)
     for word in ("6", "0", "g1", "g3-smoke-ppo-sokoban-topk80-kl0-ent0-mse"):
         with pytest.raises(PlanError, match=r"is no group: type some of 1,2,3,4,5, or names"):
-            expand(study, [word])
+            expand_groups(study, [word])
     with pytest.raises(PlanError, match="does not belong to study kl"):
         find_study("kl", "mse")
     with pytest.raises(PlanError, match="type one of low_var_kl, kl, mse"):

@@ -5,15 +5,15 @@ from string import Formatter
 import numpy as np
 import pytest
 
-from analysis.sandbox.contrasts import declared
+from analysis.sandbox.contrasts import read_contrasts
 from search_spaces import STUDIES
-from search_spaces.declaration.family import value_label
+from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
-from search_spaces.sandbox.age_not_capacity import decay_for
-from trainable.config.run_config import canonical_key, field_names, with_overrides
-from trainable.config.study_config import StudyConfig
+from search_spaces.sandbox.age_not_capacity import solve_decay
+from trainable.config.run_config import resolve_key, list_field_names, apply_overrides
+from trainable.config.study_config import BaseRunConfig
 from trainable.runs.stop_rules import RULES
 
 ALL = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
@@ -82,21 +82,21 @@ ARMS: dict[str, dict[str, tuple[bool, float, float, float, bool]]] = {
 }
 
 
-def get(config: StudyConfig, field: str) -> object:
+def get(config: BaseRunConfig, field: str) -> object:
     value: object = config
     for part in field.split("."):
         value = getattr(value, part)
     return value
 
 
-def base_of(study: Study, preset: str) -> StudyConfig:
-    settings = {**study.family.presets[preset], **study.fixed, **study.presets.get(preset, {})}
-    return with_overrides(study.family.config.model_validate({}), settings)
+def base_of(study: Study, preset: str) -> BaseRunConfig:
+    settings = {**study.family.presets[preset], **study.fixed_settings, **study.presets.get(preset, {})}
+    return apply_overrides(study.family.config_class.model_validate({}), settings)
 
 
-def arm(study: Study, preset: str, value: str) -> StudyConfig:
+def arm(study: Study, preset: str, value: str) -> BaseRunConfig:
     base = base_of(study, preset)
-    return with_overrides(base, study.axis.settings(value, base))
+    return apply_overrides(base, study.axis.make_settings(value, base))
 
 
 @SWEEPS
@@ -115,14 +115,14 @@ def test_every_published_arm_has_the_published_settings(study: Study) -> None:
 @ALL
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_point_of_every_grid_is_a_configuration_of_its_own(study: Study, preset: str) -> None:
-    hashes = {arm(study, preset, value).config_hash() for value in study.axis.grids[preset]}
+    hashes = {arm(study, preset, value).compute_hash() for value in study.axis.grids[preset]}
     assert len(hashes) == len(study.axis.grids[preset])
 
 
 @ALL
 @pytest.mark.parametrize("preset", PRESETS)
 def test_labels_name_the_points_of_a_grid(study: Study, preset: str) -> None:
-    labels = [value_label(value) for value in study.axis.grids[preset]]
+    labels = [make_value_label(value) for value in study.axis.grids[preset]]
     assert len(set(labels)) == len(labels)
     assert study.baseline.format(kl_type="low_var_kl") in study.axis.grids[preset]
 
@@ -132,35 +132,40 @@ def test_the_arms_differ_in_the_axis_alone(study: Study) -> None:
     base = base_of(study, "paper")
     for value in study.axis.grids["paper"]:
         config = arm(study, "paper", value)
-        assert {f for f in field_names(study.family.config) if get(config, f) != get(base, f)} <= study.axis.swept | {
-            "actor.use_kl_loss"
-        }
+        assert {
+            f for f in list_field_names(study.family.config_class) if get(config, f) != get(base, f)
+        } <= study.axis.swept_fields | {"actor.use_kl_loss"}
 
 
 @ALL
 def test_a_study_names_only_what_there_is(study: Study) -> None:
-    for key in (*study.axis.swept, *study.fixed, *study.axis.along, *study.smoke):
-        assert canonical_key(key, study.family.config) == key
+    for key in (*study.axis.swept_fields, *study.fixed_settings, *study.axis.extra_settings, *study.smoke_settings):
+        assert resolve_key(key, study.family.config_class) == key
     assert set(study.stop_rules) <= ({*RULES} if study.family is PPO else {"uniform_groups"})
-    assert set(study.axis.grids) == set(study.family.presets) == set(study.family.seeds) == set(PRESETS)
+    assert set(study.axis.grids) == set(study.family.presets) == set(study.family.n_seeds) == set(PRESETS)
     whole = (
         {"task", "method"}
         if study.family is not PPO
         else {"model", "size", "tag", "strategy", "kl_type", "collapse", "mass", "train", "analysis", "every"}
     )
-    of_all = (study.names.run, study.names.summary_log, study.names.wandb_project, study.baseline)
+    of_all = (
+        study.name_templates.run,
+        study.name_templates.summary_log,
+        study.name_templates.wandb_project,
+        study.baseline,
+    )
     assert {name for template in of_all for name in names_in(template)} <= whole | {"run"}
-    templates = (study.names.experiment, study.names.log, study.names.checkpoints)
+    templates = (study.name_templates.experiment, study.name_templates.log, study.name_templates.checkpoints)
     words = whole | {"arm", "label", "run", "experiment", "seed"}
     assert {name for template in templates for name in names_in(template)} <= words
-    assert names_in(study.names.probe_log) <= words | {"step", "val"}
+    assert names_in(study.name_templates.probe_log) <= words | {"step", "val"}
     assert study.question.strip().endswith("?")
 
 
 @ALL
 def test_contrasts_are_of_different_arms_of_the_study(study: Study) -> None:
     entries = [{"name": name, "pairs": pairs} for name, pairs in study.contrasts.items()]
-    assert len(declared({"contrasts": entries})) == len(study.contrasts)
+    assert len(read_contrasts({"contrasts": entries})) == len(study.contrasts)
     for pairs in study.contrasts.values():
         assert pairs
         for first, second in pairs:
@@ -170,7 +175,7 @@ def test_contrasts_are_of_different_arms_of_the_study(study: Study) -> None:
 
 def fields_that_differ(study: Study, first: str, second: str) -> set[str]:
     ours, theirs = (arm(study, "laptop", value) for value in (first, second))
-    return {name for name in field_names(study.family.config) if get(ours, name) != get(theirs, name)}
+    return {name for name in list_field_names(study.family.config_class) if get(ours, name) != get(theirs, name)}
 
 
 # Study and beginning of a contrast -> the settings that its pairs differ in.
@@ -206,24 +211,24 @@ def test_the_pairs_of_a_contrast_differ_in_what_it_says(study: Study) -> None:
 def test_matched_arms_keep_their_optimizer_steps_in_a_study_of_another_length() -> None:
     study = STUDIES["matched-updates"]
     for steps, updates in ((300, 1200), (40, 160)):
-        base = with_overrides(base_of(study, "laptop"), {"trainer.total_training_steps": steps})
+        base = apply_overrides(base_of(study, "laptop"), {"trainer.total_training_steps": steps})
         for value in study.axis.grids["laptop"]:
             if value.endswith("updates1200"):
-                config = with_overrides(base, study.axis.settings(value, base))
+                config = apply_overrides(base, study.axis.make_settings(value, base))
                 assert config.trainer.total_training_steps * get(config, "inner_epochs") == updates
 
 
 @pytest.mark.parametrize("capacity", [8, 16, 32])
 @pytest.mark.parametrize("age", [1.5, 3.5])
 def test_the_decay_gives_the_wanted_mean_age(capacity: int, age: float) -> None:
-    decay = decay_for(age, capacity)
+    decay = solve_decay(age, capacity)
     ages = np.arange(capacity)
     assert np.average(ages, weights=np.exp(-decay * ages)) == pytest.approx(age, rel=1e-3)
 
 
 def test_no_decay_gives_a_mean_age_beyond_that_of_a_uniform_draw() -> None:
     with pytest.raises(ValueError, match=r"a buffer of 8 batches has no mean age of 3\.6"):
-        decay_for(3.6, 8)
+        solve_decay(3.6, 8)
 
 
 def names_in(template: str) -> set[str]:
@@ -236,12 +241,12 @@ def test_kl_and_entropy_share_the_arm_in_which_both_are_off() -> None:
 
 def test_one_point_zero_and_nofilter_are_different_arms() -> None:
     top_p = STUDIES["top-p"]
-    assert arm(top_p, "paper", "1.0").config_hash() != arm(top_p, "paper", "nofilter").config_hash()
+    assert arm(top_p, "paper", "1.0").compute_hash() != arm(top_p, "paper", "nofilter").compute_hash()
 
 
 @pytest.mark.parametrize(("value", "label"), [("1.0", "10"), ("0.001", "0001"), ("0", "0"), ("nofilter", "nofilter")])
 def test_published_labels(value: str, label: str) -> None:
-    assert value_label(value) == label
+    assert make_value_label(value) == label
 
 
 def test_declaring_a_study_loads_neither_torch_nor_ray() -> None:

@@ -54,10 +54,12 @@ def sequences(draw: st.DrawFn) -> Sequences:
 
 def score_vectors(signed: bool = False) -> st.SearchStrategy:
     """Group scores as float32 numbers, 1 to 10 of them: ties, zeros, all zero, near zero, bimodal."""
-    tied = st.sampled_from([0.0, 0.0, 0.125, 0.25, 1.0, 2.0, 2.0, 6.0])
-    spread = st.floats(0, 6.25, width=32, allow_subnormal=False)
-    negative = st.floats(-6.25, 0, width=32, allow_subnormal=False)
-    element = st.one_of(tied, spread, negative) if signed else st.one_of(tied, spread)
+    tied_scores = st.sampled_from([0.0, 0.0, 0.125, 0.25, 1.0, 2.0, 2.0, 6.0])
+    positive_scores = st.floats(0, 6.25, width=32, allow_subnormal=False)
+    negative_scores = st.floats(-6.25, 0, width=32, allow_subnormal=False)
+    element = (
+        st.one_of(tied_scores, positive_scores, negative_scores) if signed else st.one_of(tied_scores, positive_scores)
+    )
     vectors = st.lists(element, min_size=1, max_size=10)
     zeros = st.integers(1, 10).map(lambda n: [0.0] * n)
     return st.one_of(vectors, vectors, vectors, zeros)

@@ -17,19 +17,19 @@ examples = settings(deadline=None, max_examples=25)
 
 ONE_ACTION = ("LogGrowth", "TPOFullAction")
 BINARY = ("LogGrowth", "MaxRL")
-SIZE, ACTIONS = 3, 3
-LEVELS, BINARY_LEVELS = (0.0, 1 / 3, 0.7, 1.0), (0.0, 1.0)
-MAY_BE_GROUPED = ("UncertaintyDG", "FilteredDG", "RewardVarianceDG")
-NEEDS = {
+GROUP_SIZE, N_ACTIONS = 3, 3
+REWARD_VALUES, BINARY_REWARD_VALUES = (0.0, 1 / 3, 0.7, 1.0), (0.0, 1.0)
+OPTIONALLY_GROUPED = ("UncertaintyDG", "FilteredDG", "RewardVarianceDG")
+REQUIRED_SETTINGS = {
     "ReplayDG": {"replay_capacity": 5}, "FreshDG": {"delay": 4}, "MaxRL": {"binary_reward": True},
     "LogGrowth": {"task": "mnist"}, "TPOFullAction": {"task": "mnist"},
 }  # fmt: skip
 """Settings without which a rule is refused."""
 
 
-def config_of(method: str, **settings: object) -> UpdateRuleConfig:
+def make_config(method: str, **overrides: object) -> UpdateRuleConfig:
     return UpdateRuleConfig.model_validate(
-        {"task": "token_reversal", "method": method, **NEEDS.get(method, {}), **settings}
+        {"task": "token_reversal", "method": method, **REQUIRED_SETTINGS.get(method, {}), **overrides}
     )
 
 
@@ -40,48 +40,52 @@ class Case(NamedTuple):
     log_probs: Tensor
     config: UpdateRuleConfig
 
-    def on_policy(self) -> "Case":
+    def to_on_policy(self) -> "Case":
         """The same samples, drawn by the policy that learns."""
-        taken = self.log_probs.gather(-1, self.rollouts.actions.unsqueeze(-1)).squeeze(-1)
+        action_log_probs = self.log_probs.gather(-1, self.rollouts.actions.unsqueeze(-1)).squeeze(-1)
         candidates = self.rollouts.candidates
         if candidates is not None:
             candidates = replace(candidates, log_probs=self.log_probs.gather(-1, candidates.actions))
-        return self._replace(rollouts=replace(self.rollouts, actor_log_probs=taken, candidates=candidates))
+        return self._replace(rollouts=replace(self.rollouts, actor_log_probs=action_log_probs, candidates=candidates))
 
 
-def random_case(
-    seed: int, method: str, members: int, groups: int, length: int, grouped: bool = False, **knobs: object
+def make_random_case(
+    seed: int, method: str, members: int, groups: int, length: int, grouped: bool = False, **overrides: object
 ) -> Case:
     """A case of seeded random numbers; rewards are from a few values, so that groups have ties."""
     g = torch.Generator().manual_seed(seed)
-    shape = (members, groups * SIZE, 1 if method in ONE_ACTION else length)
-    table = torch.log_softmax(1.5 * torch.randn(*shape, ACTIONS, generator=g, dtype=torch.float64), -1)
-    draw = lambda below, *s: torch.randint(below, s, generator=g)  # noqa: E731
-    levels = torch.tensor(BINARY_LEVELS if method in BINARY else LEVELS, dtype=torch.float64)
-    taken = draw(ACTIONS, *shape)
-    near = lambda logs: logs + 0.3 * torch.randn(logs.shape, generator=g, dtype=torch.float64)  # noqa: E731
+    shape = (members, groups * GROUP_SIZE, 1 if method in ONE_ACTION else length)
+    log_probs = torch.log_softmax(1.5 * torch.randn(*shape, N_ACTIONS, generator=g, dtype=torch.float64), -1)
+    draw_integers = lambda below, *s: torch.randint(below, s, generator=g)  # noqa: E731
+    reward_values = torch.tensor(BINARY_REWARD_VALUES if method in BINARY else REWARD_VALUES, dtype=torch.float64)
+    actions = draw_integers(N_ACTIONS, *shape)
+    perturb = lambda logs: logs + 0.3 * torch.randn(logs.shape, generator=g, dtype=torch.float64)  # noqa: E731
     keep = torch.rand(shape[:2], generator=g) < 0.7
-    keep[:, draw(shape[1], 1)] = True
-    options = draw(ACTIONS, *shape, SIZE)
-    candidates = Candidates(options, near(table.gather(-1, options)), levels[draw(len(levels), *shape, SIZE)])
+    keep[:, draw_integers(shape[1], 1)] = True
+    candidate_actions = draw_integers(N_ACTIONS, *shape, GROUP_SIZE)
+    candidates = Candidates(
+        candidate_actions,
+        perturb(log_probs.gather(-1, candidate_actions)),
+        reward_values[draw_integers(len(reward_values), *shape, GROUP_SIZE)],
+    )
     rollouts = Rollouts(
-        observations=draw(4, *shape[:2], 7),
-        actions=taken,
-        labels=draw(ACTIONS, *shape),
-        rewards=levels[draw(len(levels), *shape[:2])],
-        actor_log_probs=near(table.gather(-1, taken.unsqueeze(-1)).squeeze(-1)).clamp(max=0),
-        actor_baseline=table.exp().square().sum(-1),
-        keep=keep,
-        age=draw(40, members),
-        group_size=SIZE if grouped or RULES[method].has_groups else None,
-        score_mask=torch.rand(shape, generator=g) < 0.6 if draw(2, 1) else None,
-        expected_reward=torch.rand(shape[:2], generator=g, dtype=torch.float64) if draw(3, 1) == 0 else None,
+        observations=draw_integers(4, *shape[:2], 7),
+        actions=actions,
+        labels=draw_integers(N_ACTIONS, *shape),
+        rewards=reward_values[draw_integers(len(reward_values), *shape[:2])],
+        behavior_log_probs=perturb(log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)).clamp(max=0),
+        behavior_baseline=log_probs.exp().square().sum(-1),
+        keep_mask=keep,
+        age=draw_integers(40, members),
+        group_size=GROUP_SIZE if grouped or RULES[method].has_groups else None,
+        score_mask=torch.rand(shape, generator=g) < 0.6 if draw_integers(2, 1) else None,
+        expected_reward=torch.rand(shape[:2], generator=g, dtype=torch.float64) if draw_integers(3, 1) == 0 else None,
         candidates=candidates if RULES[method].has_candidates else None,
     )
-    return Case(rollouts, table, config_of(method, **knobs))
+    return Case(rollouts, log_probs, make_config(method, **overrides))
 
 
-knobs = st.fixed_dictionaries(
+rule_settings = st.fixed_dictionaries(
     {
         "baseline": st.sampled_from(["expected", "zero", "constant"]),
         "std_normalization": st.booleans(),
@@ -103,22 +107,22 @@ knobs = st.fixed_dictionaries(
 @st.composite
 def cases(draw: st.DrawFn, methods: tuple[str, ...] = METHODS) -> Case:
     method = draw(st.sampled_from(methods))
-    grouped = method in MAY_BE_GROUPED and draw(st.booleans())
+    grouped = method in OPTIONALLY_GROUPED and draw(st.booleans())
     shape = [draw(st.integers(1, 3)) for _ in range(3)]
-    return random_case(draw(st.integers(0, 2**20)), method, *shape, grouped=grouped, **draw(knobs))
+    return make_random_case(draw(st.integers(0, 2**20)), method, *shape, grouped=grouped, **draw(rule_settings))
 
 
-def sliced(rollouts: Rollouts, pick: slice) -> Rollouts:
+def slice_members(rollouts: Rollouts, members: slice) -> Rollouts:
     """The batch of some members."""
     candidates = rollouts.candidates
     if candidates is not None:
-        candidates = Candidates(candidates.actions[pick], candidates.log_probs[pick], candidates.rewards[pick])
+        candidates = Candidates(candidates.actions[members], candidates.log_probs[members], candidates.rewards[members])
     values = {field.name: getattr(rollouts, field.name) for field in fields(rollouts)}
-    found = {name: value[pick] for name, value in values.items() if isinstance(value, Tensor)}
-    return replace(rollouts, **found, candidates=candidates)
+    member_tensors = {name: value[members] for name, value in values.items() if isinstance(value, Tensor)}
+    return replace(rollouts, **member_tensors, candidates=candidates)
 
 
-def member_of(rollouts: Rollouts, e: int) -> Member:
+def make_member(rollouts: Rollouts, e: int) -> Member:
     """Member `e` of the batch, as lists."""
     mask = rollouts.score_mask if rollouts.score_mask is not None else torch.ones_like(rollouts.actions).bool()
     candidates = rollouts.candidates
@@ -126,13 +130,13 @@ def member_of(rollouts: Rollouts, e: int) -> Member:
         actions=rollouts.actions[e].tolist(),
         labels=rollouts.labels[e].tolist(),
         rewards=rollouts.rewards[e].tolist(),
-        old=rollouts.actor_log_probs[e].tolist(),
-        keep=rollouts.keep[e].tolist(),
+        old_log_probs=rollouts.behavior_log_probs[e].tolist(),
+        keep=rollouts.keep_mask[e].tolist(),
         age=float(rollouts.age[e]),
         group_size=rollouts.group_size,
-        counts=mask[e].tolist(),
+        score_mask=mask[e].tolist(),
         expected_reward=None if rollouts.expected_reward is None else rollouts.expected_reward[e].tolist(),
         candidate_actions=[] if candidates is None else candidates.actions[e].tolist(),
-        candidate_old=[] if candidates is None else candidates.log_probs[e].tolist(),
+        candidate_log_probs=[] if candidates is None else candidates.log_probs[e].tolist(),
         candidate_rewards=[] if candidates is None else candidates.rewards[e].tolist(),
     )

@@ -5,16 +5,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes.scripted import small
-from tests.fakes.trials import IDENTITY, Straight, config, newest, rows_of, run_files, started, timeless
+from tests.fakes.scripted import make_small_config
+from tests.fakes.trials import (
+    IDENTITY,
+    UninterruptedRun,
+    make_trial_config,
+    find_newest_checkpoint,
+    get_rows,
+    read_run_files,
+    start_trial,
+    drop_times,
+)
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint
-from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS, empty_row
-from trainable.runs.run_files import append_line
+from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS, make_empty_row
+from trainable.runs.run_files import append_json_line
 from trainable.trial import Trial
 
 
-def test_a_row_has_every_column_and_says_whose_it_is(straight: Straight) -> None:
+def test_a_row_has_every_column_and_says_whose_it_is(straight: UninterruptedRun) -> None:
     columns = {column.name for column in (*DEFAULT_STEP_COLUMNS, *STOP_COLUMNS)}
     for step, row in enumerate(straight[1], start=1):
         assert set(row) == columns | set(IDENTITY) | {"step", "training_iteration", "done", "note", "saved"}
@@ -23,17 +32,17 @@ def test_a_row_has_every_column_and_says_whose_it_is(straight: Straight) -> None
         assert (row["stop_rule"], row["stop_value"]) == ("", None)
 
 
-def test_rows_are_on_disk_as_they_were_reported(straight: Straight) -> None:
-    rows, _ = run_files(straight[0])
+def test_rows_are_on_disk_as_they_were_reported(straight: UninterruptedRun) -> None:
+    rows, _ = read_run_files(straight[0])
     assert not any(value is None for row in rows for value in row.values())  # what was not measured takes no room
-    rows = [{**empty_row(), **row} for row in rows]
+    rows = [{**make_empty_row(), **row} for row in rows]
     told = [{**row, "training_iteration": row["step"], "note": "", "saved": True} for row in rows]
     assert [{**row, "done": row["step"] == 3} for row in told] == straight[1]
 
 
-def test_evaluations_are_on_disk(straight: Straight) -> None:
+def test_evaluations_are_on_disk(straight: UninterruptedRun) -> None:
     folder, rows = straight
-    _, lines = run_files(folder)
+    _, lines = read_run_files(folder)
     assert [(line["step"], line["split"], line["mode"]) for line in lines] == [
         (0, "val", "sampled"), (0, "val", "greedy"), (2, "val", "sampled"), (3, "val", "sampled"),
         (3, "val", "greedy"), (3, "test", "sampled"), (3, "test", "greedy"),
@@ -48,43 +57,43 @@ def test_evaluations_are_on_disk(straight: Straight) -> None:
         assert rows[row][column] == pytest.approx(line["success"].count("1") / len(line["success"]))
 
 
-def test_the_rows_are_those_of_the_trainer(straight: Straight) -> None:
-    trainer = PPOTrainer(small(env__val_env_groups=4, env__test_env_groups=2))
+def test_the_rows_are_those_of_the_trainer(straight: UninterruptedRun) -> None:
+    trainer = PPOTrainer(make_small_config(env__val_env_groups=4, env__test_env_groups=2))
     for wanted in straight[1]:
         row = trainer.step().row
         if wanted["step"] == 3:
-            row = trainer.close()[0].added_to(row)
-        assert {name: wanted[name] for name in timeless(row)} == timeless(row)
+            row = trainer.evaluate_final()[0].add_to_row(row)
+        assert {name: wanted[name] for name in drop_times(row)} == drop_times(row)
 
 
-def test_checkpoints_are_kept_every_save_freq_steps_and_at_the_end(straight: Straight) -> None:
+def test_checkpoints_are_kept_every_save_freq_steps_and_at_the_end(straight: UninterruptedRun) -> None:
     folder, _ = straight
     assert sorted(path.name for path in (folder / "saved").iterdir()) == ["global_step_2", "global_step_3"]
     assert read_checkpoint(folder / "saved" / "global_step_2")[1]["step"] == 2
-    assert newest(folder).name == "step_3"
-    rolling = read_checkpoint(newest(folder))[0]
+    assert find_newest_checkpoint(folder).name == "step_3"
+    rolling = read_checkpoint(find_newest_checkpoint(folder))[0]
     last = read_checkpoint(folder / "saved" / "global_step_3")[0]
     assert all(torch.equal(rolling[name], last[name]) for name in rolling)
 
 
 @pytest.mark.parametrize("save_freq", [-1, 0])
 def test_no_checkpoint_is_kept_unless_asked_for(tmp_path: Path, save_freq: int) -> None:
-    trainable = started(tmp_path, trainer__save_freq=save_freq, trainer__total_training_steps=1)
+    trainable = start_trial(tmp_path, trainer__save_freq=save_freq, trainer__total_training_steps=1)
     assert trainable.step()["done"]
     assert not (tmp_path / "saved").exists()
     assert (tmp_path / "runs" / "r" / "state").exists()
 
 
 def test_the_rolling_state_is_written_every_resume_every_steps(tmp_path: Path) -> None:
-    trainable = started(tmp_path, trainer__resume_every=2, trainer__val_before_train=False)
+    trainable = start_trial(tmp_path, trainer__resume_every=2, trainer__val_before_train=False)
     trainable.step()
     assert not (tmp_path / "runs" / "r" / "state").exists()
     trainable.step()
-    assert read_checkpoint(newest(tmp_path))[1]["step"] == 2
+    assert read_checkpoint(find_newest_checkpoint(tmp_path))[1]["step"] == 2
 
 
 def test_two_rolling_states_are_kept_while_a_run_is_under_way_and_one_at_its_end(tmp_path: Path) -> None:
-    trainable = started(tmp_path)
+    trainable = start_trial(tmp_path)
     kept = []
     for _ in range(3):
         trainable.step()
@@ -94,23 +103,23 @@ def test_two_rolling_states_are_kept_while_a_run_is_under_way_and_one_at_its_end
 
 def test_an_interrupted_run_writes_its_state_whatever_the_rhythm(tmp_path: Path) -> None:
     interrupt = tmp_path / "interrupt"
-    trainable = started(tmp_path, interrupt=str(interrupt), trainer__resume_every=100)
+    trainable = start_trial(tmp_path, interrupt=str(interrupt), trainer__resume_every=100)
     trainable.step()
     assert not (tmp_path / "runs" / "r" / "state").exists()
     interrupt.touch()
     trainable.step()
-    assert newest(tmp_path).name == "step_2"
+    assert find_newest_checkpoint(tmp_path).name == "step_2"
 
 
 # ---------------------------------------------------------------------------- ended
 
 
-def test_a_finished_run_reports_its_last_row_and_trains_nothing(straight: Straight) -> None:
+def test_a_finished_run_reports_its_last_row_and_trains_nothing(straight: UninterruptedRun) -> None:
     folder, rows = straight
-    before = run_files(folder)
-    trainable = Trial(config(folder, finished=True))
+    before = read_run_files(folder)
+    trainable = Trial(make_trial_config(folder, finished=True))
     assert trainable.step() == rows[-1]
-    assert run_files(folder) == before
+    assert read_run_files(folder) == before
 
 
 STOPS = {
@@ -121,7 +130,7 @@ STOPS = {
 
 def test_the_row_at_which_a_rule_fires_has_the_closing_evaluation(tmp_path: Path) -> None:
     # Success below 1.1 in two validations in a row: the rule fires at step 2.
-    trainable = started(tmp_path, **STOPS)
+    trainable = start_trial(tmp_path, **STOPS)
     first, second = trainable.step(), trainable.step()
     for name in ("val_greedy_success", "test_success", "test_greedy_success"):
         assert first[name] is None
@@ -130,42 +139,42 @@ def test_the_row_at_which_a_rule_fires_has_the_closing_evaluation(tmp_path: Path
     decision = {name: second[f"stop_{name}"] for name in ("rule", "threshold", "step")}
     assert decision == {"rule": "low_validation_success", "threshold": 1.1, "step": 2}
     assert second["stop_value"] == max(first["val_success"], second["val_success"])
-    assert rows_of(trainable)[-1]["stop_rule"] == "low_validation_success"
-    assert [(line["step"], line["split"]) for line in run_files(tmp_path)[1][-3:]] == [
+    assert get_rows(trainable)[-1]["stop_rule"] == "low_validation_success"
+    assert [(line["step"], line["split"]) for line in read_run_files(tmp_path)[1][-3:]] == [
         (2, "val"), (2, "test"), (2, "test"),
     ]  # fmt: skip
 
 
 def test_a_run_that_a_rule_has_stopped_does_not_go_on(tmp_path: Path) -> None:
-    trainable = started(tmp_path, **STOPS)
+    trainable = start_trial(tmp_path, **STOPS)
     trainable.step()
     stopped = trainable.step()
     assert trainable.step() == {**stopped, "done": True}  # an experiment without our Stoppers ends it too
-    again = started(tmp_path, **STOPS)
+    again = start_trial(tmp_path, **STOPS)
     assert again.step() == {**stopped, "done": True}
-    assert [row["step"] for row in run_files(tmp_path)[0]] == [1, 2]
+    assert [row["step"] for row in read_run_files(tmp_path)[0]] == [1, 2]
 
 
 # ---------------------------------------------------------------------------- another run in the same process
 
 
 def test_an_actor_that_is_used_again_serves_the_other_run_as_a_fresh_one_would(
-    tmp_path: Path, straight: Straight
+    tmp_path: Path, straight: UninterruptedRun
 ) -> None:
-    trainable = started(tmp_path / "other", seed=1, actor__entropy_coeff=0.1)
+    trainable = start_trial(tmp_path / "other", seed=1, actor__entropy_coeff=0.1)
     other = trainable.step()
-    assert trainable.reset_config(config(tmp_path / "mine"))
+    assert trainable.reset_config(make_trial_config(tmp_path / "mine"))
     rows = [trainable.step() for _ in range(3)]
-    assert [timeless(row) for row in rows] == [timeless(row) for row in straight[1]]
-    assert timeless(other) != timeless(rows[0])
-    assert trainable.reset_config(config(straight[0], finished=True))
+    assert [drop_times(row) for row in rows] == [drop_times(row) for row in straight[1]]
+    assert drop_times(other) != drop_times(rows[0])
+    assert trainable.reset_config(make_trial_config(straight[0], finished=True))
     assert trainable.step() == straight[1][-1]
-    assert trainable.reset_config(config(tmp_path / "mine"))
-    assert timeless(trainable.step()) == timeless(straight[1][-1])
+    assert trainable.reset_config(make_trial_config(tmp_path / "mine"))
+    assert drop_times(trainable.step()) == drop_times(straight[1][-1])
 
 
 def test_the_seed_is_the_runs_own(tmp_path: Path) -> None:
-    trainable = started(tmp_path, seed=2)
+    trainable = start_trial(tmp_path, seed=2)
     trainer = trainable.begin().trainer.trainer
     assert trainer.config.seed == 2
     assert trainer.levels[0][0].seed == 2_010_000
@@ -173,9 +182,9 @@ def test_the_seed_is_the_runs_own(tmp_path: Path) -> None:
 
 def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
     """A row beyond the state, left by a run that was cut, is not counted by the stop rules."""
-    trainable = started(tmp_path, **STOPS)
+    trainable = start_trial(tmp_path, **STOPS)
     trainable.step()
-    append_line(tmp_path / "runs" / "r" / "metrics.jsonl", {"step": 2, "groups_kept": 2, "val_success": 0.0})
-    again = started(tmp_path, **STOPS)
+    append_json_line(tmp_path / "runs" / "r" / "metrics.jsonl", {"step": 2, "groups_kept": 2, "val_success": 0.0})
+    again = start_trial(tmp_path, **STOPS)
     assert not again.begin().is_over
     assert again.step()["step"] == 2

@@ -4,9 +4,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tune_study.placement.resources import bundles
-from tune_study.plan.allotment import Allotment
-from tune_study.tune.local_ray import started_ray
+from tune_study.placement.resources import make_bundles
+from tune_study.plan.allotment import ResourcePlan
+from tune_study.tune.local_ray import start_local_ray
 from tune_study.tune.run import prepare_environment
 
 HERE = Path(__file__).parent
@@ -37,5 +37,5 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ray_session() -> Iterator[None]:
     """One Ray for all tests: four CPUs and two GPUs that are declared, which is all that placement looks at."""
     prepare_environment(())
-    with started_ray(Allotment(bundles(0), 4, ("0", "1"), (), 1, ""), Console(quiet=True)):
+    with start_local_ray(ResourcePlan(make_bundles(0), 4, ("0", "1"), (), 1, ""), Console(quiet=True)):
         yield

@@ -38,11 +38,11 @@ def conserve_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     Degenerate: a row without a trained token has nowhere to put its reward and becomes zero.
     """
     positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    last_before = torch.where(mask, positions, -1).cummax(dim=1).values
-    first = mask.int().argmax(dim=1, keepdim=True)
-    receiver = torch.where(last_before >= 0, last_before, first)
-    moved = torch.zeros_like(rewards).scatter_add(1, receiver, rewards)
-    return torch.where(mask, moved, 0)
+    last_trained = torch.where(mask, positions, -1).cummax(dim=1).values
+    first_trained = mask.int().argmax(dim=1, keepdim=True)
+    target_positions = torch.where(last_trained >= 0, last_trained, first_trained)
+    moved_rewards = torch.zeros_like(rewards).scatter_add(1, target_positions, rewards)
+    return torch.where(mask, moved_rewards, 0)
 
 
 @torch.no_grad()
@@ -64,12 +64,12 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     0.6.1 `compute_gae_advantage_return`), which whitens afterwards: here `masked_whiten` is the caller's step.
     Degenerate: a row without a trained token is zero.
     """
-    order = _trained_first(mask)
-    live = mask.gather(1, order)
-    compact_values = values.gather(1, order).masked_fill(~live, 0)
+    order = _order_trained_first(mask)
+    is_trained = mask.gather(1, order)
+    compact_values = values.gather(1, order).masked_fill(~is_trained, 0)
     compact_rewards = conserve_rewards(rewards, mask).gather(1, order)
-    advantages = _recursion(compact_rewards, compact_values, _next_of(live), gamma, lam)
-    return _restore(advantages, compact_values, order)
+    advantages = _compute_gae(compact_rewards, compact_values, _shift_left(is_trained), gamma, lam)
+    return _scatter_back(advantages, compact_values, order)
 
 
 @torch.no_grad()
@@ -104,64 +104,64 @@ def bi_level_gae(
     a turn end, so that a turn of reward 0 joins the next one; given turn ids depart from that rule.
     Degenerate: a row without a trained token is zero; one turn a row is `gae`, one token a turn is `gae` at γ_H.
     """
-    order = _trained_first(mask)
-    live = mask.gather(1, order)
-    compact_values = values.gather(1, order).masked_fill(~live, 0)
+    order = _order_trained_first(mask)
+    is_trained = mask.gather(1, order)
+    compact_values = values.gather(1, order).masked_fill(~is_trained, 0)
     compact_ids = turn_ids.gather(1, order)
-    same_turn = F.pad(compact_ids[:, 1:] == compact_ids[:, :-1], (0, 1)) & _next_of(live)
-    turn_ends = live & ~same_turn
+    same_turn = F.pad(compact_ids[:, 1:] == compact_ids[:, :-1], (0, 1)) & _shift_left(is_trained)
+    turn_ends = is_trained & ~same_turn
 
     turn_rewards = _sum_to_next_end(conserve_rewards(rewards, mask).gather(1, order), turn_ends)
     turn_returns = gae(turn_rewards, compact_values, turn_ends, high_level_gamma, lam).returns
-    advantages = _recursion(turn_returns, compact_values, same_turn, gamma, lam)
-    return _restore(advantages, compact_values, order)
+    advantages = _compute_gae(turn_returns, compact_values, same_turn, gamma, lam)
+    return _scatter_back(advantages, compact_values, order)
 
 
-def _trained_first(mask: Tensor) -> Tensor:
+def _order_trained_first(mask: Tensor) -> Tensor:
     """Order (B, T) of the positions of each row: the trained ones in time, then the others."""
     return torch.argsort(~mask, dim=1, stable=True)
 
 
-def _next_of(x: Tensor) -> Tensor:
+def _shift_left(x: Tensor) -> Tensor:
     """x_{t+1}, and zero (False) after the last."""
     return F.pad(x[:, 1:], (0, 1))
 
 
-def _recursion(rewards: Tensor, values: Tensor, goes_on: Tensor, gamma: float, lam: float) -> Tensor:
+def _compute_gae(rewards: Tensor, values: Tensor, is_continued: Tensor, gamma: float, lam: float) -> Tensor:
     """A_t = r_t + γ c_t V_{t+1} − V_t + γλ c_t A_{t+1}, with c = `goes_on` (B, T) True where t+1 follows on t."""
-    follows = goes_on.to(values.dtype)
-    deltas = rewards + gamma * follows * _next_of(values) - values
-    return _discounted_sums(deltas, gamma * lam * follows)
+    continuation = is_continued.to(values.dtype)
+    deltas = rewards + gamma * continuation * _shift_left(values) - values
+    return _compute_discounted_sums(deltas, gamma * lam * continuation)
 
 
-def _discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
+def _compute_discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
     """y_t = x_t + d_t y_{t+1} along time, for x and discount d of shape (B, T).
 
     Each pass doubles how far ahead y_t has summed, so log2(T) passes replace a loop over T.
     """
-    ahead = 1
-    while ahead < x.shape[1]:
-        x = x + discount * F.pad(x[:, ahead:], (0, ahead))
-        discount = discount * F.pad(discount[:, ahead:], (0, ahead))
-        ahead *= 2
+    offset = 1
+    while offset < x.shape[1]:
+        x = x + discount * F.pad(x[:, offset:], (0, offset))
+        discount = discount * F.pad(discount[:, offset:], (0, offset))
+        offset *= 2
     return x
 
 
-def _sum_to_next_end(rewards: Tensor, ends: Tensor) -> Tensor:
+def _sum_to_next_end(rewards: Tensor, is_end: Tensor) -> Tensor:
     """Add up `rewards` (B, T) on the next position, itself included, where `ends` is True."""
-    last = ends.shape[1] - 1
-    positions = torch.arange(last + 1, device=ends.device).expand_as(ends)
-    next_end = torch.where(ends, positions, last).flip(1).cummin(dim=1).values.flip(1)
+    last_index = is_end.shape[1] - 1
+    positions = torch.arange(last_index + 1, device=is_end.device).expand_as(is_end)
+    next_end = torch.where(is_end, positions, last_index).flip(1).cummin(dim=1).values.flip(1)
     return torch.zeros_like(rewards).scatter_add(1, next_end, rewards)
 
 
-def _restore(advantages: Tensor, values: Tensor, order: Tensor) -> AdvantagesReturns:
+def _scatter_back(advantages: Tensor, values: Tensor, order: Tensor) -> AdvantagesReturns:
     """Put compacted advantages (B, T) back in their places, with their returns."""
-    empty = torch.zeros_like(advantages)
-    return AdvantagesReturns(empty.scatter(1, order, advantages), empty.scatter(1, order, advantages + values))
+    zeros = torch.zeros_like(advantages)
+    return AdvantagesReturns(zeros.scatter(1, order, advantages), zeros.scatter(1, order, advantages + values))
 
 
-class _GroupScores(NamedTuple):
+class _GroupStats(NamedTuple):
     """For each sequence (B,), float64: its score minus its group's mean, the group's std, and the group's size."""
 
     centred: Tensor
@@ -169,19 +169,19 @@ class _GroupScores(NamedTuple):
     size: Tensor
 
 
-def _by_group(scores: Tensor, group_ids: Tensor, correction: int = 1) -> _GroupScores:
+def _compute_group_stats(scores: Tensor, group_ids: Tensor, correction: int = 1) -> _GroupStats:
     """Scores (B,) beside those of their group; the std's divisor is G − `correction`."""
-    _, group = torch.unique(group_ids, return_inverse=True)
-    size = torch.bincount(group)  # (P,)
+    _, group_index = torch.unique(group_ids, return_inverse=True)
+    size = torch.bincount(group_index)  # (P,)
     # In float32 the mean of equal scores can miss them by a rounding, which a division by the std would blow up.
-    exact = scores.double()
-    total = exact.new_zeros(len(size))
-    centred = exact - (total.index_add(0, group, exact) / size)[group]
-    variance = total.index_add(0, group, centred.square()) / (size - correction).clamp(min=1)
-    return _GroupScores(centred, variance.sqrt()[group], size[group])
+    scores64 = scores.double()
+    group_sums = scores64.new_zeros(len(size))
+    centred = scores64 - (group_sums.index_add(0, group_index, scores64) / size)[group_index]
+    variance = group_sums.index_add(0, group_index, centred.square()) / (size - correction).clamp(min=1)
+    return _GroupStats(centred, variance.sqrt()[group_index], size[group_index])
 
 
-def _broadcast(advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _broadcast_to_tokens(advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """One advantage a sequence (B,) on each of its trained tokens, (B, T)."""
     return torch.where(mask, advantages.to(dtype)[:, None], 0)
 
@@ -189,7 +189,7 @@ def _broadcast(advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
 @torch.no_grad()
 def grpo(
     scores: Tensor, group_ids: Tensor, mask: Tensor, norm_by_std: bool, *,
-    correction: int = 1, floor: float = STD_FLOOR, least_std: float = 0.0,
+    correction: int = 1, std_floor: float = STD_FLOOR, min_std: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Group-relative advantage, one number per sequence, on each of its trained tokens (B, T).
 
@@ -211,15 +211,17 @@ def grpo(
     Degenerate: a group of one, or of equal scores, has advantage 0. The published code gives a group of one its raw
     score.
     """
-    group = _by_group(scores, group_ids, correction)
+    stats = _compute_group_stats(scores, group_ids, correction)
     if not norm_by_std:
-        return _broadcast(group.centred, mask, scores.dtype)
-    advantages = torch.where(group.std <= least_std, 0, group.centred / (group.std + floor))
-    return _broadcast(advantages, mask, scores.dtype)
+        return _broadcast_to_tokens(stats.centred, mask, scores.dtype)
+    advantages = torch.where(stats.std <= min_std, 0, stats.centred / (stats.std + std_floor))
+    return _broadcast_to_tokens(advantages, mask, scores.dtype)
 
 
 @torch.no_grad()
-def group_skill(scores: Tensor, group_ids: Tensor, mask: Tensor, *, precision: torch.dtype = torch.float32) -> Tensor:
+def group_skill(
+    scores: Tensor, group_ids: Tensor, mask: Tensor, *, factor_dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Standardised score of a rollout in its group, on each of its trained tokens (B, T).
 
         z_i = (R_i − mean_g R) / std_g R        where std_g R ≤ 1e-6: z_i = R_i − mean_g R
@@ -235,9 +237,9 @@ def group_skill(scores: Tensor, group_ids: Tensor, mask: Tensor, *, precision: t
     Source: target policy optimisation (jeankaddour/tpo), as the published sandbox of update rules has it.
     Degenerate: a group of one, or of equal scores, has skill 0.
     """
-    group = _by_group(scores, group_ids)
-    std = group.std * ((group.size - 1).to(precision) / group.size).sqrt()
-    return _broadcast(group.centred / torch.where(std > SKILL_STD_FLOOR, std, 1.0), mask, scores.dtype)
+    stats = _compute_group_stats(scores, group_ids)
+    std = stats.std * ((stats.size - 1).to(factor_dtype) / stats.size).sqrt()
+    return _broadcast_to_tokens(stats.centred / torch.where(std > SKILL_STD_FLOOR, std, 1.0), mask, scores.dtype)
 
 
 @torch.no_grad()
@@ -254,8 +256,8 @@ def rloo(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
     Source: Ahmadian et al. 2024, arXiv:2402.14740.
     Degenerate: a group of one has no other rollout and advantage 0.
     """
-    group = _by_group(scores, group_ids)
-    return _broadcast(group.centred * group.size / (group.size - 1).clamp(min=1), mask, scores.dtype)
+    stats = _compute_group_stats(scores, group_ids)
+    return _broadcast_to_tokens(stats.centred * stats.size / (stats.size - 1).clamp(min=1), mask, scores.dtype)
 
 
 @torch.no_grad()
@@ -273,8 +275,8 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     see the rewards of later turns; here untrained tokens are skipped, as in `gae`.
     Degenerate: see `masked_whiten`.
     """
-    no_critic = torch.zeros_like(rewards)
-    return masked_whiten(gae(rewards, no_critic, mask, gamma, lam=1.0).returns, mask)
+    zero_values = torch.zeros_like(rewards)
+    return masked_whiten(gae(rewards, zero_values, mask, gamma, lam=1.0).returns, mask)
 
 
 @torch.no_grad()
@@ -291,5 +293,5 @@ def reinforce_plus_plus_baseline(scores: Tensor, group_ids: Tensor, mask: Tensor
     Source: Hu 2025, arXiv:2501.03262 (the variant with a group baseline).
     Degenerate: a group of one enters the whitening with 0; if every group has equal scores all advantages are 0.
     """
-    centred = _by_group(scores, group_ids).centred
-    return masked_whiten(_broadcast(centred, mask, scores.dtype), mask)
+    centred = _compute_group_stats(scores, group_ids).centred
+    return masked_whiten(_broadcast_to_tokens(centred, mask, scores.dtype), mask)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def length_stratified_order(lengths: Tensor) -> Tensor:
+def order_length_stratified(lengths: Tensor) -> Tensor:
     """Order (B,) of the sequences, short to long and back to short, so that a mini-batch holds similar lengths.
 
         sort by (length, index); then ranks 0, 2, 4, … upwards followed by ranks …, 5, 3, 1 downwards
@@ -17,11 +17,11 @@ def length_stratified_order(lengths: Tensor) -> Tensor:
 
     Source: published code (verl 0.6.1 `balance_batch`).  Degenerate: equal lengths give 0, 2, 4, …, 5, 3, 1.
     """
-    ranked = torch.sort(lengths, stable=True).indices
-    return torch.cat([ranked[::2], ranked[1::2].flip(0)])
+    indices = torch.sort(lengths, stable=True).indices
+    return torch.cat([indices[::2], indices[1::2].flip(0)])
 
 
-def whole_group_order(lengths: Tensor, group_ids: Tensor) -> Tensor:
+def order_by_group(lengths: Tensor, group_ids: Tensor) -> Tensor:
     """Order (B,) of the sequences in which each group stands together, groups of similar length side by side.
 
         the groups in `length_stratified_order` of their tokens; a group's sequences in order of their index
@@ -35,13 +35,13 @@ def whole_group_order(lengths: Tensor, group_ids: Tensor) -> Tensor:
 
     Source: definition.  Degenerate: groups of one give `length_stratified_order`, if their ids ascend.
     """
-    _, group = torch.unique(group_ids, return_inverse=True)
-    tokens = lengths.new_zeros(int(group.max()) + 1).index_add(0, group, lengths)
-    rank = torch.argsort(length_stratified_order(tokens))
-    return torch.argsort(rank[group], stable=True)
+    _, group_index = torch.unique(group_ids, return_inverse=True)
+    group_tokens = lengths.new_zeros(int(group_index.max()) + 1).index_add(0, group_index, lengths)
+    rank = torch.argsort(order_length_stratified(group_tokens))
+    return torch.argsort(rank[group_index], stable=True)
 
 
-def cut_by_tokens(lengths: Tensor, most: int, pads: bool = False) -> list[Tensor]:
+def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = False) -> list[Tensor]:
     """Indices of the sequences of each pass: neighbours in length, of at most `most` tokens together.
 
         sort by (length, index); a pass takes sequences until the next one would not fit
@@ -56,19 +56,19 @@ def cut_by_tokens(lengths: Tensor, most: int, pads: bool = False) -> list[Tensor
 
     Source: definition.  Degenerate: no sequences make no pass.
     """
-    if most < 1:
-        raise ValueError(f"a pass of at most {most} tokens; it must be at least 1.")
-    ranked = torch.sort(lengths, stable=True)
+    if max_tokens < 1:
+        raise ValueError(f"a pass of at most {max_tokens} tokens; it must be at least 1.")
+    sorted_lengths = torch.sort(lengths, stable=True)
     sizes: list[int] = []
-    read = 0  # by the pass under way, with the sequence at hand
-    for length in ranked.values.tolist():
+    pass_tokens = 0  # by the pass under way, with the sequence at hand
+    for length in sorted_lengths.values.tolist():
         if sizes:
-            read = (sizes[-1] + 1) * length if pads else read + length
-        if not sizes or read > most:
+            pass_tokens = (sizes[-1] + 1) * length if needs_padding else pass_tokens + length
+        if not sizes or pass_tokens > max_tokens:
             sizes.append(0)
-            read = length
+            pass_tokens = length
         sizes[-1] += 1
-    return list(ranked.indices.split(sizes)) if sizes else []
+    return list(sorted_lengths.indices.split(sizes)) if sizes else []
 
 
 def adjust_copy(n: int, multiple: int, generator: torch.Generator) -> Tensor:
@@ -86,12 +86,12 @@ def adjust_copy(n: int, multiple: int, generator: torch.Generator) -> Tensor:
     Source: published code (RAGEN `adjust_batch`, mode copy, which cannot draw more than n).
     Degenerate: n = 0, or n divisible already, adds nothing.
     """
-    _check(n, multiple)
-    wanted = -(-n // multiple) * multiple
+    _check_multiple(n, multiple)
+    target_count = -(-n // multiple) * multiple
     indices = torch.arange(n)
-    while len(indices) < wanted:
+    while len(indices) < target_count:
         duplicates = torch.randperm(n, generator=generator)
-        indices = torch.cat([indices, duplicates[: wanted - len(indices)]])
+        indices = torch.cat([indices, duplicates[: target_count - len(indices)]])
     return indices
 
 
@@ -106,12 +106,12 @@ def adjust_delete(n: int, multiple: int, generator: torch.Generator) -> Tensor:
     Source: published code (RAGEN `adjust_batch`, mode delete).
     Degenerate: fewer than `multiple` sequences leave none.
     """
-    _check(n, multiple)
-    kept = torch.randperm(n, generator=generator)[: n - n % multiple]
-    return kept.sort().values
+    _check_multiple(n, multiple)
+    kept_indices = torch.randperm(n, generator=generator)[: n - n % multiple]
+    return kept_indices.sort().values
 
 
-def _check(n: int, multiple: int) -> None:
+def _check_multiple(n: int, multiple: int) -> None:
     if n < 0 or multiple < 1:
         raise ValueError(
             f"{n} sequences to a multiple of {multiple}; the first must be at least 0, the second at least 1."

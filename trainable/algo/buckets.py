@@ -6,7 +6,7 @@ from torch import Tensor
 FIXED_EDGES = (1.0, 2.0, 3.0, 4.0, 5.0)
 
 
-def quantile_buckets(scores: Tensor, buckets: int = 6) -> Tensor:
+def assign_quantile_buckets(scores: Tensor, max_buckets: int = 6) -> Tensor:
     """Bucket (P,) of each group, equally many groups a bucket from the smallest score up; the rest join the last.
 
         n = min(buckets, P),  size = floor(P / n),  bucket of rank r = min(floor(r / size), n − 1)
@@ -20,16 +20,16 @@ def quantile_buckets(scores: Tensor, buckets: int = 6) -> Tensor:
 
     Source: published code (RAGEN `split_into_buckets`, mode quantile).  Degenerate: no group gives an empty result.
     """
-    if buckets < 1:
-        raise ValueError(f"{buckets} buckets; it must be at least 1.")
-    count = len(scores)
-    used = min(buckets, count)
-    ranks = torch.empty(count, dtype=torch.long)
-    ranks[torch.sort(scores, stable=True).indices] = torch.arange(count)
-    return (ranks // max(1, count // max(1, used))).clamp(max=max(0, used - 1))
+    if max_buckets < 1:
+        raise ValueError(f"{max_buckets} buckets; it must be at least 1.")
+    num_groups = len(scores)
+    num_buckets = min(max_buckets, num_groups)
+    ranks = torch.empty(num_groups, dtype=torch.long)
+    ranks[torch.sort(scores, stable=True).indices] = torch.arange(num_groups)
+    return (ranks // max(1, num_groups // max(1, num_buckets))).clamp(max=max(0, num_buckets - 1))
 
 
-def fixed_buckets(scores: Tensor, edges: tuple[float, ...] = FIXED_EDGES) -> Tensor:
+def assign_fixed_buckets(scores: Tensor, edges: tuple[float, ...] = FIXED_EDGES) -> Tensor:
     """Bucket (P,) of each group between fixed edges: [−∞, e_1), [e_1, e_2), …, [e_n, ∞).
 
     Args:

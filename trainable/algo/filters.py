@@ -71,12 +71,12 @@ class MinP:
 Rule = TopP | TopK | TopKAbs | MinP
 
 
-def _require(holds: bool, what: str, value: object, allowed: str) -> None:
-    if not holds:
-        raise ValueError(f"{what} is {value!r}; it must be {allowed}.")
+def _require(is_valid: bool, name: str, value: object, allowed: str) -> None:
+    if not is_valid:
+        raise ValueError(f"{name} is {value!r}; it must be {allowed}.")
 
 
-def _whole(value: float) -> int:
+def _parse_count(value: float) -> int:
     _require(value % 1 == 0, "top_k_abs count", value, "a whole number of at least 1; for a fraction: top_k")
     return int(value)
 
@@ -98,14 +98,14 @@ def parse_rule(strategy: str, value: float, prob_mode: str = "softmax", eps: flo
         "top_p": lambda: TopP(value, prob_mode, eps),
         "top_k": lambda: TopK(value),
         "top_f": lambda: TopK(value),
-        "top_k_abs": lambda: TopKAbs(_whole(value)),
+        "top_k_abs": lambda: TopKAbs(_parse_count(value)),
         "min_p": lambda: MinP(value),
     }
     _require(strategy in rules, "filter strategy", strategy, f"one of {', '.join(rules)}")
     return rules[strategy]()
 
 
-def group_scores(
+def compute_group_scores(
     metric: str, rewards: Tensor, entropies: Tensor | None = None, lengths: Tensor | None = None
 ) -> Tensor:
     """Score (P,) float32 of each group, by which groups are ranked.
@@ -124,7 +124,7 @@ def group_scores(
     Source: published code (RAGEN `rollout_filter`).
     Degenerate: the standard deviation of a group of one is 0 (published: NaN).
     """
-    table: dict[str, tuple[Tensor | None, Callable[[Tensor], Tensor]]] = {
+    statistics: dict[str, tuple[Tensor | None, Callable[[Tensor], Tensor]]] = {
         "reward_variance": (rewards, _std),
         "reward_std": (rewards, _std),
         "reward": (rewards, _mean),
@@ -134,13 +134,13 @@ def group_scores(
         "entropy": (entropies, _mean),
         "length": (lengths, _mean),
     }
-    _require(metric in table, "filter metric", metric, f"one of {', '.join(table)}")
-    numbers, statistic = table[metric]
-    if numbers is None:
+    _require(metric in statistics, "filter metric", metric, f"one of {', '.join(statistics)}")
+    metric_values, statistic = statistics[metric]
+    if metric_values is None:
         raise ValueError(
             f"filter metric {metric!r} needs the rollouts' {metric.split('_')[0]} values; none were given."
         )
-    return statistic(numbers.float())
+    return statistic(metric_values.float())
 
 
 def _std(x: Tensor) -> Tensor:
@@ -172,13 +172,13 @@ def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero
     if not torch.isfinite(scores).all():
         raise ValueError(f"group scores are {scores.tolist()}; every score must be finite.")
     candidates = torch.ones_like(scores, dtype=torch.bool) if include_zero else scores.abs() > ZERO_SCORE
-    keep = torch.zeros_like(candidates)
+    is_kept = torch.zeros_like(candidates)
     if candidates.any():
-        keep[candidates] = _apply(rule, scores[candidates], largest, total=len(scores))
-    return keep
+        is_kept[candidates] = _apply_rule(rule, scores[candidates], largest, num_groups=len(scores))
+    return is_kept
 
 
-def _apply(rule: Rule, scores: Tensor, largest: bool, total: int) -> Tensor:
+def _apply_rule(rule: Rule, scores: Tensor, largest: bool, num_groups: int) -> Tensor:
     match rule:
         case TopP(mass=1):
             return torch.ones_like(scores, dtype=torch.bool)
@@ -187,7 +187,7 @@ def _apply(rule: Rule, scores: Tensor, largest: bool, total: int) -> Tensor:
         case TopP():
             return top_p_linear(scores, rule.mass, rule.eps, largest)
         case TopK():
-            return top_k(scores, int(rule.fraction * total), largest)
+            return top_k(scores, int(rule.fraction * num_groups), largest)
         case TopKAbs():
             return top_k(scores, rule.count, largest)
         case MinP():
@@ -207,10 +207,10 @@ def top_p_softmax(scores: Tensor, mass: float, largest: bool = True) -> Tensor:
     The scale of the scores matters: nearly equal scores keep about mass · P groups, scores that differ by several
     units keep the few best.  Degenerate: if rounding keeps the sum below `mass`, all groups are kept.
     """
-    ranked, order = torch.sort(scores, descending=largest, stable=True)
-    probabilities = torch.softmax(ranked if largest else -ranked, dim=0)
-    first_enough = int(torch.searchsorted(probabilities.cumsum(dim=0), mass))
-    return _first(order, first_enough + 1)
+    sorted_scores, order = torch.sort(scores, descending=largest, stable=True)
+    probabilities = torch.softmax(sorted_scores if largest else -sorted_scores, dim=0)
+    cutoff = int(torch.searchsorted(probabilities.cumsum(dim=0), mass))
+    return _make_prefix_mask(order, cutoff + 1)
 
 
 def top_p_linear(scores: Tensor, mass: float, eps: float, largest: bool = True) -> Tensor:
@@ -227,14 +227,14 @@ def top_p_linear(scores: Tensor, mass: float, eps: float, largest: bool = True) 
     Degenerate: nothing is kept where the target is not positive (near-zero scores: the batch is rejected) or cannot be
     reached before the first score that is not positive.
     """
-    ranked, order = torch.sort(scores, descending=largest, stable=True)
-    target = mass * ranked.sum() - eps
+    sorted_scores, order = torch.sort(scores, descending=largest, stable=True)
+    target = mass * sorted_scores.sum() - eps
     # prefix_sums[k] is the sum of the k best; in float64, then float32, as the published loop compares them.
-    prefix_sums = F.pad(ranked.double().cumsum(dim=0), (1, 0)).float()
-    reached = prefix_sums >= target
-    count = int(reached.int().argmax())
-    possible = bool(reached.any()) and bool((ranked[:count] > 0).all())
-    return _first(order, count if possible else 0)
+    prefix_sums = F.pad(sorted_scores.double().cumsum(dim=0), (1, 0)).float()
+    is_reached = prefix_sums >= target
+    count = int(is_reached.int().argmax())
+    is_possible = bool(is_reached.any()) and bool((sorted_scores[:count] > 0).all())
+    return _make_prefix_mask(order, count if is_possible else 0)
 
 
 def top_k(scores: Tensor, count: int, largest: bool = True) -> Tensor:
@@ -246,7 +246,7 @@ def top_k(scores: Tensor, count: int, largest: bool = True) -> Tensor:
         largest: prefer high scores.
     """
     order = torch.sort(scores, descending=largest, stable=True).indices
-    return _first(order, max(count, 1))
+    return _make_prefix_mask(order, max(count, 1))
 
 
 def min_p(scores: Tensor, ratio: float, largest: bool = True) -> Tensor:
@@ -266,13 +266,13 @@ def min_p(scores: Tensor, ratio: float, largest: bool = True) -> Tensor:
     return scores <= scores.min() / (ratio + MIN_P_SLACK) + MIN_P_SLACK
 
 
-def _first(order: Tensor, count: int) -> Tensor:
-    keep = torch.zeros_like(order, dtype=torch.bool)
-    keep[order[:count]] = True
-    return keep
+def _make_prefix_mask(order: Tensor, count: int) -> Tensor:
+    is_kept = torch.zeros_like(order, dtype=torch.bool)
+    is_kept[order[:count]] = True
+    return is_kept
 
 
-def filter_loss_scale(mode: str, kept: int, total: int) -> float:
+def compute_filter_loss_scale(mode: str, num_kept: int, num_groups: int) -> float:
     """Factor on the advantages of the groups that a filter kept.
 
         none: 1        linear: kept / total        sqrt: sqrt(kept / total)
@@ -284,8 +284,13 @@ def filter_loss_scale(mode: str, kept: int, total: int) -> float:
 
     Source: published code (RAGEN `filter_loss_scaling`).  Degenerate: nothing kept gives 0, except for `none`.
     """
-    _require(total >= 1, "number of groups before the filter", total, "at least 1")
-    _require(0 <= kept <= total, "number of groups kept", kept, f"between 0 and the {total} groups before the filter")
-    scales = {"none": 1.0, "linear": kept / total, "sqrt": math.sqrt(kept / total)}
+    _require(num_groups >= 1, "number of groups before the filter", num_groups, "at least 1")
+    _require(
+        0 <= num_kept <= num_groups,
+        "number of groups kept",
+        num_kept,
+        f"between 0 and the {num_groups} groups before the filter",
+    )
+    scales = {"none": 1.0, "linear": num_kept / num_groups, "sqrt": math.sqrt(num_kept / num_groups)}
     _require(mode in scales, "filter_loss_scaling", mode, f"one of {', '.join(scales)}")
     return scales[mode]

@@ -24,10 +24,10 @@ from torch import Tensor
 
 NAN = float("nan")
 # A difference of squares that is a smaller share of them than this is rounding, of float32 gradients at the latest.
-ROUNDING = 1e-12
+ROUNDING_TOLERANCE = 1e-12
 
 
-def split_folds(group_ids: Tensor, folds: int, generator: torch.Generator) -> Tensor:
+def split_folds(group_ids: Tensor, num_folds: int, generator: torch.Generator) -> Tensor:
     """Fold of each entry of `group_ids`, at random; entries of one group share a fold.
 
         K = min(folds, P);   each fold has floor(P / K) or ceil(P / K) of the P groups
@@ -45,14 +45,14 @@ def split_folds(group_ids: Tensor, folds: int, generator: torch.Generator) -> Te
 
     Source: definition.  Degenerate: no entry gives an empty result.
     """
-    if folds < 1:
-        raise ValueError(f"{folds} folds; it must be at least 1, and at least 3 for an interval.")
-    groups, index = torch.unique(group_ids, return_inverse=True)
-    order = torch.randperm(len(groups), generator=generator).to(index.device)
-    return order[index] % max(1, min(folds, len(groups)))
+    if num_folds < 1:
+        raise ValueError(f"{num_folds} folds; it must be at least 1, and at least 3 for an interval.")
+    groups, group_index = torch.unique(group_ids, return_inverse=True)
+    order = torch.randperm(len(groups), generator=generator).to(group_index.device)
+    return order[group_index] % max(1, min(num_folds, len(groups)))
 
 
-def fold_gram(blocks: Iterable[Tensor]) -> Tensor:
+def compute_fold_gram(blocks: Iterable[Tensor]) -> Tensor:
     """Gram matrix (K, C, K, C) of the fold gradients in float64, summed over blocks of parameters.
 
         gram[k, c, l, d] = Σ_blocks <x_{k,c}, x_{l,d}>
@@ -85,7 +85,9 @@ class GradientSignal(NamedTuple):
     high: float
 
 
-def gradient_signal(gram: Tensor, counts: Tensor | None = None, level: float = 0.95) -> GradientSignal:
+def estimate_gradient_signal(
+    gram: Tensor, counts: Tensor | None = None, confidence_level: float = 0.95
+) -> GradientSignal:
     """Signal, noise and their ratio for one mean gradient, with a delete-one-fold jackknife interval of the ratio.
 
         noise  = Σ_k w_k |x_k − G|² / (K − 1)
@@ -115,16 +117,21 @@ def gradient_signal(gram: Tensor, counts: Tensor | None = None, level: float = 0
     """
     if gram.dim() != 2 or len(gram) != gram.shape[1]:
         raise ValueError(f"gram has shape {tuple(gram.shape)}; it must be (K, K), such as gram[:, c, :, c].")
-    products, weights = gram.double(), _weights(counts, len(gram), gram)
-    square, noise = _square_and_noise(products, weights[None])
-    snr = _ratio(square - noise, noise).item()
-    half = _half_width(products, weights, level)
+    products, weights = gram.double(), _compute_fold_weights(counts, len(gram), gram)
+    squared_norm, noise = _estimate_norm_and_noise(products, weights[None])
+    snr = _divide_by_noise(squared_norm - noise, noise).item()
+    half_width = _compute_half_width(products, weights, confidence_level)
     return GradientSignal(
-        math.sqrt(square.item()), (square - noise).item(), noise.item(), snr, low=snr - half, high=snr + half
+        math.sqrt(squared_norm.item()),
+        (squared_norm - noise).item(),
+        noise.item(),
+        snr,
+        low=snr - half_width,
+        high=snr + half_width,
     )
 
 
-def component_cosines(gram: Tensor, counts: Tensor | None = None) -> Tensor:
+def compute_component_cosines(gram: Tensor, counts: Tensor | None = None) -> Tensor:
     """Cosine (C, C) between the mean gradients of the components.
 
         cos_{c,d} = <G_c, G_d> / (|G_c| |G_d|)
@@ -136,14 +143,14 @@ def component_cosines(gram: Tensor, counts: Tensor | None = None) -> Tensor:
     Source: definition.
     Degenerate: NaN beside a mean gradient of zero, that is with |G_c|² at most 1e-12 of the mean |x_{k,c}|².
     """
-    weights, means = _weights(counts, len(gram), gram), _mean_products(gram, counts)
-    spread = torch.einsum("k,kckc->c", weights, gram.double())
-    squares = means.diagonal()
-    norms = torch.where(squares > ROUNDING * spread, squares, NAN).sqrt()
-    return (means / norms[:, None] / norms).clamp(-1, 1)
+    weights, mean_products = _compute_fold_weights(counts, len(gram), gram), _compute_mean_products(gram, counts)
+    mean_squares = torch.einsum("k,kckc->c", weights, gram.double())
+    squared_norms = mean_products.diagonal()
+    norms = torch.where(squared_norms > ROUNDING_TOLERANCE * mean_squares, squared_norms, NAN).sqrt()
+    return (mean_products / norms[:, None] / norms).clamp(-1, 1)
 
 
-def update_shares(gram: Tensor, counts: Tensor | None = None) -> Tensor:
+def compute_update_fractions(gram: Tensor, counts: Tensor | None = None) -> Tensor:
     """Signed share (C,) of each component in the update as it was sampled; the shares sum to 1.
 
         share_c = <G_c, G> / |G|²,   G = Σ_c G_c
@@ -157,23 +164,27 @@ def update_shares(gram: Tensor, counts: Tensor | None = None) -> Tensor:
 
     Source: definition.  Degenerate: NaN where the components cancel, |G|² at most 1e-12 of Σ_c |G_c|².
     """
-    means = _mean_products(gram, counts)
-    square = means.sum()
-    return means.sum(dim=1) / torch.where(square > ROUNDING * means.diagonal().sum(), square, NAN)
+    mean_products = _compute_mean_products(gram, counts)
+    squared_norm = mean_products.sum()
+    return mean_products.sum(dim=1) / torch.where(
+        squared_norm > ROUNDING_TOLERANCE * mean_products.diagonal().sum(), squared_norm, NAN
+    )
 
 
-class SignalShares(NamedTuple):
+class SignalFractions(NamedTuple):
     """Each component's part in the expected update, (C,) each, float64. Unit of `products`: that of |G|²."""
 
     products: Tensor
     """Unbiased estimates of <E G_c, E G>, which sum to the signal of G; negative where noise alone would give more."""
-    share: Tensor
+    fraction: Tensor
     """products / their sum; the shares sum to 1."""
     low: Tensor
     high: Tensor
 
 
-def signal_shares(gram: Tensor, counts: Tensor | None = None, level: float = 0.95) -> SignalShares:
+def estimate_signal_fractions(
+    gram: Tensor, counts: Tensor | None = None, confidence_level: float = 0.95
+) -> SignalFractions:
     """Signed share of each component in the expected update, with a delete-one-fold jackknife interval.
 
         noise_c   = Σ_k w_k <x_{k,c} − G_c, x_k − G> / (K − 1),   x_k = Σ_c x_{k,c},   G = Σ_c G_c
@@ -194,15 +205,17 @@ def signal_shares(gram: Tensor, counts: Tensor | None = None, level: float = 0.9
     has none, or has none without one of its folds: they would be quotients of noise. K = 2 gives no interval, K = 1 NaN
     for all.
     """
-    weights = _weights(counts, len(gram), gram)
+    weights = _compute_fold_weights(counts, len(gram), gram)
     products = gram.double().sum(dim=3)  # (K, C, K): <x_{k,c}, x_l>
-    found, share = _products_and_shares(products, weights[None])
+    estimates, fractions = _estimate_products(products, weights[None])
     if len(weights) < 3:
-        return SignalShares(found[0], share[0], *torch.full((2, len(share[0])), NAN, dtype=torch.float64))
-    _, shares = _products_and_shares(products, _without_one(weights))
-    half = _t_quantile(level, len(weights) - 1) * _jackknife_variance(shares).sqrt()
-    centre = torch.where(half.isnan(), NAN, share[0])
-    return SignalShares(found[0], centre, low=centre - half, high=centre + half)
+        return SignalFractions(
+            estimates[0], fractions[0], *torch.full((2, len(fractions[0])), NAN, dtype=torch.float64)
+        )
+    _, jackknife_fractions = _estimate_products(products, _make_jackknife_weights(weights))
+    half_width = _t_quantile(confidence_level, len(weights) - 1) * _jackknife_variance(jackknife_fractions).sqrt()
+    centre = torch.where(half_width.isnan(), NAN, fractions[0])
+    return SignalFractions(estimates[0], centre, low=centre - half_width, high=centre + half_width)
 
 
 class PublishedNorm(NamedTuple):
@@ -213,7 +226,7 @@ class PublishedNorm(NamedTuple):
     per_token: float
 
 
-def published_norm(
+def compute_published_norm(
     norms: Tensor, sequences: Tensor, tokens: int, mini_batch_size: int, micro_batch_size: int
 ) -> PublishedNorm:
     """Mean over a bucket's M mini-batches of the norm of each one's gradient; a short one is divided as if whole.
@@ -233,91 +246,91 @@ def published_norm(
     Source: published code (RAGEN gradient analysis: verl's division by the configured number of accumulation steps).
     Degenerate: NaN without a mini-batch; per_token is NaN without a trained token.
     """
-    whole = mini_batch_size // micro_batch_size
-    parts = (sequences + micro_batch_size - 1) // micro_batch_size
-    norm = (norms.double() * parts / whole).mean().item()
-    samples = int(sequences.sum())
-    return PublishedNorm(norm, norm / samples if samples else NAN, norm / tokens if tokens else NAN)
+    full_micro_batches = mini_batch_size // micro_batch_size
+    micro_batches = (sequences + micro_batch_size - 1) // micro_batch_size
+    norm = (norms.double() * micro_batches / full_micro_batches).mean().item()
+    num_sequences = int(sequences.sum())
+    return PublishedNorm(norm, norm / num_sequences if num_sequences else NAN, norm / tokens if tokens else NAN)
 
 
-def _weights(counts: Tensor | None, folds: int, like: Tensor) -> Tensor:
+def _compute_fold_weights(counts: Tensor | None, num_folds: int, reference: Tensor) -> Tensor:
     """Weight (K,) of each fold in the mean, float64, beside `like`."""
     if counts is None:
-        return torch.full((folds,), 1 / folds, dtype=torch.float64, device=like.device)
-    if counts.shape != (folds,) or not bool((counts > 0).all()):
+        return torch.full((num_folds,), 1 / num_folds, dtype=torch.float64, device=reference.device)
+    if counts.shape != (num_folds,) or not bool((counts > 0).all()):
         raise ValueError(
-            f"counts are {counts.tolist()} for {folds} folds; there must be one above 0 for each: "
+            f"counts are {counts.tolist()} for {num_folds} folds; there must be one above 0 for each: "
             "leave a fold without trained tokens out of the Gram matrix."
         )
-    exact = counts.to(like.device, torch.float64)
-    return exact / exact.sum()
+    counts64 = counts.to(reference.device, torch.float64)
+    return counts64 / counts64.sum()
 
 
-def _mean_products(gram: Tensor, counts: Tensor | None) -> Tensor:
+def _compute_mean_products(gram: Tensor, counts: Tensor | None) -> Tensor:
     """<G_c, G_d>, (C, C)."""
-    weights = _weights(counts, len(gram), gram)
+    weights = _compute_fold_weights(counts, len(gram), gram)
     return torch.einsum("k,kcld,l->cd", weights, gram.double(), weights)
 
 
-def _square_and_noise(gram: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _estimate_norm_and_noise(gram: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """|G|² and the noise of G, both (R,), for each row of `weights` (R, K); a weight of 0 leaves the fold out."""
-    square = ((weights @ gram) * weights).sum(dim=1).clamp(min=0)
-    spread = weights @ gram.diagonal()
-    folds = (weights > 0).sum(dim=1)
-    noise = torch.where(folds > 1, (spread - square) / (folds - 1), NAN)
-    return square, torch.where(noise <= ROUNDING * spread, 0, noise)
+    squared_norm = ((weights @ gram) * weights).sum(dim=1).clamp(min=0)
+    mean_square = weights @ gram.diagonal()
+    num_folds = (weights > 0).sum(dim=1)
+    noise = torch.where(num_folds > 1, (mean_square - squared_norm) / (num_folds - 1), NAN)
+    return squared_norm, torch.where(noise <= ROUNDING_TOLERANCE * mean_square, 0, noise)
 
 
-def _ratio(signal: Tensor, noise: Tensor) -> Tensor:
+def _divide_by_noise(signal: Tensor, noise: Tensor) -> Tensor:
     return signal / torch.where(noise > 0, noise, NAN)
 
 
-def _half_width(gram: Tensor, weights: Tensor, level: float) -> float:
+def _compute_half_width(gram: Tensor, weights: Tensor, confidence_level: float) -> float:
     """Half of the jackknife interval's width; NaN with fewer than 3 folds, where one left out leaves no noise."""
-    folds = len(weights)
-    if folds < 3:
+    num_folds = len(weights)
+    if num_folds < 3:
         return NAN
-    square, noise = _square_and_noise(gram, _without_one(weights))
-    ratios = _ratio(square - noise, (1 - weights) * noise)
-    return _t_quantile(level, folds - 1) * math.sqrt(_jackknife_variance(ratios).item())
+    squared_norm, noise = _estimate_norm_and_noise(gram, _make_jackknife_weights(weights))
+    ratios = _divide_by_noise(squared_norm - noise, (1 - weights) * noise)
+    return _t_quantile(confidence_level, num_folds - 1) * math.sqrt(_jackknife_variance(ratios).item())
 
 
-def _without_one(weights: Tensor) -> Tensor:
+def _make_jackknife_weights(weights: Tensor) -> Tensor:
     """Weights (K, K) of the folds in the mean: row k without fold k."""
-    others = weights * (1 - torch.eye(len(weights), dtype=torch.float64, device=weights.device))
-    return others / others.sum(dim=1, keepdim=True)
+    weights_left = weights * (1 - torch.eye(len(weights), dtype=torch.float64, device=weights.device))
+    return weights_left / weights_left.sum(dim=1, keepdim=True)
 
 
-def _jackknife_variance(found: Tensor) -> Tensor:
+def _jackknife_variance(values: Tensor) -> Tensor:
     """Variance of a statistic, (...), from its values (K, ...) without one fold each."""
-    return (len(found) - 1) / len(found) * (found - found.mean(dim=0)).square().sum(dim=0)
+    return (len(values) - 1) / len(values) * (values - values.mean(dim=0)).square().sum(dim=0)
 
 
-def _products_and_shares(products: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def _estimate_products(products: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """`SignalShares.products` and `.share`, (R, C) each, for each row of `weights` (R, K); products (K, C, K)."""
-    square = torch.einsum("rk,kcl,rl->rc", weights, products, weights)
-    spread = torch.einsum("rk,kck->rc", weights, products)
-    folds = (weights > 0).sum(dim=1, keepdim=True)
-    found = torch.where(folds > 1, square - (spread - square) / (folds - 1), NAN)
-    whole = found.sum(dim=1, keepdim=True)
-    terms = square.abs().sum(dim=1, keepdim=True)
-    return found, found / torch.where(whole > ROUNDING * terms, whole, NAN)
+    mean_products = torch.einsum("rk,kcl,rl->rc", weights, products, weights)
+    fold_products = torch.einsum("rk,kck->rc", weights, products)
+    num_folds = (weights > 0).sum(dim=1, keepdim=True)
+    estimates = torch.where(num_folds > 1, mean_products - (fold_products - mean_products) / (num_folds - 1), NAN)
+    total = estimates.sum(dim=1, keepdim=True)
+    terms = mean_products.abs().sum(dim=1, keepdim=True)
+    return estimates, estimates / torch.where(total > ROUNDING_TOLERANCE * terms, total, NAN)
 
 
-def _t_quantile(level: float, df: int) -> float:
+def _t_quantile(confidence_level: float, df: int) -> float:
     """The t >= 0 with P(|T| <= t) = level for Student's T with `df` degrees of freedom, by bisection of its angle."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _t_probability(middle, df) < level else (low, middle)
+        low, high = (middle, high) if _t_probability(middle, df) < confidence_level else (low, middle)
     return math.sqrt(df) * math.tan(low)
 
 
 def _t_probability(angle: float, df: int) -> float:
     """P(|T| <= sqrt(df) tan(angle)). Source: Abramowitz and Stegun 1964, 26.7.3 and 26.7.4."""
-    odd = df % 2
-    term, series = math.cos(angle) if odd else 1.0, 0.0
+    parity = df % 2
+    term, series = math.cos(angle) if parity else 1.0, 0.0
     for step in range(1, df // 2 + 1):
         series += term
-        term *= math.cos(angle) ** 2 * (2 * step - 1 + odd) / (2 * step + odd)
-    return 2 / math.pi * (angle + math.sin(angle) * series) if odd else math.sin(angle) * series
+        term *= math.cos(angle) ** 2 * (2 * step - 1 + parity) / (2 * step + parity)
+    return 2 / math.pi * (angle + math.sin(angle) * series) if parity else math.sin(angle) * series

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trainable.algo.losses import kl_estimate
+from trainable.algo.losses import estimate_kl
 
 MAX_RELATIVE_ERROR = 0.2
 
 
 @torch.no_grad()
-def kl_penalised_rewards(
+def apply_kl_penalty(
     rewards: Tensor, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, kind: str, kl_coef: float
 ) -> Tensor:
     """Token rewards minus the KL penalty on trained tokens, (B, T), a constant.
@@ -29,12 +29,12 @@ def kl_penalised_rewards(
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, eq. 2 (with k1).  Degenerate: β = 0 gives the rewards.
     """
-    penalty = kl_coef * kl_estimate(logprobs, ref_logprobs, kind)
+    penalty = kl_coef * estimate_kl(logprobs, ref_logprobs, kind)
     return rewards - torch.where(mask, penalty, 0)
 
 
 @dataclass(frozen=True)
-class AdaptiveKL:
+class AdaptiveKLController:
     """KL coefficient that moves with the measured KL towards a target; without a horizon it is fixed.
 
         error = clamp(KL / target − 1, ±0.2),   β ← β (1 + error · n / horizon)
@@ -57,7 +57,7 @@ class AdaptiveKL:
         if self.horizon is not None and not self.horizon > 0:
             raise ValueError(f"KL horizon is {self.horizon}; it must be above 0, or None for a fixed coefficient.")
 
-    def updated(self, current_kl: float, n_steps: int) -> "AdaptiveKL":
+    def update(self, current_kl: float, n_steps: int) -> "AdaptiveKLController":
         """Return the controller after `n_steps` sequences whose KL was `current_kl` nats."""
         if self.horizon is None:
             return self

@@ -27,7 +27,7 @@ class PolicyLoss(NamedTuple):
     """bool: the dual clip's bound is the smaller one. Its token mean is `pg_clipfrac_lower`."""
 
 
-def ppo_clip(
+def ppo_clip_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, clip_low: float, clip_high: float, clip_c: float
 ) -> PolicyLoss:
     """Clipped surrogate loss of PPO with asymmetric and dual clip, of each token.
@@ -53,13 +53,15 @@ def ppo_clip(
             "low must be in [0, 1), high at least 0 and c above 1, such as 0.2, 0.28 and 3.0."
         )
     ratio = (logprobs - old_logprobs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
-    pessimistic = torch.maximum(unclipped, clipped)
-    bound = -clip_c * advantages
-    negative = advantages < 0
-    loss = torch.where(negative, torch.minimum(pessimistic, bound), pessimistic)
-    return PolicyLoss(loss, ratio.detach(), clipped > unclipped, negative & (pessimistic > bound))
+    unclipped_loss = -advantages * ratio
+    clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    pessimistic_loss = torch.maximum(unclipped_loss, clipped_loss)
+    dual_clip_bound = -clip_c * advantages
+    is_negative = advantages < 0
+    loss = torch.where(is_negative, torch.minimum(pessimistic_loss, dual_clip_bound), pessimistic_loss)
+    return PolicyLoss(
+        loss, ratio.detach(), clipped_loss > unclipped_loss, is_negative & (pessimistic_loss > dual_clip_bound)
+    )
 
 
 class ValueLoss(NamedTuple):
@@ -69,7 +71,7 @@ class ValueLoss(NamedTuple):
     clipped: Tensor
 
 
-def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> ValueLoss:
+def value_clip_loss(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: float) -> ValueLoss:
     """Clipped squared error of the critic, of each token.
 
         V_clip = clamp(V, V_old ± ε),   L = ½ max((V − R)², (V_clip − R)²)
@@ -85,8 +87,8 @@ def value_clip(values: Tensor, old_values: Tensor, returns: Tensor, cliprange: f
     """
     if not cliprange > 0:
         raise ValueError(f"cliprange_value is {cliprange}; it must be above 0, such as 0.5.")
-    near_old = torch.clamp(values, old_values - cliprange, old_values + cliprange)
-    error, clipped_error = (values - returns).square(), (near_old - returns).square()
+    clipped_values = torch.clamp(values, old_values - cliprange, old_values + cliprange)
+    error, clipped_error = (values - returns).square(), (clipped_values - returns).square()
     return ValueLoss(0.5 * torch.maximum(error, clipped_error), clipped_error > error)
 
 
@@ -115,7 +117,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float = K3_LIMIT) -> Tensor:
+def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float = K3_LIMIT) -> Tensor:
     """Estimate of KL(π‖π_ref) from sampled tokens, of each token, in nats.
 
         d = logπ − logπ_ref
@@ -139,16 +141,16 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float 
     The gradients are proved by enumeration in the tests.
     Degenerate: at π = π_ref every value is 0; the gradient of k2 and k3 is 0, that of k1 is ∇logπ.
     """
-    base = kind.removesuffix("+")
-    if base not in KL_ESTIMATORS:
+    base_kind = kind.removesuffix("+")
+    if base_kind not in KL_ESTIMATORS:
         raise ValueError(
             f"kl_loss_type is {kind!r}; it must be one of {', '.join(KL_ESTIMATORS)}, each also with a + at its end "
             "(the exact sum over the vocabulary is the function full_kl, which takes logits)."
         )
     d = logprobs - ref_logprobs
-    estimator = KL_ESTIMATORS[base]
+    estimator = KL_ESTIMATORS[base_kind]
     value = estimator(d).clamp(-limit, limit) if estimator is _k3 else estimator(d)
-    if kind == base:
+    if kind == base_kind:
         return value
     surrogate = _k2(d)
     return value.detach() + (surrogate - surrogate.detach())
@@ -194,12 +196,12 @@ def logprobs_from_logits(logits: Tensor, tokens: Tensor) -> Tensor:
 
     Source: definition.  Degenerate: no row gives an empty result.
     """
-    return -F.cross_entropy(_at_least_float32(logits), tokens, reduction="none")
+    return -F.cross_entropy(_upcast(logits), tokens, reduction="none")
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
-    return torch.log_softmax(_at_least_float32(logits), dim=-1)
+    return torch.log_softmax(_upcast(logits), dim=-1)
 
 
-def _at_least_float32(x: Tensor) -> Tensor:
+def _upcast(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -16,27 +16,27 @@ from torch import Tensor
 
 STD_EPS = 1e-3
 EMA_DECAY = 0.9
-TOP = (2, 4, 8)
+TOP_K = (2, 4, 8)
 
 # Suffix of a normalisation's std and z-scores -> the name of its information.
-_INFORMATION = {"": "mi_estimate", "_seq": "mi_seq_estimate", "_paper": "mi_estimate_paper"}
+_INFORMATION_NAMES = {"": "mi_estimate", "_seq": "mi_seq_estimate", "_paper": "mi_estimate_paper"}
 
 
-class Mixture(NamedTuple):
+class MixtureScores(NamedTuple):
     """Log-probs (N,) of each thought: after its own prompt, and under the mixture of all."""
 
-    matched: Tensor
-    marginal: Tensor
+    matched_logprobs: Tensor
+    marginal_logprobs: Tensor
 
     @property
     def information(self) -> float:
         """I(X; Z), the mean of matched − marginal."""
-        return float((self.matched - self.marginal).mean())
+        return float((self.matched_logprobs - self.marginal_logprobs).mean())
 
     @property
     def std(self) -> float:
         """Standard deviation of the marginal, divisor N."""
-        return float(self.marginal.std(correction=0))
+        return float(self.marginal_logprobs.std(correction=0))
 
     @property
     def zscore(self) -> float:
@@ -44,7 +44,7 @@ class Mixture(NamedTuple):
         return self.information / (self.std + STD_EPS)
 
 
-def mixture(scores: Tensor, own: Tensor) -> Mixture:
+def compute_mixture_scores(scores: Tensor, own_columns: Tensor) -> MixtureScores:
     """Score of each thought after its own prompt, and the log of its mean likelihood over all prompts.
 
         matched_i = s_i,own(i)        marginal_i = log (1/M) Σ_j exp s_ij = logsumexp_j s_ij − log M
@@ -60,11 +60,11 @@ def mixture(scores: Tensor, own: Tensor) -> Mixture:
     Source: published code (RAGEN `collapse_metrics`).
     Degenerate: equal columns give matched = marginal; with one column both are the score.
     """
-    matched = scores.gather(1, own[:, None]).squeeze(1)
-    return Mixture(matched, scores.logsumexp(dim=1) - math.log(scores.shape[1]))
+    matched_logprobs = scores.gather(1, own_columns[:, None]).squeeze(1)
+    return MixtureScores(matched_logprobs, scores.logsumexp(dim=1) - math.log(scores.shape[1]))
 
 
-def mutual_information(sums: Tensor, lengths: Tensor, own: Tensor) -> dict[str, float]:
+def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_columns: Tensor) -> dict[str, float]:
     """Mutual information of prompts and thoughts, both entropies, and how far a thought stands from its mixture.
 
         published   m_i = ℓ_i,own        g_i = logsumexp_j ℓ_ij − log M
@@ -92,35 +92,40 @@ def mutual_information(sums: Tensor, lengths: Tensor, own: Tensor) -> dict[str, 
     Raises ValueError for fewer than 2 prompts, no thought, or scores that are not finite.
     Degenerate: one thought, or thoughts equally likely under the mixture, have std 0 and a z-score of I / 1e-3.
     """
-    _check(sums, own)
-    exact, tokens, log_m = sums.double(), lengths.double(), math.log(sums.shape[1])
-    token, sequence = mixture(exact / tokens[:, None], own), mixture(exact, own)
-    paper = Mixture(sequence.matched / tokens, sequence.marginal / tokens)
+    _check_scores(logprob_sums, own_columns)
+    logprob_sums64, lengths64, log_m = logprob_sums.double(), lengths.double(), math.log(logprob_sums.shape[1])
+    per_token, per_sequence = (
+        compute_mixture_scores(logprob_sums64 / lengths64[:, None], own_columns),
+        compute_mixture_scores(logprob_sums64, own_columns),
+    )
+    per_token_paper = MixtureScores(
+        per_sequence.matched_logprobs / lengths64, per_sequence.marginal_logprobs / lengths64
+    )
     return {
-        "mi_estimate": token.information,
-        "mi_seq_estimate": sequence.information,
-        "mi_estimate_paper": paper.information,
+        "mi_estimate": per_token.information,
+        "mi_seq_estimate": per_sequence.information,
+        "mi_estimate_paper": per_token_paper.information,
         "mi_upper_bound": log_m,
-        "mi_upper_bound_paper": log_m * float(tokens.reciprocal().mean()),
-        "matched_log_prob_mean": float(token.matched.mean()),
-        "marginal_log_prob_mean": float(token.marginal.mean()),
-        "marginal_log_prob_mean_paper": float(paper.marginal.mean()),
-        "conditional_entropy_est": -float(token.matched.mean()),
-        "conditional_entropy_seq_est": -float(sequence.matched.mean()),
-        "reasoning_entropy_est": -float(token.marginal.mean()),
-        "reasoning_entropy_seq_est": -float(sequence.marginal.mean()),
-        "reasoning_entropy_est_paper": -float(paper.marginal.mean()),
-        "marginal_std": token.std,
-        "marginal_std_seq": sequence.std,
-        "marginal_std_paper": paper.std,
-        "mi_zscore": token.zscore,
-        "mi_zscore_seq": sequence.zscore,
-        "mi_zscore_paper": paper.zscore,
+        "mi_upper_bound_paper": log_m * float(lengths64.reciprocal().mean()),
+        "matched_log_prob_mean": float(per_token.matched_logprobs.mean()),
+        "marginal_log_prob_mean": float(per_token.marginal_logprobs.mean()),
+        "marginal_log_prob_mean_paper": float(per_token_paper.marginal_logprobs.mean()),
+        "conditional_entropy_est": -float(per_token.matched_logprobs.mean()),
+        "conditional_entropy_seq_est": -float(per_sequence.matched_logprobs.mean()),
+        "reasoning_entropy_est": -float(per_token.marginal_logprobs.mean()),
+        "reasoning_entropy_seq_est": -float(per_sequence.marginal_logprobs.mean()),
+        "reasoning_entropy_est_paper": -float(per_token_paper.marginal_logprobs.mean()),
+        "marginal_std": per_token.std,
+        "marginal_std_seq": per_sequence.std,
+        "marginal_std_paper": per_token_paper.std,
+        "mi_zscore": per_token.zscore,
+        "mi_zscore_seq": per_sequence.zscore,
+        "mi_zscore_paper": per_token_paper.zscore,
     }
 
 
-def smoothed_zscores(
-    metrics: Mapping[str, float], state: Mapping[str, float] | None
+def smooth_zscores(
+    metrics: Mapping[str, float], averages: Mapping[str, float] | None
 ) -> tuple[dict[str, float], dict[str, float]]:
     """One step of the moving average of the marginals' std, and the z-scores by it.
 
@@ -136,17 +141,17 @@ def smoothed_zscores(
 
     Source: published code (RAGEN `collapse_metrics`).
     """
-    found, following = {}, {}
-    for variant, information in _INFORMATION.items():
+    smoothed_metrics, next_averages = {}, {}
+    for variant, information in _INFORMATION_NAMES.items():
         name = f"marginal_std{variant}"
-        std = metrics[name] if state is None else EMA_DECAY * state[name] + (1 - EMA_DECAY) * metrics[name]
-        following[name] = std
-        found[f"marginal_std_ema{variant}"] = std
-        found[f"mi_zscore_ema{variant}"] = metrics[information] / (std + STD_EPS)
-    return found, following
+        std = metrics[name] if averages is None else EMA_DECAY * averages[name] + (1 - EMA_DECAY) * metrics[name]
+        next_averages[name] = std
+        smoothed_metrics[f"marginal_std_ema{variant}"] = std
+        smoothed_metrics[f"mi_zscore_ema{variant}"] = metrics[information] / (std + STD_EPS)
+    return smoothed_metrics, next_averages
 
 
-def retrieval(sums: Tensor, own: Tensor, classes: Tensor) -> dict[str, float]:
+def compute_retrieval_metrics(logprob_sums: Tensor, own_columns: Tensor, classes: Tensor) -> dict[str, float]:
     """How often a thought's own prompt is the one, or among the k, that make it likeliest.
 
         accuracy@k = share of rows with a column of the own class among the k best
@@ -164,20 +169,20 @@ def retrieval(sums: Tensor, own: Tensor, classes: Tensor) -> dict[str, float]:
     Raises ValueError for fewer than 2 prompts, no thought, or scores that are not finite.
     Degenerate: k beyond M counts all columns; chance@k is a bound where classes hold several columns.
     """
-    _check(sums, own)
-    right = classes[_ranked(sums)] == classes[own][:, None]
-    chance = float(torch.bincount(classes)[classes[own]].double().mean()) / len(classes)
-    found = {}
-    for k, suffix in ((1, ""), *((k, f"@{k}") for k in TOP)):
-        accuracy, level = float(right[:, :k].any(dim=1).double().mean()), min(1.0, k * chance)
-        found[f"retrieval_accuracy{suffix}"] = accuracy
-        found[f"retrieval_chance_level{suffix}"] = level
-        found[f"retrieval_above_chance{suffix}"] = accuracy - level
-    return found
+    _check_scores(logprob_sums, own_columns)
+    is_correct = classes[_rank_columns(logprob_sums)] == classes[own_columns][:, None]
+    chance_at_one = float(torch.bincount(classes)[classes[own_columns]].double().mean()) / len(classes)
+    metrics = {}
+    for k, suffix in ((1, ""), *((k, f"@{k}") for k in TOP_K)):
+        accuracy, chance_level = float(is_correct[:, :k].any(dim=1).double().mean()), min(1.0, k * chance_at_one)
+        metrics[f"retrieval_accuracy{suffix}"] = accuracy
+        metrics[f"retrieval_chance_level{suffix}"] = chance_level
+        metrics[f"retrieval_above_chance{suffix}"] = accuracy - chance_level
+    return metrics
 
 
-def shuffled_retrieval_accuracy(
-    sums: Tensor, own: Tensor, classes: Tensor, generator: torch.Generator, shuffles: int = 100
+def compute_shuffled_accuracy(
+    logprob_sums: Tensor, own_columns: Tensor, classes: Tensor, generator: torch.Generator, num_shuffles: int = 100
 ) -> float:
     """Retrieval accuracy when the thoughts' prompts are dealt out anew: the control that must sit at chance.
 
@@ -194,22 +199,25 @@ def shuffled_retrieval_accuracy(
     Raises ValueError for fewer than 2 prompts, no thought, or scores that are not finite.
     Degenerate: one thought is never dealt another prompt, and gives its own accuracy.
     """
-    _check(sums, own)
-    retrieved, true = classes[_ranked(sums)[:, 0]], classes[own]
-    dealt = [true[torch.randperm(len(own), generator=generator).to(true.device)] for _ in range(shuffles)]
-    return float((torch.stack(dealt) == retrieved).double().mean())
+    _check_scores(logprob_sums, own_columns)
+    retrieved_classes, true_classes = classes[_rank_columns(logprob_sums)[:, 0]], classes[own_columns]
+    shuffled_classes = [
+        true_classes[torch.randperm(len(own_columns), generator=generator).to(true_classes.device)]
+        for _ in range(num_shuffles)
+    ]
+    return float((torch.stack(shuffled_classes) == retrieved_classes).double().mean())
 
 
-def _ranked(sums: Tensor) -> Tensor:
+def _rank_columns(logprob_sums: Tensor) -> Tensor:
     """Columns (N, M) of each row, likeliest first."""
-    return torch.sort(sums, dim=1, descending=True, stable=True).indices
+    return torch.sort(logprob_sums, dim=1, descending=True, stable=True).indices
 
 
-def _check(sums: Tensor, own: Tensor) -> None:
-    if sums.shape[1] < 2 or not len(own):
+def _check_scores(logprob_sums: Tensor, own_columns: Tensor) -> None:
+    if logprob_sums.shape[1] < 2 or not len(own_columns):
         raise ValueError(
-            f"{len(own)} thoughts against {sums.shape[1]} prompts: telling thoughts apart needs at least 1 thought and "
+            f"{len(own_columns)} thoughts against {logprob_sums.shape[1]} prompts: telling thoughts apart needs at least 1 thought and "
             f"2 prompts. Leave the diagnostics of this sample out, or sample more groups or turns."
         )
-    if not torch.isfinite(sums).all():
+    if not torch.isfinite(logprob_sums).all():
         raise ValueError("the cross log-probs hold numbers that are not finite; check the policy's weights.")

@@ -38,13 +38,13 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     Degenerate: one trained token gives its centred value 0 and none gives zeros, where the published code raises.
     """
     # In float32 the mean of many similar numbers is off by an amount that a small spread would magnify.
-    exact = x.double()
-    centred = torch.where(mask, exact - masked_mean(exact, mask), 0)
+    x64 = x.double()
+    centred = torch.where(mask, x64 - masked_mean(x64, mask), 0)
     variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
     return (centred * torch.rsqrt(variance + VARIANCE_FLOOR)).to(x.dtype)
 
 
-def loss_weights(
+def compute_loss_weights(
     mask: Tensor, mode: str, micro_batch_size: int | None = None, padded_length: int | None = None
 ) -> Tensor:
     """Weight (B, T) of each token such that `(weights * loss).sum()` is the aggregation `mode` of the loss.
@@ -79,16 +79,16 @@ def loss_weights(
             f"padded_length is {padded_length}; it must be at least 1 token, or None for the mask's width."
         )
     micro_batches = torch.split(mask.float(), micro_batch_size or max(len(mask), 1))
-    weights = [_micro_batch_weights(trained, mode, padded_length) for trained in micro_batches]
+    weights = [_compute_micro_batch_weights(trained, mode, padded_length) for trained in micro_batches]
     return torch.cat(weights) / len(weights)
 
 
-def _micro_batch_weights(trained: Tensor, mode: str, padded_length: int | None) -> Tensor:
+def _compute_micro_batch_weights(float_mask: Tensor, mode: str, padded_length: int | None) -> Tensor:
     """Weights (B, T) of one micro-batch; `trained` is its mask as 0.0 and 1.0."""
     if mode == "token-mean":
-        return trained / trained.sum().clamp(min=1)
+        return float_mask / float_mask.sum().clamp(min=1)
     if mode == "seq-mean-token-sum-norm":
-        return trained / (padded_length or trained.shape[1])
-    tokens = trained.sum(dim=1, keepdim=True)  # (B, 1)
-    per_sequence = trained / tokens.clamp(min=1) if mode == "seq-mean-token-mean" else trained
-    return per_sequence / (tokens > 0).sum().clamp(min=1)
+        return float_mask / (padded_length or float_mask.shape[1])
+    sequence_lengths = float_mask.sum(dim=1, keepdim=True)  # (B, 1)
+    sequence_weights = float_mask / sequence_lengths.clamp(min=1) if mode == "seq-mean-token-mean" else float_mask
+    return sequence_weights / (sequence_lengths > 0).sum().clamp(min=1)

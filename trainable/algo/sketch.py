@@ -5,11 +5,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-CHUNK = 2**24
+CHUNK_ENTRIES = 2**24
 """Entries worked on at once: some hundred megabytes."""
 
 
-def count_sketch(parts: Iterable[Tensor], size: int, seed: int) -> Tensor:
+def count_sketch(tensors: Iterable[Tensor], size: int, seed: int) -> Tensor:
     """The CountSketch S x, (size,) in float64, of the vector x that `parts` make together: each entry of x is added to
     one random entry of the sketch, with a random sign.
 
@@ -27,16 +27,16 @@ def count_sketch(parts: Iterable[Tensor], size: int, seed: int) -> Tensor:
     Source: Charikar, Chen and Farach-Colton 2002; the variance: Weinberger et al. 2009, arXiv:0902.2206, lemma 2.
     Degenerate: entries that are not finite give sketches that are not.
     """
-    found: Tensor | None = None
-    draws = torch.Generator()
-    for part in parts:
-        if found is None:
-            found = torch.zeros(size, dtype=torch.float64, device=part.device)
-            draws = torch.Generator(part.device).manual_seed(seed)
-        for chunk in part.detach().flatten().split(CHUNK):
+    sketch: Tensor | None = None
+    generator = torch.Generator()
+    for tensor in tensors:
+        if sketch is None:
+            sketch = torch.zeros(size, dtype=torch.float64, device=tensor.device)
+            generator = torch.Generator(tensor.device).manual_seed(seed)
+        for chunk in tensor.detach().flatten().split(CHUNK_ENTRIES):
             # One draw has both: the place, and in its last bit the sign.
-            drawn = torch.randint(2 * size, chunk.shape, generator=draws, device=chunk.device)
-            found.index_add_(0, drawn >> 1, torch.where(drawn & 1 == 1, chunk, -chunk).double())
-    if found is None:
+            slots_and_signs = torch.randint(2 * size, chunk.shape, generator=generator, device=chunk.device)
+            sketch.index_add_(0, slots_and_signs >> 1, torch.where(slots_and_signs & 1 == 1, chunk, -chunk).double())
+    if sketch is None:
         raise ValueError("There is nothing to sketch.")
-    return found
+    return sketch

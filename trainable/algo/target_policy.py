@@ -13,7 +13,7 @@ class TargetPolicyLoss(NamedTuple):
     """Loss over P groups, a scalar, with what the update and its diagnostics need, without gradient."""
 
     loss: Tensor
-    pull: Tensor
+    sequence_weights: Tensor
     """(B,) −∂loss/∂c: what a sequence's summed log-prob is multiplied with in a loss of the same gradient, negated."""
     entropy: Tensor
     """Mean over groups of the target's entropy, in nats: log G where it is uniform."""
@@ -21,20 +21,22 @@ class TargetPolicyLoss(NamedTuple):
     """Mean over groups of the target's largest probability."""
 
 
-class GroupShares(NamedTuple):
+class GroupDistributions(NamedTuple):
     """Of each rollout (B,), float64: the logarithms of its shares of its group, and where its group is."""
 
     log_p: Tensor
     """log p, with gradient."""
     log_q: Tensor
     """log q of the target, a constant."""
-    group: Tensor
+    group_index: Tensor
     """(B,) int, the groups numbered 0 ... P − 1."""
     n_groups: int
     """P."""
 
 
-def target_shares(logprobs: Tensor, old_logprobs: Tensor, skills: Tensor, group_ids: Tensor, eta: float) -> GroupShares:
+def compute_group_distributions(
+    logprobs: Tensor, old_logprobs: Tensor, skills: Tensor, group_ids: Tensor, eta: float
+) -> GroupDistributions:
     """Policy and target as distributions over each group's rollouts: what the loss of `target_policy` is made of.
 
         p = softmax(c),   q = softmax(log softmax(o) + z / η)
@@ -53,16 +55,20 @@ def target_shares(logprobs: Tensor, old_logprobs: Tensor, skills: Tensor, group_
     """
     if not eta > 0:
         raise ValueError(f"tpo_eta is {eta}; it must be above 0, such as 1.0.")
-    _, group = torch.unique(group_ids, return_inverse=True)
-    count = int(group.max()) + 1
+    _, group_index = torch.unique(group_ids, return_inverse=True)
+    num_groups = int(group_index.max()) + 1
     # Sums of hundreds of nats leave float32 too few digits for the small differences that p − q is made of.
-    log_p = _log_shares(logprobs.double(), group, count)
+    log_p = _group_log_softmax(logprobs.double(), group_index, num_groups)
     with torch.no_grad():
-        log_q = _log_shares(_log_shares(old_logprobs.double(), group, count) + skills.double() / eta, group, count)
-    return GroupShares(log_p, log_q, group, count)
+        log_q = _group_log_softmax(
+            _group_log_softmax(old_logprobs.double(), group_index, num_groups) + skills.double() / eta,
+            group_index,
+            num_groups,
+        )
+    return GroupDistributions(log_p, log_q, group_index, num_groups)
 
 
-def target_policy(
+def target_policy_loss(
     logprobs: Tensor, old_logprobs: Tensor, skills: Tensor, group_ids: Tensor, eta: float
 ) -> TargetPolicyLoss:
     """Cross-entropy of the policy, restricted to each group's rollouts, from a target that prefers the skilled ones.
@@ -86,17 +92,17 @@ def target_policy(
     Degenerate: a group of one has gradient 0; equal skills give q = softmax(o), a pull back to the old policy that is 0
     where the policy is still the old one.
     """
-    log_p, log_q, group, count = target_shares(logprobs, old_logprobs, skills, group_ids, eta)
+    log_p, log_q, group_index, num_groups = compute_group_distributions(logprobs, old_logprobs, skills, group_ids, eta)
     with torch.no_grad():
-        target = log_q.exp()
-        entropy = -(target * log_q).sum() / count
-        top = target.new_zeros(count).scatter_reduce(0, group, target, "amax").mean()
-        pull = (target - log_p.exp()) / count
-    return TargetPolicyLoss(-(target * log_p).sum() / count, pull, entropy, top)
+        target_probs = log_q.exp()
+        entropy = -(target_probs * log_q).sum() / num_groups
+        top_prob = target_probs.new_zeros(num_groups).scatter_reduce(0, group_index, target_probs, "amax").mean()
+        sequence_weights = (target_probs - log_p.exp()) / num_groups
+    return TargetPolicyLoss(-(target_probs * log_p).sum() / num_groups, sequence_weights, entropy, top_prob)
 
 
-def _log_shares(x: Tensor, group: Tensor, count: int) -> Tensor:
+def _group_log_softmax(x: Tensor, group_index: Tensor, num_groups: int) -> Tensor:
     """log softmax of `x` (B,) over the members of each of `count` groups."""
-    top = x.new_full((count,), -torch.inf).scatter_reduce(0, group, x.detach(), "amax")
-    above = x - top[group]
-    return above - x.new_zeros(count).index_add(0, group, above.exp()).log()[group]
+    group_max = x.new_full((num_groups,), -torch.inf).scatter_reduce(0, group_index, x.detach(), "amax")
+    shifted_x = x - group_max[group_index]
+    return shifted_x - x.new_zeros(num_groups).index_add(0, group_index, shifted_x.exp()).log()[group_index]

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from trainable.algo.losses import entropy_from_logits, full_kl, logprobs_from_logits
 
-OfLogits = Callable[[Tensor, slice], Tensor]
+LogitsFunction = Callable[[Tensor, slice], Tensor]
 """A number of each row (n,) from its logits (n, V); the slice says which of the N rows these are."""
 
 
-class TokenNumbers(NamedTuple):
+class TokenStatistics(NamedTuple):
     """What the policy's loss needs of each token (N,), in nats; full_kl is None where no reference was given."""
 
     logprobs: Tensor
@@ -27,7 +27,7 @@ class TokenNumbers(NamedTuple):
 
 
 def logprobs_from_hidden(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, elements: int | None = None
+    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, chunk_elements: int | None = None
 ) -> Tensor:
     """Log-probability of one token in each row (N,), in nats.
 
@@ -42,14 +42,14 @@ def logprobs_from_hidden(
 
     Source: definition.  Degenerate: no row gives an empty result.
     """
-    (found,) = _of_logits([_logprobs_of(tokens)], hidden, weight, temperature, elements)
-    return found
+    (logprobs,) = _apply_to_logits([_make_logprobs_function(tokens)], hidden, weight, temperature, chunk_elements)
+    return logprobs
 
 
-def token_numbers(
+def compute_token_statistics(
     hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, entropy_gradient: bool = True,
-    reference: tuple[Tensor, Tensor] | None = None, elements: int | None = None,
-) -> TokenNumbers:  # fmt: skip
+    reference: tuple[Tensor, Tensor] | None = None, chunk_elements: int | None = None,
+) -> TokenStatistics:  # fmt: skip
     """Log-probability, entropy and exact KL of each row (N,) from one product with the head.
 
         z = W x / τ,   log π(a) = z_a − logsumexp(z),   H = −Σ_v π_v logπ_v,   KL = Σ_v π_v (logπ_v − logπ_ref,v)
@@ -62,53 +62,53 @@ def token_numbers(
     Source: definitions.  Degenerate: equal logits give H = log V with zero gradient; π = π_ref gives KL = 0 with zero
     gradient. Logits must be finite.
     """
-    functions = [_logprobs_of(tokens), _entropies(entropy_gradient)]
+    functions = [_make_logprobs_function(tokens), _make_entropies_function(entropy_gradient)]
     if reference is not None:
-        functions.append(_full_kl_to(*reference, temperature))
-    logprobs, entropies, *kl = _of_logits(functions, hidden, weight, temperature, elements)
-    return TokenNumbers(logprobs, entropies if entropy_gradient else entropies.detach(), kl[0] if kl else None)
+        functions.append(_make_full_kl_function(*reference, temperature))
+    logprobs, entropies, *kl = _apply_to_logits(functions, hidden, weight, temperature, chunk_elements)
+    return TokenStatistics(logprobs, entropies if entropy_gradient else entropies.detach(), kl[0] if kl else None)
 
 
-def _logprobs_of(tokens: Tensor) -> OfLogits:
+def _make_logprobs_function(tokens: Tensor) -> LogitsFunction:
     return lambda logits, rows: logprobs_from_logits(logits, tokens[rows])
 
 
-def _entropies(has_gradient: bool) -> OfLogits:
-    def of(logits: Tensor, rows: slice) -> Tensor:
+def _make_entropies_function(has_gradient: bool) -> LogitsFunction:
+    def compute_entropies(logits: Tensor, rows: slice) -> Tensor:
         return entropy_from_logits(logits if has_gradient else logits.detach())
 
-    return of
+    return compute_entropies
 
 
-def _full_kl_to(hidden: Tensor, weight: Tensor, temperature: float) -> OfLogits:
+def _make_full_kl_function(hidden: Tensor, weight: Tensor, temperature: float) -> LogitsFunction:
     hidden, head = hidden.detach(), weight.detach().to(hidden.dtype)
-    return lambda logits, rows: full_kl(logits, _logits(hidden[rows], head, temperature))
+    return lambda logits, rows: full_kl(logits, _compute_logits(hidden[rows], head, temperature))
 
 
-def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
+def _compute_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
     """Tempered logits (n, V), in float32 or better; `head` is in the type of `hidden`."""
     logits = F.linear(hidden, head)
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
 
 
-def _of_logits(
-    functions: Sequence[OfLogits], hidden: Tensor, weight: Tensor, temperature: float, elements: int | None
+def _apply_to_logits(
+    functions: Sequence[LogitsFunction], hidden: Tensor, weight: Tensor, temperature: float, chunk_elements: int | None
 ) -> tuple[Tensor, ...]:
     """Each function (N,) of the tempered logits."""
-    if elements is not None and elements < 1:
-        raise ValueError(f"elements is {elements}; at least 1 logit is held at once. Give {2**27}, say.")
-    rows = len(hidden) if elements is None else max(1, elements // len(weight))
-    if len(hidden) > rows:
-        return _Chunked.apply(functions, rows, temperature, hidden, weight)
-    logits = _logits(hidden, weight.to(hidden.dtype), temperature)
+    if chunk_elements is not None and chunk_elements < 1:
+        raise ValueError(f"elements is {chunk_elements}; at least 1 logit is held at once. Give {2**27}, say.")
+    chunk_rows = len(hidden) if chunk_elements is None else max(1, chunk_elements // len(weight))
+    if len(hidden) > chunk_rows:
+        return _ChunkedLogits.apply(functions, chunk_rows, temperature, hidden, weight)
+    logits = _compute_logits(hidden, weight.to(hidden.dtype), temperature)
     return tuple(function(logits, slice(None)) for function in functions)
 
 
-def _slices(count: int, rows: int) -> Iterator[slice]:
-    return (slice(start, start + rows) for start in range(0, count, rows))
+def _make_slices(count: int, chunk_rows: int) -> Iterator[slice]:
+    return (slice(start, start + chunk_rows) for start in range(0, count, chunk_rows))
 
 
-class _Chunked(torch.autograd.Function):
+class _ChunkedLogits(torch.autograd.Function):
     """`_of_logits` over chunks of rows.
 
     The head's gradient is summed over chunks in its own type, float32: autograd would sum what chunks give in the type
@@ -117,33 +117,40 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, functions: Sequence[OfLogits], rows: int, temperature: float, hidden: Tensor, weight: Tensor
+        ctx: Any,
+        functions: Sequence[LogitsFunction],
+        chunk_rows: int,
+        temperature: float,
+        hidden: Tensor,
+        weight: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.functions, ctx.rows, ctx.temperature = functions, rows, temperature
+        ctx.functions, ctx.rows, ctx.temperature = functions, chunk_rows, temperature
         ctx.save_for_backward(hidden, weight)
         ctx.set_materialize_grads(False)
         head = weight.to(hidden.dtype)
-        found: list[list[Tensor]] = [[] for _ in functions]
-        for chunk in _slices(len(hidden), rows):
-            logits = _logits(hidden[chunk], head, temperature)
-            for parts, function in zip(found, functions, strict=True):
-                parts.append(function(logits, chunk))
-        return tuple(torch.cat(parts) for parts in found)
+        outputs: list[list[Tensor]] = [[] for _ in functions]
+        for chunk in _make_slices(len(hidden), chunk_rows):
+            logits = _compute_logits(hidden[chunk], head, temperature)
+            for chunk_outputs, function in zip(outputs, functions, strict=True):
+                chunk_outputs.append(function(logits, chunk))
+        return tuple(torch.cat(parts) for parts in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *slopes: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *output_grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight = ctx.saved_tensors
-        used = [(function, slope) for function, slope in zip(ctx.functions, slopes, strict=True) if slope is not None]
+        active_functions = [
+            (function, slope) for function, slope in zip(ctx.functions, output_grads, strict=True) if slope is not None
+        ]
         head = weight.to(hidden.dtype)
-        of_hidden = torch.zeros_like(hidden)
-        of_weight = torch.zeros_like(weight) if ctx.needs_input_grad[4] else None
-        for chunk in _slices(len(hidden), ctx.rows) if used else ():
-            logits = _logits(hidden[chunk], head, ctx.temperature).requires_grad_()
+        hidden_grad = torch.zeros_like(hidden)
+        weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[4] else None
+        for chunk in _make_slices(len(hidden), ctx.rows) if active_functions else ():
+            logits = _compute_logits(hidden[chunk], head, ctx.temperature).requires_grad_()
             with torch.enable_grad():
-                found = [function(logits, chunk) for function, _ in used]
-            (of_logits,) = torch.autograd.grad(found, logits, [slope[chunk] for _, slope in used])
-            of_product = of_logits.div_(ctx.temperature).to(head.dtype)
-            of_hidden[chunk] = of_product @ head
-            if of_weight is not None:
-                of_weight += of_product.T @ hidden[chunk]
-        return None, None, None, of_hidden, of_weight
+                outputs = [function(logits, chunk) for function, _ in active_functions]
+            (logits_grad,) = torch.autograd.grad(outputs, logits, [slope[chunk] for _, slope in active_functions])
+            product_grad = logits_grad.div_(ctx.temperature).to(head.dtype)
+            hidden_grad[chunk] = product_grad @ head
+            if weight_grad is not None:
+                weight_grad += product_grad.T @ hidden[chunk]
+        return None, None, None, hidden_grad, weight_grad

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainable.backend.world import World
-from trainable.runs.nonfinite import bad_losses
+from trainable.runs.nonfinite import find_nonfinite_losses
 
 
 @dataclass
@@ -13,53 +13,60 @@ class Meter:
     """Sums of one update: weighted losses a mini-batch, and plain sums over tokens."""
 
     optimizer_steps: int = 0
-    skipped: int = 0
+    skipped_steps: int = 0
     tokens: int = 0
 
     def __post_init__(self) -> None:
-        self.by_step: dict[str, float] = {}
-        self.by_token: dict[str, float] = {}
-        self.norms: dict[str, float] = {}
-        self.nonfinite: list[str] = []
-        self.bad_losses: list[str] = []
+        self.step_sums: dict[str, float] = {}
+        self.token_sums: dict[str, float] = {}
+        self.grad_norm_sums: dict[str, float] = {}
+        self.nonfinite_names: list[str] = []
+        self.nonfinite_losses: list[str] = []
 
-    def add(self, tokens: int, weighted: dict[str, Tensor], counted: dict[str, Tensor]) -> None:
+    def add(self, tokens: int, loss_terms: dict[str, Tensor], token_sums: dict[str, Tensor]) -> None:
         """Add one pass: `weighted` are shares of a mini-batch's loss, `counted` are sums over `tokens`."""
         self.tokens += tokens
-        self.bad_losses += bad_losses(weighted)
-        for store, parts in ((self.by_step, weighted), (self.by_token, counted)):
-            for name, value in parts.items():
-                store[name] = store.get(name, 0.0) + float(value)
+        self.nonfinite_losses += find_nonfinite_losses(loss_terms)
+        for sums, terms in ((self.step_sums, loss_terms), (self.token_sums, token_sums)):
+            for name, value in terms.items():
+                sums[name] = sums.get(name, 0.0) + float(value)
 
-    def stepped(self, norm: Tensor | float, name: str) -> None:
+    def record_step(self, grad_norm: Tensor | float, column: str) -> None:
         """Count one mini-batch whose gradient norm was `norm`."""
         self.optimizer_steps += 1
-        self.bad_losses = []
-        self.norms[name] = self.norms.get(name, 0.0) + float(norm)
+        self.nonfinite_losses = []
+        self.grad_norm_sums[column] = self.grad_norm_sums.get(column, 0.0) + float(grad_norm)
 
-    def passed_over(self, gradients: list[str]) -> None:
+    def record_skipped_step(self, nonfinite_gradients: list[str]) -> None:
         """Count one mini-batch that made no step, and name what was not finite in it: losses, and `gradients`."""
         self.optimizer_steps += 1
-        self.skipped += 1
-        self.nonfinite += [*self.bad_losses, *gradients]
-        self.bad_losses = []
+        self.skipped_steps += 1
+        self.nonfinite_names += [*self.nonfinite_losses, *nonfinite_gradients]
+        self.nonfinite_losses = []
 
-    def over(self, world: World) -> "Meter":
+    def all_reduce(self, world: World) -> "Meter":
         """This meter with the sums of all ranks; steps and norms are every rank's own and the same."""
         if world.size == 1:
             return self
-        found = Meter(self.optimizer_steps, self.skipped)
-        for part in world.gather(self):
-            found.tokens += part.tokens
-            found.nonfinite += part.nonfinite
-            for mine, theirs in ((found.by_step, part.by_step), (found.by_token, part.by_token)):
-                for name, value in theirs.items():
-                    mine[name] = mine.get(name, 0.0) + value
-        found.norms = self.norms
-        return found
+        total = Meter(self.optimizer_steps, self.skipped_steps)
+        for rank_meter in world.all_gather_object(self):
+            total.tokens += rank_meter.tokens
+            total.nonfinite_names += rank_meter.nonfinite_names
+            for total_sums, rank_sums in (
+                (total.step_sums, rank_meter.step_sums),
+                (total.token_sums, rank_meter.token_sums),
+            ):
+                for name, value in rank_sums.items():
+                    total_sums[name] = total_sums.get(name, 0.0) + value
+        total.grad_norm_sums = self.grad_norm_sums
+        return total
 
-    def means(self) -> dict[str, float]:
+    def compute_means(self) -> dict[str, float]:
         """Means over mini-batches, over tokens, and of gradient norms over the steps that were made."""
-        made = self.optimizer_steps - self.skipped
-        stores = ((self.by_step, self.optimizer_steps), (self.by_token, self.tokens), (self.norms, made))
-        return {name: value / max(1, count) for store, count in stores for name, value in store.items()}
+        applied_steps = self.optimizer_steps - self.skipped_steps
+        sums_and_counts = (
+            (self.step_sums, self.optimizer_steps),
+            (self.token_sums, self.tokens),
+            (self.grad_norm_sums, applied_steps),
+        )
+        return {name: value / max(1, count) for store, count in sums_and_counts for name, value in store.items()}

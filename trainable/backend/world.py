@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its stubs
 
-from trainable.runs.state import Lazy
+from trainable.runs.state import LazyTensors
 
 T = TypeVar("T")
 
-PATIENCE = timedelta(hours=1)
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
 """How long a rank waits for the others: one may play long episodes while the others have ended theirs."""
 
 
@@ -33,19 +33,19 @@ class World(Protocol):
         """Number of processes."""
         ...
 
-    def gather(self, mine: T) -> list[T]:
+    def all_gather_object(self, local_object: T) -> list[T]:
         """The objects of all ranks, in the order of ranks."""
         ...
 
-    def total(self, part: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks of a tensor of one shape."""
         ...
 
-    def join(self, part: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """The ranks' parts, all of one shape (n,), one behind the other."""
         ...
 
-    def spread(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """Rank 0's tensors by name, on the processor; the others give None.
 
         Several ranks get each one when they ask for it: all of them for the same ones, in the same order.
@@ -54,130 +54,136 @@ class World(Protocol):
 
 
 @dataclass(frozen=True)
-class Alone:
+class SingleProcess:
     """A run of one process."""
 
     rank: int = 0
     size: int = 1
 
-    def gather(self, mine: T) -> list[T]:
+    def all_gather_object(self, local_object: T) -> list[T]:
         """What this rank has."""
-        return [mine]
+        return [local_object]
 
-    def total(self, part: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The part itself."""
-        return part
+        return tensor
 
-    def join(self, part: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """The part itself."""
-        return part
+        return tensor
 
-    def spread(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """The tensors themselves."""
         return tensors or {}
 
 
 @dataclass(frozen=True)
-class Connected:
+class DistributedWorld:
     """Ranks of torch's default process group, which has been set up."""
 
     rank: int
     size: int
 
-    def gather(self, mine: T) -> list[T]:
+    def all_gather_object(self, local_object: T) -> list[T]:
         """All ranks' objects. They travel as pickles between the processes of one run, through its own sockets."""
-        found: list[T | None] = [None] * self.size
-        torch.distributed.all_gather_object(found, mine)
-        return [entry for entry in found if entry is not None]
+        gathered_objects: list[T | None] = [None] * self.size
+        torch.distributed.all_gather_object(gathered_objects, local_object)
+        return [entry for entry in gathered_objects if entry is not None]
 
-    def total(self, part: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
-        torch.distributed.all_reduce(part)
-        return part
+        torch.distributed.all_reduce(tensor)
+        return tensor
 
-    def join(self, part: Tensor) -> Tensor:
+    def all_gather(self, tensor: Tensor) -> Tensor:
         """Gathered on the device that `part` is on."""
-        found = part.new_empty(self.size * part.numel())
-        torch.distributed.all_gather_into_tensor(found, part.contiguous())
-        return found
+        gathered_tensor = tensor.new_empty(self.size * tensor.numel())
+        torch.distributed.all_gather_into_tensor(gathered_tensor, tensor.contiguous())
+        return gathered_tensor
 
-    def spread(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
+    def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """Rank 0's tensors, of which a rank holds one after the other."""
-        mine = tensors or {}
-        about = self.gather({name: (value.shape, value.dtype) for name, value in mine.items()})[0]
+        local_tensors = tensors or {}
+        tensor_specs = self.all_gather_object(
+            {name: (value.shape, value.dtype) for name, value in local_tensors.items()}
+        )[0]
 
-        def make(name: str) -> Tensor:
-            shape, dtype = about[name]
-            value = mine[name].cpu().contiguous() if self.rank == 0 else torch.empty(shape, dtype=dtype)
+        def broadcast_tensor(name: str) -> Tensor:
+            shape, dtype = tensor_specs[name]
+            value = local_tensors[name].cpu().contiguous() if self.rank == 0 else torch.empty(shape, dtype=dtype)
             torch.distributed.broadcast(value, 0)
             return value
 
-        return Lazy({name: shape for name, (shape, _) in about.items()}, make)
+        return LazyTensors({name: shape for name, (shape, _) in tensor_specs.items()}, broadcast_tensor)
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
 
 
-def connect(rank: int, size: int, meeting: Path, wait: Callable[[], object] | None = None) -> Connected:
+def connect(
+    rank: int, world_size: int, rendezvous_file: Path, on_wait: Callable[[], object] | None = None
+) -> DistributedWorld:
     """Join the ranks that meet at a file of this machine: no port is opened for it, so none can be taken.
 
     Sockets between ranks stay on the loopback device. meeting: a file that no other run uses; it must stay while the
     ranks are connected, since NCCL reads it again. wait: called again and again until all ranks have come, so that who
     knows of one that never will can raise; None: those that have come wait for `PATIENCE`.
     """
-    if size == 1 and torch.distributed.is_initialized():
-        return Connected(rank, size)  # of an earlier run in this process
+    if world_size == 1 and torch.distributed.is_initialized():
+        return DistributedWorld(rank, world_size)  # of an earlier run in this process
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
-    store = FileStore(str(meeting), size)
+    store = FileStore(str(rendezvous_file), world_size)
     store.set(f"here/{rank}", "")
-    while wait is not None and not store.check([f"here/{other}" for other in range(size)]):
-        wait()
-    kinds = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(kinds, store=store, rank=rank, world_size=size, timeout=PATIENCE)
+    while on_wait is not None and not store.check([f"here/{other}" for other in range(world_size)]):
+        on_wait()
+    backends = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(
+        backends, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
+    )
     if torch.cuda.is_available():  # NCCL connects at its first call: better now than in the middle of a step
         torch.distributed.all_reduce(torch.zeros(1, device="cuda"))
-    return Connected(rank, size)
+    return DistributedWorld(rank, world_size)
 
 
-def leave(meeting: Path) -> None:
+def disconnect(rendezvous_file: Path) -> None:
     """End this process's part in a group of several, and delete the file.
 
     A group of one stays: DeepSpeed keeps what it made of it, and the next run of this process goes on with that.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.destroy_process_group()
-    meeting.unlink(missing_ok=True)
+    rendezvous_file.unlink(missing_ok=True)
 
 
-def my_block(count: int, world: World) -> range:
+def compute_local_range(num_items: int, world: World) -> range:
     """Which of `count` things in a row this rank takes: consecutive ones, as equally many as can be."""
-    base, more = divmod(count, world.size)
-    start = world.rank * base + min(world.rank, more)
-    return range(start, start + base + (world.rank < more))
+    base_size, remainder = divmod(num_items, world.size)
+    start = world.rank * base_size + min(world.rank, remainder)
+    return range(start, start + base_size + (world.rank < remainder))
 
 
-def skipped_children(draws: np.random.Generator, count: int) -> np.random.Generator:
+def skip_child_seeds(rng: np.random.Generator, num_skipped: int) -> np.random.Generator:
     """`draws`, whose next children are those after the first `count`: as if other ranks' had been spawned here."""
-    sequence = draws.bit_generator.seed_seq
-    assert isinstance(sequence, np.random.SeedSequence)
-    sequence.spawn(count)
-    return draws
+    seed_sequence = rng.bit_generator.seed_seq
+    assert isinstance(seed_sequence, np.random.SeedSequence)
+    seed_sequence.spawn(num_skipped)
+    return rng
 
 
-def dealt_rows(lengths: Tensor, ranks: int) -> list[Tensor]:
+def shard_rows(lengths: Tensor, ranks: int) -> list[Tensor]:
     """The rows of a mini-batch that each rank works on, so that ranks have nearly as many rows, and tokens.
 
     lengths: (N,) tokens of each row. Returns int64 indices in their order, for every rank; they may be none. Rows are
     dealt back and forth, the longest first. Source: definition.
     """
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
-    there_and_back = [*range(ranks), *reversed(range(ranks))]
-    turns = (there_and_back * -(-len(order) // len(there_and_back)))[: len(order)]
-    holder = torch.tensor(turns, dtype=torch.long, device=order.device)
-    return [order[holder == rank].sort().values for rank in range(ranks)]
+    rank_cycle = [*range(ranks), *reversed(range(ranks))]
+    assigned_ranks = (rank_cycle * -(-len(order) // len(rank_cycle)))[: len(order)]
+    owner_ranks = torch.tensor(assigned_ranks, dtype=torch.long, device=order.device)
+    return [order[owner_ranks == rank].sort().values for rank in range(ranks)]
 
 
-def in_order(parts: Sequence[Sequence[T]]) -> Iterator[T]:
+def chain_blocks(blocks: Sequence[Sequence[T]]) -> Iterator[T]:
     """What ranks hold in blocks, as one row of things."""
-    return (entry for part in parts for entry in part)
+    return (entry for block in blocks for entry in block)

@@ -39,15 +39,15 @@ class PolicyLossKind:
     must not be copied. reads_before_each_step: whether a pass without gradients precedes each optimizer step. knobs:
     settings of `actor` that it alone reads."""
 
-    keeps_groups: bool = False
-    reads_before_each_step: bool = False
-    knobs: tuple[str, ...] = ()
+    needs_whole_groups: bool = False
+    needs_pass_before_step: bool = False
+    settings: tuple[str, ...] = ()
 
 
 POLICY_LOSSES: Mapping[str, PolicyLossKind] = MappingProxyType(
     {
-        "ppo_clip": PolicyLossKind(knobs=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")),
-        "tpo": PolicyLossKind(keeps_groups=True, reads_before_each_step=True, knobs=("tpo_eta",)),
+        "ppo_clip": PolicyLossKind(settings=("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")),
+        "tpo": PolicyLossKind(needs_whole_groups=True, needs_pass_before_step=True, settings=("tpo_eta",)),
     }
 )
 """actor.policy_loss -> what it needs."""
@@ -59,12 +59,12 @@ class FilterStrategy:
     settings of `filter` that it alone reads."""
 
     counts_groups: bool = False
-    knobs: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
 
 FILTER_STRATEGIES: Mapping[str, FilterStrategy] = MappingProxyType(
     {
-        "top_p": FilterStrategy(knobs=("rollout_filter_top_p_prob_mode", "rollout_filter_selection_eps")),
+        "top_p": FilterStrategy(settings=("rollout_filter_top_p_prob_mode", "rollout_filter_selection_eps")),
         "top_k": FilterStrategy(),
         "top_k_abs": FilterStrategy(counts_groups=True),
         "top_f": FilterStrategy(),
@@ -81,6 +81,8 @@ EXACT_KL = "full"
 """The exact KL, over the whole vocabulary."""
 
 
-def idle_knobs(choices: Mapping[str, PolicyLossKind] | Mapping[str, FilterStrategy], chosen: str) -> frozenset[str]:
+def find_unused_settings(
+    choices: Mapping[str, PolicyLossKind] | Mapping[str, FilterStrategy], choice_name: str
+) -> frozenset[str]:
     """The settings that no one reads where `chosen` of `choices` is: those of the others."""
-    return frozenset(knob for choice in choices.values() for knob in choice.knobs) - {*choices[chosen].knobs}
+    return frozenset(knob for choice in choices.values() for knob in choice.settings) - {*choices[choice_name].settings}

@@ -5,8 +5,8 @@ None of the sizes changes a number that a run computes.
 
 from pathlib import Path
 
-SHIPPED = "sokoban-tiny"
-SHIPPED_FOLDER = Path(__file__).parents[1] / "tiny" / "sokoban_tiny"
+SHIPPED_MODEL = "sokoban-tiny"
+SHIPPED_MODEL_FOLDER = Path(__file__).parents[1] / "tiny" / "sokoban_tiny"
 """The policy that comes with the package: its name as a model's path, and where it is."""
 
 QWEN2_ARCHITECTURE = "Qwen2ForCausalLM"
@@ -20,5 +20,5 @@ CHUNK_ELEMENTS = 2**27
 """Logits held at once: half a GiB in float32, of which a backward pass holds about eight copies. Of 151,936 vocabulary
 entries that is 883 rows, which a GPU multiplies as fast as more."""
 
-ZERO_BUCKET, ZERO_LIVE = 50_000_000, 1_000_000_000
+ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS = 50_000_000, 1_000_000_000
 """Elements that ZeRO reduces at once, and that stage 3 keeps whole at once and looks ahead."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from trainable.config.aliases import ALIASES
-from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, idle_knobs
+from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.sections import (
     ActorConfig,
     AlgorithmConfig,
@@ -28,21 +28,21 @@ from trainable.config.sections import (
     RolloutConfig,
     TrainerConfig,
 )
-from trainable.config.setting_types import shown
-from trainable.config.study_config import StudyConfig
+from trainable.config.setting_types import format_value
+from trainable.config.study_config import BaseRunConfig
 
-C = TypeVar("C", bound=StudyConfig)
+C = TypeVar("C", bound=BaseRunConfig)
 
 
 class ConfigError(ValueError):
     """A setting that cannot be used; the message says what was given, what is allowed and what to type."""
 
 
-class RunConfig(StudyConfig):
+class RunConfig(BaseRunConfig):
     """One configuration; with its seed, one run."""
 
     aliases: ClassVar[Mapping[str, str]] = ALIASES
-    without_result: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {
             # What is logged and kept of a run, and where it is placed.
             "trainer": (
@@ -66,7 +66,7 @@ class RunConfig(StudyConfig):
     early_stop: EarlyStopConfig = EarlyStopConfig()
 
     @model_validator(mode="after")
-    def _the_tiny_model_reads_compact_prompts(self) -> "RunConfig":
+    def _check_tiny_model_prompt(self) -> "RunConfig":
         if self.model.path == "sokoban-tiny" and self.model.prompt_style == "full":
             raise ValueError(
                 "sokoban-tiny knows the compact prompt only: use the laptop preset, or model.prompt_style=compact"
@@ -74,13 +74,13 @@ class RunConfig(StudyConfig):
         return self
 
     @model_validator(mode="after")
-    def _warmup_needs_a_critic_of_its_own(self) -> "RunConfig":
+    def _check_critic_warmup(self) -> "RunConfig":
         if self.critic.shared_trunk and self.trainer.critic_warmup > 1:
             raise ValueError("critic.shared_trunk has one update for policy and critic: set trainer.critic_warmup=0")
         return self
 
     @model_validator(mode="after")
-    def _adapters_share_a_base_that_is_whole(self) -> "RunConfig":
+    def _check_lora_zero_stage(self) -> "RunConfig":
         if self.model.lora_rank and self.trainer.zero_stage == 3:
             raise ValueError(
                 "model.lora_rank trains adapters over one frozen base, which is not dealt out: set trainer.zero_stage=2"
@@ -88,98 +88,113 @@ class RunConfig(StudyConfig):
         return self
 
     @model_validator(mode="after")
-    def _target_policy_has_what_it_needs(self) -> "RunConfig":
-        if self.actor.loss.keeps_groups:
-            for refused, why in _refused_with_target_policy(self):
-                if refused:
-                    raise ValueError(f"actor.policy_loss=tpo {why}")
+    def _check_target_policy(self) -> "RunConfig":
+        if self.actor.loss.needs_whole_groups:
+            for is_conflict, reason in _find_target_policy_conflicts(self):
+                if is_conflict:
+                    raise ValueError(f"actor.policy_loss=tpo {reason}")
         return self
 
-    def hashed(self) -> dict[str, Any]:
+    def dump_for_hash(self) -> dict[str, Any]:
         """Every setting that can change a result, the seed and the knobs of choices that were not chosen left out."""
-        data = super().hashed()
+        settings = super().dump_for_hash()
         if not self.model.lora_rank:
             for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
-                del data["model"][setting]
-        for setting in idle_knobs(POLICY_LOSSES, self.actor.policy_loss):
-            del data["actor"][setting]
-        for setting in idle_knobs(FILTER_STRATEGIES, self.filter.rollout_filter_strategy):
-            del data["filter"][setting]
+                del settings["model"][setting]
+        for setting in find_unused_settings(POLICY_LOSSES, self.actor.policy_loss):
+            del settings["actor"][setting]
+        for setting in find_unused_settings(FILTER_STRATEGIES, self.filter.rollout_filter_strategy):
+            del settings["filter"][setting]
         if not self.collapse_detection.all_quantities:
-            del data["collapse_detection"]["all_quantities"]
-        return data
+            del settings["collapse_detection"]["all_quantities"]
+        return settings
 
 
-def _refused_with_target_policy(config: RunConfig) -> list[tuple[bool, str]]:
+def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
     """Whether each setting that actor.policy_loss=tpo cannot have is there, and what is said of it."""
-    actor, algorithm, trainer, size = config.actor, config.algorithm, config.trainer, config.env.group_size
-    whole, mini = math.lcm(size, actor.ppo_micro_batch_size_per_gpu), actor.ppo_mini_batch_size
-    wrong_size = (
-        f"is a loss of whole groups, and actor.ppo_mini_batch_size {mini} is no multiple of env.group_size {size}"
+    actor, algorithm, trainer, group_size = config.actor, config.algorithm, config.trainer, config.env.group_size
+    common_multiple, mini_batch_size = (
+        math.lcm(group_size, actor.ppo_micro_batch_size_per_gpu),
+        actor.ppo_mini_batch_size,
     )
+    wrong_size = f"is a loss of whole groups, and actor.ppo_mini_batch_size {mini_batch_size} is no multiple of env.group_size {group_size}"
     estimator = "aims at the skill of each rollout in its group: set algorithm.adv_estimator=group_skill"
     scaling = "aims at skills, which are no factors of a loss: set actor.filter_loss_scaling=none"
-    no_task = "without skills is an anchor at the old policy, not nothing: set algorithm.zero_task_advantage=false"
-    truncated = "weighs sequences, and truncated importance weights are of tokens: set actor.tis_imp_ratio_cap=null"
-    dealt = "reads the policy before each optimizer step, on every rank by itself: set trainer.zero_stage=2"
-    analysed = (
+    zero_advantage = (
+        "without skills is an anchor at the old policy, not nothing: set algorithm.zero_task_advantage=false"
+    )
+    importance_weights = (
+        "weighs sequences, and truncated importance weights are of tokens: set actor.tis_imp_ratio_cap=null"
+    )
+    sharded_weights = "reads the policy before each optimizer step, on every rank by itself: set trainer.zero_stage=2"
+    gradient_analysis = (
         "couples the rollouts of a group, and a gradient analysis adds up those of single rollouts: set "
         "trainer.gradient_analysis_mode=false"
     )
     return [
-        (size < 2, "compares the rollouts of a group: set env.group_size=2 or more"),
+        (group_size < 2, "compares the rollouts of a group: set env.group_size=2 or more"),
         (not algorithm.estimator.is_skill, estimator),
-        (mini % size != 0, f"{wrong_size}: set actor.ppo_mini_batch_size={whole}, or a multiple of that"),
+        (
+            mini_batch_size % group_size != 0,
+            f"{wrong_size}: set actor.ppo_mini_batch_size={common_multiple}, or a multiple of that",
+        ),
         (actor.filter_loss_scaling != "none", scaling),
-        (algorithm.zero_task_advantage, no_task),
-        (actor.tis_imp_ratio_cap is not None, truncated),
-        (trainer.zero_stage == 3, dealt),
-        (trainer.gradient_analysis_mode, analysed),
+        (algorithm.zero_task_advantage, zero_advantage),
+        (actor.tis_imp_ratio_cap is not None, importance_weights),
+        (trainer.zero_stage == 3, sharded_weights),
+        (trainer.gradient_analysis_mode, gradient_analysis),
     ]
 
 
-def field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
+def list_field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
     """All dotted keys that `with_overrides` takes, in order of declaration."""
     names: list[str] = []
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            names += field_names(kind, f"{prefix}{name}.")
+        field_type = field.annotation
+        if isinstance(field_type, type) and issubclass(field_type, BaseModel):
+            names += list_field_names(field_type, f"{prefix}{name}.")
         else:
             names.append(prefix + name)
     return names
 
 
-def canonical_key(key: str, kind: type[StudyConfig] = RunConfig) -> str:
+def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
     """The dotted field of a configuration of this kind that `key` names, or ConfigError with the nearest ones.
 
     `key` is a field (`actor.kl_loss_coef`), a key of the published documents (`actor_rollout_ref.actor.kl_loss_coef`),
     or a field's last part where only one section has it (`kl_loss_coef`).
     """
-    fields, aliases = field_names(kind), kind.aliases
+    fields, aliases = list_field_names(config_type), config_type.aliases
     if key in fields:
         return key
     if key in aliases:
         return aliases[key]
-    bare = [name for name in fields if name.rsplit(".", 1)[-1] == key]
-    if len(bare) == 1:
-        return bare[0]
-    if bare:
-        raise ConfigError(f"`{shown(key)}` is a setting of several sections: type one of {', '.join(bare)}.")
-    tails = {name.rsplit(".", 1)[-1]: name for name in fields}
+    matching_fields = [name for name in fields if name.rsplit(".", 1)[-1] == key]
+    if len(matching_fields) == 1:
+        return matching_fields[0]
+    if matching_fields:
+        raise ConfigError(
+            f"`{format_value(key)}` is a setting of several sections: type one of {', '.join(matching_fields)}."
+        )
+    field_by_suffix = {name.rsplit(".", 1)[-1]: name for name in fields}
     nearest = difflib.get_close_matches(key, [*fields, *aliases], n=3, cutoff=0.5)
-    nearest += [tails[tail] for tail in difflib.get_close_matches(key.rsplit(".", 1)[-1], tails, n=3, cutoff=0.6)]
+    nearest += [
+        field_by_suffix[tail]
+        for tail in difflib.get_close_matches(key.rsplit(".", 1)[-1], field_by_suffix, n=3, cutoff=0.6)
+    ]
     section = key.split(".")[0]
-    listed = [name for name in fields if name.startswith(section + ".")] if section in kind.model_fields else []
+    section_fields = (
+        [name for name in fields if name.startswith(section + ".")] if section in config_type.model_fields else []
+    )
     hint = f" Nearest: {', '.join(dict.fromkeys(nearest))}." if nearest else ""
-    hint += f" The section has: {', '.join(listed)}." if listed else ""
+    hint += f" The section has: {', '.join(section_fields)}." if section_fields else ""
     raise ConfigError(
-        f"There is no setting `{shown(key)}`.{hint} `python -m tune_study {kind.listed} --all` lists all with their "
+        f"There is no setting `{format_value(key)}`.{hint} `python -m tune_study {config_type.list_command} --all` lists all with their "
         "meaning."
     )
 
 
-def _parse(value: object) -> object:
+def _parse_list(value: object) -> object:
     """Text from a command line as the list it spells, else unchanged: pydantic converts numbers and booleans."""
     if isinstance(value, str) and value.strip().startswith("["):
         try:
@@ -189,31 +204,37 @@ def _parse(value: object) -> object:
     return value
 
 
-def with_overrides(config: C, overrides: Mapping[str, object]) -> C:
+def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
     """`config` with dotted keys replaced, checked as a whole; the one override path of command line, spaces and Python.
 
     Raises ConfigError naming each bad key or value (the first ten of them) and its bounds.
     """
-    data = config.model_dump()
+    settings = config.model_dump()
     for key, value in overrides.items():
-        *sections, name = canonical_key(key, type(config)).split(".")
-        target = data
+        *sections, name = resolve_key(key, type(config)).split(".")
+        section_settings = settings
         for section in sections:
-            target = target[section]
-        target[name] = _parse(value)
+            section_settings = section_settings[section]
+        section_settings[name] = _parse_list(value)
     try:
-        return type(config).model_validate(data)
+        return type(config).model_validate(settings)
     except ValidationError as error:
-        raise ConfigError(explain(error)) from None
+        raise ConfigError(format_validation_error(error)) from None
 
 
-def explain(error: ValidationError, most: int = 10) -> str:
+def format_validation_error(error: ValidationError, max_errors: int = 10) -> str:
     """One sentence for each bad value, of the first `most`."""
     sentences = []
-    for item in error.errors()[:most]:
-        where = shown(".".join(str(part) for part in item["loc"]))
-        what = item["msg"].removeprefix("Value error, ")
+    for item in error.errors()[:max_errors]:
+        location = format_value(".".join(str(part) for part in item["loc"]))
+        message = item["msg"].removeprefix("Value error, ")
         value = item["input"] if not isinstance(item["input"], Mapping) else None
-        given = f"`{where}={shown(value)}`" if value is not None else f"`{where}`" if where else "This combination"
-        sentences.append(f"{given} cannot be used: {what[0].lower()}{what[1:]}.")
+        setting = (
+            f"`{location}={format_value(value)}`"
+            if value is not None
+            else f"`{location}`"
+            if location
+            else "This combination"
+        )
+        sentences.append(f"{setting} cannot be used: {message[0].lower()}{message[1:]}.")
     return " ".join(sentences)

@@ -4,7 +4,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-from trainable.config.setting_types import LARGEST_WHOLE_NUMBER, shown
+from trainable.config.setting_types import MAX_INTEGER, format_value
 
 
 class Section(BaseModel):
@@ -13,9 +13,9 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     @model_validator(mode="after")
-    def _whole_numbers_can_be_counted_to(self) -> Self:
+    def _check_integer_range(self) -> Self:
         for name in type(self).model_fields:
             value = getattr(self, name)
-            if isinstance(value, int) and abs(value) > LARGEST_WHOLE_NUMBER:
-                raise ValueError(f"{name} {shown(value)} is beyond {LARGEST_WHOLE_NUMBER}, the largest number")
+            if isinstance(value, int) and abs(value) > MAX_INTEGER:
+                raise ValueError(f"{name} {format_value(value)} is beyond {MAX_INTEGER}, the largest number")
         return self

@@ -16,18 +16,18 @@ from trainable.config.setting_types import (
     Common,
     FilterMetric,
     Finite,
-    Groups,
+    GroupCount,
     KLKind,
     LoraTargets,
     LossAggMode,
     ModelPath,
     NonNegative,
-    OrNull,
+    ParseNull,
     Positive,
-    Share,
+    Fraction,
     ShareBelowOne,
 )
-from trainable.config.study_config import Runner
+from trainable.config.study_config import BaseTrainerConfig
 
 
 class ModelConfig(Section):
@@ -54,9 +54,9 @@ class ModelConfig(Section):
 class EnvConfig(Section):
     """Levels, groups and the protocol's limits (published environment `CoordSokoban`: 6x6, one box)."""
 
-    env_groups: Common[Groups] = Field(8, description="P: training prompts (levels) a step")
+    env_groups: Common[GroupCount] = Field(8, description="P: training prompts (levels) a step")
     group_size: Common[int] = Field(16, ge=1, description="G: rollouts of each training level")
-    val_env_groups: Common[Groups] = Field(512, description="validation levels; the same ones every time")
+    val_env_groups: Common[GroupCount] = Field(512, description="validation levels; the same ones every time")
     val_group_size: int = Field(1, ge=1, description="rollouts of each validation level")
     test_env_groups: int = Field(512, ge=0, le=512, description="test levels, evaluated once at the end; 0: none")
     seed_train: int = Field(
@@ -88,7 +88,7 @@ class RolloutConfig(Section):
     gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="share of the device given to vLLM")
     enforce_eager: bool = Field(True, description="vLLM without CUDA graphs: starts faster, samples slower")
     free_cache_engine: bool = Field(True, description="vLLM's weights and cache leave the device during the update")
-    max_model_len: Annotated[int | None, OrNull] = Field(
+    max_model_len: Annotated[int | None, ParseNull] = Field(
         3600, ge=1, description="tokens of a conversation at most; null: the model's own context"
     )
     logprob_tolerance: Positive = Field(
@@ -124,7 +124,7 @@ class FilterConfig(Section):
     rollout_filter_selection_eps: NonNegative = Field(0.01, description="slack of the linear top_p threshold")
 
     @model_validator(mode="after")
-    def _value_fits_strategy(self) -> "FilterConfig":
+    def _check_filter_value(self) -> "FilterConfig":
         value, strategy = self.rollout_filter_value, self.rollout_filter_strategy
         if FILTER_STRATEGIES[strategy].counts_groups:
             if value < 1 or value != int(value):
@@ -147,7 +147,7 @@ class OptimConfig(Section):
     ppo_micro_batch_size_per_gpu: int = Field(4, ge=1, description="sequences whose loss is averaged together")
 
     @model_validator(mode="after")
-    def _micro_divides_mini(self) -> "OptimConfig":
+    def _check_micro_batch_size(self) -> "OptimConfig":
         if self.ppo_mini_batch_size % self.ppo_micro_batch_size_per_gpu:
             raise ValueError(
                 f"ppo_micro_batch_size_per_gpu {self.ppo_micro_batch_size_per_gpu} does not divide "
@@ -181,7 +181,7 @@ class ActorConfig(OptimConfig):
     kl_loss_type: Common[KLKind] = Field(  # type: ignore[valid-type]
         "kl", description="estimator; the published `kl` has no anchoring gradient as a loss"
     )
-    tis_imp_ratio_cap: Annotated[float | None, OrNull] = Field(
+    tis_imp_ratio_cap: Annotated[float | None, ParseNull] = Field(
         None,
         ge=1,
         allow_inf_nan=False,
@@ -197,7 +197,7 @@ class ActorConfig(OptimConfig):
         return POLICY_LOSSES[self.policy_loss]
 
     @model_validator(mode="after")
-    def _zero_coefficient_is_off(self) -> Self:
+    def _disable_zero_kl_loss(self) -> Self:
         if self.kl_loss_coef == 0:
             self.__dict__["use_kl_loss"] = False  # Frozen for others; nobody has seen it yet.
         return self
@@ -226,10 +226,10 @@ class AlgorithmConfig(Section):
     adv_estimator: Common[Literal[tuple(ADVANTAGE_ESTIMATORS)]] = Field(  # type: ignore[valid-type]
         "gae", description="gae needs the critic, the others use none"
     )
-    gamma: Common[Share] = Field(1.0, description="discount a token")
-    lam: Common[Share] = Field(1.0, description="lambda of GAE")
+    gamma: Common[Fraction] = Field(1.0, description="discount a token")
+    lam: Common[Fraction] = Field(1.0, description="lambda of GAE")
     bi_level_gae: bool = Field(False, description="GAE over turns first, then over each turn's tokens")
-    high_level_gamma: Share = Field(0.95, description="discount a turn, for bi_level_gae")
+    high_level_gamma: Fraction = Field(0.95, description="discount a turn, for bi_level_gae")
     norm_adv_by_std_in_grpo: bool = Field(True, description="divide by the group's standard deviation (off: Dr. GRPO)")
     zero_task_advantage: Common[bool] = Field(False, description="advantages 0: only KL and entropy move the policy")
     use_kl_in_reward: Common[bool] = Field(False, description="subtract the KL penalty from each token's reward")
@@ -242,7 +242,7 @@ class AlgorithmConfig(Section):
         return ADVANTAGE_ESTIMATORS[self.adv_estimator]
 
     @model_validator(mode="after")
-    def _bi_level_needs_gae(self) -> "AlgorithmConfig":
+    def _check_estimator(self) -> "AlgorithmConfig":
         if self.bi_level_gae and not self.estimator.has_turn_level:
             raise ValueError(f"bi_level_gae needs adv_estimator=gae, not {self.adv_estimator}")
         if self.use_kl_in_reward and self.kl_penalty == "full":
@@ -250,7 +250,7 @@ class AlgorithmConfig(Section):
         return self
 
 
-class TrainerConfig(Runner):
+class TrainerConfig(BaseTrainerConfig):
     """Length, rhythm and place of a run."""
 
     total_training_steps: Common[int] = Field(400, ge=1, le=100_000, description="steps of a run")
@@ -269,13 +269,13 @@ class TrainerConfig(Runner):
     critic_warmup: int = Field(0, ge=0, description="first step that updates the policy, if above 1")
     gradient_analysis_mode: bool = Field(False, description="measure the gradients of each bucket of groups")
     gradient_analysis_every: int = Field(50, ge=1, description="at step 1 and every so many steps after it")
-    gradient_analysis_env_groups: Annotated[int | None, OrNull] = Field(
+    gradient_analysis_env_groups: Annotated[int | None, ParseNull] = Field(
         None, ge=1, description="groups played for the analysis; null, for this or the next: the step's own batch"
     )
-    gradient_analysis_group_size: Annotated[int | None, OrNull] = Field(
+    gradient_analysis_group_size: Annotated[int | None, ParseNull] = Field(
         None, ge=2, description="rollouts of each of them"
     )
-    gradient_analysis_sketch: Annotated[int | None, OrNull] = Field(
+    gradient_analysis_sketch: Annotated[int | None, ParseNull] = Field(
         2**18, ge=2**8, le=2**24, description="entries that stand for a gradient; null: all of it, dozens of times"
     )
     gradient_analysis_log_prefilter: bool = Field(False, description="analyse the batch before the filter as well")
@@ -294,18 +294,18 @@ class TrainerConfig(Runner):
         ("console", "tensorboard"), description="naming wandb logs to it offline; the other two are always on"
     )
 
-    def analyses_gradients(self, step: int) -> bool:
+    def is_gradient_analysis_step(self, step: int) -> bool:
         """Whether gradients are analysed at `step`, from 1: at the first, and every so many after it."""
         return self.gradient_analysis_mode and (step - 1) % self.gradient_analysis_every == 0
 
     @model_validator(mode="after")
-    def _the_first_analysis_is_at_step_1(self) -> Self:
+    def _stop_after_first_analysis(self) -> Self:
         if self.gradient_analysis_mode and self.exit_after_gradient_analysis:
             self.__dict__["total_training_steps"] = 1  # Frozen for others; nobody has seen it yet.
         return self
 
     @model_validator(mode="after")
-    def _only_dealt_weights_can_be_offloaded(self) -> Self:
+    def _check_parameter_offload(self) -> Self:
         if self.offload_parameters and self.zero_stage != 3:
             raise ValueError(
                 f"offload_parameters True needs zero_stage=3, where each rank keeps a part of the weights; zero_stage "

@@ -26,7 +26,7 @@ PURPOSES = {
 }
 
 
-def stream(seed: int, purpose: str, *indices: int) -> np.random.Generator:
+def make_rng(seed: int, purpose: str, *indices: int) -> np.random.Generator:
     """The generator of one purpose of one run.
 
     seed: the run's seed. purpose: a key of PURPOSES. indices: what tells this draw from others of its purpose,

@@ -9,14 +9,14 @@ from pydantic.fields import FieldInfo
 from trainable.config.choices import EXACT_KL, KL_KINDS
 
 Setting = TypeVar("Setting")
-_COMMON = "common"
-Common = Annotated[Setting, _COMMON]
+_COMMON_MARKER = "common"
+Common = Annotated[Setting, _COMMON_MARKER]
 """The type of a setting that a user changes often: `python -m tune_study settings` lists it without --all."""
 
 
 def is_common(field: FieldInfo) -> bool:
     """Whether the field was declared `Common`."""
-    return _COMMON in field.metadata
+    return _COMMON_MARKER in field.metadata
 
 
 KLKind = Literal[(*KL_KINDS, EXACT_KL, *(f"{kind}+" for kind in KL_KINDS))]  # type: ignore[valid-type]
@@ -28,26 +28,26 @@ LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
-LARGEST_WHOLE_NUMBER = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
 
 
-def _sum_of_groups(value: object) -> object:
+def _sum_groups(value: object) -> object:
     """Accept the documents' `n_groups=[8]` (one entry an environment kind) for a count of groups."""
     if isinstance(value, list | tuple) and value and all(isinstance(entry, int) for entry in value):
         return sum(value)
     return value
 
 
-Groups = Annotated[int, BeforeValidator(_sum_of_groups), Field(ge=1)]
+GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1)]
 
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linear layers of a block, in their order."""
 
 
-def _some_layers(value: object) -> object:
+def _parse_layers(value: object) -> object:
     """`all-linear`, or names of layers: each once, in the order of LINEAR_LAYERS, so that equal choices are equal."""
     names = value.replace(",", " ").split() if isinstance(value, str) else value
     if names in (["all-linear"], ("all-linear",)):
@@ -57,32 +57,32 @@ def _some_layers(value: object) -> object:
     return tuple(name for name in LINEAR_LAYERS if name in names)
 
 
-LoraTargets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_some_layers)]
+LoraTargets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator(_parse_layers)]
 
 
-def _null(value: object) -> object:
+def _parse_null(value: object) -> object:
     """Accept `null` and `None`, as they are typed, for no value."""
     return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
 
 
-OrNull = BeforeValidator(_null)
+ParseNull = BeforeValidator(_parse_null)
 
 
-def _printable(path: str) -> str:
+def _check_printable(path: str) -> str:
     """`path`, which names folders and stands in logs; ValueError where it is empty or holds control characters."""
     if not path.strip() or any(unicodedata.category(sign) == "Cc" for sign in path):
         raise ValueError("it is empty or holds control characters")
     return path
 
 
-ModelPath = Annotated[str, Field(max_length=1024), AfterValidator(_printable)]
+ModelPath = Annotated[str, Field(max_length=1024), AfterValidator(_check_printable)]
 
 
-def shown(value: object, most: int = 80) -> str:
+def format_value(value: object, max_length: int = 80) -> str:
     """`value` as a message quotes it: one line, without control characters, cut after `most` characters."""
     try:
         text = str(value)
     except (ValueError, RecursionError):  # A number of thousands of digits, a list in a list in a list ...
         return f"<{type(value).__name__} too long to show>"
-    cut = text if len(text) <= most else f"{text[:most]}..."
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in cut)
+    short_text = text if len(text) <= max_length else f"{text[:max_length]}..."
+    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in short_text)

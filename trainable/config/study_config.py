@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from trainable.config.section import Section
 
 
-class Runner(Section):
+class BaseTrainerConfig(Section):
     """The section `trainer` of a configuration, as far as all have it: length, rhythm and place of a run.
 
     total_training_steps: steps of a run. test_freq: steps between two evaluations. save_freq: steps between two
@@ -29,7 +29,7 @@ class Runner(Section):
     logger: tuple[str, ...]
 
 
-class StudyConfig(Section):
+class BaseRunConfig(Section):
     """All settings of a run.
 
     aliases: keys of documents -> dotted fields. listed: the command that lists its settings. without_result: section ->
@@ -38,30 +38,30 @@ class StudyConfig(Section):
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    listed: ClassVar[str] = "settings"
-    without_result: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    list_command: ClassVar[str] = "settings"
+    unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
-    first_row: ClassVar[int] = 1
+    first_row_step: ClassVar[int] = 1
 
     seed: int
-    trainer: Runner
+    trainer: BaseTrainerConfig
 
-    def row_steps(self, step: int) -> range:
+    def get_row_steps(self, step: int) -> range:
         """The steps of the rows that a run has once `step` steps are trained."""
         return range(1, step + 1)
 
-    def hashed(self) -> dict[str, Any]:
+    def dump_for_hash(self) -> dict[str, Any]:
         """Every setting that can change a result, the seed left out."""
-        data = self.model_dump(mode="json", exclude={"seed"})
-        for section, settings in self.without_result.items():
+        dumped_settings = self.model_dump(mode="json", exclude={"seed"})
+        for section, settings in self.unhashed_settings.items():
             for setting in settings:
-                del data[section][setting]
-        return data
+                del dumped_settings[section][setting]
+        return dumped_settings
 
-    def config_hash(self) -> str:
+    def compute_hash(self) -> str:
         """Twelve hex digits that name the configuration: every setting that can change a result, the seed left out.
 
         Where a run is placed changes the order of its sums, and so a row in its last digits: a study can go on with
         other GPUs than it was started with.
         """
-        return hashlib.sha256(json.dumps(self.hashed(), sort_keys=True).encode()).hexdigest()[:12]
+        return hashlib.sha256(json.dumps(self.dump_for_hash(), sort_keys=True).encode()).hexdigest()[:12]

@@ -12,16 +12,23 @@ import numpy as np
 import torch
 
 from trainable.algo.mutual_information import (
-    mutual_information,
-    retrieval,
-    shuffled_retrieval_accuracy,
-    smoothed_zscores,
+    compute_information_metrics,
+    compute_retrieval_metrics,
+    compute_shuffled_accuracy,
+    smooth_zscores,
 )
-from trainable.backend.world import ALONE, World
+from trainable.backend.world import SINGLE_PROCESS, World
 from trainable.config.sections import CollapseDetectionConfig
-from trainable.config.seeds import stream
-from trainable.diagnostics.cross_scores import cross_scores
-from trainable.diagnostics.thoughts import Pairs, Turn, first_turn_pairs, read_turns, thought_coverage, trajectory_pairs
+from trainable.config.seeds import make_rng
+from trainable.diagnostics.cross_scores import compute_cross_scores
+from trainable.diagnostics.thoughts import (
+    ThoughtPairs,
+    Turn,
+    sample_first_turn_pairs,
+    read_turns,
+    compute_thought_coverage,
+    sample_trajectory_pairs,
+)
 from trainable.models.codec import Codec
 from trainable.models.interface import LanguageModel
 from trainable.rollout.episode import Episode
@@ -30,9 +37,9 @@ from trainable.runs.collapse_quantities import EXTRA_QUANTITIES
 if TYPE_CHECKING:
     from trainable.ppo.trainer import PPOTrainer
 
-State = Mapping[str, float]
+MovingAverages = Mapping[str, float]
 
-_EXTRA = frozenset(quantity.name for quantity in EXTRA_QUANTITIES)
+_EXTRA_NAMES = frozenset(quantity.name for quantity in EXTRA_QUANTITIES)
 
 
 class Diagnosis(NamedTuple):
@@ -42,15 +49,15 @@ class Diagnosis(NamedTuple):
     """
 
     row: dict[str, float]
-    averages: dict[str, State]
+    averages: dict[str, MovingAverages]
 
 
 class _Sample(NamedTuple):
     """Pairs that were drawn, the names of the sample and of the column of its time, and the rest of its randomness."""
 
     name: str
-    seconds: str
-    pairs: Pairs
+    seconds_column: str
+    pairs: ThoughtPairs
     rng: np.random.Generator
 
 
@@ -63,9 +70,9 @@ def is_due(step: int, settings: CollapseDetectionConfig) -> bool:
     return is_on and (step == 1 or step % settings.compute_freq == 0)
 
 
-def diagnose(
+def diagnose_episodes(
     model: LanguageModel, codec: Codec, episodes: Sequence[Episode], settings: CollapseDetectionConfig,
-    averages: Mapping[str, State], rng: np.random.Generator, world: World = ALONE,
+    averages: Mapping[str, MovingAverages], rng: np.random.Generator, world: World = SINGLE_PROCESS,
 ) -> Diagnosis:  # fmt: skip
     """Diagnose a step: all of its episodes, before the filter, under the policy that played them.
 
@@ -91,17 +98,21 @@ def diagnose(
     Source: published code (RAGEN `CollapseDetector.compute_collapse_metrics`).
     """
     turns = read_turns(episodes, codec)
-    row, following = _coverage(turns, settings), dict(averages)
-    for sample in _samples(turns, [episode.group for episode in episodes], settings, rng):
-        started = time.perf_counter()
-        found = _quantities(model, sample, averages.get(sample.name), world)
-        if found is not None:
+    row, next_averages = _compute_coverage(turns, settings), dict(averages)
+    for sample in _draw_samples(turns, [episode.group for episode in episodes], settings, rng):
+        start = time.perf_counter()
+        measurement = _compute_quantities(model, sample, averages.get(sample.name), world)
+        if measurement is not None:
             # All are made from the scores in milliseconds; leaving some out is for whoever reads the rows.
-            quantities, following[sample.name] = found
-            told = {key: value for key, value in quantities.items() if settings.all_quantities or key not in _EXTRA}
-            row |= {f"collapse_{sample.name}_{key.replace('@', '_at_')}": value for key, value in told.items()}
-        row[sample.seconds] = time.perf_counter() - started
-    return Diagnosis(row, following)
+            quantities, next_averages[sample.name] = measurement
+            logged_quantities = {
+                key: value for key, value in quantities.items() if settings.all_quantities or key not in _EXTRA_NAMES
+            }
+            row |= {
+                f"collapse_{sample.name}_{key.replace('@', '_at_')}": value for key, value in logged_quantities.items()
+            }
+        row[sample.seconds_column] = time.perf_counter() - start
+    return Diagnosis(row, next_averages)
 
 
 def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[str, float]:
@@ -112,66 +123,66 @@ def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[st
     config, step = trainer.config, trainer.step_index
     if not is_due(step, config.collapse_detection):
         return {}
-    draws = stream(config.seed, "collapse", step)
-    with trainer.backends["actor"].whole():
-        diagnosis = diagnose(
-            trainer.model, trainer.codec, episodes, config.collapse_detection, trainer.collapse_averages, draws,
+    rng = make_rng(config.seed, "collapse", step)
+    with trainer.backends["actor"].gather_weights():
+        diagnosis = diagnose_episodes(
+            trainer.model, trainer.codec, episodes, config.collapse_detection, trainer.collapse_averages, rng,
             trainer.world,
         )  # fmt: skip
     trainer.collapse_averages = diagnosis.averages
     return diagnosis.row
 
 
-def _coverage(turns: Sequence[Sequence[Turn]], settings: CollapseDetectionConfig) -> dict[str, float]:
+def _compute_coverage(turns: Sequence[Sequence[Turn]], settings: CollapseDetectionConfig) -> dict[str, float]:
     """How many turns have a thought; first turns are counted where their sample is on (published)."""
-    columns = {name.replace("/", "_"): value for name, value in thought_coverage(turns).items()}
+    columns = {name.replace("/", "_"): value for name, value in compute_thought_coverage(turns).items()}
     if settings.first_turn_enabled:
         return columns
     return {name: value for name, value in columns.items() if not name.startswith("collapse_first_turn_")}
 
 
-def _samples(
+def _draw_samples(
     turns: Sequence[Sequence[Turn]], groups: Sequence[int], settings: CollapseDetectionConfig, rng: np.random.Generator
 ) -> Iterator[_Sample]:
     """The samples that are on."""
-    first, trajectory = rng.spawn(2)
+    first_rng, trajectory_rng = rng.spawn(2)
     if settings.first_turn_enabled:
-        pairs = first_turn_pairs(turns, groups, settings.num_samples, first)
-        yield _Sample("first_turn", "seconds_collapse_first_turn", pairs, first)
+        pairs = sample_first_turn_pairs(turns, groups, settings.num_samples, first_rng)
+        yield _Sample("first_turn", "seconds_collapse_first_turn", pairs, first_rng)
     if settings.multi_turn_enabled:
-        pairs = trajectory_pairs(turns, settings.num_samples, trajectory)
-        yield _Sample("trajectory", "seconds_collapse_multi_turn", pairs, trajectory)
+        pairs = sample_trajectory_pairs(turns, settings.num_samples, trajectory_rng)
+        yield _Sample("trajectory", "seconds_collapse_multi_turn", pairs, trajectory_rng)
 
 
-def _quantities(
-    model: LanguageModel, sample: _Sample, state: State | None, world: World
-) -> tuple[dict[str, float], State] | None:
+def _compute_quantities(
+    model: LanguageModel, sample: _Sample, averages: MovingAverages | None, world: World
+) -> tuple[dict[str, float], MovingAverages] | None:
     """The sample's quantities under their published names, and its next averages; None where it cannot be measured."""
-    pairs = _fitting(sample.pairs, model.shape.max_position_embeddings)
-    if not len(pairs.own) or len(np.unique(pairs.classes)) < 2:
+    pairs = _drop_overlong(sample.pairs, model.shape.max_position_embeddings)
+    if not len(pairs.own_columns) or len(np.unique(pairs.classes)) < 2:
         return None
-    prompts, thoughts = ([tokens.tolist() for tokens in part] for part in (pairs.prompts, pairs.thoughts))
-    scores = cross_scores(model, prompts, thoughts, world=world)
-    if not torch.isfinite(scores.sums).all():
+    prompts, thoughts = ([tokens.tolist() for tokens in sequences] for sequences in (pairs.prompts, pairs.thoughts))
+    scores = compute_cross_scores(model, prompts, thoughts, world=world)
+    if not torch.isfinite(scores.logprob_sums).all():
         return None  # A diagnosis stops nothing: sampler and update watch the policy's numbers.
-    own, classes = torch.from_numpy(pairs.own), torch.from_numpy(pairs.classes)
-    found = mutual_information(scores.sums, scores.lengths, own)
-    smoothed, following = smoothed_zscores(found, state)
+    own_columns, classes = torch.from_numpy(pairs.own_columns), torch.from_numpy(pairs.classes)
+    metrics = compute_information_metrics(scores.logprob_sums, scores.lengths, own_columns)
+    smoothed_metrics, next_averages = smooth_zscores(metrics, averages)
     generator = torch.Generator().manual_seed(int(sample.rng.integers(2**62)))
-    shuffled = shuffled_retrieval_accuracy(scores.sums, own, classes, generator)
+    shuffled_accuracy = compute_shuffled_accuracy(scores.logprob_sums, own_columns, classes, generator)
     return {
-        **found, **smoothed, **retrieval(scores.sums, own, classes), "retrieval_shuffled": shuffled,
-    }, following  # fmt: skip
+        **metrics, **smoothed_metrics, **compute_retrieval_metrics(scores.logprob_sums, own_columns, classes), "retrieval_shuffled": shuffled_accuracy,
+    }, next_averages  # fmt: skip
 
 
-def _fitting(pairs: Pairs, context: int) -> Pairs:
+def _drop_overlong(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
     """`pairs` less the prompts after which not every thought fits into `context` tokens, and less their thoughts."""
-    longest = max((len(thought) for thought in pairs.thoughts), default=0)
-    fits = np.array([len(prompt) + longest <= context for prompt in pairs.prompts], dtype=bool)
-    columns, rows = np.flatnonzero(fits), np.flatnonzero(fits[pairs.own])
-    return Pairs(
+    longest_thought = max((len(thought) for thought in pairs.thoughts), default=0)
+    is_fitting = np.array([len(prompt) + longest_thought <= context for prompt in pairs.prompts], dtype=bool)
+    columns, rows = np.flatnonzero(is_fitting), np.flatnonzero(is_fitting[pairs.own_columns])
+    return ThoughtPairs(
         tuple(pairs.prompts[column] for column in columns),
         tuple(pairs.thoughts[row] for row in rows),
-        (np.cumsum(fits) - 1)[pairs.own[rows]],
+        (np.cumsum(is_fitting) - 1)[pairs.own_columns[rows]],
         pairs.classes[columns],
     )

@@ -16,34 +16,34 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainable.algo.batching import length_stratified_order
-from trainable.algo.buckets import fixed_buckets, quantile_buckets
+from trainable.algo.batching import order_length_stratified
+from trainable.algo.buckets import assign_fixed_buckets, assign_quantile_buckets
 from trainable.algo.gradient_signal import (
-    component_cosines,
-    fold_gram,
-    gradient_signal,
-    published_norm,
-    signal_shares,
+    compute_component_cosines,
+    compute_fold_gram,
+    estimate_gradient_signal,
+    compute_published_norm,
+    estimate_signal_fractions,
     split_folds,
-    update_shares,
+    compute_update_fractions,
 )
-from trainable.algo.reductions import loss_weights
+from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.sketch import count_sketch
 from trainable.backend.meter import Meter
 from trainable.backend.world import World
-from trainable.ppo.update import ActorUpdate, Pass, Targets, passes, weighted_passes
-from trainable.rollout.batch import Batch, mini_batches
+from trainable.ppo.update import ActorUpdate, PassInputs, Targets, make_passes, make_weighted_passes
+from trainable.rollout.batch import Batch, split_mini_batches
 from trainable.runs.run import Row
 
 FOLDS = 8
-ROUNDING = {"float32": 1e-5, "bfloat16": 1e-2}
+ROUNDING_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 """By what the passes compute in: a gradient is rounding where, before its coefficient, it is at most so many times that
 of the task with every advantage 1. In such units k3 where policy and reference agree measured 7e-8 and 2e-4."""
-Gradients = dict[str, list[Tensor]]
+ComponentGradients = dict[str, list[Tensor]]
 """Of each component, one tensor a parameter of the model; where gradients are sketched, one tensor in all."""
 
 
-class Findings(NamedTuple):
+class ProbeResult(NamedTuple):
     """rows: one a bucket and component (`records.GRADIENT_COLUMNS`). groups: one a group, with its bucket."""
 
     rows: list[Row]
@@ -51,9 +51,9 @@ class Findings(NamedTuple):
 
 
 def probe_gradients(
-    update: ActorUpdate, batch: Batch, targets: Targets, reward_stds: Mapping[int, float], buckets: int, mode: str,
-    generator: torch.Generator, sketch: int | None = None, dtype: str = "float32",
-) -> Findings:  # fmt: skip
+    update: ActorUpdate, batch: Batch, targets: Targets, reward_stds: Mapping[int, float], max_buckets: int, bucket_mode: str,
+    generator: torch.Generator, sketch_size: int | None = None, dtype: str = "float32",
+) -> ProbeResult:  # fmt: skip
     """Measure the gradients of `batch`, the buckets in order and `all` last.
 
     Args:
@@ -72,33 +72,39 @@ def probe_gradients(
     some of the passes each and put together what they sum.
     """
     # Indices stay on the processor: a batch on any device can be indexed by them.
-    groups, where = torch.unique(batch.group_ids.cpu(), return_inverse=True)
+    groups, group_index = torch.unique(batch.group_ids.cpu(), return_inverse=True)
     stds = torch.tensor([reward_stds[int(group)] for group in groups], dtype=torch.float32)
-    numbers = quantile_buckets(stds, buckets) if mode == "quantile" else fixed_buckets(stds)
+    bucket_numbers = (
+        assign_quantile_buckets(stds, max_buckets) if bucket_mode == "quantile" else assign_fixed_buckets(stds)
+    )
     is_trained = batch.mask.any(dim=1).cpu()
-    folds = _deal(where, is_trained, generator)
+    folds = _assign_folds(group_index, is_trained, generator)
     seed = int(torch.randint(2**62, (1,), generator=generator))
-    probe = _Probe(update, batch, targets, sketch, seed, ROUNDING[dtype])
-    order = length_stratified_order(batch.lengths.cpu())
+    probe = _Probe(update, batch, targets, sketch_size, seed, ROUNDING_TOLERANCE[dtype])
+    order = order_length_stratified(batch.lengths.cpu())
     rows: list[Row] = []
-    whole = probe.no_sums()
-    for number in sorted(set(numbers.tolist())):
-        chosen = numbers[where] == number
-        sums = probe.fold_sums(chosen & is_trained, _deal(where, chosen & is_trained, generator), folds, whole)
-        rows += probe.rows(f"bucket_{number + 1}", order[chosen[order]], sums, stds[numbers == number])
-    whole.total(update.backend.world)
-    rows += probe.rows("all", order, whole, stds)
-    table = [
+    batch_sums = probe.make_empty_sums()
+    for number in sorted(set(bucket_numbers.tolist())):
+        is_member = bucket_numbers[group_index] == number
+        bucket_sums = probe.compute_fold_sums(
+            is_member & is_trained, _assign_folds(group_index, is_member & is_trained, generator), folds, batch_sums
+        )
+        rows += probe.make_rows(
+            f"bucket_{number + 1}", order[is_member[order]], bucket_sums, stds[bucket_numbers == number]
+        )
+    batch_sums.all_reduce(update.backend.world)
+    rows += probe.make_rows("all", order, batch_sums, stds)
+    group_rows = [
         {"bucket": f"bucket_{number + 1}", "group": group, "reward_std": std}
-        for group, number, std in zip(groups.tolist(), numbers.tolist(), stds.tolist(), strict=True)
+        for group, number, std in zip(groups.tolist(), bucket_numbers.tolist(), stds.tolist(), strict=True)
     ]
-    return Findings(rows, table)
+    return ProbeResult(rows, group_rows)
 
 
-def _deal(where: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
+def _assign_folds(group_index: Tensor, is_chosen: Tensor, generator: torch.Generator) -> Tensor:
     """Fold (B,) of each episode: the groups `where` (B,) of the `chosen` ones (B,) at random, 0 for all others."""
-    folds = torch.zeros_like(where)
-    folds[chosen] = split_folds(where[chosen], FOLDS, generator)
+    folds = torch.zeros_like(group_index)
+    folds[is_chosen] = split_folds(group_index[is_chosen], FOLDS, generator)
     return folds
 
 
@@ -109,36 +115,36 @@ class _FoldSums(NamedTuple):
     """
 
     components: tuple[str, ...]
-    blocks: list[Tensor]
-    score: list[Tensor]
+    gradient_sums: list[Tensor]
+    score_sums: list[Tensor]
     counts: Tensor
 
-    def add(self, fold: int, gradients: Gradients, score: Sequence[Tensor]) -> None:
+    def add(self, fold: int, gradients: ComponentGradients, score: Sequence[Tensor]) -> None:
         for number, name in enumerate(self.components):
-            for block, part in zip(self.blocks, gradients[name], strict=True):
-                block[fold, number] += part
-        for whole, part in zip(self.score, score, strict=True):
-            whole += part
+            for gradient_sum, gradient in zip(self.gradient_sums, gradients[name], strict=True):
+                gradient_sum[fold, number] += gradient
+        for score_sum, gradient in zip(self.score_sums, score, strict=True):
+            score_sum += gradient
 
-    def total(self, world: World) -> None:
+    def all_reduce(self, world: World) -> None:
         """Sum over ranks, in place."""
-        for part in (*self.blocks, *self.score, self.counts):
-            world.total(part)
+        for tensor in (*self.gradient_sums, *self.score_sums, self.counts):
+            world.all_reduce(tensor)
 
-    def score_norm(self) -> float:
+    def compute_score_norm(self) -> float:
         """Norm of the mean gradient of the task with every advantage 1."""
-        return float(torch.nn.utils.get_total_norm(self.score) / self.counts.sum())
+        return float(torch.nn.utils.get_total_norm(self.score_sums) / self.counts.sum())
 
-    def gram(self) -> tuple[Tensor, Tensor]:
+    def compute_gram(self) -> tuple[Tensor, Tensor]:
         """Products of the folds' mean gradients with `total` as the last component, (K, C + 1, K, C + 1); counts."""
-        used = self.counts > 0
-        counts = self.counts[used]
-        gram = fold_gram(_mean(block[used], counts) for block in self.blocks)
+        is_used = self.counts > 0
+        counts = self.counts[is_used]
+        gram = compute_fold_gram(_average_folds(block[is_used], counts) for block in self.gradient_sums)
         gram = torch.cat((gram, gram.sum(1, keepdim=True)), dim=1)
         return torch.cat((gram, gram.sum(3, keepdim=True)), dim=3), counts
 
 
-def _mean(block: Tensor, counts: Tensor) -> Tensor:
+def _average_folds(block: Tensor, counts: Tensor) -> Tensor:
     """Sums (K, C, ...) as means over each fold's share of the divisor."""
     return block / counts.to(block).view(-1, *[1] * (block.dim() - 1))
 
@@ -150,41 +156,43 @@ class _Probe:
     update: ActorUpdate
     batch: Batch
     targets: Targets
-    sketch: int | None
+    sketch_size: int | None
     seed: int
-    rounding: float
+    rounding_tolerance: float
 
     @property
     def _parameters(self) -> list[torch.nn.Parameter]:
         return [weight for weight in self.update.model.parameters() if weight.requires_grad]
 
-    def rows(self, bucket: str, members: Tensor, sums: _FoldSums, stds: Tensor) -> list[Row]:
+    def make_rows(self, bucket: str, episode_indices: Tensor, sums: _FoldSums, stds: Tensor) -> list[Row]:
         """The rows of one bucket; members (N,) its episodes in the order of their mini-batches."""
-        shared = self._counts(members, stds) | {
-            "bucket": bucket, "weight": float(sums.counts.sum() / self._divisors().sum()),
+        common_columns = self._count_members(episode_indices, stds) | {
+            "bucket": bucket, "weight": float(sums.counts.sum() / self._compute_divisors().sum()),
         }  # fmt: skip
-        published, trusted = self._published(members), _trusted(sums)
-        for name in self._rounded(sums, trusted):
-            trusted[name] |= _of_nothing(trusted[name])
-            for row in trusted.values():
+        published_rows, signal_rows = self._measure_published(episode_indices), _measure_signal(sums)
+        for name in self._find_rounded(sums, signal_rows):
+            signal_rows[name] |= _make_rounding_row(signal_rows[name])
+            for row in signal_rows.values():
                 row |= {f"cosine_{name}": None} if f"cosine_{name}" in row else {}
         return [
-            {**shared, "component": name, **published.get(name, {}), **trusted[name]}
+            {**common_columns, "component": name, **published_rows.get(name, {}), **signal_rows[name]}
             for name in (*sums.components, "total")
         ]
 
-    def _rounded(self, sums: _FoldSums, trusted: Mapping[str, Row]) -> list[str]:
+    def _find_rounded(self, sums: _FoldSums, signal_rows: Mapping[str, Row]) -> list[str]:
         """The components that are rounding, and total where all are. A gradient that is not finite is none of them."""
-        settings, least = self.update.settings, self.rounding * sums.score_norm()
+        settings, min_norm = self.update.settings, self.rounding_tolerance * sums.compute_score_norm()
         factors = {"entropy": settings.entropy_coeff, "kl": settings.kl_loss_coef, "value": self.update.value_weight}
-        found = [name for name in sums.components if trusted[name]["mean_norm"] <= least * abs(factors.get(name, 1.0))]
-        return [*found, "total"] if len(found) == len(sums.components) else found
+        rounded_names = [
+            name for name in sums.components if signal_rows[name]["mean_norm"] <= min_norm * abs(factors.get(name, 1.0))
+        ]
+        return [*rounded_names, "total"] if len(rounded_names) == len(sums.components) else rounded_names
 
-    def _counts(self, members: Tensor, stds: Tensor) -> Row:
+    def _count_members(self, episode_indices: Tensor, stds: Tensor) -> Row:
         return {
-            "sample_count": len(members),
-            "sample_pct": 100 * len(members) / len(self.batch.lengths),
-            "token_count": int(self.batch.mask[members].sum()),
+            "sample_count": len(episode_indices),
+            "sample_pct": 100 * len(episode_indices) / len(self.batch.lengths),
+            "token_count": int(self.batch.mask[episode_indices].sum()),
             "group_count": len(stds),
             "reward_std_mean": float(stds.mean()),
             "reward_std_min": float(stds.min()),
@@ -193,80 +201,112 @@ class _Probe:
 
     # ------------------------------------------------------------------ the published reading
 
-    def _published(self, members: Tensor) -> dict[str, Row]:
+    def _measure_published(self, episode_indices: Tensor) -> dict[str, Row]:
         """Norms and losses by component, mini-batch by mini-batch."""
         settings = self.update.settings
-        mini, micro = settings.ppo_mini_batch_size, settings.ppo_micro_batch_size_per_gpu
+        mini_batch_size, micro_batch_size = settings.ppo_mini_batch_size, settings.ppo_micro_batch_size_per_gpu
         norms: dict[str, list[float]] = {}
         losses: dict[str, float] = {}
-        cut, world = list(mini_batches(members, mini)), self.update.backend.world
-        dealt = world.gather([self._of_mini_batch(index) for index in cut[world.rank :: world.size]])
-        for number, index in enumerate(cut):
-            for name, (norm_found, loss) in dealt[number % world.size][number // world.size].items():
-                norms.setdefault(name, []).append(norm_found)
-                losses[name] = losses.get(name, 0.0) + loss * -(-len(index) // micro)
-        tokens, sequences = int(self.batch.mask[members].sum()), torch.tensor([len(index) for index in cut])
-        parts_made = sum(-(-len(index) // micro) for index in cut)
-        found: dict[str, Row] = {"total": {"loss": sum(losses.values()) / parts_made}}
+        mini_batch_indices, world = (
+            list(split_mini_batches(episode_indices, mini_batch_size)),
+            self.update.backend.world,
+        )
+        rank_results = world.all_gather_object(
+            [self._measure_mini_batch(index) for index in mini_batch_indices[world.rank :: world.size]]
+        )
+        for number, index in enumerate(mini_batch_indices):
+            for name, (mini_batch_norm, loss) in rank_results[number % world.size][number // world.size].items():
+                norms.setdefault(name, []).append(mini_batch_norm)
+                losses[name] = losses.get(name, 0.0) + loss * -(-len(index) // micro_batch_size)
+        tokens, sequences = (
+            int(self.batch.mask[episode_indices].sum()),
+            torch.tensor([len(index) for index in mini_batch_indices]),
+        )
+        num_micro_batches = sum(-(-len(index) // micro_batch_size) for index in mini_batch_indices)
+        published_rows: dict[str, Row] = {"total": {"loss": sum(losses.values()) / num_micro_batches}}
         for name, values in norms.items():
-            norm = published_norm(torch.tensor(values), sequences, tokens, mini, micro)
-            found[name] = {
-                "norm": norm.norm, "norm_per_sample": norm.per_sample, "norm_per_token": norm.per_token,
-                "loss": losses[name] / parts_made,
+            bucket_norm = compute_published_norm(
+                torch.tensor(values), sequences, tokens, mini_batch_size, micro_batch_size
+            )
+            published_rows[name] = {
+                "norm": bucket_norm.norm, "norm_per_sample": bucket_norm.per_sample, "norm_per_token": bucket_norm.per_token,
+                "loss": losses[name] / num_micro_batches,
             }  # fmt: skip
-        return found
+        return published_rows
 
-    def _of_mini_batch(self, index: Tensor) -> dict[str, tuple[float, float]]:
+    def _measure_mini_batch(self, index: Tensor) -> dict[str, tuple[float, float]]:
         """Norm of the gradient, and value, of each term of one mini-batch's loss."""
-        settings, longest = self.update.settings, self.batch.tokens.shape[1]
-        micro = settings.ppo_micro_batch_size_per_gpu
-        pads = self.update.model.model.pads
-        cut = passes(self.batch, self.targets, index, settings.loss_agg_mode, micro, longest, pads=pads)
-        total: Gradients = {}
+        settings, padded_length = self.update.settings, self.batch.tokens.shape[1]
+        micro_batch_size = settings.ppo_micro_batch_size_per_gpu
+        needs_padding = self.update.model.model.needs_padding
+        pass_inputs = make_passes(
+            self.batch,
+            self.targets,
+            index,
+            settings.loss_agg_mode,
+            micro_batch_size,
+            padded_length,
+            needs_padding=needs_padding,
+        )
+        gradient_sums: ComponentGradients = {}
         losses: dict[str, float] = {}
-        for gradients, terms in map(self._gradients, cut):
-            for name, parts in gradients.items():
-                total[name] = [a + b for a, b in zip(total[name], parts, strict=True)] if name in total else parts
+        for gradients, terms in map(self._compute_gradients, pass_inputs):
+            for name, tensors in gradients.items():
+                gradient_sums[name] = (
+                    [a + b for a, b in zip(gradient_sums[name], tensors, strict=True)]
+                    if name in gradient_sums
+                    else tensors
+                )
                 losses[name] = losses.get(name, 0.0) + terms[name]
-        return {name: (float(torch.nn.utils.get_total_norm(parts)), losses[name]) for name, parts in total.items()}
+        return {
+            name: (float(torch.nn.utils.get_total_norm(parts)), losses[name]) for name, parts in gradient_sums.items()
+        }
 
-    def _gradients(self, part: Pass) -> tuple[Gradients, dict[str, float]]:
+    def _compute_gradients(self, inputs: PassInputs) -> tuple[ComponentGradients, dict[str, float]]:
         """Gradient and value of each term in one pass. `.grad` stays as it is."""
-        terms = self.update.components(part, Meter())
-        parameters, last = self._parameters, len(terms) - 1
+        terms = self.update.compute_loss_terms(inputs, Meter())
+        parameters, last_number = self._parameters, len(terms) - 1
         gradients = {
-            name: self._kept(torch.autograd.grad(
-                term, parameters, retain_graph=number < last, allow_unused=True, materialize_grads=True
+            name: self._compress_gradient(torch.autograd.grad(
+                term, parameters, retain_graph=number < last_number, allow_unused=True, materialize_grads=True
             ))
             for number, (name, term) in enumerate(terms.items())
         }  # fmt: skip
         return gradients, {name: float(term.detach()) for name, term in terms.items()}
 
-    def _kept(self, gradient: Sequence[Tensor]) -> list[Tensor]:
+    def _compress_gradient(self, gradient: Sequence[Tensor]) -> list[Tensor]:
         """What is kept of a gradient: itself in float32, or its sketch."""
-        if self.sketch is None:
-            return [part.float() for part in gradient]
-        return [count_sketch(gradient, self.sketch, self.seed)]
+        if self.sketch_size is None:
+            return [tensor.float() for tensor in gradient]
+        return [count_sketch(gradient, self.sketch_size, self.seed)]
 
     # ------------------------------------------------------------------ the mean gradient
 
-    def _divisors(self) -> Tensor:
+    def _compute_divisors(self) -> Tensor:
         """What each episode (B,) adds to the divisor of the batch's loss: its trained tokens, or itself."""
         tokens = self.batch.mask.sum(1)
         return (tokens if self.update.settings.loss_agg_mode == "token-mean" else (tokens > 0)).double()
 
-    def no_sums(self) -> _FoldSums:
+    def make_empty_sums(self) -> _FoldSums:
         """Nothing in any fold of any term of the loss."""
         settings = self.update.settings
-        on = {"task": True, "entropy": settings.entropy_coeff != 0, "kl": settings.use_kl_loss}
-        names = tuple(name for name, is_on in {**on, "value": self.update.head is not None}.items() if is_on)
-        shapes = [part.shape for part in self._parameters] if self.sketch is None else [torch.Size((self.sketch,))]
-        kind, device = torch.float32 if self.sketch is None else torch.float64, self._parameters[0].device
-        blocks = [torch.zeros((FOLDS, len(names), *shape), dtype=kind, device=device) for shape in shapes]
-        score = [torch.zeros(shape, dtype=kind, device=device) for shape in shapes]
-        return _FoldSums(names, blocks, score, torch.zeros(FOLDS, dtype=torch.float64))
+        is_active = {"task": True, "entropy": settings.entropy_coeff != 0, "kl": settings.use_kl_loss}
+        names = tuple(
+            name for name, is_on in {**is_active, "value": self.update.value_head is not None}.items() if is_on
+        )
+        shapes = (
+            [parameter.shape for parameter in self._parameters]
+            if self.sketch_size is None
+            else [torch.Size((self.sketch_size,))]
+        )
+        dtype, device = torch.float32 if self.sketch_size is None else torch.float64, self._parameters[0].device
+        gradient_sums = [torch.zeros((FOLDS, len(names), *shape), dtype=dtype, device=device) for shape in shapes]
+        score_sums = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
+        return _FoldSums(names, gradient_sums, score_sums, torch.zeros(FOLDS, dtype=torch.float64))
 
-    def fold_sums(self, chosen: Tensor, own: Tensor, folds: Tensor, whole: _FoldSums) -> _FoldSums:
+    def compute_fold_sums(
+        self, is_chosen: Tensor, bucket_folds: Tensor, batch_folds: Tensor, batch_sums: _FoldSums
+    ) -> _FoldSums:
         """Summed gradients of the episodes `chosen` (B,) by their `own` fold (B,); added to `whole` by `folds` (B,).
 
         Of all ranks; what is added to `whole` is this rank's part.
@@ -274,60 +314,80 @@ class _Probe:
         Sums over all episodes of the batch are gradients that add up to that of the batch's whole loss, times the
         divisor. Each pair of folds is worked on apart, so that every gradient is made once.
         """
-        divisors, sums, world = self._divisors(), self.no_sums(), self.update.backend.world
-        weights = divisors.sum() * loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
-        cells = torch.where(chosen, own * FOLDS + folds, -1)
-        for cell in sorted(set(cells[chosen].tolist()))[world.rank :: world.size]:
+        divisors, bucket_sums, world = self._compute_divisors(), self.make_empty_sums(), self.update.backend.world
+        weights = divisors.sum() * compute_loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
+        cells = torch.where(is_chosen, bucket_folds * FOLDS + batch_folds, -1)
+        for cell in sorted(set(cells[is_chosen].tolist()))[world.rank :: world.size]:
             index = (cells == cell).nonzero().squeeze(-1)
-            places = ((sums, cell // FOLDS), (whole, cell % FOLDS))
-            pads = self.update.model.model.pads
-            for part in weighted_passes(self.batch, self.targets, index, weights[index].float(), pads):
-                gradients, score = self._gradients(part)[0], self._score(part)
-                for each, fold in places:
-                    each.add(fold, gradients, score)
-            for each, fold in places:
-                each.counts[fold] += divisors[index].sum().cpu()
-        sums.total(world)
-        return sums
+            destinations = ((bucket_sums, cell // FOLDS), (batch_sums, cell % FOLDS))
+            needs_padding = self.update.model.model.needs_padding
+            for inputs in make_weighted_passes(self.batch, self.targets, index, weights[index].float(), needs_padding):
+                gradients, score_gradient = self._compute_gradients(inputs)[0], self._compute_score_gradient(inputs)
+                for destination, fold in destinations:
+                    destination.add(fold, gradients, score_gradient)
+            for destination, fold in destinations:
+                destination.counts[fold] += divisors[index].sum().cpu()
+        bucket_sums.all_reduce(world)
+        return bucket_sums
 
-    def _score(self, part: Pass) -> list[Tensor]:
+    def _compute_score_gradient(self, inputs: PassInputs) -> list[Tensor]:
         """The task's gradient with every advantage 1: how far the policy's log-probs can pull, whatever the rewards."""
-        ones = part.targets._replace(advantages=torch.ones_like(part.targets.advantages))
-        task = self.update.components(part._replace(targets=ones), Meter())["task"]
-        return self._kept(torch.autograd.grad(task, self._parameters, allow_unused=True, materialize_grads=True))
+        unit_targets = inputs.targets._replace(advantages=torch.ones_like(inputs.targets.advantages))
+        task_loss = self.update.compute_loss_terms(inputs._replace(targets=unit_targets), Meter())["task"]
+        return self._compress_gradient(
+            torch.autograd.grad(task_loss, self._parameters, allow_unused=True, materialize_grads=True)
+        )
 
 
-def _of_nothing(row: Row) -> Row:
+def _make_rounding_row(row: Row) -> Row:
     """The trusted numbers of a component whose gradient is rounding: those of 0, and no ratio or direction.
 
     row: its numbers. It has no share in a step without signal either.
     """
-    has_share = row["signal_share"] is not None and math.isfinite(row["signal_share"])
-    shares = ("signal_share", "signal_share_low", "signal_share_high") if has_share else ()
-    unknown = ("snr", "snr_low", "snr_high", "cosine_task", "cosine_entropy", "cosine_kl")
-    return {**dict.fromkeys(("mean_norm", "signal", "noise", "share", *shares), 0.0), **dict.fromkeys(unknown)}
+    has_fraction = row["signal_share"] is not None and math.isfinite(row["signal_share"])
+    fraction_columns = ("signal_share", "signal_share_low", "signal_share_high") if has_fraction else ()
+    missing_columns = ("snr", "snr_low", "snr_high", "cosine_task", "cosine_entropy", "cosine_kl")
+    return {
+        **dict.fromkeys(("mean_norm", "signal", "noise", "share", *fraction_columns), 0.0),
+        **dict.fromkeys(missing_columns),
+    }
 
 
-def _trusted(sums: _FoldSums) -> dict[str, Row]:
+def _measure_signal(sums: _FoldSums) -> dict[str, Row]:
     """Norm, signal, noise, cosines and shares of each component's mean gradient, `total` included."""
-    gram, counts = sums.gram()
+    gram, counts = sums.compute_gram()
     names = (*sums.components, "total")
-    cosines, parts = component_cosines(gram, counts), gram[:, :-1, :, :-1]
-    shares, expected = update_shares(parts, counts), signal_shares(parts, counts)
-    found: dict[str, Row] = {}
+    cosines, component_gram = compute_component_cosines(gram, counts), gram[:, :-1, :, :-1]
+    update_fractions, signal_fractions = (
+        compute_update_fractions(component_gram, counts),
+        estimate_signal_fractions(component_gram, counts),
+    )
+    rows: dict[str, Row] = {}
     for number, name in enumerate(names):
-        signal = gradient_signal(gram[:, number, :, number], counts)
-        whole = 1.0 if bool(expected.share.isfinite().all()) else None
-        part: Row = {"share": 1.0, "signal_share": whole, "signal_share_low": whole, "signal_share_high": whole}
+        signal = estimate_gradient_signal(gram[:, number, :, number], counts)
+        total_fraction = 1.0 if bool(signal_fractions.fraction.isfinite().all()) else None
+        fraction_columns: Row = {
+            "share": 1.0,
+            "signal_share": total_fraction,
+            "signal_share_low": total_fraction,
+            "signal_share_high": total_fraction,
+        }
         if name != "total":
-            numbers = (shares, expected.share, expected.low, expected.high)
-            part = {column: float(values[number]) for column, values in zip(part, numbers, strict=True)}
-        found[name] = {
+            component_values = (
+                update_fractions,
+                signal_fractions.fraction,
+                signal_fractions.low,
+                signal_fractions.high,
+            )
+            fraction_columns = {
+                column: float(values[number]) for column, values in zip(fraction_columns, component_values, strict=True)
+            }
+        rows[name] = {
             "mean_norm": signal.norm, "signal": signal.signal, "noise": signal.noise, "snr": signal.snr,
-            "snr_low": signal.low, "snr_high": signal.high, **part, "fold_count": len(counts),
+            "snr_low": signal.low, "snr_high": signal.high, **fraction_columns, "fold_count": len(counts),
             **{
                 f"cosine_{other}": float(cosines[number, names.index(other)]) if other in names else None
                 for other in ("task", "entropy", "kl")
             },
         }  # fmt: skip
-    return found
+    return rows

@@ -24,12 +24,12 @@ class Turn(NamedTuple):
     thought: Tokens
 
     @property
-    def valid(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether there is a thought."""
         return len(self.thought) > 0
 
 
-class Pairs(NamedTuple):
+class ThoughtPairs(NamedTuple):
     """N thoughts (rows) to be scored after M prompts (columns).
 
     own: (N,) column of the prompt that each thought followed. classes: (M,) columns with the same tokens share one.
@@ -37,7 +37,7 @@ class Pairs(NamedTuple):
 
     prompts: tuple[Tokens, ...]
     thoughts: tuple[Tokens, ...]
-    own: npt.NDArray[np.int64]
+    own_columns: npt.NDArray[np.int64]
     classes: npt.NDArray[np.int64]
 
 
@@ -50,48 +50,50 @@ def read_turns(episodes: Sequence[Episode], codec: Codec) -> list[list[Turn]]:
     Source: published code (RAGEN), which encodes the stripped text of the thought again.
     Degenerate: a thought that is empty, blank or not closed has no tokens.
     """
-    pieces = _pieces(episodes, codec)
-    return [[_turn(episode, turn, pieces) for turn in range(len(episode.texts))] for episode in episodes]
+    pieces = _decode_tokens(episodes, codec)
+    return [[_make_turn(episode, turn, pieces) for turn in range(len(episode.texts))] for episode in episodes]
 
 
-def _pieces(episodes: Sequence[Episode], codec: Codec) -> dict[int, str]:
+def _decode_tokens(episodes: Sequence[Episode], codec: Codec) -> dict[int, str]:
     """Text of each token that was sampled."""
     ids = np.unique(np.concatenate([episode.tokens[episode.mask] for episode in episodes]))
     return dict(zip(ids.tolist(), codec.decode([[token] for token in ids.tolist()]), strict=True))
 
 
-def _turn(episode: Episode, turn: int, pieces: dict[int, str]) -> Turn:
-    where = np.flatnonzero(episode.mask & (episode.turns == turn))
-    reply = episode.tokens[where]
-    return Turn(episode.tokens[: where[0]], _thought(reply, [pieces[token] for token in reply.tolist()]))
+def _make_turn(episode: Episode, turn: int, pieces: dict[int, str]) -> Turn:
+    reply_positions = np.flatnonzero(episode.mask & (episode.turns == turn))
+    reply = episode.tokens[reply_positions]
+    return Turn(
+        episode.tokens[: reply_positions[0]], _extract_thought(reply, [pieces[token] for token in reply.tolist()])
+    )
 
 
-def _thought(reply: Tokens, pieces: Sequence[str]) -> Tokens:
+def _extract_thought(reply: Tokens, pieces: Sequence[str]) -> Tokens:
     """The tokens of the thought in a reply (N,) whose tokens read `pieces`."""
-    end = "".join(pieces).find(END_OF_THOUGHT)
-    inside = np.cumsum([len(piece) for piece in pieces]) <= end
-    told = np.flatnonzero(inside & [bool(piece.strip()) for piece in pieces])
-    return reply[told[0] : told[-1] + 1] if len(told) else reply[:0]
+    thought_end = "".join(pieces).find(END_OF_THOUGHT)
+    is_inside = np.cumsum([len(piece) for piece in pieces]) <= thought_end
+    thought_positions = np.flatnonzero(is_inside & [bool(piece.strip()) for piece in pieces])
+    return reply[thought_positions[0] : thought_positions[-1] + 1] if len(thought_positions) else reply[:0]
 
 
-def thought_coverage(turns: Sequence[Sequence[Turn]]) -> dict[str, float]:
+def compute_thought_coverage(turns: Sequence[Sequence[Turn]]) -> dict[str, float]:
     """How many turns can be diagnosed, under the published names.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no episode gives zeros.
     """
-    valid = sum(turn.valid for episode in turns for turn in episode)
-    first = sum(episode[0].valid for episode in turns)
+    num_valid = sum(turn.is_valid for episode in turns for turn in episode)
+    num_first_valid = sum(episode[0].is_valid for episode in turns)
     return {
-        "collapse/valid_thinking_rate": valid / max(1, sum(len(episode) for episode in turns)),
+        "collapse/valid_thinking_rate": num_valid / max(1, sum(len(episode) for episode in turns)),
         "collapse/first_turn_num_total": len(turns),
-        "collapse/first_turn_num_valid": first,
-        "collapse/first_turn_valid_rate": first / max(1, len(turns)),
+        "collapse/first_turn_num_valid": num_first_valid,
+        "collapse/first_turn_valid_rate": num_first_valid / max(1, len(turns)),
     }
 
 
-def first_turn_pairs(
+def sample_first_turn_pairs(
     turns: Sequence[Sequence[Turn]], groups: Sequence[int], num_samples: int, rng: np.random.Generator
-) -> Pairs:
+) -> ThoughtPairs:
     """Thoughts of first turns against the opening of every group that is present among them.
 
     Up to `num_samples` of the episodes whose first turn is valid, without replacement; a column a group, in the order
@@ -105,14 +107,18 @@ def first_turn_pairs(
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no valid first turn gives no rows and no columns.
     """
-    valid = np.array([number for number, episode in enumerate(turns) if episode[0].valid], dtype=np.int64)
-    chosen = rng.choice(valid, num_samples, replace=False) if num_samples < len(valid) else valid
-    _, first, own = np.unique(np.asarray(groups)[chosen], return_index=True, return_inverse=True)
-    prompts = [turns[number][0].prompt for number in chosen[first]]
-    return _pairs(prompts, [turns[number][0].thought for number in chosen], own)
+    valid_episodes = np.array([number for number, episode in enumerate(turns) if episode[0].is_valid], dtype=np.int64)
+    chosen_episodes = (
+        rng.choice(valid_episodes, num_samples, replace=False) if num_samples < len(valid_episodes) else valid_episodes
+    )
+    _, first_rows, own_columns = np.unique(np.asarray(groups)[chosen_episodes], return_index=True, return_inverse=True)
+    prompts = [turns[number][0].prompt for number in chosen_episodes[first_rows]]
+    return _make_pairs(prompts, [turns[number][0].thought for number in chosen_episodes], own_columns)
 
 
-def trajectory_pairs(turns: Sequence[Sequence[Turn]], num_samples: int, rng: np.random.Generator) -> Pairs:
+def sample_trajectory_pairs(
+    turns: Sequence[Sequence[Turn]], num_samples: int, rng: np.random.Generator
+) -> ThoughtPairs:
     """Thoughts of all turns, every one against the prompt of every other: a row and a column a draw.
 
     min(num_samples, valid turns) draws, each of an episode and then of one of its valid turns, uniformly and with
@@ -125,17 +131,21 @@ def trajectory_pairs(turns: Sequence[Sequence[Turn]], num_samples: int, rng: np.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no valid turn gives no rows and no columns.
     """
-    valid = [[turn for turn in episode if turn.valid] for episode in turns]
-    draws = min(num_samples, sum(len(episode) for episode in valid))
-    chosen = []
-    for _ in range(draws):
-        episode = valid[rng.integers(len(valid))]
+    valid_turns = [[turn for turn in episode if turn.is_valid] for episode in turns]
+    num_draws = min(num_samples, sum(len(episode) for episode in valid_turns))
+    chosen_turns = []
+    for _ in range(num_draws):
+        episode = valid_turns[rng.integers(len(valid_turns))]
         if episode:
-            chosen.append(episode[rng.integers(len(episode))])
-    return _pairs([turn.prompt for turn in chosen], [turn.thought for turn in chosen], np.arange(len(chosen)))
+            chosen_turns.append(episode[rng.integers(len(episode))])
+    return _make_pairs(
+        [turn.prompt for turn in chosen_turns], [turn.thought for turn in chosen_turns], np.arange(len(chosen_turns))
+    )
 
 
-def _pairs(prompts: Sequence[Tokens], thoughts: Sequence[Tokens], own: npt.NDArray[np.int64]) -> Pairs:
-    numbers: dict[bytes, int] = {}
-    classes = [numbers.setdefault(prompt.tobytes(), len(numbers)) for prompt in prompts]
-    return Pairs(tuple(prompts), tuple(thoughts), own, np.array(classes, dtype=np.int64))
+def _make_pairs(
+    prompts: Sequence[Tokens], thoughts: Sequence[Tokens], own_columns: npt.NDArray[np.int64]
+) -> ThoughtPairs:
+    class_of: dict[bytes, int] = {}
+    classes = [class_of.setdefault(prompt.tobytes(), len(class_of)) for prompt in prompts]
+    return ThoughtPairs(tuple(prompts), tuple(thoughts), own_columns, np.array(classes, dtype=np.int64))

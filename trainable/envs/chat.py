@@ -12,30 +12,30 @@ class ChatFormat:
     strips: whether contents lose blanks at both ends.
     """
 
-    start: str
-    to_user: str
-    to_reply: str
-    end: str
-    next_user: str
-    strips: bool = False
+    system_prefix: str
+    first_user_prefix: str
+    reply_prefix: str
+    end_marker: str
+    next_user_prefix: str
+    strips_content: bool = False
 
-    def opening(self, system: str, user: str) -> str:
+    def format_first_turn(self, system: str, user: str) -> str:
         """The conversation up to its first reply."""
-        return f"{self.start}{self._content(system)}{self.to_user}{self._content(user)}{self.to_reply}"
+        return f"{self.system_prefix}{self._format_content(system)}{self.first_user_prefix}{self._format_content(user)}{self.reply_prefix}"
 
-    def following(self, user: str) -> str:
+    def format_next_turn(self, user: str) -> str:
         """What is said between a reply's end and the next reply."""
-        return f"{self.next_user}{self._content(user)}{self.to_reply}"
+        return f"{self.next_user_prefix}{self._format_content(user)}{self.reply_prefix}"
 
-    def _content(self, text: str) -> str:
-        return text.strip() if self.strips else text
+    def _format_content(self, text: str) -> str:
+        return text.strip() if self.strips_content else text
 
 
 CHATML = ChatFormat(
-    start="<|im_start|>system\n",
-    to_user="<|im_end|>\n<|im_start|>user\n",
-    to_reply="<|im_end|>\n<|im_start|>assistant\n",
-    end="<|im_end|>",
-    next_user="\n<|im_start|>user\n",
+    system_prefix="<|im_start|>system\n",
+    first_user_prefix="<|im_end|>\n<|im_start|>user\n",
+    reply_prefix="<|im_end|>\n<|im_start|>assistant\n",
+    end_marker="<|im_end|>",
+    next_user_prefix="\n<|im_start|>user\n",
 )
 """What Qwen models expect, and what models get that have no template of their own."""

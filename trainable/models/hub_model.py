@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from trainable.models.hub_config import HubShape, check_parts, read_config, refusal, shape_of
+from trainable.models.hub_config import HubShape, check_parts, read_config, make_refusal_error, make_shape
 from trainable.models.kv_cache import KVCache
 from trainable.models.qwen2 import LanguageHead, PassSettings, ValueHead
-from trainable.runs.failures import is_memory
+from trainable.runs.failures import is_out_of_memory
 
 
-class _Growing(DynamicCache):  # type: ignore[misc]  # transformers is untyped
+class _AppendCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped
     """Our cache as an architecture sees it while tokens are appended."""
 
     def __init__(self, cache: KVCache, dtype: torch.dtype) -> None:
@@ -36,17 +36,17 @@ class _Growing(DynamicCache):  # type: ignore[misc]  # transformers is untyped
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots used."""
-        return self.cache.used
+        return self.cache.used_slots
 
 
-class _Read(_Growing):
+class _ReadOnlyCache(_AppendCache):
     """Our cache while tokens branch off: it stays as it is."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """A layer's keys and values, and the new ones after them."""
         stores = self.cache.keys[layer_idx], self.cache.values[layer_idx]
         return tuple(
-            torch.cat((store[:, :, : self.cache.used], new.to(self.dtype)), dim=2)
+            torch.cat((store[:, :, : self.cache.used_slots], new.to(self.dtype)), dim=2)
             for store, new in zip(stores, (key_states, value_states), strict=True)
         )
 
@@ -57,7 +57,7 @@ class HubTrunk(nn.Module):
     def __init__(self, base: Any, shape: HubShape) -> None:
         super().__init__()
         self.shape = shape
-        self.passes = PassSettings()
+        self.pass_settings = PassSettings()
         self.base = base.eval()
         self.blocks: list[Any] = [part for part in base.modules() if isinstance(part, GradientCheckpointingLayer)]
         for block in self.blocks:  # they recompute in training mode only: see `_recomputing`
@@ -71,13 +71,13 @@ class HubTrunk(nn.Module):
         return table
 
     @property
-    def pads(self) -> bool:
+    def needs_padding(self) -> bool:
         """Rows are read as a rectangle."""
         return True
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """What every pass runs under: nothing, where it computes in the type of its weights."""
-        dtype = self.passes.dtype
+        dtype = self.pass_settings.dtype
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
 
     def train(self, mode: bool = True) -> Self:
@@ -85,51 +85,57 @@ class HubTrunk(nn.Module):
         return self
 
     @contextmanager
-    def _recomputing(self) -> Iterator[None]:
+    def _enable_recompute(self) -> Iterator[None]:
         """Blocks in training mode, in which they keep their input only, where passes ask for it; nothing is dropped."""
         for block in self.blocks:
-            block.training = self.passes.recompute and torch.is_grad_enabled()
+            block.training = self.pass_settings.recompute and torch.is_grad_enabled()
         try:
             yield
         finally:
             for block in self.blocks:
                 block.training = False
 
-    def hidden_at(self, tokens: Tensor, where: Tensor) -> Tensor:
+    def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Hidden states (N, hidden) at flat positions `where` (N,) of right-padded sequences `tokens` (B, T)."""
-        with self._recomputing(), self._autocast(tokens.device):
-            found: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
-        return found.flatten(0, 1)[where].to(self._type(found))
+        with self._enable_recompute(), self._autocast(tokens.device):
+            hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
+        return hidden.flatten(0, 1)[flat_positions].to(self._get_output_dtype(hidden))
 
-    def _type(self, found: Tensor) -> torch.dtype:
+    def _get_output_dtype(self, hidden: Tensor) -> torch.dtype:
         """What hidden states are given in: the type of the passes, or that of the weights where they are wider."""
-        return found.dtype if self.passes.dtype == torch.float32 else self.passes.dtype
+        return hidden.dtype if self.pass_settings.dtype == torch.float32 else self.pass_settings.dtype
 
-    def new_cache(self, rows: int, slots: int) -> KVCache:
+    def make_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache of `rows` rows, with room for `slots` tokens of each."""
         return KVCache(rows, slots, self.embed_tokens.weight)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens (see `trainable.models.interface.Trunk.extend`)."""
-        bias = cache.admit(valid).expand(-1, tokens.shape[1], -1)
-        found = self._cached(tokens, positions, bias, _Growing(cache, self._type(self.embed_tokens.weight)))
-        cache.used += tokens.shape[1]
-        return found[:, -1]
+        bias = cache.append_slots(valid).expand(-1, tokens.shape[1], -1)
+        hidden = self._forward_cached(
+            tokens, positions, bias, _AppendCache(cache, self._get_output_dtype(self.embed_tokens.weight))
+        )
+        cache.used_slots += tokens.shape[1]
+        return hidden[:, -1]
 
-    def branch(self, tokens: Tensor, depths: Tensor, sees: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
+    def forward_tree(
+        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
+    ) -> Tensor:
         """Hidden states of a tree after every row (see `trainable.models.interface.Trunk.branch`)."""
         rows = len(lengths)
-        seen = _Read(cache, self._type(self.embed_tokens.weight))
-        return self._cached(tokens.expand(rows, -1), lengths[:, None] + depths, cache.bias_after(sees, rows), seen)
+        cache_view = _ReadOnlyCache(cache, self._get_output_dtype(self.embed_tokens.weight))
+        return self._forward_cached(
+            tokens.expand(rows, -1), lengths[:, None] + depths, cache.make_tree_bias(tree_mask, rows), cache_view
+        )
 
-    def _cached(self, tokens: Tensor, positions: Tensor, bias: Tensor, seen: _Growing) -> Tensor:
+    def _forward_cached(self, tokens: Tensor, positions: Tensor, bias: Tensor, cache_view: _AppendCache) -> Tensor:
         """Hidden states (B, q, hidden) of tokens (B, q) over a cache, under `bias` (B, q, used + q)."""
         with self._autocast(tokens.device):
-            found: Tensor = self.base(
-                input_ids=tokens, position_ids=positions, attention_mask=bias[:, None], past_key_values=seen,
+            hidden: Tensor = self.base(
+                input_ids=tokens, position_ids=positions, attention_mask=bias[:, None], past_key_values=cache_view,
                 use_cache=True,
             ).last_hidden_state  # fmt: skip
-        return found.to(self._type(found))
+        return hidden.to(self._get_output_dtype(hidden))
 
 
 class HubModel(nn.Module):
@@ -138,21 +144,21 @@ class HubModel(nn.Module):
     causal: the model, whose weights it shares. names: those that its files give to the model's weights.
     """
 
-    def __init__(self, causal: Any, shape: HubShape, names: Iterable[str] = ()) -> None:
+    def __init__(self, causal_lm: Any, shape: HubShape, file_names: Iterable[str] = ()) -> None:
         super().__init__()
         self.shape = shape
-        self.model = HubTrunk(causal.base_model, shape)
-        head = causal.get_output_embeddings()
+        self.model = HubTrunk(causal_lm.base_model, shape)
+        head = causal_lm.get_output_embeddings()
         self.lm_head = LanguageHead(shape.hidden_size, shape.vocab_size, bias=False, device="meta")
         self.lm_head.weight = head.weight
-        self._hub_names = _hub_names(causal, self, set(names))
-        self._prefix = causal.base_model_prefix
+        self._hub_names = _map_hub_names(causal_lm, self, set(file_names))
+        self._prefix = causal_lm.base_model_prefix
 
-    def module_name(self, name: str) -> str:
+    def to_module_name(self, name: str) -> str:
         """What transformers calls the module `name` of the trunk."""
         return f"{self._prefix}.{name.removeprefix('model.base.')}"
 
-    def hub_name(self, name: str) -> str:
+    def to_hub_name(self, name: str) -> str:
         """What the model's files call the weight `name`; a tied head has a name of its own."""
         return self._hub_names[name]
 
@@ -166,64 +172,68 @@ class HubValueModel(nn.Module):
         self.model = trunk
         self.score = ValueHead(trunk.shape.hidden_size, 1)
 
-    def values_at(self, tokens: Tensor, where: Tensor) -> Tensor:
+    def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Values (N,) at flat positions `where` (N,) of `tokens` (B, T)."""
-        values: Tensor = self.score(self.model.hidden_at(tokens, where))
+        values: Tensor = self.score(self.model.compute_hidden_states(tokens, flat_positions))
         return values.squeeze(-1)
 
 
-def _hub_names(causal: Any, model: HubModel, in_files: set[str]) -> dict[str, str]:
+def _map_hub_names(causal_lm: Any, model: HubModel, file_names: set[str]) -> dict[str, str]:
     """For each name of `model`'s state what the files call it: with the trunk's prefix, or, as of GPT-2, without."""
-    prefix = f"{causal.base_model_prefix}."
-    head = next(name for name, part in causal.named_modules() if part is causal.get_output_embeddings())
-    found = {}
+    prefix = f"{causal_lm.base_model_prefix}."
+    head = next(name for name, part in causal_lm.named_modules() if part is causal_lm.get_output_embeddings())
+    hub_names = {}
     for name in model.state_dict():
-        hub = f"{head}.weight" if name == "lm_head.weight" else prefix + name.removeprefix("model.base.")
-        bare = hub.removeprefix(prefix)
-        found[name] = bare if bare in in_files and hub not in in_files else hub
-    left = in_files - set(found.values())
-    is_tied = causal.get_output_embeddings().weight is causal.get_input_embeddings().weight
-    if not is_tied and len(left) == 1 and found["lm_head.weight"] not in in_files:  # GPT-NeoX's files name it otherwise
-        found["lm_head.weight"] = left.pop()
-    return found
+        full_name = f"{head}.weight" if name == "lm_head.weight" else prefix + name.removeprefix("model.base.")
+        short_name = full_name.removeprefix(prefix)
+        hub_names[name] = short_name if short_name in file_names and full_name not in file_names else full_name
+    unmatched_names = file_names - set(hub_names.values())
+    is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
+    if (
+        not is_tied and len(unmatched_names) == 1 and hub_names["lm_head.weight"] not in file_names
+    ):  # GPT-NeoX's files name it otherwise
+        hub_names["lm_head.weight"] = unmatched_names.pop()
+    return hub_names
 
 
-def load_hub_model(folder: Path, names: Iterable[str]) -> HubModel:
+def load_hub_model(folder: Path, file_names: Iterable[str]) -> HubModel:
     """The model in `folder`, in float32, whose safetensors files hold `names`; ValueError where it is not run exactly.
 
     Only safetensors are read; no code of the folder is run, nothing is fetched.
     """
     config = read_config(folder)
-    with _quiet():
-        causal, found = AutoModelForCausalLM.from_pretrained(
+    with _silence_transformers():
+        causal_lm, loading_info = AutoModelForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, local_files_only=True, trust_remote_code=False,
             use_safetensors=True, output_loading_info=True,
         )  # fmt: skip
-    missing = sorted(found["missing_keys"]) + sorted(str(entry[0]) for entry in found["mismatched_keys"])
-    if missing:
-        shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+    missing_names = sorted(loading_info["missing_keys"]) + sorted(
+        str(entry[0]) for entry in loading_info["mismatched_keys"]
+    )
+    if missing_names:
+        examples = ", ".join(missing_names[:3]) + (", ..." if len(missing_names) > 3 else "")
         raise ValueError(
-            f"The model in {folder} is not whole: {len(missing)} of its tensors are missing from its safetensors files "
-            f"or have another shape ({shown}). Fetch it again."
+            f"The model in {folder} is not whole: {len(missing_names)} of its tensors are missing from its safetensors files "
+            f"or have another shape ({examples}). Fetch it again."
         )
-    check_parts(causal, folder)
-    for weight in causal.parameters():
+    check_parts(causal_lm, folder)
+    for weight in causal_lm.parameters():
         weight.data = weight.data.clone()  # they may be a map of the file, which could change under a run
-    model = HubModel(causal.eval(), shape_of(causal, folder), names)
-    check_exact(causal, model, folder)
+    model = HubModel(causal_lm.eval(), make_shape(causal_lm, folder), file_names)
+    check_exact(causal_lm, model, folder)
     return model
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_transformers() -> Iterator[None]:
     """Without transformers' progress bar and its report of what it loaded, which is raised here where it matters."""
-    was_shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        logging.set_verbosity(verbosity)
         if was_shown:
             logging.enable_progress_bar()
 
@@ -235,75 +245,89 @@ TOLERANCE = 1e-3
 
 
 @torch.no_grad()
-def check_exact(causal: Any, model: HubModel, folder: Path) -> None:
+def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
     """ValueError unless our three ways through the model give what its own forward gives, on a few tokens.
 
     The head's output, replaced by large numbers, has to come out as the logits: no cap and no scale is after it. What
     the head reads in the model's own forward has to be what `hidden_at`, `extend` and `branch` give.
     """
-    found = f"a {type(causal).__name__}"
+    model_name = f"a {type(causal_lm).__name__}"
     device = model.lm_head.weight.device
     tokens = (torch.arange(1, 15, device=device).view(2, 7) * 37 + 5) % model.shape.vocab_size
     try:
-        logits, wanted = _own_forward(causal, tokens)
-        if not torch.equal(logits, _planted(logits)):
-            raise refusal(folder, found, "its logits are not its head's output (they are capped or scaled after it)")
-        for name, ours, theirs in _routes(model, tokens, wanted):
-            if not _is_close(ours, theirs):
-                raise refusal(folder, found, f"{name} does not give the hidden states of its own forward")
+        logits, expected_hidden = _run_planted_forward(causal_lm, tokens)
+        if not torch.equal(logits, _make_planted_logits(logits)):
+            raise make_refusal_error(
+                folder, model_name, "its logits are not its head's output (they are capped or scaled after it)"
+            )
+        for name, actual, expected in _run_routes(model, tokens, expected_hidden):
+            if not _is_close(actual, expected):
+                raise make_refusal_error(
+                    folder, model_name, f"{name} does not give the hidden states of its own forward"
+                )
     except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-        if is_memory(error):
+        if is_out_of_memory(error):
             raise
-        raise refusal(
-            folder, found, f"does not take masks, positions and a cache from outside ({type(error).__name__}: {error})"
+        raise make_refusal_error(
+            folder,
+            model_name,
+            f"does not take masks, positions and a cache from outside ({type(error).__name__}: {error})",
         ) from error
 
 
-def _planted(logits: Tensor) -> Tensor:
+def _make_planted_logits(logits: Tensor) -> Tensor:
     """Numbers of the size of large logits, by place."""
     return torch.linspace(-300.0, 300.0, logits.numel(), device=logits.device).view(logits.shape)
 
 
-def _own_forward(causal: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _run_planted_forward(causal_lm: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The logits (B, T, V) of a forward whose head gives planted numbers, and what the head read (B, T, hidden)."""
-    read: list[Tensor] = []
+    head_inputs: list[Tensor] = []
 
-    def plant(_: nn.Module, given: tuple[Tensor, ...], made: Tensor) -> Tensor:
-        read.append(given[0])
-        return _planted(made)
+    def plant(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        head_inputs.append(inputs[0])
+        return _make_planted_logits(output)
 
-    handle = causal.get_output_embeddings().register_forward_hook(plant)
+    handle = causal_lm.get_output_embeddings().register_forward_hook(plant)
     try:
-        logits: Tensor = causal(input_ids=tokens, use_cache=False).logits
+        logits: Tensor = causal_lm(input_ids=tokens, use_cache=False).logits
     finally:
         handle.remove()
-    return logits, read[0]
+    return logits, head_inputs[0]
 
 
-def _routes(model: HubModel, tokens: Tensor, wanted: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Each route's name, its hidden states, and those wanted: a pass; a cache with fillers; a tree after it."""
     trunk, device = model.model, tokens.device
     # With what follows a token changed: a forward that looks ahead would see it.
-    where = torch.tensor([0, 3, 7, 12], device=device)
-    later = tokens.clone()
-    later[:, 6:] = 1
-    yield "a pass over other tokens after those asked about", trunk.hidden_at(later, where), wanted.flatten(0, 1)[where]
-    cache = trunk.new_cache(2, 2)
-    first = tokens[:, :4].clone()
-    first[1] = torch.cat((tokens[1, :1] * 0, tokens[1, :3]))
+    flat_positions = torch.tensor([0, 3, 7, 12], device=device)
+    changed_tokens = tokens.clone()
+    changed_tokens[:, 6:] = 1
+    yield (
+        "a pass over other tokens after those asked about",
+        trunk.compute_hidden_states(changed_tokens, flat_positions),
+        expected_hidden.flatten(0, 1)[flat_positions],
+    )
+    cache = trunk.make_cache(2, 2)
+    first_tokens = tokens[:, :4].clone()
+    first_tokens[1] = torch.cat((tokens[1, :1] * 0, tokens[1, :3]))
     valid = torch.tensor([[True] * 4, [False] + [True] * 3], device=device)
     positions = torch.tensor([[0, 1, 2, 3], [0, 0, 1, 2]], device=device)
     lengths, rows = torch.tensor([4, 3], device=device), torch.arange(2, device=device)
-    yield "reading into a cache", trunk.extend(first, positions, valid, cache), wanted[rows, lengths - 1]
-    sees = torch.tensor([[True, False, False], [True, True, False], [True, False, True]], device=device)
+    yield (
+        "reading into a cache",
+        trunk.extend(first_tokens, positions, valid, cache),
+        expected_hidden[rows, lengths - 1],
+    )
+    tree_mask = torch.tensor([[True, False, False], [True, True, False], [True, False, True]], device=device)
     depths = torch.tensor([0, 1, 1], device=device)
-    tree = torch.stack((tokens[0, 4], tokens[0, 5] * 0, tokens[0, 5]))
-    grown = trunk.branch(tree, depths, sees, lengths, cache)
-    yield "scoring a tree after a cache", grown[0, [0, 2]], wanted[0, 4:6]
-    step = trunk.extend(tokens[rows, lengths][:, None], lengths[:, None], valid[:, -1:], cache)
-    yield "appending to a cache", step, wanted[rows, lengths]
+    tree_tokens = torch.stack((tokens[0, 4], tokens[0, 5] * 0, tokens[0, 5]))
+    tree_hidden = trunk.forward_tree(tree_tokens, depths, tree_mask, lengths, cache)
+    yield "scoring a tree after a cache", tree_hidden[0, [0, 2]], expected_hidden[0, 4:6]
+    next_hidden = trunk.extend(tokens[rows, lengths][:, None], lengths[:, None], valid[:, -1:], cache)
+    yield "appending to a cache", next_hidden, expected_hidden[rows, lengths]
 
 
-def _is_close(ours: Tensor, theirs: Tensor) -> bool:
+def _is_close(actual: Tensor, expected: Tensor) -> bool:
     """Whether they differ by `TOLERANCE` of the largest entry at most; numbers that are not finite do not agree."""
-    return bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max())
+    return bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())

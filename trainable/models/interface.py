@@ -40,18 +40,18 @@ class Shape(Protocol):
 class Trunk(Protocol):
     """Tokens to hidden states, which are in the type of `passes`."""
 
-    passes: PassSettings
+    pass_settings: PassSettings
 
     @property
-    def pads(self) -> bool:
+    def needs_padding(self) -> bool:
         """Whether `hidden_at` reads every row of a pass as far as the longest one."""
         ...
 
-    def hidden_at(self, tokens: Tensor, where: Tensor) -> Tensor:
+    def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Hidden states (N, hidden) at flat positions `where` (N,) of right-padded sequences `tokens` (B, T)."""
         ...
 
-    def new_cache(self, rows: int, slots: int) -> KVCache:
+    def make_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache of `rows` rows, with room for `slots` tokens of each."""
         ...
 
@@ -62,7 +62,9 @@ class Trunk(Protocol):
         """
         ...
 
-    def branch(self, tokens: Tensor, depths: Tensor, sees: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
+    def forward_tree(
+        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
+    ) -> Tensor:
         """Hidden states (B, F, hidden) of one tree of tokens (F,) after every row of the cache, which is only read.
 
         depths: (F,), 0 for a token right after the row. sees: (F, F) bool, True at a token's own column and its
@@ -93,7 +95,7 @@ class LanguageModel(Protocol):
         """All parameters; a tied head is the embedding, named once."""
         ...
 
-    def hub_name(self, name: str) -> str:
+    def to_hub_name(self, name: str) -> str:
         """What the hub's files call the weight `name` of its state; a tied head has a name of its own."""
         ...
 
@@ -106,6 +108,6 @@ class Critic(Protocol):
         """All but the head."""
         ...
 
-    def values_at(self, tokens: Tensor, where: Tensor) -> Tensor:
+    def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Values (N,) at flat positions `where` (N,) of `tokens` (B, T)."""
         ...

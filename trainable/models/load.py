@@ -14,10 +14,10 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from torch import nn
 
-from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED, SHIPPED_FOLDER
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODEL_FOLDER
 from trainable.config.sections import ModelConfig
 from trainable.envs.chat import CHATML, ChatFormat
-from trainable.models.chat_template import chat_format
+from trainable.models.chat_template import read_chat_format
 from trainable.models.codec import Codec
 from trainable.models.qwen2 import PassSettings, Qwen2, Qwen2Trunk, ValueHead, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
     from trainable.models.hub_model import HubModel, HubValueModel
 
 M = TypeVar("M", bound="Qwen2 | HubModel")
-PLAIN = PassSettings()
+DEFAULT_PASS_SETTINGS = PassSettings()
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Policy:
     model: "Qwen2 | HubModel"
     tokenizer: Tokenizer
     folder: Path
-    chat: ChatFormat = CHATML
+    chat_format: ChatFormat = CHATML
 
     @property
     def stop_token(self) -> int:
         """What ends a reply: the chat's marker, which base models have but do not name as their end, or their end."""
-        marker: int | None = self.tokenizer.token_to_id(self.chat.end)
+        marker: int | None = self.tokenizer.token_to_id(self.chat_format.end_marker)
         return self.model.shape.eos_token_id if marker is None else marker
 
 
@@ -50,12 +50,14 @@ def find_model(path: str) -> Path:
 
     Raises ValueError with the command that fetches a hub model that is not there. Nothing is downloaded.
     """
-    if path == SHIPPED:
-        return SHIPPED_FOLDER
+    if path == SHIPPED_MODEL:
+        return SHIPPED_MODEL_FOLDER
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"{path} is not a model: it holds no config.json. Give a model's folder, or {SHIPPED}.")
+            raise ValueError(
+                f"{path} is not a model: it holds no config.json. Give a model's folder, or {SHIPPED_MODEL}."
+            )
         return folder
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -65,11 +67,13 @@ def find_model(path: str) -> Path:
     except (HFValidationError, LocalEntryNotFoundError):
         raise ValueError(
             f"{path} is neither a folder nor in the local hub cache. Fetch it with `hf download {path}`, or give "
-            f"--model {SHIPPED}."
+            f"--model {SHIPPED_MODEL}."
         ) from None
 
 
-def load_policy(path: str, device: torch.device, passes: PassSettings = PLAIN, chat: str = "auto") -> Policy:
+def load_policy(
+    path: str, device: torch.device, pass_settings: PassSettings = DEFAULT_PASS_SETTINGS, format_name: str = "auto"
+) -> Policy:
     """Model (float32 weights, whose passes are computed as `passes` says) and tokenizer at `path`, on `device`.
 
     A Qwen2 without scaled rotary positions is run by our own implementation, any other model by transformers'. chat:
@@ -77,13 +81,13 @@ def load_policy(path: str, device: torch.device, passes: PassSettings = PLAIN, c
     """
     folder = find_model(path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    model = _load_qwen2(folder) if _is_own(folder) else _load_hub_model(folder)
-    model.model.passes = passes
-    spoken = chat_format(folder, tokenizer, model.shape.eos_token_id, chat)
-    return Policy(model.to(device), tokenizer, folder, spoken)
+    model = _load_qwen2(folder) if _is_plain_qwen2(folder) else _load_hub_model(folder)
+    model.model.pass_settings = pass_settings
+    chat = read_chat_format(folder, tokenizer, model.shape.eos_token_id, format_name)
+    return Policy(model.to(device), tokenizer, folder, chat)
 
 
-def _is_own(folder: Path) -> bool:
+def _is_plain_qwen2(folder: Path) -> bool:
     """Whether the model in `folder` is a Qwen2 as our own implementation has it: full attention, plain positions."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
@@ -108,13 +112,13 @@ def _load_hub_model(folder: Path) -> "HubModel":
     from trainable.models.hub_model import load_hub_model
 
     names: list[str] = []
-    for file in _weight_files(folder):
+    for file in _find_weight_files(folder):
         with safe_open(os.fspath(file), framework="pt") as tensors:
             names += tensors.keys()
     return load_hub_model(folder, names)
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _find_weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file; other weight formats are not read.")
@@ -124,7 +128,7 @@ def _weight_files(folder: Path) -> list[Path]:
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of the folder's safetensors files, in float32 and in memory of their own."""
     weights: dict[str, torch.Tensor] = {}
-    for file in _weight_files(folder):
+    for file in _find_weight_files(folder):
         with safe_open(os.fspath(file), framework="pt") as tensors:
             weights.update({name: tensors.get_tensor(name).to(torch.float32, copy=True) for name in tensors.keys()})  # noqa: SIM118
     return weights
@@ -132,19 +136,19 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> "ValueModel | HubValueModel":
     """A critic whose trunk is a copy of the policy's, passes included, and whose head is from N(0, 0.02), bias 0."""
-    critic = value_model(policy.model, deepcopy(policy.model.model), device)
-    draw_head(critic.score, rng)
+    critic = make_value_model(policy.model, deepcopy(policy.model.model), device)
+    init_value_head(critic.score, rng)
     return critic.to(device)
 
 
 @torch.no_grad()
-def draw_head(head: ValueHead, rng: np.random.Generator) -> None:
+def init_value_head(head: ValueHead, rng: np.random.Generator) -> None:
     """Set a value head's weights from N(0, 0.02), and its bias to 0."""
     head.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, head.weight.shape)))
     head.bias.zero_()
 
 
-def value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.device) -> "ValueModel | HubValueModel":
+def make_value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.device) -> "ValueModel | HubValueModel":
     """A critic of the model's kind with `trunk` as its own, and a head that holds anything."""
     if isinstance(model, Qwen2):
         with torch.device("meta"):  # the trunk that it makes is thrown away: it takes no memory
@@ -169,17 +173,17 @@ def make_codec(tokenizer: Tokenizer) -> Codec:
     return Codec(encode, decode)
 
 
-def pass_settings(settings: ModelConfig) -> PassSettings:
+def make_pass_settings(settings: ModelConfig) -> PassSettings:
     """How the networks of a run compute."""
     return PassSettings(getattr(torch, settings.dtype), settings.enable_gradient_checkpointing)
 
 
-def frozen_copy(model: M) -> M:
+def make_frozen_copy(model: M) -> M:
     """A copy of `model` on its device that no gradient reaches: the reference."""
-    return frozen(deepcopy(model))
+    return freeze(deepcopy(model))
 
 
-def frozen(model: M) -> M:
+def freeze(model: M) -> M:
     """`model` itself, which no gradient reaches any more.
 
     Its linear layers hold their weights in the type that passes compute in, which gives the same numbers to the last
@@ -188,12 +192,12 @@ def frozen(model: M) -> M:
     model.requires_grad_(False)
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and layer.weight is not model.model.embed_tokens.weight:
-            layer.to(model.model.passes.dtype)
+            layer.to(model.model.pass_settings.dtype)
     return model
 
 
-def pick_device(wanted: str, gpus: float) -> torch.device:
+def pick_device(device_name: str, gpus: float) -> torch.device:
     """The device of a run: `auto` is the GPU where the run reserves one and one is visible, else the processor."""
-    if wanted == "auto":
+    if device_name == "auto":
         return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
-    return torch.device(wanted)
+    return torch.device(device_name)

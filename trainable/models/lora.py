@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainable.config.sections import ModelConfig
 from trainable.config.setting_types import LINEAR_LAYERS
-from trainable.models.load import draw_head, value_model
+from trainable.models.load import init_value_head, make_value_model
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk, ValueModel
 
 if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
@@ -28,32 +28,32 @@ if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
 
 N = TypeVar("N", bound=nn.Module)
 M = TypeVar("M", bound="Qwen2 | HubModel")
-ADAPTER = "default"
+ADAPTER_NAME = "default"
 """peft's name of a layer's first adapter; here there is one."""
 
 
-def sharing(network: N) -> N:
+def share_parameters(network: N) -> N:
     """A network of modules of its own whose parameters are those of `network`: no tensor is copied."""
     return deepcopy(network, {id(weight): weight for weight in network.parameters()})
 
 
-def adapted(base: M, settings: ModelConfig, rng: np.random.Generator) -> M:
+def make_adapted_policy(base: M, settings: ModelConfig, rng: np.random.Generator) -> M:
     """A policy over the frozen tensors of `base`, whose adapters are all that it learns; at first it is the base."""
-    model: M = sharing(base)
-    adapt(model.model, settings, rng)
+    model: M = share_parameters(base)
+    add_adapters(model.model, settings, rng)
     return model
 
 
-def critic_over(
+def make_shared_critic(
     base: "Qwen2 | HubModel", rng: np.random.Generator, device: torch.device
 ) -> "ValueModel | HubValueModel":
     """A critic whose trunk has the frozen tensors of `base`, and whose head, drawn from `rng`, is its own."""
-    critic = value_model(base, sharing(base.model), device)
-    draw_head(critic.score, rng)
+    critic = make_value_model(base, share_parameters(base.model), device)
+    init_value_head(critic.score, rng)
     return critic
 
 
-def adapt(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.random.Generator) -> None:
+def add_adapters(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.random.Generator) -> None:
     """Put an adapter beside the linear layers of `trunk` that settings.lora_target_modules names; freeze all else.
 
     A is drawn from U(-1/sqrt(in), 1/sqrt(in)), as peft does, but from `rng`. Adapters are float32, whatever the type of
@@ -61,81 +61,81 @@ def adapt(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.random.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    names = _targets(trunk, settings.lora_target_modules)
+    names = _find_target_layers(trunk, settings.lora_target_modules)
     inject_adapter_in_model(
         LoraConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=names, lora_dropout=0.0), trunk
     )
-    for _, layer in adapters(trunk):
+    for _, layer in find_adapters(trunk):
         layer.cast_input_dtype_enabled = False  # autocast does it, without a float32 copy of the input
-        for part in (layer.lora_A, layer.lora_B):
-            part.float()  # peft gives them the type of the weights beside them
-        weight = layer.lora_A[ADAPTER].weight
+        for projection in (layer.lora_A, layer.lora_B):
+            projection.float()  # peft gives them the type of the weights beside them
+        weight = layer.lora_A[ADAPTER_NAME].weight
         with torch.no_grad():
             weight.copy_(torch.from_numpy(rng.uniform(-1.0, 1.0, weight.shape) / weight.shape[1] ** 0.5))
 
 
-def _targets(trunk: "Qwen2Trunk | HubTrunk", wanted: str | tuple[str, ...]) -> list[str]:
+def _find_target_layers(trunk: "Qwen2Trunk | HubTrunk", target_modules: str | tuple[str, ...]) -> list[str]:
     """Full names of the linear layers to adapt; all of the trunk's, which has no head, for `all-linear`."""
-    linear = [name for name, part in trunk.named_modules() if isinstance(part, nn.Linear)]
-    if not linear:
+    linear_names = [name for name, part in trunk.named_modules() if isinstance(part, nn.Linear)]
+    if not linear_names:
         raise ValueError("This model has no linear layer that an adapter could stand beside: set model.lora_rank=0.")
-    if wanted == "all-linear":
-        return linear
-    ends = {name.rsplit(".", 1)[-1] for name in linear}
-    missing = [name for name in wanted if name not in ends]
-    if missing and not ends & set(LINEAR_LAYERS):
+    if target_modules == "all-linear":
+        return linear_names
+    suffixes = {name.rsplit(".", 1)[-1] for name in linear_names}
+    missing_suffixes = [name for name in target_modules if name not in suffixes]
+    if missing_suffixes and not suffixes & set(LINEAR_LAYERS):
         raise ValueError("This model's linear layers have other names: set model.lora_target_modules=all-linear.")
-    if missing:
+    if missing_suffixes:
         raise ValueError(
-            f"This model has no linear layer {missing[0]}: give model.lora_target_modules some of "
-            f"{', '.join(sorted(ends))}, or all-linear."
+            f"This model has no linear layer {missing_suffixes[0]}: give model.lora_target_modules some of "
+            f"{', '.join(sorted(suffixes))}, or all-linear."
         )
-    return [name for name in linear if name.rsplit(".", 1)[-1] in wanted]
+    return [name for name in linear_names if name.rsplit(".", 1)[-1] in target_modules]
 
 
-def adapters(network: nn.Module) -> list[tuple[str, Any]]:
+def find_adapters(network: nn.Module) -> list[tuple[str, Any]]:
     """Name and module of every layer that has an adapter."""
     return [(name, part) for name, part in network.named_modules() if hasattr(part, "lora_A")]
 
 
 @torch.no_grad()
-def merged(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def iter_merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight by its name without adapters: W + (α / r) B A in float32 where there is an adapter.
 
     Such a sum is made when it is asked for and not kept. Networks without adapters give their own tensors.
     """
-    layers = dict(adapters(network))
+    layers = dict(find_adapters(network))
     for name, value in network.state_dict().items():
-        owner, is_base, own = name.partition(".base_layer.")
+        layer_name, is_base, suffix = name.partition(".base_layer.")
         if is_base:
-            name, layer = f"{owner}.{own}", layers[owner]
-            value = value + layer.get_delta_weight(ADAPTER) if own == "weight" else value
+            name, layer = f"{layer_name}.{suffix}", layers[layer_name]
+            value = value + layer.get_delta_weight(ADAPTER_NAME) if suffix == "weight" else value
         if ".lora_" not in name:
             yield name, value
 
 
-def hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
+def iter_hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
     """Every weight, adapters merged, under the name that the hub's files give it; a tied head too."""
-    return ((model.hub_name(name), weight) for name, weight in merged(model))
+    return ((model.to_hub_name(name), weight) for name, weight in iter_merged_weights(model))
 
 
-def weight_names(model: "Qwen2 | HubModel") -> set[str]:
+def list_weight_names(model: "Qwen2 | HubModel") -> set[str]:
     """The names of what `hub_weights` gives."""
-    return {model.hub_name(name.replace(".base_layer.", ".")) for name in model.state_dict() if ".lora_" not in name}
+    return {model.to_hub_name(name.replace(".base_layer.", ".")) for name in model.state_dict() if ".lora_" not in name}
 
 
 def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Path) -> None:
     """Write the adapters of `policy` in peft's format, which `peft.PeftModel.from_pretrained(model, folder)` reads."""
     from peft import LoraConfig
 
-    layers = adapters(policy)
+    layers = find_adapters(policy)
     weights = {
-        f"base_model.model.{policy.module_name(name)}.{part}.weight": getattr(layer, part)[ADAPTER].weight
+        f"base_model.model.{policy.to_module_name(name)}.{part}.weight": getattr(layer, part)[ADAPTER_NAME].weight
         for name, layer in layers for part in ("lora_A", "lora_B")
     }  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    own = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
-    save_file(own, folder / "adapter_model.safetensors")
+    cpu_weights = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
+    save_file(cpu_weights, folder / "adapter_model.safetensors")
     LoraConfig(
         r=settings.lora_rank, lora_alpha=settings.lora_alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
         target_modules=sorted({name.rsplit(".", 1)[-1] for name, _ in layers}), inference_mode=True,
@@ -143,17 +143,22 @@ def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Pa
     ).save_pretrained(str(folder))  # fmt: skip
 
 
-def fingerprint(folder: Path) -> str:
+def compute_fingerprint(folder: Path) -> str:
     """SHA-256 of the weight files of the model in `folder`: adapters mean nothing beside other weights."""
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as opened:
-            whole.update(f"{file.name} {hashlib.file_digest(opened, 'sha256').hexdigest()}\n".encode())
-    return whole.hexdigest()
+        with file.open("rb") as stream:
+            digest.update(f"{file.name} {hashlib.file_digest(stream, 'sha256').hexdigest()}\n".encode())
+    return digest.hexdigest()
 
 
-def check_base(theirs: str | None, ours: str | None) -> None:
+def check_base(checkpoint_base: str | None, run_base: str | None) -> None:
     """ValueError where a state's adapters were trained over another base than ours; None: no adapters."""
-    if theirs != ours:
-        its, own = ("no adapters" if each is None else f"adapters of the base {each[:12]}" for each in (theirs, ours))
-        raise ValueError(f"it holds {its}, and this run has {own} (SHA-256 of its weights); give the very same model.")
+    if checkpoint_base != run_base:
+        checkpoint_text, run_text = (
+            "no adapters" if each is None else f"adapters of the base {each[:12]}"
+            for each in (checkpoint_base, run_base)
+        )
+        raise ValueError(
+            f"it holds {checkpoint_text}, and this run has {run_text} (SHA-256 of its weights); give the very same model."
+        )

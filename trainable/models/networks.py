@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from trainable.config.run_config import RunConfig
-from trainable.config.seeds import stream
-from trainable.models.load import Policy, frozen, frozen_copy, load_policy, make_critic, pass_settings
-from trainable.models.lora import adapt, adapted, critic_over, fingerprint
+from trainable.config.seeds import make_rng
+from trainable.models.load import Policy, freeze, make_frozen_copy, load_policy, make_critic, make_pass_settings
+from trainable.models.lora import add_adapters, make_adapted_policy, make_shared_critic, compute_fingerprint
 from trainable.models.qwen2 import Qwen2, ValueModel
 
 if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
@@ -26,34 +26,34 @@ class Networks(NamedTuple):
     policy: Policy
     reference: "Qwen2 | HubModel | None"
     critic: "ValueModel | HubValueModel | None"
-    head: nn.Module | None
-    base: str | None
+    value_head: nn.Module | None
+    base_fingerprint: str | None
 
 
 def make_networks(config: RunConfig, device: torch.device) -> Networks:
     """The networks of `config` on `device`, all from the model at config.model.path."""
-    policy = load_policy(config.model.path, device, pass_settings(config.model), config.model.chat_format)
+    policy = load_policy(config.model.path, device, make_pass_settings(config.model), config.model.chat_format)
     if config.model.lora_rank:
-        return _over_one_base(config, policy, device)
-    reference = frozen_copy(policy.model) if _needs_reference(config) else None
-    critic = make_critic(policy, stream(config.seed, "critic"), device) if _has_values(config) else None
-    return Networks(policy, reference, *_on_a_trunk(config, critic), None)
+        return _make_lora_networks(config, policy, device)
+    reference = make_frozen_copy(policy.model) if _needs_reference(config) else None
+    critic = make_critic(policy, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
+    return Networks(policy, reference, *_split_critic(config, critic), None)
 
 
-def _over_one_base(config: RunConfig, policy: Policy, device: torch.device) -> Networks:
+def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device) -> Networks:
     """Policy and critic with adapters of their own; base and reference are one."""
-    base, settings = frozen(policy.model), config.model
-    model = adapted(base, settings, stream(config.seed, "adapters", 0))
-    critic = critic_over(base, stream(config.seed, "critic"), device) if _has_values(config) else None
+    base, settings = freeze(policy.model), config.model
+    model = make_adapted_policy(base, settings, make_rng(config.seed, "adapters", 0))
+    critic = make_shared_critic(base, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
     if critic is not None and not config.critic.shared_trunk:
-        adapt(critic.model, settings, stream(config.seed, "adapters", 1))
+        add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
     return Networks(
         replace(policy, model=model), base if _needs_reference(config) else None,
-        *_on_a_trunk(config, critic), fingerprint(policy.folder),
+        *_split_critic(config, critic), compute_fingerprint(policy.folder),
     )  # fmt: skip
 
 
-def _on_a_trunk(
+def _split_critic(
     config: RunConfig, critic: "ValueModel | HubValueModel | None"
 ) -> tuple["ValueModel | HubValueModel | None", nn.Module | None]:
     """The critic, or of it the head alone where that stands on the policy's trunk."""
@@ -64,5 +64,5 @@ def _needs_reference(config: RunConfig) -> bool:
     return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
-def _has_values(config: RunConfig) -> bool:
+def _needs_critic(config: RunConfig) -> bool:
     return config.algorithm.estimator.needs_critic

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-class Packed(NamedTuple):
+class PackedRows(NamedTuple):
     """Rows of tokens laid end to end, short rows first, each up to its last position that is asked for.
 
     source: (N,) flat index into the padded rows, (B, T), of each token of the stream. positions: (N,) of each in its
@@ -19,55 +19,57 @@ class Packed(NamedTuple):
     and N. groups: (rows, length) of consecutive rows that are equally long.
     """
 
-    source: Tensor
+    source_indices: Tensor
     positions: Tensor
-    asked: Tensor
-    bounds: Tensor
-    groups: tuple[tuple[int, int], ...]
+    output_indices: Tensor
+    cu_seqlens: Tensor
+    length_groups: tuple[tuple[int, int], ...]
 
 
-def pack(shape: tuple[int, int], where: Tensor) -> Packed:
+def pack_rows(shape: tuple[int, int], flat_positions: Tensor) -> PackedRows:
     """Lay rows of tokens end to end, which are padded on the right to `shape` (B, T).
 
     where: (n,) flat indices into B * T of the positions that are asked for. Attention is causal, so a row is cut
     after the last of them, and left out where there is none. The stream has one token at least: the ranks of a run
     must all make a gradient of every weight, also in a pass that asks for nothing.
     """
-    (rows, width), device = shape, where.device
-    of, position = where // width, where % width
-    needed = torch.zeros(rows, dtype=torch.long, device=device).scatter_reduce(0, of, position + 1, "amax")
-    if not len(where):
-        needed[0] = 1
-    lengths, order = needed.sort(stable=True)
-    begins = lengths.cumsum(0) - lengths
-    row, positions = (torch.arange(width, device=device) < lengths[:, None]).nonzero().unbind(1)
-    begin_of = torch.zeros_like(begins).scatter(0, order, begins)
-    sizes = [length for length in lengths.tolist() if length]
-    return Packed(
-        source=order[row] * width + positions,
+    (rows, width), device = shape, flat_positions.device
+    row_of_position, column_of_position = flat_positions // width, flat_positions % width
+    row_lengths = torch.zeros(rows, dtype=torch.long, device=device).scatter_reduce(
+        0, row_of_position, column_of_position + 1, "amax"
+    )
+    if not len(flat_positions):
+        row_lengths[0] = 1
+    sorted_lengths, order = row_lengths.sort(stable=True)
+    sorted_starts = sorted_lengths.cumsum(0) - sorted_lengths
+    sorted_row, positions = (torch.arange(width, device=device) < sorted_lengths[:, None]).nonzero().unbind(1)
+    row_starts = torch.zeros_like(sorted_starts).scatter(0, order, sorted_starts)
+    nonempty_lengths = [length for length in sorted_lengths.tolist() if length]
+    return PackedRows(
+        source_indices=order[sorted_row] * width + positions,
         positions=positions,
-        asked=begin_of[of] + position,
-        bounds=torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device),
-        groups=tuple((len(list(group)), length) for length, group in groupby(sizes)),
+        output_indices=row_starts[row_of_position] + column_of_position,
+        cu_seqlens=torch.tensor([0, *accumulate(nonempty_lengths)], dtype=torch.int32, device=device),
+        length_groups=tuple((len(list(group)), length) for length, group in groupby(nonempty_lengths)),
     )
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Tensor:
     """Causal attention of every row of the stream over itself, (N, heads * D).
 
     q: (N, heads, D). k, v: (N, kv_heads, D), kv_heads dividing heads.
     """
-    return (_at_once if _runs_at_once(q) else by_length)(q, k, v, packed)
+    return (_attend_varlen if _can_use_varlen(q) else attend_by_length)(q, k, v, packed)
 
 
-def _runs_at_once(q: Tensor) -> bool:
+def _can_use_varlen(q: Tensor) -> bool:
     """Whether torch has a kernel for rows of unequal length: in half precision, on GPUs from Ampere on."""
     is_half = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
-    return is_half and torch.cuda.get_device_capability(q.device) >= (8, 0) and _varlen_attn() is not None
+    return is_half and torch.cuda.get_device_capability(q.device) >= (8, 0) and _import_varlen_attn() is not None
 
 
 @cache
-def _varlen_attn() -> Callable[..., Any] | None:
+def _import_varlen_attn() -> Callable[..., Any] | None:
     """torch's kernel, where this torch has one. Its module takes longer to import than the model: only where used."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -76,23 +78,25 @@ def _varlen_attn() -> Callable[..., Any] | None:
     return varlen_attn if "enable_gqa" in signature(varlen_attn).parameters else None  # torch 2.12 on
 
 
-def _at_once(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Tensor:
     """`causal_attention` in one call."""
-    bounds, longest, varlen_attn = packed.bounds, packed.groups[-1][1], _varlen_attn()
+    cu_seqlens, max_length, varlen_attn = packed.cu_seqlens, packed.length_groups[-1][1], _import_varlen_attn()
     assert varlen_attn is not None
-    mixed = varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), enable_gqa=True)
-    assert isinstance(mixed, Tensor)
-    return mixed.flatten(1)
+    attention_output = varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, max_length, max_length, window_size=(-1, 0), enable_gqa=True
+    )
+    assert isinstance(attention_output, Tensor)
+    return attention_output.flatten(1)
 
 
-def by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+def attend_by_length(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Tensor:
     """`causal_attention` in a call for each group of equally long rows: views of the stream, nothing is padded."""
-    sizes = [rows * length for rows, length in packed.groups]
-    mixed = []
-    for group, *parts in zip(packed.groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-        heads = [part.view(*group, *part.shape[1:]).transpose(1, 2) for part in parts]
-        found = F.scaled_dot_product_attention(
+    sizes = [rows * length for rows, length in packed.length_groups]
+    outputs = []
+    for group, *qkv in zip(packed.length_groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
+        heads = [part.view(*group, *part.shape[1:]).transpose(1, 2) for part in qkv]
+        output = F.scaled_dot_product_attention(
             heads[0], heads[1], heads[2], is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
-        mixed.append(found.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2]))
-    return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        outputs.append(output.transpose(1, 2).reshape(-1, q.shape[1] * q.shape[2]))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)

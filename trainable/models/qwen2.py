@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from trainable.models.kv_cache import KVCache
-from trainable.models.packing import Packed, causal_attention, pack
-from trainable.models.qwen2_shape import Qwen2Shape, rotary
+from trainable.models.packing import PackedRows, causal_attention, pack_rows
+from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
 
 
 class PassSettings(NamedTuple):
@@ -39,9 +39,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`x` (..., size) over its root mean square, times the gain."""
-        normed = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        kind = x.device.type  # what autocast's products want is cast once here, and not for each of them
-        return normed.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else normed
+        output = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        device_type = x.device.type  # what autocast's products want is cast once here, and not for each of them
+        return output.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else output
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(hidden, kv)
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
 
-    def by_head(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project_heads(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `(..., heads, D)`, keys and values `(..., kv_heads, D)` of `x` (..., hidden)."""
         size = (*x.shape[:-1], -1, self.head_dim)
         q, k, v = self.q_proj(x).view(size), self.k_proj(x).view(size), self.v_proj(x).view(size)
@@ -72,44 +72,50 @@ class Attention(nn.Module):
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries `(B, heads, T, D)`, keys and values `(B, kv_heads, T, D)` of `x` (B, T, hidden)."""
-        q, k, v = self.by_head(x, cos, sin)
+        q, k, v = self.project_heads(x, cos, sin)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def causal(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed) -> Tensor:
+    def attend_causal(self, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows) -> Tensor:
         """Causal attention over the rows of a stream `x` (N, hidden), before the output projection: `(N, hidden)`."""
-        return causal_attention(*self.by_head(x, cos, sin), packed)
+        return causal_attention(*self.project_heads(x, cos, sin), packed)
 
-    def cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
+    def attend_cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
         """Attention of `x` (B, q, hidden) over the cache, whose next q slots it fills; `bias` (B, q, used + q)."""
-        batch, new, _ = x.shape
+        batch, new_tokens, _ = x.shape
         q, k, v = self.project(x, cos, sin)
         keys, values = cache.write(layer, k, v)
         groups = self.heads // self.kv_heads
         # Queries of the heads that share a key head become rows of one product: no key is copied.
-        folded = q.reshape(batch, self.kv_heads, groups * new, self.head_dim)
+        folded_queries = q.reshape(batch, self.kv_heads, groups * new_tokens, self.head_dim)
         if q.dtype == torch.bfloat16:  # whose scores only the fused attention keeps in float32
-            return self._fused(folded, keys, values, bias)
-        scores = folded @ keys.transpose(-1, -2) * self.head_dim**-0.5
-        scores = scores.view(batch, self.kv_heads, groups, new, -1) + bias[:, None, None]
-        weights = scores.softmax(-1).view(batch, self.kv_heads, groups * new, -1)
-        mixed = (weights @ values).view(batch, self.heads, new, self.head_dim)
-        return mixed.transpose(1, 2).reshape(batch, new, -1)
+            return self._attend_fused(folded_queries, keys, values, bias)
+        scores = folded_queries @ keys.transpose(-1, -2) * self.head_dim**-0.5
+        scores = scores.view(batch, self.kv_heads, groups, new_tokens, -1) + bias[:, None, None]
+        weights = scores.softmax(-1).view(batch, self.kv_heads, groups * new_tokens, -1)
+        attention_output = (weights @ values).view(batch, self.heads, new_tokens, self.head_dim)
+        return attention_output.transpose(1, 2).reshape(batch, new_tokens, -1)
 
-    def branched(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
+    def attend_tree(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
         """Attention of `x` (B, q, hidden) over the cache, which stays as it is, and itself; `bias` (B, q, used + q)."""
-        batch, new, _ = x.shape
+        batch, new_tokens, _ = x.shape
         q, k, v = self.project(x, cos, sin)
-        keys = torch.cat((cache.keys[layer][:, :, : cache.used], k), dim=2)
-        values = torch.cat((cache.values[layer][:, :, : cache.used], v), dim=2)
+        keys = torch.cat((cache.keys[layer][:, :, : cache.used_slots], k), dim=2)
+        values = torch.cat((cache.values[layer][:, :, : cache.used_slots], v), dim=2)
         groups = self.heads // self.kv_heads
-        return self._fused(q.reshape(batch, self.kv_heads, groups * new, self.head_dim), keys, values, bias)
+        return self._attend_fused(
+            q.reshape(batch, self.kv_heads, groups * new_tokens, self.head_dim), keys, values, bias
+        )
 
-    def _fused(self, folded: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+    def _attend_fused(self, folded_queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         """Attention of queries folded as in `cached` under `bias` (B, q, slots): `(B, q, hidden)`."""
-        batch, new, _ = bias.shape
-        mask = bias.repeat(1, self.heads // self.kv_heads, 1)[:, None].to(folded.dtype)
-        mixed = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
-        return mixed.view(batch, self.heads, new, self.head_dim).transpose(1, 2).reshape(batch, new, -1)
+        batch, new_tokens, _ = bias.shape
+        mask = bias.repeat(1, self.heads // self.kv_heads, 1)[:, None].to(folded_queries.dtype)
+        attention_output = F.scaled_dot_product_attention(folded_queries, keys, values, attn_mask=mask)
+        return (
+            attention_output.view(batch, self.heads, new_tokens, self.head_dim)
+            .transpose(1, 2)
+            .reshape(batch, new_tokens, -1)
+        )
 
 
 class MLP(nn.Module):
@@ -136,16 +142,19 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
-    def whole(self, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed, is_last: bool) -> Tensor:
+    def forward_packed(self, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows, is_last: bool) -> Tensor:
         """The block over the rows of a stream `x` (N, hidden), finished only where it is asked for if `is_last`."""
-        mixed = self.self_attn.causal(self.input_layernorm(x), cos, sin, packed)
+        attention_output = self.self_attn.attend_causal(self.input_layernorm(x), cos, sin, packed)
         if is_last:
-            x, mixed = x.index_select(0, packed.asked), mixed.index_select(0, packed.asked)
-        return self.finish(x, mixed)
+            x, attention_output = (
+                x.index_select(0, packed.output_indices),
+                attention_output.index_select(0, packed.output_indices),
+            )
+        return self.finish(x, attention_output)
 
-    def finish(self, x: Tensor, mixed: Tensor) -> Tensor:
+    def finish(self, x: Tensor, attention_output: Tensor) -> Tensor:
         """The block after its attention: output projection, residuals and feed-forward, at any subset of positions."""
-        x = x + self.self_attn.o_proj(mixed)
+        x = x + self.self_attn.o_proj(attention_output)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -155,13 +164,13 @@ class Qwen2Trunk(nn.Module):
     def __init__(self, shape: Qwen2Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.passes = PassSettings()
+        self.pass_settings = PassSettings()
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.num_hidden_layers))
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     @property
-    def pads(self) -> bool:
+    def needs_padding(self) -> bool:
         """Rows are read without padding."""
         return False
 
@@ -172,35 +181,39 @@ class Qwen2Trunk(nn.Module):
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """What every pass runs under: nothing, where it computes in the type of its weights."""
-        dtype = self.passes.dtype
+        dtype = self.pass_settings.dtype
         # A pass uses each weight once: casts that are kept for a second use would only hold memory.
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
 
-    def _through(self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: Packed, is_last: bool) -> Tensor:
+    def _run_layer(
+        self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows, is_last: bool
+    ) -> Tensor:
         """`layer.whole`, of which a pass with gradients keeps only the input where blocks are recomputed."""
-        if not (self.passes.recompute and torch.is_grad_enabled()):
-            return layer.whole(x, cos, sin, packed, is_last)
+        if not (self.pass_settings.recompute and torch.is_grad_enabled()):
+            return layer.forward_packed(x, cos, sin, packed, is_last)
         # No block draws random numbers, so their state need not be kept.
-        return checkpoint(layer.whole, x, cos, sin, packed, is_last, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(
+            layer.forward_packed, x, cos, sin, packed, is_last, use_reentrant=False, preserve_rng_state=False
+        )
 
-    def hidden_at(self, tokens: Tensor, where: Tensor) -> Tensor:
+    def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Hidden states at chosen positions of whole sequences.
 
         tokens: (B, T) from position 0 on, right-padded with anything. where: (N,) flat indices into B * T, none of
         them padding. Returns (N, hidden). Tokens after a row's last chosen position are not run, and the last block is
         finished at `where` only: neither changes a number.
         """
-        packed = pack((tokens.shape[0], tokens.shape[1]), where)
-        last = len(self.layers) - 1
-        angles = rotary(torch.arange(packed.groups[-1][1], device=tokens.device), self.shape)
+        packed = pack_rows((tokens.shape[0], tokens.shape[1]), flat_positions)
+        last_layer = len(self.layers) - 1
+        angles = compute_rotary(torch.arange(packed.length_groups[-1][1], device=tokens.device), self.shape)
         cos, sin = (part.index_select(0, packed.positions) for part in angles)
         with self._autocast(tokens.device):
-            x = self.embed_tokens(tokens.flatten().index_select(0, packed.source))
-            for number, layer in enumerate(self.blocks):
-                x = self._through(layer, x, cos, sin, packed, number == last)
+            x = self.embed_tokens(tokens.flatten().index_select(0, packed.source_indices))
+            for layer_index, layer in enumerate(self.blocks):
+                x = self._run_layer(layer, x, cos, sin, packed, layer_index == last_layer)
             return self.norm(x)
 
-    def new_cache(self, rows: int, slots: int) -> KVCache:
+    def make_cache(self, rows: int, slots: int) -> KVCache:
         """An empty cache of `rows` rows, with room for `slots` tokens of each."""
         return KVCache(rows, slots, self.embed_tokens.weight)
 
@@ -210,49 +223,59 @@ class Qwen2Trunk(nn.Module):
         tokens, positions, valid: (B, q); fillers (valid False) stand on the left. Returns (B, hidden). Rows beyond the
         first B get a filler.
         """
-        bias = cache.admit(valid)
-        cos, sin = self._angles(positions, cache)
-        last = len(self.layers) - 1
+        bias = cache.append_slots(valid)
+        cos, sin = self._get_angles(positions, cache)
+        last_layer = len(self.layers) - 1
         with self._autocast(tokens.device):
             x = self.embed_tokens(tokens)
-            for number, layer in enumerate(self.blocks):
-                mixed = layer.self_attn.cached(layer.input_layernorm(x), cos, sin, cache, number, bias)
-                if number == last:
-                    x, mixed = x[:, -1], mixed[:, -1]
-                x = layer.finish(x, mixed)
-            cache.used += tokens.shape[1]
+            for layer_index, layer in enumerate(self.blocks):
+                attention_output = layer.self_attn.attend_cached(
+                    layer.input_layernorm(x), cos, sin, cache, layer_index, bias
+                )
+                if layer_index == last_layer:
+                    x, attention_output = x[:, -1], attention_output[:, -1]
+                x = layer.finish(x, attention_output)
+            cache.used_slots += tokens.shape[1]
             return self.norm(x)
 
-    def _angles(self, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
+    def _get_angles(self, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
         """Cosines and sines of positions, from the cache's table, which is made as long as the cache has become."""
         slots = cache.bias.shape[1]
         if cache.angles is None or len(cache.angles[0]) < slots:
             # A row's positions are below its slots, packed or not: the table reaches all of them.
-            cache.angles = rotary(torch.arange(slots, device=positions.device), self.shape)
+            cache.angles = compute_rotary(torch.arange(slots, device=positions.device), self.shape)
         return cache.angles[0][positions], cache.angles[1][positions]
 
-    def branch(self, tokens: Tensor, depths: Tensor, sees: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
+    def forward_tree(
+        self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
+    ) -> Tensor:
         """Hidden states of one tree of tokens after every row of the cache, which is only read.
 
         tokens: (F,). depths: (F,), 0 for a token right after the row. sees: (F, F) bool, True at a token's own column
         and its ancestors'. lengths: (B,) tokens of each row. Returns (B, F, hidden).
         """
         rows = len(lengths)
-        bias = cache.bias_after(sees, rows)
-        cos, sin = rotary(lengths[:, None] + depths, self.shape)
+        bias = cache.make_tree_bias(tree_mask, rows)
+        cos, sin = compute_rotary(lengths[:, None] + depths, self.shape)
         with self._autocast(tokens.device):
             x = self.embed_tokens(tokens).expand(rows, -1, -1)
-            for number, layer in enumerate(self.blocks):
-                x = layer.finish(x, layer.self_attn.branched(layer.input_layernorm(x), cos, sin, cache, number, bias))
+            for layer_index, layer in enumerate(self.blocks):
+                x = layer.finish(
+                    x, layer.self_attn.attend_tree(layer.input_layernorm(x), cos, sin, cache, layer_index, bias)
+                )
             return self.norm(x)
 
 
 class LanguageHead(nn.Linear):
     """Hidden states to the vocabulary, in the type of the hidden states."""
 
-    def forward(self, hidden: Tensor, of: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
+    def forward(self, hidden: Tensor, head_function: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
         """Logits (..., V) of `hidden` (..., h); or `of(hidden, weight)`, which need not make them whole."""
-        return F.linear(hidden, self.weight.to(hidden.dtype)) if of is None else of(hidden, self.weight)
+        return (
+            F.linear(hidden, self.weight.to(hidden.dtype))
+            if head_function is None
+            else head_function(hidden, self.weight)
+        )
 
 
 class ValueHead(nn.Linear):
@@ -274,11 +297,11 @@ class Qwen2(nn.Module):
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def hub_name(self, name: str) -> str:
+    def to_hub_name(self, name: str) -> str:
         """The weight `name` as the hub calls it: by that name."""
         return name
 
-    def module_name(self, name: str) -> str:
+    def to_module_name(self, name: str) -> str:
         """The module `name` as transformers calls it: by that name."""
         return name
 
@@ -292,6 +315,6 @@ class ValueModel(nn.Module):
         self.model = Qwen2Trunk(shape)
         self.score = ValueHead(shape.hidden_size, 1)
 
-    def values_at(self, tokens: Tensor, where: Tensor) -> Tensor:
+    def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Values (N,) at flat positions `where` (N,) of `tokens` (B, T)."""
-        return self.score(self.model.hidden_at(tokens, where)).squeeze(-1)
+        return self.score(self.model.compute_hidden_states(tokens, flat_positions)).squeeze(-1)

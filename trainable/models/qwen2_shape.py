@@ -46,16 +46,18 @@ class Qwen2Shape:
     def read(folder: Path) -> "Qwen2Shape":
         """The shape of the model in `folder`; ValueError for another architecture, naming it."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found = (config.get("architectures") or [config.get("model_type")])[0]
-        if found != QWEN2_ARCHITECTURE:
+        architecture = (config.get("architectures") or [config.get("model_type")])[0]
+        if architecture != QWEN2_ARCHITECTURE:
             raise ValueError(
-                f"The model in {folder} is a {found}; the torch engine runs {QWEN2_ARCHITECTURE} (Qwen2 and Qwen2.5). "
+                f"The model in {folder} is a {architecture}; the torch engine runs {QWEN2_ARCHITECTURE} (Qwen2 and Qwen2.5). "
                 f"Give a Qwen2 model with --model."
             )
         rope = config.get("rope_parameters") or {}
-        kind = rope.get("rope_type") or (config.get("rope_scaling") or {}).get("rope_type") or "default"
-        if kind != "default":
-            raise ValueError(f"The model in {folder} scales its rotary positions ({kind}); the torch engine does not.")
+        rope_type = rope.get("rope_type") or (config.get("rope_scaling") or {}).get("rope_type") or "default"
+        if rope_type != "default":
+            raise ValueError(
+                f"The model in {folder} scales its rotary positions ({rope_type}); the torch engine does not."
+            )
         eos = config["eos_token_id"]
         return Qwen2Shape(
             vocab_size=config["vocab_size"],
@@ -72,7 +74,7 @@ class Qwen2Shape:
         )
 
 
-def rotary(positions: Tensor, shape: Qwen2Shape) -> tuple[Tensor, Tensor]:
+def compute_rotary(positions: Tensor, shape: Qwen2Shape) -> tuple[Tensor, Tensor]:
     """Cosines and sines `(*positions.shape, head_dim)` of the rotary embedding."""
     exponents = torch.arange(0, shape.head_dim, 2, device=positions.device, dtype=torch.float32) / shape.head_dim
     angles = positions[..., None].float() * (1.0 / shape.rope_theta**exponents)

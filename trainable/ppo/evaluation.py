@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainable.algo.losses import kl_estimate
+from trainable.algo.losses import estimate_kl
 from trainable.algo.reductions import masked_mean
-from trainable.ppo.step_record import BatchSummary, Collection, Validation
+from trainable.ppo.step_record import BatchSummary, RolloutSummary, Validation
 from trainable.ppo.update import Targets
 from trainable.rollout.batch import Batch
 from trainable.rollout.episode import Episode
@@ -35,12 +35,12 @@ class Evaluation(NamedTuple):
         """Share of episodes solved."""
         return sum(self.solved) / len(self.solved)
 
-    def success_where(self, wanted: Sequence[bool]) -> float | None:
+    def compute_success_where(self, is_selected: Sequence[bool]) -> float | None:
         """Share solved among the episodes marked in `wanted`; None where none is."""
-        chosen = [solved for solved, keep in zip(self.solved, wanted, strict=True) if keep]
-        return sum(chosen) / len(chosen) if chosen else None
+        selected_solved = [solved for solved, keep in zip(self.solved, is_selected, strict=True) if keep]
+        return sum(selected_solved) / len(selected_solved) if selected_solved else None
 
-    def line(self) -> dict[str, object]:
+    def to_line(self) -> dict[str, object]:
         """The record for levels.jsonl."""
         return {
             "step": self.step,
@@ -52,9 +52,11 @@ class Evaluation(NamedTuple):
         }
 
 
-def summarise(episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]) -> Evaluation:
+def make_evaluation(
+    episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]
+) -> Evaluation:
     """The evaluation that `episodes` are; clusters has the class of each group's level."""
-    turns = sum(len(episode.texts) for episode in episodes)
+    num_turns = sum(len(episode.texts) for episode in episodes)
     return Evaluation(
         step=step,
         split=split,
@@ -63,27 +65,27 @@ def summarise(episodes: Sequence[Episode], step: int, split: str, mode: str, clu
         clusters=tuple(clusters[episode.group] for episode in episodes),
         solved=tuple(episode.solved for episode in episodes),
         score=sum(episode.score for episode in episodes) / len(episodes),
-        invalid_turns=sum(episode.invalid_turns for episode in episodes) / turns,
+        invalid_turns=sum(episode.invalid_turns for episode in episodes) / num_turns,
     )
 
 
 def number_classes(keys: Sequence[bytes]) -> list[int]:
     """Number symmetry classes in order of first appearance."""
-    numbers: dict[bytes, int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
+    class_numbers: dict[bytes, int] = {}
+    return [class_numbers.setdefault(key, len(class_numbers)) for key in keys]
 
 
-def summarise_collection(episodes: Sequence[Episode], group_size: int) -> Collection:
+def summarise_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSummary:
     """What all episodes of a step, before the filter, amount to; groups are consecutive."""
-    count, turns = len(episodes), sum(len(episode.texts) for episode in episodes)
-    solved = by_group([float(episode.solved) for episode in episodes], group_size)
-    return Collection(
-        train_success=float(solved.mean()),
-        train_pass_at_group=float((solved.sum(1) > 0).float().mean()),
-        train_reward=sum(episode.score for episode in episodes) / count,
-        train_actions=sum(episode.actions for episode in episodes) / count,
-        train_invalid_turns=sum(episode.invalid_turns for episode in episodes) / turns,
-        train_response_tokens=sum(episode.response_tokens for episode in episodes) / count,
+    num_episodes, num_turns = len(episodes), sum(len(episode.texts) for episode in episodes)
+    solved_by_group = reshape_by_group([float(episode.solved) for episode in episodes], group_size)
+    return RolloutSummary(
+        train_success=float(solved_by_group.mean()),
+        train_pass_at_group=float((solved_by_group.sum(1) > 0).float().mean()),
+        train_reward=sum(episode.score for episode in episodes) / num_episodes,
+        train_actions=sum(episode.actions for episode in episodes) / num_episodes,
+        train_invalid_turns=sum(episode.invalid_turns for episode in episodes) / num_turns,
+        train_response_tokens=sum(episode.response_tokens for episode in episodes) / num_episodes,
     )
 
 
@@ -92,21 +94,21 @@ def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
 
     episodes: what the filter kept, without the batch's copies. has_values: whether `targets` has those of a critic.
     """
-    mask, kl, value_mean, explained = batch.mask, None, None, None
+    mask, kl, value_mean, explained_variance = batch.mask, None, None, None
     if targets.ref_logprobs is not None:
-        kl = float(masked_mean(kl_estimate(batch.logprobs, targets.ref_logprobs, "low_var_kl"), mask))
+        kl = float(masked_mean(estimate_kl(batch.logprobs, targets.ref_logprobs, "low_var_kl"), mask))
     if has_values:
         values, returns = targets.values[mask], targets.returns[mask]
-        value_mean, spread = float(values.mean()), float(returns.var())
-        explained = 1 - float((returns - values).var()) / spread if spread > 0 else None
+        value_mean, return_variance = float(values.mean()), float(returns.var())
+        explained_variance = 1 - float((returns - values).var()) / return_variance if return_variance > 0 else None
     return BatchSummary(
         batch_size=len(batch.lengths),
         trained_tokens=int(mask.sum()),
-        padding_share=1 - float(batch.read_lengths().sum()) / mask.numel(),
+        padding_fraction=1 - float(batch.count_needed_tokens().sum()) / mask.numel(),
         entropy=sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes),
         kl_to_reference=kl,
         value_mean=value_mean,
-        explained_variance=explained,
+        explained_variance=explained_variance,
     )
 
 
@@ -120,13 +122,13 @@ def summarise_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[
     sampled, *greedy = evaluations
     return Validation(
         val_success=sampled.success,
-        val_success_unseen=sampled.success_where(is_unseen),
+        val_success_unseen=sampled.compute_success_where(is_unseen),
         val_reward=sampled.score,
         val_invalid_turns=sampled.invalid_turns,
         val_greedy_success=greedy[0].success if greedy else None,
     )
 
 
-def by_group(numbers: Sequence[float], group_size: int) -> Tensor:
+def reshape_by_group(values: Sequence[float], group_size: int) -> Tensor:
     """Numbers of consecutive episodes as (P, G) float32."""
-    return torch.tensor(numbers, dtype=torch.float32).view(-1, group_size)
+    return torch.tensor(values, dtype=torch.float32).view(-1, group_size)

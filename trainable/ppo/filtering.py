@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from trainable.algo.filters import ZERO_SCORE, group_scores, parse_rule, select_groups
+from trainable.algo.filters import ZERO_SCORE, compute_group_scores, parse_rule, select_groups
 from trainable.config.sections import FilterConfig
-from trainable.ppo.evaluation import by_group
+from trainable.ppo.evaluation import reshape_by_group
 from trainable.ppo.step_record import FilterDecision
 from trainable.rollout.episode import Episode
 
@@ -17,31 +17,33 @@ class Selection(NamedTuple):
     decision: FilterDecision
 
     @property
-    def groups(self) -> int:
+    def groups_kept(self) -> int:
         """How many groups are trained on."""
         return self.decision.groups_kept
 
 
 def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Selection:
     """Keep whole groups by their score (see `FilterConfig`). episodes: whole groups, `group_size` each, in order."""
-    rewards = by_group([episode.score for episode in episodes], group_size)
-    entropies = by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], group_size)
-    lengths = by_group([float(episode.response_tokens) for episode in episodes], group_size)
-    scores = group_scores(settings.rollout_filter_metric, rewards, entropies, lengths)
+    rewards = reshape_by_group([episode.score for episode in episodes], group_size)
+    entropies = reshape_by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], group_size)
+    lengths = reshape_by_group([float(episode.response_tokens) for episode in episodes], group_size)
+    scores = compute_group_scores(settings.rollout_filter_metric, rewards, entropies, lengths)
     rule = parse_rule(
         settings.rollout_filter_strategy, settings.rollout_filter_value,
         settings.rollout_filter_top_p_prob_mode, settings.rollout_filter_selection_eps,
     )  # fmt: skip
-    keep = select_groups(scores, rule, settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero)
-    stds = group_scores("reward_std", rewards)
-    groups = int(keep.sum())
+    is_kept = select_groups(
+        scores, rule, settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
+    )
+    stds = compute_group_scores("reward_std", rewards)
+    groups_kept = int(is_kept.sum())
     decision = FilterDecision(
         reward_std=float(stds.mean()),
         reward_std_max=float(stds.max()),
         zero_std_groups=int((stds <= ZERO_SCORE).sum()),
-        groups=len(keep),
-        groups_kept=groups,
-        kept_ratio=groups / len(keep),
-        reward_std_kept=float(stds[keep].mean()) if groups else 0.0,
+        groups=len(is_kept),
+        groups_kept=groups_kept,
+        kept_ratio=groups_kept / len(is_kept),
+        reward_std_kept=float(stds[is_kept].mean()) if groups_kept else 0.0,
     )
-    return Selection([episode for episode in episodes if keep[episode.group]], decision)
+    return Selection([episode for episode in episodes if is_kept[episode.group]], decision)

@@ -16,14 +16,14 @@ class Clock:
     """Seconds of wall and of processor time (all threads of this process) since it was made."""
 
     def __init__(self) -> None:
-        self._started, self._cpu = time.perf_counter(), time.process_time()
+        self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def read(self) -> tuple[float, float]:
         """Both, until now."""
-        return time.perf_counter() - self._started, time.process_time() - self._cpu
+        return time.perf_counter() - self._start, time.process_time() - self._cpu_start
 
 
-class Phases:
+class PhaseTimer:
     """Measures the phases of one step on `device`; a phase that comes twice adds up.
 
     seconds: of each phase so far, by its name. A GPU works on after a call returns, so it is waited for at both ends of
@@ -42,16 +42,16 @@ class Phases:
         self._device = device
 
     @contextmanager
-    def timed(self, phase: Phase) -> Iterator[None]:
+    def measure(self, phase: Phase) -> Iterator[None]:
         """Add the seconds of the body to `phase`."""
-        self._wait()
-        started = time.perf_counter()
+        self._synchronize()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self._wait()
-            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - started
+            self._synchronize()
+            self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 from trainable.config.run_config import RunConfig
 
 
-class Due(NamedTuple):
+class StepPlan(NamedTuple):
     """What is due in a step that has a batch.
 
     values: whether the batch has a critic's values. critic, policy: whether they are updated. analysis: whether
@@ -21,18 +21,18 @@ class Due(NamedTuple):
     validation: bool
 
 
-def due_at(step: int, config: RunConfig) -> Due:
+def plan_step(step: int, config: RunConfig) -> StepPlan:
     """What is due in training step `step`, from 1."""
     trainer, needs_critic = config.trainer, config.algorithm.estimator.needs_critic
-    is_only_analysed = trainer.gradient_analysis_mode and trainer.gradient_analysis_only
-    analysis = trainer.analyses_gradients(step)
-    is_left = is_only_analysed or (analysis and trainer.exit_after_gradient_analysis)
+    is_analysis_only = trainer.gradient_analysis_mode and trainer.gradient_analysis_only
+    analyses_gradients = trainer.is_gradient_analysis_step(step)
+    skips_policy = is_analysis_only or (analyses_gradients and trainer.exit_after_gradient_analysis)
     is_last = step == trainer.total_training_steps
-    return Due(
+    return StepPlan(
         values=needs_critic,
-        critic=needs_critic and not config.critic.shared_trunk and not is_only_analysed,
-        analysis=analysis,
-        policy=trainer.critic_warmup <= step and not is_left,
-        kl_control=config.algorithm.use_kl_in_reward and not is_only_analysed,
+        critic=needs_critic and not config.critic.shared_trunk and not is_analysis_only,
+        analysis=analyses_gradients,
+        policy=trainer.critic_warmup <= step and not skips_policy,
+        kl_control=config.algorithm.use_kl_in_reward and not is_analysis_only,
         validation=trainer.test_freq > 0 and (is_last or step % trainer.test_freq == 0),
     )

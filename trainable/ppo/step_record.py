@@ -11,7 +11,7 @@ Number = float | int | None
 
 
 @dataclass(frozen=True)
-class Collection:
+class RolloutSummary:
     """All P x G episodes of the step, before the filter."""
 
     train_success: float
@@ -23,13 +23,13 @@ class Collection:
 
 
 @dataclass(frozen=True)
-class EngineGap:
+class EngineMismatch:
     """How far the engine that sampled is from the trainer, where it has weights of its own."""
 
-    engine_gap_mean: float
-    engine_gap_max: float
+    engine_mismatch_mean: float
+    engine_mismatch_max: float
     engine_kl: float
-    engine_effective_share: float
+    engine_ess_fraction: float
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BatchSummary:
 
     batch_size: int
     trained_tokens: int
-    padding_share: float
+    padding_fraction: float
     entropy: float
     kl_to_reference: float | None = None
     value_mean: float | None = None
@@ -87,7 +87,7 @@ class Budget:
     sampled_tokens: int
     trained_tokens: int
 
-    def plus(self, other: "Budget") -> "Budget":
+    def add(self, other: "Budget") -> "Budget":
         """The sum of both."""
         return Budget(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
@@ -113,36 +113,42 @@ class FinalEvaluation:
     seconds: float
     cpu_seconds: float
 
-    def added_to(self, row: Mapping[str, Number]) -> dict[str, Number]:
+    def add_to_row(self, row: Mapping[str, Number]) -> dict[str, Number]:
         """The last row of the run with it."""
-        times = {
+        added_seconds = {
             "seconds_validation": self.seconds, "seconds_step": self.seconds, "seconds_total": self.seconds,
             "cpu_seconds_step": self.cpu_seconds,
         }  # fmt: skip
-        measured = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _COSTS}
-        return {**row, **measured, **{name: (row.get(name) or 0.0) + more for name, more in times.items()}}
+        measured_columns = {
+            item.name: getattr(self, item.name) for item in fields(self) if item.name not in _COST_FIELDS
+        }
+        return {
+            **row,
+            **measured_columns,
+            **{name: (row.get(name) or 0.0) + seconds for name, seconds in added_seconds.items()},
+        }
 
 
-_COSTS = ("seconds", "cpu_seconds")
+_COST_FIELDS = ("seconds", "cpu_seconds")
 
 
 @dataclass(frozen=True)
-class Duration:
+class StepTiming:
     """Seconds of the step and of its phases, and how well they used the machine."""
 
     phases: Mapping[str, float]
-    utilisation: Mapping[str, float]
-    matrix_rate: float
+    mfu: Mapping[str, float]
+    peak_flops_per_s: float
     seconds_step: float
     cpu_seconds_step: float
     seconds_total: float
 
-    def row(self) -> dict[str, Number]:
+    def to_row(self) -> dict[str, Number]:
         """Its columns."""
         return {
             **{f"seconds_{phase}": seconds for phase, seconds in self.phases.items()},
-            **{f"utilisation_{phase}": share for phase, share in self.utilisation.items()},
-            "matrix_rate": self.matrix_rate, "seconds_step": self.seconds_step,
+            **{f"utilisation_{phase}": fraction for phase, fraction in self.mfu.items()},
+            "matrix_rate": self.peak_flops_per_s, "seconds_step": self.seconds_step,
             "cpu_seconds_step": self.cpu_seconds_step, "seconds_total": self.seconds_total,
         }  # fmt: skip
 
@@ -155,28 +161,28 @@ class StepRecord:
     collapse diagnostics by name, none where they are not due. base: the validation before training, in step 1.
     """
 
-    collection: Collection
+    rollout: RolloutSummary
     filter: FilterDecision
-    empty_steps_in_a_row: int
+    consecutive_empty_steps: int
     budget: Budget
-    totals: Budget
-    duration: Duration
-    engine: EngineGap | None = None
+    total_budget: Budget
+    timing: StepTiming
+    engine_mismatch: EngineMismatch | None = None
     batch: BatchSummary | None = None
     update: Update | None = None
-    base: Validation | None = None
+    base_validation: Validation | None = None
     validation: Validation | None = None
     collapse: Mapping[str, float] = field(default_factory=dict)
 
-    def row(self) -> dict[str, Number]:
+    def to_row(self) -> dict[str, Number]:
         """The step's columns that have a number."""
-        parts = (self.collection, self.engine, self.filter, self.batch, self.update, self.validation)
-        columns: dict[str, Number] = {"empty_steps_in_a_row": self.empty_steps_in_a_row, **self.collapse}
-        for part in parts:
-            columns |= {} if part is None else asdict(part)
-        columns |= asdict(self.budget) | {f"total_{name}": number for name, number in asdict(self.totals).items()}
-        if self.base is not None:
-            columns |= {f"base_{name}": number for name, number in asdict(self.base).items()}
-        columns |= self.duration.row()
-        columns["tokens_per_second"] = self.budget.sampled_tokens / self.duration.phases["rollout"]
+        summaries = (self.rollout, self.engine_mismatch, self.filter, self.batch, self.update, self.validation)
+        columns: dict[str, Number] = {"empty_steps_in_a_row": self.consecutive_empty_steps, **self.collapse}
+        for summary in summaries:
+            columns |= {} if summary is None else asdict(summary)
+        columns |= asdict(self.budget) | {f"total_{name}": number for name, number in asdict(self.total_budget).items()}
+        if self.base_validation is not None:
+            columns |= {f"base_{name}": number for name, number in asdict(self.base_validation).items()}
+        columns |= self.timing.to_row()
+        columns["tokens_per_second"] = self.budget.sampled_tokens / self.timing.phases["rollout"]
         return {name: number for name, number in columns.items() if number is not None}

@@ -16,14 +16,14 @@ from trainable.algo.advantages import (
     reinforce_plus_plus_baseline,
     rloo,
 )
-from trainable.algo.kl_control import kl_penalised_rewards
+from trainable.algo.kl_control import apply_kl_penalty
 from trainable.algo.reductions import masked_whiten
 from trainable.config.sections import AlgorithmConfig
 from trainable.ppo.update import Targets
-from trainable.rollout.batch import Batch, last_token_scores
+from trainable.rollout.batch import Batch, place_episode_scores
 
 
-class Prepared(NamedTuple):
+class PreparedBatch(NamedTuple):
     """A batch that is ready for losses, and the order (B,) in which mini-batches are cut from it."""
 
     batch: Batch
@@ -40,27 +40,27 @@ def make_targets(
     values (B, T): the critic's, for gae. kl_coef: of the KL penalty in the reward, where that is on. filter_scale:
     factor of filter_loss_scaling, applied after whitening; zero_task_advantage comes last and leaves returns alone.
     """
-    rewards = batch.rewards if settings.bi_level_gae else last_token_scores(batch)
+    rewards = batch.rewards if settings.bi_level_gae else place_episode_scores(batch)
     if settings.use_kl_in_reward:
         assert ref_logprobs is not None
-        rewards = kl_penalised_rewards(rewards, batch.logprobs, ref_logprobs, batch.mask, settings.kl_penalty, kl_coef)
-    advantages, returns = _advantages(batch, rewards, values, settings)
+        rewards = apply_kl_penalty(rewards, batch.logprobs, ref_logprobs, batch.mask, settings.kl_penalty, kl_coef)
+    advantages, returns = _compute_advantages(batch, rewards, values, settings)
     advantages = torch.zeros_like(advantages) if settings.zero_task_advantage else advantages * filter_scale
     return Targets(advantages, returns, torch.zeros_like(returns) if values is None else values, ref_logprobs)
 
 
-def _advantages(
+def _compute_advantages(
     batch: Batch, rewards: Tensor, values: Tensor | None, settings: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns (B, T) of the estimator; without a critic, returns are 0 and not used."""
     if settings.estimator.needs_critic:
         assert values is not None
-        estimate = _over_values(batch, rewards, values, settings)
+        estimate = _compute_gae(batch, rewards, values, settings)
         return masked_whiten(estimate.advantages, batch.mask), estimate.returns
-    return _WITHOUT_CRITIC[settings.adv_estimator](batch, rewards, settings), torch.zeros_like(rewards)
+    return _CRITIC_FREE_ESTIMATORS[settings.adv_estimator](batch, rewards, settings), torch.zeros_like(rewards)
 
 
-def _over_values(batch: Batch, rewards: Tensor, values: Tensor, settings: AlgorithmConfig) -> AdvantagesReturns:
+def _compute_gae(batch: Batch, rewards: Tensor, values: Tensor, settings: AlgorithmConfig) -> AdvantagesReturns:
     """GAE, or its form that goes over turns first."""
     if settings.bi_level_gae:
         return bi_level_gae(
@@ -69,20 +69,22 @@ def _over_values(batch: Batch, rewards: Tensor, values: Tensor, settings: Algori
     return gae(rewards, values, batch.mask, settings.gamma, settings.lam)
 
 
-def _scores(batch: Batch, rewards: Tensor) -> Tensor:
+def _compute_scores(batch: Batch, rewards: Tensor) -> Tensor:
     """The score (B,) of each episode: the sum of its rewards."""
     return (rewards * batch.mask).sum(1)
 
 
-_WITHOUT_CRITIC: Mapping[str, Callable[[Batch, Tensor, AlgorithmConfig], Tensor]] = {
+_CRITIC_FREE_ESTIMATORS: Mapping[str, Callable[[Batch, Tensor, AlgorithmConfig], Tensor]] = {
     "grpo": lambda batch, rewards, settings: grpo(
-        _scores(batch, rewards), batch.group_ids, batch.mask, settings.norm_adv_by_std_in_grpo
+        _compute_scores(batch, rewards), batch.group_ids, batch.mask, settings.norm_adv_by_std_in_grpo
     ),
-    "rloo": lambda batch, rewards, settings: rloo(_scores(batch, rewards), batch.group_ids, batch.mask),
+    "rloo": lambda batch, rewards, settings: rloo(_compute_scores(batch, rewards), batch.group_ids, batch.mask),
     "reinforce_plus_plus": lambda batch, rewards, settings: reinforce_plus_plus(rewards, batch.mask, settings.gamma),
     "reinforce_plus_plus_baseline": lambda batch, rewards, settings: reinforce_plus_plus_baseline(
-        _scores(batch, rewards), batch.group_ids, batch.mask
+        _compute_scores(batch, rewards), batch.group_ids, batch.mask
     ),
-    "group_skill": lambda batch, rewards, settings: group_skill(_scores(batch, rewards), batch.group_ids, batch.mask),
+    "group_skill": lambda batch, rewards, settings: group_skill(
+        _compute_scores(batch, rewards), batch.group_ids, batch.mask
+    ),
 }
 """Advantages (B, T) of the estimators that read no values, from a batch and its rewards (B, T)."""

@@ -13,19 +13,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainable.algo.batching import cut_by_tokens
-from trainable.algo.losses import kl_estimate, ppo_clip, value_clip
-from trainable.algo.reductions import loss_weights
-from trainable.algo.target_policy import target_policy
-from trainable.algo.vocabulary import TokenNumbers, logprobs_from_hidden, token_numbers
+from trainable.algo.batching import split_by_tokens
+from trainable.algo.losses import estimate_kl, ppo_clip_loss, value_clip_loss
+from trainable.algo.reductions import compute_loss_weights
+from trainable.algo.target_policy import target_policy_loss
+from trainable.algo.vocabulary import TokenStatistics, logprobs_from_hidden, compute_token_statistics
 from trainable.backend.meter import Meter
 from trainable.backend.one_device import Backend
-from trainable.backend.world import ALONE, World, dealt_rows
+from trainable.backend.world import SINGLE_PROCESS, World, shard_rows
 from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.models.interface import Critic, LanguageModel, Trunk
 from trainable.rollout.agreement import importance_weights
-from trainable.rollout.batch import Batch, mini_batches
+from trainable.rollout.batch import Batch, split_mini_batches
 
 
 class Targets(NamedTuple):
@@ -36,60 +36,63 @@ class Targets(NamedTuple):
     values: Tensor
     ref_logprobs: Tensor | None
 
-    def rows(self, index: Tensor, longest: int) -> "Targets":
+    def select_rows(self, index: Tensor, longest: int) -> "Targets":
         """The targets of the episodes at `index` (N,), cut to `longest` tokens."""
-        advantages, returns, values = (part[index, :longest] for part in self[:3])
-        ref = None if self.ref_logprobs is None else self.ref_logprobs[index, :longest]
-        return Targets(advantages, returns, values, ref)
+        advantages, returns, values = (tensor[index, :longest] for tensor in self[:3])
+        ref_logprobs = None if self.ref_logprobs is None else self.ref_logprobs[index, :longest]
+        return Targets(advantages, returns, values, ref_logprobs)
 
 
-class Pass(NamedTuple):
+class PassInputs(NamedTuple):
     """The rows of one pass: episodes, their targets, and the weight of each trained token (N,)."""
 
     batch: Batch
     targets: Targets
     weights: Tensor
 
-    def flat(self, part: Tensor) -> Tensor:
+    def select_trained(self, tensor: Tensor) -> Tensor:
         """The values (N,) of a (B, T) tensor at the trained tokens."""
-        return part[self.batch.mask]
+        return tensor[self.batch.mask]
 
 
-def passes(
+def make_passes(
     batch: Batch, targets: Targets, rows: Tensor, mode: str, micro_batch_size: int, padded_length: int,
-    world: World = ALONE, pads: bool = False,
-) -> Iterator[Pass]:  # fmt: skip
+    world: World = SINGLE_PROCESS, needs_padding: bool = False,
+) -> Iterator[PassInputs]:  # fmt: skip
     """Cut this rank's part of the mini-batch `rows` into passes, each with its share of the whole loss's weights.
 
     Every rank gets equally many passes; one that has less to do gets passes without a trained token. pads: see
     `cut_by_tokens`.
     """
-    weights = loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
-    lengths, most = batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type]
-    cuts = [
-        [share[cut] for cut in cut_by_tokens(lengths[share], most, pads)] for share in dealt_rows(lengths, world.size)
+    weights = compute_loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
+    lengths, max_tokens = batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type]
+    rank_passes = [
+        [rank_rows[cut] for cut in split_by_tokens(lengths[rank_rows], max_tokens, needs_padding)]
+        for rank_rows in shard_rows(lengths, world.size)
     ]
-    for cut in cuts[world.rank]:
-        yield _pass(batch, targets, rows[cut], weights[cut])
-    short = max(map(len, cuts)) - len(cuts[world.rank])
-    untrained = batch._replace(mask=torch.zeros_like(batch.mask))
-    for _ in range(short):
-        yield _pass(untrained, targets, rows[:1], weights[:1])
+    for row_index in rank_passes[world.rank]:
+        yield _make_pass(batch, targets, rows[row_index], weights[row_index])
+    num_missing = max(map(len, rank_passes)) - len(rank_passes[world.rank])
+    untrained_batch = batch._replace(mask=torch.zeros_like(batch.mask))
+    for _ in range(num_missing):
+        yield _make_pass(untrained_batch, targets, rows[:1], weights[:1])
 
 
-def weighted_passes(
-    batch: Batch, targets: Targets, rows: Tensor, weights: Tensor, pads: bool = False
-) -> Iterator[Pass]:
+def make_weighted_passes(
+    batch: Batch, targets: Targets, rows: Tensor, weights: Tensor, needs_padding: bool = False
+) -> Iterator[PassInputs]:
     """Cut the episodes at `rows` (N,) into passes; weights (N, T) of their tokens in the loss. pads: as in `passes`."""
-    for cut in cut_by_tokens(batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type], pads):
-        yield _pass(batch, targets, rows[cut], weights[cut])
+    for row_index in split_by_tokens(
+        batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type], needs_padding
+    ):
+        yield _make_pass(batch, targets, rows[row_index], weights[row_index])
 
 
-def _pass(batch: Batch, targets: Targets, index: Tensor, weights: Tensor) -> Pass:
+def _make_pass(batch: Batch, targets: Targets, index: Tensor, weights: Tensor) -> PassInputs:
     """The pass of the episodes at `index` (n,); weights (n, T) of their tokens in the loss."""
-    part = batch.rows(index)
-    longest = part.mask.shape[1]
-    return Pass(part, targets.rows(index, longest), weights[:, :longest][part.mask])
+    pass_batch = batch.select_rows(index)
+    longest = pass_batch.mask.shape[1]
+    return PassInputs(pass_batch, targets.select_rows(index, longest), weights[:, :longest][pass_batch.mask])
 
 
 def update_critic(
@@ -102,41 +105,56 @@ def update_critic(
     """
     meter = Meter()
 
-    def loss(part: Pass) -> Tensor:
-        values = critic.values_at(part.batch.tokens, part.batch.where())
+    def compute_loss(inputs: PassInputs) -> Tensor:
+        values = critic.compute_values(inputs.batch.tokens, inputs.batch.find_prediction_positions())
         meter.tokens += len(values)
-        return value_loss(values, part, settings.cliprange_value, meter)
+        return compute_value_loss(values, inputs, settings.cliprange_value, meter)
 
-    pads = critic.model.pads
-    return _descend(
-        backend, batch, lambda rows: targets, order, settings, loss_agg_mode, loss, meter, "critic_grad_norm", pads
+    needs_padding = critic.model.needs_padding
+    return _run_optimizer_steps(
+        backend,
+        batch,
+        lambda rows: targets,
+        order,
+        settings,
+        loss_agg_mode,
+        compute_loss,
+        meter,
+        "critic_grad_norm",
+        needs_padding,
     )
 
 
-def _descend(
-    backend: Backend, batch: Batch, targets_of: Callable[[Tensor], Targets], order: Tensor, settings: OptimConfig,
-    mode: str, loss: Callable[[Pass], Tensor], meter: Meter, norm: str, pads: bool,
+def _run_optimizer_steps(
+    backend: Backend, batch: Batch, get_targets: Callable[[Tensor], Targets], order: Tensor, settings: OptimConfig,
+    mode: str, compute_loss: Callable[[PassInputs], Tensor], meter: Meter, norm_column: str, needs_padding: bool,
 ) -> Meter:  # fmt: skip
     """An optimizer step for each mini-batch of `order`, each over passes whose losses sum to that of the mini-batch.
 
     targets_of: those (B, T) that hold for the mini-batch of the rows (n,), asked for just before its optimizer step.
     """
-    micro, longest = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
+    micro_batch_size, padded_length = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
     for _ in range(settings.ppo_epochs):
-        for rows in mini_batches(order, settings.ppo_mini_batch_size):
-            cut = list(passes(batch, targets_of(rows), rows, mode, micro, longest, backend.world, pads))
-            for number, part in enumerate(cut, 1):
-                backend.backward(partial(loss, part), number == len(cut))
-            backend.step(meter, norm)
-    return meter.over(backend.world)
+        for rows in split_mini_batches(order, settings.ppo_mini_batch_size):
+            pass_inputs = list(
+                make_passes(
+                    batch, get_targets(rows), rows, mode, micro_batch_size, padded_length, backend.world, needs_padding
+                )
+            )
+            for number, inputs in enumerate(pass_inputs, 1):
+                backend.backward(partial(compute_loss, inputs), number == len(pass_inputs))
+            backend.step(meter, norm_column)
+    return meter.all_reduce(backend.world)
 
 
-def value_loss(values: Tensor, part: Pass, cliprange: float, meter: Meter) -> Tensor:
+def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, meter: Meter) -> Tensor:
     """The clipped value loss of one pass; values (N,) at its trained tokens."""
-    loss = value_clip(values, part.flat(part.targets.values), part.flat(part.targets.returns), cliprange)
-    total = (part.weights * loss.loss).sum()
-    meter.add(0, {"vf_loss": total.detach()}, {"vf_clipfrac": loss.clipped.sum()})
-    return total
+    token_loss = value_clip_loss(
+        values, inputs.select_trained(inputs.targets.values), inputs.select_trained(inputs.targets.returns), cliprange
+    )
+    weighted_loss = (inputs.weights * token_loss.loss).sum()
+    meter.add(0, {"vf_loss": weighted_loss.detach()}, {"vf_clipfrac": token_loss.clipped.sum()})
+    return weighted_loss
 
 
 @dataclass(frozen=True)
@@ -151,7 +169,7 @@ class ActorUpdate:
     settings: ActorConfig
     temperature: float
     reference: LanguageModel | None = None
-    head: nn.Module | None = None
+    value_head: nn.Module | None = None
     value_weight: float = 0.0
     cliprange_value: float = 0.5
 
@@ -159,126 +177,153 @@ class ActorUpdate:
         """All optimizer steps of the policy for one training step, over mini-batches of `order` (B,)."""
         meter, settings = Meter(), self.settings
 
-        def loss(part: Pass) -> Tensor:
-            return self._loss(part, meter)
+        def compute_loss(inputs: PassInputs) -> Tensor:
+            return self._compute_loss(inputs, meter)
 
-        def targets_of(rows: Tensor) -> Targets:
-            return self.pulled(batch, targets, rows, meter) if settings.loss.reads_before_each_step else targets
+        def get_targets(rows: Tensor) -> Targets:
+            return (
+                self.make_tpo_targets(batch, targets, rows, meter) if settings.loss.needs_pass_before_step else targets
+            )
 
-        mode, pads = settings.loss_agg_mode, self.model.model.pads
-        return _descend(self.backend, batch, targets_of, order, settings, mode, loss, meter, "actor_grad_norm", pads)
+        mode, needs_padding = settings.loss_agg_mode, self.model.model.needs_padding
+        return _run_optimizer_steps(
+            self.backend,
+            batch,
+            get_targets,
+            order,
+            settings,
+            mode,
+            compute_loss,
+            meter,
+            "actor_grad_norm",
+            needs_padding,
+        )
 
-    def pulled(self, batch: Batch, targets: Targets, rows: Tensor, meter: Meter) -> Targets:
+    def make_tpo_targets(self, batch: Batch, targets: Targets, rows: Tensor, meter: Meter) -> Targets:
         """`targets` for a tpo step on the mini-batch `rows` (n,): skills as advantages become the pull on each token.
 
         The loss couples all rollouts of a group, but the gradient of each one's log-prob is a number, the same for all
         of its tokens. A pass without gradients over the whole mini-batch makes these numbers, so that passes with
         gradients may be cut anywhere. ValueError where `rows` splits a group.
         """
-        part, world = batch.rows(rows), self.backend.world
-        if int(torch.isin(batch.group_ids, part.group_ids).sum()) != len(rows):
+        mini_batch, world = batch.select_rows(rows), self.backend.world
+        if int(torch.isin(batch.group_ids, mini_batch.group_ids).sum()) != len(rows):
             raise ValueError(
                 "a mini-batch of the tpo loss splits a group: use `update_order(batch, keeps_groups=True)`"
             )
-        rows_a_pass = max(1, TOKENS_PER_PASS[part.tokens.device.type] // part.tokens.shape[1])
-        now = at_trained_tokens(part, rows_a_pass, TokenFunction.logprobs(self.model, self.temperature), world)
-        skills = targets.advantages[rows, part.mask.int().argmax(1)]
-        old = (part.logprobs.double() * part.mask).sum(1)
-        found = target_policy(now.double().sum(1), old, skills, part.group_ids, self.settings.tpo_eta)
-        names = {"pg_loss": found.loss, "tpo_target_entropy": found.entropy, "tpo_target_top_prob": found.top_prob}
+        rows_per_pass = max(1, TOKENS_PER_PASS[mini_batch.tokens.device.type] // mini_batch.tokens.shape[1])
+        logprobs = compute_at_trained_tokens(
+            mini_batch, rows_per_pass, TokenFunction.for_logprobs(self.model, self.temperature), world
+        )
+        skills = targets.advantages[rows, mini_batch.mask.int().argmax(1)]
+        old_logprobs = (mini_batch.logprobs.double() * mini_batch.mask).sum(1)
+        loss = target_policy_loss(
+            logprobs.double().sum(1), old_logprobs, skills, mini_batch.group_ids, self.settings.tpo_eta
+        )
+        loss_terms = {"pg_loss": loss.loss, "tpo_target_entropy": loss.entropy, "tpo_target_top_prob": loss.top_prob}
         # Every rank has the whole of them, and a meter sums what ranks have.
-        meter.add(0, {name: value / world.size for name, value in names.items()}, {})
-        pull = torch.zeros_like(targets.advantages)
-        pull[rows] = found.pull.to(pull.dtype)[:, None] * batch.mask[rows]
-        return targets._replace(advantages=pull)
+        meter.add(0, {name: value / world.size for name, value in loss_terms.items()}, {})
+        token_weights = torch.zeros_like(targets.advantages)
+        token_weights[rows] = loss.sequence_weights.to(token_weights.dtype)[:, None] * batch.mask[rows]
+        return targets._replace(advantages=token_weights)
 
-    def _loss(self, part: Pass, meter: Meter) -> Tensor:
+    def _compute_loss(self, inputs: PassInputs, meter: Meter) -> Tensor:
         """The whole loss of one pass."""
-        return reduce(operator.add, self.components(part, meter).values())
+        return reduce(operator.add, self.compute_loss_terms(inputs, meter).values())
 
-    def components(self, part: Pass, meter: Meter) -> dict[str, Tensor]:
+    def compute_loss_terms(self, inputs: PassInputs, meter: Meter) -> dict[str, Tensor]:
         """The terms of the loss of one pass, coefficients included; their sum is the loss.
 
         task, then, where they are on, entropy (a bonus: it is negative), kl, and value (on a shared trunk).
         """
-        settings, where = self.settings, part.batch.where()
-        hidden = self.model.model.hidden_at(part.batch.tokens, where)
-        numbers = self.model.lm_head(hidden, partial(
-            token_numbers, tokens=part.flat(part.batch.tokens), temperature=self.temperature,
-            entropy_gradient=settings.entropy_coeff != 0, reference=self._whole_reference(part, where),
-            elements=CHUNK_ELEMENTS if settings.entropy_from_logits_with_chunking else None,
+        settings, flat_positions = self.settings, inputs.batch.find_prediction_positions()
+        hidden = self.model.model.compute_hidden_states(inputs.batch.tokens, flat_positions)
+        statistics = self.model.lm_head(hidden, partial(
+            compute_token_statistics, tokens=inputs.select_trained(inputs.batch.tokens), temperature=self.temperature,
+            entropy_gradient=settings.entropy_coeff != 0, reference=self._compute_reference_inputs(inputs, flat_positions),
+            chunk_elements=CHUNK_ELEMENTS if settings.entropy_from_logits_with_chunking else None,
         ))  # fmt: skip
-        terms = {"task": self._task(part, numbers.logprobs, meter)}
-        entropy = (part.weights * numbers.entropies).sum()
+        terms = {"task": self._compute_task_loss(inputs, statistics.logprobs, meter)}
+        entropy = (inputs.weights * statistics.entropies).sum()
         meter.add(0, {"entropy_loss": entropy.detach()}, {})
         if settings.entropy_coeff != 0:
             terms["entropy"] = -settings.entropy_coeff * entropy
         if settings.use_kl_loss:
-            kl = (part.weights * self._kl(part, numbers)).sum()
+            kl = (inputs.weights * self._compute_kl(inputs, statistics)).sum()
             meter.add(0, {"kl_loss": kl.detach()}, {})
             terms["kl"] = settings.kl_loss_coef * kl
-        if self.head is not None:
-            values = self.head(hidden).squeeze(-1)
-            terms["value"] = self.value_weight * value_loss(values, part, self.cliprange_value, meter)
+        if self.value_head is not None:
+            values = self.value_head(hidden).squeeze(-1)
+            terms["value"] = self.value_weight * compute_value_loss(values, inputs, self.cliprange_value, meter)
         return terms
 
-    def _task(self, part: Pass, logprobs: Tensor, meter: Meter) -> Tensor:
+    def _compute_task_loss(self, inputs: PassInputs, logprobs: Tensor, meter: Meter) -> Tensor:
         """The policy loss of one pass; logprobs (N,) of its trained tokens now."""
-        settings, old = self.settings, part.flat(part.batch.logprobs)
-        if settings.loss.reads_before_each_step:
-            meter.add(len(old), {}, {"ppo_kl": (old - logprobs.detach()).sum()})
-            return -(part.flat(part.targets.advantages) * logprobs).sum()
-        policy = ppo_clip(
-            logprobs, old, part.flat(part.targets.advantages),
+        settings, old_logprobs = self.settings, inputs.select_trained(inputs.batch.logprobs)
+        if settings.loss.needs_pass_before_step:
+            meter.add(len(old_logprobs), {}, {"ppo_kl": (old_logprobs - logprobs.detach()).sum()})
+            return -(inputs.select_trained(inputs.targets.advantages) * logprobs).sum()
+        policy_loss = ppo_clip_loss(
+            logprobs, old_logprobs, inputs.select_trained(inputs.targets.advantages),
             settings.clip_ratio_low, settings.clip_ratio_high, settings.clip_ratio_c,
         )  # fmt: skip
-        weights = part.weights
+        weights = inputs.weights
         if settings.tis_imp_ratio_cap is not None:
             weights = weights * importance_weights(
-                old, part.flat(part.batch.engine_logprobs), settings.tis_imp_ratio_cap
+                old_logprobs, inputs.select_trained(inputs.batch.engine_logprobs), settings.tis_imp_ratio_cap
             )
-        pg_loss = (weights * policy.loss).sum()
-        counted = {
-            "pg_clipfrac": policy.clipped.sum(),
-            "pg_clipfrac_lower": policy.clipped_lower.sum(),
-            "ppo_kl": (old - logprobs.detach()).sum(),
+        pg_loss = (weights * policy_loss.loss).sum()
+        token_sums = {
+            "pg_clipfrac": policy_loss.clipped.sum(),
+            "pg_clipfrac_lower": policy_loss.clipped_lower.sum(),
+            "ppo_kl": (old_logprobs - logprobs.detach()).sum(),
         }
-        meter.add(len(old), {"pg_loss": pg_loss.detach()}, counted)
+        meter.add(len(old_logprobs), {"pg_loss": pg_loss.detach()}, token_sums)
         return pg_loss
 
-    def _kl(self, part: Pass, numbers: TokenNumbers) -> Tensor:
+    def _compute_kl(self, inputs: PassInputs, statistics: TokenStatistics) -> Tensor:
         """The KL penalty of each trained token (N,)."""
-        if numbers.full_kl is not None:
-            return numbers.full_kl
-        assert part.targets.ref_logprobs is not None
-        return kl_estimate(numbers.logprobs, part.flat(part.targets.ref_logprobs), self.settings.kl_loss_type)
+        if statistics.full_kl is not None:
+            return statistics.full_kl
+        assert inputs.targets.ref_logprobs is not None
+        return estimate_kl(
+            statistics.logprobs, inputs.select_trained(inputs.targets.ref_logprobs), self.settings.kl_loss_type
+        )
 
-    def _whole_reference(self, part: Pass, where: Tensor) -> tuple[Tensor, Tensor] | None:
+    def _compute_reference_inputs(self, inputs: PassInputs, flat_positions: Tensor) -> tuple[Tensor, Tensor] | None:
         """Hidden states (N, hidden) and head of the reference, where the exact KL needs its whole distributions."""
         if not (self.settings.use_kl_loss and self.settings.kl_loss_type == "full"):
             return None
         assert self.reference is not None
         with torch.no_grad():
-            return self.reference.model.hidden_at(part.batch.tokens, where), self.reference.lm_head.weight
+            return self.reference.model.compute_hidden_states(
+                inputs.batch.tokens, flat_positions
+            ), self.reference.lm_head.weight
 
 
 @torch.no_grad()
-def at_trained_tokens(batch: Batch, rows_a_pass: int, of: "TokenFunction", world: World = ALONE) -> Tensor:
+def compute_at_trained_tokens(
+    batch: Batch, rows_per_pass: int, function: "TokenFunction", world: World = SINGLE_PROCESS
+) -> Tensor:
     """`of(tokens (b, t), where (n,), targets (n,)) -> (n,)` at every trained token, without gradients; (B, T).
 
     A pass has at most the tokens of `rows_a_pass` rows of the longest episode. Ranks work on a part each, and all get
     the whole.
     """
-    out = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
+    values = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
     lengths = batch.lengths.cpu()
-    mine = torch.argsort(lengths, stable=True)[world.rank :: world.size]
-    for cut in cut_by_tokens(lengths[mine], rows_a_pass * int(lengths.max()), of.trunk.pads):
-        rows = mine[cut]
-        part = batch.rows(rows)
-        flat = out.new_zeros(part.mask.shape)
-        flat[part.mask] = of(part.tokens, part.where(), part.tokens[part.mask]).to(flat.dtype)
-        out[rows, : part.mask.shape[1]] = flat
-    return world.total(out)
+    local_rows = torch.argsort(lengths, stable=True)[world.rank :: world.size]
+    for row_index in split_by_tokens(
+        lengths[local_rows], rows_per_pass * int(lengths.max()), function.trunk.needs_padding
+    ):
+        rows = local_rows[row_index]
+        pass_batch = batch.select_rows(rows)
+        pass_values = values.new_zeros(pass_batch.mask.shape)
+        pass_values[pass_batch.mask] = function(
+            pass_batch.tokens, pass_batch.find_prediction_positions(), pass_batch.tokens[pass_batch.mask]
+        ).to(pass_values.dtype)
+        values[rows, : pass_batch.mask.shape[1]] = pass_values
+    return world.all_reduce(values)
 
 
 class TokenFunction:
@@ -288,20 +333,20 @@ class TokenFunction:
         self.trunk, self.head, self.temperature = trunk, head, temperature
 
     @staticmethod
-    def logprobs(model: LanguageModel, temperature: float) -> "TokenFunction":
+    def for_logprobs(model: LanguageModel, temperature: float) -> "TokenFunction":
         """Log-prob of each trained token, in nats, of the tempered distribution."""
         return TokenFunction(model.model, model.lm_head, temperature)
 
     @staticmethod
-    def values(trunk: Trunk, head: nn.Module) -> "TokenFunction":
+    def for_values(trunk: Trunk, head: nn.Module) -> "TokenFunction":
         """Value of the state before each trained token."""
         return TokenFunction(trunk, head, None)
 
-    def __call__(self, tokens: Tensor, where: Tensor, targets: Tensor) -> Tensor:
+    def __call__(self, tokens: Tensor, flat_positions: Tensor, targets: Tensor) -> Tensor:
         """Evaluate at flat positions `where` (n,), whose next tokens are `targets` (n,)."""
-        hidden = self.trunk.hidden_at(tokens, where)
+        hidden = self.trunk.compute_hidden_states(tokens, flat_positions)
         if self.temperature is None:
             return self.head(hidden).squeeze(-1)
         return self.head(hidden, partial(
-            logprobs_from_hidden, tokens=targets, temperature=self.temperature, elements=CHUNK_ELEMENTS
+            logprobs_from_hidden, tokens=targets, temperature=self.temperature, chunk_elements=CHUNK_ELEMENTS
         ))  # fmt: skip

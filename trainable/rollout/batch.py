@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainable.algo.batching import length_stratified_order, whole_group_order
+from trainable.algo.batching import order_length_stratified, order_by_group
 from trainable.rollout.episode import Episode
 
 
@@ -30,16 +30,16 @@ class Batch(NamedTuple):
     lengths: Tensor
     engine_logprobs: Tensor
 
-    def rows(self, index: Tensor) -> "Batch":
+    def select_rows(self, index: Tensor) -> "Batch":
         """The episodes at `index` (N,), cut to the longest of them."""
         longest = int(self.lengths[index].max())
         return Batch(*(part[index][:, :longest] if part.dim() == 2 else part[index] for part in self))
 
-    def where(self) -> Tensor:
+    def find_prediction_positions(self) -> Tensor:
         """Flat positions (N,) in B * T from which the trained tokens are predicted: each token's predecessor."""
         return self.mask.flatten().nonzero().squeeze(-1) - 1
 
-    def read_lengths(self) -> Tensor:
+    def count_needed_tokens(self) -> Tensor:
         """Tokens (B,) of each episode that a pass reads: all before its last trained one, 0 where none is trained."""
         return (torch.arange(self.mask.shape[1], device=self.mask.device) * self.mask).amax(1)
 
@@ -48,28 +48,28 @@ def collate(episodes: Sequence[Episode]) -> Batch:
     """Pad episodes into one batch, in their order."""
     longest = max(len(episode.tokens) for episode in episodes)
 
-    def padded(parts: Sequence[np.ndarray]) -> Tensor:
-        out = np.zeros((len(parts), longest), dtype=parts[0].dtype)
-        for row, part in enumerate(parts):
-            out[row, : len(part)] = part
+    def pad(arrays: Sequence[np.ndarray]) -> Tensor:
+        out = np.zeros((len(arrays), longest), dtype=arrays[0].dtype)
+        for row, array in enumerate(arrays):
+            out[row, : len(array)] = array
         return torch.from_numpy(out)
 
     return Batch(
-        tokens=padded([episode.tokens for episode in episodes]),
-        mask=padded([episode.mask for episode in episodes]),
-        logprobs=padded([episode.logprobs for episode in episodes]),
-        turns=padded([episode.turns for episode in episodes]),
-        rewards=padded([turn_end_rewards(episode) for episode in episodes]),
+        tokens=pad([episode.tokens for episode in episodes]),
+        mask=pad([episode.mask for episode in episodes]),
+        logprobs=pad([episode.logprobs for episode in episodes]),
+        turns=pad([episode.turns for episode in episodes]),
+        rewards=pad([place_turn_rewards(episode) for episode in episodes]),
         group_ids=torch.tensor([episode.group for episode in episodes]),
         scores=torch.tensor([episode.score for episode in episodes]),
         lengths=torch.tensor([len(episode.tokens) for episode in episodes]),
-        engine_logprobs=padded(
+        engine_logprobs=pad(
             [episode.logprobs if episode.engine_logprobs is None else episode.engine_logprobs for episode in episodes]
         ),
     )
 
 
-def turn_end_rewards(episode: Episode) -> np.ndarray:
+def place_turn_rewards(episode: Episode) -> np.ndarray:
     """Each turn's reward at its last sampled token, (T,) float32."""
     rewards = np.zeros(len(episode.tokens), dtype=np.float32)
     for turn, reward in enumerate(episode.turn_rewards):
@@ -77,20 +77,20 @@ def turn_end_rewards(episode: Episode) -> np.ndarray:
     return rewards
 
 
-def last_token_scores(batch: Batch) -> Tensor:
+def place_episode_scores(batch: Batch) -> Tensor:
     """The episode's whole score at its last sampled token, (B, T): the published placement."""
-    steps = torch.arange(batch.mask.shape[1], device=batch.mask.device).expand_as(batch.mask)
-    last = torch.where(batch.mask, steps, -1).max(dim=1).values
-    return torch.where(steps == last[:, None], batch.scores[:, None], 0.0)
+    positions = torch.arange(batch.mask.shape[1], device=batch.mask.device).expand_as(batch.mask)
+    last_positions = torch.where(batch.mask, positions, -1).max(dim=1).values
+    return torch.where(positions == last_positions[:, None], batch.scores[:, None], 0.0)
 
 
-def update_order(batch: Batch, keeps_groups: bool) -> Tensor:
+def make_update_order(batch: Batch, needs_whole_groups: bool) -> Tensor:
     """Order (B,) in which episodes are cut into mini-batches: by length, groups together where a loss needs them so."""
-    if keeps_groups:
-        return whole_group_order(batch.lengths, batch.group_ids)
-    return length_stratified_order(batch.lengths)
+    if needs_whole_groups:
+        return order_by_group(batch.lengths, batch.group_ids)
+    return order_length_stratified(batch.lengths)
 
 
-def mini_batches(order: Tensor, size: int) -> Iterator[Tensor]:
+def split_mini_batches(order: Tensor, size: int) -> Iterator[Tensor]:
     """Consecutive pieces of an order (B,)."""
     return iter(order.split(size))

@@ -38,7 +38,7 @@ class Episode(NamedTuple):
     turn_rewards: tuple[float, ...]
     actions: int
     invalid_turns: int
-    stop: StopReason
+    stop_reason: StopReason
     texts: tuple[str, ...]
     engine_logprobs: npt.NDArray[np.float32] | None = None
 
@@ -50,7 +50,7 @@ class Episode(NamedTuple):
     @property
     def solved(self) -> bool:
         """Whether the level was solved."""
-        return self.stop is StopReason.SOLVED
+        return self.stop_reason is StopReason.SOLVED
 
     @property
     def response_tokens(self) -> int:

@@ -7,44 +7,44 @@ import numpy as np
 
 from trainable.envs.sokoban.board import Action, step
 from trainable.envs.sokoban.generate import Level
-from trainable.envs.sokoban.prompt import Observation, Protocol, Reply, parse
+from trainable.envs.sokoban.prompt import Observation, PromptTemplate, ParsedReply, parse_reply
 from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.sampler import Sampled, Sampler, SamplingParams
+from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 
 
 @dataclass(frozen=True)
-class Rules:
+class EpisodeLimits:
     """The protocol's limits (see `EnvConfig`); context is the most tokens a conversation may have."""
 
     max_turn: int
     max_actions_per_turn: int
     max_actions: int
     format_penalty: float
-    context: int
+    context_length: int
 
 
 def check_first_turn(
-    opening: Observation, protocol: Protocol, codec: Codec, context: int, response_length: int
+    first_observation: Observation, template: PromptTemplate, codec: Codec, context_length: int, response_length: int
 ) -> None:
     """ValueError for a reply length that leaves the model's context no room for the first turn."""
-    needed = len(codec.encode([protocol.opening(opening)])[0]) + response_length
-    if needed > context:
+    needed_tokens = len(codec.encode([template.format_first_turn(first_observation)])[0]) + response_length
+    if needed_tokens > context_length:
         raise ValueError(
-            f"A first turn takes {needed} tokens (the prompt, and rollout.response_length={response_length}), "
-            f"and the model's context has {context}: lower it with --set rollout.response_length=N."
+            f"A first turn takes {needed_tokens} tokens (the prompt, and rollout.response_length={response_length}), "
+            f"and the model's context has {context_length}: lower it with --set rollout.response_length=N."
         )
 
 
 @dataclass
-class _Seat:
+class _EpisodeState:
     """An episode while it is played."""
 
     level: Level
     group: int
     cells: np.ndarray
     tokens: list[np.ndarray] = field(default_factory=list)
-    sampled: list[Sampled | None] = field(default_factory=list)
+    replies: list[SampledReply | None] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -56,132 +56,136 @@ class _Seat:
     last_reward: float = 0.0  # of the environment, in the last turn: the penalty is not shown to the model
     last_invalid: bool = False
 
-    def add(self, ids: Sequence[int] | np.ndarray, sampled: Sampled | None, turn: int) -> None:
+    def append_tokens(self, ids: Sequence[int] | np.ndarray, reply: SampledReply | None, turn: int) -> None:
         self.tokens.append(np.asarray(ids, dtype=np.int64))
-        self.sampled.append(sampled)
+        self.replies.append(reply)
         self.turns.append(turn)
         self.length += len(ids)
 
 
-def play(
-    levels: Sequence[Level], copies: int, sampler: Sampler, protocol: Protocol, codec: Codec, rules: Rules,
+def roll_out_episodes(
+    levels: Sequence[Level], group_size: int, sampler: Sampler, template: PromptTemplate, codec: Codec, limits: EpisodeLimits,
     params: SamplingParams, rng: np.random.Generator,
 ) -> list[Episode]:  # fmt: skip
     """Play every level `copies` times, all episodes in lock-step; episodes of a level stand together.
 
     Rewards: the environment's, plus the format penalty once for each invalid turn. Randomness comes from `rng` only.
     """
-    seats = [_Seat(level, group, level.cells) for group, level in enumerate(levels) for _ in range(copies)]
-    prompts = codec.encode([protocol.opening(Observation(1, level.cells, rules.max_actions)) for level in levels])
-    for seat in seats:
-        seat.add(prompts[seat.group], None, 0)
-    conversation = sampler.converse(prompts, copies, params, rng)
-    live = list(range(len(seats)))
-    given: list[list[int]] = [[] for _ in live]
-    for turn in range(rules.max_turn):
-        replies = conversation.reply(live, given)
-        _act([seats[row] for row in live], replies, turn, codec, rules)
-        live = [row for row in live if _goes_on(seats[row], rules)]
-        if turn + 1 == rules.max_turn or not live:
+    states = [_EpisodeState(level, group, level.cells) for group, level in enumerate(levels) for _ in range(group_size)]
+    prompts = codec.encode(
+        [template.format_first_turn(Observation(1, level.cells, limits.max_actions)) for level in levels]
+    )
+    for state in states:
+        state.append_tokens(prompts[state.group], None, 0)
+    conversation = sampler.start_conversation(prompts, group_size, params, rng)
+    live_rows = list(range(len(states)))
+    new_tokens: list[list[int]] = [[] for _ in live_rows]
+    for turn in range(limits.max_turn):
+        replies = conversation.sample_replies(live_rows, new_tokens)
+        _apply_replies([states[row] for row in live_rows], replies, turn, codec, limits)
+        live_rows = [row for row in live_rows if _is_live(states[row], limits)]
+        if turn + 1 == limits.max_turn or not live_rows:
             break
-        live, given = _tell(seats, live, protocol, codec, rules, params)
-        if not live:
+        live_rows, new_tokens = _append_observations(states, live_rows, template, codec, limits, params)
+        if not live_rows:
             break
-    return [_episode(seat, rules) for seat in seats]
+    return [_make_episode(seat, limits) for seat in states]
 
 
-def _act(seats: Sequence[_Seat], replies: Sequence[Sampled], turn: int, codec: Codec, rules: Rules) -> None:
+def _apply_replies(
+    states: Sequence[_EpisodeState], replies: Sequence[SampledReply], turn: int, codec: Codec, limits: EpisodeLimits
+) -> None:
     """Read each reply, play its actions, and note in its seat what came of it."""
-    texts = codec.decode([reply.ids for reply in replies])
-    read = [parse(text, rules.max_actions_per_turn) for text in texts]
-    earned = _execute(seats, read, rules)
-    for seat, reply, text, parsed, reward in zip(seats, replies, texts, read, earned, strict=True):
-        seat.add(reply.ids, reply, turn)
-        seat.texts.append(text)
-        seat.invalid_turns += parsed.invalid
-        seat.rewards.append(reward + rules.format_penalty * parsed.invalid)
-        seat.last_reward, seat.last_invalid = float(reward), parsed.invalid
+    texts = codec.decode([reply.token_ids for reply in replies])
+    parsed_replies = [parse_reply(text, limits.max_actions_per_turn) for text in texts]
+    rewards = _step_boards(states, parsed_replies, limits)
+    for state, reply, text, parsed_reply, reward in zip(states, replies, texts, parsed_replies, rewards, strict=True):
+        state.append_tokens(reply.token_ids, reply, turn)
+        state.texts.append(text)
+        state.invalid_turns += parsed_reply.invalid
+        state.rewards.append(reward + limits.format_penalty * parsed_reply.invalid)
+        state.last_reward, state.last_invalid = float(reward), parsed_reply.invalid
 
 
-def _execute(seats: Sequence[_Seat], replies: Sequence[Reply], rules: Rules) -> np.ndarray:
+def _step_boards(states: Sequence[_EpisodeState], replies: Sequence[ParsedReply], limits: EpisodeLimits) -> np.ndarray:
     """Play the replies' actions on all boards at once; summed rewards (B,)."""
-    planned = np.zeros((len(seats), rules.max_actions_per_turn), dtype=np.int64)
-    for row, (seat, reply) in enumerate(zip(seats, replies, strict=True)):
-        allowed = reply.actions[: rules.max_actions - seat.actions]
-        planned[row, : len(allowed)] = allowed
-    cells = np.stack([seat.cells for seat in seats])
-    solved = np.zeros(len(seats), dtype=bool)
-    earned = np.zeros(len(seats))
-    played = np.zeros(len(seats), dtype=np.int64)
-    for column in planned.T:
+    action_rows = np.zeros((len(states), limits.max_actions_per_turn), dtype=np.int64)
+    for row, (state, reply) in enumerate(zip(states, replies, strict=True)):
+        allowed_actions = reply.actions[: limits.max_actions - state.actions]
+        action_rows[row, : len(allowed_actions)] = allowed_actions
+    cells = np.stack([seat.cells for seat in states])
+    solved = np.zeros(len(states), dtype=bool)
+    rewards = np.zeros(len(states))
+    action_counts = np.zeros(len(states), dtype=np.int64)
+    for column in action_rows.T:
         actions = np.where(solved, Action.NONE, column)
         outcome = step(cells, actions)
         cells = outcome.cells
-        earned += outcome.rewards
-        played += actions != Action.NONE
+        rewards += outcome.rewards
+        action_counts += actions != Action.NONE
         solved |= outcome.solved & (actions != Action.NONE)
-    for row, seat in enumerate(seats):
-        seat.cells, seat.solved = cells[row], bool(solved[row])
-        seat.actions += int(played[row])
-    return earned
+    for row, state in enumerate(states):
+        state.cells, state.solved = cells[row], bool(solved[row])
+        state.actions += int(action_counts[row])
+    return rewards
 
 
-def _goes_on(seat: _Seat, rules: Rules) -> bool:
-    return not seat.solved and seat.actions < rules.max_actions
+def _is_live(state: _EpisodeState, limits: EpisodeLimits) -> bool:
+    return not state.solved and state.actions < limits.max_actions
 
 
-def _tell(
-    seats: Sequence[_Seat], live: Sequence[int], protocol: Protocol, codec: Codec, rules: Rules,
+def _append_observations(
+    states: Sequence[_EpisodeState], live_rows: Sequence[int], template: PromptTemplate, codec: Codec, limits: EpisodeLimits,
     params: SamplingParams,
 ) -> tuple[list[int], list[list[int]]]:  # fmt: skip
     """The next turn's given tokens; rows whose conversation would outgrow the context leave."""
     texts = []
-    for row in live:
-        seat = seats[row]
-        left = rules.max_actions - seat.actions
-        text = protocol.following(
-            Observation(len(seat.texts) + 1, seat.cells, left, seat.last_reward, seat.last_invalid)
+    for row in live_rows:
+        state = states[row]
+        actions_left = limits.max_actions - state.actions
+        text = template.format_next_turn(
+            Observation(len(state.texts) + 1, state.cells, actions_left, state.last_reward, state.last_invalid)
         )
-        last = seat.sampled[-1]
-        texts.append(text if last is not None and last.finished else protocol.end + text)
-    stay, given = [], []
-    for row, ids in zip(live, codec.encode(texts), strict=True):
-        seat = seats[row]
-        if seat.length + len(ids) + params.max_new_tokens > rules.context:
-            seat.out_of_context = True
+        last_reply = state.replies[-1]
+        texts.append(text if last_reply is not None and last_reply.finished else template.end_marker + text)
+    next_rows, new_tokens = [], []
+    for row, ids in zip(live_rows, codec.encode(texts), strict=True):
+        state = states[row]
+        if state.length + len(ids) + params.max_new_tokens > limits.context_length:
+            state.out_of_context = True
             continue
-        seat.add(ids, None, len(seat.texts))
-        stay.append(row)
-        given.append(ids)
-    return stay, given
+        state.append_tokens(ids, None, len(state.texts))
+        next_rows.append(row)
+        new_tokens.append(ids)
+    return next_rows, new_tokens
 
 
-def _stop_reason(seat: _Seat, rules: Rules) -> StopReason:
-    if seat.solved:
+def _find_stop_reason(state: _EpisodeState, limits: EpisodeLimits) -> StopReason:
+    if state.solved:
         return StopReason.SOLVED
-    if seat.out_of_context:
+    if state.out_of_context:
         return StopReason.OUT_OF_CONTEXT
-    if seat.actions >= rules.max_actions:
+    if state.actions >= limits.max_actions:
         return StopReason.OUT_OF_ACTIONS
-    return StopReason.OUT_OF_TURNS if seat.actions else StopReason.MALFORMED
+    return StopReason.OUT_OF_TURNS if state.actions else StopReason.MALFORMED
 
 
-def _episode(seat: _Seat, rules: Rules) -> Episode:
+def _make_episode(state: _EpisodeState, limits: EpisodeLimits) -> Episode:
     """The finished record; positions of given tokens hold False and 0."""
-    sizes = [len(part) for part in seat.tokens]
-    nothing = [np.zeros(size, dtype=np.float32) for size in sizes]
-    pairs = list(zip(seat.sampled, nothing, strict=True))
+    lengths = [len(part) for part in state.tokens]
+    zero_arrays = [np.zeros(size, dtype=np.float32) for size in lengths]
+    pairs = list(zip(state.replies, zero_arrays, strict=True))
     return Episode(
-        level_seed=seat.level.seed,
-        group=seat.group,
-        tokens=np.concatenate(seat.tokens),
-        mask=np.repeat([sampled is not None for sampled in seat.sampled], sizes),
+        level_seed=state.level.seed,
+        group=state.group,
+        tokens=np.concatenate(state.tokens),
+        mask=np.repeat([sampled is not None for sampled in state.replies], lengths),
         logprobs=np.concatenate([zeros if sampled is None else sampled.logprobs for sampled, zeros in pairs]),
         entropies=np.concatenate([zeros if sampled is None else sampled.entropies for sampled, zeros in pairs]),
-        turns=np.repeat(seat.turns, sizes),
-        turn_rewards=tuple(seat.rewards),
-        actions=seat.actions,
-        invalid_turns=seat.invalid_turns,
-        stop=_stop_reason(seat, rules),
-        texts=tuple(seat.texts),
+        turns=np.repeat(state.turns, lengths),
+        turn_rewards=tuple(state.rewards),
+        actions=state.actions,
+        invalid_turns=state.invalid_turns,
+        stop_reason=_find_stop_reason(state, limits),
+        texts=tuple(state.texts),
     )

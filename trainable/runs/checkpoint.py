@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainable.runs.links import LinkError
-from trainable.runs.run_files import SUMS, sync_path
+from trainable.runs.run_files import CHECKSUMS_FILE, fsync_path
 
-TENSORS, VALUES = "state.safetensors", "state.json"
+TENSORS_FILE, VALUES_FILE = "state.safetensors", "state.json"
 
-_HALF_WRITTEN = re.compile(r"\.step_\d+\.(?:writing|old|fetching)")
+_PARTIAL_CHECKPOINT = re.compile(r"\.step_\d+\.(?:writing|old|fetching)")
 
 
 class CheckpointError(RuntimeError):
@@ -36,43 +36,43 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mappin
     Whatever fails, what was there stays; what was half-written is removed, so that a full disk gets its room back.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    beside = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(beside, ignore_errors=True)  # left by a process that died while it wrote
-    beside.mkdir()
+    staging_folder = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(staging_folder, ignore_errors=True)  # left by a process that died while it wrote
+    staging_folder.mkdir()
     try:
-        _write_files(beside, tensors, values)
+        _write_files(staging_folder, tensors, values)
     except BaseException as error:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(staging_folder, ignore_errors=True)
         if isinstance(error, SafetensorError):
             raise _as_os_error(error) from error
         raise
-    _put_in_place(beside, folder)
+    _replace_folder(staging_folder, folder)
 
 
-def _write_files(beside: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, beside / TENSORS)
-    (beside / VALUES).write_text(json.dumps(values, sort_keys=True), encoding="utf-8")
-    sums = {name: _sha256(beside / name) for name in (TENSORS, VALUES)}
-    (beside / SUMS).write_text(json.dumps(sums), encoding="utf-8")
-    for path in (beside / TENSORS, beside / VALUES, beside / SUMS, beside):
-        sync_path(path)
+def _write_files(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, folder / TENSORS_FILE)
+    (folder / VALUES_FILE).write_text(json.dumps(values, sort_keys=True), encoding="utf-8")
+    checksums = {name: _compute_sha256(folder / name) for name in (TENSORS_FILE, VALUES_FILE)}
+    (folder / CHECKSUMS_FILE).write_text(json.dumps(checksums), encoding="utf-8")
+    for path in (folder / TENSORS_FILE, folder / VALUES_FILE, folder / CHECKSUMS_FILE, folder):
+        fsync_path(path)
 
 
 def _as_os_error(error: SafetensorError) -> OSError:
     """The system's error inside safetensors' own, such as `(os error 28)`, so that a full disk is seen as one."""
-    found = re.search(r"os error (\d+)", str(error))
-    number = int(found.group(1)) if found else errno.EIO
-    return OSError(number, os.strerror(number), str(error))
+    errno_match = re.search(r"os error (\d+)", str(error))
+    error_number = int(errno_match.group(1)) if errno_match else errno.EIO
+    return OSError(error_number, os.strerror(error_number), str(error))
 
 
-def _put_in_place(beside: Path, folder: Path) -> None:
-    old = folder.with_name(f".{folder.name}.old")
+def _replace_folder(staging_folder: Path, folder: Path) -> None:
+    old_folder = folder.with_name(f".{folder.name}.old")
     if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.rename(old)
-    beside.rename(folder)
-    sync_path(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(old_folder, ignore_errors=True)
+        folder.rename(old_folder)
+    staging_folder.rename(folder)
+    fsync_path(folder.parent)
+    shutil.rmtree(old_folder, ignore_errors=True)
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -81,27 +81,29 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     If the process died between the two renames of `write_checkpoint`, the one before is read. Raises CheckpointError
     naming the file that is missing or damaged.
     """
-    old = folder.with_name(f".{folder.name}.old")
-    source = old if not folder.exists() and old.exists() else folder
+    old_folder = folder.with_name(f".{folder.name}.old")
+    source = old_folder if not folder.exists() and old_folder.exists() else folder
     try:
-        sums = _read_sums(source / SUMS)
-        for name in (TENSORS, VALUES):
-            if _sha256(source / name) != sums[name]:
+        checksums = _read_checksums(source / CHECKSUMS_FILE)
+        for name in (TENSORS_FILE, VALUES_FILE):
+            if _compute_sha256(source / name) != checksums[name]:
                 raise CheckpointError(f"{source / name} is damaged: its checksum is not the one written with it.")
-        return load_file(source / TENSORS), json.loads((source / VALUES).read_text(encoding="utf-8"))
+        return load_file(source / TENSORS_FILE), json.loads((source / VALUES_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, SafetensorError) as error:
         raise CheckpointError(f"{source} is not a whole checkpoint: {error}.") from error
 
 
-def _read_sums(path: Path) -> dict[str, str]:
+def _read_checksums(path: Path) -> dict[str, str]:
     try:
-        sums: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-        return {name: sums[name] for name in (TENSORS, VALUES)}
+        checksums: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
+        return {name: checksums[name] for name in (TENSORS_FILE, VALUES_FILE)}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is damaged: {error}.") from error
 
 
-def write_rolling(folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], keep: int) -> None:
+def write_rolling_checkpoint(
+    folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], max_to_keep: int
+) -> None:
     """Write the state after `step` as `folder`/step_<step>, then remove all but the newest `keep` states in it.
 
     Nothing but states is removed, whole or half-written. LinkError, before anything is written, where `folder` is a
@@ -111,29 +113,31 @@ def write_rolling(folder: Path, step: int, tensors: Mapping[str, Tensor], values
         raise LinkError(folder)
     write_checkpoint(folder / f"step_{step}", tensors, values)
     for path in list(folder.iterdir()):
-        number = _step(path.name)
-        of_an_attempt_given_up = number is not None and number > step
-        if of_an_attempt_given_up or _HALF_WRITTEN.fullmatch(path.name):
+        checkpoint_step = _parse_step(path.name)
+        is_stale = checkpoint_step is not None and checkpoint_step > step
+        if is_stale or _PARTIAL_CHECKPOINT.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
-    for _, path in list(numbered(folder))[keep:]:
+    for _, path in list(iter_checkpoints(folder))[max_to_keep:]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def numbered(folder: Path) -> Iterator[tuple[int, Path]]:
+def iter_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
     """(step, folder) of every checkpoint below `folder` whose name ends in its step, the latest first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     # One that died between its two renames has only the older form, which `read_checkpoint` finds by the real name.
-    whole = {name.removeprefix(".").removesuffix(".old") if name.endswith(".old") else name for name in names}
-    found = [(step, folder / name) for name in whole if (step := _step(name)) is not None]
-    yield from sorted(found, reverse=True)
+    checkpoint_names = {
+        name.removeprefix(".").removesuffix(".old") if name.endswith(".old") else name for name in names
+    }
+    checkpoints = [(step, folder / name) for name in checkpoint_names if (step := _parse_step(name)) is not None]
+    yield from sorted(checkpoints, reverse=True)
 
 
-def _step(name: str) -> int | None:
+def _parse_step(name: str) -> int | None:
     """The step that a checkpoint's name ends in; None for other names."""
-    found = re.fullmatch(r"(?:global_)?step_(\d+)", name)
-    return int(found.group(1)) if found else None
+    match = re.fullmatch(r"(?:global_)?step_(\d+)", name)
+    return int(match.group(1)) if match else None
 
 
-def _sha256(path: Path) -> str:
+def _compute_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -4,13 +4,13 @@ import errno
 import traceback
 from typing import NamedTuple
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENOENT)
-_MEMORY_WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory")
-_PASSING = (RuntimeError, OSError, EOFError, TimeoutError, InterruptedError)
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ACCESS_ERRNOS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENOENT)
+_OUT_OF_MEMORY_PHRASES = ("out of memory", "can't allocate memory", "cannot allocate memory")
+_TRANSIENT_ERRORS = (RuntimeError, OSError, EOFError, TimeoutError, InterruptedError)
 
 PROCESS_DIED, NON_FINITE = "process died", "non-finite"
-KINDS = ("configuration", NON_FINITE, "out of memory", "storage", PROCESS_DIED, "error")
+FAILURE_KINDS = ("configuration", NON_FINITE, "out of memory", "storage", PROCESS_DIED, "error")
 """Every kind of failure; a status reads `failed (<kind>)`."""
 
 
@@ -42,12 +42,12 @@ class RunFailedError(RuntimeError):
         return self.failure.message
 
 
-def is_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Whether `error` says that the disk, a quota or a file-size limit leaves no room to write."""
-    return isinstance(error, OSError) and error.errno in _FULL
+    return isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS
 
 
-def classify(error: BaseException, has_rows: bool) -> Failure:
+def classify_failure(error: BaseException, has_rows: bool) -> Failure:
     """The failure that `error` is, raised inside a run.
 
     has_rows: whether the run has written a row. Same settings and seed give the same numbers, so what the run's own
@@ -56,29 +56,29 @@ def classify(error: BaseException, has_rows: bool) -> Failure:
     row is a setting that does not fit, and final; a full or forbidden folder and a storage that does not answer are
     final, since the run waited for them.
     """
-    kind, is_retried = _kind(error, has_rows)
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
-    message = " ".join([f"{type(error).__name__}: {first}", *getattr(error, "__notes__", [])])
+    kind, is_retried = _classify_kind(error, has_rows)
+    first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    message = " ".join([f"{type(error).__name__}: {first_line}", *getattr(error, "__notes__", [])])
     return Failure(kind, message, is_retried, "".join(traceback.format_exception(error)))
 
 
-def _kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
+def _classify_kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
     if isinstance(error, NonFiniteError):
         return NON_FINITE, False
-    if is_memory(error):
+    if is_out_of_memory(error):
         return "out of memory", has_rows
-    is_forbidden = isinstance(error, OSError) and error.errno in (*_FULL, *_FORBIDDEN)
-    if is_forbidden or isinstance(error, StorageError):
+    is_storage_error = isinstance(error, OSError) and error.errno in (*_DISK_FULL_ERRNOS, *_ACCESS_ERRNOS)
+    if is_storage_error or isinstance(error, StorageError):
         return "storage", False
     if isinstance(error, ValueError) and not has_rows:
         return "configuration", False
     # NotImplementedError and RecursionError are RuntimeErrors that no second try mends.
-    is_passing = isinstance(error, _PASSING) and not isinstance(error, NotImplementedError | RecursionError)
-    return "error", is_passing
+    is_transient = isinstance(error, _TRANSIENT_ERRORS) and not isinstance(error, NotImplementedError | RecursionError)
+    return "error", is_transient
 
 
-def is_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out: torch names its error OutOfMemoryError on a GPU and says it in words on the processor."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _MEMORY_WORDS)
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _OUT_OF_MEMORY_PHRASES)

@@ -4,38 +4,38 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from trainable.runs.failures import is_full
+from trainable.runs.failures import is_disk_full
 
 T = TypeVar("T")
 
-_PAUSE_S = 1.0
+_RETRY_INTERVAL_S = 1.0
 """Seconds between two attempts; each attempt costs one failed write."""
 
 
-class Obstacle(NamedTuple):
+class RetryPolicy(NamedTuple):
     """What is waited for. is_met: whether an error is of this kind. Words: what is waited for, that it is there, and
     that it never came within so many seconds ({patience})."""
 
-    is_met: Callable[[OSError], bool]
-    awaited: str
-    is_there: str
-    never: str
+    is_retryable: Callable[[OSError], bool]
+    waiting_for: str
+    recovery_message: str
+    timeout_message: str
 
 
-FULL_DISK = Obstacle(
-    is_full,
+DISK_FULL_RETRY = RetryPolicy(
+    is_disk_full,
     "for room on the disk",
     "there is room on the disk again",
     "No room was made within {patience:g} s (trainer.disk_patience).",
 )
 
 
-def until_written(
-    write: Callable[[], T],
+def call_with_retry(
+    operation: Callable[[], T],
     patience: float,
-    say: Callable[[str], None],
-    is_over: Callable[[], bool] = lambda: False,
-    obstacle: Obstacle = FULL_DISK,
+    notify: Callable[[str], None],
+    should_stop: Callable[[], bool] = lambda: False,
+    policy: RetryPolicy = DISK_FULL_RETRY,
 ) -> T:
     """The result of `write`, tried again while it meets `obstacle`, for at most `patience` seconds.
 
@@ -45,18 +45,18 @@ def until_written(
     deadline, is_waiting = time.monotonic() + patience, False
     while True:
         try:
-            result = write()
+            result = operation()
         except OSError as error:
-            if not obstacle.is_met(error):
+            if not policy.is_retryable(error):
                 raise
-            if time.monotonic() >= deadline or is_over():
-                error.add_note(obstacle.never.format(patience=patience))
+            if time.monotonic() >= deadline or should_stop():
+                error.add_note(policy.timeout_message.format(patience=patience))
                 raise
             if not is_waiting:
-                say(f"waiting up to {patience:g} s {obstacle.awaited}: {error}")
+                notify(f"waiting up to {patience:g} s {policy.waiting_for}: {error}")
                 is_waiting = True
-            time.sleep(min(_PAUSE_S, max(0.0, deadline - time.monotonic())))
+            time.sleep(min(_RETRY_INTERVAL_S, max(0.0, deadline - time.monotonic())))
             continue
         if is_waiting:
-            say(obstacle.is_there)
+            notify(policy.recovery_message)
         return result

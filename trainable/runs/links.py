@@ -35,9 +35,9 @@ def check_no_links(root: Path, paths: Iterable[Path] = (), trees: Iterable[Path]
     """
     trees = tuple(trees)
     for path in (*paths, *trees):
-        for below in (*reversed(path.relative_to(root).parents), path.relative_to(root)):
-            if below.name and (root / below).is_symlink():
-                raise LinkError(root / below)
+        for relative_path in (*reversed(path.relative_to(root).parents), path.relative_to(root)):
+            if relative_path.name and (root / relative_path).is_symlink():
+                raise LinkError(root / relative_path)
     for tree in trees:
         for folder, folders, files in os.walk(tree):
             for name in (*folders, *files):
@@ -59,11 +59,11 @@ def make_folder(root: Path, *names: str) -> Path:
 def open_no_link(path: Path, mode: str) -> IO[Any]:
     """Open a file as `open` does, but raise LinkError where `path` is a link."""
 
-    def open_here(name: str, flags: int) -> int:
+    def open_nofollow(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
 
     try:
-        return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=open_here)
+        return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=open_nofollow)
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise LinkError(path) from None
@@ -71,20 +71,20 @@ def open_no_link(path: Path, mode: str) -> IO[Any]:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A new empty file beside `path`, to be written in the body; renamed to `path` after it, or removed if it fails.
 
     A reader sees the old file or the new one and never half of it. A link at `path` is replaced, and what it leads to
     stays as it is.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temp_path = path.with_name(f".{path.name}.{os.getpid()}.part")
     with suppress(FileNotFoundError):
-        beside.unlink()  # of a process that died while it wrote, or planted
-    os.close(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        temp_path.unlink()  # of a process that died while it wrote, or planted
+    os.close(os.open(temp_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
-        yield beside
-        os.replace(beside, path)
+        yield temp_path
+        os.replace(temp_path, path)
     except BaseException:
         with suppress(FileNotFoundError):
-            beside.unlink()
+            temp_path.unlink()
         raise

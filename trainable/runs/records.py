@@ -16,10 +16,10 @@ class Column(NamedTuple):
     name: str
     unit: str
     meaning: str
-    published: str = ""
+    published_key: str = ""
 
 
-def _collapse_columns(quantities: Iterable[Quantity]) -> tuple[Column, ...]:
+def _make_collapse_columns(quantities: Iterable[Quantity]) -> tuple[Column, ...]:
     """The columns of these quantities of the first turns' sample, then of the trajectories'."""
     return tuple(
         Column(
@@ -141,7 +141,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "collapse_first_turn_num_valid / collapse_first_turn_num_total",
         "collapse/first_turn_valid_rate",
     ),
-    *_collapse_columns(QUANTITIES),
+    *_make_collapse_columns(QUANTITIES),
     # What it cost.
     Column("optimizer_steps", "optimizer steps", "of the policy, in this step"),
     Column("env_steps", "actions", "actions executed in this step"),
@@ -218,7 +218,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     ),
     Column("tokens_per_second", "tokens/s", "sampled_tokens / seconds_rollout"),
 )
-EXTRA_COLLAPSE_COLUMNS = _collapse_columns(EXTRA_QUANTITIES)
+EXTRA_COLLAPSE_COLUMNS = _make_collapse_columns(EXTRA_QUANTITIES)
 """Measured only with `collapse_detection.all_quantities`."""
 STEP_COLUMNS: tuple[Column, ...] = (*DEFAULT_STEP_COLUMNS, *EXTRA_COLLAPSE_COLUMNS)
 
@@ -346,7 +346,7 @@ TIME_COLUMNS: frozenset[str] = frozenset(
 STATUSES: tuple[str, ...] = ("completed", "early_stopped", "failed", "interrupted", "never_ran")
 
 
-def empty_row(*, all_quantities: bool = False) -> dict[str, float | str | None]:
+def make_empty_row(*, all_quantities: bool = False) -> dict[str, float | str | None]:
     """Every step and stop column, with no value: a first row that lacks a key would lose it in Tune's csv.
 
     all_quantities: those of the collapse diagnostics as well that only this setting asks for.

@@ -11,7 +11,7 @@ Row = Mapping[str, Any]
 """One training step: `step` and the columns of `trainable.runs.records`."""
 
 
-class Decision(NamedTuple):
+class StopDecision(NamedTuple):
     """Why a run stops: the rule, the number that broke it, the bound it broke, and the training step."""
 
     rule: str
@@ -19,7 +19,7 @@ class Decision(NamedTuple):
     threshold: float
     step: int
 
-    def columns(self) -> dict[str, Any]:
+    def to_columns(self) -> dict[str, Any]:
         """The decision as the stop columns of the row at which it was made."""
         return {f"stop_{name}": value for name, value in self._asdict().items()}
 
@@ -43,23 +43,23 @@ class History(NamedTuple):
         A row whose step was seen before (a run that went back to its last state) replaces it and drops every later
         one. A value that is missing, None, NaN, infinite or no number is None; a row without a whole step is left out.
         """
-        attempt: list[Row] = []
+        attempt_rows: list[Row] = []
         for row in rows:
-            step = finite(row.get("step"))
+            step = parse_finite(row.get("step"))
             if step is None or step != int(step):
                 continue
-            while attempt and attempt[-1]["step"] >= step:
-                attempt.pop()
-            attempt.append(row)
-        measured = {name: tuple(finite(row.get(name)) for row in attempt) for name in MEASURED}
-        return cls(tuple(int(row["step"]) for row in attempt), **measured)
+            while attempt_rows and attempt_rows[-1]["step"] >= step:
+                attempt_rows.pop()
+            attempt_rows.append(row)
+        series = {name: tuple(parse_finite(row.get(name)) for row in attempt_rows) for name in HISTORY_COLUMNS}
+        return cls(tuple(int(row["step"]) for row in attempt_rows), **series)
 
 
-MEASURED = History._fields[1:]
+HISTORY_COLUMNS = History._fields[1:]
 """The columns that the rules read."""
 
 
-def finite(value: object) -> float | None:
+def parse_finite(value: object) -> float | None:
     """`value` as a number, or None for what is no finite number (text, NaN, infinity, None, a truth value)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
@@ -70,7 +70,7 @@ def finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def reward_variance_collapse(history: History, settings: EarlyStopConfig) -> Decision | None:
+def detect_reward_variance_collapse(history: History, settings: EarlyStopConfig) -> StopDecision | None:
     """Groups no longer differ in reward: nothing is left to learn from. The first step at which this holds, or None.
 
     With v_1, v_2, ... the `reward_std` of the non-empty steps (groups_kept > 0) and b = variance_baseline_steps:
@@ -80,39 +80,39 @@ def reward_variance_collapse(history: History, settings: EarlyStopConfig) -> Dec
     a standard deviation). A step whose reward_std or groups_kept was not measured counts as empty: it is neither in
     the baseline nor in the window. A baseline of 0 gives threshold 0, which nothing is below.
     """
-    seen: list[float] = []
-    first, window = settings.variance_baseline_steps, settings.variance_window
-    for step, std, kept in zip(history.steps, history.reward_std, history.groups_kept, strict=True):
-        if std is None or kept is None or kept <= 0:
+    observed_stds: list[float] = []
+    baseline_steps, window = settings.variance_baseline_steps, settings.variance_window
+    for step, std, groups_kept in zip(history.steps, history.reward_std, history.groups_kept, strict=True):
+        if std is None or groups_kept is None or groups_kept <= 0:
             continue
-        seen.append(std)
-        if len(seen) < first + window:
+        observed_stds.append(std)
+        if len(observed_stds) < baseline_steps + window:
             continue
-        threshold = settings.variance_ratio * math.fsum(seen[:first]) / first
-        largest = max(seen[-window:])
-        if largest < threshold:
-            return Decision("reward_variance_collapse", largest, threshold, step)
+        threshold = settings.variance_ratio * math.fsum(observed_stds[:baseline_steps]) / baseline_steps
+        window_max = max(observed_stds[-window:])
+        if window_max < threshold:
+            return StopDecision("reward_variance_collapse", window_max, threshold, step)
     return None
 
 
-def low_validation_success(history: History, settings: EarlyStopConfig) -> Decision | None:
+def detect_low_validation_success(history: History, settings: EarlyStopConfig) -> StopDecision | None:
     """The policy solves next to nothing for `success_patience` validations in a row. The first such step, or None.
 
     Value: the largest val_success of those validations. Threshold: success_threshold (a value equal to it is not
     below). Source: published code. The validation before training has its own column and does not count; a step
     without a measured val_success is no validation: it neither counts nor breaks the row.
     """
-    low: list[float] = []
+    low_successes: list[float] = []
     for step, success in zip(history.steps, history.val_success, strict=True):
         if success is None:
             continue
-        low = [*low, success] if success < settings.success_threshold else []
-        if len(low) == settings.success_patience:
-            return Decision("low_validation_success", max(low), settings.success_threshold, step)
+        low_successes = [*low_successes, success] if success < settings.success_threshold else []
+        if len(low_successes) == settings.success_patience:
+            return StopDecision("low_validation_success", max(low_successes), settings.success_threshold, step)
     return None
 
 
-def empty_filtered_steps(history: History, settings: EarlyStopConfig) -> Decision | None:
+def detect_empty_filtered_steps(history: History, settings: EarlyStopConfig) -> StopDecision | None:
     """The filter keeps no group for `empty_stop_steps` steps in a row. The first such step, or None.
 
     Value: the number of steps in a row. Threshold: empty_stop_steps; 0 or less switches the rule off. Source:
@@ -120,25 +120,29 @@ def empty_filtered_steps(history: History, settings: EarlyStopConfig) -> Decisio
     """
     if settings.empty_stop_steps <= 0:
         return None
-    in_a_row = 0
-    for step, kept in zip(history.steps, history.groups_kept, strict=True):
-        in_a_row = in_a_row + 1 if kept == 0 else 0
-        if in_a_row == settings.empty_stop_steps:
-            return Decision("empty_filtered_steps", float(in_a_row), float(settings.empty_stop_steps), step)
+    consecutive_steps = 0
+    for step, groups_kept in zip(history.steps, history.groups_kept, strict=True):
+        consecutive_steps = consecutive_steps + 1 if groups_kept == 0 else 0
+        if consecutive_steps == settings.empty_stop_steps:
+            return StopDecision(
+                "empty_filtered_steps", float(consecutive_steps), float(settings.empty_stop_steps), step
+            )
     return None
 
 
-StopRule = Callable[[History, EarlyStopConfig], Decision | None]
+StopRule = Callable[[History, EarlyStopConfig], StopDecision | None]
 
 # In the order in which a training step meets them, which decides when two fire at one step.
 RULES: dict[str, StopRule] = {
-    "reward_variance_collapse": reward_variance_collapse,
-    "empty_filtered_steps": empty_filtered_steps,
-    "low_validation_success": low_validation_success,
+    "reward_variance_collapse": detect_reward_variance_collapse,
+    "empty_filtered_steps": detect_empty_filtered_steps,
+    "low_validation_success": detect_low_validation_success,
 }
 
 
-def decide(rows: Iterable[Row], settings: EarlyStopConfig, rules: tuple[str, ...] = tuple(RULES)) -> Decision | None:
+def evaluate_stop_rules(
+    rows: Iterable[Row], settings: EarlyStopConfig, rules: tuple[str, ...] = tuple(RULES)
+) -> StopDecision | None:
     """The earliest decision of any of `rules` over the rows of one run, or None while none has fired.
 
     rows: as they were written, the newest last; see `History.from_rows` for repeated steps and odd values. Every
@@ -146,9 +150,9 @@ def decide(rows: Iterable[Row], settings: EarlyStopConfig, rules: tuple[str, ...
     `rules`. Over a live run the first row list that gives a decision gives it for its last row; over a recorded run
     the answer is the same. Raises ValueError for a rule that does not exist.
     """
-    unknown = [rule for rule in rules if rule not in RULES]
-    if unknown:
-        raise ValueError(f"There is no stop rule `{unknown[0]}`: name some of {', '.join(RULES)}.")
+    unknown_rules = [rule for rule in rules if rule not in RULES]
+    if unknown_rules:
+        raise ValueError(f"There is no stop rule `{unknown_rules[0]}`: name some of {', '.join(RULES)}.")
     history = History.from_rows(rows)
     decisions = [RULES[name](history, settings) for name in RULES if name in rules]
     return min((found for found in decisions if found is not None), key=lambda found: found.step, default=None)

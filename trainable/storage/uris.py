@@ -27,7 +27,7 @@ def check_uri(uri: str) -> None:
         )
 
 
-def below(uri: str, name: str) -> str:
+def join_uri(uri: str, name: str) -> str:
     """The URI of `name` below `uri`; its query (endpoint, region) stays."""
     if not is_uri(uri):
         return f"{uri.rstrip('/')}/{name}"
@@ -35,7 +35,7 @@ def below(uri: str, name: str) -> str:
     return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{name}"))
 
 
-def parent(uri: str) -> tuple[str, str]:
+def split_uri(uri: str) -> tuple[str, str]:
     """(URI of the folder that `uri` is in, the last part of `uri`)."""
     if not is_uri(uri):
         path = PurePosixPath(uri)
@@ -45,11 +45,11 @@ def parent(uri: str) -> tuple[str, str]:
     return urlunsplit(parts._replace(path=str(path.parent).rstrip("/"))), path.name
 
 
-def is_same(one: str, other: str) -> bool:
+def is_same_folder(uri: str, other_uri: str) -> bool:
     """Whether two URIs name one folder, however they say to reach it (endpoint, region)."""
-    if not (is_uri(one) and is_uri(other)):
-        return one.rstrip("/") == other.rstrip("/")
-    first, second = urlsplit(one), urlsplit(other)
+    if not (is_uri(uri) and is_uri(other_uri)):
+        return uri.rstrip("/") == other_uri.rstrip("/")
+    first, second = urlsplit(uri), urlsplit(other_uri)
     return (first.scheme, first.netloc, first.path.rstrip("/")) == (
         second.scheme,
         second.netloc,

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from trainable.config.run_config import RunConfig, with_overrides
+from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.models.load import find_model
 from trainable.ppo.trainer import PPOTrainer
-from trainable.tiny.recipe import Recipe, make
+from trainable.tiny.recipe import Recipe, make_model
 
-LAPTOP_GAME = {
+LAPTOP_OVERRIDES = {
     "model.prompt_style": "compact",
     "model.dtype": "float32",
     "model.enable_gradient_checkpointing": False,
@@ -38,20 +38,20 @@ def main() -> None:
         return
     if arguments.output.exists() and any(arguments.output.iterdir()):
         parser.error(f"{arguments.output} is not empty; name a new folder with --output")
-    make(arguments.output, Recipe(), lambda line: print(line, flush=True))
+    make_model(arguments.output, Recipe(), lambda line: print(line, flush=True))
     evaluate(str(arguments.output))
 
 
 def evaluate(path: str) -> None:
     """Print sampled and greedy success of an untrained policy on validation and test levels."""
     torch.set_num_threads(1)
-    trainer = PPOTrainer(with_overrides(RunConfig(), {**LAPTOP_GAME, "model.path": path}))
-    sampled, (final, _) = trainer.evaluate("val", "sampled"), trainer.close()
+    trainer = PPOTrainer(apply_overrides(RunConfig(), {**LAPTOP_OVERRIDES, "model.path": path}))
+    sampled_evaluation, (final_evaluation, _) = trainer.evaluate("val", "sampled"), trainer.evaluate_final()
     print(f"{find_model(path).name}: {trainer.config.env.val_env_groups} validation levels, "
-          f"sampled {sampled.success:.3f}, greedy {final.val_greedy_success:.3f}, "
-          f"invalid turns {sampled.invalid_turns:.3f}")  # fmt: skip
+          f"sampled {sampled_evaluation.success:.3f}, greedy {final_evaluation.val_greedy_success:.3f}, "
+          f"invalid turns {sampled_evaluation.invalid_turns:.3f}")  # fmt: skip
     print(f"{len(trainer.test_levels)} test levels, "
-          f"sampled {final.test_success:.3f}, greedy {final.test_greedy_success:.3f}")  # fmt: skip
+          f"sampled {final_evaluation.test_success:.3f}, greedy {final_evaluation.test_greedy_success:.3f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ import numpy as np
 
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Cells, Tile, step
 from trainable.envs.sokoban.generate import Level
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, Protocol, reply_text
-from trainable.envs.sokoban.solver import Distances, distance_table
-from trainable.tiny.tokenizer import PLAN_LETTERS, place
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, PromptTemplate, format_reply
+from trainable.envs.sokoban.solver import Distances, compute_distance_table
+from trainable.tiny.tokenizer import PLAN_LETTERS, format_place
 
-_NAMED = {
+_TILES_BY_SYMBOL = {
     "P": (Tile.PLAYER, Tile.PLAYER_ON_TARGET),
     "X": (Tile.BOX, Tile.BOX_ON_TARGET),
     "O": (Tile.TARGET, Tile.BOX_ON_TARGET, Tile.PLAYER_ON_TARGET),
@@ -38,97 +38,107 @@ class Segment:
     """A stretch of a dialogue: its text, and whether the model is to learn it."""
 
     text: str
-    learned: bool
+    is_trained: bool
 
 
-def dialogue(
-    level: Level, protocol: Protocol, habits: Habits, rng: np.random.Generator, turns: int, per_turn: int, budget: int
+def make_dialogue(
+    level: Level,
+    template: PromptTemplate,
+    habits: Habits,
+    rng: np.random.Generator,
+    max_turns: int,
+    max_actions_per_turn: int,
+    max_actions: int,
 ) -> list[Segment]:
     """One episode played by the demonstrator under the protocol's limits: given and replied text in turn."""
-    cells, table = level.cells, distance_table(level.cells)
-    segments = [Segment(protocol.opening(Observation(1, cells, budget)), False)]
-    left = budget
-    for turn in range(1, turns + 1):
-        text, actions = _reply(cells, table, habits, rng, per_turn)
+    cells, table = level.cells, compute_distance_table(level.cells)
+    segments = [Segment(template.format_first_turn(Observation(1, cells, max_actions)), False)]
+    actions_left = max_actions
+    for turn in range(1, max_turns + 1):
+        text, actions = _make_reply(cells, table, habits, rng, max_actions_per_turn)
         segments.append(Segment(text + END_OF_MESSAGE, True))
-        cells, reward, solved, used = _play(cells, actions[:left])
-        left -= used
-        if solved or left == 0 or turn == turns:
+        cells, reward, solved, action_count = _play_actions(cells, actions[:actions_left])
+        actions_left -= action_count
+        if solved or actions_left == 0 or turn == max_turns:
             return segments
-        segments.append(Segment(protocol.following(Observation(turn + 1, cells, left, reward)), False))
+        segments.append(Segment(template.format_next_turn(Observation(turn + 1, cells, actions_left, reward)), False))
     return segments
 
 
-def dialogues(
-    levels: Sequence[Level], protocol: Protocol, habits: Habits, rng: np.random.Generator, turns: int, per_turn: int,
-    budget: int,
+def make_dialogues(
+    levels: Sequence[Level], template: PromptTemplate, habits: Habits, rng: np.random.Generator, max_turns: int, max_actions_per_turn: int,
+    max_actions: int,
 ) -> Iterator[list[Segment]]:  # fmt: skip
     """One dialogue a level, each level turned or mirrored at random."""
     for level in levels:
         cells = np.rot90(level.cells, int(rng.integers(4)))
         if rng.integers(2):
             cells = cells.T
-        turned = Level(level.seed, np.ascontiguousarray(cells))
-        yield dialogue(turned, protocol, habits, rng, turns, per_turn, budget)
+        turned_level = Level(level.seed, np.ascontiguousarray(cells))
+        yield make_dialogue(turned_level, template, habits, rng, max_turns, max_actions_per_turn, max_actions)
 
 
-def _reply(
-    cells: Cells, table: Distances, habits: Habits, rng: np.random.Generator, per_turn: int
+def _make_reply(
+    cells: Cells, table: Distances, habits: Habits, rng: np.random.Generator, max_actions_per_turn: int
 ) -> tuple[str, list[Action]]:
-    spots = {symbol: _spot(cells, tiles) for symbol, tiles in _NAMED.items()}
-    plan = _plan(spots["P"], spots["X"], cells.shape[1], table, rng, detour=bool(rng.random() < habits.detour))
-    names = "".join(place(symbol, *divmod(spot, cells.shape[1])) for symbol, spot in spots.items())
+    spots = {symbol: _find_cell(cells, tiles) for symbol, tiles in _TILES_BY_SYMBOL.items()}
+    plan = _plan_actions(
+        spots["P"], spots["X"], cells.shape[1], table, rng, has_detour=bool(rng.random() < habits.detour)
+    )
+    names = "".join(format_place(symbol, *divmod(spot, cells.shape[1])) for symbol, spot in spots.items())
     thought = names + "".join(PLAN_LETTERS[action] for action in plan)
     if rng.random() < habits.unfinished:
         return thought, []
-    actions = plan[:per_turn]
+    actions = plan[:max_actions_per_turn]
     if rng.random() < habits.careless:
-        actions = [_MOVES[number] for number in rng.integers(len(_MOVES), size=per_turn)]
-    return reply_text(thought, actions), actions
+        actions = [_MOVES[number] for number in rng.integers(len(_MOVES), size=max_actions_per_turn)]
+    return format_reply(thought, actions), actions
 
 
-def _spot(cells: Cells, tiles: tuple[Tile, ...]) -> int:
+def _find_cell(cells: Cells, tiles: tuple[Tile, ...]) -> int:
     """Flat place of the one thing that is any of `tiles`."""
     return next(spot for spot, tile in enumerate(cells.ravel().tolist()) if tile in tiles)
 
 
-def _plan(player: int, box: int, cols: int, table: Distances, rng: np.random.Generator, detour: bool) -> list[Action]:
+def _plan_actions(
+    player: int, box: int, cols: int, table: Distances, rng: np.random.Generator, has_detour: bool
+) -> list[Action]:
     """A shortest plan with ties drawn at random, after a detour if one is asked for and there is one.
 
     The table alone tells where a move leads: a place with a distance of 0 or more can be stood on.
     """
     plan: list[Action] = []
     while (distance := int(table[player, box])) > 0:
-        ways = [(action, *_moved(player, box, action, cols)) for action in _MOVES]
-        straying = detour and not plan
-        chosen = [way for way in ways if _is_way(int(table[way[1], way[2]]), distance, straying)]
-        if straying and not chosen:
-            detour = False
+        moves = [(action, *_move(player, box, action, cols)) for action in _MOVES]
+        is_detour = has_detour and not plan
+        candidates = [way for way in moves if _is_candidate(int(table[way[1], way[2]]), distance, is_detour)]
+        if is_detour and not candidates:
+            has_detour = False
             continue
-        action, player, box = chosen[rng.integers(len(chosen))]
+        action, player, box = candidates[rng.integers(len(candidates))]
         plan.append(action)
     return plan
 
 
-def _moved(player: int, box: int, action: Action, cols: int) -> tuple[int, int]:
+def _move(player: int, box: int, action: Action, cols: int) -> tuple[int, int]:
     row, col = DIRECTIONS[action]
     offset = row * cols + col
     return player + offset, box + offset if player + offset == box else box
 
 
-def _is_way(reached: int, distance: int, straying: bool) -> bool:
+def _is_candidate(next_distance: int, distance: int, is_detour: bool) -> bool:
     """On the shortest path; or, straying, off it with the level unsolved and still solvable."""
-    return reached > 0 and reached != distance - 1 if straying else reached == distance - 1
+    return next_distance > 0 and next_distance != distance - 1 if is_detour else next_distance == distance - 1
 
 
-def _play(cells: Cells, actions: Sequence[Action]) -> tuple[Cells, float, bool, int]:
+def _play_actions(cells: Cells, actions: Sequence[Action]) -> tuple[Cells, float, bool, int]:
     """The level after `actions`, their summed reward, whether it is solved, and how many were played."""
-    reward, solved, used = 0.0, False, 0
+    reward, solved, action_count = 0.0, False, 0
     for action in actions:
         outcome = step(cells[None], np.array([action]))
         cells, solved = outcome.cells[0], bool(outcome.solved[0])
         reward += float(outcome.rewards[0])
-        used += 1
+        action_count += 1
         if solved:
             break
-    return cells, reward, solved, used
+    return cells, reward, solved, action_count

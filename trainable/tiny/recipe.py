@@ -18,13 +18,13 @@ from torch import Tensor
 
 from trainable.algo.losses import logprobs_from_logits
 from trainable.config.constants import QWEN2_ARCHITECTURE
-from trainable.config.seeds import stream
-from trainable.envs.sokoban.level_sets import demonstration_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_protocol
+from trainable.config.seeds import make_rng
+from trainable.envs.sokoban.level_sets import make_demonstration_levels
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_prompt_template
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
-from trainable.tiny.demonstrations import Habits, Segment, dialogues
-from trainable.tiny.tokenizer import PAD, build_tokenizer, vocabulary, write_tokenizer
+from trainable.tiny.demonstrations import Habits, Segment, make_dialogues
+from trainable.tiny.tokenizer import PAD, build_tokenizer, make_vocabulary, write_tokenizer
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Recipe:
     )
 
 
-TURNS, ACTIONS_A_TURN, ACTIONS = 5, 2, 10
-LEVELS_APART = 10_000_000  # so that no stage reaches the levels of the next
+MAX_TURNS, MAX_ACTIONS_PER_TURN, MAX_ACTIONS = 5, 2, 10
+STAGE_LEVEL_STRIDE = 10_000_000  # so that no stage reaches the levels of the next
 
 
-def tiny_shape() -> Qwen2Shape:
+def make_shape() -> Qwen2Shape:
     """Sizes of sokoban-tiny; head size 32 is the smallest that vLLM serves."""
-    pieces = vocabulary()
+    pieces = make_vocabulary()
     return Qwen2Shape(
         vocab_size=len(pieces), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=512, rope_theta=10_000.0, rms_norm_eps=1e-6,
@@ -63,25 +63,25 @@ def tiny_shape() -> Qwen2Shape:
     )  # fmt: skip
 
 
-def make(folder: Path, recipe: Recipe, say: Callable[[str], None]) -> None:
+def make_model(folder: Path, recipe: Recipe, log: Callable[[str], None]) -> None:
     """Run the recipe and write weights, config, tokenizer and provenance to `folder`."""
     torch.set_num_threads(1)
-    started = time.process_time()
-    model = initial_model(recipe.seed)
+    start_time = time.process_time()
+    model = make_initial_model(recipe.seed)
     for number, stage in enumerate(recipe.stages):
-        rng = stream(recipe.seed, "demonstrations", number)
-        shown = encoded_dialogues(stage, number * LEVELS_APART, rng)
-        say(f"stage {number + 1}: {len(shown)} dialogues, {time.process_time() - started:.0f} s")
-        loss = train(model, shown, stage, recipe.batch, rng)
-        say(f"stage {number + 1}: loss {loss:.3f} nats a token, {time.process_time() - started:.0f} s")
+        rng = make_rng(recipe.seed, "demonstrations", number)
+        examples = make_examples(stage, number * STAGE_LEVEL_STRIDE, rng)
+        log(f"stage {number + 1}: {len(examples)} dialogues, {time.process_time() - start_time:.0f} s")
+        loss = train(model, examples, stage, recipe.batch, rng)
+        log(f"stage {number + 1}: loss {loss:.3f} nats a token, {time.process_time() - start_time:.0f} s")
     write_model(model, folder)
     (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
 
 
-def initial_model(seed: int) -> Qwen2:
+def make_initial_model(seed: int) -> Qwen2:
     """Random weights of the tiny shape: normal, standard deviation 0.02 times the usual scale of small models."""
-    model = Qwen2(tiny_shape())
-    generator = torch.Generator().manual_seed(int(stream(seed, "weights").integers(2**62)))
+    model = Qwen2(make_shape())
+    generator = torch.Generator().manual_seed(int(make_rng(seed, "weights").integers(2**62)))
     for name, weight in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.zeros_(weight)
@@ -96,33 +96,33 @@ class Example:
     """A dialogue as tokens (T,), and which of them (T,) the model is to predict."""
 
     tokens: np.ndarray
-    learned: np.ndarray
+    loss_mask: np.ndarray
 
 
-def encoded_dialogues(stage: Stage, first_level: int, rng: np.random.Generator) -> list[Example]:
+def make_examples(stage: Stage, first_level: int, rng: np.random.Generator) -> list[Example]:
     """The stage's dialogues on demonstration levels `first_level`, `first_level` + 1, ..., each level once."""
-    protocol = make_protocol("compact", "grid", ACTIONS)
-    levels = demonstration_levels(stage.dialogues, first_level)
+    template = make_prompt_template("compact", "grid", MAX_ACTIONS)
+    levels = make_demonstration_levels(stage.dialogues, first_level)
     tokenizer = build_tokenizer()
-    played = dialogues(levels, protocol, stage.habits, rng, TURNS, ACTIONS_A_TURN, ACTIONS)
-    return [_encode(tokenizer, segments) for segments in played]
+    demonstrations = make_dialogues(levels, template, stage.habits, rng, MAX_TURNS, MAX_ACTIONS_PER_TURN, MAX_ACTIONS)
+    return [_encode(tokenizer, segments) for segments in demonstrations]
 
 
 def _encode(tokenizer: Tokenizer, segments: Sequence[Segment]) -> Example:
     ids = [encoding.ids for encoding in tokenizer.encode_batch([segment.text for segment in segments])]
-    learned = [np.full(len(part), segment.learned) for part, segment in zip(ids, segments, strict=True)]
-    return Example(np.concatenate([np.array(part) for part in ids]), np.concatenate(learned))
+    loss_masks = [np.full(len(part), segment.is_trained) for part, segment in zip(ids, segments, strict=True)]
+    return Example(np.concatenate([np.array(part) for part in ids]), np.concatenate(loss_masks))
 
 
-def train(model: Qwen2, shown: Sequence[Example], stage: Stage, batch: int, rng: np.random.Generator) -> float:
+def train(model: Qwen2, examples: Sequence[Example], stage: Stage, batch_size: int, rng: np.random.Generator) -> float:
     """One pass over the examples; the mean loss of the last tenth."""
-    steps = len(shown) // batch
+    steps = len(examples) // batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01)
     losses: list[float] = []
-    for step, (tokens, where, targets) in enumerate(_batches(shown, batch, rng)):
+    for step, (tokens, flat_positions, targets) in enumerate(_iter_batches(examples, batch_size, rng)):
         for group in optimizer.param_groups:
             group["lr"] = stage.lr + (stage.last_lr - stage.lr) * step / steps
-        hidden = model.model.hidden_at(tokens, where)
+        hidden = model.model.compute_hidden_states(tokens, flat_positions)
         loss = -logprobs_from_logits(model.lm_head(hidden), targets).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -132,18 +132,20 @@ def train(model: Qwen2, shown: Sequence[Example], stage: Stage, batch: int, rng:
     return float(np.mean(losses[-max(1, steps // 10) :]))
 
 
-def _batches(shown: Sequence[Example], batch: int, rng: np.random.Generator) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _iter_batches(
+    examples: Sequence[Example], batch_size: int, rng: np.random.Generator
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Tokens (B, T), the flat positions (N,) from which a learned token is predicted, and those tokens (N,)."""
-    order = rng.permutation(len(shown))
-    for start in range(0, len(order) - batch + 1, batch):
-        chosen = [shown[index] for index in order[start : start + batch]]
-        longest = max(len(example.tokens) for example in chosen)
-        tokens = np.zeros((batch, longest), dtype=np.int64)
-        learned = np.zeros((batch, longest), dtype=bool)
-        for row, example in enumerate(chosen):
+    order = rng.permutation(len(examples))
+    for start in range(0, len(order) - batch_size + 1, batch_size):
+        batch_examples = [examples[index] for index in order[start : start + batch_size]]
+        longest = max(len(example.tokens) for example in batch_examples)
+        tokens = np.zeros((batch_size, longest), dtype=np.int64)
+        loss_mask = np.zeros((batch_size, longest), dtype=bool)
+        for row, example in enumerate(batch_examples):
             tokens[row, : len(example.tokens)] = example.tokens
-            learned[row, : len(example.tokens)] = example.learned
-        rows, columns = np.nonzero(learned)
+            loss_mask[row, : len(example.tokens)] = example.learned
+        rows, columns = np.nonzero(loss_mask)
         yield (
             torch.from_numpy(tokens),
             torch.from_numpy(rows * longest + columns - 1),
@@ -153,7 +155,7 @@ def _batches(shown: Sequence[Example], batch: int, rng: np.random.Generator) -> 
 
 def write_model(model: Qwen2, folder: Path) -> None:
     """Write the model and its tokenizer as the hub does: config.json, model.safetensors, tokenizer files."""
-    shape, pieces = model.shape, vocabulary()
+    shape, pieces = model.shape, make_vocabulary()
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": [QWEN2_ARCHITECTURE],

@@ -14,12 +14,12 @@ from trainable.envs.chat import CHATML
 from trainable.envs.sokoban.board import Action, Tile
 from trainable.envs.sokoban.prompt import (
     ACTION_SEPARATOR,
-    COMPACT_SYSTEM,
+    COMPACT_SYSTEM_PROMPT,
     END_OF_MESSAGE,
     START_OF_THOUGHT,
-    compact_left,
-    compact_turn,
-    reward_line,
+    format_actions_left,
+    format_turn_header,
+    format_reward,
 )
 from trainable.envs.sokoban.text import SYMBOLS
 
@@ -30,23 +30,23 @@ ACTIONS_SHOWN = 10
 TURNS_SHOWN = 5
 
 
-def place(symbol: str, row: int, col: int) -> str:
+def format_place(symbol: str, row: int, col: int) -> str:
     """How a thought names where a thing stands: "P32 " is the player at row 3, column 2."""
     return f"{symbol}{row}{col} "
 
 
 def _can_neighbour(first: str, second: str) -> bool:
     """Whether a one-box level can hold both: one player, one box and one target at most."""
-    holds = {"O": "target", "√": "target box", "X": "box", "P": "player", "S": "player target"}
-    return not set(holds.get(first, "").split()) & set(holds.get(second, "").split())
+    contents = {"O": "target", "√": "target box", "X": "box", "P": "player", "S": "player target"}
+    return not set(contents.get(first, "").split()) & set(contents.get(second, "").split())
 
 
-def vocabulary() -> list[str]:
+def make_vocabulary() -> list[str]:
     """All pieces, in the order of their ids."""
     cells = [SYMBOLS[tile] for tile in Tile]
     pairs = [a + b for a, b in itertools.product(cells, cells) if _can_neighbour(a, b)]
-    inside = range(1, 5)
-    close = CHATML.to_reply + START_OF_THOUGHT
+    inner_range = range(1, 5)
+    turn_end = CHATML.reply_prefix + START_OF_THOUGHT
     return list(
         dict.fromkeys(
             [
@@ -54,16 +54,16 @@ def vocabulary() -> list[str]:
                 "<|im_start|>",
                 END_OF_MESSAGE,
                 UNKNOWN,
-                CHATML.start + COMPACT_SYSTEM + END_OF_MESSAGE,
-                CHATML.next_user,
-                *(CHATML.next_user + reward_line(-tenths / 10 + 0.0) for tenths in range(ACTIONS_SHOWN + 1)),
-                *(compact_turn(turn) for turn in range(1, TURNS_SHOWN + 1)),
-                *(compact_left(left) + close for left in range(1, ACTIONS_SHOWN + 1)),
-                close.removeprefix(END_OF_MESSAGE),
+                CHATML.system_prefix + COMPACT_SYSTEM_PROMPT + END_OF_MESSAGE,
+                CHATML.next_user_prefix,
+                *(CHATML.next_user_prefix + format_reward(-tenths / 10 + 0.0) for tenths in range(ACTIONS_SHOWN + 1)),
+                *(format_turn_header(turn) for turn in range(1, TURNS_SHOWN + 1)),
+                *(format_actions_left(left) + turn_end for left in range(1, ACTIONS_SHOWN + 1)),
+                turn_end.removeprefix(END_OF_MESSAGE),
                 *pairs,
                 *(pair + "\n" for pair in pairs),
                 *cells,
-                *(place(symbol, row, col) for symbol in "PXO" for row in inside for col in inside),
+                *(format_place(symbol, row, col) for symbol in "PXO" for row in inner_range for col in inner_range),
                 *PLAN_LETTERS.values(),
                 "<think>",
                 "</think>",
@@ -87,14 +87,14 @@ def vocabulary() -> list[str]:
 
 def build_tokenizer() -> Tokenizer:
     """The tokenizer as the hub's fast format."""
-    pieces = vocabulary()
+    pieces = make_vocabulary()
     tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
     # Added tokens are matched leftmost and longest, before any rule of the model type: transformers gives every Qwen2
     # model its own byte-pair rules, whatever class the files name, and would cut these pieces apart.
-    special = [END_OF_MESSAGE, PAD, UNKNOWN]
-    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces if piece not in special])
-    tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special])
+    special_pieces = [END_OF_MESSAGE, PAD, UNKNOWN]
+    tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces if piece not in special_pieces])
+    tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special_pieces])
     return tokenizer
 
 

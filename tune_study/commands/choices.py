@@ -7,23 +7,23 @@ from typing import NamedTuple
 
 from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.study import Study
-from trainable.config.run_config import field_names
-from trainable.config.setting_types import shown
-from tune_study.commands.axis_options import VALUES
+from trainable.config.run_config import list_field_names
+from trainable.config.setting_types import format_value
+from tune_study.commands.axis_options import VALUES_OPTION
 from tune_study.folder import locate
-from tune_study.placement.models import absolute
+from tune_study.placement.models import make_absolute
 from tune_study.plan.study_plan import (
     PlanError,
     StudyPlan,
     collect_overrides,
-    expand,
+    expand_groups,
     find_study,
     make_plan,
     parse_bool,
     parse_values,
 )
 
-FIELDS: Mapping[str, tuple[str, ...]] = {
+OPTION_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "--steps": ("trainer.total_training_steps",),
     "--model": ("model.path",),
     "--gpus-per-exp": ("trainer.n_gpus_per_node",),
@@ -42,7 +42,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
 """Option -> the settings that it sets."""
 
 
-class Choices(NamedTuple):
+class RunOptions(NamedTuple):
     """What was typed of what to run; None: it was not.
 
     numbers: option of FIELDS -> value. axes: option of an axis -> text. include_zero, strategy: the texts of
@@ -51,8 +51,8 @@ class Choices(NamedTuple):
 
     preset: str
     preset_reason: str
-    numbers: Mapping[str, object]
-    axes: Mapping[str, str | None]
+    option_values: Mapping[str, object]
+    axis_texts: Mapping[str, str | None]
     include_zero: str | None
     strategy: str | None
     assignments: Iterable[str]
@@ -60,7 +60,7 @@ class Choices(NamedTuple):
     smoke: bool
 
 
-def chosen_studies(name: str, kl_type: str | None) -> tuple[Study, ...]:
+def find_studies(name: str, kl_type: str | None) -> tuple[Study, ...]:
     """The study of that name, or those of the suite of that name."""
     suite = SUITES.get(name.replace("_", "-"))
     if suite is None:
@@ -70,78 +70,85 @@ def chosen_studies(name: str, kl_type: str | None) -> tuple[Study, ...]:
     return tuple(STUDIES[study] for study in suite)
 
 
-def planned(study: Study, choices: Choices, output: Path, storage: str | None, extend: bool, real: bool) -> StudyPlan:
+def plan_from_options(
+    study: Study, options: RunOptions, output: Path, storage: str | None, extend: bool, real: bool
+) -> StudyPlan:
     """The plan of what was typed, in the folder that it goes to; PlanError or ConfigError for what cannot be run."""
-    values = axis_values(study, choices.axes)
-    own = {**_settings(study, choices.numbers), **_filter_settings(study, choices)}
-    overrides = collect_overrides(study, own, choices.assignments)
-    for setting in overrides.keys() & {*study.family.models, *study.family.files}:
-        overrides[setting] = absolute(str(overrides[setting]))
-    if choices.smoke:
-        overrides = {**_smoke(study), **overrides}
-    seeds = choices.seeds if choices.seeds is not None or not choices.smoke else 1
-    plan = make_plan(study, choices.preset, choices.preset_reason, overrides, values, seeds, output)
-    if storage is not None and study.family.seeds_together:
+    values = parse_axis_values(study, options.axis_texts)
+    option_settings = {
+        **_collect_option_settings(study, options.option_values),
+        **_collect_filter_settings(study, options),
+    }
+    overrides = collect_overrides(study, option_settings, options.assignments)
+    for setting in overrides.keys() & {*study.family.model_settings, *study.family.path_settings}:
+        overrides[setting] = make_absolute(str(overrides[setting]))
+    if options.smoke:
+        overrides = {**_get_smoke_settings(study), **overrides}
+    n_seeds = options.seeds if options.seeds is not None or not options.smoke else 1
+    plan = make_plan(study, options.preset, options.preset_reason, overrides, values, n_seeds, output)
+    if storage is not None and study.family.has_batched_seeds:
         raise PlanError(
             f"--storage keeps studies whose trials are one run each, and a trial of {study.name} carries all seeds of "
             f"an arm: leave --storage out, and copy {plan.folder} when it has ended."
         )
-    plan = replace(plan, storage=None if storage is None else locate.storage_uri(storage))
-    return locate.joined(plan, extend, real=real)
+    plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage))
+    return locate.merge_with_existing(plan, extend, is_real=real)
 
 
-def _smoke(study: Study) -> dict[str, object]:
-    if not study.smoke:
+def _get_smoke_settings(study: Study) -> dict[str, object]:
+    if not study.smoke_settings:
         raise PlanError(f"--smoke does not belong to study {study.name}: type --steps N for a short one.")
-    return dict(study.smoke)
+    return dict(study.smoke_settings)
 
 
-def _settings(study: Study, numbers: Mapping[str, object]) -> dict[str, object]:
+def _collect_option_settings(study: Study, option_values: Mapping[str, object]) -> dict[str, object]:
     """The settings of the options that were typed; PlanError for one whose setting the study has not."""
-    fields = field_names(study.family.config)
-    found: dict[str, object] = {}
-    for option, value in numbers.items():
+    known_fields = list_field_names(study.family.config_class)
+    option_settings: dict[str, object] = {}
+    for option, value in option_values.items():
         if value is None:
             continue
-        if not set(FIELDS[option]) <= set(fields):
+        if not set(OPTION_SETTINGS[option]) <= set(known_fields):
             raise PlanError(
-                f"{option} does not belong to study {study.name}, which has no setting {FIELDS[option][0]}: leave it "
+                f"{option} does not belong to study {study.name}, which has no setting {OPTION_SETTINGS[option][0]}: leave it "
                 f"out. `python -m tune_study settings {study.name} --all` lists what it has."
             )
-        found |= dict.fromkeys(FIELDS[option], value)
-    return found
+        option_settings |= dict.fromkeys(OPTION_SETTINGS[option], value)
+    return option_settings
 
 
-def _filter_settings(study: Study, choices: Choices) -> dict[str, object]:
-    found = {
-        "filter.rollout_filter_include_zero": _include_zero(study, choices.include_zero),
-        "filter.rollout_filter_strategy": _strategy(study, choices.strategy),
+def _collect_filter_settings(study: Study, options: RunOptions) -> dict[str, object]:
+    filter_settings = {
+        "filter.rollout_filter_include_zero": _parse_include_zero(study, options.include_zero),
+        "filter.rollout_filter_strategy": _parse_strategy(study, options.strategy),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in filter_settings.items() if value is not None}
 
 
-def axis_values(study: Study, options: Mapping[str, str | None]) -> tuple[str, ...] | None:
+def parse_axis_values(study: Study, axis_texts: Mapping[str, str | None]) -> tuple[str, ...] | None:
     """The values typed for the study's axis, with its own option or with --values; PlanError for another's option."""
-    typed = {option: text for option, text in options.items() if text is not None}
-    for option in typed:
-        if option not in (study.axis.option, VALUES):
+    typed_texts = {option: text for option, text in axis_texts.items() if text is not None}
+    for option in typed_texts:
+        if option not in (study.axis.option, VALUES_OPTION):
             raise PlanError(
                 f"{option} does not belong to study {study.name}, whose axis is {study.axis.setting}: "
                 f"type {study.axis.option}."
             )
-    if len(typed) > 1:
-        raise PlanError(f"{' and '.join(typed)} are two names of one option of study {study.name}: type one of them.")
-    return next((expand(study, parse_values(text, option)) for option, text in typed.items()), None)
+    if len(typed_texts) > 1:
+        raise PlanError(
+            f"{' and '.join(typed_texts)} are two names of one option of study {study.name}: type one of them."
+        )
+    return next((expand_groups(study, parse_values(text, option)) for option, text in typed_texts.items()), None)
 
 
-def _include_zero(study: Study, text: str | None) -> bool | None:
+def _parse_include_zero(study: Study, text: str | None) -> bool | None:
     """The truth value of --rollout_filter_include_zero; PlanError in a study whose axis sets it."""
     option = "--rollout_filter_include_zero"
     if text is None:
         return None
-    if "filter.rollout_filter_include_zero" not in field_names(study.family.config):
+    if "filter.rollout_filter_include_zero" not in list_field_names(study.family.config_class):
         raise PlanError(f"{option} does not belong to study {study.name}, which filters no groups: leave it out.")
-    if not study.include_zero_option:
+    if not study.has_include_zero_option:
         raise PlanError(
             f"{option} does not belong to study {study.name}, whose axis sets it: type {study.axis.option} "
             f"(the value nofilter is the arm with include_zero True)."
@@ -149,15 +156,19 @@ def _include_zero(study: Study, text: str | None) -> bool | None:
     return parse_bool(text, option)
 
 
-def _strategy(study: Study, text: str | None) -> str | None:
+def _parse_strategy(study: Study, text: str | None) -> str | None:
     """The filter strategy that --rollout_filter_strategy means; PlanError in a study whose documents have none."""
     option = "--rollout_filter_strategy"
     if text is None:
         return None
-    if not study.strategies:
+    if not study.strategy_aliases:
         setting = "filter.rollout_filter_strategy"
-        instead = f"type --set {setting}=NAME" if setting in field_names(study.family.config) else "leave it out"
-        raise PlanError(f"{option} does not belong to study {study.name}: {instead}.")
-    if text not in study.strategies:
-        raise PlanError(f"{option} {shown(text)} is no strategy: type one of {', '.join(study.strategies)}.")
-    return study.strategies[text]
+        advice = (
+            f"type --set {setting}=NAME" if setting in list_field_names(study.family.config_class) else "leave it out"
+        )
+        raise PlanError(f"{option} does not belong to study {study.name}: {advice}.")
+    if text not in study.strategy_aliases:
+        raise PlanError(
+            f"{option} {format_value(text)} is no strategy: type one of {', '.join(study.strategy_aliases)}."
+        )
+    return study.strategy_aliases[text]

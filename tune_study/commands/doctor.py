@@ -19,23 +19,23 @@ import psutil
 from rich.console import Console
 
 from search_spaces.declaration.presets import PRESETS
-from trainable.config.constants import SHIPPED
-from trainable.config.run_config import RunConfig, with_overrides
-from trainable.config.setting_types import shown
+from trainable.config.constants import SHIPPED_MODEL
+from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.config.setting_types import format_value
 from tune_study.host import machine
-from tune_study.host.console import print_table, say
-from tune_study.host.gpus import Gpu, cpu_count, detect_gpus
-from tune_study.host.machine import Finding
-from tune_study.host.session_folder import PREFIX, RAY
+from tune_study.host.console import print_table, print_line
+from tune_study.host.gpus import Gpu, count_cpus, detect_gpus
+from tune_study.host.machine import CheckResult
+from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 from tune_study.placement.models import check_model
-from tune_study.placement.resources import bundles, choose_preset
-from tune_study.plan.allotment import Allotment
+from tune_study.placement.resources import make_bundles, choose_preset
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError
 
-_SECONDS = 120.0
+_TIMEOUT_S = 120.0
 """What an import or Ray's start-up is given. On a busy machine with two cores they take 10."""
 
-_TORCH = """
+_TORCH_SCRIPT = """
 import json, warnings, torch
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -43,40 +43,40 @@ with warnings.catch_warnings(record=True) as caught:
 said = [str(warning.message).split("(Triggered")[0].strip() for warning in caught]
 print(json.dumps([torch.__version__, torch.version.cuda or "", devices, said[-1] if said else ""]))
 """
-_RAY = "from tune_study.commands.doctor import start_ray; start_ray()"
+_RAY_SCRIPT = "from tune_study.commands.doctor import start_ray; start_ray()"
 
 
-class ProcessEnd(NamedTuple):
+class ProcessResult(NamedTuple):
     """How a Python of its own ended: its process id, the last line it printed, what went wrong ("": nothing)."""
 
     pid: int
-    said: str
+    output_line: str
     problem: str
     seconds: float
 
 
 def diagnose(console: Console, output: Path, preset: str | None, environ: Mapping[str, str]) -> int:
     """Examine this machine and print the report. The exit code: 1 if there is a problem, else 0."""
-    findings = examine(output, preset, environ, lambda line: say(console, line))
-    print_report(console, findings)
-    return int(any(finding.level == "problem" for finding in findings))
+    results = run_checks(output, preset, environ, lambda line: print_line(console, line))
+    print_report(console, results)
+    return int(any(finding.severity == "problem" for finding in results))
 
 
-def print_report(console: Console, findings: Sequence[Finding]) -> None:
+def print_report(console: Console, results: Sequence[CheckResult]) -> None:
     """All findings as a table, then what to do about each that is not ok, then what it amounts to."""
-    print_table(console, ("check", "level", "found"), [[each.name, each.level, each.found] for each in findings])
-    for level in ("remark", "problem"):
-        for each in findings:
-            if each.level == level:
-                say(console, f"{level}: {each.name}: {each.advice}")
-    count = sum(each.level == "problem" for each in findings)
+    print_table(console, ("check", "level", "found"), [[each.name, each.severity, each.detail] for each in results])
+    for severity in ("remark", "problem"):
+        for each in results:
+            if each.severity == severity:
+                print_line(console, f"{severity}: {each.name}: {each.advice}")
+    count = sum(each.severity == "problem" for each in results)
     words = f"{count} problem{'s' * (count > 1)} to solve before a run."
-    say(console, words if count else "Nothing stands in the way of a run.")
+    print_line(console, words if count else "Nothing stands in the way of a run.")
 
 
-def examine(
+def run_checks(
     output: Path, preset: str | None, environ: Mapping[str, str], announce: Callable[[str], None]
-) -> list[Finding]:
+) -> list[CheckResult]:
     """Every check, in the order of the report. PlanError for a preset that does not exist.
 
     output: the folder of --output; it need not exist, and nothing stays in it. preset: of --preset; None chooses as
@@ -84,85 +84,89 @@ def examine(
     before it starts. A check that breaks is a problem, and the others go on.
     """
     gpus = detect_gpus(environ)
-    chosen, _ = choose_preset(preset, gpus)
-    if chosen not in PRESETS:
-        raise PlanError(f"There is no preset `{shown(chosen)}`: type --preset {' or --preset '.join(PRESETS)}.")
-    ray = machine.ray_folder(environ)
-    checks: tuple[tuple[str, Callable[[], Iterable[Finding]]], ...] = (
-        ("requirements", lambda: check_declared("tune_study")),
-        ("processor", lambda: machine.check_processor(chosen, gpus)),
-        ("disk", lambda: machine.check_disks(output, ray, chosen)),
+    chosen_preset, _ = choose_preset(preset, gpus)
+    if chosen_preset not in PRESETS:
+        raise PlanError(
+            f"There is no preset `{format_value(chosen_preset)}`: type --preset {' or --preset '.join(PRESETS)}."
+        )
+    ray_folder = machine.find_ray_folder(environ)
+    checks: tuple[tuple[str, Callable[[], Iterable[CheckResult]]], ...] = (
+        ("requirements", lambda: check_requirements("tune_study")),
+        ("processor", lambda: machine.check_resources(chosen_preset, gpus)),
+        ("disk", lambda: machine.check_disks(output, ray_folder, chosen_preset)),
         ("output", lambda: machine.check_output(output)),
         ("network", lambda: [machine.check_ports(), machine.check_host_name(socket.gethostname())]),
-        ("Ray's sockets", lambda: [machine.check_socket_path(ray)]),
-        ("model", lambda: [check_preset_model(chosen, environ)]),
+        ("Ray's sockets", lambda: [machine.check_socket_path(ray_folder)]),
+        ("model", lambda: [check_preset_model(chosen_preset, environ)]),
         ("GPU", lambda: machine.check_gpus(gpus, len(detect_gpus({})))),
         ("Importing torch ...", lambda: check_torch(gpus, environ)),
         ("Importing ray.tune ...", lambda: [check_import("ray.tune", environ)]),
         ("Importing transformers ...", lambda: [check_import("transformers", environ)]),
-        ("Starting Ray ...", lambda: [check_ray_start(ray, environ, _SECONDS)]),
+        ("Starting Ray ...", lambda: [check_ray_start(ray_folder, environ, _TIMEOUT_S)]),
     )
-    return [finding for name, check in checks for finding in _guarded(name, check, announce)]
+    return [finding for name, check in checks for finding in _run_check(name, check, announce)]
 
 
-def _guarded(name: str, check: Callable[[], Iterable[Finding]], announce: Callable[[str], None]) -> list[Finding]:
+def _run_check(
+    name: str, check: Callable[[], Iterable[CheckResult]], announce: Callable[[str], None]
+) -> list[CheckResult]:
     """The findings of a check, or the problem that it broke. One whose name ends in dots is announced."""
     if name.endswith("..."):
         announce(name)
     try:
         return list(check())
     except Exception as error:
-        found = f"this check broke: {shown(f'{type(error).__name__}: {error}', 300)}"
+        detail = f"this check broke: {format_value(f'{type(error).__name__}: {error}', 300)}"
         advice = "Solve what the error names; where it names a package, install that again."
-        return [Finding(name.removesuffix(" ..."), "problem", found, advice)]
+        return [CheckResult(name.removesuffix(" ..."), "problem", detail, advice)]
 
 
-def check_declared(distribution: str) -> list[Finding]:
+def check_requirements(distribution: str) -> list[CheckResult]:
     """Python and packages against what the installed `distribution` declares; a remark where it is not installed."""
     try:
-        declared = metadata.metadata(distribution)
+        package_metadata = metadata.metadata(distribution)
     except metadata.PackageNotFoundError:
-        found = f"{distribution} is not installed, so what it requires is not known"
-        return [Finding("packages", "remark", found, "Type `pip install -e .` in the folder with pyproject.toml.")]
+        detail = f"{distribution} is not installed, so what it requires is not known"
+        return [CheckResult("packages", "remark", detail, "Type `pip install -e .` in the folder with pyproject.toml.")]
     version = ".".join(str(part) for part in sys.version_info[:3])
-    wanted, packages, extras = (
-        declared.get_all(key) or [] for key in ("Requires-Python", "Requires-Dist", "Provides-Extra")
+    python_specifiers, packages, extras = (
+        package_metadata.get_all(key) or [] for key in ("Requires-Python", "Requires-Dist", "Provides-Extra")
     )
-    return [check_python(",".join(wanted), version), *check_packages(packages, extras)]
+    return [check_python(",".join(python_specifiers), version), *check_packages(packages, extras)]
 
 
-def check_python(wanted: str, version: str) -> Finding:
+def check_python(specifier: str, version: str) -> CheckResult:
     """The version of Python against a specifier like `>=3.11`; an empty one allows all."""
     from packaging.specifiers import SpecifierSet
 
-    if SpecifierSet(wanted).contains(version, prereleases=True):
-        return Finding("Python", "ok", version)
-    advice = f"Make an environment with Python {wanted} and install there."
-    return Finding("Python", "problem", f"{version} is not {wanted}", advice)
+    if SpecifierSet(specifier).contains(version, prereleases=True):
+        return CheckResult("Python", "ok", version)
+    advice = f"Make an environment with Python {specifier} and install there."
+    return CheckResult("Python", "problem", f"{version} is not {specifier}", advice)
 
 
-def check_packages(requirements: Sequence[str], extras: Sequence[str]) -> list[Finding]:
+def check_packages(requirements: Sequence[str], extras: Sequence[str]) -> list[CheckResult]:
     """What is installed against requirements as metadata writes them: a problem where needed, a remark in an extra."""
-    findings = []
+    results = []
     for extra in ("", *extras):
-        wanting = unmet(requirements, extra)
+        unmet_requirements = find_unmet(requirements, extra)
         name = f"optional: {extra}" if extra else "packages"
-        found = "; ".join(f"{requirement}: {there}" for requirement, there in wanting.items())
-        advice = f"Type `pip install {' '.join(repr(requirement) for requirement in wanting)}`"
-        if not wanting:
-            findings.append(Finding(name, "ok", "all are installed, in versions that fit"))
+        detail = "; ".join(f"{requirement}: {there}" for requirement, there in unmet_requirements.items())
+        advice = f"Type `pip install {' '.join(repr(requirement) for requirement in unmet_requirements)}`"
+        if not unmet_requirements:
+            results.append(CheckResult(name, "ok", "all are installed, in versions that fit"))
         elif extra:
-            findings.append(Finding(name, "remark", found, f"{advice} if you need it."))
+            results.append(CheckResult(name, "remark", detail, f"{advice} if you need it."))
         else:
-            findings.append(Finding(name, "problem", found, f"{advice}."))
-    return findings
+            results.append(CheckResult(name, "problem", detail, f"{advice}."))
+    return results
 
 
-def unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
+def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
     """Requirement -> what there is instead. extra: only what that extra adds; "": only what is always needed."""
     from packaging.requirements import Requirement
 
-    wanting = {}
+    unmet_requirements = {}
     for requirement in map(Requirement, requirements):
         marker, requirement.marker = requirement.marker, None
         is_always_needed, is_needed = (marker is None or marker.evaluate({"extra": name}) for name in ("", extra))
@@ -171,135 +175,139 @@ def unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            wanting[str(requirement)] = "not installed"
+            unmet_requirements[str(requirement)] = "not installed"
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            wanting[str(requirement)] = f"{version} is installed"
-    return wanting
+            unmet_requirements[str(requirement)] = f"{version} is installed"
+    return unmet_requirements
 
 
-def check_preset_model(preset: str, environ: Mapping[str, str]) -> Finding:
+def check_preset_model(preset: str, environ: Mapping[str, str]) -> CheckResult:
     """The model of a preset: the shipped one must be whole; another that is not here is a remark."""
-    path = with_overrides(RunConfig(), PRESETS[preset]).model.path
-    shipped = files("trainable") / "tiny" / "sokoban_tiny"
+    path = apply_overrides(RunConfig(), PRESETS[preset]).model.path
+    shipped_path = files("trainable") / "tiny" / "sokoban_tiny"
     try:
-        check_model(str(shipped) if path == SHIPPED else path, environ)
+        check_model(str(shipped_path) if path == SHIPPED_MODEL else path, environ)
     except PlanError as error:
-        found = str(error).partition(". ")[0]
-        if path == SHIPPED:
-            return Finding("model", "problem", found, "Install tune_study again.")
-        return Finding("model", "remark", found, f"Type `hf download {path}`, or choose another with --model.")
-    return Finding("model", "ok", f"{path} is here")
+        detail = str(error).partition(". ")[0]
+        if path == SHIPPED_MODEL:
+            return CheckResult("model", "problem", detail, "Install tune_study again.")
+        return CheckResult("model", "remark", detail, f"Type `hf download {path}`, or choose another with --model.")
+    return CheckResult("model", "ok", f"{path} is here")
 
 
-def check_torch(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[Finding]:
+def check_torch(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[CheckResult]:
     """Whether torch can be imported, and whether that build can use the GPUs there are."""
-    outcome = run_python(_TORCH, environ, _SECONDS)
-    if outcome.problem:
-        return [_import_finding("torch", outcome)]
-    version, cuda, devices, warning = json.loads(outcome.said)
-    return [_import_finding("torch", outcome), judge_torch(version, cuda, devices, warning, gpus)]
+    process_result = run_python(_TORCH_SCRIPT, environ, _TIMEOUT_S)
+    if process_result.problem:
+        return [_make_import_result("torch", process_result)]
+    version, cuda, device_count, warning = json.loads(process_result.output_line)
+    return [_make_import_result("torch", process_result), check_torch_gpus(version, cuda, device_count, warning, gpus)]
 
 
-def judge_torch(version: str, cuda: str, devices: int, warning: str, gpus: Sequence[Gpu]) -> Finding:
+def check_torch_gpus(version: str, cuda: str, device_count: int, warning: str, gpus: Sequence[Gpu]) -> CheckResult:
     """torch against the GPUs. cuda: the version it is built for, "" for none. devices: how many it can use."""
     name = "torch and GPU"
     if not gpus:
-        return Finding(name, "ok", f"torch {version}; there is no GPU to use")
+        return CheckResult(name, "ok", f"torch {version}; there is no GPU to use")
     if not cuda:
         advice = "Install a build with CUDA (https://pytorch.org/get-started/locally), or type --preset laptop."
-        return Finding(name, "problem", f"a GPU is visible and torch {version} is built without CUDA", advice)
-    if not devices:
+        return CheckResult(name, "problem", f"a GPU is visible and torch {version} is built without CUDA", advice)
+    if not device_count:
         advice = f"Update the driver, or install torch for the CUDA version that `nvidia-smi` shows (this is {cuda})."
-        return Finding(name, "problem", f"torch {version} can use no GPU: {warning or 'it does not say why'}", advice)
-    found = f"torch {version} for CUDA {cuda} can use {devices} of {len(gpus)} visible GPUs"
-    if devices < len(gpus):
-        return Finding(name, "remark", found, "Name those that work in CUDA_VISIBLE_DEVICES or with --gpus.")
-    return Finding(name, "ok", found)
+        return CheckResult(
+            name, "problem", f"torch {version} can use no GPU: {warning or 'it does not say why'}", advice
+        )
+    detail = f"torch {version} for CUDA {cuda} can use {device_count} of {len(gpus)} visible GPUs"
+    if device_count < len(gpus):
+        return CheckResult(name, "remark", detail, "Name those that work in CUDA_VISIBLE_DEVICES or with --gpus.")
+    return CheckResult(name, "ok", detail)
 
 
-def check_import(module: str, environ: Mapping[str, str]) -> Finding:
+def check_import(module: str, environ: Mapping[str, str]) -> CheckResult:
     """Whether `module` can be imported, tried in a process of its own, which a crash cannot leave."""
-    return _import_finding(module, run_python(f"import {module}", environ, _SECONDS))
+    return _make_import_result(module, run_python(f"import {module}", environ, _TIMEOUT_S))
 
 
-def _import_finding(module: str, outcome: ProcessEnd) -> Finding:
+def _make_import_result(module: str, process_result: ProcessResult) -> CheckResult:
     name = f"import {module}"
-    if not outcome.problem:
-        return Finding(name, "ok", f"{outcome.seconds:.1f} s")
+    if not process_result.problem:
+        return CheckResult(name, "ok", f"{process_result.seconds:.1f} s")
     package = module.partition(".")[0]
     advice = f"Type `python -c 'import {module}'` to see all of it; `pip install --force-reinstall {package}` may help."
-    return Finding(name, "problem", outcome.problem, advice)
+    return CheckResult(name, "problem", process_result.problem, advice)
 
 
-def check_ray_start(ray: Path, environ: Mapping[str, str], limit: float) -> Finding:
+def check_ray_start(ray_folder: Path, environ: Mapping[str, str], timeout_s: float) -> CheckResult:
     """Ray started as a run starts it, given one task, and stopped, within `limit` seconds. ray: see `ray_folder`."""
-    outcome = run_python(_RAY, environ, limit)
-    if not outcome.problem:
-        return Finding("start Ray", "ok", f"started and ran a task in {float(outcome.said):.1f} s")
-    sessions = sorted(ray.glob(f"{PREFIX}{outcome.pid}*/{RAY}/session_*_{outcome.pid}"))
-    advice = f"See whether {ray} can be written; Ray has made no session there. RAY_TMPDIR names another folder."
+    process_result = run_python(_RAY_SCRIPT, environ, timeout_s)
+    if not process_result.problem:
+        return CheckResult("start Ray", "ok", f"started and ran a task in {float(process_result.output_line):.1f} s")
+    sessions = sorted(
+        ray_folder.glob(f"{FOLDER_PREFIX}{process_result.pid}*/{RAY_SUBFOLDER}/session_*_{process_result.pid}")
+    )
+    advice = f"See whether {ray_folder} can be written; Ray has made no session there. RAY_TMPDIR names another folder."
     if sessions:
         advice = f"Read the logs in {sessions[-1] / 'logs'}, gcs_server.* and raylet.* first."
-    return Finding("start Ray", "problem", outcome.problem, advice)
+    return CheckResult("start Ray", "problem", process_result.problem, advice)
 
 
 def start_ray() -> None:
     """Start Ray, run a task of ours in a worker, stop Ray, and print the seconds; for a process of its own."""
-    from tune_study.tune.local_ray import started_ray
+    from tune_study.tune.local_ray import start_local_ray
     from tune_study.tune.run import prepare_environment
 
     gpus = tuple(gpu.id for gpu in detect_gpus(os.environ))
     prepare_environment(gpus)
     import ray
 
-    start = time.monotonic()
-    with started_ray(Allotment(bundles(0), cpu_count(), gpus, (), 1, ""), Console(quiet=True)):
-        ray.get(ray.remote(cpu_count).remote(), timeout=_SECONDS)
-        seconds = time.monotonic() - start
+    start_time = time.monotonic()
+    with start_local_ray(ResourcePlan(make_bundles(0), count_cpus(), gpus, (), 1, ""), Console(quiet=True)):
+        ray.get(ray.remote(count_cpus).remote(), timeout=_TIMEOUT_S)
+        seconds = time.monotonic() - start_time
     print(seconds)
 
 
-def run_python(code: str, environ: Mapping[str, str], limit: float) -> ProcessEnd:
+def run_python(code: str, environ: Mapping[str, str], timeout_s: float) -> ProcessResult:
     """Run `code` in a Python of its own for at most `limit` seconds; after them it and its children are ended.
 
     Files take what it prints: a pipe would stay open for as long as any process that it started.
     """
-    start, ending = time.monotonic(), None
+    start_time, exit_code = time.monotonic(), None
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         command = [sys.executable, "-c", code]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=dict(environ))
         try:
-            ending = process.wait(limit)
+            exit_code = process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            end_tree(process)
-        seconds = time.monotonic() - start
-        said, complaint = _last_line(out), shown(_last_line(err), 300)
-    if ending is None:
-        problem = f"it had not ended after {limit:g} s"
-    elif ending < 0:
-        problem = f"it was ended by {signal.Signals(-ending).name}"
+            kill_process_tree(process)
+        seconds = time.monotonic() - start_time
+        output_line, error_line = _read_last_line(out), format_value(_read_last_line(err), 300)
+    if exit_code is None:
+        problem = f"it had not ended after {timeout_s:g} s"
+    elif exit_code < 0:
+        problem = f"it was ended by {signal.Signals(-exit_code).name}"
     else:
-        problem = (complaint or f"it ended with {ending}") if ending else ""
-    return ProcessEnd(process.pid, said, problem, seconds)
+        problem = (error_line or f"it ended with {exit_code}") if exit_code else ""
+    return ProcessResult(process.pid, output_line, problem, seconds)
 
 
-def _last_line(file: IO[bytes]) -> str:
+def _read_last_line(file: IO[bytes]) -> str:
     file.seek(0)
     lines = file.read().decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else ""
 
 
-def end_tree(process: subprocess.Popen[bytes]) -> None:
+def kill_process_tree(process: subprocess.Popen[bytes]) -> None:
     """End a process that we started, if it still runs, and everything below it, each by its id."""
     if process.poll() is not None:
         return  # Its id may be another's by now.
-    family = psutil.Process(process.pid).children(recursive=True)
+    children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()
-    for member in family:
+    for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
-            member.kill()
-    psutil.wait_procs(family, timeout=10)
+            child.kill()
+    psutil.wait_procs(children, timeout=10)

@@ -6,10 +6,12 @@ from typing import Annotated
 from typer import Argument, Option
 
 StudyName = Annotated[str, Argument(metavar="STUDY", help="Name of the study, or of a suite; see `list`.")]
-SettingsOf = Annotated[str, Argument(metavar="[STUDY]", help="A study; those of a sandbox have settings of their own.")]
-EverySetting = Annotated[bool, Option("--all", help="List every setting, not only those that are changed most.")]
+SettingsStudy = Annotated[
+    str, Argument(metavar="[STUDY]", help="A study; those of a sandbox have settings of their own.")
+]
+AllSettings = Annotated[bool, Option("--all", help="List every setting, not only those that are changed most.")]
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="The study's folder results/<run>.")]
-RunPlace = Annotated[
+RunLocation = Annotated[
     str, Argument(metavar="RUN", help="The study's folder results/<run>, or its URI in a storage: <storage>/<run>.")
 ]
 Address = Annotated[
@@ -86,7 +88,7 @@ RayNumCpus = Annotated[
     int | None,
     Option("--ray-num-cpus", "--ray_num_cpus", metavar="N", help="CPUs that Ray may use; a probe needs no Ray."),
 ]
-GpuMemory = Annotated[
+GpuMemoryUtilization = Annotated[
     float | None,
     Option("--gpu-memory-utilization", "--gpu_memory_utilization", metavar="V", help="GPU share of the sampler."),
 ]
@@ -134,7 +136,7 @@ ListSteps = Annotated[bool, Option("--list-steps", "--list_steps", help="Print w
 AnalysedSteps = Annotated[
     list[str] | None, Option("--step", metavar="N", help="Analysed step, or some like 1,51; may be given again.")
 ]
-Pictures = Annotated[
+PlotDir = Annotated[
     Path | None,
     Option("--output-dir", "--output_dir", metavar="DIR", help="Default: RUN/figures/gradients/<run>."),
 ]

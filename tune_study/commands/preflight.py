@@ -8,22 +8,22 @@ from rich.console import Console
 from rich.filesize import decimal
 
 from tune_study.commands import describe
-from tune_study.commands.suites import Ready, of_several, run_ready, run_suite
+from tune_study.commands.suites import PreparedStudy, format_position, run_prepared_study, run_suite
 from tune_study.folder import outputs
-from tune_study.host.console import say
-from tune_study.host.gpus import Gpu, cpu_count
+from tune_study.host.console import print_line
+from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.placement import disk, memory_plan, resources
 from tune_study.placement.disk import DiskBudget
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.models import check_file, check_model
-from tune_study.plan.allotment import Allotment
-from tune_study.plan.study_plan import StudyPlan, flat_settings
+from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.study_plan import StudyPlan, flatten_settings
 from tune_study.tune import cluster
 from tune_study.tune.cluster import Node
-from tune_study.tune.run import choose_wandb
+from tune_study.tune.run import choose_wandb_mode
 
 
-class Asked(NamedTuple):
+class LaunchOptions(NamedTuple):
     """What was typed of where and how to run: --gpus, --gpu-memory-gib, --max-concurrent, --wandb, --address.
 
     skipped: the statuses of --skip-statuses.
@@ -34,153 +34,198 @@ class Asked(NamedTuple):
     max_concurrent: int | None
     wandb: str | None
     address: str | None
-    skipped: tuple[str, ...] = outputs.ENDED
+    skipped_statuses: tuple[str, ...] = outputs.ENDED_STATUSES
 
 
-class _Needs(NamedTuple):
+class _Requirements(NamedTuple):
     """What a study gets and takes. used: the GPUs of this machine among what it gets."""
 
-    allotment: Allotment
-    room: DiskBudget
+    resource_plan: ResourcePlan
+    disk_budget: DiskBudget
     memory: MemoryPlan | None
-    used: tuple[Gpu, ...]
+    used_gpus: tuple[Gpu, ...]
 
 
-def start(plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], dry_run: bool, console: Console) -> int:
+def start_studies(
+    plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...], dry_run: bool, console: Console
+) -> int:
     """Print the plans, or check what all need and run one after another; the exit code: 0 if that of all is.
 
     visible: the GPUs of this machine. PlanError, before anything starts, for what cannot be run.
     """
-    takes_gpus = any(plan.model is not None for plan in plans)
+    uses_gpus = any(plan.model is not None for plan in plans)
 
-    def of(plan: StudyPlan) -> Asked:
+    def adapt_options(plan: StudyPlan) -> LaunchOptions:
         """--gpus is for the studies of a suite that take some."""
-        return asked._replace(gpus=None) if takes_gpus and plan.model is None else asked
+        return options._replace(gpus=None) if uses_gpus and plan.model is None else options
 
-    with cluster.joined(asked.address) as nodes:
+    with cluster.join_cluster(options.address) as nodes:
         if dry_run:
-            for number, plan in enumerate(plans):
+            for index, plan in enumerate(plans):
                 if len(plans) > 1:
-                    say(console, of_several(plans, number))
-                _print(plan, of(plan), visible, nodes, console)
+                    print_line(console, format_position(plans, index))
+                _print_plan(plan, adapt_options(plan), visible_gpus, nodes, console)
             return 0
-        found = [_ready(plan, of(plan), visible, nodes) for plan in plans]
+        prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if len(plans) == 1:
-            return run_ready(found[0], console, asked.skipped)
-        disk.check_together([study.room for study in found if study.plan.storage is None])
+            return run_prepared_study(prepared_studies[0], console, options.skipped_statuses)
+        disk.check_combined_budget([study.disk_budget for study in prepared_studies if study.plan.storage is None])
 
-        def ready(plan: StudyPlan) -> Ready:
-            return _ready(plan, of(plan), visible, nodes)
+        def prepare_study(plan: StudyPlan) -> PreparedStudy:
+            return _prepare_study(plan, adapt_options(plan), visible_gpus, nodes)
 
-        return run_suite(plans, ready, console, asked.skipped, here=nodes is None)
+        return run_suite(plans, prepare_study, console, options.skipped_statuses, is_local=nodes is None)
 
 
-def why_not_paper(plans: Sequence[StudyPlan], asked: Asked, visible: tuple[Gpu, ...], command: str) -> str:
+def explain_paper_misfit(
+    plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...], command: str
+) -> str:
     """Why `plans` do not fit the GPUs of this machine, and the command that would; nothing where they fit.
 
     command: what was typed, to which options are added.
     """
     for plan in plans:
-        memory = _needs(plan, asked, visible, None, dry_run=True).memory
-        too_much, ways = ("", []) if memory is None else memory_plan.why_not(memory, plan.study)
-        if too_much:
-            instead = f"this would fit: {command} --preset paper {ways[0]}" if ways else "no setting makes it fit"
-            return f"{too_much}; {instead}"
+        memory = _estimate_requirements(plan, options, visible_gpus, None, dry_run=True).memory
+        reason, alternatives = ("", []) if memory is None else memory_plan.explain_excess(memory, plan.study)
+        if reason:
+            advice = (
+                f"this would fit: {command} --preset paper {alternatives[0]}"
+                if alternatives
+                else "no setting makes it fit"
+            )
+            return f"{reason}; {advice}"
     return ""
 
 
-def _print(
-    plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None, console: Console
+def _print_plan(
+    plan: StudyPlan,
+    options: LaunchOptions,
+    visible_gpus: tuple[Gpu, ...],
+    nodes: tuple[Node, ...] | None,
+    console: Console,
 ) -> None:
     """What would run; the machine may lack it."""
-    choose_wandb(asked.wandb, plan)
-    needs = _needs(plan, asked, visible, nodes, dry_run=True)
-    names = tuple(gpu.name for gpu in needs.used)
-    describe.print_plan(console, plan, needs.allotment, room_line(plan, needs.room), needs.memory, names)
+    choose_wandb_mode(options.wandb, plan)
+    requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
+    gpu_names = tuple(gpu.name for gpu in requirements.used_gpus)
+    describe.print_plan(
+        console,
+        plan,
+        requirements.resource_plan,
+        format_space_line(plan, requirements.disk_budget),
+        requirements.memory,
+        gpu_names,
+    )
 
 
-def _ready(plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None) -> Ready:
+def _prepare_study(
+    plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
+) -> PreparedStudy:
     """A study whose needs are met; PlanError where they are not."""
-    mode = choose_wandb(asked.wandb, plan)
-    outputs.refuse_links(plan)
-    needs = _needs(plan, asked, visible, nodes, dry_run=False)
+    wandb_mode = choose_wandb_mode(options.wandb, plan)
+    outputs.check_study_links(plan)
+    requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
     if nodes is None:
-        _check_machine(plan, needs)
+        _check_machine(plan, requirements)
     else:
-        _check_cluster(plan, needs.allotment, asked, needs.room, nodes)
+        _check_cluster(plan, requirements.resource_plan, options, requirements.disk_budget, nodes)
     outputs.check_writable(plan.output)
     if plan.storage is None:
-        disk.check(needs.room)
-    return Ready(plan, needs.allotment, mode, needs.room, room_line(plan, needs.room))
+        disk.check_budget(requirements.disk_budget)
+    return PreparedStudy(
+        plan,
+        requirements.resource_plan,
+        wandb_mode,
+        requirements.disk_budget,
+        format_space_line(plan, requirements.disk_budget),
+    )
 
 
-def _needs(
-    plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None, dry_run: bool
-) -> _Needs:
-    allotment = _allotted(plan, asked, visible, nodes, dry_run)
-    room = disk.budget(plan, allotment, os.environ)
-    used = tuple(gpu for gpu in visible if gpu.id in allotment.gpus)
-    card = memory_plan.find_card(asked.gpu_memory_gib, used)
-    return _Needs(allotment, room, memory_plan.plan_memory(plan, allotment, card, os.environ), used)
+def _estimate_requirements(
+    plan: StudyPlan,
+    options: LaunchOptions,
+    visible_gpus: tuple[Gpu, ...],
+    nodes: tuple[Node, ...] | None,
+    dry_run: bool,
+) -> _Requirements:
+    resource_plan = _plan_resources(plan, options, visible_gpus, nodes, dry_run)
+    disk_budget = disk.estimate_disk_budget(plan, resource_plan, os.environ)
+    used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in resource_plan.gpus)
+    gpu_capacity = memory_plan.find_gpu_capacity(options.gpu_memory_gib, used_gpus)
+    return _Requirements(
+        resource_plan, disk_budget, memory_plan.plan_memory(plan, resource_plan, gpu_capacity, os.environ), used_gpus
+    )
 
 
-def _allotted(
-    plan: StudyPlan, asked: Asked, visible: tuple[Gpu, ...], nodes: tuple[Node, ...] | None, dry_run: bool
-) -> Allotment:
+def _plan_resources(
+    plan: StudyPlan,
+    options: LaunchOptions,
+    visible_gpus: tuple[Gpu, ...],
+    nodes: tuple[Node, ...] | None,
+    dry_run: bool,
+) -> ResourcePlan:
     """What the study gets of the cluster, or of this machine."""
-    if nodes is not None and asked.address is not None:
-        return cluster.allot(plan, asked.address, nodes, asked.gpus, asked.max_concurrent)
-    cores = cpu_count()
-    return resources.preflight(plan, asked.gpus, visible, cores, asked.max_concurrent, real=not dry_run)
+    if nodes is not None and options.address is not None:
+        return cluster.allocate_cluster(plan, options.address, nodes, options.gpus, options.max_concurrent)
+    cores = count_cpus()
+    return resources.preflight(plan, options.gpus, visible_gpus, cores, options.max_concurrent, is_real=not dry_run)
 
 
-def room_line(plan: StudyPlan, room: DiskBudget) -> str:
+def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:
     """The disk budget in a line, or where a storage takes the states how much of it."""
-    if plan.stored is None:
-        return disk.line(room)
-    size = "of unknown size" if room.total is None else f"up to {decimal(room.total)}"
-    return f"storage: {plan.stored}, {size}"
+    if plan.study_uri is None:
+        return disk.format_disk_line(disk_budget)
+    size = "of unknown size" if disk_budget.total_bytes is None else f"up to {decimal(disk_budget.total_bytes)}"
+    return f"storage: {plan.study_uri}, {size}"
 
 
-def _check_machine(plan: StudyPlan, needs: _Needs) -> None:
+def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
     """PlanError for what this machine lacks."""
     _check_files(plan)
     if plan.model is not None:
-        check_model(plan.model, os.environ, plan.ppo.model.chat_format)
-        resources.check_engines(plan.ppo)
-    if needs.memory is not None:
-        memory_plan.check(needs.memory, plan, needs.used)
-    if plan.stored is not None:
+        check_model(plan.model, os.environ, plan.ppo_config.model.chat_format)
+        resources.check_engines(plan.ppo_config)
+    if requirements.memory is not None:
+        memory_plan.check_memory(requirements.memory, plan, requirements.used_gpus)
+    if plan.study_uri is not None:
         from tune_study.commands.node_checks import check_scratch
 
-        check_scratch(plan.stored, needs.allotment.max_concurrent, disk.scratch_bytes(needs.room))
+        check_scratch(
+            plan.study_uri,
+            requirements.resource_plan.max_concurrent,
+            disk.compute_scratch_bytes(requirements.disk_budget),
+        )
 
 
 def _check_files(plan: StudyPlan) -> None:
     """PlanError for a file, a folder or, of a family that `StudyPlan.model` does not name one of, a model not here."""
     family = plan.study.family
     for config in {spec.arm: spec.config for spec in plan.runs}.values():
-        arm = flat_settings(config.model_dump())
-        for setting in family.files:
-            if arm[setting] is not None:
-                check_file(setting, arm[setting])
-        for setting in family.models if plan.model is None and family.loads(config) else ():
-            check_model(arm[setting], os.environ, option=f"--set {setting}=")
+        arm_settings = flatten_settings(config.model_dump())
+        for setting in family.path_settings:
+            if arm_settings[setting] is not None:
+                check_file(setting, arm_settings[setting])
+        for setting in family.model_settings if plan.model is None and family.get_model_path(config) else ():
+            check_model(arm_settings[setting], os.environ, option=f"--set {setting}=")
 
 
 def _check_cluster(
-    plan: StudyPlan, allotment: Allotment, asked: Asked, room: DiskBudget, nodes: tuple[Node, ...]
+    plan: StudyPlan,
+    resource_plan: ResourcePlan,
+    options: LaunchOptions,
+    disk_budget: DiskBudget,
+    nodes: tuple[Node, ...],
 ) -> None:
     """PlanError for what a node lacks on which a run could be."""
     from tune_study.commands import node_checks
 
-    answers = node_checks.check_nodes(plan, cluster.usable(nodes, plan.base.trainer.n_gpus_per_node))
-    card = None if asked.gpu_memory_gib else node_checks.smallest_card(answers)
+    reports = node_checks.check_nodes(plan, cluster.find_usable_nodes(nodes, plan.base_config.trainer.n_gpus_per_node))
+    gpu_capacity = None if options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
     memory = memory_plan.plan_memory(
-        plan, allotment, card or memory_plan.find_card(asked.gpu_memory_gib, ()), os.environ
+        plan, resource_plan, gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, ()), os.environ
     )
     if memory is not None:
         memory_plan.check_fits(memory, plan.study)
-    scratch = None if plan.storage is None else disk.scratch_bytes(room)
-    n_gpus, host = plan.base.trainer.n_gpus_per_node, 0 if memory is None else memory.host
-    node_checks.check_room(answers, n_gpus, allotment.a_node, scratch, host)
+    scratch_bytes = None if plan.storage is None else disk.compute_scratch_bytes(disk_budget)
+    n_gpus, host_bytes = plan.base_config.trainer.n_gpus_per_node, 0 if memory is None else memory.host_bytes
+    node_checks.check_capacity(reports, n_gpus, resource_plan.runs_per_node, scratch_bytes, host_bytes)

@@ -9,21 +9,21 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from search_spaces.language_model.family import PPO
-from trainable.config.run_config import ConfigError, RunConfig, canonical_key, explain, with_overrides
+from trainable.config.run_config import ConfigError, RunConfig, resolve_key, format_validation_error, apply_overrides
 from trainable.config.sections import EarlyStopConfig
-from trainable.config.setting_types import shown
-from trainable.runs.run_files import METRICS, read_rows
-from trainable.runs.stop_rules import RULES, Decision, History, Row, finite
+from trainable.config.setting_types import format_value
+from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.runs.stop_rules import RULES, StopDecision, History, Row, parse_finite
 from tune_study.folder.outputs import RunStatus, read_json, read_status
 from tune_study.folder.study_file import read_study
-from tune_study.host.console import print_table, say
+from tune_study.host.console import print_table, print_line
 from tune_study.plan.study_plan import PlanError
 
 Outcome = Literal["false alarm", "right", "unknown"]
 
 LAST_VALIDATIONS = 3
 SECTION = "early_stop"
-_ROUNDING = 1e-9  # Floats put the mean of 1, 6 and 11 of 120 levels below 6 of 120; real differences are larger.
+_TOLERANCE = 1e-9  # Floats put the mean of 1, 6 and 11 of 120 levels below 6 of 120; real differences are larger.
 
 _NOTES = (
     "false alarm: the run recovered: the mean of its last (up to 3) validations after the alarm is at least the "
@@ -40,7 +40,7 @@ class Alarm(NamedTuple):
     """One rule on one run. decision, outcome: None where the rule never fires. steps_saved: rows after the alarm."""
 
     rule: str
-    decision: Decision | None
+    decision: StopDecision | None
     outcome: Outcome | None
     steps_saved: int
 
@@ -55,13 +55,13 @@ class RunReplay(NamedTuple):
     arm: str
     seed: int
     steps: int
-    own: EarlyStopConfig
-    used: EarlyStopConfig
+    original_thresholds: EarlyStopConfig
+    replayed_thresholds: EarlyStopConfig
     live_rule: str
     alarms: tuple[Alarm, ...]
 
 
-class Skipped(NamedTuple):
+class SkippedRun(NamedTuple):
     """A run that cannot be replayed, and why."""
 
     run_id: str
@@ -80,22 +80,22 @@ class RuleSummary(NamedTuple):
     runs: int
     fires: int
     false_alarms: int
-    known: int
-    low: float
-    high: float
-    unknown: int
+    known_outcomes: int
+    ci_low: float
+    ci_high: float
+    unknown_outcomes: int
     steps_saved: int
     steps: int
-    live: int
+    live_stops: int
 
 
 class Replay(NamedTuple):
     """A study replayed. own, used: the distinct thresholds of its runs (of the study where no run has rows)."""
 
-    own: tuple[EarlyStopConfig, ...]
-    used: tuple[EarlyStopConfig, ...]
+    original_thresholds: tuple[EarlyStopConfig, ...]
+    replayed_thresholds: tuple[EarlyStopConfig, ...]
     runs: tuple[RunReplay, ...]
-    skipped: tuple[Skipped, ...]
+    skipped_runs: tuple[SkippedRun, ...]
     rules: tuple[RuleSummary, ...]
 
 
@@ -110,27 +110,31 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
     study = read_study(folder)
     if study.get("family", PPO.name) != PPO.name:
         raise PlanError(
-            f"The rules of study {shown(study['name'])} count batches, not rows, and cannot be applied again: type the "
+            f"The rules of study {format_value(study['name'])} count batches, not rows, and cannot be applied again: type the "
             f"folder of a study that fine-tunes a language model."
         )
-    overrides = _thresholds(assignments)
+    overrides = _parse_thresholds(assignments)
     try:
-        own = RunConfig.model_validate({SECTION: study["settings"].get(SECTION)}).early_stop
+        original_thresholds = RunConfig.model_validate({SECTION: study["settings"].get(SECTION)}).early_stop
     except ValidationError as error:
-        raise PlanError(f"{folder}/study.json is damaged, or of another version: {explain(error)}") from None
-    used = _replaced(own, overrides)  # Checks the values, also where no run is there to use them.
-    found = [_replay_run(folder, entry, overrides) for entry in study["runs"]]
-    runs = tuple(run for run in found if isinstance(run, RunReplay))
+        raise PlanError(
+            f"{folder}/study.json is damaged, or of another version: {format_validation_error(error)}"
+        ) from None
+    replayed_thresholds = _override_thresholds(
+        original_thresholds, overrides
+    )  # Checks the values, also where no run is there to use them.
+    results = [_replay_run(folder, entry, overrides) for entry in study["runs"]]
+    runs = tuple(run for run in results if isinstance(run, RunReplay))
     return Replay(
-        own=tuple(dict.fromkeys(run.own for run in runs)) or (own,),
-        used=tuple(dict.fromkeys(run.used for run in runs)) or (used,),
+        original_thresholds=tuple(dict.fromkeys(run.original_thresholds for run in runs)) or (original_thresholds,),
+        replayed_thresholds=tuple(dict.fromkeys(run.replayed_thresholds for run in runs)) or (replayed_thresholds,),
         runs=runs,
-        skipped=tuple(run for run in found if isinstance(run, Skipped)),
-        rules=tuple(_summary(rule, runs) for rule in RULES),
+        skipped_runs=tuple(run for run in results if isinstance(run, SkippedRun)),
+        rules=tuple(_summarize_rule(rule, runs) for rule in RULES),
     )
 
 
-def alarms_of(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, ...]:
+def find_alarms(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, ...]:
     """What each rule alone would have done over `rows` of one run, one entry a rule in the order of RULES.
 
     Outcome: `false alarm` if the run recovered, `right` if not. Recovered: the mean of the last (up to 3) validations
@@ -141,39 +145,39 @@ def alarms_of(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, ..
     or before the first validation after the alarm, or there is nothing to compare with.
     """
     history = History.from_rows(rows)
-    measured = (finite(row.get("base_val_success")) for row in rows)
-    base = next((success for success in measured if success is not None), None)
+    base_successes = (parse_finite(row.get("base_val_success")) for row in rows)
+    base_success = next((success for success in base_successes if success is not None), None)
     alarms = []
-    for rule, first_at in RULES.items():
-        decision = first_at(history, settings)
+    for rule, find_decision in RULES.items():
+        decision = find_decision(history, settings)
         if decision is None:
             alarms.append(Alarm(rule, None, None, 0))
             continue
-        saved = sum(step > decision.step for step in history.steps)
-        outcome = _outcome(history, base, settings.success_threshold, decision.step)
-        alarms.append(Alarm(rule, decision, outcome, saved))
+        steps_saved = sum(step > decision.step for step in history.steps)
+        outcome = _classify_outcome(history, base_success, settings.success_threshold, decision.step)
+        alarms.append(Alarm(rule, decision, outcome, steps_saved))
     return tuple(alarms)
 
 
-def _outcome(history: History, base: float | None, floor: float, alarm: int) -> Outcome:
+def _classify_outcome(history: History, base_success: float | None, success_floor: float, alarm_step: int) -> Outcome:
     """See `alarms_of`. alarm: the step at which a rule fired. base: success before training, None: not measured.
 
     floor: success below which a run counts as failed.
     """
     pairs = zip(history.steps, history.val_success, strict=True)
     validations = [(step, success) for step, success in pairs if success is not None]
-    after = [(step, success) for step, success in validations if step > alarm]
-    if not after or history.steps[-1] <= after[0][0]:
+    later_validations = [(step, success) for step, success in validations if step > alarm_step]
+    if not later_validations or history.steps[-1] <= later_validations[0][0]:
         return "unknown"
-    up_to_alarm = [success for step, success in validations if step <= alarm]
-    began = base if base is not None else max(up_to_alarm, default=None)
-    if began is None:
+    earlier_successes = [success for step, success in validations if step <= alarm_step]
+    reference_success = base_success if base_success is not None else max(earlier_successes, default=None)
+    if reference_success is None:
         return "unknown"
-    ended = mean(success for _, success in after[-LAST_VALIDATIONS:])
-    return "false alarm" if ended >= max(began, floor) - _ROUNDING else "right"
+    final_success = mean(success for _, success in later_validations[-LAST_VALIDATIONS:])
+    return "false alarm" if final_success >= max(reference_success, success_floor) - _TOLERANCE else "right"
 
 
-def _thresholds(assignments: Sequence[str]) -> dict[str, object]:
+def _parse_thresholds(assignments: Sequence[str]) -> dict[str, object]:
     """The early_stop fields that --set replaces, each once; PlanError for any other key."""
     allowed = ", ".join(f"{SECTION}.{name}" for name in EarlyStopConfig.model_fields)
     overrides: dict[str, object] = {}
@@ -181,107 +185,127 @@ def _thresholds(assignments: Sequence[str]) -> dict[str, object]:
         key, sign, value = assignment.partition("=")
         if not sign:
             raise PlanError(
-                f"--set '{shown(assignment)}' has no value: type --set key=value, "
+                f"--set '{format_value(assignment)}' has no value: type --set key=value, "
                 f"like --set early_stop.variance_ratio=0.2."
             )
         try:
-            name = canonical_key(key.strip())
+            name = resolve_key(key.strip())
         except ConfigError:
             name = ""
         if not name.startswith(f"{SECTION}."):
-            raise PlanError(f"`{shown(key.strip())}` is no threshold of a stop rule: --set takes here {allowed}.")
+            raise PlanError(
+                f"`{format_value(key.strip())}` is no threshold of a stop rule: --set takes here {allowed}."
+            )
         if name in overrides:
-            raise PlanError(f"`{name}` is given twice (`--set {shown(assignment)}` is the second): give it once.")
+            raise PlanError(
+                f"`{name}` is given twice (`--set {format_value(assignment)}` is the second): give it once."
+            )
         overrides[name] = value.strip()
     return overrides
 
 
-def _replaced(own: EarlyStopConfig, overrides: Mapping[str, object]) -> EarlyStopConfig:
-    return with_overrides(RunConfig(early_stop=own), overrides).early_stop
+def _override_thresholds(thresholds: EarlyStopConfig, overrides: Mapping[str, object]) -> EarlyStopConfig:
+    return apply_overrides(RunConfig(early_stop=thresholds), overrides).early_stop
 
 
-def _replay_run(folder: Path, entry: Mapping[str, Any], overrides: Mapping[str, object]) -> RunReplay | Skipped:
+def _replay_run(folder: Path, entry: Mapping[str, Any], overrides: Mapping[str, object]) -> RunReplay | SkippedRun:
     """One run of the study in `folder`. entry: its run_id, arm and seed, as study.json has them."""
     run_id, arm, seed = entry["run_id"], entry["arm"], entry["seed"]
     run_dir = folder / "runs" / run_id
     status = read_status(run_dir) or RunStatus(run_id, "never_ran")
     try:
-        own = EarlyStopConfig.model_validate((read_json(run_dir / "run.json") or {})["config"][SECTION])
+        original_thresholds = EarlyStopConfig.model_validate((read_json(run_dir / "run.json") or {})["config"][SECTION])
     except (KeyError, TypeError, ValidationError):
-        return Skipped(run_id, f"its run.json does not tell its {SECTION} settings")
+        return SkippedRun(run_id, f"its run.json does not tell its {SECTION} settings")
     try:
-        rows: list[dict[str, Any]] = read_rows(run_dir / METRICS)
+        rows: list[dict[str, Any]] = read_rows(run_dir / METRICS_FILE)
         steps = len(History.from_rows(rows).steps)
     except (AttributeError, KeyError, TypeError):
-        return Skipped(run_id, f"its {METRICS} has a line that is no row of a run")
+        return SkippedRun(run_id, f"its {METRICS_FILE} has a line that is no row of a run")
     if not steps:
-        return Skipped(run_id, f"no rows ({': '.join(shown(word) for word in (status.status, status.reason) if word)})")
-    used = _replaced(own, overrides)
-    return RunReplay(run_id, arm, seed, steps, own, used, status.stop_rule, alarms_of(rows, used))
+        return SkippedRun(
+            run_id, f"no rows ({': '.join(format_value(word) for word in (status.status, status.reason) if word)})"
+        )
+    replayed_thresholds = _override_thresholds(original_thresholds, overrides)
+    return RunReplay(
+        run_id,
+        arm,
+        seed,
+        steps,
+        original_thresholds,
+        replayed_thresholds,
+        status.stop_rule,
+        find_alarms(rows, replayed_thresholds),
+    )
 
 
-def _summary(rule: str, runs: Sequence[RunReplay]) -> RuleSummary:
-    from analysis.stats.estimates import wilson
+def _summarize_rule(rule: str, runs: Sequence[RunReplay]) -> RuleSummary:
+    from analysis.stats.estimates import wilson_interval
 
     alarms = [alarm for run in runs for alarm in run.alarms if alarm.rule == rule]
     outcomes = [alarm.outcome for alarm in alarms if alarm.outcome is not None]
-    false_alarms, unknown = outcomes.count("false alarm"), outcomes.count("unknown")
-    known = len(outcomes) - unknown
-    interval = wilson(false_alarms, known)
+    false_alarms, unknown_outcomes = outcomes.count("false alarm"), outcomes.count("unknown")
+    known_outcomes = len(outcomes) - unknown_outcomes
+    interval = wilson_interval(false_alarms, known_outcomes)
     return RuleSummary(
         rule=rule,
         runs=len(runs),
         fires=len(outcomes),
         false_alarms=false_alarms,
-        known=known,
-        low=interval.low,
-        high=interval.high,
-        unknown=unknown,
+        known_outcomes=known_outcomes,
+        ci_low=interval.low,
+        ci_high=interval.high,
+        unknown_outcomes=unknown_outcomes,
         steps_saved=sum(alarm.steps_saved for alarm in alarms),
         steps=sum(run.steps for run in runs),
-        live=sum(run.live_rule == rule for run in runs),
+        live_stops=sum(run.live_rule == rule for run in runs),
     )
 
 
 def print_replay(console: Console, replay: Replay) -> None:
     """The thresholds, every run under every rule, every rule over the runs, and what the words mean."""
-    say(console, thresholds_line(replay))
+    print_line(console, format_thresholds(replay))
     columns = ("run", "arm", "seed", "rule", "fires at step", "value", "threshold", "outcome", "steps saved")
-    print_table(console, columns, [_alarm_cells(run, alarm) for run in replay.runs for alarm in run.alarms])
-    for skipped in replay.skipped:
-        say(console, f"not replayed: {skipped.run_id}: {skipped.reason}")
+    print_table(console, columns, [_format_alarm_cells(run, alarm) for run in replay.runs for alarm in run.alarms])
+    for skipped_run in replay.skipped_runs:
+        print_line(console, f"not replayed: {skipped_run.run_id}: {skipped_run.reason}")
     if not replay.runs:
-        say(console, "No run of this study has rows: there is nothing to replay yet.")
-    say(console, "")
+        print_line(console, "No run of this study has rows: there is nothing to replay yet.")
+    print_line(console, "")
     columns = ("rule", "runs", "fires in", "false alarms", "95 %", "unknown", "steps saved", "share", "fired live")
-    print_table(console, columns, [_rule_cells(rule) for rule in replay.rules])
+    print_table(console, columns, [_format_rule_cells(rule) for rule in replay.rules])
     for note in _NOTES:
-        say(console, note)
+        print_line(console, note)
 
 
-def thresholds_line(replay: Replay) -> str:
+def format_thresholds(replay: Replay) -> str:
     """The thresholds in use, and which of them differ from the study's own; `or` where arms differ among themselves."""
-    words = []
-    changed = 0
+    entries = []
+    n_changed = 0
     for name in EarlyStopConfig.model_fields:
-        used, own = (" or ".join(dict.fromkeys(str(getattr(one, name)) for one in settings))
-                     for settings in (replay.used, replay.own))  # fmt: skip
-        words.append(f"{name}={used}" + (f" (the study's own: {own})" if used != own else ""))
-        changed += used != own
-    verdict = f"{changed} differ{'s' if changed == 1 else ''} from the study's own" if changed else "the study's own"
-    return f"thresholds ({verdict}): {', '.join(words)}"
+        replayed_text, original_text = (" or ".join(dict.fromkeys(str(getattr(one, name)) for one in settings))
+                     for settings in (replay.replayed_thresholds, replay.original_thresholds))  # fmt: skip
+        entries.append(
+            f"{name}={replayed_text}"
+            + (f" (the study's own: {original_text})" if replayed_text != original_text else "")
+        )
+        n_changed += replayed_text != original_text
+    verdict = (
+        f"{n_changed} differ{'s' if n_changed == 1 else ''} from the study's own" if n_changed else "the study's own"
+    )
+    return f"thresholds ({verdict}): {', '.join(entries)}"
 
 
-def _alarm_cells(run: RunReplay, alarm: Alarm) -> list[str]:
-    head = [run.run_id, run.arm, str(run.seed), alarm.rule]
+def _format_alarm_cells(run: RunReplay, alarm: Alarm) -> list[str]:
+    run_cells = [run.run_id, run.arm, str(run.seed), alarm.rule]
     if alarm.decision is None:
-        return [*head, f"not in {run.steps} steps", "-", "-", "-", "-"]
+        return [*run_cells, f"not in {run.steps} steps", "-", "-", "-", "-"]
     numbers = (f"{number:.4g}" for number in (alarm.decision.value, alarm.decision.threshold))
-    return [*head, str(alarm.decision.step), *numbers, alarm.outcome or "-", str(alarm.steps_saved)]
+    return [*run_cells, str(alarm.decision.step), *numbers, alarm.outcome or "-", str(alarm.steps_saved)]
 
 
-def _rule_cells(rule: RuleSummary) -> list[str]:
-    share = f"{100 * rule.steps_saved / rule.steps:.1f} %" if rule.steps else "-"
-    interval = f"{rule.low:.2f} to {rule.high:.2f}" if rule.known else "-"
-    counts = [str(rule.runs), str(rule.fires), f"{rule.false_alarms} of {rule.known} known", interval]
-    return [rule.rule, *counts, str(rule.unknown), str(rule.steps_saved), share, str(rule.live)]
+def _format_rule_cells(rule: RuleSummary) -> list[str]:
+    saved_percent = f"{100 * rule.steps_saved / rule.steps:.1f} %" if rule.steps else "-"
+    interval = f"{rule.ci_low:.2f} to {rule.ci_high:.2f}" if rule.known_outcomes else "-"
+    counts = [str(rule.runs), str(rule.fires), f"{rule.false_alarms} of {rule.known_outcomes} known", interval]
+    return [rule.rule, *counts, str(rule.unknown_outcomes), str(rule.steps_saved), saved_percent, str(rule.live_stops)]

@@ -8,84 +8,86 @@ from typing import NamedTuple
 from rich.console import Console
 
 from tune_study.folder import outputs
-from tune_study.host.console import say
-from tune_study.host.interrupt import interrupt_of
+from tune_study.host.console import print_line
+from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.disk import DiskBudget
-from tune_study.plan.allotment import Allotment
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune.local_ray import RayHere
-from tune_study.tune.run import Suite, execute
+from tune_study.tune.local_ray import LocalRay
+from tune_study.tune.run import SuiteContext, execute_study
 
-_INTERRUPTED = 130
+_INTERRUPTED_EXIT_CODE = 130
 
 
-class Ready(NamedTuple):
+class PreparedStudy(NamedTuple):
     """A study that may start: everything that it needs was found. room: what it takes on disk; room_line: in words."""
 
     plan: StudyPlan
-    allotment: Allotment
+    resource_plan: ResourcePlan
     wandb_mode: str
-    room: DiskBudget
-    room_line: str
+    disk_budget: DiskBudget
+    space_line: str
 
 
-def run_ready(study: Ready, console: Console, skipped: Sequence[str], suite: Suite | None = None) -> int:
+def run_prepared_study(
+    study: PreparedStudy, console: Console, skipped_statuses: Sequence[str], suite: SuiteContext | None = None
+) -> int:
     """Run a study that is ready; the exit code. skipped: statuses of runs that are not run again."""
     plan = study.plan
-    say(console, f"preset {plan.preset}: {plan.preset_reason}")
-    say(console, study.room_line)
-    return execute(plan, study.allotment, study.wandb_mode, console, skipped, suite)
+    print_line(console, f"preset {plan.preset}: {plan.preset_reason}")
+    print_line(console, study.space_line)
+    return execute_study(plan, study.resource_plan, study.wandb_mode, console, skipped_statuses, suite)
 
 
 def run_suite(
     plans: Sequence[StudyPlan],
-    ready: Callable[[StudyPlan], Ready],
+    prepare_study: Callable[[StudyPlan], PreparedStudy],
     console: Console,
-    skipped: Sequence[str],
-    here: bool,
+    skipped_statuses: Sequence[str],
+    is_local: bool,
 ) -> int:
     """Run `plans` one after another, an interrupt being the end; the exit code: 0 if that of all is.
 
     ready: looks at its turn whether what a study needs is still there; PlanError. here: not on a cluster.
     """
-    code, begun, is_indexed = 0, 0, False
+    exit_code, n_started, is_indexed = 0, 0, False
 
-    def farewell() -> None:
+    def finish_suite() -> None:
         nonlocal is_indexed
-        if begun < len(plans):
-            names = ", ".join(plan.study.name for plan in plans[begun:])
-            say(console, f"Not started: {names}. The same command goes on with all of them.")
-        is_indexed = _indexed(plans[0].output, console)
+        if n_started < len(plans):
+            names = ", ".join(plan.study.name for plan in plans[n_started:])
+            print_line(console, f"Not started: {names}. The same command goes on with all of them.")
+        is_indexed = _write_index(plans[0].output, console)
 
-    with RayHere([plan.folder for plan in plans], console, here=here) as ray:
+    with LocalRay([plan.folder for plan in plans], console, is_local=is_local) as local_ray:
         try:
             for plan in plans:
-                say(console, of_several(plans, begun))
-                suite = Suite(ray, interrupt_of(plan.folder), farewell)
+                print_line(console, format_position(plans, n_started))
+                suite = SuiteContext(local_ray, make_interrupt(plan.folder), finish_suite)
                 # One request for training and all that comes after: what is being written then is finished.
-                with suite.interrupt.handled(lambda text: say(console, text)):
-                    study = ready(plan)
-                    begun += 1
-                    code = max(code, run_ready(study, console, skipped, suite))
+                with suite.interrupt.handle_signals(lambda text: print_line(console, text)):
+                    prepared_study = prepare_study(plan)
+                    n_started += 1
+                    exit_code = max(exit_code, run_prepared_study(prepared_study, console, skipped_statuses, suite))
                 # Also where it came as the last runs of the study ended, whose own code is then 0.
-                if begun < len(plans) and suite.interrupt.is_requested:
-                    code = _INTERRUPTED
-                if code == _INTERRUPTED:
+                if n_started < len(plans) and suite.interrupt.is_requested:
+                    exit_code = _INTERRUPTED_EXIT_CODE
+                if exit_code == _INTERRUPTED_EXIT_CODE:
                     break
         finally:
-            farewell()
-    return max(code, int(not is_indexed))
+            finish_suite()
+    return max(exit_code, int(not is_indexed))
 
 
-def of_several(plans: Sequence[StudyPlan], number: int) -> str:
+def format_position(plans: Sequence[StudyPlan], index: int) -> str:
     """Which of the suite's studies comes, in words."""
-    return f"Study {number + 1} of {len(plans)}: {plans[number].study.name}"
+    return f"Study {index + 1} of {len(plans)}: {plans[index].study.name}"
 
 
-def _indexed(output: Path, console: Console) -> bool:
+def _write_index(output: Path, console: Console) -> bool:
     """Whether an index of all studies in the output folder could be written."""
     try:
-        say(console, f"Index: {outputs.write_index(output)}")
+        print_line(console, f"Index: {outputs.write_index(output)}")
     except (OSError, ValueError) as error:
         print(f"No index of the studies in {output} could be written: {error}", file=sys.stderr)
         return False

@@ -16,10 +16,10 @@ from uuid import uuid4
 
 import psutil
 
-from trainable.storage.remote import Place, get_bytes, put_bytes, remove_file
+from trainable.storage.remote import StoragePath, get_bytes, put_bytes, remove_file
 from tune_study.plan.study_plan import PlanError
 
-LOCK = "driver.json"
+LEASE_FILE = "driver.json"
 STALE_S = 120.0
 """Seconds after which a lock that nobody refreshed counts as left by a driver that is gone."""
 REFRESH_S = 20.0
@@ -32,8 +32,8 @@ class Holder(NamedTuple):
     id: str
     machine: str
     pid: int
-    started: float
-    words: str
+    start_time: float
+    description: str
     age: float
 
     @property
@@ -41,87 +41,98 @@ class Holder(NamedTuple):
         """Whether the holder is known to have ended, or has not been heard of for STALE_S."""
         if self.age >= STALE_S:
             return True
-        if self.machine != _machine():
+        if self.machine != _make_machine_id():
             return False
         try:
-            return psutil.Process(self.pid).create_time() != self.started
+            return psutil.Process(self.pid).create_time() != self.start_time
         except psutil.NoSuchProcess:
             return True
 
 
-def read_holder(study: Place) -> Holder | None:
+def read_holder(study_path: StoragePath) -> Holder | None:
     """Who holds the study in storage; None where nobody does, or the lock cannot be read."""
     try:
-        data: dict[str, Any] = json.loads(get_bytes(study.at(LOCK)))
-        age = max(0.0, _storage_time(study) - _mtime(study.at(LOCK)))
+        content: dict[str, Any] = json.loads(get_bytes(study_path.joinpath(LEASE_FILE)))
+        age = max(0.0, _read_storage_time(study_path) - _read_mtime(study_path.joinpath(LEASE_FILE)))
         return Holder(
-            str(data["id"]), str(data["machine"]), int(data["pid"]), float(data["started"]), str(data["words"]), age
+            str(content["id"]),
+            str(content["machine"]),
+            int(content["pid"]),
+            float(content["started"]),
+            str(content["words"]),
+            age,
         )
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
-def _mtime(place: Place) -> float:
-    return float(place.files.get_file_info(place.path).mtime_ns or 0) / 1e9
+def _read_mtime(storage_path: StoragePath) -> float:
+    return float(storage_path.filesystem.get_file_info(storage_path.path).mtime_ns or 0) / 1e9
 
 
-def _storage_time(study: Place) -> float:
+def _read_storage_time(study_path: StoragePath) -> float:
     """The storage's time now, in seconds: that of a file written now."""
-    probe = study.at(f"now-{uuid4().hex}")
-    put_bytes(probe, b"0")
+    probe_path = study_path.joinpath(f"now-{uuid4().hex}")
+    put_bytes(probe_path, b"0")
     try:
-        return _mtime(probe)
+        return _read_mtime(probe_path)
     finally:
         with suppress(OSError):
-            remove_file(probe)
+            remove_file(probe_path)
 
 
-def _machine() -> str:
+def _make_machine_id() -> str:
     """This machine, a container being one of its own: names alone are not different enough."""
-    parts = [socket.gethostname()]
+    id_parts = [socket.gethostname()]
     with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+        id_parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
     with suppress(OSError):
-        parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
-    return " ".join(parts)
+        id_parts.append(str(os.stat("/proc/self/ns/pid").st_ino))
+    return " ".join(id_parts)
 
 
-class Hold:
+class Lease:
     """This process's hold of the study in storage."""
 
-    def __init__(self, study: Place) -> None:
-        self._study = study
+    def __init__(self, study_path: StoragePath) -> None:
+        self._study_path = study_path
         self.id = uuid4().hex
 
-    def take(self, name: str) -> None:
+    def acquire(self, name: str) -> None:
         """Hold the study, or PlanError that says who does. name: of the study, for the message."""
-        self._refuse(read_holder(self._study), name)
+        self._check_not_held(read_holder(self._study_path), name)
         self.refresh()
         time.sleep(_SETTLING_S)
-        self._refuse(read_holder(self._study), name)
+        self._check_not_held(read_holder(self._study_path), name)
 
-    def _refuse(self, holder: Holder | None, name: str) -> None:
+    def _check_not_held(self, holder: Holder | None, name: str) -> None:
         if holder is None or holder.id == self.id or holder.is_gone:
             return
         raise PlanError(
-            f"The study in {name} is being run by {holder.words}, which said so {holder.age:.0f} s ago: wait for it, "
+            f"The study in {name} is being run by {holder.description}, which said so {holder.age:.0f} s ago: wait for it, "
             f"or end it. Where it was killed, that is seen {STALE_S:.0f} s after its last word."
         )
 
     def refresh(self) -> None:
         """Say that the study is still held."""
-        me = psutil.Process()
-        words = f"{getpass.getuser()} on {socket.gethostname()} (pid {me.pid})"
-        data = {"id": self.id, "machine": _machine(), "pid": me.pid, "started": me.create_time(), "words": words}
-        put_bytes(self._study.at(LOCK), json.dumps(data).encode())
+        process = psutil.Process()
+        description = f"{getpass.getuser()} on {socket.gethostname()} (pid {process.pid})"
+        content = {
+            "id": self.id,
+            "machine": _make_machine_id(),
+            "pid": process.pid,
+            "started": process.create_time(),
+            "words": description,
+        }
+        put_bytes(self._study_path.joinpath(LEASE_FILE), json.dumps(content).encode())
 
-    def taken_by(self) -> str | None:
+    def find_new_holder(self) -> str | None:
         """In words, who has taken the study over since; None where it is still this process's."""
-        holder = read_holder(self._study)
-        return None if holder is None or holder.id == self.id else holder.words
+        holder = read_holder(self._study_path)
+        return None if holder is None or holder.id == self.id else holder.description
 
     def release(self) -> None:
         """Let others hold the study, unless one does already."""
-        holder = read_holder(self._study)
+        holder = read_holder(self._study_path)
         if holder is not None and holder.id == self.id:
-            remove_file(self._study.at(LOCK))
+            remove_file(self._study_path.joinpath(LEASE_FILE))

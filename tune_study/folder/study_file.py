@@ -11,77 +11,77 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
-from trainable.config.run_config import ConfigError, explain, with_overrides
-from trainable.config.setting_types import shown
-from trainable.config.study_config import StudyConfig
+from trainable.config.run_config import ConfigError, format_validation_error, apply_overrides
+from trainable.config.setting_types import format_value
+from trainable.config.study_config import BaseRunConfig
 from trainable.runs.stop_rules import RULES
-from trainable.storage.uris import is_same
+from trainable.storage.uris import is_same_folder
 from tune_study.folder.outputs import read_json
 from tune_study.plan.study_plan import (
     PlanError,
     StudyPlan,
-    arm_config,
+    make_arm_config,
     build_plan,
     find_study,
-    flat_settings,
-    values_said,
+    flatten_settings,
+    format_values,
 )
 
 Text = Annotated[str, Field(max_length=100_000)]
 RunId = Annotated[str, Field(max_length=255, pattern=r"^[^/.\x00-\x1f][^/\x00-\x1f]*$")]
 
-NOT_MOVED: Mapping[str, object] = MappingProxyType({})
+NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 
-class _Part(BaseModel):
+class _Section(BaseModel):
     """A part of study.json: types as they were written; what this version does not know is no error."""
 
     model_config = ConfigDict(strict=True)
 
 
-class _Axis(_Part):
+class _Axis(_Section):
     setting: Text
     option: Text
     values: list[Text]
 
 
-class _Entry(_Part):
+class _RunEntry(_Section):
     run_id: RunId
     arm: Text
     seed: int = Field(ge=0, le=2**31)
 
 
-class _Trainer(_Part):
+class _Trainer(_Section):
     total_training_steps: int = Field(ge=1, le=2**31)
 
 
-class _SettingsEntry(_Part):
+class _SettingsEntry(_Section):
     trainer: _Trainer
 
 
-class _Git(_Part):
+class _Git(_Section):
     commit: Text
     dirty: bool
 
 
-class _Start(_Part):
+class _Start(_Section):
     versions: dict[Text, Text]
     git: _Git | None
 
 
-class _Contrast(_Part):
+class _Contrast(_Section):
     name: Text
     pairs: list[Annotated[list[Text], Field(min_length=2, max_length=2)]]
 
 
-class _StudyFile(_Part):
+class _StudyFile(_Section):
     """study.json as far as `status`, `report` and `resume` rely on it."""
 
     name: Text
     preset: Text
     axis: _Axis
     seeds: list[int]
-    runs: list[_Entry]
+    runs: list[_RunEntry]
     settings: _SettingsEntry
     defaults: dict[Text, Any] = {}
     stop_rules: list[Text]
@@ -102,24 +102,28 @@ class _StudyFile(_Part):
 
 def read_study(folder: Path) -> dict[str, Any]:
     """study.json of results/<run>, or PlanError if there is none, or one in which something is missing or odd."""
-    data = _object(folder / "study.json")
-    if data is None:
-        what = "its study.json is damaged" if os.path.exists(folder / "study.json") else "no study.json"
+    content = _read_object(folder / "study.json")
+    if content is None:
+        problem = "its study.json is damaged" if os.path.exists(folder / "study.json") else "no study.json"
         raise PlanError(
-            f"{shown(folder, 1000)} holds no study ({what}): type the folder results/<run> of one, "
+            f"{format_value(folder, 1000)} holds no study ({problem}): type the folder results/<run> of one, "
             f"as `python -m tune_study run` printed it."
         )
-    missing = [key for key in ("name", "preset", "axis", "seeds", "runs", "settings") if key not in data]
-    if missing:
-        raise PlanError(f"{folder}/study.json is not whole: it lacks {', '.join(missing)}. Type the folder of a study.")
+    missing_keys = [key for key in ("name", "preset", "axis", "seeds", "runs", "settings") if key not in content]
+    if missing_keys:
+        raise PlanError(
+            f"{folder}/study.json is not whole: it lacks {', '.join(missing_keys)}. Type the folder of a study."
+        )
     try:
-        _StudyFile.model_validate(data)
+        _StudyFile.model_validate(content)
     except ValidationError as error:
-        raise PlanError(f"{folder}/study.json is damaged, or of another version: {explain(error)}") from None
-    return data
+        raise PlanError(
+            f"{folder}/study.json is damaged, or of another version: {format_validation_error(error)}"
+        ) from None
+    return content
 
 
-def _object(path: Path) -> dict[str, Any] | None:
+def _read_object(path: Path) -> dict[str, Any] | None:
     """The object in a JSON file; None where there is no file or none in it that can be read."""
     try:
         return read_json(path)
@@ -127,7 +131,9 @@ def _object(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def plan_from_folder(folder: Path, placed: Mapping[str, object] = NOT_MOVED, study: Study | None = None) -> StudyPlan:
+def plan_from_folder(
+    folder: Path, overrides: Mapping[str, object] = NO_OVERRIDES, study: Study | None = None
+) -> StudyPlan:
     """The plan of the study in results/<run>, as it was resolved when it was started; PlanError if there is none.
 
     placed: settings of its place that are to be others from now on, such as {"trainer.n_gpus_per_node": 2}. study: as
@@ -135,26 +141,30 @@ def plan_from_folder(folder: Path, placed: Mapping[str, object] = NOT_MOVED, stu
     what trains its runs is what that study declares.
     """
     folder = Path(os.path.abspath(folder))
-    data = read_study(folder)
-    study = study or STUDIES.get(data["name"])
+    content = read_study(folder)
+    study = study or STUDIES.get(content["name"])
     if study is None:
-        raise PlanError(f"{folder} holds the study '{shown(data['name'])}', which is none of {', '.join(STUDIES)}.")
+        raise PlanError(
+            f"{folder} holds the study '{format_value(content['name'])}', which is none of {', '.join(STUDIES)}."
+        )
     try:
-        base = with_overrides(study.family.config.model_validate(data["settings"]), placed)
+        base = apply_overrides(study.family.config_class.model_validate(content["settings"]), overrides)
         if study.variants:
-            study = find_study(study.name, str(flat_settings(base.model_dump(mode="json"))[study.variant_setting]))
-        if unknown := set(data["stop_rules"]) - {*RULES, *study.stop_rules}:
-            raise PlanError(f"there is no stop rule {shown(unknown.pop())}.")
-        study = replace(study, stop_rules=tuple(data["stop_rules"]))
-        values, seeds = tuple(data["axis"]["values"]), tuple(data["seeds"])
-        plan = build_plan(study, data["preset"], data["preset_reason"], base, values, seeds, folder.parent.parent)
-        plan = replace(plan, storage=data.get("storage"))
-        if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in data["runs"]}:
+            study = find_study(study.name, str(flatten_settings(base.model_dump(mode="json"))[study.variant_setting]))
+        if unknown := set(content["stop_rules"]) - {*RULES, *study.stop_rules}:
+            raise PlanError(f"there is no stop rule {format_value(unknown.pop())}.")
+        study = replace(study, stop_rules=tuple(content["stop_rules"]))
+        values, seeds = tuple(content["axis"]["values"]), tuple(content["seeds"])
+        plan = build_plan(study, content["preset"], content["preset_reason"], base, values, seeds, folder.parent.parent)
+        plan = replace(plan, storage=content.get("storage"))
+        if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
             raise PlanError("it lists other runs than its values and seeds give.")
     except ConfigError:
         raise
     except ValidationError as error:
-        raise PlanError(f"{folder}/study.json is not one that this version reads: {explain(error)}") from None
+        raise PlanError(
+            f"{folder}/study.json is not one that this version reads: {format_validation_error(error)}"
+        ) from None
     except ValueError as error:
         raise PlanError(f"{folder}/study.json is not one that this version reads: {error}") from None
     if plan.folder != folder:
@@ -164,7 +174,7 @@ def plan_from_folder(folder: Path, placed: Mapping[str, object] = NOT_MOVED, stu
 
 def check_unchanged(plan: StudyPlan) -> None:
     """PlanError where the study, as it is declared now, would give the runs in its folder other settings."""
-    changes = _changed_arms(plan)
+    changes = _find_changed_arms(plan)
     if changes:
         raise PlanError(
             f"The study {plan.study.name} is declared otherwise than when {plan.folder} was started:\n  "
@@ -172,7 +182,7 @@ def check_unchanged(plan: StudyPlan) -> None:
         )  # fmt: skip
 
 
-def join(plan: StudyPlan, extend: bool) -> StudyPlan:
+def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
     """`plan` as it can be run in its folder: itself where the folder is new, or the study there, extended if asked.
 
     PlanError if the folder holds a study with other settings, or other values or seeds without `extend`. Groups of a
@@ -180,83 +190,99 @@ def join(plan: StudyPlan, extend: bool) -> StudyPlan:
     """
     if not (plan.folder / "study.json").exists():
         return plan
-    held = plan_from_folder(plan.folder, study=plan.study)
-    check_storage(held, plan.storage)
-    changes = differences(held, plan)
+    existing = plan_from_folder(plan.folder, study=plan.study)
+    check_same_storage(existing, plan.storage)
+    changes = find_differences(existing, plan)
     if changes:
         raise PlanError(
             f"{plan.folder} holds this study with other settings:\n  " + "\n  ".join(changes) + "\n"
             "Type the same settings to go on with it, or another --output to start a new one."
         )
     # A value is the arm that it makes: 0.10 continues what was started as 0.1.
-    held_as = {arm_config(held.study, held.base, value).config_hash(): value for value in held.values}
-    asked = tuple(
-        value if value in held.values else held_as.get(arm_config(plan.study, plan.base, value).config_hash(), value)
+    existing_values = {
+        make_arm_config(existing.study, existing.base_config, value).compute_hash(): value for value in existing.values
+    }
+    requested_values = tuple(
+        value
+        if value in existing.values
+        else existing_values.get(make_arm_config(plan.study, plan.base_config, value).compute_hash(), value)
         for value in plan.values
     )
-    values = (*held.values, *(value for value in asked if value not in held.values))
-    seeds = tuple(sorted({*held.seeds, *plan.seeds}))
+    values = (*existing.values, *(value for value in requested_values if value not in existing.values))
+    seeds = tuple(sorted({*existing.seeds, *plan.seeds}))
     if not extend:
-        _check_same_arms(held, replace(plan, values=held.values if plan.study.axis.members else asked))
-    joined = build_plan(plan.study, plan.preset, plan.preset_reason, plan.base, values, seeds, plan.output)
-    return replace(joined, storage=plan.storage or held.storage)
+        _check_same_arms(
+            existing, replace(plan, values=existing.values if plan.study.axis.value_groups else requested_values)
+        )
+    merged_plan = build_plan(plan.study, plan.preset, plan.preset_reason, plan.base_config, values, seeds, plan.output)
+    return replace(merged_plan, storage=plan.storage or existing.storage)
 
 
-def check_storage(held: StudyPlan, asked: str | None) -> None:
+def check_same_storage(existing: StudyPlan, requested_uri: str | None) -> None:
     """PlanError where a study that is `held` in a folder is asked to go on with another storage than it has."""
-    if asked is None or (held.storage is not None and is_same(asked, held.storage)):
+    if requested_uri is None or (existing.storage is not None and is_same_folder(requested_uri, existing.storage)):
         return
-    has = f"keeps its runs in {shown(held.storage, 1000)}" if held.storage else "was started without --storage"
+    problem = (
+        f"keeps its runs in {format_value(existing.storage, 1000)}"
+        if existing.storage
+        else "was started without --storage"
+    )
     raise PlanError(
-        f"The study in {held.folder} {has}: go on with `python -m tune_study resume {held.folder}`, or type another "
-        f"--output to start or fetch one that uses {shown(asked, 1000)}."
+        f"The study in {existing.folder} {problem}: go on with `python -m tune_study resume {existing.folder}`, or type another "
+        f"--output to start or fetch one that uses {format_value(requested_uri, 1000)}."
     )
 
 
-def differences(held: StudyPlan, plan: StudyPlan) -> list[str]:
+def find_differences(existing: StudyPlan, plan: StudyPlan) -> list[str]:
     """`name: old -> new` for everything that differs and can change a row."""
     changes = [
         f"{name}: {old} -> {new}"
-        for name, old, new in (("stop_rules", ", ".join(held.study.stop_rules), ", ".join(plan.study.stop_rules)),)
+        for name, old, new in (("stop_rules", ", ".join(existing.study.stop_rules), ", ".join(plan.study.stop_rules)),)
         if old != new
     ]
-    changes += _changed(held.base, plan.base)
-    return changes or _changed_arms(plan)
+    changes += _find_changed_settings(existing.base_config, plan.base_config)
+    return changes or _find_changed_arms(plan)
 
 
-def _changed(old: StudyConfig, new: StudyConfig) -> list[str]:
+def _find_changed_settings(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
     """Settings that differ between two configurations, if any of them can change a row."""
-    if old.config_hash() == new.config_hash():
+    if old.compute_hash() == new.compute_hash():
         return []
-    before, after = (flat_settings(config.model_dump(mode="json")) for config in (old, new))
-    return [f"{name}: {before[name]} -> {after[name]}" for name in after if before[name] != after[name]]
+    old_settings, new_settings = (flatten_settings(config.model_dump(mode="json")) for config in (old, new))
+    return [
+        f"{name}: {old_settings[name]} -> {new_settings[name]}"
+        for name in new_settings
+        if old_settings[name] != new_settings[name]
+    ]
 
 
-def _changed_arms(plan: StudyPlan) -> list[str]:
+def _find_changed_arms(plan: StudyPlan) -> list[str]:
     """Settings of the folder's own runs that the study, as it is declared now, would give another value."""
-    found = []
+    all_changes = []
     for spec in plan.runs:
-        path = plan.run_dir(spec.run_id) / "run.json"
-        recorded = _object(path)
-        if recorded is not None:
+        path = plan.get_run_dir(spec.run_id) / "run.json"
+        run_entry = _read_object(path)
+        if run_entry is not None:
             try:
-                held = type(spec.config).model_validate(recorded.get("config"))
+                old_config = type(spec.config).model_validate(run_entry.get("config"))
             except ValidationError as error:
-                raise PlanError(f"{path} is not one that this version reads: {explain(error)}") from None
-            changes = _changed(held, spec.config)
-            found += [f"{spec.run_id} {change}" for change in changes]
-    return found
+                raise PlanError(
+                    f"{path} is not one that this version reads: {format_validation_error(error)}"
+                ) from None
+            changes = _find_changed_settings(old_config, spec.config)
+            all_changes += [f"{spec.run_id} {change}" for change in changes]
+    return all_changes
 
 
-def _check_same_arms(held: StudyPlan, plan: StudyPlan) -> None:
+def _check_same_arms(existing: StudyPlan, plan: StudyPlan) -> None:
     """PlanError where values or seeds differ."""
     option = plan.study.axis.option
     changes = []
-    if set(held.values) != set(plan.values):
-        old, new = (values_said(each.study, each.values) for each in (held, plan))
+    if set(existing.values) != set(plan.values):
+        old, new = (format_values(each.study, each.values) for each in (existing, plan))
         changes.append(f"{option}: {old} -> {new}")
-    if set(held.seeds) != set(plan.seeds):
-        changes.append(f"--seeds: {len(held.seeds)} -> {len(plan.seeds)}")
+    if set(existing.seeds) != set(plan.seeds):
+        changes.append(f"--seeds: {len(existing.seeds)} -> {len(plan.seeds)}")
     if changes:
         raise PlanError(
             f"{plan.folder} holds this study with other runs:\n  " + "\n  ".join(changes) + "\n"

@@ -13,18 +13,18 @@ def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
     if console.is_terminal:
         table = Table(*columns, box=box.SIMPLE_HEAD)
         for row in rows:
-            table.add_row(*(Text(_encodable(console, cell)) for cell in row))
+            table.add_row(*(Text(_escape_unencodable(console, cell)) for cell in row))
         console.print(table)
         return
     widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
     for row in [columns, *rows]:
-        say(console, "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        print_line(console, "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def say(console: Console, line: str) -> None:
+def print_line(console: Console, line: str) -> None:
     """One line as it is; what the terminal's encoding does not have is escaped."""
-    console.print(_encodable(console, line), markup=False, emoji=False, highlight=False, soft_wrap=True)
+    console.print(_escape_unencodable(console, line), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-def _encodable(console: Console, text: str) -> str:
+def _escape_unencodable(console: Console, text: str) -> str:
     return text.encode(console.encoding, "backslashreplace").decode(console.encoding)

@@ -14,7 +14,7 @@ _ONE_EVENT_S = 0.5
 """Signals this close together are one event: a wrapper that hands Ctrl-C on, a shell and the system at a hang-up."""
 
 
-def interrupt_of(folder: Path) -> "Interrupt":
+def make_interrupt(folder: Path) -> "Interrupt":
     """The request to stop the study in results/<run>."""
     return Interrupt(folder / ".interrupt")
 
@@ -48,32 +48,32 @@ class Interrupt:
             return  # a full disk must not turn a polite end into a crash; the driver stops the runs by itself
 
     @contextmanager
-    def handled(self, say: Callable[[str], None]) -> Iterator[None]:
+    def handle_signals(self, notify: Callable[[str], None]) -> Iterator[None]:
         """Within the body the first signal is a request and a later one a KeyboardInterrupt; then all is as before.
 
         A hang-up is never more than a request: nobody is there any more who could ask for haste.
         """
-        first = [0.0]
+        request_time = [0.0]
 
-        def on_signal(number: int, frame: FrameType | None) -> None:
+        def on_signal(signal_number: int, frame: FrameType | None) -> None:
             if self.is_requested:
-                if number != signal.SIGHUP and time.monotonic() - first[0] >= _ONE_EVENT_S:
+                if signal_number != signal.SIGHUP and time.monotonic() - request_time[0] >= _ONE_EVENT_S:
                     raise KeyboardInterrupt
                 return
-            first[0] = time.monotonic()
+            request_time[0] = time.monotonic()
             self.request()
-            say(
-                f"{signal.Signals(number).name}: no new steps; the steps under way are finished and saved. "
+            notify(
+                f"{signal.Signals(signal_number).name}: no new steps; the steps under way are finished and saved. "
                 f"Once more to stop now."
             )
 
-        before = {number: signal.getsignal(number) for number in _SIGNALS}
-        for number, handler in before.items():
+        old_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+        for number, handler in old_handlers.items():
             if handler is not signal.SIG_IGN:  # nohup and the like
                 signal.signal(number, on_signal)
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 if handler is not None:
                     signal.signal(number, handler)

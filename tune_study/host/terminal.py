@@ -5,7 +5,7 @@ import sys
 from typing import TextIO
 
 
-class Unbreakable:
+class FailSafeStream:
     """A stream for a console. Once writing fails, its file descriptor is turned to the null device, for all writers."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -16,7 +16,7 @@ class Unbreakable:
         try:
             return self._stream.write(text)
         except OSError:
-            self._turn_away()
+            self._redirect_to_null()
             return len(text)
 
     def flush(self) -> None:
@@ -24,13 +24,13 @@ class Unbreakable:
         try:
             self._stream.flush()
         except OSError:
-            self._turn_away()
+            self._redirect_to_null()
 
-    def _turn_away(self) -> None:
+    def _redirect_to_null(self) -> None:
         """From now on the descriptor leads nowhere, also for what other libraries print."""
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
+        null_descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null_descriptor, self._stream.fileno())
+        os.close(null_descriptor)
 
     def __getattr__(self, name: str) -> object:
         """All else as the stream has it: encoding, isatty, fileno."""
@@ -39,4 +39,4 @@ class Unbreakable:
 
 def protect_output() -> None:
     """Make this process's standard output and error unbreakable."""
-    sys.stdout, sys.stderr = Unbreakable(sys.stdout), Unbreakable(sys.stderr)
+    sys.stdout, sys.stderr = FailSafeStream(sys.stdout), FailSafeStream(sys.stderr)

@@ -10,30 +10,35 @@ from typing import NamedTuple
 from rich.filesize import decimal
 
 from trainable.config.run_config import RunConfig
-from trainable.runs.run_files import STATE
-from tune_study.folder.summary import finished_runs
-from tune_study.placement.model_size import ModelShape, policy_parameters, shape_of, trained_tensors
-from tune_study.plan.allotment import Allotment
+from trainable.runs.run_files import STATE_FOLDER
+from tune_study.folder.summary import find_finished_runs
+from tune_study.placement.model_size import (
+    ModelShape,
+    count_policy_parameters,
+    read_model_shape,
+    list_trained_tensor_sizes,
+)
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 _FLOAT32 = 4
-_HEADER = 100
+_HEADER_BYTES = 100
 """Of a safetensors file, for one tensor: its name, type, shape and offsets. Measured: 95 (sokoban-tiny)."""
-_VALUES = 3_000
+_CHECKPOINT_JSON_BYTES = 3_000
 """The JSON files of a checkpoint: counters and checksums (0.4 kB), and the run's settings (2.2 kB)."""
 _IN_FLIGHT = 2
 """While a run trains: the rolling state before the last one, and the one that is being written."""
 
 # Measured on studies of the laptop preset, one run of 60 steps and one of 3; the figures are above by a tenth or more.
-_STEP = 21_000
+_STEP_BYTES = 21_000
 """A step: metrics.jsonl 2.7 kB, result.json 7.7, TensorBoard 5.0, progress.csv 1.2, logs 0.4, tables and report 2.2."""
-_ANALYSIS = 100_000
+_ANALYSIS_BYTES = 100_000
 """A gradient analysis of 128 groups, before and after the filter: its lines and its share of the tables."""
-_LEVEL, _EVALUATION = 18, 150
+_LEVEL_BYTES, _EVALUATION_BYTES = 18, 150
 """A line of levels.jsonl: 11.4 bytes a validation level, 17 a test level; the rest of the line."""
-_RUN = 250_000
+_RUN_BYTES = 250_000
 """What a run takes without a step: its share of Tune's experiment state (70 kB) and of the figures (150), settings."""
-_STUDY = 550_000
+_STUDY_BYTES = 550_000
 """What a study takes without a run: trials.parquet (90 kB), empty tables (40), the frames of report and figures."""
 
 
@@ -48,135 +53,147 @@ class DiskBudget(NamedTuple):
     checkpoint and total are None, and already is 0, where a model is not here; `unknown` has its path.
     """
 
-    runs: int
-    concurrent: int
+    remaining_runs: int
+    concurrent_runs: int
     is_uniform: bool
-    checkpoint: int | None
-    kept: int
-    rolling: int
-    rows: int
-    total: int | None
-    already: int
-    free: int
-    place: Path
-    unknown: tuple[str, ...] = ()
+    checkpoint_bytes: int | None
+    saved_checkpoints: int
+    rolling_checkpoints: int
+    row_bytes: int
+    total_bytes: int | None
+    written_bytes: int
+    free_bytes: int
+    folder: Path
+    unknown_models: tuple[str, ...] = ()
 
 
-def checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
+def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Size of one checkpoint of a run after its first update: what `PPOTrainer.state` holds, in float32.
 
     Every trained parameter has its weight and AdamW's two moments; every such tensor has AdamW's count of steps, a
     scalar. What is frozen, reference or base, is read from where the policy came from and is in no checkpoint.
     """
-    parameters = [size for sizes in trained_tensors(shape, config).values() for size in sizes]
-    elements = 3 * sum(parameters) + len(parameters)
-    return _FLOAT32 * elements + 4 * len(parameters) * _HEADER + _VALUES
+    tensor_sizes = [size for sizes in list_trained_tensor_sizes(shape, config).values() for size in sizes]
+    elements = 3 * sum(tensor_sizes) + len(tensor_sizes)
+    return _FLOAT32 * elements + 4 * len(tensor_sizes) * _HEADER_BYTES + _CHECKPOINT_JSON_BYTES
 
 
-def times(steps: int, every: int) -> int:
+def count_occurrences(steps: int, every: int) -> int:
     """How often something happens that is done every so many of `steps` and at the last; `every` <= 0: never."""
     return -(-steps // every) if every > 0 else 0
 
 
-def row_bytes(config: RunConfig) -> int:
+def estimate_row_bytes(config: RunConfig) -> int:
     """What a run writes beside its checkpoints: rows, levels, logs, Tune's files, its part of tables and report."""
     env, trainer = config.env, config.trainer
     # The base policy sampled and greedy, then every validation, and a greedy one at the end.
-    validations = 2 * trainer.val_before_train + times(trainer.total_training_steps, trainer.test_freq) + 1
+    validations = 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
     levels = validations * env.val_env_groups * env.val_group_size + 2 * env.test_env_groups
     analyses = -(-trainer.total_training_steps // trainer.gradient_analysis_every) * trainer.gradient_analysis_mode
     return (
-        _RUN
-        + trainer.total_training_steps * _STEP
-        + analyses * _ANALYSIS
-        + levels * _LEVEL
-        + (validations + 2) * _EVALUATION
+        _RUN_BYTES
+        + trainer.total_training_steps * _STEP_BYTES
+        + analyses * _ANALYSIS_BYTES
+        + levels * _LEVEL_BYTES
+        + (validations + 2) * _EVALUATION_BYTES
     )
 
 
-def budget(plan: StudyPlan, allotment: Allotment, environ: Mapping[str, str]) -> DiskBudget:
+def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: Mapping[str, str]) -> DiskBudget:
     """The disk budget of what is left of `plan`: runs that have ended write no more and are left out."""
-    ended = finished_runs(plan)
-    runs = [spec for spec in plan.runs if spec.run_id not in ended]
-    sizes, unknown = _sizes(plan, runs, environ)
-    kept = [times(spec.steps, spec.config.trainer.save_freq) for spec in runs]
-    rows = sum(_rows(plan, spec) for spec in runs) + (_STUDY if runs else 0)
-    concurrent = min(allotment.max_concurrent * max(len(trial) for trial in plan.trials), len(runs))
-    place = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
+    ended_runs = find_finished_runs(plan)
+    runs = [spec for spec in plan.runs if spec.run_id not in ended_runs]
+    sizes, unknown_models = _estimate_checkpoint_sizes(plan, runs, environ)
+    saved_counts = [count_occurrences(spec.steps, spec.config.trainer.save_freq) for spec in runs]
+    total_row_bytes = sum(_estimate_run_row_bytes(plan, spec) for spec in runs) + (_STUDY_BYTES if runs else 0)
+    concurrent_runs = min(resource_plan.max_concurrent * max(len(trial) for trial in plan.trials), len(runs))
+    nearest_folder = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
     return DiskBudget(
-        runs=len(runs),
-        concurrent=concurrent,
-        is_uniform=len(set(sizes)) <= 1 and len(set(kept)) <= 1,
-        checkpoint=None if unknown else max(sizes, default=0),
-        kept=max(kept, default=0),
-        rolling=len(runs) + _IN_FLIGHT * concurrent,
-        rows=rows,
-        total=None if unknown else _states(sizes, kept, concurrent) + rows,
-        already=0 if unknown else sum(_there(plan, spec, size) for spec, size in zip(runs, sizes, strict=True)),
-        free=shutil.disk_usage(place).free,
-        place=place,
-        unknown=unknown,
+        remaining_runs=len(runs),
+        concurrent_runs=concurrent_runs,
+        is_uniform=len(set(sizes)) <= 1 and len(set(saved_counts)) <= 1,
+        checkpoint_bytes=None if unknown_models else max(sizes, default=0),
+        saved_checkpoints=max(saved_counts, default=0),
+        rolling_checkpoints=len(runs) + _IN_FLIGHT * concurrent_runs,
+        row_bytes=total_row_bytes,
+        total_bytes=None
+        if unknown_models
+        else _sum_checkpoint_bytes(sizes, saved_counts, concurrent_runs) + total_row_bytes,
+        written_bytes=0
+        if unknown_models
+        else sum(_count_written_bytes(plan, spec, size) for spec, size in zip(runs, sizes, strict=True)),
+        free_bytes=shutil.disk_usage(nearest_folder).free,
+        folder=nearest_folder,
+        unknown_models=unknown_models,
     )
 
 
-def _sizes(plan: StudyPlan, runs: Sequence[RunSpec], environ: Mapping[str, str]) -> tuple[list[int], tuple[str, ...]]:
+def _estimate_checkpoint_sizes(
+    plan: StudyPlan, runs: Sequence[RunSpec], environ: Mapping[str, str]
+) -> tuple[list[int], tuple[str, ...]]:
     """Bytes of a state of each of `runs` whose model's shape is known, and the models whose shape is not."""
     family = plan.study.family
-    loaded = {spec.run_id: family.loads(spec.config) for spec in runs}
-    shapes = {path: shape_of(path, environ) for path in dict.fromkeys(loaded.values()) if path is not None}
-    unknown = tuple(path for path, shape in shapes.items() if shape is None)
+    model_paths = {spec.run_id: family.get_model_path(spec.config) for spec in runs}
+    shapes = {path: read_model_shape(path, environ) for path in dict.fromkeys(model_paths.values()) if path is not None}
+    unknown_models = tuple(path for path, shape in shapes.items() if shape is None)
     sizes = []
     for spec in runs:
-        shape = shapes.get(loaded[spec.run_id] or "")
-        if family.sizes is not None and loaded[spec.run_id] not in unknown:
-            sizes.append(family.sizes(spec.config, policy_parameters(shape) if shape else 0)[0])
+        shape = shapes.get(model_paths[spec.run_id] or "")
+        if family.estimate_bytes is not None and model_paths[spec.run_id] not in unknown_models:
+            sizes.append(family.estimate_bytes(spec.config, count_policy_parameters(shape) if shape else 0)[0])
         elif shape is not None:
-            sizes.append(checkpoint_bytes(shape, spec.ppo))
-    return sizes, unknown
+            sizes.append(compute_checkpoint_bytes(shape, spec.ppo_config))
+    return sizes, unknown_models
 
 
-def _rows(plan: StudyPlan, spec: RunSpec) -> int:
+def _estimate_run_row_bytes(plan: StudyPlan, spec: RunSpec) -> int:
     """Bytes of a run's rows, and of what is made of them."""
-    sizes = plan.study.family.sizes
+    sizes = plan.study.family.estimate_bytes
     return (
-        row_bytes(spec.ppo)
+        estimate_row_bytes(spec.ppo_config)
         if sizes is None
-        else _RUN + spec.steps // spec.config.trainer.test_freq * sizes(spec.config, 0)[1]
+        else _RUN_BYTES + spec.steps // spec.config.trainer.test_freq * sizes(spec.config, 0)[1]
     )
 
 
-def _states(sizes: Sequence[int], kept: Sequence[int], concurrent: int) -> int:
+def _sum_checkpoint_bytes(sizes: Sequence[int], saved_counts: Sequence[int], concurrent_runs: int) -> int:
     """Bytes of all checkpoints: each run's kept ones and a rolling one, and what is in flight of the largest runs."""
-    at_rest = sum(size * (1 + count) for size, count in zip(sizes, kept, strict=True))
-    return at_rest + _IN_FLIGHT * sum(sorted(sizes, reverse=True)[:concurrent])
+    stored_bytes = sum(size * (1 + count) for size, count in zip(sizes, saved_counts, strict=True))
+    return stored_bytes + _IN_FLIGHT * sum(sorted(sizes, reverse=True)[:concurrent_runs])
 
 
-def scratch_bytes(budget: DiskBudget) -> int | None:
+def compute_scratch_bytes(budget: DiskBudget) -> int | None:
     """Bytes that a run keeps on its node where a storage takes its states; None where they are not known.
 
     A rolling state and the one before, one that is being written, and one to keep until it is copied.
     """
-    return None if budget.checkpoint is None else budget.checkpoint * (1 + _IN_FLIGHT + (budget.kept > 0))
+    return (
+        None
+        if budget.checkpoint_bytes is None
+        else budget.checkpoint_bytes * (1 + _IN_FLIGHT + (budget.saved_checkpoints > 0))
+    )
 
 
-def _there(plan: StudyPlan, spec: RunSpec, checkpoint: int) -> int:
+def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -> int:
     """Bytes of a run's part of the total that are on disk; what the plan has no place for does not count."""
-    run_dir, folder = plan.run_dir(spec.run_id), plan.output / spec.checkpoints
-    state = folder_bytes(run_dir / STATE)
-    lines = folder_bytes(run_dir) - state + folder_bytes(plan.folder / spec.run_id)
-    steps = [(path, path.rpartition("_")[2]) for path in glob.glob(f"{glob.escape(str(folder))}/global_step_*")]
-    planned = [Path(path) for path, step in steps if step.isdecimal() and _is_kept(int(step), spec)]
-    kept = sum(min(folder_bytes(path), checkpoint) for path in planned)
-    return min(state, checkpoint) + min(lines, _rows(plan, spec)) + kept
+    run_dir, checkpoint_dir = plan.get_run_dir(spec.run_id), plan.output / spec.checkpoint_dir
+    rolling_bytes = count_folder_bytes(run_dir / STATE_FOLDER)
+    record_bytes = count_folder_bytes(run_dir) - rolling_bytes + count_folder_bytes(plan.folder / spec.run_id)
+    checkpoint_steps = [
+        (path, path.rpartition("_")[2]) for path in glob.glob(f"{glob.escape(str(checkpoint_dir))}/global_step_*")
+    ]
+    planned_paths = [Path(path) for path, step in checkpoint_steps if step.isdecimal() and _is_saved(int(step), spec)]
+    saved_bytes = sum(min(count_folder_bytes(path), checkpoint_size) for path in planned_paths)
+    return min(rolling_bytes, checkpoint_size) + min(record_bytes, _estimate_run_row_bytes(plan, spec)) + saved_bytes
 
 
-def _is_kept(step: int, spec: RunSpec) -> bool:
+def _is_saved(step: int, spec: RunSpec) -> bool:
     """Whether a run that trains all its steps writes global_step_<step>."""
     every = spec.config.trainer.save_freq
     return 1 <= step <= spec.steps and every > 0 and (step == spec.steps or step % every == 0)
 
 
-def folder_bytes(folder: Path) -> int:
+def count_folder_bytes(folder: Path) -> int:
     """Sizes of all files below `folder`, links not followed; 0 where there is no folder."""
     total = 0
     for parent, _, names in os.walk(folder):
@@ -188,50 +205,52 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def line(budget: DiskBudget) -> str:
+def format_disk_line(budget: DiskBudget) -> str:
     """The budget in one line of the plan."""
-    free = f"{decimal(budget.free)} free"
-    if budget.runs == 0:
-        return f"disk: every run has ended, nothing more is needed; {free}"
-    most = "" if budget.is_uniform else "up to "
-    size = " checkpoints" if budget.checkpoint is None else f" x {most}{decimal(budget.checkpoint)}"
-    runs = f"{budget.runs} run{'s' * (budget.runs > 1)} x (1 rolling + {most}{budget.kept} kept)"
-    running = f"{budget.concurrent} x {_IN_FLIGHT}{size} while running"
-    text = f"disk: {runs}{size} + {running} + rows {decimal(budget.rows)}"
-    if budget.total is None:
-        unknown = " and ".join(budget.unknown)
-        why = f"no config.json of a model that can be trained is here for {unknown}"
-        return f"{text}; the size of a checkpoint is not known: {why}; {free}"
-    already = f", {decimal(budget.already)} of it written already" if budget.already else ""
-    return f"{text} = {decimal(budget.total)}{already}; {free}"
+    free_text = f"{decimal(budget.free_bytes)} free"
+    if budget.remaining_runs == 0:
+        return f"disk: every run has ended, nothing more is needed; {free_text}"
+    up_to = "" if budget.is_uniform else "up to "
+    size_text = " checkpoints" if budget.checkpoint_bytes is None else f" x {up_to}{decimal(budget.checkpoint_bytes)}"
+    runs_text = f"{budget.remaining_runs} run{'s' * (budget.remaining_runs > 1)} x (1 rolling + {up_to}{budget.saved_checkpoints} kept)"
+    in_flight_text = f"{budget.concurrent_runs} x {_IN_FLIGHT}{size_text} while running"
+    text = f"disk: {runs_text}{size_text} + {in_flight_text} + rows {decimal(budget.row_bytes)}"
+    if budget.total_bytes is None:
+        unknown_text = " and ".join(budget.unknown_models)
+        reason = f"no config.json of a model that can be trained is here for {unknown_text}"
+        return f"{text}; the size of a checkpoint is not known: {reason}; {free_text}"
+    written_text = f", {decimal(budget.written_bytes)} of it written already" if budget.written_bytes else ""
+    return f"{text} = {decimal(budget.total_bytes)}{written_text}; {free_text}"
 
 
-def check_together(budgets: Sequence[DiskBudget]) -> None:
+def check_combined_budget(budgets: Sequence[DiskBudget]) -> None:
     """PlanError where studies that are to run one after another need more than is free; unknown sizes do not count."""
-    needed = sum(budget.total - budget.already for budget in budgets if budget.total is not None)
-    free = min((budget.free for budget in budgets), default=needed)
-    if needed > free:
+    needed_bytes = sum(
+        budget.total_bytes - budget.written_bytes for budget in budgets if budget.total_bytes is not None
+    )
+    free_bytes = min((budget.free_bytes for budget in budgets), default=needed_bytes)
+    if needed_bytes > free_bytes:
         raise PlanError(
-            f"The {len(budgets)} studies need up to {decimal(needed)} more on disk together, and {budgets[0].place} "
-            f"has {decimal(free)} free: type --output with a folder on a larger disk, --save-freq -1, run them one at "
+            f"The {len(budgets)} studies need up to {decimal(needed_bytes)} more on disk together, and {budgets[0].folder} "
+            f"has {decimal(free_bytes)} free: type --output with a folder on a larger disk, --save-freq -1, run them one at "
             f"a time, or make room."
         )
 
 
-def check(budget: DiskBudget) -> None:
+def check_budget(budget: DiskBudget) -> None:
     """PlanError where the study needs more than is free; an unknown size is no reason."""
-    if budget.total is None:
+    if budget.total_bytes is None:
         return
-    needed = budget.total - budget.already
-    if needed <= budget.free:
+    needed_bytes = budget.total_bytes - budget.written_bytes
+    if needed_bytes <= budget.free_bytes:
         return
-    ways = ["--output with a folder on a larger disk"]
-    if budget.kept:
-        ways.insert(0, "--save-freq with a larger number (-1 keeps none)")
-    if budget.concurrent > 1:
-        ways.insert(-1, "--max-concurrent 1")
+    remedies = ["--output with a folder on a larger disk"]
+    if budget.saved_checkpoints:
+        remedies.insert(0, "--save-freq with a larger number (-1 keeps none)")
+    if budget.concurrent_runs > 1:
+        remedies.insert(-1, "--max-concurrent 1")
     raise PlanError(
-        f"The study needs up to {decimal(needed)} more on disk, and {budget.place} has {decimal(budget.free)} free, "
-        f"{decimal(needed - budget.free)} too little: type {', or '.join(ways)}; or make room. "
-        f"In full: {line(budget).removeprefix('disk: ')}."
+        f"The study needs up to {decimal(needed_bytes)} more on disk, and {budget.folder} has {decimal(budget.free_bytes)} free, "
+        f"{decimal(needed_bytes - budget.free_bytes)} too little: type {', or '.join(remedies)}; or make room. "
+        f"In full: {format_disk_line(budget).removeprefix('disk: ')}."
     )

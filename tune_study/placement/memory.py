@@ -7,15 +7,15 @@ network, R ranks (GPUs of the run), h hidden size, f intermediate size, kv chann
 
 from typing import NamedTuple
 
-from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS, ZERO_BUCKET, ZERO_LIVE
+from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS, ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
 from trainable.config.run_config import RunConfig
 from tune_study.placement.model_size import (
     ModelShape,
-    adapted_layers,
-    linear_elements,
-    linear_layers,
-    policy_parameters,
-    trained_tensors,
+    list_adapted_layers,
+    count_linear_parameters,
+    list_linear_layers,
+    count_policy_parameters,
+    list_trained_tensor_sizes,
 )
 
 GIB = 2**30
@@ -30,25 +30,25 @@ LOGIT_COPIES = {True: 7, False: 3}
 """Float32 copies of those logits, in passes with gradients and without: see there."""
 TURN_TOKENS = {"full": 320, "compact": 16}
 """Tokens that the game says a turn. full: the published limit of 3600, less five replies of 400, over five turns."""
-CONTEXT = int(0.75 * GIB)
+CUDA_CONTEXT_BYTES = int(0.75 * GIB)
 """A process's CUDA context with its libraries' work spaces; an assumption, they differ between drivers."""
-COMMUNICATION = 1 * GIB
+NCCL_BYTES = 1 * GIB
 """NCCL's buffers, where a run has several ranks; an assumption."""
-BUCKET = 500_000_000
+REDUCE_BUCKET_SIZE = 500_000_000
 """Elements that DeepSpeed reduces at once (reduce_bucket_size)."""
-VLLM_ROWS, VLLM_TOKENS = 256, 16_384
+VLLM_MAX_SEQS, VLLM_MAX_BATCHED_TOKENS = 256, 16_384
 """Rows that vLLM decodes at once (max_num_seqs), and tokens that one of its passes takes (max_num_batched_tokens)."""
 
 
-class Part(NamedTuple):
+class Allocation(NamedTuple):
     """One part of a run's memory: bytes on each GPU at each of PHASES, and bytes of each rank in the host's memory."""
 
     name: str
-    gpu: tuple[int, ...]
-    host: int = 0
+    gpu_bytes: tuple[int, ...]
+    host_bytes: int = 0
 
 
-class Network(NamedTuple):
+class NetworkBytes(NamedTuple):
     """Bytes of each rank for a network that is trained, by what they are for.
 
     weights: float32. master: DeepSpeed's own copy of the weights that a rank updates. moments: AdamW's two. gradients:
@@ -63,22 +63,22 @@ class Network(NamedTuple):
     host: int
 
 
-def ranks(config: RunConfig) -> int:
+def count_ranks(config: RunConfig) -> int:
     """R: processes of a run, one a GPU; a run on a fraction of a GPU, or on none, has one."""
     return max(1, int(config.trainer.n_gpus_per_node))
 
 
 def uses_deepspeed(config: RunConfig) -> bool:
     """Whether DeepSpeed owns the optimizers."""
-    return config.trainer.strategy == "deepspeed" or ranks(config) > 1
+    return config.trainer.strategy == "deepspeed" or count_ranks(config) > 1
 
 
-def deals_weights(config: RunConfig) -> bool:
+def shards_weights(config: RunConfig) -> bool:
     """Whether every rank keeps a part of the weights only: ZeRO stage 3."""
     return uses_deepspeed(config) and config.trainer.zero_stage == 3
 
 
-def network_bytes(parameters: int, config: RunConfig) -> Network:
+def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
     """A trained network of `parameters` float32 parameters under the run's ZeRO stage.
 
     Torch: 4 N weights, 8 N moments, 4 N gradients. DeepSpeed: every rank has 4 N weights; stage 1 deals the optimizer's
@@ -88,45 +88,54 @@ def network_bytes(parameters: int, config: RunConfig) -> Network:
     makes square roots of as many elements as it updates, and DeepSpeed flattens their gradients.
     Source: Rajbhandari et al. 2020, arXiv:1910.02054; deepspeed 0.19.
     """
-    whole, part = FLOAT32 * parameters, FLOAT32 * -(-parameters // ranks(config))
+    full_bytes, shard_bytes = FLOAT32 * parameters, FLOAT32 * -(-parameters // count_ranks(config))
     if not uses_deepspeed(config):
-        return Network(whole, 0, 2 * whole, whole, whole, 0)
+        return NetworkBytes(full_bytes, 0, 2 * full_bytes, full_bytes, full_bytes, 0)
     trainer = config.trainer
-    gradients = whole if trainer.zero_stage == 1 else part
-    weights = part if trainer.zero_stage == 3 else whole
-    on_host = part if trainer.offload_parameters else 0
+    gradients = full_bytes if trainer.zero_stage == 1 else shard_bytes
+    weights = shard_bytes if trainer.zero_stage == 3 else full_bytes
+    offloaded_weights = shard_bytes if trainer.offload_parameters else 0
     if not trainer.offload_optimizer:
-        return Network(weights - on_host, part, 2 * part, gradients, 2 * part, on_host)
-    moved = {1: 3, 2: 4, 3: 5}[trainer.zero_stage] * part
-    return Network(weights - on_host, 0, 0, gradients if trainer.zero_stage == 1 else 0, 0, on_host + moved)
+        return NetworkBytes(
+            weights - offloaded_weights, shard_bytes, 2 * shard_bytes, gradients, 2 * shard_bytes, offloaded_weights
+        )
+    offloaded_states = {1: 3, 2: 4, 3: 5}[trainer.zero_stage] * shard_bytes
+    return NetworkBytes(
+        weights - offloaded_weights,
+        0,
+        0,
+        gradients if trainer.zero_stage == 1 else 0,
+        0,
+        offloaded_weights + offloaded_states,
+    )
 
 
-def read_bytes(shape: ModelShape, parameters: int, config: RunConfig) -> int:
+def compute_gathered_bytes(shape: ModelShape, parameters: int, config: RunConfig) -> int:
     """A network that stage 3 gathers to be read: linear layers of blocks in the type of the passes, the rest float32.
 
     As `trainable.backend.zero_weights` gathers it.
     """
     head = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
-    linear = linear_elements(shape) - head
-    return FLOAT32 * (parameters - linear) + compute_bytes(config) * linear
+    linear = count_linear_parameters(shape) - head
+    return FLOAT32 * (parameters - linear) + get_dtype_bytes(config) * linear
 
 
-def reference_bytes(shape: ModelShape, config: RunConfig) -> int:
+def compute_reference_bytes(shape: ModelShape, config: RunConfig) -> int:
     """A reference of its own; 0 where no loss and no reward needs it, and with LoRA, where the base is it."""
     is_needed = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    return frozen_bytes(shape, config) if is_needed and not config.model.lora_rank else 0
+    return compute_frozen_bytes(shape, config) if is_needed and not config.model.lora_rank else 0
 
 
-def frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
+def compute_frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
     """A frozen network: linear layers in the type of the passes, embedding (a tied head too) and norms in float32.
 
     As `trainable.models.load.frozen` makes it.
     """
-    linear = linear_elements(shape)
-    return FLOAT32 * (policy_parameters(shape) - linear) + compute_bytes(config) * linear
+    linear = count_linear_parameters(shape)
+    return FLOAT32 * (count_policy_parameters(shape) - linear) + get_dtype_bytes(config) * linear
 
 
-def cast_bytes(shape: ModelShape, name: str, parameters: int, config: RunConfig) -> int:
+def compute_cast_bytes(shape: ModelShape, name: str, parameters: int, config: RunConfig) -> int:
     """Copies of a network's weights in the type of the passes, which autocast keeps while one runs; 0 in float32.
 
     name: policy or critic. Only what enters a matrix product is copied: an embedding that is not also the head stays
@@ -140,18 +149,18 @@ def cast_bytes(shape: ModelShape, name: str, parameters: int, config: RunConfig)
     return BFLOAT16 * (parameters - (0 if is_multiplied else shape.vocab_size * shape.hidden_size))
 
 
-def compute_bytes(config: RunConfig) -> int:
+def get_dtype_bytes(config: RunConfig) -> int:
     """Bytes of a number in passes."""
     return FLOAT32 if config.model.dtype == "float32" else BFLOAT16
 
 
-def longest(config: RunConfig) -> int:
+def compute_max_tokens(config: RunConfig) -> int:
     """Tokens of a conversation at most: all its turns with replies of full length, within max_model_len."""
     tokens = config.env.max_turn * (config.rollout.response_length + TURN_TOKENS[config.model.prompt_style])
     return min(tokens, config.rollout.max_model_len or tokens)
 
 
-def block_bytes(shape: ModelShape, config: RunConfig) -> int:
+def compute_block_bytes(shape: ModelShape, config: RunConfig) -> int:
     """What one block keeps of one token for its backward pass.
 
     float32: 4 (9 h + 2 kv + 4 f), of which attention's output twice, by length and end to end; bfloat16: 24 h + 4 kv +
@@ -160,194 +169,218 @@ def block_bytes(shape: ModelShape, config: RunConfig) -> int:
     as many numbers as its rank, and frozen norms keep 8 h less; exact for adapters on all layers, an upper bound for
     some.
     """
-    hidden, wide, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
-    factors = FLOAT32 * (shape.num_attention_heads + 2)
+    hidden, intermediate, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
+    factor_bytes = FLOAT32 * (shape.num_attention_heads + 2)
     if config.model.lora_rank:
-        adapters = config.model.lora_rank * len(adapted_layers(shape, config.model))
-        factors += compute_bytes(config) * adapters - 2 * FLOAT32 * hidden
+        adapters = config.model.lora_rank * len(list_adapted_layers(shape, config.model))
+        factor_bytes += get_dtype_bytes(config) * adapters - 2 * FLOAT32 * hidden
     if config.model.dtype == "float32":
-        return FLOAT32 * (9 * hidden + 2 * kv + 4 * wide) + factors
-    return 24 * hidden + 4 * kv + 8 * wide + factors
+        return FLOAT32 * (9 * hidden + 2 * kv + 4 * intermediate) + factor_bytes
+    return 24 * hidden + 4 * kv + 8 * intermediate + factor_bytes
 
 
-def tokens_a_pass(config: RunConfig) -> int:
+def compute_tokens_per_pass(config: RunConfig) -> int:
     """Tokens of the largest pass with gradients, which has no padding: at most a rank's rows of a mini-batch."""
-    most = max(config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size)
-    return min(-(-most // ranks(config)) * longest(config), max(TOKENS_PER_PASS["cuda"], longest(config)))
+    max_mini_batch = max(config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size)
+    return min(
+        -(-max_mini_batch // count_ranks(config)) * compute_max_tokens(config),
+        max(TOKENS_PER_PASS["cuda"], compute_max_tokens(config)),
+    )
 
 
-def activation_bytes(shape: ModelShape, config: RunConfig) -> int:
+def compute_activation_bytes(shape: ModelShape, config: RunConfig) -> int:
     """What the passes with gradients hold of activations.
 
     A token: the saved tensors of every block, or with gradient checkpointing each block's input (4 h) and one block's
     saved tensors; 12 h around the blocks; and 3 f numbers and 8 h bytes of gradients while a block goes backward.
     """
-    block, hidden = block_bytes(shape, config), shape.hidden_size
-    working = 3 * shape.intermediate_size * compute_bytes(config) + 2 * FLOAT32 * hidden
+    block, hidden = compute_block_bytes(shape, config), shape.hidden_size
+    backward_bytes = 3 * shape.intermediate_size * get_dtype_bytes(config) + 2 * FLOAT32 * hidden
     blocks = shape.num_hidden_layers * block
     if config.model.enable_gradient_checkpointing:
         blocks = shape.num_hidden_layers * FLOAT32 * hidden + block
-    return tokens_a_pass(config) * (blocks + 3 * FLOAT32 * hidden + working)
+    return compute_tokens_per_pass(config) * (blocks + 3 * FLOAT32 * hidden + backward_bytes)
 
 
-def logits_bytes(shape: ModelShape, config: RunConfig, with_gradients: bool) -> int:
+def compute_logits_bytes(shape: ModelShape, config: RunConfig, with_gradients: bool) -> int:
     """Logits of CHUNK_ELEMENTS, or with gradients of a whole pass where chunking is off, in all their copies.
 
     With gradients also the head's, unless it is frozen: a sum in float32, and a summand in the type of the passes.
     """
-    elements = tokens_a_pass(config) * shape.vocab_size
+    elements = compute_tokens_per_pass(config) * shape.vocab_size
     if config.actor.entropy_from_logits_with_chunking or not with_gradients:
         elements = min(elements, CHUNK_ELEMENTS)
-    head = shape.vocab_size * shape.hidden_size * (FLOAT32 + compute_bytes(config))
+    head = shape.vocab_size * shape.hidden_size * (FLOAT32 + get_dtype_bytes(config))
     return FLOAT32 * LOGIT_COPIES[with_gradients] * elements + (with_gradients and not config.model.lora_rank) * head
 
 
-def cache_bytes(shape: ModelShape, number: int) -> int:
+def compute_token_kv_bytes(shape: ModelShape, dtype_bytes: int) -> int:
     """Keys and values of one token in all blocks, `number` bytes each."""
-    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * number
+    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype_bytes
 
 
-def rows_at_once(config: RunConfig) -> int:
+def count_concurrent_rows(config: RunConfig) -> int:
     """Conversations that one rank plays at once: of training, validation or test, whichever has most."""
     env = config.env
-    most = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
-    return -(-most // ranks(config))
+    max_rows = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
+    return -(-max_rows // count_ranks(config))
 
 
-def parts(shape: ModelShape, config: RunConfig, share: int) -> tuple[Part, ...]:
+def list_allocations(shape: ModelShape, config: RunConfig, budget: int) -> tuple[Allocation, ...]:
     """All parts of a run that has `share` bytes of each of its GPUs; parts of no bytes are left out."""
-    found = [
-        *_trained(shape, config),
-        _always("reference weights", reference_bytes(shape, config)),
-        *(_vllm(shape, config, share) if config.rollout.name == "vllm" else _torch_sampler(shape, config)),
-        *_passes(shape, config),
-        *_dealt(shape, config),
-        _always("CUDA context" + (", NCCL" if ranks(config) > 1 else ""),
-                CONTEXT + (COMMUNICATION if ranks(config) > 1 else 0)),
+    allocations = [
+        *_list_trained_allocations(shape, config),
+        _make_constant_allocation("reference weights", compute_reference_bytes(shape, config)),
+        *(_list_vllm_allocations(shape, config, budget) if config.rollout.name == "vllm" else _list_sampler_allocations(shape, config)),
+        *_list_pass_allocations(shape, config),
+        *_list_sharding_allocations(shape, config),
+        _make_constant_allocation("CUDA context" + (", NCCL" if count_ranks(config) > 1 else ""),
+                CUDA_CONTEXT_BYTES + (NCCL_BYTES if count_ranks(config) > 1 else 0)),
     ]  # fmt: skip
-    return tuple(part for part in found if any(part.gpu) or part.host)
+    return tuple(allocation for allocation in allocations if any(allocation.gpu_bytes) or allocation.host_bytes)
 
 
-def _always(name: str, size: int, host: int = 0) -> Part:
-    return Part(name, (size,) * len(PHASES), host)
+def _make_constant_allocation(name: str, size: int, host: int = 0) -> Allocation:
+    return Allocation(name, (size,) * len(PHASES), host)
 
 
-def _at(name: str, sizes: dict[int, int], host: int = 0) -> Part:
+def _make_phase_allocation(name: str, sizes: dict[int, int], host: int = 0) -> Allocation:
     """A part that is there at some moments only: index of the moment -> bytes."""
-    return Part(name, tuple(sizes.get(moment, 0) for moment in range(len(PHASES))), host)
+    return Allocation(name, tuple(sizes.get(moment, 0) for moment in range(len(PHASES))), host)
 
 
-def trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, int]:
+def count_trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, int]:
     """Parameters that are trained: of the policy (with a value head on a shared trunk), and of the critic."""
-    return {name: sum(sizes) for name, sizes in trained_tensors(shape, config).items()}
+    return {name: sum(sizes) for name, sizes in list_trained_tensor_sizes(shape, config).items()}
 
 
-def _trained(shape: ModelShape, config: RunConfig) -> list[Part]:
+def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
     """The base of adapters; and weights, optimizer, gradients and step of each network that is trained."""
-    found, weights = [], "weights"
+    allocations, weights_label = [], "weights"
     if config.model.lora_rank:
-        found, weights = [_always("base weights, frozen", frozen_bytes(shape, config))], "adapters"
-    moments = {"policy": (POLICY_BACKWARD, POLICY_STEP), "critic": (CRITIC_BACKWARD, CRITIC_STEP)}
-    for name, parameters in trained_parameters(shape, config).items():
-        network, (backward, step) = network_bytes(parameters, config), moments[name]
-        bucket = FLOAT32 * min(BUCKET, parameters) if uses_deepspeed(config) else 0
-        gradients = _at(f"{name} gradients", {backward: network.gradients + bucket, step: network.gradients})
-        if deals_weights(config):  # DeepSpeed keeps what it sums them in
-            gradients = _always(f"{name} gradients", network.gradients + FLOAT32 * ZERO_BUCKET)
-        on_host = "AdamW moments" if config.trainer.offload_optimizer else "weights"
-        found += [
-            _always(f"{name} {weights}, float32", network.weights, network.host if on_host == "weights" else 0),
-            _always(f"{name} master weights", network.master),
-            _always(f"{name} AdamW moments", network.moments, network.host if on_host != "weights" else 0),
+        allocations, weights_label = (
+            [_make_constant_allocation("base weights, frozen", compute_frozen_bytes(shape, config))],
+            "adapters",
+        )
+    phases = {"policy": (POLICY_BACKWARD, POLICY_STEP), "critic": (CRITIC_BACKWARD, CRITIC_STEP)}
+    for name, parameters in count_trained_parameters(shape, config).items():
+        network, (backward, step) = compute_network_bytes(parameters, config), phases[name]
+        bucket_bytes = FLOAT32 * min(REDUCE_BUCKET_SIZE, parameters) if uses_deepspeed(config) else 0
+        gradients = _make_phase_allocation(
+            f"{name} gradients", {backward: network.gradients + bucket_bytes, step: network.gradients}
+        )
+        if shards_weights(config):  # DeepSpeed keeps what it sums them in
+            gradients = _make_constant_allocation(f"{name} gradients", network.gradients + FLOAT32 * ZERO_BUCKET_SIZE)
+        offloaded_label = "AdamW moments" if config.trainer.offload_optimizer else "weights"
+        allocations += [
+            _make_constant_allocation(
+                f"{name} {weights_label}, float32", network.weights, network.host if offloaded_label == "weights" else 0
+            ),
+            _make_constant_allocation(f"{name} master weights", network.master),
+            _make_constant_allocation(
+                f"{name} AdamW moments", network.moments, network.host if offloaded_label != "weights" else 0
+            ),
             gradients,
-            _at(f"{name} optimizer step", {step: network.scratch}),
+            _make_phase_allocation(f"{name} optimizer step", {step: network.scratch}),
         ]
-    return found
+    return allocations
 
 
-def _dealt(shape: ModelShape, config: RunConfig) -> list[Part]:
+def _list_sharding_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
     """What stage 3 gathers of weights for a while, and what there is before it has dealt them out."""
-    if not deals_weights(config):
+    if not shards_weights(config):
         return []
-    sizes = trained_parameters(shape, config)
-    read = {name: read_bytes(shape, parameters, config) for name, parameters in sizes.items()}
-    live = {name: FLOAT32 * min(ZERO_LIVE, parameters) for name, parameters in sizes.items()}
-    samples = config.rollout.name == "torch"
+    sizes = count_trained_parameters(shape, config)
+    gathered_bytes = {name: compute_gathered_bytes(shape, parameters, config) for name, parameters in sizes.items()}
+    live_bytes = {name: FLOAT32 * min(ZERO_MAX_LIVE_PARAMETERS, parameters) for name, parameters in sizes.items()}
+    uses_torch_sampler = config.rollout.name == "torch"
     return [
-        _at("weights gathered", {
-            ROLLOUT: read["policy"] if samples else 0, VALUES: max(read.values()),
-            CRITIC_BACKWARD: live.get("critic", 0), POLICY_BACKWARD: live["policy"],
+        _make_phase_allocation("weights gathered", {
+            ROLLOUT: gathered_bytes["policy"] if uses_torch_sampler else 0, VALUES: max(gathered_bytes.values()),
+            CRITIC_BACKWARD: live_bytes.get("critic", 0), POLICY_BACKWARD: live_bytes["policy"],
         }),
-        _at("networks before they are dealt out", {START: FLOAT32 * sum(sizes.values())}),
+        _make_phase_allocation("networks before they are dealt out", {START: FLOAT32 * sum(sizes.values())}),
     ]  # fmt: skip
 
 
-def saving_bytes(shape: ModelShape, config: RunConfig) -> int:
+def compute_saving_bytes(shape: ModelShape, config: RunConfig) -> int:
     """What a run holds in the host's memory while it saves a state: all weights and moments, which rank 0 collects."""
-    return (FLOAT32 + MOMENT_BYTES) * sum(trained_parameters(shape, config).values())
+    return (FLOAT32 + MOMENT_BYTES) * sum(count_trained_parameters(shape, config).values())
 
 
-def _passes(shape: ModelShape, config: RunConfig) -> list[Part]:
+def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
     """What passes hold while they run: copies of weights, activations, logits."""
-    sizes = trained_parameters(shape, config)
-    copies = {name: cast_bytes(shape, name, parameters, config) for name, parameters in sizes.items()}
+    sizes = count_trained_parameters(shape, config)
+    copy_bytes = {name: compute_cast_bytes(shape, name, parameters, config) for name, parameters in sizes.items()}
     # What stage 3 has gathered to be read is in the type of the passes already, but for the head.
-    head = cast_bytes(shape, "head", 2 * shape.vocab_size * shape.hidden_size, config)
-    read = dict.fromkeys(copies, head) if deals_weights(config) else copies
+    head_bytes = compute_cast_bytes(shape, "head", 2 * shape.vocab_size * shape.hidden_size, config)
+    no_grad_bytes = dict.fromkeys(copy_bytes, head_bytes) if shards_weights(config) else copy_bytes
     rollout = config.rollout
     rows = max(rollout.log_prob_micro_batch_size_per_gpu, rollout.ref_log_prob_micro_batch_size_per_gpu)
-    forward = rows * longest(config) * (block_bytes(shape, config) + 2 * FLOAT32 * shape.hidden_size)
-    with_critic = "critic" in sizes
-    held, logits = activation_bytes(shape, config), logits_bytes(shape, config, with_gradients=True)
+    forward_bytes = (
+        rows * compute_max_tokens(config) * (compute_block_bytes(shape, config) + 2 * FLOAT32 * shape.hidden_size)
+    )
+    has_critic = "critic" in sizes
+    activations, logits = (
+        compute_activation_bytes(shape, config),
+        compute_logits_bytes(shape, config, with_gradients=True),
+    )
     return [
-        _at(f"copies in {config.model.dtype}", {
-            ROLLOUT: read["policy"] if rollout.name == "torch" else 0, VALUES: max(read.values()),
-            CRITIC_BACKWARD: copies.get("critic", 0), POLICY_BACKWARD: copies["policy"],
+        _make_phase_allocation(f"copies in {config.model.dtype}", {
+            ROLLOUT: no_grad_bytes["policy"] if rollout.name == "torch" else 0, VALUES: max(no_grad_bytes.values()),
+            CRITIC_BACKWARD: copy_bytes.get("critic", 0), POLICY_BACKWARD: copy_bytes["policy"],
         }),
-        _at("activations", {VALUES: forward, CRITIC_BACKWARD: held * with_critic, POLICY_BACKWARD: held}),
-        _at("logits", {VALUES: logits_bytes(shape, config, with_gradients=False), POLICY_BACKWARD: logits}),
+        _make_phase_allocation("activations", {VALUES: forward_bytes, CRITIC_BACKWARD: activations * has_critic, POLICY_BACKWARD: activations}),
+        _make_phase_allocation("logits", {VALUES: compute_logits_bytes(shape, config, with_gradients=False), POLICY_BACKWARD: logits}),
     ]  # fmt: skip
 
 
-def _vllm(shape: ModelShape, config: RunConfig, share: int) -> list[Part]:
+def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int) -> list[Allocation]:
     """vLLM's part: gpu_memory_utilization of the run's share, of which what its weights leave is its cache."""
     rollout = config.rollout
-    weights = compute_bytes(config) * policy_parameters(shape)
-    given = int(rollout.gpu_memory_utilization * share)
-    work = vllm_work_bytes(shape, config)
-    cache = max(given - weights - work, 0)
-    when = (ROLLOUT,) if rollout.free_cache_engine else range(START)
-    block = sum(inputs * outputs for inputs, outputs in linear_layers(shape).values())
+    weight_bytes = get_dtype_bytes(config) * count_policy_parameters(shape)
+    vllm_bytes = int(rollout.gpu_memory_utilization * budget)
+    work_bytes = compute_vllm_work_bytes(shape, config)
+    kv_bytes = max(vllm_bytes - weight_bytes - work_bytes, 0)
+    phases = (ROLLOUT,) if rollout.free_cache_engine else range(START)
+    block_parameters = sum(inputs * outputs for inputs, outputs in list_linear_layers(shape).values())
     return [
-        _at("vLLM weights", dict.fromkeys(when, weights), weights if rollout.free_cache_engine else 0),
-        _at("vLLM work space", dict.fromkeys(when, work)),
-        _at("vLLM KV cache", dict.fromkeys(when, cache)),
+        _make_phase_allocation(
+            "vLLM weights", dict.fromkeys(phases, weight_bytes), weight_bytes if rollout.free_cache_engine else 0
+        ),
+        _make_phase_allocation("vLLM work space", dict.fromkeys(phases, work_bytes)),
+        _make_phase_allocation("vLLM KV cache", dict.fromkeys(phases, kv_bytes)),
         # vLLM takes a block over when it has all of it.
-        _at("a block for vLLM, adapters merged", {ROLLOUT: FLOAT32 * block * (config.model.lora_rank > 0)}),
+        _make_phase_allocation(
+            "a block for vLLM, adapters merged", {ROLLOUT: FLOAT32 * block_parameters * (config.model.lora_rank > 0)}
+        ),
     ]
 
 
-def vllm_work_bytes(shape: ModelShape, config: RunConfig) -> int:
+def compute_vllm_work_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Activations of vLLM's largest pass, and the distributions of the rows that it decodes at once; an estimate."""
-    number = compute_bytes(config)
-    tokens = VLLM_TOKENS * (3 * shape.intermediate_size + 4 * shape.hidden_size) * number
-    return tokens + VLLM_ROWS * shape.vocab_size * (number + 3 * FLOAT32)
+    dtype_bytes = get_dtype_bytes(config)
+    activations = VLLM_MAX_BATCHED_TOKENS * (3 * shape.intermediate_size + 4 * shape.hidden_size) * dtype_bytes
+    return activations + VLLM_MAX_SEQS * shape.vocab_size * (dtype_bytes + 3 * FLOAT32)
 
 
-def _torch_sampler(shape: ModelShape, config: RunConfig) -> list[Part]:
+def _list_sampler_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
     """The torch sampler's cache, which grows by half at a time, and what drawing one token of each row takes."""
-    rows = rows_at_once(config)
-    cache = rows * (longest(config) * 3 // 2) * cache_bytes(shape, compute_bytes(config))
+    rows = count_concurrent_rows(config)
+    kv_bytes = rows * (compute_max_tokens(config) * 3 // 2) * compute_token_kv_bytes(shape, get_dtype_bytes(config))
     # `draw`: logits, log-probs and probabilities in float32, heights and the numbers they sum in float64.
-    drawn = rows * shape.vocab_size * (3 * FLOAT32 + 16)
-    return [_at("sampler KV cache", {ROLLOUT: cache}), _at("sampler logits", {ROLLOUT: drawn})]
+    draw_bytes = rows * shape.vocab_size * (3 * FLOAT32 + 16)
+    return [
+        _make_phase_allocation("sampler KV cache", {ROLLOUT: kv_bytes}),
+        _make_phase_allocation("sampler logits", {ROLLOUT: draw_bytes}),
+    ]
 
 
-def totals(found: tuple[Part, ...]) -> tuple[int, ...]:
+def sum_by_phase(allocations: tuple[Allocation, ...]) -> tuple[int, ...]:
     """Bytes on each GPU at each of PHASES: the sum over parts."""
-    return tuple(sum(part.gpu[moment] for part in found) for moment in range(len(PHASES)))
+    return tuple(sum(allocation.gpu_bytes[moment] for allocation in allocations) for moment in range(len(PHASES)))
 
 
-def host_bytes(found: tuple[Part, ...], config: RunConfig) -> int:
+def compute_host_bytes(allocations: tuple[Allocation, ...], config: RunConfig) -> int:
     """What all ranks of a run keep in the host's memory."""
-    return ranks(config) * sum(part.host for part in found)
+    return count_ranks(config) * sum(allocation.host_bytes for allocation in allocations)

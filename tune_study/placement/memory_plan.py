@@ -7,25 +7,25 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from search_spaces.declaration.study import Study
-from trainable.config.run_config import ConfigError, with_overrides
-from trainable.runs.orphans import leftovers
+from trainable.config.run_config import ConfigError, apply_overrides
+from trainable.runs.orphans import find_orphans
 from tune_study.host import machine
 from tune_study.host.gpus import Gpu
 from tune_study.placement import memory
-from tune_study.placement.memory import GIB, PHASES, Part
-from tune_study.placement.model_size import ModelShape, shape_of
-from tune_study.plan.allotment import Allotment
+from tune_study.placement.memory import GIB, PHASES, Allocation
+from tune_study.placement.model_size import ModelShape, read_model_shape
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 ASSUMED_GIB = 80.0
 """The card of a plan where no GPU's memory is known."""
-_TIGHT = 0.95
-_MOST_WAYS = 4
-_MOST_GPUS = 8
+_TIGHT_FRACTION = 0.95
+_MAX_REMEDIES = 4
+_MAX_GPUS = 8
 """Of one machine, where it is not known."""
 
 
-class Card(NamedTuple):
+class GpuCapacity(NamedTuple):
     """One GPU's memory in bytes, and where the number is from. is_known: False where it is assumed."""
 
     size: int
@@ -43,40 +43,50 @@ class MemoryPlan(NamedTuple):
 
     spec: RunSpec
     shape: ModelShape
-    card: Card
-    share: float
+    capacity: GpuCapacity
+    gpu_fraction: float
     budget: int
-    parts: tuple[Part, ...]
-    host: int
-    a_gpu: int
-    a_node: int
-    most: int
+    allocations: tuple[Allocation, ...]
+    host_bytes: int
+    runs_per_gpu: int
+    runs_per_node: int
+    max_gpus: int
 
     @property
     def peak(self) -> int:
         """Bytes on each GPU at the moment that takes most."""
-        return max(memory.totals(self.parts))
+        return max(memory.sum_by_phase(self.allocations))
 
     @property
     def cache_shortfall(self) -> int:
         """Bytes that vLLM lacks to hold one conversation of full length; 0 where it does, and for another sampler."""
-        config = self.spec.ppo
+        config = self.spec.ppo_config
         if config.rollout.name != "vllm":
             return 0
-        held = sum(part.gpu[memory.ROLLOUT] for part in self.parts if part.name.startswith("vLLM weights"))
-        needed = held + memory.vllm_work_bytes(self.shape, config) + self._conversation
-        return max(needed - int(config.rollout.gpu_memory_utilization * self.budget), 0)
+        weight_bytes = sum(
+            allocation.gpu_bytes[memory.ROLLOUT]
+            for allocation in self.allocations
+            if allocation.name.startswith("vLLM weights")
+        )
+        needed_bytes = weight_bytes + memory.compute_vllm_work_bytes(self.shape, config) + self._conversation_bytes
+        return max(needed_bytes - int(config.rollout.gpu_memory_utilization * self.budget), 0)
 
     @property
-    def conversations(self) -> int:
+    def max_conversations(self) -> int:
         """Conversations of full length that vLLM's cache holds at once."""
-        cache = sum(part.gpu[memory.ROLLOUT] for part in self.parts if part.name == "vLLM KV cache")
-        return cache // self._conversation
+        cache_bytes = sum(
+            allocation.gpu_bytes[memory.ROLLOUT]
+            for allocation in self.allocations
+            if allocation.name == "vLLM KV cache"
+        )
+        return cache_bytes // self._conversation_bytes
 
     @property
-    def _conversation(self) -> int:
-        config = self.spec.ppo
-        return memory.longest(config) * memory.cache_bytes(self.shape, memory.compute_bytes(config))
+    def _conversation_bytes(self) -> int:
+        config = self.spec.ppo_config
+        return memory.compute_max_tokens(config) * memory.compute_token_kv_bytes(
+            self.shape, memory.get_dtype_bytes(config)
+        )
 
     @property
     def fits(self) -> bool:
@@ -84,146 +94,184 @@ class MemoryPlan(NamedTuple):
         return self.peak <= self.budget and not self.cache_shortfall
 
 
-def find_card(asked: float | None, gpus: Sequence[Gpu]) -> Card:
+def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCapacity:
     """The card to plan for: --gpu-memory-gib, else the smallest of `gpus`, else ASSUMED_GIB. asked: in GiB."""
-    if asked is not None:
-        if not 0 < asked <= 4096:
-            raise PlanError(f"--gpu-memory-gib {asked:g} is no card: type its memory in GiB, like --gpu-memory-gib 80.")
-        return Card(int(asked * GIB), "asked for by --gpu-memory-gib", True)
+    if requested_gib is not None:
+        if not 0 < requested_gib <= 4096:
+            raise PlanError(
+                f"--gpu-memory-gib {requested_gib:g} is no card: type its memory in GiB, like --gpu-memory-gib 80."
+            )
+        return GpuCapacity(int(requested_gib * GIB), "asked for by --gpu-memory-gib", True)
     uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
-    found = [entry.total for entry in machine.gpu_memory() if entry.uuid in uuids] if uuids else []
-    sizes = [total for total in found if total is not None]
+    reported_totals = [entry.total_mib for entry in machine.query_gpu_memory() if entry.uuid in uuids] if uuids else []
+    sizes = [total for total in reported_totals if total is not None]
     if sizes and len(sizes) == len(gpus):
-        return Card(min(sizes) * 2**20, "as nvidia-smi says", True)
-    why = "no GPU is visible" if not gpus else "nvidia-smi does not say"
-    return Card(int(ASSUMED_GIB * GIB), f"assumed, since {why}; --gpu-memory-gib N plans for another", False)
+        return GpuCapacity(min(sizes) * 2**20, "as nvidia-smi says", True)
+    reason = "no GPU is visible" if not gpus else "nvidia-smi does not say"
+    return GpuCapacity(int(ASSUMED_GIB * GIB), f"assumed, since {reason}; --gpu-memory-gib N plans for another", False)
 
 
-def plan_memory(plan: StudyPlan, allotment: Allotment, card: Card, environ: Mapping[str, str]) -> MemoryPlan | None:
+def plan_memory(
+    plan: StudyPlan, resource_plan: ResourcePlan, capacity: GpuCapacity, environ: Mapping[str, str]
+) -> MemoryPlan | None:
     """The memory plan of the run that takes most; None for runs without GPUs and for a model of unknown shape."""
-    if not allotment.slots:
+    if not resource_plan.gpu_slots:
         return None
-    found = []
-    for arm in {spec.arm: spec for spec in plan.runs}.values():
-        shape = shape_of(arm.ppo.model.path, environ)
+    memory_plans = []
+    for arm_spec in {spec.arm: spec for spec in plan.runs}.values():
+        shape = read_model_shape(arm_spec.ppo_config.model.path, environ)
         if shape is not None:
-            most = (card.is_known and len(allotment.gpus)) or _MOST_GPUS
-            at_once = min(allotment.a_node or allotment.max_concurrent, allotment.max_concurrent)
-            found.append(plan_run(arm, shape, card, at_once, most))
-    return max(found, key=lambda each: (not each.fits, each.peak), default=None)
+            max_gpus = (capacity.is_known and len(resource_plan.gpus)) or _MAX_GPUS
+            runs_per_node = min(
+                resource_plan.runs_per_node or resource_plan.max_concurrent, resource_plan.max_concurrent
+            )
+            memory_plans.append(plan_run_memory(arm_spec, shape, capacity, runs_per_node, max_gpus))
+    return max(memory_plans, key=lambda each: (not each.fits, each.peak), default=None)
 
 
-def plan_run(spec: RunSpec, shape: ModelShape, card: Card, at_once: int, most: int) -> MemoryPlan:
+def plan_run_memory(
+    spec: RunSpec, shape: ModelShape, capacity: GpuCapacity, runs_per_node: int, max_gpus: int
+) -> MemoryPlan:
     """The memory plan of one run. at_once: runs that the study has on the machine at a time. most: see MemoryPlan."""
-    n_gpus = spec.ppo.trainer.n_gpus_per_node
-    share = min(n_gpus, 1.0)
-    budget = int(share * card.size)
-    found = memory.parts(shape, spec.ppo, budget)
-    a_gpu = min(int(1 / share + 1e-9), at_once)
-    host = memory.host_bytes(found, spec.ppo)
-    return MemoryPlan(spec, shape, card, share, budget, found, host, a_gpu, at_once, most)
+    n_gpus = spec.ppo_config.trainer.n_gpus_per_node
+    gpu_fraction = min(n_gpus, 1.0)
+    budget = int(gpu_fraction * capacity.size)
+    allocations = memory.list_allocations(shape, spec.ppo_config, budget)
+    runs_per_gpu = min(int(1 / gpu_fraction + 1e-9), runs_per_node)
+    host_bytes = memory.compute_host_bytes(allocations, spec.ppo_config)
+    return MemoryPlan(
+        spec, shape, capacity, gpu_fraction, budget, allocations, host_bytes, runs_per_gpu, runs_per_node, max_gpus
+    )
 
 
-def table(found: MemoryPlan) -> tuple[tuple[str, ...], list[list[str]]]:
+def make_memory_table(memory_plan: MemoryPlan) -> tuple[tuple[str, ...], list[list[str]]]:
     """Columns and rows of the plan, in GiB; moments that the run has not are left out."""
-    has_critic = "critic" in memory.trained_parameters(found.shape, found.spec.ppo)
-    moments = [number for number, name in enumerate(PHASES) if has_critic or not name.startswith("critic")]
-    if not memory.deals_weights(found.spec.ppo):
-        moments.remove(memory.START)
-    rows = [[part.name, *(_cell(part.gpu[moment]) for moment in moments), _cell(part.host)] for part in found.parts]
-    sums = memory.totals(found.parts)
-    rows.append(["sum", *(_gib(sums[moment]) for moment in moments), _cell(sum(part.host for part in found.parts))])
-    over = ["" if sums[moment] <= found.budget else f"{_gib(sums[moment] - found.budget)} over" for moment in moments]
-    rows.append([f"of {_gib(found.budget)}", *over, ""])
-    return ("GiB on each GPU", *(PHASES[moment] for moment in moments), "host"), rows
+    has_critic = "critic" in memory.count_trained_parameters(memory_plan.shape, memory_plan.spec.ppo_config)
+    phases = [number for number, name in enumerate(PHASES) if has_critic or not name.startswith("critic")]
+    if not memory.shards_weights(memory_plan.spec.ppo_config):
+        phases.remove(memory.START)
+    rows = [
+        [
+            allocation.name,
+            *(_format_cell(allocation.gpu_bytes[phase]) for phase in phases),
+            _format_cell(allocation.host_bytes),
+        ]
+        for allocation in memory_plan.allocations
+    ]
+    phase_totals = memory.sum_by_phase(memory_plan.allocations)
+    rows.append(
+        [
+            "sum",
+            *(_format_gib(phase_totals[moment]) for moment in phases),
+            _format_cell(sum(part.host_bytes for part in memory_plan.allocations)),
+        ]
+    )
+    excess_cells = [
+        ""
+        if phase_totals[moment] <= memory_plan.budget
+        else f"{_format_gib(phase_totals[moment] - memory_plan.budget)} over"
+        for moment in phases
+    ]
+    rows.append([f"of {_format_gib(memory_plan.budget)}", *excess_cells, ""])
+    return ("GiB on each GPU", *(PHASES[moment] for moment in phases), "host"), rows
 
 
-def lines(found: MemoryPlan, study: Study) -> list[str]:
+def format_memory_plan(memory_plan: MemoryPlan, study: Study) -> list[str]:
     """The plan in sentences: the share, what vLLM is given, and whether it fits."""
-    config = found.spec.ppo
-    said = [f"memory: a card of {_gib(found.card.size)} GiB ({found.card.source}); {_share_words(found)}"]
+    config = memory_plan.spec.ppo_config
+    sentences = [
+        f"memory: a card of {_format_gib(memory_plan.capacity.size)} GiB ({memory_plan.capacity.source}); {_format_gpu_fraction(memory_plan)}"
+    ]
     if config.rollout.name == "vllm":
-        said.append(_vllm_words(found))
-    if found.shape.is_counted:
-        said.append(
+        sentences.append(_format_vllm_memory(memory_plan))
+    if memory_plan.shape.is_counted:
+        sentences.append(
             "weights are counted over the model of its config.json; what its passes hold is estimated as that of a "
             "Qwen2 of its widths, and its attention may hold more"
         )
-    if found.host:
-        needed = f"{_gib(found.host)} GiB a run, {_gib(found.host * found.a_node)} for {found.a_node} at once"
-        said.append(f"host memory beside the usual: {needed}")
-    saving = _gib(memory.saving_bytes(found.shape, config))
-    said.append(f"host memory while a run saves its state: {saving} GiB more; loading one takes a tensor at a time")
-    return [*said, verdict(found, study)]
+    if memory_plan.host_bytes:
+        needed_text = f"{_format_gib(memory_plan.host_bytes)} GiB a run, {_format_gib(memory_plan.host_bytes * memory_plan.runs_per_node)} for {memory_plan.runs_per_node} at once"
+        sentences.append(f"host memory beside the usual: {needed_text}")
+    saving_text = _format_gib(memory.compute_saving_bytes(memory_plan.shape, config))
+    sentences.append(
+        f"host memory while a run saves its state: {saving_text} GiB more; loading one takes a tensor at a time"
+    )
+    return [*sentences, format_verdict(memory_plan, study)]
 
 
-def _share_words(found: MemoryPlan) -> str:
-    ranks = memory.ranks(found.spec.ppo)
-    whose = f"the run that takes most is {found.spec.run_id}"
-    if found.share < 1:
-        return f"a run has {found.share:g} of it, {_gib(found.budget)} GiB; {whose}"
-    return f"a run has {ranks} whole card{'s' * (ranks > 1)}; {whose}"
+def _format_gpu_fraction(memory_plan: MemoryPlan) -> str:
+    ranks = memory.count_ranks(memory_plan.spec.ppo_config)
+    largest_run = f"the run that takes most is {memory_plan.spec.run_id}"
+    if memory_plan.gpu_fraction < 1:
+        return f"a run has {memory_plan.gpu_fraction:g} of it, {_format_gib(memory_plan.budget)} GiB; {largest_run}"
+    return f"a run has {ranks} whole card{'s' * (ranks > 1)}; {largest_run}"
 
 
-def _vllm_words(found: MemoryPlan) -> str:
-    rollout = found.spec.ppo.rollout
-    given = rollout.gpu_memory_utilization * found.budget
-    of = "the run's share" if found.share < 1 else "the card"
-    text = f"vLLM: gpu_memory_utilization {rollout.gpu_memory_utilization:g} of {of}, {_gib(given)} GiB"
-    if found.cache_shortfall:
-        return f"{text}: {_gib(found.cache_shortfall)} GiB too little for one conversation"
-    at_once = f"{found.conversations} conversations of {memory.longest(found.spec.ppo)} tokens at once"
-    leaves = "; it leaves the GPU during the update" if rollout.free_cache_engine else ""
-    return f"{text}: {at_once}{leaves}"
+def _format_vllm_memory(memory_plan: MemoryPlan) -> str:
+    rollout = memory_plan.spec.ppo_config.rollout
+    vllm_bytes = rollout.gpu_memory_utilization * memory_plan.budget
+    budget_name = "the run's share" if memory_plan.gpu_fraction < 1 else "the card"
+    text = f"vLLM: gpu_memory_utilization {rollout.gpu_memory_utilization:g} of {budget_name}, {_format_gib(vllm_bytes)} GiB"
+    if memory_plan.cache_shortfall:
+        return f"{text}: {_format_gib(memory_plan.cache_shortfall)} GiB too little for one conversation"
+    capacity_text = f"{memory_plan.max_conversations} conversations of {memory.compute_max_tokens(memory_plan.spec.ppo_config)} tokens at once"
+    sleep_text = "; it leaves the GPU during the update" if rollout.free_cache_engine else ""
+    return f"{text}: {capacity_text}{sleep_text}"
 
 
-def verdict(found: MemoryPlan, study: Study) -> str:
+def format_verdict(memory_plan: MemoryPlan, study: Study) -> str:
     """One sentence: it fits and by how much, or what is too much and what to type."""
-    moment = _worst(found)
-    if found.fits:
-        share = found.peak / found.budget
-        tight = (
-            "; that is tight, since what the allocator loses between blocks is not counted" if share > _TIGHT else ""
+    worst_phase = _find_worst_phase(memory_plan)
+    if memory_plan.fits:
+        used_fraction = memory_plan.peak / memory_plan.budget
+        tight_note = (
+            "; that is tight, since what the allocator loses between blocks is not counted"
+            if used_fraction > _TIGHT_FRACTION
+            else ""
         )
-        return f"fits: {_gib(found.peak)} of {_gib(found.budget)} GiB at its highest ({moment}){tight}"
-    return f"DOES NOT FIT: {_too_much(found)}. {_advice(found, study)}"
+        return f"fits: {_format_gib(memory_plan.peak)} of {_format_gib(memory_plan.budget)} GiB at its highest ({worst_phase}){tight_note}"
+    return f"DOES NOT FIT: {_format_excess(memory_plan)}. {_format_advice(memory_plan, study)}"
 
 
-def _worst(found: MemoryPlan) -> str:
-    sums = memory.totals(found.parts)
-    return PHASES[sums.index(max(sums))]
+def _find_worst_phase(memory_plan: MemoryPlan) -> str:
+    phase_totals = memory.sum_by_phase(memory_plan.allocations)
+    return PHASES[phase_totals.index(max(phase_totals))]
 
 
-def _too_much(found: MemoryPlan) -> str:
+def _format_excess(memory_plan: MemoryPlan) -> str:
     """What takes most at the worst moment, or that vLLM has too little."""
-    if found.peak <= found.budget:
-        return f"vLLM lacks {_gib(found.cache_shortfall)} GiB for one conversation"
-    moment = PHASES.index(_worst(found))
-    largest = sorted(found.parts, key=lambda part: part.gpu[moment], reverse=True)[:5]
-    named = ", ".join(f"{part.name} {_gib(part.gpu[moment])}" for part in largest if part.gpu[moment])
-    return f"{PHASES[moment]} takes {_gib(found.peak)} GiB of {_gib(found.budget)} ({named}, ...)"
+    if memory_plan.peak <= memory_plan.budget:
+        return f"vLLM lacks {_format_gib(memory_plan.cache_shortfall)} GiB for one conversation"
+    phase = PHASES.index(_find_worst_phase(memory_plan))
+    largest_allocations = sorted(
+        memory_plan.allocations, key=lambda allocation: allocation.gpu_bytes[phase], reverse=True
+    )[:5]
+    allocation_text = ", ".join(
+        f"{part.name} {_format_gib(part.gpu_bytes[phase])}" for part in largest_allocations if part.gpu_bytes[phase]
+    )
+    return f"{PHASES[phase]} takes {_format_gib(memory_plan.peak)} GiB of {_format_gib(memory_plan.budget)} ({allocation_text}, ...)"
 
 
-def why_not(found: MemoryPlan, study: Study) -> tuple[str, list[str]]:
+def explain_excess(memory_plan: MemoryPlan, study: Study) -> tuple[str, list[str]]:
     """What is too much for the cards that the runs are planned for, and options to type any of which makes it fit.
 
     The options are most useful first and none where nothing helps. An empty text where the runs fit, or where the
     memory of the cards is not known.
     """
-    if found.fits or not found.card.is_known:
+    if memory_plan.fits or not memory_plan.capacity.is_known:
         return "", []
-    return _too_much(found), _remedies(found, study)
+    return _format_excess(memory_plan), _find_remedies(memory_plan, study)
 
 
-def _remedies(found: MemoryPlan, study: Study) -> list[str]:
-    return list(itertools.islice(_ways(found, study), _MOST_WAYS))
+def _find_remedies(memory_plan: MemoryPlan, study: Study) -> list[str]:
+    return list(itertools.islice(_iterate_remedies(memory_plan, study), _MAX_REMEDIES))
 
 
-def _advice(found: MemoryPlan, study: Study) -> str:
-    ways = _remedies(found, study)
-    if not ways:
+def _format_advice(memory_plan: MemoryPlan, study: Study) -> str:
+    remedies = _find_remedies(memory_plan, study)
+    if not remedies:
         return "No setting makes it fit: choose a smaller model with --model, or larger cards."
-    return f"Any of these makes it fit: {'; '.join(ways)}."
+    return f"Any of these makes it fit: {'; '.join(remedies)}."
 
 
 _CHANGES: tuple[tuple[str, Mapping[str, object]], ...] = (
@@ -261,91 +309,105 @@ _CHANGES: tuple[tuple[str, Mapping[str, object]], ...] = (
 """What can be typed to take less of each GPU, and the settings that it changes; those that change no result first."""
 
 
-def _ways(found: MemoryPlan, study: Study) -> Iterator[str]:
+def _iterate_remedies(memory_plan: MemoryPlan, study: Study) -> Iterator[str]:
     """Changes that make it fit, the fewest at once first, without those that change all that one before them does."""
-    usable = [change for change in _CHANGES if not study.axis.swept & change[1].keys() and _is_less(found, change[1])]
-    sufficient: list[set[str]] = []
+    usable_changes = [
+        change
+        for change in _CHANGES
+        if not study.axis.swept_fields & change[1].keys() and _is_applicable(memory_plan, change[1])
+    ]
+    sufficient_changes: list[set[str]] = []
     for count in (1, 2, 3):
-        for chosen in itertools.combinations(usable, count):
-            change = {name: value for _, settings in chosen for name, value in settings.items()}
-            is_twice = len(change) < sum(len(settings) for _, settings in chosen)
-            if is_twice or any(way <= change.keys() for way in sufficient) or not _would_fit(found, change):
+        for combination in itertools.combinations(usable_changes, count):
+            change = {name: value for _, settings in combination for name, value in settings.items()}
+            has_overlap = len(change) < sum(len(settings) for _, settings in combination)
+            if (
+                has_overlap
+                or any(sufficient_names <= change.keys() for sufficient_names in sufficient_changes)
+                or not _would_fit(memory_plan, change)
+            ):
                 continue
-            sufficient.append(set(change))
-            yield " ".join(text for text, _ in chosen)
+            sufficient_changes.append(set(change))
+            yield " ".join(text for text, _ in combination)
 
 
-def _is_less(found: MemoryPlan, change: Mapping[str, object]) -> bool:
+def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
     """Whether `change` changes something, and gives a run no fewer GPUs than it has, nor more than there are.
 
     Adapters are not made larger than they are.
     """
-    config = found.spec.ppo
+    config = memory_plan.spec.ppo_config
     try:
-        changed = with_overrides(config, change)
+        changed_config = apply_overrides(config, change)
     except ConfigError:
         return False
-    gpus = changed.trainer.n_gpus_per_node
+    n_gpus = changed_config.trainer.n_gpus_per_node
     if config.model.lora_rank and "model.lora_rank" in change:
         return False
-    return changed != config and config.trainer.n_gpus_per_node <= gpus <= max(found.most, 1)
+    return changed_config != config and config.trainer.n_gpus_per_node <= n_gpus <= max(memory_plan.max_gpus, 1)
 
 
-def _would_fit(found: MemoryPlan, change: Mapping[str, object]) -> bool:
+def _would_fit(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
     try:
-        config = with_overrides(found.spec.ppo, change)
+        config = apply_overrides(memory_plan.spec.ppo_config, change)
     except ConfigError:
         return False
-    return plan_run(replace(found.spec, config=config), found.shape, found.card, found.a_node, found.most).fits
+    return plan_run_memory(
+        replace(memory_plan.spec, config=config),
+        memory_plan.shape,
+        memory_plan.capacity,
+        memory_plan.runs_per_node,
+        memory_plan.max_gpus,
+    ).fits
 
 
-def check(found: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
+def check_memory(memory_plan: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
     """PlanError where the runs do not fit their cards, the host, or what others leave free of `gpus`."""
-    check_fits(found, plan.study)
-    available = machine.available_memory()
-    if found.host * found.a_node > available:
+    check_fits(memory_plan, plan.study)
+    available_bytes = machine.measure_available_memory()
+    if memory_plan.host_bytes * memory_plan.runs_per_node > available_bytes:
         raise PlanError(
-            f"{found.a_node} runs at once keep {_gib(found.host * found.a_node)} GiB in the host's memory, and "
-            f"{_gib(available)} are available: type --max-concurrent with a smaller number, or free memory."
+            f"{memory_plan.runs_per_node} runs at once keep {_format_gib(memory_plan.host_bytes * memory_plan.runs_per_node)} GiB in the host's memory, and "
+            f"{_format_gib(available_bytes)} are available: type --max-concurrent with a smaller number, or free memory."
         )
-    ending = {process.pid for process in leftovers(plan.folder)}
-    check_free(found.peak * found.a_gpu, gpus, ending)
+    ending_pids = {process.pid for process in find_orphans(plan.folder)}
+    check_free_memory(memory_plan.peak * memory_plan.runs_per_gpu, gpus, ending_pids)
 
 
-def check_fits(found: MemoryPlan, study: Study) -> None:
+def check_fits(memory_plan: MemoryPlan, study: Study) -> None:
     """PlanError where the runs do not fit the cards that they are planned for, whose memory is known."""
-    if found.card.is_known and not found.fits:
+    if memory_plan.capacity.is_known and not memory_plan.fits:
         raise PlanError(
-            f"The runs do not fit: {_too_much(found)}. {_advice(found, study)} --dry-run shows the whole plan; "
+            f"The runs do not fit: {_format_excess(memory_plan)}. {_format_advice(memory_plan, study)} --dry-run shows the whole plan; "
             f"--gpu-memory-gib N plans for a card of another size."
         )
 
 
-def check_free(needed: int, gpus: Sequence[Gpu], ending: AbstractSet[int]) -> None:
+def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: AbstractSet[int]) -> None:
     """PlanError where one of `gpus` has fewer bytes free than `needed`, naming the processes that hold its memory.
 
     ending: ids of processes that are ended before the runs start, whose memory counts as free.
     """
-    free = {entry.uuid: entry.free for entry in machine.gpu_memory()}
-    everyone = machine.gpu_processes()
+    free_by_uuid = {entry.uuid: entry.free_mib for entry in machine.query_gpu_memory()}
+    processes = machine.query_gpu_processes()
     for gpu in gpus:
-        holders = [holder for holder in everyone if holder.uuid == gpu.uuid]
-        left = free.get(gpu.uuid)
-        if left is None:
+        holders = [holder for holder in processes if holder.uuid == gpu.uuid]
+        available_mib = free_by_uuid.get(gpu.uuid)
+        if available_mib is None:
             continue
-        left += sum(holder.used or 0 for holder in holders if holder.pid in ending)
-        if left * 2**20 >= needed:
+        available_mib += sum(holder.used_mib or 0 for holder in holders if holder.pid in ending_pids)
+        if available_mib * 2**20 >= needed_bytes:
             continue
-        held = machine.holder_words([holder for holder in holders if holder.pid not in ending])
+        holder_text = machine.format_processes([holder for holder in holders if holder.pid not in ending_pids])
         raise PlanError(
-            f"GPU {gpu.id} has {left / 1024:.1f} GiB free and the runs on it take {_gib(needed)} GiB; its memory is "
-            f"{held}. End them if they are leftovers, wait until they end, or choose other GPUs with --gpus."
+            f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it take {_format_gib(needed_bytes)} GiB; its memory is "
+            f"{holder_text}. End them if they are leftovers, wait until they end, or choose other GPUs with --gpus."
         )
 
 
-def _gib(size: float) -> str:
+def _format_gib(size: float) -> str:
     return f"{size / GIB:.1f}"
 
 
-def _cell(size: int) -> str:
-    return _gib(size) if size else "-"
+def _format_cell(size: int) -> str:
+    return _format_gib(size) if size else "-"

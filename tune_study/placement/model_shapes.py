@@ -12,7 +12,7 @@ _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "32": (5120, 27_648, 64, 40, 8, 152_064, False),
     "72": (8192, 29_568, 80, 64, 8, 152_064, False),
 }
-_RELEASED = {
+_RELEASED_SIZES = {
     "": ("0.5", "1.5", "3", "7", "14", "32", "72"),
     "Math-": ("1.5", "7", "72"),
     "Coder-": ("0.5", "1.5", "3", "7", "14", "32"),
@@ -24,12 +24,12 @@ _FIELDS = (
 _HUB_ID = re.compile(r"Qwen/Qwen2\.5-(|Math-|Coder-)(0\.5|1\.5|3|7|14|32|72)B(?:-Instruct)?")
 
 
-def published_sizes(path: str) -> dict[str, int | bool] | None:
+def find_published_sizes(path: str) -> dict[str, int | bool] | None:
     """The fields of config.json that a model's shape depends on; None for what is no Qwen2.5 of the hub.
 
     Math, Coder and Instruct have the sizes of the base model of their size. Quantised ones are not listed.
     """
-    found = _HUB_ID.fullmatch(path)
-    if found is None or found[2] not in _RELEASED[found[1]]:
+    match = _HUB_ID.fullmatch(path)
+    if match is None or match[2] not in _RELEASED_SIZES[match[1]]:
         return None
-    return dict(zip(_FIELDS, _SIZES[found[2]], strict=True))
+    return dict(zip(_FIELDS, _SIZES[match[2]], strict=True))

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError
 
-from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED, SHIPPED_FOLDER
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPED_MODEL_FOLDER
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ModelConfig
 from tune_study.folder.outputs import read_json
-from tune_study.placement.model_shapes import published_sizes
-from tune_study.placement.models import hub_cache
+from tune_study.placement.model_shapes import find_published_sizes
+from tune_study.placement.models import find_hub_cache
 
 
 class ModelShape(BaseModel):
@@ -46,129 +46,136 @@ class ModelShape(BaseModel):
         return bool(self.trunk)
 
 
-def shape_of(path: str, environ: Mapping[str, str]) -> ModelShape | None:
+def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None:
     """The shape of the model at `path`: the shipped one, a folder, a hub id in the hub cache, or a Qwen2.5 of the hub.
 
     None where no such model is here and its sizes are not known, or where its config.json is not one of a model that
     can be trained (`check_model` says what is wrong with it). Nothing is fetched; transformers is loaded for another
     architecture than Qwen2's only.
     """
-    file = _config_file(path, environ)
-    if file is None:
-        sizes = published_sizes(path)
+    config_path = _find_config_file(path, environ)
+    if config_path is None:
+        sizes = find_published_sizes(path)
         return None if sizes is None else ModelShape.model_validate(sizes)
-    config = read_json(file)
+    config = read_json(config_path)
     if config is None or not config.get("architectures"):
         return None
     try:
-        is_own = config["architectures"] == [QWEN2_ARCHITECTURE]
-        return ModelShape.model_validate(config) if is_own else _counted(file.parent)
+        is_qwen2 = config["architectures"] == [QWEN2_ARCHITECTURE]
+        return ModelShape.model_validate(config) if is_qwen2 else _count_shape(config_path.parent)
     except ValidationError:
         return None
 
 
-def _counted(folder: Path) -> ModelShape | None:
+def _count_shape(folder: Path) -> ModelShape | None:
     """The shape of another architecture's model, made without numbers and counted; None where it is refused."""
-    from trainable.models.hub_config import sizes
+    from trainable.models.hub_config import read_sizes
 
     try:
-        return ModelShape.model_validate(sizes(folder)._asdict())
+        return ModelShape.model_validate(read_sizes(folder)._asdict())
     except ValueError:
         return None
 
 
-def _config_file(path: str, environ: Mapping[str, str]) -> Path | None:
+def _find_config_file(path: str, environ: Mapping[str, str]) -> Path | None:
     """Where the config.json of a model is; None where nothing of that name is here. Of several snapshots the last."""
-    if path == SHIPPED:
-        return SHIPPED_FOLDER / "config.json"
+    if path == SHIPPED_MODEL:
+        return SHIPPED_MODEL_FOLDER / "config.json"
     folder = os.path.expanduser(path)
     if os.path.isdir(folder):
         return Path(folder) / "config.json"
-    name = glob.escape(f"{hub_cache(environ)}/models--{path.replace('/', '--')}")
-    fetched = sorted(glob.glob(f"{name}/snapshots/*/config.json"))
-    return Path(fetched[-1]) if fetched else None
+    cache_folder = glob.escape(f"{find_hub_cache(environ)}/models--{path.replace('/', '--')}")
+    snapshot_configs = sorted(glob.glob(f"{cache_folder}/snapshots/*/config.json"))
+    return Path(snapshot_configs[-1]) if snapshot_configs else None
 
 
-def policy_tensors(shape: ModelShape) -> list[int]:
+def list_policy_tensor_sizes(shape: ModelShape) -> list[int]:
     """Elements of every parameter tensor of our `Qwen2`; a tied head is the embedding, counted once."""
-    return _trunk(shape) + ([] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size])
+    return _list_trunk_tensor_sizes(shape) + (
+        [] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size]
+    )
 
 
-def critic_tensors(shape: ModelShape) -> list[int]:
+def list_critic_tensor_sizes(shape: ModelShape) -> list[int]:
     """Elements of every parameter tensor of `trainable.models.qwen2.ValueModel`: a trunk of its own and a head."""
-    return _trunk(shape) + head_tensors(shape)
+    return _list_trunk_tensor_sizes(shape) + list_head_tensor_sizes(shape)
 
 
-def head_tensors(shape: ModelShape) -> list[int]:
+def list_head_tensor_sizes(shape: ModelShape) -> list[int]:
     """Elements of the value head's tensors: weight and bias."""
     return [shape.hidden_size, 1]
 
 
-def linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
+def list_linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
     """Inputs and outputs of each linear layer of a block, by name."""
-    hidden, wide, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
+    hidden, intermediate, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
     return {
         "q_proj": (hidden, hidden), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (hidden, hidden),
-        "gate_proj": (hidden, wide), "up_proj": (hidden, wide), "down_proj": (wide, hidden),
+        "gate_proj": (hidden, intermediate), "up_proj": (hidden, intermediate), "down_proj": (intermediate, hidden),
     }  # fmt: skip
 
 
-def adapted_layers(shape: ModelShape, model: ModelConfig) -> list[tuple[int, int]]:
+def list_adapted_layers(shape: ModelShape, model: ModelConfig) -> list[tuple[int, int]]:
     """Inputs and outputs of the layers of a block that have an adapter; none without LoRA."""
-    chosen = linear_layers(shape) if model.lora_target_modules == "all-linear" else model.lora_target_modules
-    return [sizes for name, sizes in linear_layers(shape).items() if model.lora_rank and name in chosen]
+    target_modules = (
+        list_linear_layers(shape) if model.lora_target_modules == "all-linear" else model.lora_target_modules
+    )
+    return [sizes for name, sizes in list_linear_layers(shape).items() if model.lora_rank and name in target_modules]
 
 
-def adapter_tensors(shape: ModelShape, model: ModelConfig) -> list[int]:
+def list_adapter_tensor_sizes(shape: ModelShape, model: ModelConfig) -> list[int]:
     """Elements of A and B of every adapter of one network."""
-    block = [model.lora_rank * size for sizes in adapted_layers(shape, model) for size in sizes]
-    return block * shape.num_hidden_layers
+    block_sizes = [model.lora_rank * size for sizes in list_adapted_layers(shape, model) for size in sizes]
+    return block_sizes * shape.num_hidden_layers
 
 
-def trained_tensors(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
+def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
     """Elements of every tensor that is trained: of the policy, with a value head on a shared trunk, and of the critic.
 
     With LoRA that is adapters and the value head.
     """
     has_adapters = config.model.lora_rank > 0
-    adapters, head = adapter_tensors(shape, config.model), head_tensors(shape)
-    policy = adapters if has_adapters else policy_tensors(shape)
+    adapter_sizes, head_sizes = list_adapter_tensor_sizes(shape, config.model), list_head_tensor_sizes(shape)
+    policy_sizes = adapter_sizes if has_adapters else list_policy_tensor_sizes(shape)
     if not config.algorithm.estimator.needs_critic:
-        return {"policy": policy}
+        return {"policy": policy_sizes}
     if config.critic.shared_trunk:
-        return {"policy": policy + head}
-    return {"policy": policy, "critic": adapters + head if has_adapters else critic_tensors(shape)}
+        return {"policy": policy_sizes + head_sizes}
+    return {
+        "policy": policy_sizes,
+        "critic": adapter_sizes + head_sizes if has_adapters else list_critic_tensor_sizes(shape),
+    }
 
 
-def _trunk(shape: ModelShape) -> list[int]:
+def _list_trunk_tensor_sizes(shape: ModelShape) -> list[int]:
     """Embedding, blocks and final norm. In Qwen2 queries, keys and values have a bias; no other projection has."""
     if shape.is_counted:
         return list(shape.trunk)
-    hidden, wide = shape.hidden_size, shape.intermediate_size
+    hidden, intermediate = shape.hidden_size, shape.intermediate_size
     kv = shape.num_key_value_heads * shape.head_dim
-    attention = [hidden * hidden, hidden, hidden * kv, kv, hidden * kv, kv, hidden * hidden]
-    block = [*attention, *[hidden * wide] * 3, hidden, hidden]
-    return [shape.vocab_size * hidden, *block * shape.num_hidden_layers, hidden]
+    attention_sizes = [hidden * hidden, hidden, hidden * kv, kv, hidden * kv, kv, hidden * hidden]
+    block_sizes = [*attention_sizes, *[hidden * intermediate] * 3, hidden, hidden]
+    return [shape.vocab_size * hidden, *block_sizes * shape.num_hidden_layers, hidden]
 
 
-def linear_elements(shape: ModelShape) -> int:
+def count_linear_parameters(shape: ModelShape) -> int:
     """Elements of all linear layers of the policy, less a head that is the embedding."""
     if shape.is_counted:
         return shape.linear
-    norms = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
-    return policy_parameters(shape) - shape.vocab_size * shape.hidden_size - norms
+    norm_parameters = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
+    return count_policy_parameters(shape) - shape.vocab_size * shape.hidden_size - norm_parameters
 
 
-def policy_parameters(shape: ModelShape) -> int:
+def count_policy_parameters(shape: ModelShape) -> int:
     """Parameters of the policy."""
-    return sum(policy_tensors(shape))
+    return sum(list_policy_tensor_sizes(shape))
 
 
-def critic_parameters(shape: ModelShape) -> int:
+def count_critic_parameters(shape: ModelShape) -> int:
     """Parameters of a critic with a trunk of its own."""
-    return sum(critic_tensors(shape))
+    return sum(list_critic_tensor_sizes(shape))
 
 
-def head_parameters(shape: ModelShape) -> int:
+def count_head_parameters(shape: ModelShape) -> int:
     """Parameters of a value head on the policy's trunk (critic.shared_trunk)."""
-    return sum(head_tensors(shape))
+    return sum(list_head_tensor_sizes(shape))

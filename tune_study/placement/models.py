@@ -5,96 +5,98 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED
-from trainable.config.setting_types import shown
+from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL
+from trainable.config.setting_types import format_value
 from tune_study.plan.study_plan import PlanError
 
 
-def hub_cache(environ: Mapping[str, str]) -> Path:
+def find_hub_cache(environ: Mapping[str, str]) -> Path:
     """The folder in which the model hub's client keeps what it fetched."""
-    for name, below in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
+    for name, subfolder in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if environ.get(name):
-            return Path(environ[name]).expanduser() / below
+            return Path(environ[name]).expanduser() / subfolder
     home = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache")
     return home / "huggingface" / "hub"
 
 
-def absolute(path: str) -> str:
+def make_absolute(path: str) -> str:
     """`path`, made absolute if it is a file or folder here: workers run in folders of their own."""
-    return str(Path(path).expanduser().absolute()) if _is(path, Path.exists) else path
+    return str(Path(path).expanduser().absolute()) if _is_path_kind(path, Path.exists) else path
 
 
 def _is_folder(path: str) -> bool:
-    return _is(path, Path.is_dir)
+    return _is_path_kind(path, Path.is_dir)
 
 
-def _is(path: str, kind: Callable[[Path], bool]) -> bool:
+def _is_path_kind(path: str, predicate: Callable[[Path], bool]) -> bool:
     """Whether `path` is of a kind here; a path that cannot be one (empty, too long, of an unknown user) is none."""
     try:
-        return bool(path.strip()) and kind(Path(path).expanduser())
+        return bool(path.strip()) and predicate(Path(path).expanduser())
     except (OSError, RuntimeError, ValueError):
         return False
 
 
 def check_file(setting: str, path: str) -> None:
     """PlanError unless `path`, the value of a setting, is a file or folder here."""
-    if not _is(path, Path.exists):
-        raise PlanError(f"`{setting}={shown(path)}` is not here: type a path that is, or leave it out.")
+    if not _is_path_kind(path, Path.exists):
+        raise PlanError(f"`{setting}={format_value(path)}` is not here: type a path that is, or leave it out.")
 
 
-def check_model(path: str, environ: Mapping[str, str], chat: str = "chatml", option: str = "--model ") -> None:
+def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatml", option: str = "--model ") -> None:
     """PlanError unless `path` is the shipped model, a folder with a config.json, or a hub id that was fetched.
 
     chat: model.chat_format; with auto the model's chat template is tried. option: what names the model, as it is typed.
     """
-    if path == SHIPPED:
+    if path == SHIPPED_MODEL:
         return
     if _is_folder(path):
         if not (Path(path) / "config.json").is_file():
             raise PlanError(
                 f"The folder {path} is no model: it has no config.json. Type {option.strip(' =')} with a folder that "
-                f"holds one, a hub id, or {SHIPPED}."
+                f"holds one, a hub id, or {SHIPPED_MODEL}."
             )
-        _check_folder(Path(path), chat)
+        _check_folder(Path(path), chat_format)
         return
-    cache = hub_cache(environ)
+    cache = find_hub_cache(environ)
     try:
-        fetched = sorted(cache.glob(f"models--{glob.escape(path.replace('/', '--'))}/snapshots/*/config.json"))
+        config_paths = sorted(cache.glob(f"models--{glob.escape(path.replace('/', '--'))}/snapshots/*/config.json"))
     except OSError:  # A name longer than a disk allows.
-        fetched = []
-    if not fetched:
+        config_paths = []
+    if not config_paths:
         raise PlanError(
-            f"The model {shown(path)} is not here: it is neither {SHIPPED} nor a folder, and the hub cache {cache} "
-            f"does not hold it. Fetch it with `hf download {shown(path)}`, or type {option}{SHIPPED} or a folder."
+            f"The model {format_value(path)} is not here: it is neither {SHIPPED_MODEL} nor a folder, and the hub cache {cache} "
+            f"does not hold it. Fetch it with `hf download {format_value(path)}`, or type {option}{SHIPPED_MODEL} or a folder."
         )
-    _check_folder(fetched[-1].parent, chat)
+    _check_folder(config_paths[-1].parent, chat_format)
 
 
-def _check_folder(folder: Path, chat: str) -> None:
+def _check_folder(folder: Path, chat_format: str) -> None:
     """PlanError unless a model's folder holds what the torch engine reads: a causal LM, its weights and tokenizer."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found = (config.get("architectures") or ["no architecture"])[0]
+        architecture = (config.get("architectures") or ["no architecture"])[0]
     except (ValueError, AttributeError, LookupError, TypeError, RecursionError, OSError) as error:
         raise PlanError(f"The folder {folder} is no model: its config.json cannot be read ({error}).") from None
-    if found == "no architecture":
-        raise PlanError(f"The config.json in {folder} names no architecture: type --model with another, or {SHIPPED}.")
-    missing = [name for name in ("*.safetensors", "tokenizer.json") if not any(folder.glob(name))]
-    if missing:
-        raise PlanError(f"The model in {folder} is not whole: it has no {' and no '.join(missing)}.")
+    if architecture == "no architecture":
+        raise PlanError(
+            f"The config.json in {folder} names no architecture: type --model with another, or {SHIPPED_MODEL}."
+        )
+    missing_files = [name for name in ("*.safetensors", "tokenizer.json") if not any(folder.glob(name))]
+    if missing_files:
+        raise PlanError(f"The model in {folder} is not whole: it has no {' and no '.join(missing_files)}.")
     try:
-        _try(folder, found == QWEN2_ARCHITECTURE, chat)
+        _check_supported(folder, architecture == QWEN2_ARCHITECTURE, chat_format)
     except ValueError as error:
         raise PlanError(str(error)) from None
 
 
-def _try(folder: Path, is_qwen2: bool, chat: str) -> None:
+def _check_supported(folder: Path, is_qwen2: bool, chat_format: str) -> None:
     """ValueError where config.json or chat template tell that a model is not run; torch is loaded only for it."""
     if not is_qwen2:
-        from trainable.models.hub_config import check
+        from trainable.models.hub_config import check_config
 
-        check(folder)
-    if chat == "auto":
+        check_config(folder)
+    if chat_format == "auto":
         from trainable.models.chat_template import check_template
 
         check_template(folder)

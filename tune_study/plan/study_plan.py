@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces import STUDIES, SUITES
-from search_spaces.declaration.family import value_label
+from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.study import Study
-from search_spaces.language_model.family import run_config
-from trainable.config.run_config import ConfigError, RunConfig, canonical_key, field_names, with_overrides
-from trainable.config.setting_types import shown
-from trainable.config.study_config import StudyConfig
-from trainable.storage.uris import below
+from search_spaces.language_model.family import as_run_config
+from trainable.config.run_config import ConfigError, RunConfig, resolve_key, list_field_names, apply_overrides
+from trainable.config.setting_types import format_value
+from trainable.config.study_config import BaseRunConfig
+from trainable.storage.uris import join_uri
 
-MOST_SEEDS = 401
+MAX_SEEDS = 401
 """The seeds 0 to 400, which are those that RunConfig takes."""
 
-LONGEST_NAME, LONGEST_PATH = 240, 3800
+MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
 """Bytes of a file's name and of its path; disks allow 255 and 4096, of which some are for endings such as `.log`."""
 
 BOOL_WORDS = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0": False, "no": False, "n": False}
@@ -32,19 +32,19 @@ class RunSpec:
     """One run: one arm with one seed. `log` and `checkpoints` are relative to the output folder."""
 
     run_id: str
-    study: str
+    study_name: str
     arm: str
     label: str
     seed: int
     experiment_name: str
-    config: StudyConfig
-    log: Path
-    checkpoints: Path
+    config: BaseRunConfig
+    log_path: Path
+    checkpoint_dir: Path
 
     @property
-    def ppo(self) -> RunConfig:
+    def ppo_config(self) -> RunConfig:
         """Its settings, where it fine-tunes a language model with PPO; TypeError where it does not."""
-        return run_config(self.config)
+        return as_run_config(self.config)
 
     @property
     def steps(self) -> int:
@@ -62,7 +62,7 @@ class StudyPlan:
     study: Study
     preset: str
     preset_reason: str
-    base: StudyConfig
+    base_config: BaseRunConfig
     values: tuple[str, ...]
     seeds: tuple[int, ...]
     output: Path
@@ -71,26 +71,26 @@ class StudyPlan:
     storage: str | None = None
 
     @property
-    def ppo(self) -> RunConfig:
+    def ppo_config(self) -> RunConfig:
         """`base`, where the study fine-tunes a language model with PPO; TypeError where it does not."""
-        return run_config(self.base)
+        return as_run_config(self.base_config)
 
     @property
     def model(self) -> str | None:
         """Path of the language model that is fine-tuned; None where the study trains another kind of model."""
-        return self.study.family.loads(self.base) if self.study.family.fine_tunes else None
+        return self.study.family.get_model_path(self.base_config) if self.study.family.is_fine_tuning else None
 
     @property
     def trials(self) -> tuple[tuple[RunSpec, ...], ...]:
         """The runs that one Tune trial carries each: one, or all seeds of an arm."""
-        if not self.study.family.seeds_together:
+        if not self.study.family.has_batched_seeds:
             return tuple((spec,) for spec in self.runs)
         return tuple(tuple(spec for spec in self.runs if spec.arm == value) for value in self.values)
 
     @property
-    def stored(self) -> str | None:
+    def study_uri(self) -> str | None:
         """The URI of the study's own folder in its storage; None without one."""
-        return None if self.storage is None else below(self.storage, self.run)
+        return None if self.storage is None else join_uri(self.storage, self.run)
 
     @property
     def folder(self) -> Path:
@@ -100,26 +100,28 @@ class StudyPlan:
     @property
     def summary_log(self) -> Path:
         """Where the summary is written, below logs/."""
-        return self.output / "logs" / self._filled(self.study.names.summary_log)
+        return self.output / "logs" / self._format_template(self.study.name_templates.summary_log)
 
     @property
     def wandb_project(self) -> str:
         """The project of its runs in W&B."""
-        return self._filled(self.study.names.wandb_project)
+        return self._format_template(self.study.name_templates.wandb_project)
 
     @property
     def baseline(self) -> str | None:
         """The arm that is the study's baseline, as it was typed; None where the values have none."""
-        name = self._filled(self.study.baseline)
-        wanted = _number(name)
-        same = [value for value in self.values if value == name or _is_equal(_number(value), wanted)]
-        return same[0] if same else None
+        name = self._format_template(self.study.baseline)
+        baseline_number = _parse_number(name)
+        equal_values = [
+            value for value in self.values if value == name or _is_equal(_parse_number(value), baseline_number)
+        ]
+        return equal_values[0] if equal_values else None
 
-    def _filled(self, template: str) -> str:
+    def _format_template(self, template: str) -> str:
         """A template of the whole study, filled in."""
-        return template.format(run=self.run, **self.study.family.words(self.base))
+        return template.format(run=self.run, **self.study.family.make_template_values(self.base_config))
 
-    def run_dir(self, run_id: str) -> Path:
+    def get_run_dir(self, run_id: str) -> Path:
         """Where one run keeps its rows, status and rolling state."""
         return self.folder / "runs" / run_id
 
@@ -132,40 +134,42 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     study = STUDIES.get(name.replace("_", "-"))
     if study is None:
         raise PlanError(
-            f"There is no study `{shown(name)}`. The studies are {', '.join(STUDIES)}: type one of them, "
+            f"There is no study `{format_value(name)}`. The studies are {', '.join(STUDIES)}: type one of them, "
             f"for example `python -m tune_study run kl`, or for `run` a suite of studies: {', '.join(SUITES)}."
         )
     if kl_type is None:
         return study
     if not study.variants:
-        instead = "type --set actor.kl_loss_type=NAME"
-        if "actor.kl_loss_type" in study.axis.swept:
-            instead = f"it has all of them; one alone is `run smoke --kl-type {shown(kl_type)}`"
-        raise PlanError(f"--kl-type does not belong to study {study.name}: {instead}.")
+        advice = "type --set actor.kl_loss_type=NAME"
+        if "actor.kl_loss_type" in study.axis.swept_fields:
+            advice = f"it has all of them; one alone is `run smoke --kl-type {format_value(kl_type)}`"
+        raise PlanError(f"--kl-type does not belong to study {study.name}: {advice}.")
     if kl_type not in study.variants:
-        raise PlanError(f"--kl-type {shown(kl_type)} is no loss of the grid: type one of {', '.join(study.variants)}.")
-    return study.variant(kl_type)
+        raise PlanError(
+            f"--kl-type {format_value(kl_type)} is no loss of the grid: type one of {', '.join(study.variants)}."
+        )
+    return study.get_variant(kl_type)
 
 
-def expand(study: Study, typed: Sequence[str]) -> tuple[str, ...]:
+def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
     """The values that `typed` stand for: a group's name for its members, any other for itself.
 
     A value counts once, though it was typed beside its group. PlanError for no name, and for one that is given twice.
     """
-    members, grid = study.axis.members, study.axis.grids["paper"]
-    if not members:
-        return tuple(typed)
-    for word in typed:
-        if word not in members and word not in grid:
+    value_groups, grid = study.axis.value_groups, study.axis.grids["paper"]
+    if not value_groups:
+        return tuple(entries)
+    for word in entries:
+        if word not in value_groups and word not in grid:
             raise PlanError(
-                f"{study.axis.option} {shown(word)} is no group: type some of {','.join(members)}, or names of single "
+                f"{study.axis.option} {format_value(word)} is no group: type some of {','.join(value_groups)}, or names of single "
                 f"arms, the column `arm` of --dry-run with the same --kl-type."
             )
-    twice = [word for number, word in enumerate(typed) if word in typed[:number]]
-    if twice:
-        raise PlanError(f"{study.axis.option} has {shown(twice[0])} twice: give each group once.")
-    wanted = {value for word in typed for value in members.get(word, (word,))}
-    return tuple(value for value in grid if value in wanted)
+    duplicates = [word for number, word in enumerate(entries) if word in entries[:number]]
+    if duplicates:
+        raise PlanError(f"{study.axis.option} has {format_value(duplicates[0])} twice: give each group once.")
+    selected_values = {value for word in entries for value in value_groups.get(word, (word,))}
+    return tuple(value for value in grid if value in selected_values)
 
 
 def parse_values(text: str, option: str) -> tuple[str, ...]:
@@ -173,7 +177,7 @@ def parse_values(text: str, option: str) -> tuple[str, ...]:
     values = tuple(entry.strip() for entry in text.split(","))
     if not all(values):
         raise PlanError(
-            f"{option} '{shown(text)}' has an empty entry: type values with one comma between, like 0,0.01,0.1."
+            f"{option} '{format_value(text)}' has an empty entry: type values with one comma between, like 0,0.01,0.1."
         )
     return values
 
@@ -182,12 +186,14 @@ def parse_bool(text: str, option: str) -> bool:
     """True or False from the words that the published scripts take."""
     word = text.strip().lower()
     if word not in BOOL_WORDS:
-        raise PlanError(f"{option} '{shown(text)}' is neither True nor False: type {option} True or {option} False.")
+        raise PlanError(
+            f"{option} '{format_value(text)}' is neither True nor False: type {option} True or {option} False."
+        )
     return BOOL_WORDS[word]
 
 
 def collect_overrides(
-    study: Study, options: Mapping[str, object], assignments: Iterable[str], axis_is_free: bool = False
+    study: Study, options: Mapping[str, object], assignments: Iterable[str], is_axis_free: bool = False
 ) -> dict[str, object]:
     """Settings of the command line as one dict of dotted fields, each set once and none of them the study's own axis.
 
@@ -199,27 +205,29 @@ def collect_overrides(
         key, sign, value = assignment.partition("=")
         if not sign:
             raise PlanError(
-                f"--set '{shown(assignment)}' has no value: type --set key=value, like --set actor.lr=1e-5."
+                f"--set '{format_value(assignment)}' has no value: type --set key=value, like --set actor.lr=1e-5."
             )
-        name = canonical_key(key.strip(), study.family.config)
+        name = resolve_key(key.strip(), study.family.config_class)
         if name == "seed":
             raise PlanError("`seed` is no setting of a study: type --seeds N to run the seeds 0 to N-1.")
         if name in overrides:
-            raise PlanError(f"`{name}` is given twice (`--set {shown(assignment)}` is the second): give it once.")
+            raise PlanError(
+                f"`{name}` is given twice (`--set {format_value(assignment)}` is the second): give it once."
+            )
         overrides[name] = value.strip()
-    for name in set() if axis_is_free else study.axis.swept & overrides.keys():
+    for name in set() if is_axis_free else study.axis.swept_fields & overrides.keys():
         raise PlanError(
             f"`{name}` is what the arms of study {study.name} differ in: choose its values with {study.axis.option}."
         )
     return overrides
 
 
-def values_said(study: Study, values: Sequence[str]) -> str:
+def format_values(study: Study, values: Sequence[str]) -> str:
     """The values of an axis in words; of a grid, how many there are of each group."""
-    members = study.axis.members
-    if not members:
+    value_groups = study.axis.value_groups
+    if not value_groups:
         return ",".join(values)
-    counts = {group: len(set(values).intersection(arms)) for group, arms in members.items()}
+    counts = {group: len(set(values).intersection(arms)) for group, arms in value_groups.items()}
     return ", ".join(f"group {group} ({count} arms)" for group, count in counts.items() if count)
 
 
@@ -238,61 +246,63 @@ def make_plan(
     """
     presets = study.family.presets
     if preset not in presets:
-        raise PlanError(f"There is no preset `{shown(preset)}`: type --preset {' or --preset '.join(presets)}.")
-    count = n_seeds if n_seeds is not None else study.seeds or study.family.seeds[preset]
+        raise PlanError(f"There is no preset `{format_value(preset)}`: type --preset {' or --preset '.join(presets)}.")
+    count = n_seeds if n_seeds is not None else study.n_seeds or study.family.n_seeds[preset]
     if count < 1:
-        raise PlanError(f"--seeds {shown(count)} leaves nothing to run: type --seeds 1 or more.")
-    if count > MOST_SEEDS:
-        raise PlanError(f"--seeds {shown(count)} is more than there are: type --seeds {MOST_SEEDS} or less.")
-    base = with_overrides(_defaults(study), {**presets[preset], **study.fixed, **study.presets.get(preset, {})})
-    base = with_overrides(base, overrides)
-    chosen = tuple(values) if values is not None else study.axis.grids[preset]
-    return build_plan(study, preset, preset_reason, base, chosen, tuple(range(count)), output)
+        raise PlanError(f"--seeds {format_value(count)} leaves nothing to run: type --seeds 1 or more.")
+    if count > MAX_SEEDS:
+        raise PlanError(f"--seeds {format_value(count)} is more than there are: type --seeds {MAX_SEEDS} or less.")
+    base_config = apply_overrides(
+        _make_default_config(study), {**presets[preset], **study.fixed_settings, **study.presets.get(preset, {})}
+    )
+    base_config = apply_overrides(base_config, overrides)
+    chosen_values = tuple(values) if values is not None else study.axis.grids[preset]
+    return build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), output)
 
 
 def build_plan(
     study: Study,
     preset: str,
     preset_reason: str,
-    base: StudyConfig,
+    base_config: BaseRunConfig,
     values: tuple[str, ...],
     seeds: tuple[int, ...],
     output: Path,
 ) -> StudyPlan:
     """The plan of `values` x `seeds`, the first seed of every arm first, so that a study cut short is balanced."""
     check_values(study, values)
-    if not seeds or len(set(seeds)) < len(seeds) or not set(seeds) <= set(range(MOST_SEEDS)):
-        raise PlanError(f"The seeds {shown(list(seeds))} are not different numbers from 0 to {MOST_SEEDS - 1}.")
-    run = study.names.run.format(**study.family.words(base))
-    arms = {value: arm_config(study, base, value) for value in values}
-    runs = tuple(_spec(study, run, value, arms[value], seed) for seed in seeds for value in values)
-    plan = StudyPlan(study, preset, preset_reason, base, values, seeds, output.absolute(), run, runs)
+    if not seeds or len(set(seeds)) < len(seeds) or not set(seeds) <= set(range(MAX_SEEDS)):
+        raise PlanError(f"The seeds {format_value(list(seeds))} are not different numbers from 0 to {MAX_SEEDS - 1}.")
+    run = study.name_templates.run.format(**study.family.make_template_values(base_config))
+    arms = {value: make_arm_config(study, base_config, value) for value in values}
+    runs = tuple(_make_run_spec(study, run, value, arms[value], seed) for seed in seeds for value in values)
+    plan = StudyPlan(study, preset, preset_reason, base_config, values, seeds, output.absolute(), run, runs)
     _check_paths(plan)
     return plan
 
 
-def _defaults(study: Study) -> StudyConfig:
+def _make_default_config(study: Study) -> BaseRunConfig:
     """The settings of the study's family when nothing is said."""
-    return study.family.config.model_validate({})
+    return study.family.config_class.model_validate({})
 
 
-def arm_config(study: Study, base: StudyConfig, value: str) -> StudyConfig:
+def make_arm_config(study: Study, base_config: BaseRunConfig, value: str) -> BaseRunConfig:
     """The settings of the arm at `value`, or ConfigError that names the option."""
-    if value not in study.axis.named and study.axis.setting not in field_names(study.family.config):
+    if value not in study.axis.named_settings and study.axis.setting not in list_field_names(study.family.config_class):
         raise ConfigError(
-            f"{study.axis.option} {shown(value)} is no arm of study {study.name}. {_kinds_of_values(study)}"
+            f"{study.axis.option} {format_value(value)} is no arm of study {study.name}. {_describe_values(study)}"
         )
     try:
-        return with_overrides(base, study.axis.settings(value, base))
+        return apply_overrides(base_config, study.axis.make_settings(value, base_config))
     except ConfigError as error:
-        raise ConfigError(f"{study.axis.option} {shown(value)}: {error} {_kinds_of_values(study)}") from None
+        raise ConfigError(f"{study.axis.option} {format_value(value)}: {error} {_describe_values(study)}") from None
 
 
-def _kinds_of_values(study: Study) -> str:
-    words = ", ".join(study.axis.named)
-    if not any(_number(value) is not None for grid in study.axis.grids.values() for value in grid):
-        return f"A value is one of {words}."
-    return f"A value is a number or one of the words {words}." if words else "A value is a number."
+def _describe_values(study: Study) -> str:
+    named_values = ", ".join(study.axis.named_settings)
+    if not any(_parse_number(value) is not None for grid in study.axis.grids.values() for value in grid):
+        return f"A value is one of {named_values}."
+    return f"A value is a number or one of the words {named_values}." if named_values else "A value is a number."
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:
@@ -303,18 +313,18 @@ def check_values(study: Study, values: Sequence[str]) -> None:
     numbers: dict[float | str, str] = {}
     labels: dict[str, str] = {}
     for value in values:
-        now = shown(value)
-        if "_" in value and value not in study.axis.named:
-            raise PlanError(f"{option} has the value {now}: type numbers without `_`, like 0,0.1.")
-        number, label = _number(value), value_label(value)
+        quoted_value = format_value(value)
+        if "_" in value and value not in study.axis.named_settings:
+            raise PlanError(f"{option} has the value {quoted_value}: type numbers without `_`, like 0,0.1.")
+        number, label = _parse_number(value), make_value_label(value)
         key = value if number is None else number
         if key in numbers:
             raise PlanError(
-                f"{option} has the value {now} twice ({shown(numbers[key])} and {now}): give each value once."
+                f"{option} has the value {quoted_value} twice ({format_value(numbers[key])} and {quoted_value}): give each value once."
             )
         if label in labels:
             raise PlanError(
-                f"{option} has {shown(labels[label])} and {now}, whose files would share the label `{shown(label)}` "
+                f"{option} has {format_value(labels[label])} and {quoted_value}, whose files would share the label `{format_value(label)}` "
                 f"(labels drop the dots): run one of them with another --output."
             )
         numbers[key] = labels[label] = value
@@ -323,64 +333,68 @@ def check_values(study: Study, values: Sequence[str]) -> None:
 def _check_paths(plan: StudyPlan) -> None:
     """PlanError if a run's files would have names that a disk does not take, or that no JSON file could hold."""
     for spec in plan.runs:
-        for place in (plan.run_dir(spec.run_id), plan.output / spec.log, plan.output / spec.checkpoints):
+        for path in (plan.get_run_dir(spec.run_id), plan.output / spec.log_path, plan.output / spec.checkpoint_dir):
             try:
-                sizes = [len(part.encode()) for part in place.parts]
+                part_bytes = [len(part.encode()) for part in path.parts]
             except UnicodeEncodeError:
-                raise PlanError(f"--output {shown(plan.output)} is not in UTF-8: type another folder.") from None
-            if max(sizes) > LONGEST_NAME or sum(sizes) + len(sizes) > LONGEST_PATH:
+                raise PlanError(f"--output {format_value(plan.output)} is not in UTF-8: type another folder.") from None
+            if max(part_bytes) > MAX_NAME_BYTES or sum(part_bytes) + len(part_bytes) > MAX_PATH_BYTES:
                 raise PlanError(
-                    f"The name {shown(place.name)} or the path to it is longer than disks allow: type shorter values, "
+                    f"The name {format_value(path.name)} or the path to it is longer than disks allow: type shorter values, "
                     f"or a shorter --model or --output."
                 )
 
 
-def changed_settings(config: StudyConfig) -> dict[str, Any]:
+def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
     """Dotted fields of `config` that differ from the defaults of its kind, as JSON; the seed left out."""
-    kind = type(config)
-    ours = flat_settings(config.model_dump(mode="json"))
-    defaults = flat_settings(kind.model_validate({}).model_dump(mode="json"))
-    return {name: ours[name] for name in field_names(kind) if name != "seed" and ours[name] != defaults[name]}
+    config_class = type(config)
+    settings = flatten_settings(config.model_dump(mode="json"))
+    defaults = flatten_settings(config_class.model_validate({}).model_dump(mode="json"))
+    return {
+        name: settings[name]
+        for name in list_field_names(config_class)
+        if name != "seed" and settings[name] != defaults[name]
+    }
 
 
-def flat_settings(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings as one dict of dotted fields."""
     flat: dict[str, Any] = {}
-    for name, value in data.items():
-        flat |= flat_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    for name, value in settings.items():
+        flat |= flatten_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
     return flat
 
 
-def _spec(study: Study, run: str, value: str, config: StudyConfig, seed: int) -> RunSpec:
+def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> RunSpec:
     """One run with its templates filled in; a seed above 0 is part of every name."""
-    words = template_words(study, run, value, config, seed)
-    name = study.names.experiment.format(**words)
-    words["experiment"] = run_id = name + words["seed"]
+    template_values = make_template_values(study, run, value, config, seed)
+    name = study.name_templates.experiment.format(**template_values)
+    template_values["experiment"] = run_id = name + template_values["seed"]
     return RunSpec(
         run_id=run_id,
-        study=study.name,
+        study_name=study.name,
         arm=value,
-        label=words["label"],
+        label=template_values["label"],
         seed=seed,
         experiment_name=name,
         config=config.model_copy(update={"seed": seed}),
-        log=Path("logs") / study.names.log.format(**words),
-        checkpoints=Path("model_saving") / study.names.checkpoints.format(**words),
+        log_path=Path("logs") / study.name_templates.log.format(**template_values),
+        checkpoint_dir=Path("model_saving") / study.name_templates.checkpoints.format(**template_values),
     )
 
 
-def template_words(study: Study, run: str, value: str, config: StudyConfig, seed: int) -> dict[str, str]:
+def make_template_values(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> dict[str, str]:
     """What the templates of one run may use; see `Study`. value: of the axis, as it was typed."""
     return {
-        **study.family.words(config),
+        **study.family.make_template_values(config),
         "run": run,
         "arm": value,
-        "label": value_label(value),
+        "label": make_value_label(value),
         "seed": f"-seed{seed}" if seed else "",
     }
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     """The number that `text` spells, or None for a word."""
     if "_" in text:
         return None

@@ -11,31 +11,31 @@ from typing import Any, NamedTuple
 from ray import tune
 
 from trainable.runs.failures import NON_FINITE, PROCESS_DIED, Failure, RunFailedError
-from trainable.runs.orphans import end_leftovers
-from trainable.runs.run_files import METRICS, read_rows
-from tune_study.folder.outputs import ENDED, RunStatus, append_line, now, read_status, write_status
+from trainable.runs.orphans import terminate_orphans
+from trainable.runs.run_files import METRICS_FILE, read_rows
+from tune_study.folder.outputs import ENDED_STATUSES, RunStatus, append_line, make_timestamp, read_status, write_status
 from tune_study.folder.summary import write_summary
-from tune_study.plan.allotment import Allotment
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import RunSpec, StudyPlan
-from tune_study.tune.progress import Progress, step_line, stop_reason
-from tune_study.tune.trials import rows_by_run, run_ids_of
+from tune_study.tune.progress import Progress, format_step, format_stop_reason
+from tune_study.tune.trials import split_rows_by_run, list_run_ids
 
-TRIES = 3
+MAX_ATTEMPTS = 3
 """How often a run may fail in a row, without a step between, with what may pass."""
 
 
-class _Failures(NamedTuple):
+class _FailureCount(NamedTuple):
     """The furthest step of a trial whose row was on disk when it failed, and its failures since without another one."""
 
-    furthest: int
-    in_a_row: int
+    furthest_step: int
+    consecutive_failures: int
 
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_IN_SETUP = "error raised in its creation task"
+_ANSI_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_SETUP_ERROR_PHRASE = "error raised in its creation task"
 
 
-class Fetching(tune.Callback):  # type: ignore[misc]  # Ray is untyped
+class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     """Has the rows of a run, which are in a storage, here before anyone asks how it ended: told before the Recorder.
 
     fetch: called with the run's id.
@@ -48,12 +48,12 @@ class Fetching(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         """Nothing: Tune stores its callbacks beside the results."""
         return {}
 
-    def _look(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
+    def _fetch_rows(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         if not trial.config["finished"]:
-            for run_id in run_ids_of(trial.config):
+            for run_id in list_run_ids(trial.config):
                 self._fetch(run_id)
 
-    on_trial_recover = on_trial_complete = on_trial_error = _look
+    on_trial_recover = on_trial_complete = on_trial_error = _fetch_rows
 
 
 class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
@@ -64,14 +64,14 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     statuses that a full disk did not take; the study goes on without them, and `settle` tries again.
     """
 
-    def __init__(self, plan: StudyPlan, allotment: Allotment, progress: Progress) -> None:
+    def __init__(self, plan: StudyPlan, resource_plan: ResourcePlan, progress: Progress) -> None:
         self._plan = plan
-        self._allotment = allotment
+        self._resource_plan = resource_plan
         self._progress = progress
         self._specs: dict[str, RunSpec] = {spec.run_id: spec for spec in plan.runs}
-        self._failures: dict[str, _Failures] = {}
-        self.given_up: set[str] = set()
-        self.unwritten: dict[str, RunStatus] = {}
+        self._failure_counts: dict[str, _FailureCount] = {}
+        self.given_up_trials: set[str] = set()
+        self.unwritten_statuses: dict[str, RunStatus] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Nothing: Tune stores its callbacks beside the results, and all that these know is on disk already."""
@@ -79,152 +79,167 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Runs start, or start again after their process died."""
-        carry_on_files(trial, self._plan.folder / trial.config["run_id"])
-        for status in self._statuses(trial):
+        copy_earlier_files(trial, self._plan.folder / trial.config["run_id"])
+        for status in self._read_statuses(trial):
             if trial.config["finished"]:
-                self._put(replace(status, trial_id=trial.trial_id))
-            elif status.status not in ENDED:
-                self._start(status, trial.trial_id)
+                self._write_status(replace(status, trial_id=trial.trial_id))
+            elif status.status not in ENDED_STATUSES:
+                self._start_run(status, trial.trial_id)
 
-    def _start(self, status: RunStatus, trial_id: str) -> None:
-        started = status.started_at or now()
-        self._put(RunStatus(status.run_id, "running", trial_id=trial_id, started_at=started))
-        self._log(status.run_id, f"=== {status.run_id} started {now()}, trial {trial_id} ===")
-        self._progress.start(status.run_id)
+    def _start_run(self, status: RunStatus, trial_id: str) -> None:
+        started_at = status.started_at or make_timestamp()
+        self._write_status(RunStatus(status.run_id, "running", trial_id=trial_id, started_at=started_at))
+        self._log_line(status.run_id, f"=== {status.run_id} started {make_timestamp()}, trial {trial_id} ===")
+        self._progress.start_run(status.run_id)
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
         """Training steps are done; `result` has the rows of the runs, with a stop rule's decision in them."""
         note, _ = result.pop("note", ""), result.pop("saved", None)
         if trial.config["finished"]:
             return
-        for run_id in run_ids_of(trial.config) if note else ():
-            self._log(run_id, f"=== {note} ===")
-            self._progress.remark(run_id, note)
-        for run_id, row in rows_by_run(trial.config, result).items():
-            self._row(run_id, row, ends_alone=trial.config["side_by_side"] and bool(row.get("stop_rule")))
+        for run_id in list_run_ids(trial.config) if note else ():
+            self._log_line(run_id, f"=== {note} ===")
+            self._progress.print_note(run_id, note)
+        for run_id, row in split_rows_by_run(trial.config, result).items():
+            self._record_row(run_id, row, ends_alone=trial.config["side_by_side"] and bool(row.get("stop_rule")))
         for run_id, reason in result.get("failed", {}).items():
-            if (status := self._status(run_id)).status == "running":
-                self._end(replace(status, status="failed", failure_class=NON_FINITE, reason=reason, ended_at=now()))
+            if (status := self._read_status(run_id)).status == "running":
+                self._end_run(
+                    replace(status, status="failed", failure_class=NON_FINITE, reason=reason, ended_at=make_timestamp())
+                )
 
-    def _row(self, run_id: str, row: dict[str, Any], ends_alone: bool) -> None:
+    def _record_row(self, run_id: str, row: dict[str, Any], ends_alone: bool) -> None:
         """ends_alone: whether the run ends with its row while the others of its trial go on."""
-        status = self._status(run_id)
-        if status.status in ENDED:  # told again by a trial that was started again
+        status = self._read_status(run_id)
+        if status.status in ENDED_STATUSES:  # told again by a trial that was started again
             return
-        self._log(run_id, step_line(self._plan.study.family, row, self._specs[run_id].steps))
-        self._progress.row(run_id, row)
+        self._log_line(run_id, format_step(self._plan.study.family, row, self._specs[run_id].steps))
+        self._progress.record_row(run_id, row)
         if ends_alone:
-            self._conclude(status)
+            self._conclude_run(status)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial failed. Tune would try it again for ever; whether it is depends on the failure, and how often it was.
 
         Failures count in a row until the trial gets further than ever before: a run of days meets more in all.
         """
-        failed = failure(trial)
+        trial_failure = read_failure(trial)
         if trial.config["finished"]:
-            if self._count(trial) >= TRIES:  # the run has ended well, only its replay in Tune's own record fails
-                self.given_up.add(trial.trial_id)
+            if (
+                self._count_failure(trial) >= MAX_ATTEMPTS
+            ):  # the run has ended well, only its replay in Tune's own record fails
+                self.given_up_trials.add(trial.trial_id)
             return
-        times = self._count(trial)
-        again = failed.is_retried and times < TRIES
-        for status in self._open(trial):
-            left = [] if self._allotment.cluster else end_leftovers(self._plan.run_dir(status.run_id))
-            if left:
-                self._log(status.run_id, f"=== ended what it had started: {', '.join(left)} ===")
-            if again:
-                self._log(status.run_id, f"{failed.trace}\n=== {failed.kind}, trying again: {failed.message} ===")
-                self._progress.again(status.run_id, f"{failed.kind}: {failed.message}")
-        if again:
+        failure_count = self._count_failure(trial)
+        is_retried = trial_failure.is_retried and failure_count < MAX_ATTEMPTS
+        for status in self._list_open_statuses(trial):
+            orphans = (
+                [] if self._resource_plan.cluster_address else terminate_orphans(self._plan.get_run_dir(status.run_id))
+            )
+            if orphans:
+                self._log_line(status.run_id, f"=== ended what it had started: {', '.join(orphans)} ===")
+            if is_retried:
+                self._log_line(
+                    status.run_id,
+                    f"{trial_failure.trace}\n=== {trial_failure.kind}, trying again: {trial_failure.message} ===",
+                )
+                self._progress.retry_run(status.run_id, f"{trial_failure.kind}: {trial_failure.message}")
+        if is_retried:
             return
-        self.given_up.add(trial.trial_id)
-        forget_windows(trial)
-        often = f" ({times} times in a row without a step between)" if times > 1 else ""
-        self._fail(trial, failed._replace(message=failed.message + often))
+        self.given_up_trials.add(trial.trial_id)
+        clear_metric_windows(trial)
+        repeat_note = f" ({failure_count} times in a row without a step between)" if failure_count > 1 else ""
+        self._fail_runs(trial, trial_failure._replace(message=trial_failure.message + repeat_note))
 
-    def _count(self, trial: Any) -> int:
+    def _count_failure(self, trial: Any) -> int:
         """One more failure: how many it makes without a step beyond the furthest that the trial ever got to."""
-        name = trial.config["run_id"]
-        step = self._furthest(trial)
-        before = self._failures.get(name, _Failures(-1, 0))
-        times = 1 if step > before.furthest else before.in_a_row + 1
-        self._failures[name] = _Failures(max(step, before.furthest), times)
-        return times
+        trial_run_id = trial.config["run_id"]
+        step = self._find_furthest_step(trial)
+        previous_count = self._failure_counts.get(trial_run_id, _FailureCount(-1, 0))
+        failure_count = 1 if step > previous_count.furthest_step else previous_count.consecutive_failures + 1
+        self._failure_counts[trial_run_id] = _FailureCount(max(step, previous_count.furthest_step), failure_count)
+        return failure_count
 
-    def _furthest(self, trial: Any) -> int:
+    def _find_furthest_step(self, trial: Any) -> int:
         """The step to which all runs of a trial that go on have got; -1 before the first row, and where none goes on.
 
         They go on together: what one of them had written before the others joined it says nothing of this start.
         """
-        running = (status.run_id for status in self._statuses(trial) if status.status == "running")
-        return min((int(self._last_row(run_id).get("step", -1)) for run_id in running), default=-1)
+        running_ids = (status.run_id for status in self._read_statuses(trial) if status.status == "running")
+        return min((int(self._read_last_row(run_id).get("step", -1)) for run_id in running_ids), default=-1)
 
-    def _last_row(self, run_id: str) -> dict[str, Any]:
+    def _read_last_row(self, run_id: str) -> dict[str, Any]:
         """The last row of a run on disk; nothing before the first."""
-        rows = read_rows(self._plan.run_dir(run_id) / METRICS, first=0)
+        rows = read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE, first_step=0)
         return rows[-1] if rows else {}
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """Runs have trained all their steps, a rule has stopped them, or they were interrupted before."""
         if trial.config["finished"]:
             return
-        for status in self._open(trial):
+        for status in self._list_open_statuses(trial):
             if status.status == "running":  # one that never ran is not
-                self._conclude(status)
-        forget_windows(trial)
+                self._conclude_run(status)
+        clear_metric_windows(trial)
 
-    def _conclude(self, status: RunStatus) -> None:
+    def _conclude_run(self, status: RunStatus) -> None:
         """The run has ended, or was cut short, after its last row on disk, which has the decision of a stop rule."""
-        self._end(ended_status(status, self._last_row(status.run_id), self._specs[status.run_id].steps))
+        self._end_run(make_final_status(status, self._read_last_row(status.run_id), self._specs[status.run_id].steps))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
         """A trial has failed in a way that Tune itself calls final; the replay of an ended one changes nothing."""
         if not trial.config["finished"]:
-            self._fail(trial, failure(trial))
+            self._fail_runs(trial, read_failure(trial))
 
-    def _fail(self, trial: Any, failed: Failure) -> None:
-        for status in self._open(trial):
-            self._log(status.run_id, failed.trace)
-            self._end(
-                replace(status, status="failed", failure_class=failed.kind, reason=failed.message, ended_at=now())
+    def _fail_runs(self, trial: Any, trial_failure: Failure) -> None:
+        for status in self._list_open_statuses(trial):
+            self._log_line(status.run_id, trial_failure.trace)
+            self._end_run(
+                replace(
+                    status,
+                    status="failed",
+                    failure_class=trial_failure.kind,
+                    reason=trial_failure.message,
+                    ended_at=make_timestamp(),
+                )
             )
 
-    def _open(self, trial: Any) -> list[RunStatus]:
+    def _list_open_statuses(self, trial: Any) -> list[RunStatus]:
         """Statuses of the trial's runs that have not ended well."""
-        return [status for status in self._statuses(trial) if status.status not in ENDED]
+        return [status for status in self._read_statuses(trial) if status.status not in ENDED_STATUSES]
 
-    def _statuses(self, trial: Any) -> list[RunStatus]:
-        return [self._status(run_id) for run_id in run_ids_of(trial.config)]
+    def _read_statuses(self, trial: Any) -> list[RunStatus]:
+        return [self._read_status(run_id) for run_id in list_run_ids(trial.config)]
 
-    def _status(self, run_id: str) -> RunStatus:
-        status = self.unwritten.get(run_id) or read_status(self._plan.run_dir(run_id))
+    def _read_status(self, run_id: str) -> RunStatus:
+        status = self.unwritten_statuses.get(run_id) or read_status(self._plan.get_run_dir(run_id))
         return status or RunStatus(run_id, "never_ran")
 
-    def settle(self) -> None:
+    def retry_unwritten(self) -> None:
         """Write the statuses that could not be written before; what still cannot stays in `unwritten`."""
-        for status in list(self.unwritten.values()):
-            self._put(status)
+        for status in list(self.unwritten_statuses.values()):
+            self._write_status(status)
 
-    def _put(self, status: RunStatus) -> None:
+    def _write_status(self, status: RunStatus) -> None:
         try:
-            write_status(self._plan.run_dir(status.run_id), status)
-            self.unwritten.pop(status.run_id, None)
+            write_status(self._plan.get_run_dir(status.run_id), status)
+            self.unwritten_statuses.pop(status.run_id, None)
         except OSError:
-            self.unwritten[status.run_id] = status
+            self.unwritten_statuses[status.run_id] = status
 
-    def _end(self, status: RunStatus) -> None:
-        self._put(status)
-        self._log(status.run_id, f"=== {status.shown} {status.ended_at}: {status.reason} ===")
+    def _end_run(self, status: RunStatus) -> None:
+        self._write_status(status)
+        self._log_line(status.run_id, f"=== {status.display_text} {status.ended_at}: {status.reason} ===")
         with suppress(OSError):  # written again at the end
-            write_summary(self._plan, self._allotment, closing=False)
-        self._progress.end(status.run_id, status.shown, status.reason)
+            write_summary(self._plan, self._resource_plan, is_closing=False)
+        self._progress.end_run(status.run_id, status.display_text, status.reason)
 
-    def _log(self, run_id: str, line: str) -> None:
+    def _log_line(self, run_id: str, line: str) -> None:
         with suppress(OSError):  # a line less, where the disk is full; rows are written by the runs themselves
-            append_line(self._plan.output / self._specs[run_id].log, line)
+            append_line(self._plan.output / self._specs[run_id].log_path, line)
 
 
-def ended_status(status: RunStatus, row: dict[str, Any], total: int) -> RunStatus:
+def make_final_status(status: RunStatus, row: dict[str, Any], total_steps: int) -> RunStatus:
     """The final status of a run whose last row is `row`: stopped by a rule, completed, or cut short.
 
     row: empty where the run has written none; a row of step 0 is of a run that has started to train. A rule that fires
@@ -235,21 +250,31 @@ def ended_status(status: RunStatus, row: dict[str, Any], total: int) -> RunStatu
         return replace(
             status,
             status="early_stopped",
-            reason=stop_reason(row),
+            reason=format_stop_reason(row),
             stop_rule=row["stop_rule"],
             stop_value=row["stop_value"],
             stop_threshold=row["stop_threshold"],
             stop_step=row["stop_step"],
-            ended_at=now(),
+            ended_at=make_timestamp(),
         )
-    if step == total:
-        return replace(status, status="completed", reason=f"trained {total} of {total} steps", ended_at=now())
+    if step == total_steps:
+        return replace(
+            status,
+            status="completed",
+            reason=f"trained {total_steps} of {total_steps} steps",
+            ended_at=make_timestamp(),
+        )
     if step is None:
-        return replace(status, status="never_ran", reason="interrupted before its first row", ended_at=now())
-    return replace(status, status="interrupted", reason=f"interrupted after step {step} of {total}", ended_at=now())
+        return replace(status, status="never_ran", reason="interrupted before its first row", ended_at=make_timestamp())
+    return replace(
+        status,
+        status="interrupted",
+        reason=f"interrupted after step {step} of {total_steps}",
+        ended_at=make_timestamp(),
+    )
 
 
-def failure(trial: Any) -> Failure:
+def read_failure(trial: Any) -> Failure:
     """What a trial failed with. An error without a class of its own means that its process died."""
     import ray.cloudpickle
 
@@ -262,15 +287,15 @@ def failure(trial: Any) -> Failure:
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, RunFailedError):
         return cause.failure
-    lines = [line.strip() for line in _COLOURS.sub("", str(cause)).splitlines() if line.strip()] or ["no message"]
-    trace = _COLOURS.sub("", str(error))
-    if _IN_SETUP in str(cause):
+    lines = [line.strip() for line in _ANSI_COLOR.sub("", str(cause)).splitlines() if line.strip()] or ["no message"]
+    trace = _ANSI_COLOR.sub("", str(error))
+    if _SETUP_ERROR_PHRASE in str(cause):
         return Failure("error", f"in setup, {lines[-1]}", is_retried=True, trace=trace)
     kind = "out of memory" if "memory pressure" in trace else PROCESS_DIED
     return Failure(kind, f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace)
 
 
-def forget_windows(trial: Any) -> None:
+def clear_metric_windows(trial: Any) -> None:
     """Drop the sliding windows that Tune keeps of every metric of a trial that has ended: they serve no more.
 
     They are half of what an ended trial takes in the driver's memory and in Tune's record of the experiment. The
@@ -280,14 +305,14 @@ def forget_windows(trial: Any) -> None:
     trial.run_metadata.invalidate_cache()
 
 
-def carry_on_files(trial: Any, before: Path) -> None:
+def copy_earlier_files(trial: Any, earlier_folder: Path) -> None:
     """Give Tune the rows that it wrote for this run in an earlier start, so that its files go on and lose nothing.
 
     trial: about to start. before: the folder of the earlier start's files. Tune itself does so only on its own
     restore, which is not used.
     """
     for name in ("result.json", "progress.csv"):
-        source, target = before / name, Path(trial.local_path) / name
+        source, target = earlier_folder / name, Path(trial.local_path) / name
         if source.exists() and not target.exists():
             with suppress(OSError):  # Tune's copy of older rows; ours are where they were
                 trial.init_local_path()

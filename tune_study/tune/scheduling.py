@@ -16,15 +16,15 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
     them again. They end as errors. interrupt: once it is requested, what has not started never does.
     """
 
-    def __init__(self, given_up: Container[str], interrupt: Interrupt) -> None:
+    def __init__(self, given_up_trials: Container[str], interrupt: Interrupt) -> None:
         super().__init__()
-        self._given_up = given_up
+        self._given_up_trials = given_up_trials
         self._interrupt = interrupt
 
     def choose_trial_to_run(self, tune_controller: Any, **kwargs: Any) -> Any:
         """The next trial to start, or None (see TrialScheduler)."""
         for trial in [trial for trial in tune_controller.get_trials() if trial.status == Trial.PENDING]:
-            is_given_up = trial.trial_id in self._given_up
+            is_given_up = trial.trial_id in self._given_up_trials
             if is_given_up or self._interrupt.is_requested:
                 tune_controller.stop_trial(trial)  # closes its files
             if is_given_up:

@@ -7,10 +7,10 @@ from typing import Any
 from ray import tune
 
 from trainable.config.sections import EarlyStopConfig
-from trainable.runs.stop_rules import MEASURED, RULES, decide
+from trainable.runs.stop_rules import HISTORY_COLUMNS, RULES, evaluate_stop_rules
 from tune_study.host.interrupt import Interrupt
 
-COLUMNS = MappingProxyType({name: name for name in MEASURED})
+DEFAULT_COLUMNS = MappingProxyType({name: name for name in HISTORY_COLUMNS})
 """What the rules read of a result -> the entry that has it."""
 
 
@@ -39,11 +39,11 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
     """
 
     def __init__(
-        self, rule: str, settings: EarlyStopConfig | None = None, columns: Mapping[str, str] = COLUMNS
+        self, rule: str, settings: EarlyStopConfig | None = None, columns: Mapping[str, str] = DEFAULT_COLUMNS
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"There is no stop rule `{rule}`: name one of {', '.join(RULES)}.")
-        self.rule, self.settings, self.columns = rule, settings or EarlyStopConfig(), {**COLUMNS, **columns}
+        self.rule, self.settings, self.columns = rule, settings or EarlyStopConfig(), {**DEFAULT_COLUMNS, **columns}
         self._rows: dict[str, list[dict[str, Any]]] = {}
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
@@ -51,18 +51,18 @@ class RuleStopper(tune.Stopper):  # type: ignore[misc]  # Ray is untyped
         if "stop_rule" in result:
             return bool(result["stop_rule"] == self.rule)
         rows = self._rows.setdefault(trial_id, [])
-        rows.append(self._row(result))
-        ends = decide(rows, self.settings, (self.rule,)) is not None
-        if ends or result.get("done"):
+        rows.append(self._make_row(result))
+        should_stop = evaluate_stop_rules(rows, self.settings, (self.rule,)) is not None
+        if should_stop or result.get("done"):
             del self._rows[trial_id]  # an experiment of many trials must not keep the rows of all that have ended
-        return ends
+        return should_stop
 
-    def _row(self, result: Mapping[str, Any]) -> dict[str, Any]:
+    def _make_row(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """What the rules read of a result; where nothing is filtered, every step trains."""
-        read = {name: result.get(column) for name, column in self.columns.items()}
+        rule_row = {name: result.get(column) for name, column in self.columns.items()}
         if self.columns["groups_kept"] not in result:
-            read["groups_kept"] = 1
-        return {"step": result.get("training_iteration"), **read}
+            rule_row["groups_kept"] = 1
+        return {"step": result.get("training_iteration"), **rule_row}
 
     def stop_all(self) -> bool:
         """Never: the other trials have their own rows."""

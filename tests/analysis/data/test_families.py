@@ -13,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import analysis
-from analysis.data.families import FAMILIES, Row, family_of
-from analysis.data.frames import FRAMES, NOT_COMPARED, SCHEMAS, StudyFrames
-from analysis.data.load import load, read_run
-from analysis.sweep.series import curves
+from analysis.data.families import FAMILIES, Row, get_family
+from analysis.data.frames import FRAME_NAMES, NONDETERMINISTIC_COLUMNS, SCHEMAS, StudyFrames
+from analysis.data.load import load, read_study
+from analysis.sweep.series import make_curves
 from tests.fakes import run_folders
-from tests.fakes.sandbox_folders import UNIFORM, MadeRun, MadeStudy, write_sandbox
+from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, write_sandbox
 from tests.oracles.analysis import area
 from trainable.runs.records import ROW_COLUMNS, STOP_COLUMNS
 from trainable.sandbox.measure import records as sandbox
 
-SHORT = MadeStudy(total_steps=60)
+SHORT = FakeStudy(total_steps=60)
 COMMON = (
     "run_id", "study", "arm", "seed", "axis_setting", "axis_value", "trial_id", "config_hash", "experiment_name",
     "status", "reason", "failure_class", "steps_done", "steps_total", "started_at", "ended_at", "stop_rule",
@@ -31,16 +31,16 @@ COMMON = (
 )  # fmt: skip
 
 
-def one(folder: Path, run: MadeRun, study: MadeStudy = SHORT) -> StudyFrames:
-    return read_run(write_sandbox(folder, [run], study))
+def one(folder: Path, run: FakeRun, study: FakeStudy = SHORT) -> StudyFrames:
+    return read_study(write_sandbox(folder, [run], study))
 
 
 def differences(a: StudyFrames, b: StudyFrames) -> list[str]:
-    return [line for name in FRAMES for line in analysis.same_rows(getattr(a, name), getattr(b, name))]
+    return [line for name in FRAME_NAMES for line in analysis.diff_frames(getattr(a, name), getattr(b, name))]
 
 
 def test_columns_are_those_of_the_family(tmp_path: Path) -> None:
-    frames = one(tmp_path, MadeRun("DG", steps=60))
+    frames = one(tmp_path, FakeRun("DG", steps=60))
     steps = [*ROW_COLUMNS, *sandbox.STEP_COLUMNS, *STOP_COLUMNS]
     assert list(frames.steps) == [column.name for column in steps]
     trials = [name for name in frames.trials if not name.startswith("config/")]
@@ -48,7 +48,7 @@ def test_columns_are_those_of_the_family(tmp_path: Path) -> None:
     assert frames.families == [FAMILIES["update_rules"]]
     assert all(frame.empty for frame in (frames.levels, frames.gradients, frames.gradient_groups))
     assert frames.trials.loc[0, "config/method"] == "DG"
-    for name in FRAMES:
+    for name in FRAME_NAMES:
         held = getattr(frames, name).dtypes
         assert {column: str(held[column]) for column in FAMILIES["update_rules"].schemas[name]} == dict(
             FAMILIES["update_rules"].schemas[name]
@@ -56,29 +56,29 @@ def test_columns_are_those_of_the_family(tmp_path: Path) -> None:
 
 
 def test_the_family_of_language_models_is_as_it_was(tmp_path: Path) -> None:
-    folder = run_folders.write_study(tmp_path, [run_folders.MadeRun("0", steps=3)])
-    frames = read_run(folder)
+    folder = run_folders.write_study(tmp_path, [run_folders.FakeRun("0", steps=3)])
+    frames = read_study(folder)
     assert frames.families == [FAMILIES["ppo"]]
     assert FAMILIES["ppo"].schemas == SCHEMAS
     assert "final_val_success" in frames.trials
     study = json.loads((folder / "study.json").read_text())
     (folder / "study.json").write_text(json.dumps({**study, "family": "ppo"}))
-    assert differences(frames, read_run(folder)) == []
+    assert differences(frames, read_study(folder)) == []
 
 
 def test_names_that_families_share_have_one_type() -> None:
-    for name in FRAMES:
+    for name in FRAME_NAMES:
         kinds = [set(family.schemas[name].items()) for family in FAMILIES.values()]
         merged = set.union(*kinds)
         assert len(merged) == len({column for column, _ in merged})
 
 
 def test_times_of_every_family_are_left_out_of_comparisons() -> None:
-    assert {column.name for column in sandbox.TIME_COLUMNS} <= NOT_COMPARED
+    assert {column.name for column in sandbox.TIME_COLUMNS} <= NONDETERMINISTIC_COLUMNS
 
 
 def test_rows_start_at_step_0_and_a_run_comes_to_its_last_row(tmp_path: Path) -> None:
-    run = MadeRun("DG", steps=60, error=(0.6, 0.0), entropy=(1.0, 0.1), final={"chain_reward": 0.75})
+    run = FakeRun("DG", steps=60, error=(0.6, 0.0), entropy=(1.0, 0.1), final={"chain_reward": 0.75})
     frames = one(tmp_path, run)
     assert frames.steps["step"].to_list() == [0, 20, 40, 60]
     trial = frames.trials.iloc[0]
@@ -86,13 +86,13 @@ def test_rows_start_at_step_0_and_a_run_comes_to_its_last_row(tmp_path: Path) ->
     assert (trial["final_test_error"], trial["final_entropy"], trial["final_chain_reward"]) == (0.0, 0.1, 0.75)
     assert (trial["first_step_error_zero"], trial["first_step_entropy_low"]) == (60, 60)  # at 0, and at most 0.1
     assert np.isnan(trial["final_perplexity"])
-    high = one(tmp_path / "high", MadeRun("DG", steps=60, error=(0.6, 0.001), entropy=(1.0, 0.101))).trials.iloc[0]
+    high = one(tmp_path / "high", FakeRun("DG", steps=60, error=(0.6, 0.001), entropy=(1.0, 0.101))).trials.iloc[0]
     assert np.isnan(high["first_step_error_zero"])
     assert np.isnan(high["first_step_entropy_low"])
 
 
 def test_the_first_step_is_the_first_and_a_row_counts_as_many_batches_as_its_age_is_over(tmp_path: Path) -> None:
-    folder = write_sandbox(tmp_path, [MadeRun("DG", steps=60)], SHORT)
+    folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
     path = folder / "runs" / "DG-seed0" / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     changes = [
@@ -102,7 +102,7 @@ def test_the_first_step_is_the_first_and_a_row_counts_as_many_batches_as_its_age
         {"entropy": 0.01, "age_mean": 8.0},
     ]
     path.write_text("".join(json.dumps({**row, **change}) + "\n" for row, change in zip(rows, changes, strict=True)))
-    trial = read_run(folder).trials.iloc[0]
+    trial = read_study(folder).trials.iloc[0]
     assert trial["first_step_entropy_low"] == 20
     batches = {4.0: 1, 6.0: 20, 8.0: 19}  # of step 0; of 1 to 20; of 41 to 59, as no batch follows the last evaluation
     assert trial["mean_replay_age"] == pytest.approx(sum(age * n for age, n in batches.items()) / 40)
@@ -138,9 +138,9 @@ def write_rows(folder: Path, entropies: Sequence[tuple[int, float | None]]) -> P
 def test_mean_entropy_is_the_area_over_its_length(
     tmp_path: Path, status: str, total: int, rows: Sequence[tuple[int, float | None]], mean: float
 ) -> None:
-    made = MadeRun("DG", steps=60, status=status, stop=UNIFORM if status == "early_stopped" else None)
-    folder = write_rows(write_sandbox(tmp_path, [made], MadeStudy(total_steps=total)), rows)
-    assert read_run(folder).trials["mean_entropy"].iloc[0] == pytest.approx(mean, nan_ok=True)
+    made = FakeRun("DG", steps=60, status=status, stop=UNIFORM_STOP if status == "early_stopped" else None)
+    folder = write_rows(write_sandbox(tmp_path, [made], FakeStudy(total_steps=total)), rows)
+    assert read_study(folder).trials["mean_entropy"].iloc[0] == pytest.approx(mean, nan_ok=True)
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.floats(0, 3)), min_size=1, max_size=8, unique_by=lambda row: row[0]))
@@ -153,7 +153,7 @@ def test_mean_entropy_against_fine_cells_and_it_does_not_change_with_rows_on_the
     ]
     end = rows[-1]["step"]
     steps, heights = ([row[name] for row in rows] for name in ("step", "entropy"))
-    values = FAMILIES["update_rules"].values
+    values = FAMILIES["update_rules"].summarize_rows
     found = values(rows, None)["mean_entropy"]
     assert found == pytest.approx(area(steps, heights, end), rel=5e-3, abs=5e-3)
     assert min(heights) - 1e-9 <= found <= max(heights) + 1e-9
@@ -164,8 +164,8 @@ def test_mean_entropy_against_fine_cells_and_it_does_not_change_with_rows_on_the
 
 
 def test_tables_of_an_older_version_are_not_read_for_a_column_that_they_lack(tmp_path: Path) -> None:
-    folder = write_sandbox(tmp_path, [MadeRun("DG", steps=60)], SHORT)
-    frames = read_run(folder)
+    folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
+    frames = read_study(folder)
     replace(frames, trials=frames.trials.drop(columns="mean_entropy")).write_parquet(folder)
     assert differences(load(folder), frames) == []
     shutil.rmtree(folder / "runs")  # where only tables were kept, the column is missing
@@ -175,13 +175,13 @@ def test_tables_of_an_older_version_are_not_read_for_a_column_that_they_lack(tmp
 @pytest.mark.parametrize(
     ("run", "status", "done"),
     [
-        (MadeRun("DG", steps=0, status="running"), "interrupted", 0),
-        (MadeRun("DG", steps=None, status=""), "never_ran", 0),
-        (MadeRun("DG", steps=47, status="early_stopped", stop=UNIFORM), "early_stopped", 47),
-        (MadeRun("DG", steps=None, status="failed"), "failed", 0),
+        (FakeRun("DG", steps=0, status="running"), "interrupted", 0),
+        (FakeRun("DG", steps=None, status=""), "never_ran", 0),
+        (FakeRun("DG", steps=47, status="early_stopped", stop=UNIFORM_STOP), "early_stopped", 47),
+        (FakeRun("DG", steps=None, status="failed"), "failed", 0),
     ],
 )
-def test_endings(tmp_path: Path, run: MadeRun, status: str, done: int) -> None:
+def test_endings(tmp_path: Path, run: FakeRun, status: str, done: int) -> None:
     frames = one(tmp_path, run)
     assert frames.trials["status"].to_list() == [status]
     assert frames.trials["steps_done"].to_list() == [done]
@@ -190,55 +190,55 @@ def test_endings(tmp_path: Path, run: MadeRun, status: str, done: int) -> None:
 
 
 def test_odd_lines_are_left_out(tmp_path: Path) -> None:
-    folder = write_sandbox(tmp_path, [MadeRun("DG", steps=60)], SHORT)
+    folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
     path = folder / "runs" / "DG-seed0" / "metrics.jsonl"
     lines = path.read_text().splitlines()
     odd = json.dumps({**json.loads(lines[0]), "test_error": "low", "no such column": 1})
     path.write_text("\n".join(['{"step": -1}', odd, *lines[1:3], lines[3][:40]]))
-    frames = read_run(folder)
+    frames = read_study(folder)
     assert frames.steps["step"].to_list() == [0, 20, 40]
     assert np.isnan(frames.steps.loc[0, "test_error"])
     assert frames.trials.loc[0, "final_test_error"] == frames.steps.loc[2, "test_error"]
 
 
 def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
-    runs = [MadeRun("DG", steps=60), MadeRun("GRPO", steps=40, status="early_stopped", stop=UNIFORM)]
-    folder = write_sandbox(tmp_path, [*runs, MadeRun("TPO", steps=None, status="")], SHORT)
-    frames = read_run(folder)
+    runs = [FakeRun("DG", steps=60), FakeRun("GRPO", steps=40, status="early_stopped", stop=UNIFORM_STOP)]
+    folder = write_sandbox(tmp_path, [*runs, FakeRun("TPO", steps=None, status="")], SHORT)
+    frames = read_study(folder)
     frames.write_parquet(folder)
     found = load(folder)
     assert differences(frames, found) == []
-    for name in FRAMES:
+    for name in FRAME_NAMES:
         assert getattr(found, name).dtypes.equals(getattr(frames, name).dtypes)
 
 
 def test_studies_of_two_families_stand_below_each_other(tmp_path: Path) -> None:
-    rules = write_sandbox(tmp_path, [MadeRun("DG", steps=60)], SHORT)
-    made = run_folders.MadeStudy(total_steps=3, test_freq=2, levels=10)
-    kl = run_folders.write_study(tmp_path, [run_folders.MadeRun("0", steps=3)], made)
+    rules = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], SHORT)
+    made = run_folders.FakeStudy(total_steps=3, test_freq=2, levels=10)
+    kl = run_folders.write_study(tmp_path, [run_folders.FakeRun("0", steps=3)], made)
     frames = load(tmp_path)
     assert [family.name for family in frames.families] == ["ppo", "update_rules"]
     assert frames.trials["study"].to_list() == ["kl", "influence"]
     assert frames.steps["test_error"].isna().to_list() == [True] * 3 + [False] * 4
     assert frames.steps["pg_loss"].isna().to_list() == [False] * 3 + [True] * 4
     for name, folder in (("kl", kl), ("influence", rules)):
-        own, alone = frames.one(name), read_run(folder)
-        for part in FRAMES:
+        own, alone = frames.select_study(name), read_study(folder)
+        for part in FRAME_NAMES:
             columns = [column for column in getattr(alone, part) if not column.startswith("config/")]
             extra = [column for column in getattr(own, part) if column not in columns]
             assert all(column.startswith("config/") for column in extra)
-            assert analysis.same_rows(getattr(own, part)[columns], getattr(alone, part)[columns]) == []
+            assert analysis.diff_frames(getattr(own, part)[columns], getattr(alone, part)[columns]) == []
 
 
 def test_an_unknown_family_is_named(tmp_path: Path) -> None:
-    folder = write_sandbox(tmp_path, [MadeRun("DG", steps=60)], MadeStudy(extra={"family": "trees"}))
+    folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], FakeStudy(extra={"family": "trees"}))
     with pytest.raises(ValueError, match=r"`influence` is of the family 'trees', .* it reads ppo, update_rules"):
         load(folder)
-    assert family_of({"name": "kl"}) is FAMILIES["ppo"]
+    assert get_family({"name": "kl"}) is FAMILIES["ppo"]
 
 
 def test_a_column_of_no_family_has_no_curve(tmp_path: Path) -> None:
-    frames = one(tmp_path, MadeRun("DG", steps=60))
-    assert curves(frames, "test_error")["step"].to_list() == [0, 20, 40, 60]
+    frames = one(tmp_path, FakeRun("DG", steps=60))
+    assert make_curves(frames, "test_error")["step"].to_list() == [0, 20, 40, 60]
     with pytest.raises(ValueError, match="no step column `val_success`"):
-        curves(frames, "val_success")
+        make_curves(frames, "val_success")

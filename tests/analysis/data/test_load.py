@@ -10,27 +10,27 @@ import pandas as pd
 import pytest
 
 import analysis
-from analysis.data.frames import FRAMES, SCHEMAS, StudyFrames
-from analysis.data.load import load, read_run
-from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
+from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames
+from analysis.data.load import load, read_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.runs.records import ROW_COLUMNS, STEP_COLUMNS, STOP_COLUMNS, TRIAL_COLUMNS, TRIAL_LAST_VALUES
 
-SHORT = MadeStudy(total_steps=3, test_freq=2, levels=10)
-STOPPED = MadeRun(
+SHORT = FakeStudy(total_steps=3, test_freq=2, levels=10)
+STOPPED = FakeRun(
     "0.3", status="early_stopped", steps=3, success=(0.35, 0.0), stop=("low_validation_success", 0.002, 0.01)
 )
 
 
-def lines_of(folder: Path, run: MadeRun, name: str) -> Path:
+def lines_of(folder: Path, run: FakeRun, name: str) -> Path:
     return folder / "runs" / run.run_id / name
 
 
 def differences(a: StudyFrames, b: StudyFrames) -> list[str]:
-    return [line for name in FRAMES for line in analysis.same_rows(getattr(a, name), getattr(b, name))]
+    return [line for name in FRAME_NAMES for line in analysis.diff_frames(getattr(a, name), getattr(b, name))]
 
 
 def test_one_call_opens_a_study(tmp_path: Path) -> None:
-    write_study(tmp_path, [MadeRun("0", steps=3), MadeRun("0.1", steps=3)], SHORT)
+    write_study(tmp_path, [FakeRun("0", steps=3), FakeRun("0.1", steps=3)], SHORT)
     frames = analysis.load(tmp_path)
     assert len(frames.trials) == 2
     assert len(frames.steps) == 6
@@ -38,7 +38,7 @@ def test_one_call_opens_a_study(tmp_path: Path) -> None:
 
 
 def test_columns_are_those_of_the_records(tmp_path: Path) -> None:
-    frames = read_run(write_study(tmp_path, [MadeRun("0", steps=3)], SHORT))
+    frames = read_study(write_study(tmp_path, [FakeRun("0", steps=3)], SHORT))
     assert list(frames.steps) == [column.name for column in (*ROW_COLUMNS, *STEP_COLUMNS, *STOP_COLUMNS)]
     expected = {column.name for column in (*TRIAL_COLUMNS, *STOP_COLUMNS)} | set(TRIAL_LAST_VALUES)
     expected |= {"run_id", "study", "arm", "seed", "axis_setting", "axis_value"}
@@ -47,7 +47,7 @@ def test_columns_are_those_of_the_records(tmp_path: Path) -> None:
 
 
 def test_settings_are_columns_of_their_own_types(tmp_path: Path) -> None:
-    frames = read_run(write_study(tmp_path, [MadeRun("0", steps=3), MadeRun("0.1", steps=3)], SHORT))
+    frames = read_study(write_study(tmp_path, [FakeRun("0", steps=3), FakeRun("0.1", steps=3)], SHORT))
     assert frames.trials["config/actor.kl_loss_coef"].to_list() == [0.0, 0.1]
     assert frames.trials["config/actor.use_kl_loss"].to_list() == [False, True]
     assert frames.trials["config/env.group_size"].to_list() == [16, 16]
@@ -56,10 +56,10 @@ def test_settings_are_columns_of_their_own_types(tmp_path: Path) -> None:
 
 
 def test_the_numbers_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
-    run = MadeRun("0.1", steps=60)
+    run = FakeRun("0.1", steps=60)
     folder = write_study(tmp_path, [run])
     rows = [json.loads(line) for line in lines_of(folder, run, "metrics.jsonl").read_text().splitlines()]
-    trial = read_run(folder).trials.iloc[0]
+    trial = read_study(folder).trials.iloc[0]
     validations = [row["val_success"] for row in rows if row["val_success"] is not None]
     assert len(validations) == 12
     assert trial["final_val_success"] == validations[-1]
@@ -73,46 +73,46 @@ def test_the_numbers_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
-    run = MadeRun("0", steps=3)
+    run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
     for name in ("metrics.jsonl", "levels.jsonl"):
         path = lines_of(folder, run, name)
         path.write_bytes(path.read_bytes()[:-30])
-    frames = read_run(folder)
+    frames = read_study(folder)
     assert frames.steps["step"].to_list() == [1, 2]
     assert frames.trials.loc[0, "steps_done"] == 2
     assert ("test", "greedy") not in set(zip(frames.levels["split"], frames.levels["mode"], strict=True))
 
 
 def test_a_line_torn_before_a_restart_is_left_out_and_its_repetition_counts(tmp_path: Path) -> None:
-    run = MadeRun("0", steps=3)
+    run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
     path = lines_of(folder, run, "metrics.jsonl")
     first, second, third = path.read_text().splitlines()
     path.write_text("\n".join([first, second[:40], second, "7", third]) + "\n")
-    assert read_run(folder).steps["step"].to_list() == [1, 2, 3]
+    assert read_study(folder).steps["step"].to_list() == [1, 2, 3]
 
 
 def test_a_repeated_step_counts_and_gives_up_every_later_one(tmp_path: Path) -> None:
-    run = MadeRun("0", steps=3)
+    run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
     path = lines_of(folder, run, "metrics.jsonl")
     again = {**json.loads(path.read_text().splitlines()[1]), "train_success": 0.875}
     path.write_text(path.read_text() + json.dumps(again) + "\n")
-    frames = read_run(folder)
+    frames = read_study(folder)
     assert frames.steps["step"].to_list() == [1, 2]
     assert frames.steps.loc[1, "train_success"] == 0.875
     assert frames.trials.loc[0, "steps_done"] == 2
 
 
 def test_of_repeated_evaluations_the_last_line_counts(tmp_path: Path) -> None:
-    run = MadeRun("0", steps=3)
+    run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
     path = lines_of(folder, run, "levels.jsonl")
-    before = len(read_run(folder).levels)
+    before = len(read_study(folder).levels)
     line = json.loads(path.read_text().splitlines()[-1])
     path.write_text(path.read_text() + json.dumps({**line, "success": "1" * len(line["success"])}) + "\n")
-    levels = read_run(folder).levels
+    levels = read_study(folder).levels
     names = ["step", "split", "mode"]
     repeated = levels[(levels[names] == [line[name] for name in names]).all(axis=1)]
     assert len(levels) == before
@@ -121,13 +121,13 @@ def test_of_repeated_evaluations_the_last_line_counts(tmp_path: Path) -> None:
 
 
 def test_levels_that_do_not_match_their_outcomes_are_refused(tmp_path: Path) -> None:
-    run = MadeRun("0", steps=3)
+    run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
     path = lines_of(folder, run, "levels.jsonl")
     line = json.loads(path.read_text().splitlines()[0])
     path.write_text(json.dumps({**line, "success": "101"}) + "\n")
     with pytest.raises(ValueError, match="10 levels, 10 clusters and 3 outcomes"):
-        read_run(folder)
+        read_study(folder)
 
 
 @pytest.mark.parametrize(
@@ -150,28 +150,28 @@ def test_levels_that_do_not_match_their_outcomes_are_refused(tmp_path: Path) -> 
     ],
 )
 def test_statuses(tmp_path: Path, status: str, steps: int, live: bool, expected: str, reason: str) -> None:
-    folder = write_study(tmp_path, [MadeRun("0", status=status, steps=steps)], SHORT)
-    trial = read_run(folder, live=live).trials.iloc[0]
+    folder = write_study(tmp_path, [FakeRun("0", status=status, steps=steps)], SHORT)
+    trial = read_study(folder, live=live).trials.iloc[0]
     assert (trial["status"], trial["reason"]) == (expected, reason)
 
 
 def test_a_reason_is_kept(tmp_path: Path) -> None:
-    run = MadeRun("0", status="failed", steps=2, reason="RuntimeError: no memory")
-    assert read_run(write_study(tmp_path, [run], SHORT)).trials.loc[0, "reason"] == "RuntimeError: no memory"
+    run = FakeRun("0", status="failed", steps=2, reason="RuntimeError: no memory")
+    assert read_study(write_study(tmp_path, [run], SHORT)).trials.loc[0, "reason"] == "RuntimeError: no memory"
 
 
 def test_a_run_that_only_study_json_knows_never_ran(tmp_path: Path) -> None:
-    run = MadeRun("0", steps=3)
-    folder = write_study(tmp_path, [run, MadeRun("0.1", steps=3)], SHORT)
+    run = FakeRun("0", steps=3)
+    folder = write_study(tmp_path, [run, FakeRun("0.1", steps=3)], SHORT)
     shutil.rmtree(folder / "runs" / run.run_id)
-    trials = read_run(folder).trials
+    trials = read_study(folder).trials
     assert trials["arm"].to_list() == ["0", "0.1"]
     assert trials["status"].to_list() == ["never_ran", "completed"]
     assert pd.isna(trials.loc[0, "steps_total"])
 
 
 def test_a_stop_is_in_the_row_at_which_it_fired_and_only_there(tmp_path: Path) -> None:
-    frames = read_run(write_study(tmp_path, [STOPPED, MadeRun("0", steps=3)], SHORT))
+    frames = read_study(write_study(tmp_path, [STOPPED, FakeRun("0", steps=3)], SHORT))
     rows = frames.steps[frames.steps["stop_rule"] != ""]
     assert rows[["arm", "step", "stop_step"]].to_numpy().tolist() == [["0.3", 3, 3]]
     assert rows[["stop_value", "stop_threshold"]].to_numpy().tolist() == [[0.002, 0.01]]
@@ -180,23 +180,23 @@ def test_a_stop_is_in_the_row_at_which_it_fired_and_only_there(tmp_path: Path) -
 
 
 def test_types_do_not_depend_on_what_is_missing(tmp_path: Path) -> None:
-    full = read_run(write_study(tmp_path / "a", [STOPPED], SHORT))
-    never = read_run(write_study(tmp_path / "b", [MadeRun("0", status="", steps=0)], SHORT))
-    nothing = read_run(write_study(tmp_path / "c", [], SHORT))
-    for name in FRAMES:
+    full = read_study(write_study(tmp_path / "a", [STOPPED], SHORT))
+    never = read_study(write_study(tmp_path / "b", [FakeRun("0", status="", steps=0)], SHORT))
+    nothing = read_study(write_study(tmp_path / "c", [], SHORT))
+    for name in FRAME_NAMES:
         types = [getattr(frames, name).dtypes for frames in (full, never, nothing)]
         for found in types[1:]:
             assert found[list(SCHEMAS[name])].equals(types[0][list(SCHEMAS[name])])
     assert len(nothing.trials) == 0
-    missing = read_run(write_study(tmp_path / "d", [MadeRun("0", steps=3, rows={"entropy": None})], SHORT))
+    missing = read_study(write_study(tmp_path / "d", [FakeRun("0", steps=3, rows={"entropy": None})], SHORT))
     assert missing.steps["entropy"].dtype == np.float64
     assert missing.steps["entropy"].isna().all()
 
 
 def test_rows_are_in_the_order_of_the_study(tmp_path: Path) -> None:
-    runs = [MadeRun(arm, seed, steps=3) for seed in (1, 0) for arm in ("nofilter", "0.1", "1.0")]
-    study = MadeStudy(total_steps=3, levels=10, values=("1.0", "nofilter"))
-    frames = read_run(write_study(tmp_path, runs, study))
+    runs = [FakeRun(arm, seed, steps=3) for seed in (1, 0) for arm in ("nofilter", "0.1", "1.0")]
+    study = FakeStudy(total_steps=3, levels=10, values=("1.0", "nofilter"))
+    frames = read_study(write_study(tmp_path, runs, study))
     order = [("1.0", 0), ("1.0", 1), ("nofilter", 0), ("nofilter", 1), ("0.1", 0), ("0.1", 1)]
     assert list(zip(frames.trials["arm"], frames.trials["seed"], strict=True)) == order
     assert list(dict.fromkeys(zip(frames.steps["arm"], frames.steps["seed"], strict=True))) == order
@@ -204,25 +204,25 @@ def test_rows_are_in_the_order_of_the_study(tmp_path: Path) -> None:
 
 
 def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, [MadeRun("0", steps=3), STOPPED, MadeRun("1", status="", steps=0)], SHORT)
-    frames = read_run(folder)
+    folder = write_study(tmp_path, [FakeRun("0", steps=3), STOPPED, FakeRun("1", status="", steps=0)], SHORT)
+    frames = read_study(folder)
     frames.write_parquet(folder)
     found = load(folder)
     assert differences(frames, found) == []
-    for name in FRAMES:
+    for name in FRAME_NAMES:
         assert getattr(found, name).dtypes.equals(getattr(frames, name).dtypes)
     assert found.study == frames.study
 
 
 def tables_with_a_marker(folder: Path) -> None:
     """Write tables that differ from the line files, so that a test sees which of them were read."""
-    frames = read_run(folder)
+    frames = read_study(folder)
     frames.steps["train_success"] = -1.0
     frames.write_parquet(folder)
 
 
 def test_tables_are_read_while_they_are_newest(tmp_path: Path) -> None:
-    run = MadeRun("0", steps=3)
+    run = FakeRun("0", steps=3)
     folder = write_study(tmp_path, [run], SHORT)
     tables_with_a_marker(folder)
     assert (load(folder).steps["train_success"] == -1).all()
@@ -235,61 +235,61 @@ def test_tables_are_read_while_they_are_newest(tmp_path: Path) -> None:
 
 
 def test_tables_of_a_moved_folder_are_read(tmp_path: Path) -> None:
-    folder = write_study(tmp_path / "here", [MadeRun("0", steps=3)], SHORT)
+    folder = write_study(tmp_path / "here", [FakeRun("0", steps=3)], SHORT)
     tables_with_a_marker(folder)
     (tmp_path / "here").rename(tmp_path / "there")
     assert (load(tmp_path / "there").steps["train_success"] == -1).all()
 
 
 def test_running_in_the_tables_is_settled_when_read_later(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, [MadeRun("0", status="running", steps=2)], SHORT)
-    read_run(folder, live=True).write_parquet(folder)
+    folder = write_study(tmp_path, [FakeRun("0", status="running", steps=2)], SHORT)
+    read_study(folder, live=True).write_parquet(folder)
     assert load(folder).trials.loc[0, "status"] == "interrupted"
     assert load(folder, live=True).trials.loc[0, "status"] == "running"
 
 
 def test_several_studies_are_told_apart(tmp_path: Path) -> None:
-    write_study(tmp_path, [MadeRun("0", steps=3)], SHORT)
-    other = MadeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", total_steps=3, levels=10)
-    write_study(tmp_path, [MadeRun("0", steps=3), MadeRun("0.1", steps=3)], other)
+    write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
+    other = FakeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", total_steps=3, levels=10)
+    write_study(tmp_path, [FakeRun("0", steps=3), FakeRun("0.1", steps=3)], other)
     frames = load(tmp_path)
     assert frames.trials["study"].to_list() == ["entropy", "entropy", "kl"]
     assert [study["name"] for study in frames.studies] == ["entropy", "kl"]
     alone = load(tmp_path / "results" / "entropy_sweep")
-    assert differences(frames.one("entropy"), alone) == []
+    assert differences(frames.select_study("entropy"), alone) == []
     with pytest.raises(ValueError, match="There is no study `top-p` here; there are: entropy, kl"):
-        frames.one("top-p")
+        frames.select_study("top-p")
 
 
 def test_studies_of_one_name_are_told_apart_by_their_run(tmp_path: Path) -> None:
     for model in ("a", "b"):
-        write_study(tmp_path, [MadeRun("0", steps=3)], MadeStudy(run=f"kl_sweep_{model}", total_steps=3, levels=10))
+        write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(run=f"kl_sweep_{model}", total_steps=3, levels=10))
     frames = load(tmp_path)
     assert frames.trials["study"].to_list() == ["kl_sweep_a", "kl_sweep_b"]
-    assert len(frames.one("kl_sweep_b").steps) == 3
+    assert len(frames.select_study("kl_sweep_b").steps) == 3
 
 
 def test_a_folder_without_a_study_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"There is no study at .*: give an output folder"):
         load(tmp_path)
     with pytest.raises(ValueError, match=r"holds no study\.json"):
-        read_run(tmp_path)
+        read_study(tmp_path)
 
 
 def test_a_broken_study_json_is_named(tmp_path: Path) -> None:
-    folder = write_study(tmp_path, [MadeRun("0", steps=3)], SHORT)
+    folder = write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)
     (folder / "study.json").write_text("{")
     with pytest.raises(ValueError, match=r"study\.json is not JSON"):
-        read_run(folder)
+        read_study(folder)
 
 
 def test_same_rows_names_what_differs(tmp_path: Path) -> None:
-    steps = read_run(write_study(tmp_path, [MadeRun("0", steps=3)], SHORT)).steps
+    steps = read_study(write_study(tmp_path, [FakeRun("0", steps=3)], SHORT)).steps
     other = steps.assign(seconds_step=9.0, tokens_per_second=1.0, entropy=[*steps["entropy"][:2], 7.0])
-    assert analysis.same_rows(steps, steps.assign(seconds_total=0.0, tokens_per_second=1.0)) == []
-    (found,) = analysis.same_rows(steps, other)
+    assert analysis.diff_frames(steps, steps.assign(seconds_total=0.0, tokens_per_second=1.0)) == []
+    (found,) = analysis.diff_frames(steps, other)
     assert found.startswith("entropy: 1 of 3 rows differ, first 2:")
-    assert analysis.same_rows(steps, other, leave_out=["entropy"]) == []
-    assert analysis.same_rows(steps, steps.iloc[:2]) == ["3 rows against 2"]
-    assert analysis.same_rows(steps, steps.drop(columns="entropy")) == ["columns differ: ['entropy']"]
-    assert "type" in analysis.same_rows(steps, steps.assign(groups=steps["groups"].astype("int64")))[0]
+    assert analysis.diff_frames(steps, other, ignored_columns=["entropy"]) == []
+    assert analysis.diff_frames(steps, steps.iloc[:2]) == ["3 rows against 2"]
+    assert analysis.diff_frames(steps, steps.drop(columns="entropy")) == ["columns differ: ['entropy']"]
+    assert "type" in analysis.diff_frames(steps, steps.assign(groups=steps["groups"].astype("int64")))[0]

@@ -9,17 +9,17 @@ import pandas as pd
 import pytest
 
 import analysis
-from analysis.data.frames import FRAMES, SCHEMAS, StudyFrames
-from analysis.data.load import load, read_run
-from tests.fakes.run_folders import MadeAnalysis, MadeRun, MadeStudy, write_analyses, write_lines, write_study
+from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames
+from analysis.data.load import load, read_study
+from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_lines, write_study
 from trainable.runs.records import GRADIENT_COLUMNS, GRADIENT_GROUP_COLUMNS, ROW_COLUMNS
 
-SHORT = MadeStudy(total_steps=3, test_freq=2, levels=10)
-RUN = MadeRun("0", steps=3)
-FIRST, LATER = MadeAnalysis(1), MadeAnalysis(51)
+SHORT = FakeStudy(total_steps=3, test_freq=2, levels=10)
+RUN = FakeRun("0", steps=3)
+FIRST, LATER = FakeAnalysis(1), FakeAnalysis(51)
 
 
-def study(output: Path, *analyses: MadeAnalysis) -> Path:
+def study(output: Path, *analyses: FakeAnalysis) -> Path:
     folder = write_study(output, [RUN], SHORT)
     write_analyses(folder, RUN, analyses)
     return folder
@@ -30,7 +30,7 @@ def file_of(folder: Path, name: str = "gradients.jsonl") -> Path:
 
 
 def differences(a: StudyFrames, b: StudyFrames) -> list[str]:
-    return [line for name in FRAMES for line in analysis.same_rows(getattr(a, name), getattr(b, name))]
+    return [line for name in FRAME_NAMES for line in analysis.diff_frames(getattr(a, name), getattr(b, name))]
 
 
 def moments(frames: StudyFrames) -> list[tuple[int, str, bool]]:
@@ -39,8 +39,8 @@ def moments(frames: StudyFrames) -> list[tuple[int, str, bool]]:
 
 
 def test_every_number_of_a_line_is_in_its_row(tmp_path: Path) -> None:
-    made = MadeAnalysis(51, components=("task", "entropy", "kl"))
-    frames, line = read_run(study(tmp_path, made)), made.line()
+    made = FakeAnalysis(51, components=("task", "entropy", "kl"))
+    frames, line = read_study(study(tmp_path, made)), made.make_line()
     assert list(frames.gradients) == [column.name for column in (*ROW_COLUMNS, *GRADIENT_COLUMNS)]
     assert len(frames.gradients) == len(line["rows"]) == 7 * 4
     for row, written in zip(frames.gradients.to_dict("records"), line["rows"], strict=True):
@@ -51,35 +51,35 @@ def test_every_number_of_a_line_is_in_its_row(tmp_path: Path) -> None:
 
 
 def test_every_group_of_a_line_is_a_row(tmp_path: Path) -> None:
-    frames = read_run(study(tmp_path, FIRST))
+    frames = read_study(study(tmp_path, FIRST))
     names = [column.name for column in (*ROW_COLUMNS, *GRADIENT_COLUMNS[:3], *GRADIENT_GROUP_COLUMNS)]
     assert list(frames.gradient_groups) == names
     found = frames.gradient_groups[["bucket", "group", "reward_std"]].to_dict("records")
-    assert found == FIRST.line()["groups"]
+    assert found == FIRST.make_line()["groups"]
     assert len(found) == 24
 
 
 def test_the_last_line_of_an_analysis_counts(tmp_path: Path) -> None:
     before, after = replace(FIRST, prefilter=True), replace(FIRST, seed=1)
     folder = study(tmp_path, before, FIRST, after)
-    assert moments(read_run(folder)) == [(1, "train", False), (1, "train", True)]
-    write_lines(file_of(folder), [before.line(), after.line()])
-    alone = read_run(folder)
-    write_lines(file_of(folder), [before.line(), FIRST.line(), after.line()])
-    assert differences(read_run(folder), alone) == []
+    assert moments(read_study(folder)) == [(1, "train", False), (1, "train", True)]
+    write_lines(file_of(folder), [before.make_line(), after.make_line()])
+    alone = read_study(folder)
+    write_lines(file_of(folder), [before.make_line(), FIRST.make_line(), after.make_line()])
+    assert differences(read_study(folder), alone) == []
 
 
 def test_a_run_that_went_back_gave_up_later_analyses_and_no_probe(tmp_path: Path) -> None:
-    analyses = [FIRST, LATER, replace(LATER, prefilter=True), MadeAnalysis(11, prefilter=True)]
-    probes = [MadeAnalysis(step, "probe") for step in (101, 51, 75)]
-    frames = read_run(study(tmp_path, *analyses, *probes))
+    analyses = [FIRST, LATER, replace(LATER, prefilter=True), FakeAnalysis(11, prefilter=True)]
+    probes = [FakeAnalysis(step, "probe") for step in (101, 51, 75)]
+    frames = read_study(study(tmp_path, *analyses, *probes))
     trained = [(1, "train", False), (11, "train", True)]
     assert moments(frames) == [*trained, (51, "probe", False), (75, "probe", False), (101, "probe", False)]
 
 
 def test_the_last_probe_of_a_checkpoint_counts(tmp_path: Path) -> None:
-    first, second = MadeAnalysis(51, "probe"), MadeAnalysis(51, "probe", components=("task",))
-    frames = read_run(study(tmp_path, first, MadeAnalysis(51, "probe", prefilter=True), second))
+    first, second = FakeAnalysis(51, "probe"), FakeAnalysis(51, "probe", components=("task",))
+    frames = read_study(study(tmp_path, first, FakeAnalysis(51, "probe", prefilter=True), second))
     assert moments(frames) == [(51, "probe", False), (51, "probe", True)]
     after = frames.gradients[~frames.gradients["prefilter"]]
     assert set(after["component"]) == {"task", "total"}
@@ -94,12 +94,12 @@ def changed(line: dict[str, Any], part: str, name: str, value: object) -> dict[s
 
 
 ODD = [
-    *(without(LATER.line(), name) for name in ("step", "source", "prefilter", "rows", "groups")),
-    {**LATER.line(), "step": "51"}, {**LATER.line(), "step": -1}, {**LATER.line(), "step": True},
-    {**LATER.line(), "source": "test"}, {**LATER.line(), "source": ["train"]}, {**LATER.line(), "prefilter": 0},
-    {**LATER.line(), "rows": {}}, {**LATER.line(), "rows": [1]}, {**LATER.line(), "groups": "none"},
-    changed(LATER.line(), "rows", "bucket", None), changed(LATER.line(), "rows", "component", 3),
-    changed(LATER.line(), "rows", "uses_training_batch", None), changed(LATER.line(), "groups", "group", 1.5),
+    *(without(LATER.make_line(), name) for name in ("step", "source", "prefilter", "rows", "groups")),
+    {**LATER.make_line(), "step": "51"}, {**LATER.make_line(), "step": -1}, {**LATER.make_line(), "step": True},
+    {**LATER.make_line(), "source": "test"}, {**LATER.make_line(), "source": ["train"]}, {**LATER.make_line(), "prefilter": 0},
+    {**LATER.make_line(), "rows": {}}, {**LATER.make_line(), "rows": [1]}, {**LATER.make_line(), "groups": "none"},
+    changed(LATER.make_line(), "rows", "bucket", None), changed(LATER.make_line(), "rows", "component", 3),
+    changed(LATER.make_line(), "rows", "uses_training_batch", None), changed(LATER.make_line(), "groups", "group", 1.5),
 ]  # fmt: skip
 
 
@@ -107,63 +107,63 @@ ODD = [
 @pytest.mark.parametrize("name", ["gradients.jsonl", "probes.jsonl"])
 def test_an_odd_line_is_left_out(tmp_path: Path, line: dict[str, Any], name: str) -> None:
     folder = study(tmp_path, FIRST)
-    alone = read_run(folder)
+    alone = read_study(folder)
     with file_of(folder, name).open("a") as file:
         file.write(json.dumps(line) + "\n")
-    assert differences(read_run(folder), alone) == []
+    assert differences(read_study(folder), alone) == []
 
 
 def test_a_torn_line_is_left_out(tmp_path: Path) -> None:
-    folder = study(tmp_path, FIRST, LATER, MadeAnalysis(51, "probe"))
+    folder = study(tmp_path, FIRST, LATER, FakeAnalysis(51, "probe"))
     for name in ("gradients.jsonl", "probes.jsonl"):
         path = file_of(folder, name)
         path.write_bytes(path.read_bytes()[:-40])
-    assert moments(read_run(folder)) == [(1, "train", False)]
+    assert moments(read_study(folder)) == [(1, "train", False)]
 
 
 def test_a_value_that_does_not_fit_its_column_is_missing(tmp_path: Path) -> None:
     folder = study(tmp_path)
-    line = changed(changed(FIRST.line(), "rows", "snr", "large"), "groups", "reward_std", "wide")
+    line = changed(changed(FIRST.make_line(), "rows", "snr", "large"), "groups", "reward_std", "wide")
     write_lines(file_of(folder), [changed(line, "rows", "surplus", 1)])
-    frames = read_run(folder)
+    frames = read_study(folder)
     assert pd.isna(frames.gradients.loc[0, "snr"])
     assert frames.gradients.loc[0, "noise"] == line["rows"][0]["noise"]
     assert pd.isna(frames.gradient_groups.loc[0, "reward_std"])
 
 
 def test_types_do_not_depend_on_what_is_missing(tmp_path: Path) -> None:
-    bare = {**FIRST.line(), "rows": [{"bucket": "all", "component": "task", "uses_training_batch": True}]}
+    bare = {**FIRST.make_line(), "rows": [{"bucket": "all", "component": "task", "uses_training_batch": True}]}
     full, nothing, folder = study(tmp_path / "a", FIRST), study(tmp_path / "b"), study(tmp_path / "c")
     write_lines(file_of(folder), [bare])
     for name in ("gradients", "gradient_groups"):
         for found in (full, nothing, folder):
-            types = getattr(read_run(found), name).dtypes
+            types = getattr(read_study(found), name).dtypes
             assert {column: str(kind) for column, kind in types.items()} == SCHEMAS[name]
-    assert read_run(nothing).gradients.empty
+    assert read_study(nothing).gradients.empty
 
 
 def test_frames_without_analyses_can_be_made_by_hand(tmp_path: Path) -> None:
-    read = read_run(study(tmp_path))
+    read = read_study(study(tmp_path))
     made = StudyFrames(read.trials, read.steps, read.levels, read.study)
     assert differences(made, read) == []
     assert made.gradients.dtypes.equals(read.gradients.dtypes)
 
 
 def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
-    folder = study(tmp_path, FIRST, replace(FIRST, prefilter=True), MadeAnalysis(51, "probe"))
-    frames = read_run(folder)
+    folder = study(tmp_path, FIRST, replace(FIRST, prefilter=True), FakeAnalysis(51, "probe"))
+    frames = read_study(folder)
     frames.write_parquet(folder)
     frames.gradients["norm"] = -1.0  # the tables are marked, so that a test sees that they were read
     frames.write_parquet(folder)
     found = load(folder)
     assert differences(found, frames) == []
-    for name in FRAMES:
+    for name in FRAME_NAMES:
         assert getattr(found, name).dtypes.equals(getattr(frames, name).dtypes)
 
 
 def test_a_folder_of_an_older_version_is_read_from_its_lines(tmp_path: Path) -> None:
     folder = study(tmp_path)
-    frames = read_run(folder)
+    frames = read_study(folder)
     frames.steps["train_success"] = -1.0
     frames.write_parquet(folder)
     for name in ("gradients", "gradient_groups"):
@@ -175,8 +175,8 @@ def test_a_folder_of_an_older_version_is_read_from_its_lines(tmp_path: Path) -> 
 
 def test_a_probe_makes_tables_out_of_date(tmp_path: Path) -> None:
     folder = study(tmp_path, FIRST)
-    read_run(folder).write_parquet(folder)
-    write_analyses(folder, RUN, [MadeAnalysis(51, "probe")])
+    read_study(folder).write_parquet(folder)
+    write_analyses(folder, RUN, [FakeAnalysis(51, "probe")])
     assert moments(load(folder)) == [(1, "train", False), (51, "probe", False)]
 
 
@@ -187,5 +187,5 @@ def test_analyses_of_several_studies_are_told_apart(tmp_path: Path) -> None:
     write_study(tmp_path, [RUN], replace(SHORT, name="top-p", run="top_p_sweep"))
     frames = load(tmp_path)
     assert frames.gradients.groupby("study")["step"].unique().to_dict() == {"entropy": [51], "kl": [1]}
-    assert differences(frames.one("entropy"), load(other)) == []
-    assert frames.one("top-p").gradient_groups.empty
+    assert differences(frames.select_study("entropy"), load(other)) == []
+    assert frames.select_study("top-p").gradient_groups.empty

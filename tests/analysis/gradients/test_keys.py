@@ -8,9 +8,9 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis.gradients.keys import published_metrics, published_of_step, published_tables
+from analysis.gradients.keys import make_published_metrics, read_published_metrics, make_published_tables
 from tests.analysis.gradients.test_tables import AFTER, ALL, BEFORE, frames_of, rows_of
-from tests.fakes.run_folders import MadeAnalysis, MadeRun, write_lines
+from tests.fakes.run_folders import FakeAnalysis, FakeRun, write_lines
 
 BUCKETS = ("all", "bucket_1", "bucket_2")
 PUBLISHED = {
@@ -29,27 +29,27 @@ PUBLISHED = {
 
 
 def test_published_keys_are_those_of_the_published_system(tmp_path: Path) -> None:
-    made = MadeAnalysis(51, components=ALL, buckets=2)
-    assert set(published_metrics(rows_of(tmp_path, made))) == PUBLISHED
+    made = FakeAnalysis(51, components=ALL, buckets=2)
+    assert set(make_published_metrics(rows_of(tmp_path, made))) == PUBLISHED
 
 
 def test_before_the_filter_the_prefix_differs_and_the_actor_is_not_repeated(tmp_path: Path) -> None:
-    made = MadeAnalysis(51, components=ALL, buckets=2, prefilter=True)
+    made = FakeAnalysis(51, components=ALL, buckets=2, prefilter=True)
     expected = {key.replace("grad_norm/", "grad_norm_prefilter/") for key in PUBLISHED if key.startswith("grad_norm/")}
     expected |= {"grad_analysis_prefilter/source_batch_size", "grad_analysis_prefilter/adjusted_batch_size"}
-    assert set(published_metrics(rows_of(tmp_path, made))) == expected
+    assert set(make_published_metrics(rows_of(tmp_path, made))) == expected
 
 
 def test_a_component_that_is_off_has_no_published_key(tmp_path: Path) -> None:
-    found = published_metrics(rows_of(tmp_path, AFTER, BEFORE))
+    found = make_published_metrics(rows_of(tmp_path, AFTER, BEFORE))
     assert not [key for key in found if key.endswith("/kl")]
     assert "grad_norm_prefilter/bucket_6/per_token/entropy" in found
     assert not any(math.isnan(value) for value in found.values())
 
 
 def test_published_values_are_those_of_the_rows(tmp_path: Path) -> None:
-    found = published_metrics(rows_of(tmp_path, replace(AFTER, components=ALL), BEFORE))
-    rows = {(row["bucket"], row["component"]): row for row in replace(AFTER, components=ALL).line()["rows"]}
+    found = make_published_metrics(rows_of(tmp_path, replace(AFTER, components=ALL), BEFORE))
+    rows = {(row["bucket"], row["component"]): row for row in replace(AFTER, components=ALL).make_line()["rows"]}
     assert found["grad_norm/bucket_3/task"] == rows["bucket_3", "task"]["norm"]
     assert found["grad_norm/bucket_3/per_sample/kl"] == rows["bucket_3", "kl"]["norm_per_sample"]
     assert found["grad_norm/bucket_6/per_token/entropy"] == rows["bucket_6", "entropy"]["norm_per_token"]
@@ -63,17 +63,19 @@ def test_published_values_are_those_of_the_rows(tmp_path: Path) -> None:
 
 
 def test_the_value_loss_has_no_published_key_and_is_in_the_total(tmp_path: Path) -> None:
-    made = MadeAnalysis(1, components=("task", "value"), buckets=1)
-    found = published_metrics(rows_of(tmp_path, made))
+    made = FakeAnalysis(1, components=("task", "value"), buckets=1)
+    found = make_published_metrics(rows_of(tmp_path, made))
     assert not [key for key in found if key.endswith("value")]
-    (total,) = (row["loss"] for row in made.line()["rows"] if (row["bucket"], row["component"]) == ("all", "total"))
+    (total,) = (
+        row["loss"] for row in made.make_line()["rows"] if (row["bucket"], row["component"]) == ("all", "total")
+    )
     assert found["actor/loss/total"] == total
     assert found["actor/loss/total"] != found["actor/loss/policy"]
 
 
 def test_a_filter_that_kept_nothing_has_a_key_that_says_so(tmp_path: Path) -> None:
     nothing = replace(AFTER, buckets=0)
-    found, alone = (published_metrics(rows_of(tmp_path / name, *made)) for name, made in (
+    found, alone = (make_published_metrics(rows_of(tmp_path / name, *made)) for name, made in (
         ("both", [BEFORE, nothing]), ("alone", [nothing]),
     ))  # fmt: skip
     expected = {f"grad_analysis/{name}": value for name, value in {
@@ -89,42 +91,44 @@ def test_a_filter_that_kept_nothing_has_a_key_that_says_so(tmp_path: Path) -> No
 @pytest.mark.parametrize(("form", "has_critic"), [("gae", True), ("grpo", False)])
 def test_what_an_analysis_alone_skips_has_keys(tmp_path: Path, form: str, has_critic: bool) -> None:
     rows = rows_of(tmp_path, replace(AFTER, source="probe")).assign(form=form)
-    found = published_metrics(rows)
+    found = make_published_metrics(rows)
     assert (found["trainer/gradient_analysis_only"], found["actor/skipped_for_gradient_analysis_only"]) == (1, 1)
     assert ("critic/skipped_for_gradient_analysis_only" in found) == has_critic
-    assert not [key for key in published_metrics(rows.assign(analysis_only=0)) if "analysis_only" in key]
+    assert not [key for key in make_published_metrics(rows.assign(analysis_only=0)) if "analysis_only" in key]
 
 
 def test_rows_of_an_older_version_have_the_keys_they_can(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, AFTER)
     added = ["empty_after_filter", "analysis_only", *(name for name in rows if name.startswith("source_")
              and name not in ("source_env_groups", "source_group_size", "source_batch_size"))]  # fmt: skip
-    found = published_metrics(rows.assign(**dict.fromkeys(added, math.nan)))
+    found = make_published_metrics(rows.assign(**dict.fromkeys(added, math.nan)))
     assert found["grad_analysis/empty_after_filter"] == 0
     assert "grad_analysis/filter_kept_count" not in found
     assert "trainer/gradient_analysis_only" not in found
 
 
 def test_the_groups_are_a_table_a_bucket_and_one_of_all(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, [(MadeRun("0", steps=3), [BEFORE, AFTER])])
-    found = published_tables(frames.gradient_groups)
+    frames = frames_of(tmp_path, [(FakeRun("0", steps=3), [BEFORE, AFTER])])
+    found = make_published_tables(frames.gradient_groups)
     prefixes = ("grad_norm", "grad_norm_prefilter")
     assert set(found) == {f"{prefix}/{bucket}/group_rv_table" for prefix in prefixes
                           for bucket in ("all", *(f"bucket_{number}" for number in range(1, 7)))}  # fmt: skip
-    written = [[group["bucket"], group["group"], group["reward_std"]] for group in AFTER.line()["groups"]]
+    written = [[group["bucket"], group["group"], group["reward_std"]] for group in AFTER.make_line()["groups"]]
     assert found["grad_norm/all/group_rv_table"] == written
     assert found["grad_norm/bucket_3/group_rv_table"] == [row for row in written if row[0] == "bucket_3"]
     json.dumps(found)
-    assert published_tables(pd.DataFrame(columns=list(frames.gradient_groups))) == {}
+    assert make_published_tables(pd.DataFrame(columns=list(frames.gradient_groups))) == {}
 
 
 def test_a_step_is_found_in_the_lines_of_a_run(tmp_path: Path) -> None:
     path = tmp_path / "run" / "gradients.jsonl"
-    assert published_of_step(path, 1) == ({}, {})
-    write_lines(path, [made.line() for made in (MadeAnalysis(1, prefilter=True), MadeAnalysis(1, buckets=0), AFTER)])
-    first, last = (published_of_step(path, step) for step in (1, 51))
+    assert read_published_metrics(path, 1) == ({}, {})
+    write_lines(
+        path, [made.make_line() for made in (FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0), AFTER)]
+    )
+    first, last = (read_published_metrics(path, step) for step in (1, 51))
     assert first.numbers["grad_analysis/empty_after_filter"] == 1
     assert set(first.tables) == {key for key in first.tables if key.startswith("grad_norm_prefilter/")} != set()
-    assert last.numbers["grad_norm/all/task"] == AFTER.line()["rows"][-3]["norm"]
+    assert last.numbers["grad_norm/all/task"] == AFTER.make_line()["rows"][-3]["norm"]
     assert len(last.tables["grad_norm/all/group_rv_table"]) == 24
-    assert published_of_step(path, 2) == ({}, {})
+    assert read_published_metrics(path, 2) == ({}, {})

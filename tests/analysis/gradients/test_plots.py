@@ -13,27 +13,27 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from analysis.data.frames import StudyFrames
-from analysis.data.load import read_run
+from analysis.data.load import read_study
 from analysis.gradients import plots as gradient_plots
 from analysis.gradients import tables as gradients
 from analysis.gradients.files import draw_step, write_analyses
-from analysis.gradients.keys import published_metrics
+from analysis.gradients.keys import make_published_metrics
 from analysis.sweep import plots
-from tests.fakes.run_folders import MadeAnalysis, MadeRun, MadeStudy
+from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy
 from tests.fakes.run_folders import write_analyses as write_made
 from tests.fakes.run_folders import write_study as write_study_folder
 
-RUN = MadeRun("0", steps=3)
-AFTER = MadeAnalysis(51)
+RUN = FakeRun("0", steps=3)
+AFTER = FakeAnalysis(51)
 BEFORE = replace(AFTER, prefilter=True)
 WITH_KL = replace(AFTER, components=("task", "entropy", "kl"))
 PICTURES = ("plots", "loss_plots", "reward_std", "normed_grads", "summary", "signal")
 
 
-def frames_of(output: Path, *analyses: MadeAnalysis) -> StudyFrames:
-    folder = write_study_folder(output, [RUN], MadeStudy(total_steps=3, test_freq=2, levels=10))
+def frames_of(output: Path, *analyses: FakeAnalysis) -> StudyFrames:
+    folder = write_study_folder(output, [RUN], FakeStudy(total_steps=3, test_freq=2, levels=10))
     write_made(folder, RUN, analyses)
-    return read_run(folder)
+    return read_study(folder)
 
 
 def panels(figure: Figure) -> dict[str, Axes]:
@@ -53,12 +53,12 @@ def texts(axes: Axes) -> str:
     return " ".join(text.get_text() for text in axes.texts)
 
 
-def column_of(made: MadeAnalysis, component: str, column: str) -> list[float]:
-    return [row[column] for row in made.line()["rows"] if row["component"] == component and row["bucket"] != "all"]
+def column_of(made: FakeAnalysis, component: str, column: str) -> list[float]:
+    return [row[column] for row in made.make_line()["rows"] if row["component"] == component and row["bucket"] != "all"]
 
 
 def test_norms_are_bars_by_bucket_and_what_is_off_says_so(tmp_path: Path) -> None:
-    table = gradients.bucket_table(frames_of(tmp_path, AFTER).gradients)
+    table = gradients.make_bucket_table(frames_of(tmp_path, AFTER).gradients)
     figure = gradient_plots.draw_norms(table, "run, step 51")
     found = panels(figure)
     assert list(found) == ["KL gradient", "entropy gradient", "task (policy) gradient"]
@@ -72,7 +72,7 @@ def test_norms_are_bars_by_bucket_and_what_is_off_says_so(tmp_path: Path) -> Non
 
 
 def test_losses_are_bars_also_below_zero(tmp_path: Path) -> None:
-    table = gradients.bucket_table(frames_of(tmp_path, WITH_KL).gradients)
+    table = gradients.make_bucket_table(frames_of(tmp_path, WITH_KL).gradients)
     found = panels(gradient_plots.draw_losses(table, "title"))
     names = {"task (policy) loss": "task", "entropy loss": "entropy", "KL loss": "kl", "total loss": "total"}
     assert list(found) == list(names)
@@ -82,15 +82,15 @@ def test_losses_are_bars_also_below_zero(tmp_path: Path) -> None:
 
 
 def test_reward_spread_is_a_bar_a_bucket(tmp_path: Path) -> None:
-    table = gradients.summary_table(frames_of(tmp_path, AFTER).gradients)
+    table = gradients.make_summary_table(frames_of(tmp_path, AFTER).gradients)
     (axes,) = gradient_plots.draw_reward_std(table, "title").axes
     assert heights(axes) == column_of(AFTER, "task", "reward_std_mean")
     assert [label.get_text() for label in axes.get_xticklabels()] == list("123456")
 
 
 def test_norms_per_sequence_and_per_token_have_their_own_scales(tmp_path: Path) -> None:
-    table = gradients.bucket_table(frames_of(tmp_path, AFTER).gradients)
-    axes = gradient_plots.draw_normed(table, "title").axes
+    table = gradients.make_bucket_table(frames_of(tmp_path, AFTER).gradients)
+    axes = gradient_plots.draw_normalized_norms(table, "title").axes
     assert heights(axes[2]) == column_of(AFTER, "task", "norm_per_sample")
     assert heights(axes[5]) == column_of(AFTER, "task", "norm_per_token")
     assert axes[2].get_ylim()[1] > 10 * axes[5].get_ylim()[1]
@@ -100,9 +100,9 @@ def test_norms_per_sequence_and_per_token_have_their_own_scales(tmp_path: Path) 
 
 def test_the_summary_draws_spread_task_and_regularizer(tmp_path: Path) -> None:
     frames = frames_of(tmp_path, WITH_KL)
-    table = gradients.summary_table(frames.gradients)
+    table = gradients.make_summary_table(frames.gradients)
     spread, task, regularizer = gradient_plots.draw_summary(table, frames.gradient_groups, "title").axes
-    medians = [line.get_ydata()[0] for line in spread.get_lines() if to_hex(line.get_color()) == plots.INK]
+    medians = [line.get_ydata()[0] for line in spread.get_lines() if to_hex(line.get_color()) == plots.TEXT_COLOR]
     assert medians == frames.gradient_groups.groupby("bucket")["reward_std"].median().to_list()
     x = column_of(WITH_KL, "task", "reward_std_mean")
     assert curves(task) == [(x, column_of(WITH_KL, "task", "norm"))]
@@ -114,7 +114,7 @@ def test_the_summary_draws_spread_task_and_regularizer(tmp_path: Path) -> None:
 
 def test_a_summary_without_groups_or_regularizer_says_what_it_has(tmp_path: Path) -> None:
     frames = frames_of(tmp_path, replace(AFTER, components=("task",)))
-    table = gradients.summary_table(frames.gradients)
+    table = gradients.make_summary_table(frames.gradients)
     spread, _, regularizer = gradient_plots.draw_summary(table, frames.gradient_groups.iloc[:0], "title").axes
     ((bars,),) = (each.lines[2] for each in spread.containers)
     ends = [(float(low), float(high)) for (_, low), (_, high) in bars.get_segments()]
@@ -123,7 +123,7 @@ def test_a_summary_without_groups_or_regularizer_says_what_it_has(tmp_path: Path
 
 
 def test_groups_of_one_spread_are_no_error(tmp_path: Path) -> None:
-    table = gradients.summary_table(frames_of(tmp_path, AFTER).gradients)
+    table = gradients.make_summary_table(frames_of(tmp_path, AFTER).gradients)
     rounded = table.assign(reward_std_min=table["reward_std_mean"] * (1 + 1e-9))
     assert len(gradient_plots.draw_steps(rounded.assign(step=1, prefilter=True), "title").axes) == 3
 
@@ -132,7 +132,7 @@ def test_groups_of_one_spread_are_no_error(tmp_path: Path) -> None:
 def test_the_comparison_has_a_row_a_step_and_a_scale_a_column(tmp_path: Path, count: int) -> None:
     steps = [1, 51, 101][:count]
     rows = frames_of(tmp_path, *(replace(WITH_KL, step=step) for step in steps)).gradients
-    axes = gradient_plots.draw_steps(gradients.steps_table(rows, steps), "title").axes
+    axes = gradient_plots.draw_steps(gradients.make_steps_table(rows, steps), "title").axes
     assert len(axes) == 3 * count
     for number, step in enumerate(steps):
         made = replace(WITH_KL, step=step)
@@ -147,7 +147,7 @@ def test_the_comparison_has_a_row_a_step_and_a_scale_a_column(tmp_path: Path, co
 def test_signal_has_its_interval_before_and_after_the_filter(tmp_path: Path) -> None:
     rows = frames_of(tmp_path, BEFORE, AFTER).gradients
     figure = gradient_plots.draw_signal(
-        gradients.trusted(rows), gradients.shares(rows, "signal_share"), "title", "share"
+        gradients.make_signal_table(rows), gradients.make_share_table(rows, "signal_share"), "title", "share"
     )
     ratios, parts = figure.axes[:2], figure.axes[2:]
     assert [axes.get_title("left") for axes in ratios] == ["before the filter", "after the filter"]
@@ -174,7 +174,7 @@ def test_signal_has_its_interval_before_and_after_the_filter(tmp_path: Path) -> 
 def test_signal_without_an_interval_is_drawn_without(tmp_path: Path) -> None:
     rows = frames_of(tmp_path, replace(AFTER, folds=2)).gradients
     axes = gradient_plots.draw_signal(
-        gradients.trusted(rows), gradients.shares(rows, "signal_share"), "title", "share"
+        gradients.make_signal_table(rows), gradients.make_share_table(rows, "signal_share"), "title", "share"
     ).axes[0]
     assert curves(axes)[1][1] == column_of(AFTER, "task", "snr")
     assert [len(segment) for segment in axes.collections[0].get_segments()] == [0] * 6
@@ -183,26 +183,29 @@ def test_signal_without_an_interval_is_drawn_without(tmp_path: Path) -> None:
 def test_a_batch_without_any_ratio_says_so(tmp_path: Path) -> None:
     rows = frames_of(tmp_path, AFTER).gradients.assign(snr=np.nan, snr_low=np.nan, snr_high=np.nan)
     axes = gradient_plots.draw_signal(
-        gradients.trusted(rows), gradients.shares(rows, "signal_share"), "title", "share"
+        gradients.make_signal_table(rows), gradients.make_share_table(rows, "signal_share"), "title", "share"
     ).axes[0]
     assert "no ratio" in texts(axes)
     assert "no ratio" not in texts(
         gradient_plots.draw_signal(
-            gradients.trusted(frames_of(tmp_path / "b", AFTER).gradients), gradients.shares(rows), "title", "share"
+            gradients.make_signal_table(frames_of(tmp_path / "b", AFTER).gradients),
+            gradients.make_share_table(rows),
+            "title",
+            "share",
         ).axes[0]
     )
 
 
 def test_report_lines_are_coloured_by_name(tmp_path: Path) -> None:
-    table = gradients.signal_lines(frames_of(tmp_path, MadeAnalysis(1), BEFORE, AFTER).gradients)
-    colors = plots.arm_colors(["step 1", "step 51"])
+    table = gradients.make_signal_lines(frames_of(tmp_path, FakeAnalysis(1), BEFORE, AFTER).gradients)
+    colors = plots.make_arm_colors(["step 1", "step 51"])
     figure = gradient_plots.draw_lines(table, colors, "signal / noise")
     before, after = figure.axes
     drawn = {
         to_hex(line.get_color()): list(line.get_ydata()) for line in after.get_lines() if len(line.get_xdata()) > 2
     }
     assert drawn == {
-        colors["step 1"]: column_of(MadeAnalysis(1), "task", "snr"),
+        colors["step 1"]: column_of(FakeAnalysis(1), "task", "snr"),
         colors["step 51"]: column_of(AFTER, "task", "snr"),
     }
     assert len(curves(before)) == 1
@@ -211,9 +214,9 @@ def test_report_lines_are_coloured_by_name(tmp_path: Path) -> None:
 
 
 def test_a_hundred_lines_have_a_short_legend() -> None:
-    colors = plots.arm_colors([str(number) for number in range(100)])
+    colors = plots.make_arm_colors([str(number) for number in range(100)])
     figure = Figure(layout="constrained")
-    plots.name_lines(figure, colors)
+    plots.add_line_legend(figure, colors)
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert (len(names), names[0], names[-1]) == (12, "0", "99")
     assert figure.legends[0].get_title().get_text() == "12 of 100"
@@ -228,7 +231,7 @@ def files_of(folder: Path, *steps: int) -> set[str]:
 
 
 def test_files_have_the_published_names_and_numbers(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, MadeAnalysis(1), BEFORE, AFTER)
+    frames = frames_of(tmp_path, FakeAnalysis(1), BEFORE, AFTER)
     folder = tmp_path / "made" / "here"
     written = write_analyses(frames.gradients, frames.gradient_groups, [1, 51], folder)
     names = files_of(folder, 1, 51)
@@ -238,13 +241,13 @@ def test_files_have_the_published_names_and_numbers(tmp_path: Path) -> None:
     metrics = json.loads((folder / "gradient_analysis_metrics_step_51.json").read_text())
     tables = {key: value for key, value in metrics.items() if key.endswith("group_rv_table")}
     numbers = {key: value for key, value in metrics.items() if key not in tables}
-    assert numbers == published_metrics(frames.gradients[frames.gradients["step"] == 51])
+    assert numbers == make_published_metrics(frames.gradients[frames.gradients["step"] == 51])
     assert {tuple(table["columns"]) for table in tables.values()} == {("bucket", "group_id", "reward_std")}
     assert len(tables) == 2 * 7
     with (folder / "gradient_analysis_bucket_rv_table_step_51.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["bucket"], float(row["reward_std"])) for row in rows] == [
-        (group["bucket"], group["reward_std"]) for group in AFTER.line()["groups"]
+        (group["bucket"], group["reward_std"]) for group in AFTER.make_line()["groups"]
     ]
 
 
@@ -274,7 +277,7 @@ def test_the_steps_of_probes_are_called_so(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("values", [(0.2, 0.9), (-0.4, 30.0), (0.0, 400.0), (-2e4, 3.0), (0.91, 0.94)])
 def test_ticks_are_plain_numbers(tmp_path: Path, values: tuple[float, float]) -> None:
-    table = gradients.signal_lines(frames_of(tmp_path, AFTER).gradients)
+    table = gradients.make_signal_lines(frames_of(tmp_path, AFTER).gradients)
     table = table.assign(value=np.resize(values, len(table)), low=np.nan, high=np.nan)
     figure = gradient_plots.draw_lines(table, {"step 51": "#000000"}, "signal / noise")
     figure.canvas.draw()

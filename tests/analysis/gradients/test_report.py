@@ -7,23 +7,23 @@ import numpy as np
 import pytest
 
 from analysis.data.frames import StudyFrames
-from analysis.data.load import read_run
+from analysis.data.load import read_study
 from analysis.report import pages
 from analysis.report.pages import write_report
 from analysis.sweep import plots, series
 from tests.analysis.report.test_pages import Page, checked
-from tests.fakes.run_folders import MadeAnalysis, MadeRun, MadeStudy, write_analyses, write_study
+from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 
-SMALL = MadeStudy(levels=20, total_steps=6)
+SMALL = FakeStudy(levels=20, total_steps=6)
 TRAJECTORY, FIRST_TURN = (f"collapse_{part}_retrieval" for part in ("trajectory", "first_turn"))
 
 
-def read_with(output: Path, arms: dict[str, list[MadeAnalysis]], seeds: int = 1) -> StudyFrames:
-    runs = [(MadeRun(arm, seed, steps=6), made) for arm, made in arms.items() for seed in range(seeds)]
+def read_with(output: Path, arms: dict[str, list[FakeAnalysis]], seeds: int = 1) -> StudyFrames:
+    runs = [(FakeRun(arm, seed, steps=6), made) for arm, made in arms.items() for seed in range(seeds)]
     folder = write_study(output, [run for run, _ in runs], SMALL)
     for run, made in runs:
         write_analyses(folder, run, [replace(each, seed=run.seed) for each in made])
-    return read_run(folder)
+    return read_study(folder)
 
 
 def with_retrieval(frames: StudyFrames, names: tuple[str, ...] = (TRAJECTORY, FIRST_TURN)) -> StudyFrames:
@@ -51,7 +51,7 @@ def test_without_measurements_there_is_no_section(tmp_path: Path) -> None:
 
 
 def test_gradients_are_on_the_page(tmp_path: Path) -> None:
-    made = [MadeAnalysis(step, prefilter=before) for step in (1, 5) for before in (True, False)]
+    made = [FakeAnalysis(step, prefilter=before) for step in (1, 5) for before in (True, False)]
     frames = read_with(tmp_path, {"0": made}, seeds=3)
     page = page_of(frames)
     words = words_of(page)
@@ -66,8 +66,8 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
 
 
 def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) -> None:
-    probe = MadeAnalysis(5, "probe", components=("task", "kl"))
-    frames = read_with(tmp_path, {"0": [MadeAnalysis(1), MadeAnalysis(5), probe], "1": [MadeAnalysis(1)]})
+    probe = FakeAnalysis(5, "probe", components=("task", "kl"))
+    frames = read_with(tmp_path, {"0": [FakeAnalysis(1), FakeAnalysis(5), probe], "1": [FakeAnalysis(1)]})
     figures = pages.draw_figures(frames)
     for name in ("gradient_signal", "regularizer_share"):
         (axes,) = figures[name].axes
@@ -82,20 +82,20 @@ def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) 
 
 
 def test_a_filter_that_kept_nothing_is_on_the_page(tmp_path: Path) -> None:
-    made = [MadeAnalysis(1, prefilter=True), MadeAnalysis(1, buckets=0)]
+    made = [FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0)]
     words = words_of(page_of(read_with(tmp_path, {"0": made})))
     assert "The filter kept nothing of arm0-seed0, step 1. Whole batches" in words
     assert "1 0 before the filter task 1 6" in words
 
 
 def test_one_curve_a_run_and_step(tmp_path: Path) -> None:
-    frames = read_with(tmp_path, {"0": [MadeAnalysis(1), MadeAnalysis(5)]}, seeds=2)
+    frames = read_with(tmp_path, {"0": [FakeAnalysis(1), FakeAnalysis(5)]}, seeds=2)
     (axes,) = pages.draw_figures(frames)["gradient_signal"].axes
     assert len([line for line in axes.get_lines() if len(line.get_xdata()) == 6]) == 4
 
 
 def test_arms_are_told_apart_by_their_own_colours(tmp_path: Path) -> None:
-    frames = read_with(tmp_path, {arm: [MadeAnalysis(1), MadeAnalysis(5)] for arm in ("0", "0.1", "1")})
+    frames = read_with(tmp_path, {arm: [FakeAnalysis(1), FakeAnalysis(5)] for arm in ("0", "0.1", "1")})
     figures = pages.draw_figures(frames)
     for name in ("gradient_signal", "regularizer_share"):
         (axes,) = figures[name].axes
@@ -105,15 +105,15 @@ def test_arms_are_told_apart_by_their_own_colours(tmp_path: Path) -> None:
 
 
 def test_without_a_regularizer_its_figure_is_left_out(tmp_path: Path) -> None:
-    figures = pages.draw_figures(read_with(tmp_path, {"0": [MadeAnalysis(components=("task",))]}))
+    figures = pages.draw_figures(read_with(tmp_path, {"0": [FakeAnalysis(components=("task",))]}))
     assert "gradient_signal" in figures
     assert "regularizer_share" not in figures
 
 
 def test_a_report_with_gradients_is_written_and_is_the_same_again(tmp_path: Path) -> None:
-    run = MadeRun("0", steps=6)
+    run = FakeRun("0", steps=6)
     folder = write_study(tmp_path, [run], SMALL)
-    write_analyses(folder, run, [MadeAnalysis(1, folds=2), MadeAnalysis(5, "probe", components=("task", "kl"))])
+    write_analyses(folder, run, [FakeAnalysis(1, folds=2), FakeAnalysis(5, "probe", components=("task", "kl"))])
     first = write_report(folder).read_text()
     assert write_report(folder).read_text() == first
     assert {"gradient_signal.png", "regularizer_share.png"} <= {path.name for path in (folder / "figures").iterdir()}
@@ -140,8 +140,8 @@ def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
 
 def test_a_hundred_arms_are_a_hundred_lines(tmp_path: Path) -> None:
     frames = with_retrieval(read_with(tmp_path, {str(number): [] for number in range(100)}), (TRAJECTORY,))
-    colors = plots.arm_colors([str(number) for number in range(100)])
-    figure = plots.draw_arm_lines(series.arm_lines(frames), colors)
+    colors = plots.make_arm_colors([str(number) for number in range(100)])
+    figure = plots.draw_arm_lines(series.make_arm_lines(frames), colors)
     assert len(figure.axes) == 2
     assert len(figure.axes[0].get_lines()) == 101
     assert len(figure.legends[0].get_texts()) == 12
@@ -151,7 +151,7 @@ def test_arm_lines_are_means_over_the_runs_of_an_arm(tmp_path: Path) -> None:
     frames = with_retrieval(read_with(tmp_path, {"0": [], "0.1": []}, seeds=2), (TRAJECTORY,))
     frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_accuracy"] = 0.5
     frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_chance_level"] = 3 / 64
-    table = series.arm_lines(frames)
+    table = series.make_arm_lines(frames)
     assert table["measure"].drop_duplicates().to_list() == ["retrieval, all turns (share)", "entropy (nats a token)"]
     first = table[(table["arm"] == "0") & (table["measure"] == "retrieval, all turns (share)")]
     assert first["step"].to_list() == [1, 2, 3, 4, 5, 6]
@@ -163,6 +163,6 @@ def test_arm_lines_are_means_over_the_runs_of_an_arm(tmp_path: Path) -> None:
 def test_without_a_retrieval_there_are_no_lines(tmp_path: Path) -> None:
     frames = read_with(tmp_path, {"0": []})
     bare = frames.steps.drop(columns=[name for name in frames.steps if name.startswith("collapse_")])
-    assert series.arm_lines(frames).empty
-    assert series.arm_lines(replace(frames, steps=bare)).empty
-    assert series.arm_lines(with_retrieval(replace(frames, steps=bare), (FIRST_TURN,)))["measure"].nunique() == 2
+    assert series.make_arm_lines(frames).empty
+    assert series.make_arm_lines(replace(frames, steps=bare)).empty
+    assert series.make_arm_lines(with_retrieval(replace(frames, steps=bare), (FIRST_TURN,)))["measure"].nunique() == 2

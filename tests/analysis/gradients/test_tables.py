@@ -10,25 +10,25 @@ import pytest
 from scipy import stats
 
 from analysis.data.frames import StudyFrames
-from analysis.data.load import read_run
+from analysis.data.load import read_study
 from analysis.gradients import tables as gradients
-from tests.fakes.run_folders import MadeAnalysis, MadeRun, MadeStudy, write_analyses, write_study
+from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 
-STUDY = MadeStudy(total_steps=3, test_freq=2, levels=10)
+STUDY = FakeStudy(total_steps=3, test_freq=2, levels=10)
 ALL = ("task", "entropy", "kl")
-AFTER = MadeAnalysis(51)
+AFTER = FakeAnalysis(51)
 BEFORE = replace(AFTER, prefilter=True)
 
 
-def frames_of(output: Path, runs: list[tuple[MadeRun, list[MadeAnalysis]]]) -> StudyFrames:
+def frames_of(output: Path, runs: list[tuple[FakeRun, list[FakeAnalysis]]]) -> StudyFrames:
     folder = write_study(output, [run for run, _ in runs], STUDY)
     for run, analyses in runs:
         write_analyses(folder, run, analyses)
-    return read_run(folder)
+    return read_study(folder)
 
 
-def rows_of(output: Path, *analyses: MadeAnalysis) -> pd.DataFrame:
-    return frames_of(output, [(MadeRun("0", steps=3), list(analyses))]).gradients
+def rows_of(output: Path, *analyses: FakeAnalysis) -> pd.DataFrame:
+    return frames_of(output, [(FakeRun("0", steps=3), list(analyses))]).gradients
 
 
 @pytest.fixture
@@ -37,20 +37,22 @@ def generator() -> np.random.Generator:
 
 
 def test_rows_of_two_steps_are_refused(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, MadeAnalysis(1), AFTER)
+    rows = rows_of(tmp_path, FakeAnalysis(1), AFTER)
     with pytest.raises(ValueError, match=r"These rows are of 2 analyses .*step 1.*step 51.*: take those of one"):
-        gradients.bucket_table(rows)
+        gradients.make_bucket_table(rows)
 
 
 def test_every_analysis_is_listed(tmp_path: Path) -> None:
-    table = gradients.analyses(rows_of(tmp_path, BEFORE, AFTER, MadeAnalysis(51, "probe", components=ALL, buckets=3)))
+    table = gradients.make_analysis_table(
+        rows_of(tmp_path, BEFORE, AFTER, FakeAnalysis(51, "probe", components=ALL, buckets=3))
+    )
     names = ["source", "step", "prefilter", "groups", "sequences", "buckets", "components"]
     assert table[names].to_numpy().tolist() == [
         ["train", 51, False, 24, 384, 6, "task, entropy"],
         ["train", 51, True, 24, 384, 6, "task, entropy"],
         ["probe", 51, False, 12, 192, 3, "task, entropy, kl"],
     ]
-    assert gradients.analyses(table_without_buckets(tmp_path)).empty
+    assert gradients.make_analysis_table(table_without_buckets(tmp_path)).empty
 
 
 def table_without_buckets(tmp_path: Path) -> pd.DataFrame:
@@ -58,7 +60,7 @@ def table_without_buckets(tmp_path: Path) -> pd.DataFrame:
 
 
 def test_the_grid_of_buckets_is_complete_and_says_what_is_off(tmp_path: Path) -> None:
-    table = gradients.bucket_table(rows_of(tmp_path, AFTER))
+    table = gradients.make_bucket_table(rows_of(tmp_path, AFTER))
     assert len(table) == 6 * 4
     assert table["bucket"].drop_duplicates().to_list() == [f"bucket_{number}" for number in range(1, 7)]
     off = table[~table["on"]]
@@ -68,8 +70,8 @@ def test_the_grid_of_buckets_is_complete_and_says_what_is_off(tmp_path: Path) ->
 
 
 def test_buckets_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
-    rows = rows_of(tmp_path, MadeAnalysis(1, buckets=12), MadeAnalysis(51, buckets=3))
-    found = gradients.of_buckets(rows.iloc[::-1])
+    rows = rows_of(tmp_path, FakeAnalysis(1, buckets=12), FakeAnalysis(51, buckets=3))
+    found = gradients.select_buckets(rows.iloc[::-1])
     assert found.loc[found["step"] == 1, "bucket"].drop_duplicates().to_list() == [f"bucket_{n}" for n in range(1, 13)]
     assert found["step"].is_monotonic_decreasing  # analyses stay where they are
     assert list(found) == list(rows)
@@ -82,9 +84,9 @@ def test_buckets_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
 def test_the_summary_adds_what_is_on(
     tmp_path: Path, components: tuple[str, ...], terms: str, summed: list[str]
 ) -> None:
-    made = MadeAnalysis(51, components=components)
-    table = gradients.summary_table(rows_of(tmp_path, made))
-    norms = {(row["bucket"], row["component"]): row["norm"] for row in made.line()["rows"]}
+    made = FakeAnalysis(51, components=components)
+    table = gradients.make_summary_table(rows_of(tmp_path, made))
+    norms = {(row["bucket"], row["component"]): row["norm"] for row in made.make_line()["rows"]}
     assert table["label"].to_list() == ["Q1", "Q2", "Q3", "Q4", "Q5", "Q6"]
     assert set(table["terms"]) == {terms}
     for row in table.itertuples():
@@ -96,32 +98,32 @@ def test_the_summary_adds_what_is_on(
 
 
 def test_steps_are_shown_as_trained_on(tmp_path: Path) -> None:
-    empty_after = MadeAnalysis(1, prefilter=True)
+    empty_after = FakeAnalysis(1, prefilter=True)
     rows = rows_of(tmp_path, empty_after, BEFORE, AFTER)
-    table = gradients.steps_table(rows, [1, 51])
+    table = gradients.make_steps_table(rows, [1, 51])
     assert table["step"].to_list() == [1] * 6 + [51] * 6
     assert table["prefilter"].to_list() == [True] * 6 + [False] * 6
     for made, step in ((empty_after, 1), (AFTER, 51)):
-        spread = [row["reward_std_mean"] for row in made.line()["rows"] if row["component"] == "task"][:6]
+        spread = [row["reward_std_mean"] for row in made.make_line()["rows"] if row["component"] == "task"][:6]
         assert table.loc[table["step"] == step, "reward_std_mean"].to_list() == spread
 
 
 def test_trusted_numbers_stand_beside_the_published_norm(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, BEFORE, AFTER)
-    table = gradients.trusted(rows)
+    table = gradients.make_signal_table(rows)
     assert len(table) == len(rows)
     assert (table["norm"].dropna() > table["mean_norm"][table["norm"].notna()]).all()
     assert table.loc[table["above_noise"], "snr_low"].min() > 0
     assert (~table.loc[~table["above_noise"], "snr_low"].gt(0)).all()
     assert set(table["above_noise"]) == {True, False}
-    few = gradients.trusted(rows_of(tmp_path / "few", replace(AFTER, folds=2)))
+    few = gradients.make_signal_table(rows_of(tmp_path / "few", replace(AFTER, folds=2)))
     assert few["snr_low"].isna().all()
     assert not few["above_noise"].any()
 
 
 @pytest.mark.parametrize("components", [("task",), ("task", "entropy"), ALL, (*ALL, "value")])
 def test_shares_sum_to_one(tmp_path: Path, components: tuple[str, ...]) -> None:
-    table = gradients.shares(rows_of(tmp_path, MadeAnalysis(51, components=components)))
+    table = gradients.make_share_table(rows_of(tmp_path, FakeAnalysis(51, components=components)))
     assert table["bucket"].to_list() == [f"bucket_{number}" for number in range(1, 7)]
     parts = table[["task", "regularizer", "value"]].fillna(0).sum(axis=1)
     assert parts.to_numpy() == pytest.approx(np.ones(6), rel=1e-12)
@@ -131,22 +133,22 @@ def test_shares_sum_to_one(tmp_path: Path, components: tuple[str, ...]) -> None:
 
 
 def test_lines_of_one_arm_are_its_steps(tmp_path: Path) -> None:
-    steps = [MadeAnalysis(step) for step in range(1, 100, 7)]
-    rows = rows_of(tmp_path, *steps, MadeAnalysis(99, "probe"))
-    names = gradients.report_lines(rows)["line"].drop_duplicates().to_list()
+    steps = [FakeAnalysis(step) for step in range(1, 100, 7)]
+    rows = rows_of(tmp_path, *steps, FakeAnalysis(99, "probe"))
+    names = gradients.select_report_lines(rows)["line"].drop_duplicates().to_list()
     assert names == ["step 1", "step 22", "step 43", "step 57", "step 78", "step 99", "step 99, probe"]
-    few = gradients.report_lines(rows_of(tmp_path / "few", MadeAnalysis(1), BEFORE, AFTER))
+    few = gradients.select_report_lines(rows_of(tmp_path / "few", FakeAnalysis(1), BEFORE, AFTER))
     assert few["line"].drop_duplicates().to_list() == ["step 1", "step 51"]
     assert len(few) == 3 * 7 * 3
 
 
 def test_lines_of_several_arms_are_the_last_steps_of_their_runs_and_every_probe(tmp_path: Path) -> None:
-    probe = MadeAnalysis(101, "probe")
+    probe = FakeAnalysis(101, "probe")
     runs = [
-        (MadeRun("0", steps=3), [MadeAnalysis(1), AFTER, probe]),
-        (MadeRun("0.1", steps=3), [MadeAnalysis(1), replace(probe, step=1), replace(probe, step=51)]),
+        (FakeRun("0", steps=3), [FakeAnalysis(1), AFTER, probe]),
+        (FakeRun("0.1", steps=3), [FakeAnalysis(1), replace(probe, step=1), replace(probe, step=51)]),
     ]
-    table = gradients.report_lines(frames_of(tmp_path, runs).gradients)
+    table = gradients.select_report_lines(frames_of(tmp_path, runs).gradients)
     assert table[["line", "step", "source"]].drop_duplicates().to_numpy().tolist() == [
         ["0", 51, "train"], ["0.1", 1, "train"], ["0, probe", 101, "probe"],
         ["0.1, probe of step 1", 1, "probe"], ["0.1, probe of step 51", 51, "probe"],
@@ -157,20 +159,27 @@ def test_what_the_filter_left_empty_is_in_no_table(tmp_path: Path, generator: np
     nothing = replace(AFTER, buckets=0)
     rows, alone = rows_of(tmp_path / "a", BEFORE, nothing), rows_of(tmp_path / "b", BEFORE)
     assert len(rows) == len(alone) + 1
-    pd.testing.assert_frame_equal(gradients.as_trained(rows).reset_index(drop=True), gradients.as_trained(alone))
-    for table_of in (gradients.analyses, gradients.trusted, gradients.shares, gradients.signal_lines,
-                     gradients.share_lines):  # fmt: skip
+    pd.testing.assert_frame_equal(
+        gradients.select_trained(rows).reset_index(drop=True), gradients.select_trained(alone)
+    )
+    for table_of in (gradients.make_analysis_table, gradients.make_signal_table, gradients.make_share_table, gradients.make_signal_lines,
+                     gradients.make_share_lines):  # fmt: skip
         pd.testing.assert_frame_equal(table_of(rows).reset_index(drop=True), table_of(alone).reset_index(drop=True))
-    assert gradients.steps_table(rows, [51])["prefilter"].to_list() == [True] * 6
-    assert len(gradients.trends(rows, generator)) == len(gradients.trends(alone, generator))
+    assert gradients.make_steps_table(rows, [51])["prefilter"].to_list() == [True] * 6
+    assert len(gradients.compute_trends(rows, generator)) == len(gradients.compute_trends(alone, generator))
 
 
 def test_labels_are_the_buckets_own_numbers(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, replace(AFTER, mode="fixed_rv"))
     some = rows[~rows["bucket"].isin(["bucket_1", "bucket_4"])]
-    assert gradients.summary_table(some)["label"].to_list() == ["2", "3", "5", "6"]
-    assert gradients.summary_table(some.assign(bucket_mode="quantile"))["label"].to_list() == ["Q2", "Q3", "Q5", "Q6"]
-    assert gradients.summary_table(some.assign(bucket_mode=""))["label"].to_list() == ["2", "3", "5", "6"]
+    assert gradients.make_summary_table(some)["label"].to_list() == ["2", "3", "5", "6"]
+    assert gradients.make_summary_table(some.assign(bucket_mode="quantile"))["label"].to_list() == [
+        "Q2",
+        "Q3",
+        "Q5",
+        "Q6",
+    ]
+    assert gradients.make_summary_table(some.assign(bucket_mode=""))["label"].to_list() == ["2", "3", "5", "6"]
 
 
 @pytest.mark.parametrize(
@@ -183,9 +192,9 @@ def test_labels_are_the_buckets_own_numbers(tmp_path: Path) -> None:
 def test_the_regularizers_interval_is_its_terms_or_what_the_task_leaves(
     tmp_path: Path, components: tuple[str, ...], expected: str
 ) -> None:
-    made = MadeAnalysis(51, components=components)
-    table = gradients.shares(rows_of(tmp_path, made), "signal_share")
-    rows = {(row["bucket"], row["component"]): row for row in made.line()["rows"]}
+    made = FakeAnalysis(51, components=components)
+    table = gradients.make_share_table(rows_of(tmp_path, made), "signal_share")
+    rows = {(row["bucket"], row["component"]): row for row in made.make_line()["rows"]}
     for found in table.itertuples():
         if expected == "none":
             assert math.isnan(found.regularizer_low)
@@ -205,30 +214,30 @@ def test_the_regularizers_interval_is_its_terms_or_what_the_task_leaves(
 
 def test_the_figures_tables_hold_the_lines_numbers(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, BEFORE, AFTER)
-    signal, share = gradients.signal_lines(rows), gradients.share_lines(rows)
-    written = [row for row in AFTER.line()["rows"] if row["component"] == "task" and row["bucket"] != "all"]
+    signal, share = gradients.make_signal_lines(rows), gradients.make_share_lines(rows)
+    written = [row for row in AFTER.make_line()["rows"] if row["component"] == "task" and row["bucket"] != "all"]
     after = signal[~signal["prefilter"]]
     for column, name in (("spread", "reward_std_mean"), ("value", "snr"), ("low", "snr_low"), ("high", "snr_high")):
         assert after[column].to_list() == [row[name] for row in written]
-    written = [row for row in AFTER.line()["rows"] if row["component"] == "entropy" and row["bucket"] != "all"]
+    written = [row for row in AFTER.make_line()["rows"] if row["component"] == "entropy" and row["bucket"] != "all"]
     for column, name in (("value", "signal_share"), ("low", "signal_share_low"), ("high", "signal_share_high")):
         assert share.loc[~share["prefilter"], column].to_list() == [row[name] for row in written]
-    older = gradients.share_lines(rows.assign(**dict.fromkeys(("signal_share", "signal_share_low"), np.nan)))
+    older = gradients.make_share_lines(rows.assign(**dict.fromkeys(("signal_share", "signal_share_low"), np.nan)))
     assert older.loc[~older["prefilter"], "value"].to_list() == [row["share"] for row in written]
     assert older["low"].isna().all()
-    assert gradients.share_lines(rows_of(tmp_path / "task", MadeAnalysis(components=("task",)))).empty
+    assert gradients.make_share_lines(rows_of(tmp_path / "task", FakeAnalysis(components=("task",)))).empty
 
 
 def test_some_of_keeps_the_ends() -> None:
-    assert gradients.some_of([1, 51, 101], 3) == [1, 51, 101]
-    assert gradients.some_of(list(range(1, 102)), 3) == [1, 51, 101]
-    assert gradients.some_of([1, 2], 3) == [1, 2]
-    assert gradients.some_of([], 3) == []
+    assert gradients.subsample_evenly([1, 51, 101], 3) == [1, 51, 101]
+    assert gradients.subsample_evenly(list(range(1, 102)), 3) == [1, 51, 101]
+    assert gradients.subsample_evenly([1, 2], 3) == [1, 2]
+    assert gradients.subsample_evenly([], 3) == []
 
 
 def test_a_trend_is_spearmans_with_an_exact_p(tmp_path: Path, generator: np.random.Generator) -> None:
     rows = rows_of(tmp_path, BEFORE, AFTER)
-    table = gradients.trends(rows, generator)
+    table = gradients.compute_trends(rows, generator)
     assert len(table) == 2 * 2 * 3
     for row in table.itertuples():
         own = rows[(rows["prefilter"] == row.prefilter) & (rows["component"] == row.component)].iloc[:6]
@@ -245,25 +254,25 @@ def test_a_trend_is_spearmans_with_an_exact_p(tmp_path: Path, generator: np.rand
 
 def test_the_ratio_is_of_the_upper_to_the_lower_half(tmp_path: Path, generator: np.random.Generator) -> None:
     for buckets, lower, upper in ((6, [0, 1, 2], [3, 4, 5]), (5, [0, 1], [3, 4]), (2, [0], [1])):
-        made = MadeAnalysis(1, components=("task",), buckets=buckets)
+        made = FakeAnalysis(1, components=("task",), buckets=buckets)
         rows = rows_of(tmp_path / str(buckets), made)
-        norms = [row["mean_norm"] for row in made.line()["rows"] if row["component"] == "task"]
-        table = gradients.trends(rows, generator, ("mean_norm",))
+        norms = [row["mean_norm"] for row in made.make_line()["rows"] if row["component"] == "task"]
+        table = gradients.compute_trends(rows, generator, ("mean_norm",))
         expected = np.mean([norms[index] for index in upper]) / np.mean([norms[index] for index in lower])
         assert table.loc[0, "ratio"] == pytest.approx(expected, rel=1e-12)
-        assert math.isnan(gradients.trends(rows, generator, ("signal",)).loc[0, "ratio"])
-    alone = gradients.trends(rows_of(tmp_path / "one", MadeAnalysis(buckets=1)), generator)
+        assert math.isnan(gradients.compute_trends(rows, generator, ("signal",)).loc[0, "ratio"])
+    alone = gradients.compute_trends(rows_of(tmp_path / "one", FakeAnalysis(buckets=1)), generator)
     assert alone[["rho", "p", "ratio"]].isna().all(axis=None)
 
 
 def test_trends_have_an_interval_over_runs_from_three_on(tmp_path: Path, generator: np.random.Generator) -> None:
     def summary(seeds: int) -> pd.DataFrame:
         runs = [
-            (MadeRun("0", seed, steps=3), [MadeAnalysis(step, prefilter=True, seed=seed) for step in (1, 51)])
+            (FakeRun("0", seed, steps=3), [FakeAnalysis(step, prefilter=True, seed=seed) for step in (1, 51)])
             for seed in range(seeds)
         ]
         rows = frames_of(tmp_path / str(seeds), runs).gradients
-        return gradients.trend_summary(rows, generator, ("norm",)).set_index("component")
+        return gradients.summarize_trends(rows, generator, ("norm",)).set_index("component")
 
     two, three = summary(2), summary(3)
     bounds = ["rho_low", "rho_high", "ratio_low", "ratio_high"]
@@ -280,13 +289,13 @@ def test_trends_have_an_interval_over_runs_from_three_on(tmp_path: Path, generat
 def test_a_trend_over_runs_is_the_mean_of_theirs(tmp_path: Path, generator: np.random.Generator) -> None:
     """A run with two steps counts no more than one with one."""
     runs = [
-        (MadeRun("0", seed, steps=3), [MadeAnalysis(step, prefilter=True, seed=seed) for step in steps])
+        (FakeRun("0", seed, steps=3), [FakeAnalysis(step, prefilter=True, seed=seed) for step in steps])
         for seed, steps in enumerate(([1, 51], [1], [1]))
     ]
     rows = frames_of(tmp_path, runs).gradients
-    single = gradients.trends(rows, generator, ("norm",))
+    single = gradients.compute_trends(rows, generator, ("norm",))
     entropy = single[single["component"] == "entropy"].groupby("run_id")["rho"].mean()
-    summary = gradients.trend_summary(rows, generator, ("norm",)).set_index("component")
+    summary = gradients.summarize_trends(rows, generator, ("norm",)).set_index("component")
     assert summary.loc["entropy", "rho"] == pytest.approx(entropy.mean(), rel=1e-12)
     half = stats.t.ppf(0.975, 2) * entropy.std(ddof=1) / math.sqrt(3)
     assert summary.loc["entropy", "rho_low"] == pytest.approx(max(entropy.mean() - half, -1), rel=1e-9)
@@ -294,15 +303,21 @@ def test_a_trend_over_runs_is_the_mean_of_theirs(tmp_path: Path, generator: np.r
 
 def test_one_analysis_has_the_same_p_alone_and_together(tmp_path: Path, generator: np.random.Generator) -> None:
     rows = rows_of(tmp_path, AFTER)
-    single, together = (of(rows, generator, ("norm",)) for of in (gradients.trends, gradients.trend_summary))
+    single, together = (of(rows, generator, ("norm",)) for of in (gradients.compute_trends, gradients.summarize_trends))
     assert together["p"].to_list() == single["p"].to_list()
     assert together["rho"].to_list() == single["rho"].to_list()
 
 
 def test_no_analysis_gives_empty_tables(tmp_path: Path, generator: np.random.Generator) -> None:
     nothing = rows_of(tmp_path)
-    of_all = (gradients.analyses, gradients.trusted, gradients.shares, gradients.signal_lines, gradients.share_lines)
+    of_all = (
+        gradients.make_analysis_table,
+        gradients.make_signal_table,
+        gradients.make_share_table,
+        gradients.make_signal_lines,
+        gradients.make_share_lines,
+    )
     for table_of in of_all:
         assert table_of(nothing).empty
-    assert gradients.trends(nothing, generator).empty
-    assert gradients.trend_summary(nothing, generator).empty
+    assert gradients.compute_trends(nothing, generator).empty
+    assert gradients.summarize_trends(nothing, generator).empty

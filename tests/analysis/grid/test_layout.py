@@ -7,22 +7,22 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from analysis.data.frames import StudyFrames, records
+from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.grid import layout
 from analysis.grid import page as grid_page
-from analysis.grid.contrasts import contrast, switches
+from analysis.grid.contrasts import compare_switch, list_switches
 from analysis.grid.measures import MEASURES
 from analysis.sweep import tables
-from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, smoke_arms, write_grid
-from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
+from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, list_smoke_arms, write_grid
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
-SMALL = MadeStudy(levels=20, total_steps=4, baseline="a")
+SMALL = FakeStudy(levels=20, total_steps=4, baseline="a")
 KL, ENTROPY, FILTER = "actor.kl_loss_coef", "actor.entropy_coeff", "filter.rollout_filter_value"
 
 
 def found_in(frames: StudyFrames) -> layout.Grid:
-    found = layout.find(frames)
+    found = layout.find_grid(frames)
     assert found is not None
     return found
 
@@ -41,7 +41,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
 
 def named(folder: Path, arms: dict[str, dict[str, object]], **made: Any) -> StudyFrames:
     """A study of named arms with these settings."""
-    runs = [MadeRun(name, steps=4, settings=settings, **made) for name, settings in arms.items()]
+    runs = [FakeRun(name, steps=4, settings=settings, **made) for name, settings in arms.items()]
     return load(write_study(folder, runs, SMALL))
 
 
@@ -49,27 +49,32 @@ def test_the_factors_of_the_smoke_grid(one: StudyFrames, three: StudyFrames) -> 
     found = found_in(one)
     assert (found.x, found.y) == (KL, ENTROPY)
     assert set(found.panels) == {FILTER, "algorithm.zero_task_advantage"}
-    assert found.levels[FILTER] == (1.0, 0.8, 0.6, 0.4)
-    assert sorted(found.levels[KL]) == [0, 0.001, 0.003, 0.01, 0.03]
+    assert found.factor_values[FILTER] == (1.0, 0.8, 0.6, 0.4)
+    assert sorted(found.factor_values[KL]) == [0, 0.001, 0.003, 0.01, 0.03]
     assert set(found_in(three).panels) == {*found.panels, "actor.kl_loss_type"}
 
 
 def test_panels_and_their_sizes_are_those_of_the_groups(one: StudyFrames) -> None:
     found = found_in(one)
-    sizes = layout.cells(found, layout.members(one, found)).groupby("panel", sort=False).size().to_dict()
+    sizes = (
+        layout.make_cell_table(found, layout.make_member_table(one, found))
+        .groupby("panel", sort=False)
+        .size()
+        .to_dict()
+    )
     assert sizes == {
         "filter 1": 25, "filter 1, zero task advantage": 16, "filter 0.8": 9, "filter 0.6": 9, "filter 0.4": 9,
     }  # fmt: skip
 
 
 def test_one_axis_is_no_grid_and_two_are(tmp_path: Path) -> None:
-    axis = load(write_study(tmp_path / "axis", [MadeRun("0", steps=4), MadeRun("0.1", steps=4)], SMALL))
-    assert layout.find(axis) is None
+    axis = load(write_study(tmp_path / "axis", [FakeRun("0", steps=4), FakeRun("0.1", steps=4)], SMALL))
+    assert layout.find_grid(axis) is None
     one = named(tmp_path / "one", {"a": {ENTROPY: 0.0}, "b": {ENTROPY: 0.1}})
-    assert layout.find(one) is None
+    assert layout.find_grid(one) is None
     switched = {"a": {KL: 0.0, "actor.use_kl_loss": False}, "b": {KL: 0.1, "actor.use_kl_loss": True}}
-    assert layout.find(named(tmp_path / "switched", switched)) is None  # a switch is no factor
-    assert layout.find(load(write_study(tmp_path / "none", [], SMALL))) is None
+    assert layout.find_grid(named(tmp_path / "switched", switched)) is None  # a switch is no factor
+    assert layout.find_grid(load(write_study(tmp_path / "none", [], SMALL))) is None
     two = named(tmp_path / "two", {"a": {ENTROPY: 0.0, FILTER: 1.0}, "b": {ENTROPY: 0.1, FILTER: 0.5}})
     assert (found_in(two).x, found_in(two).y, found_in(two).panels) == (ENTROPY, FILTER, ())
 
@@ -86,15 +91,15 @@ def test_cells_are_the_means_of_their_runs(tmp_path: Path) -> None:
     """A literal double loop over arms and runs gives the same numbers."""
     frames = load(write_grid(tmp_path, {"low_var_kl": ("5",)}, seeds=3, levels=20))
     found = found_in(frames)
-    table = layout.cells(found, layout.members(frames, found))
+    table = layout.make_cell_table(found, layout.make_member_table(frames, found))
     assert len(table) == 16
     assert (table["runs"] == 3).all()
-    for cell in records(table):
+    for cell in to_records(table):
         own = frames.trials[frames.trials["arm"] == cell["arms"]]
         own = own[own["status"].isin(("completed", "early_stopped"))]
         success = own["final_val_success"].to_numpy()
         late = []
-        for run in records(own):
+        for run in to_records(own):
             steps = frames.steps[frames.steps["run_id"] == run["run_id"]]
             late.append(steps.loc[steps["step"] > 0.75 * run["steps_done"], "entropy"].mean())
         assert cell["success"] == pytest.approx(success.mean())
@@ -107,8 +112,8 @@ def test_cells_are_the_means_of_their_runs(tmp_path: Path) -> None:
 
 def test_a_stop_is_a_failed_regime_with_its_value_and_no_run_is_no_number(one: StudyFrames) -> None:
     found = found_in(one)
-    table = layout.cells(found, layout.members(one, found)).set_index("arms")
-    for run in records(one.trials):
+    table = layout.make_cell_table(found, layout.make_member_table(one, found)).set_index("arms")
+    for run in to_records(one.trials):
         cell = table.loc[run["arm"]]
         if run["status"] == "early_stopped":
             assert cell["state"] == "stopped"
@@ -123,7 +128,7 @@ def test_a_stop_is_a_failed_regime_with_its_value_and_no_run_is_no_number(one: S
 
 def test_runs_without_a_kl_loss_are_shown_under_each_form_but_counted_once(three: StudyFrames) -> None:
     found = found_in(three)
-    members = layout.members(three, found)
+    members = layout.make_member_table(three, found)
     idle = members[members["shared"]]
     assert (idle[KL] == 0).all()
     assert (idle.groupby("run_id").size() == 3).all()
@@ -134,12 +139,12 @@ def test_runs_without_a_kl_loss_are_shown_under_each_form_but_counted_once(three
 
 def test_labels_name_points_and_are_unique(three: StudyFrames) -> None:
     found = found_in(three)
-    labels = layout.arm_labels(three, found)
+    labels = layout.make_arm_labels(three, found)
     assert len(set(labels.values())) == len(labels) == 164
     assert labels["g3-smoke-ppo-sokoban-topk100-kl0-ent0-low_var_kl"] == "filter 1 · KL 0 · entropy 0"
     name = "g4-smoke-ppo-sokoban-ta-topk100-kl001-ent0003-mse"
     assert labels[name] == "filter 1 · loss mse · zero task advantage · KL 0.01 · entropy 0.003"
-    renamed = layout.renamed(three, labels)
+    renamed = layout.rename_arms(three, labels)
     assert renamed.studies[0]["baseline"] == "filter 1 · KL 0 · entropy 0"
     assert renamed.steps["arm"].map({label: arm for arm, label in labels.items()}).equals(three.steps["arm"])
 
@@ -149,21 +154,21 @@ def test_equal_points_keep_their_own_names(tmp_path: Path) -> None:
         "a": {ENTROPY: 0.0, FILTER: 1.0}, "b": {ENTROPY: 0.0, FILTER: 1.0}, "c": {ENTROPY: 0.1, FILTER: 0.5},
     }  # fmt: skip
     frames = named(tmp_path, arms)
-    assert list(layout.arm_labels(frames, found_in(frames)).values())[:2] == [
+    assert list(layout.make_arm_labels(frames, found_in(frames)).values())[:2] == [
         "entropy 0 · filter 1 (a)",
         "entropy 0 · filter 1 (b)",
     ]
-    table = layout.cells(found_in(frames), layout.members(frames, found_in(frames)))
+    table = layout.make_cell_table(found_in(frames), layout.make_member_table(frames, found_in(frames)))
     assert table["arms"].to_list() == ["c", "a, b"]
 
 
 def test_the_contrast_is_on_minus_off_over_equal_points(one: StudyFrames) -> None:
     found = found_in(one)
-    (setting,) = switches(found)
-    members = layout.members(one, found)
-    row = contrast(found, members, setting).set_index("measure").loc["success"]
+    (setting,) = list_switches(found)
+    members = layout.make_member_table(one, found)
+    row = compare_switch(found, members, setting).set_index("measure").loc["success"]
     success = one.trials.set_index("arm")["final_val_success"]
-    settings = smoke_arms(ONE_TYPE)
+    settings = list_smoke_arms(ONE_TYPE)
     twins = [(arm, arm.replace("g4", "g5").replace("ta-topk100", "nofilter")) for arm in settings if "-ta-" in arm]
     differences = [success[on] - success[off] for on, off in twins]
     assert row["pairs"] == len(twins) == 16
@@ -175,7 +180,7 @@ def test_the_contrast_is_on_minus_off_over_equal_points(one: StudyFrames) -> Non
 
 def test_each_form_of_the_loss_has_its_own_contrast(three: StudyFrames) -> None:
     found = found_in(three)
-    table = contrast(found, layout.members(three, found), "algorithm.zero_task_advantage")
+    table = compare_switch(found, layout.make_member_table(three, found), "algorithm.zero_task_advantage")
     assert list(dict.fromkeys(table["of"])) == ["kl", "mse", "low_var_kl"]
     assert (table["pairs"] == 16).all()
 
@@ -183,8 +188,8 @@ def test_each_form_of_the_loss_has_its_own_contrast(three: StudyFrames) -> None:
 @pytest.mark.slow
 def test_the_page_has_every_arm_once_and_counts_comparisons(three: StudyFrames) -> None:
     found = found_in(three)
-    arms = records(tables.arm_summary(layout.renamed(three, layout.arm_labels(three, found))))
-    context = grid_page.context(three, found, arms, 0)
+    arms = to_records(tables.summarize_arms(layout.rename_arms(three, layout.make_arm_labels(three, found))))
+    context = grid_page.make_context(three, found, arms, 0)
     listed = [arm["name"] for panel in context["panels"] for arm in panel["arms"]]
     assert sorted(listed) == sorted(three.trials["arm"])
     assert context["comparisons"] == sum(not np.isnan(arm["p"]) for arm in arms) == 161
@@ -195,8 +200,8 @@ def test_the_page_has_every_arm_once_and_counts_comparisons(three: StudyFrames) 
 
 def test_tables_beside_the_pictures_hold_every_cell(three: StudyFrames) -> None:
     found = found_in(three)
-    written = dict(grid_page.tables(three, found))
+    written = dict(grid_page.make_tables(three, found))
     assert set(written) == {"grid_cells", "grid_zero_task_advantage", "grid_kl_to_reference"}
-    cells = layout.cells(found, layout.members(three, found))
+    cells = layout.make_cell_table(found, layout.make_member_table(three, found))
     assert len(written["grid_cells"]) == len(cells)
     pd.testing.assert_series_equal(written["grid_cells"]["success"], cells["success"])

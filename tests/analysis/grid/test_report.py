@@ -9,14 +9,14 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from analysis.data.frames import StudyFrames, records
+from analysis.data.frames import StudyFrames, to_records
 from analysis.data.load import load
 from analysis.grid import layout
 from analysis.grid import plots as grid_plots
 from analysis.report import pages
 from analysis.sweep import findings, plots, tables
 from tests.analysis.report.test_pages import Page, checked
-from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, made_runs, write_grid
+from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, make_runs, write_grid
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +41,9 @@ def page(frames: StudyFrames, figures: dict[str, Figure]) -> Page:
 
 
 def cells_of(frames: StudyFrames) -> tuple[layout.Grid, pd.DataFrame]:
-    found = layout.find(frames)
+    found = layout.find_grid(frames)
     assert found is not None
-    return found, layout.cells(found, layout.members(frames, found))
+    return found, layout.make_cell_table(found, layout.make_member_table(frames, found))
 
 
 def panels_of(figure: Figure) -> dict[str, Any]:
@@ -58,11 +58,11 @@ def test_every_cell_is_written_at_its_place(frames: StudyFrames, figures: dict[s
     for panel, axes in drawn.items():
         assert [label.get_text() for label in axes.get_xticklabels()] == levels  # ordered categories, 0 first
         written = {text.get_position(): text.get_text() for text in axes.texts}
-        own = records(table[table["panel"] == panel])
+        own = to_records(table[table["panel"] == panel])
         assert len(written) == len(own)
         for cell in own:
             place = (levels.index(f"{cell['x']:g}"), levels.index(f"{cell['y']:g}"))
-            assert written[place] == grid_plots.cell_text(
+            assert written[place] == grid_plots.format_cell(
                 cell["state"], cell["early_stopped"], cell["scored"], cell["runs"], cell["success"]
             )
 
@@ -80,13 +80,13 @@ def test_one_scale_of_colours_and_text_that_is_read_on_it(frames: StudyFrames, f
     for panel, axes in panels_of(figures["grid_success"]).items():
         squares = {(patch.get_x() + 0.5, patch.get_y() + 0.5): patch.get_facecolor()
                    for patch in axes.patches if patch.get_fill()}  # fmt: skip
-        for cell in records(table[(table["panel"] == panel) & table["success"].notna()]):
+        for cell in to_records(table[(table["panel"] == panel) & table["success"].notna()]):
             xs, ys = (sorted(table[axis].unique()) for axis in ("x", "y"))
             expected = mpl.colormaps["cividis"]((cell["success"] - low) / (high - low))
             assert squares[xs.index(cell["x"]), ys.index(cell["y"])] == pytest.approx(expected, abs=0.01)
     shades = [mpl.colors.to_hex(mpl.colormaps["cividis"](place / 50)) for place in range(51)]
-    assert {grid_plots.ink_on(shade) for shade in shades} == {"white", "black"}
-    assert (grid_plots.ink_on("#000000"), grid_plots.ink_on("#ffffff")) == ("white", "black")
+    assert {grid_plots.choose_text_color(shade) for shade in shades} == {"white", "black"}
+    assert (grid_plots.choose_text_color("#000000"), grid_plots.choose_text_color("#ffffff")) == ("white", "black")
 
 
 @pytest.mark.parametrize(
@@ -105,22 +105,22 @@ def test_one_scale_of_colours_and_text_that_is_read_on_it(frames: StudyFrames, f
     ],
 )
 def test_what_a_cell_says(cell: tuple[str, int, int, int, float], text: str) -> None:
-    assert grid_plots.cell_text(*cell) == text
+    assert grid_plots.format_cell(*cell) == text
 
 
 def test_losses_stand_side_by_side(frames: StudyFrames) -> None:
     found, table = cells_of(frames)
-    placed = grid_plots.layout(found, table)
+    placed = grid_plots.arrange_panels(found, table)
     assert (placed.rows, placed.columns) == (5, 3)
-    for panel, (row, column) in placed.places.items():
+    for panel, (row, column) in placed.positions.items():
         assert f"loss {('kl', 'mse', 'low_var_kl')[column]}" in panel
         assert ("zero task advantage" in panel) == (row == 1)  # right below the panel with the task
 
 
 def test_every_run_has_its_curve(frames: StudyFrames, figures: dict[str, Figure]) -> None:
     found, _ = cells_of(frames)
-    members = layout.members(frames, found)
-    curves = layout.curves(frames, found, members, "val_success")
+    members = layout.make_member_table(frames, found)
+    curves = layout.make_panel_curves(frames, found, members, "val_success")
     for panel, axes in panels_of(figures["validation_curves"]).items():
         segments = axes.collections[0].get_segments()
         own = curves[curves["panel"] == panel]
@@ -146,7 +146,7 @@ def test_the_page_is_whole_and_says_what_it_must(frames: StudyFrames, page: Page
 
 
 def test_one_loss_has_no_word_on_k1(tmp_path: Path) -> None:
-    runs = [run for run in made_runs(ONE_TYPE) if run.arm.startswith(("g3", "g4", "g5"))]
+    runs = [run for run in make_runs(ONE_TYPE) if run.arm.startswith(("g3", "g4", "g5"))]
     found = load(write_grid(tmp_path, {"low_var_kl": ("3", "4", "5")}, levels=10))
     assert len(found.trials) == len(runs)
     page = checked(pages.render_page(found, {}))
@@ -166,10 +166,10 @@ def test_files_beside_the_page(tmp_path: Path) -> None:
 
 
 def test_a_headline_counts_arms_that_do_not_fit_a_line(frames: StudyFrames) -> None:
-    found = layout.find(frames)
+    found = layout.find_grid(frames)
     assert found is not None
-    summary = tables.arm_summary(layout.renamed(frames, layout.arm_labels(frames, found)))
-    headline = findings.headline(summary)
+    summary = tables.summarize_arms(layout.rename_arms(frames, layout.make_arm_labels(frames, found)))
+    headline = findings.format_headline(summary)
     assert len(headline) < 500
     assert "Failed regime, stopped by a rule: 16 arms." in headline
 

@@ -6,10 +6,10 @@ from collections import Counter
 
 import pytest
 
-from analysis.published.cells import AGREES, DIFFERS, NEVER, OPEN, PER_SEED, POOLED, Cell
-from analysis.published.update_rule_sandbox import CELLS, STUDIES, conditions
+from analysis.published.cells import NOT_DISTINGUISHABLE, DIFFERS, NEVER_REACHED, NO_EXPECTATION, PER_SEED, POOLED, Cell
+from analysis.published.update_rule_sandbox import CELLS, STUDY_SETTINGS, make_conditions
 from search_spaces import STUDIES as OURS
-from trainable.config.run_config import with_overrides
+from trainable.config.run_config import apply_overrides
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS, TRIAL_COLUMNS
 
@@ -104,21 +104,21 @@ def test_every_printed_number_is_held_once() -> None:
     assert held.keys() == table.keys()
     for key, numbers in table.items():
         if numbers is None:
-            assert held[key].kind == NEVER
+            assert held[key].kind == NEVER_REACHED
             assert math.isnan(held[key].mean)
-            assert math.isnan(held[key].spread)
+            assert math.isnan(held[key].std)
         else:
-            assert (held[key].mean, held[key].spread) == numbers
+            assert (held[key].mean, held[key].std) == numbers
     assert len(CELLS) == len({keys(cell)[0] for cell in CELLS}) == len(table) - 3  # three are printed twice
 
 
 def test_cells_count_as_what_they_are() -> None:
-    assert Counter(cell.kind for cell in CELLS) == {PER_SEED: 55, POOLED: 23, NEVER: 3}
+    assert Counter(cell.kind for cell in CELLS) == {PER_SEED: 55, POOLED: 23, NEVER_REACHED: 3}
     steps, trials = ({column.name for column in columns} for columns in (STEP_COLUMNS, TRIAL_COLUMNS))
     for cell in CELLS:
         assert cell.column in (steps if cell.kind == POOLED else trials)
         assert cell.n == (45 if cell.kind == POOLED else 3)
-        assert all(cell.conditions == conditions(study, cell.arm) for study in cell.studies)
+        assert all(cell.conditions == make_conditions(study, cell.arm) for study in cell.studies)
 
 
 WITHOUT_PART = {"seed", "diagnostics", "entropy_diagnostics", "oracle_fit"}
@@ -129,40 +129,40 @@ OF_OTHER_TASKS = {"hidden", "mnist_folder", "model_name", "text_file", "context_
 def test_every_setting_that_makes_a_run_what_it_is_has_a_published_value() -> None:
     fields = set(UpdateRuleConfig.model_fields) - {"trainer"} - WITHOUT_PART - OF_OTHER_TASKS
     trainer = {"trainer.total_training_steps", "trainer.test_freq"}
-    beside = {f"trainer.{name}" for name in UpdateRuleConfig.without_result["trainer"]} | {"trainer.n_gpus_per_node"}
+    beside = {f"trainer.{name}" for name in UpdateRuleConfig.unhashed_settings["trainer"]} | {"trainer.n_gpus_per_node"}
     assert {f"trainer.{name}" for name in type(UpdateRuleConfig().trainer).model_fields} == trainer | beside
     for cell in CELLS:
         assert cell.conditions.settings.keys() == fields | trainer
 
 
-@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("name", STUDY_SETTINGS)
 def test_our_studies_are_the_published_ones(name: str) -> None:
     """Every arm of ours has published cells, and each of its settings is the published one."""
     ours = OURS[name]
     published = {cell.arm: cell.conditions for cell in CELLS if name in cell.studies}
-    assert set(published) == set(ours.axis.named)
-    for arm, settings in ours.axis.named.items():
-        config = with_overrides(UpdateRuleConfig(), {**ours.fixed, **settings}).model_dump()
+    assert set(published) == set(ours.axis.named_settings)
+    for arm, settings in ours.axis.named_settings.items():
+        config = apply_overrides(UpdateRuleConfig(), {**ours.fixed_settings, **settings}).model_dump()
         held = config | {f"trainer.{key}": value for key, value in config["trainer"].items()}
         for key, value in published[arm].settings.items():
             assert held[key] == value, f"{arm}: {key}"
 
 
 def test_what_is_expected_is_said_with_a_reason() -> None:
-    assert all(cell.why for cell in CELLS if cell.expected != AGREES)
-    assert {(cell.studies[0], cell.arm) for cell in CELLS if cell.expected == DIFFERS} == {
+    assert all(cell.rationale for cell in CELLS if cell.expected_verdict != NOT_DISTINGUISHABLE)
+    assert {(cell.studies[0], cell.arm) for cell in CELLS if cell.expected_verdict == DIFFERS} == {
         ("replay", "ReplayDG-32"), ("replay", "FreshDG-32-decay0.5"), ("partial-credit", "TEMPO"),
     }  # fmt: skip
-    open_rows = {cell.arm for cell in CELLS if cell.expected == OPEN and cell.kind == PER_SEED}
+    open_rows = {cell.arm for cell in CELLS if cell.expected_verdict == NO_EXPECTATION and cell.kind == PER_SEED}
     assert open_rows == {"ASPO", "R2VPO", "CE", "SelfDistillDG", "SCOPELite", "GRPOToken", "FreshDG-32", "TEMPO"}
-    assert {cell.expected for cell in CELLS if cell.kind == POOLED} == {OPEN}
+    assert {cell.expected_verdict for cell in CELLS if cell.kind == POOLED} == {NO_EXPECTATION}
 
 
 @pytest.mark.parametrize(("seeds", "numbers"), TRIPLES)
 def test_spreads_are_standard_deviations_of_three_evaluated_steps(seeds: tuple[int, ...], numbers: str) -> None:
     assert f"{statistics.mean(seeds):.4f} {statistics.stdev(seeds):.4f}" == numbers
-    cell = next(cell for cell in CELLS if f"{cell.mean:.4f} {cell.spread:.4f}" == numbers)
-    assert all(step % cell.conditions.interval == 0 for step in seeds)
+    cell = next(cell for cell in CELLS if f"{cell.mean:.4f} {cell.std:.4f}" == numbers)
+    assert all(step % cell.conditions.eval_interval == 0 for step in seeds)
 
 
 def test_two_seeds_at_0_and_one_apart_make_the_row_of_grpo_token() -> None:
@@ -177,7 +177,7 @@ def test_ages_are_means_of_whole_numbers_over_45_rows(mean: float) -> None:
 
 
 def test_floors() -> None:
-    by_column = {cell.column: cell.floor for cell in CELLS}
+    by_column = {cell.column: cell.min_std for cell in CELLS}
     assert by_column["final_test_error"] == by_column["final_entropy"] == 0.01
     assert by_column["first_step_entropy_low"] == pytest.approx(5.7735, rel=1e-4)
     assert by_column["first_step_error_zero"] == pytest.approx(14.4338, rel=1e-4)

@@ -12,33 +12,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from analysis.data.frames import records
+from analysis.data.frames import to_records
 from analysis.data.load import load
 from analysis.published.cells import Cell
-from analysis.published.reproduction import reproduction, sentences, tally
-from analysis.published.update_rule_sandbox import CELLS, conditions
-from analysis.stats.estimates import Sample, holm, welch
-from tests.fakes.sandbox_folders import UNIFORM, MadeRun, MadeStudy, seeds, write_sandbox
+from analysis.published.reproduction import compare_to_published, format_sentences, summarize_verdicts
+from analysis.published.update_rule_sandbox import CELLS, make_conditions
+from analysis.stats.estimates import SampleStats, holm_adjust, welch_t_test
+from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 
 DG = (0.33, 0.34, 0.335, 0.331, 0.339)
 FAR = (0.50, 0.51, 0.505, 0.503, 0.507)
 
 
-def study(name: str) -> MadeStudy:
+def study(name: str) -> FakeStudy:
     """A study with the published settings; those of its arms come with their names."""
-    settings = dict(conditions(name, "DG").settings)
+    settings = dict(make_conditions(name, "DG").settings)
     steps, freq = (int(str(settings.pop(f"trainer.{key}"))) for key in ("total_training_steps", "test_freq"))
-    return MadeStudy(name, total_steps=steps, test_freq=freq, settings=settings)
+    return FakeStudy(name, total_steps=steps, test_freq=freq, settings=settings)
 
 
-def rows_of(folder: Path, runs: Sequence[MadeRun], name: str = "influence") -> dict[tuple[str, str], dict[str, Any]]:
-    table = reproduction(load(write_sandbox(folder, runs, study(name))))
-    return {(row["arm"], row["column"]): row for row in records(table) if "early" not in row["section"]}
+def rows_of(folder: Path, runs: Sequence[FakeRun], name: str = "influence") -> dict[tuple[str, str], dict[str, Any]]:
+    table = compare_to_published(load(write_sandbox(folder, runs, study(name))))
+    return {(row["arm"], row["column"]): row for row in to_records(table) if "early" not in row["section"]}
 
 
 def by_hand(ours: Sequence[float], cell: Cell) -> Mapping[str, float]:
     """Welch's test in full."""
-    a, b = np.var(ours, ddof=1) / len(ours), cell.spread**2 / cell.n
+    a, b = np.var(ours, ddof=1) / len(ours), cell.std**2 / cell.n
     difference, se = float(np.mean(ours)) - cell.mean, math.sqrt(a + b)
     df = (a + b) ** 2 / (a**2 / (len(ours) - 1) + b**2 / (cell.n - 1))
     half = stats.t.ppf(0.975, df) * se
@@ -47,7 +47,7 @@ def by_hand(ours: Sequence[float], cell: Cell) -> Mapping[str, float]:
 
 
 def test_a_cell_is_tested_as_by_hand(tmp_path: Path) -> None:
-    row = rows_of(tmp_path, [*seeds("DG", DG), *seeds("GRPO", FAR)])["DG", "final_test_error"]
+    row = rows_of(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", FAR)])["DG", "final_test_error"]
     cell = next(cell for cell in CELLS if (cell.studies[0], cell.arm) == ("influence", "DG"))
     for name, value in by_hand(DG, cell).items():
         assert row[name] == pytest.approx(value, rel=1e-9)
@@ -57,10 +57,12 @@ def test_a_cell_is_tested_as_by_hand(tmp_path: Path) -> None:
 
 
 def test_holm_is_over_all_cells_that_are_tested(tmp_path: Path) -> None:
-    table = reproduction(load(write_sandbox(tmp_path, [*seeds("DG", DG), *seeds("GRPO", FAR)], study("influence"))))
+    table = compare_to_published(
+        load(write_sandbox(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", FAR)], study("influence")))
+    )
     tested = table[table["verdict"] != "cannot be tested"]
     assert tested["arm"].to_list() == ["DG", "GRPO"]
-    assert tested["p_holm"].to_list() == holm(tested["p"]).tolist()
+    assert tested["p_holm"].to_list() == holm_adjust(tested["p"]).tolist()
     assert tested["p_holm"].iloc[1] == pytest.approx(2 * tested["p"].iloc[1])
     assert table["verdict"].to_list() == ["agrees", "differs", "cannot be tested"]
     assert table["as_expected"].to_list() == [True, False, None]
@@ -68,22 +70,22 @@ def test_holm_is_over_all_cells_that_are_tested(tmp_path: Path) -> None:
 
 def test_welch_agrees_with_scipy_on_the_numbers_themselves() -> None:
     ours, theirs = np.array(DG), np.array([0.3, 0.36, 0.35])
-    found = welch(*(Sample(x.mean(), x.std(ddof=1), len(x)) for x in (ours, theirs)))
+    found = welch_t_test(*(SampleStats(x.mean(), x.std(ddof=1), len(x)) for x in (ours, theirs)))
     expected = stats.ttest_ind(ours, theirs, equal_var=False)
     interval = expected.confidence_interval(0.95)
     assert found.p == pytest.approx(expected.pvalue, rel=1e-9)
     assert found.df == pytest.approx(expected.df, rel=1e-9)
     assert (found.low, found.high) == (pytest.approx(interval.low), pytest.approx(interval.high))
-    assert math.isnan(welch(Sample(0.3, math.nan, 1), Sample(0.3, 0.1, 3)).p)
-    assert math.isnan(welch(Sample(0.3, 0.0, 3), Sample(0.4, 0.0, 3)).p)
+    assert math.isnan(welch_t_test(SampleStats(0.3, math.nan, 1), SampleStats(0.3, 0.1, 3)).p)
+    assert math.isnan(welch_t_test(SampleStats(0.3, 0.0, 3), SampleStats(0.4, 0.0, 3)).p)
 
 
-SAMPLES = st.builds(Sample, st.floats(-10, 10), st.floats(0.01, 5), st.integers(2, 40))
+SAMPLES = st.builds(SampleStats, st.floats(-10, 10), st.floats(0.01, 5), st.integers(2, 40))
 
 
 @given(SAMPLES, SAMPLES)
-def test_sides_changed_is_the_difference_turned_around(a: Sample, b: Sample) -> None:
-    there, back = welch(a, b), welch(b, a)
+def test_sides_changed_is_the_difference_turned_around(a: SampleStats, b: SampleStats) -> None:
+    there, back = welch_t_test(a, b), welch_t_test(b, a)
     assert (there.value, there.low, there.high) == pytest.approx((-back.value, -back.high, -back.low), abs=1e-9)
     assert there.p == pytest.approx(back.p, abs=1e-9)
     assert min(a.n, b.n) - 1 <= there.df * (1 + 1e-9)
@@ -92,25 +94,25 @@ def test_sides_changed_is_the_difference_turned_around(a: Sample, b: Sample) -> 
 
 
 def test_a_spread_of_0_counts_as_the_floor_on_either_side(tmp_path: Path) -> None:
-    runs = [replace(run, entropy=(1, 0.4), steps=1500) for run in seeds("CE", [0.0] * 4)]
+    runs = [replace(run, entropy=(1, 0.4), steps=1500) for run in make_seed_runs("CE", [0.0] * 4)]
     row = rows_of(tmp_path, runs, "dense-correction")["CE", "final_test_error"]
-    expected = welch(Sample(0.0, 0.01, 4), Sample(0.0, 0.01, 3))
+    expected = welch_t_test(SampleStats(0.0, 0.01, 4), SampleStats(0.0, 0.01, 3))
     assert (row["low"], row["high"], row["p"]) == (expected.low, expected.high, 1.0)
     assert (row["spread"], row["published_spread"]) == (0.0, 0.0)  # shown as they are
     assert row["verdict"] == "agrees"
 
 
 def test_the_floor_of_a_step_is_that_of_its_grid(tmp_path: Path) -> None:
-    ours = [MadeRun("CE", seed, steps=1500, error=(0.0, 0.0)) for seed in range(3)]
+    ours = [FakeRun("CE", seed, steps=1500, error=(0.0, 0.0)) for seed in range(3)]
     row = rows_of(tmp_path, ours, "dense-correction")["CE", "first_step_error_zero"]
-    expected = welch(Sample(0.0, 50 / math.sqrt(12), 3), Sample(733.3333, 57.7350, 3))
+    expected = welch_t_test(SampleStats(0.0, 50 / math.sqrt(12), 3), SampleStats(733.3333, 57.7350, 3))
     assert row["p"] == pytest.approx(expected.p, rel=1e-9)
     assert row["mean"] == 0.0  # step 0 has no error here
 
 
 def test_a_step_that_some_runs_never_reach_is_not_tested_but_told(tmp_path: Path) -> None:
-    runs = [MadeRun("GRPO", seed, entropy=(1.0, 0.5 if seed == 2 else 0.05)) for seed in range(4)]
-    runs += [MadeRun("DG", seed, entropy=(1.0, 0.5 if seed < 2 else 0.05)) for seed in range(4)]
+    runs = [FakeRun("GRPO", seed, entropy=(1.0, 0.5 if seed == 2 else 0.05)) for seed in range(4)]
+    runs += [FakeRun("DG", seed, entropy=(1.0, 0.5 if seed < 2 else 0.05)) for seed in range(4)]
     found = rows_of(tmp_path, runs, "grpo-entropy")
     low = found["GRPO", "first_step_entropy_low"]
     assert (low["verdict"], low["n"], low["notes"]) == ("cannot be tested", 3, "never reached: seed 2")
@@ -124,9 +126,9 @@ def test_a_step_that_some_runs_never_reach_is_not_tested_but_told(tmp_path: Path
 
 
 def test_runs_that_failed_are_left_out_and_named_and_stopped_ones_count(tmp_path: Path) -> None:
-    stopped = {"status": "early_stopped", "steps": 107, "stop": UNIFORM}
-    runs = [*seeds("TPO", (0.24, 0.3)), MadeRun("TPO", 2, error=(0.6, 0.5), **stopped)]
-    runs += [MadeRun("TPO", 3, status="failed", steps=40, reason="X"), MadeRun("TPO", 4, status="", steps=None)]
+    stopped = {"status": "early_stopped", "steps": 107, "stop": UNIFORM_STOP}
+    runs = [*make_seed_runs("TPO", (0.24, 0.3)), FakeRun("TPO", 2, error=(0.6, 0.5), **stopped)]
+    runs += [FakeRun("TPO", 3, status="failed", steps=40, reason="X"), FakeRun("TPO", 4, status="", steps=None)]
     row = rows_of(tmp_path, runs)["TPO", "final_test_error"]
     assert (row["n"], row["mean"]) == (3, pytest.approx((0.24 + 0.3 + 0.5) / 3))
     assert row["notes"] == (
@@ -135,7 +137,7 @@ def test_runs_that_failed_are_left_out_and_named_and_stopped_ones_count(tmp_path
 
 
 def test_pooled_cells_are_laid_beside_but_not_tested(tmp_path: Path) -> None:
-    runs = [MadeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}) for seed in range(3)]
+    runs = [FakeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}) for seed in range(3)]
     row = rows_of(tmp_path, runs, "replay")["ReplayDG-5", "replay_age"]
     assert (row["mean"], row["spread"], row["n"], row["published_n"]) == (4.0, 0.0, 48, 45)
     assert (row["verdict"], row["as_expected"]) == ("cannot be tested", None)
@@ -144,11 +146,11 @@ def test_pooled_cells_are_laid_beside_but_not_tested(tmp_path: Path) -> None:
 
 def test_runs_with_other_settings_are_not_held_against_the_published_ones(tmp_path: Path) -> None:
     short = replace(study("influence"), total_steps=40)
-    table = reproduction(load(write_sandbox(tmp_path, seeds("DG", DG), short)))
+    table = compare_to_published(load(write_sandbox(tmp_path, make_seed_runs("DG", DG), short)))
     assert table["reason"].to_list()[0] == "the published runs have trainer.total_training_steps 300, ours: 40"
     assert set(table["verdict"]) == {"cannot be tested"}
     assert "no run of this arm ended by the protocol" in table["reason"].to_list()
-    one = reproduction(load(write_sandbox(tmp_path / "one", seeds("DG", DG[:1]), study("influence"))))
+    one = compare_to_published(load(write_sandbox(tmp_path / "one", make_seed_runs("DG", DG[:1]), study("influence"))))
     assert one["reason"].iloc[0] == "1 of our runs has a value: two are needed for a spread"
     assert math.isnan(one["spread"].iloc[0])
 
@@ -167,9 +169,9 @@ def test_every_setting_of_an_arm_must_be_the_published_one(
     tmp_path: Path, of_all: dict[str, object], of_tpo: dict[str, object], difference: str
 ) -> None:
     made = study("influence")
-    runs = [replace(run, settings=of_tpo) for run in seeds("TPO", (0.24, 0.3, 0.2))]
+    runs = [replace(run, settings=of_tpo) for run in make_seed_runs("TPO", (0.24, 0.3, 0.2))]
     other = replace(made, settings={**made.settings, **of_all})
-    table = reproduction(load(write_sandbox(tmp_path, [*seeds("DG", DG), *runs], other)))
+    table = compare_to_published(load(write_sandbox(tmp_path, [*make_seed_runs("DG", DG), *runs], other)))
     reasons = dict(zip(table["arm"], table["reason"], strict=True))
     assert reasons["TPO"] == f"the published runs have {difference}"
     assert (reasons["DG"] == "") == (not of_all)
@@ -177,25 +179,27 @@ def test_every_setting_of_an_arm_must_be_the_published_one(
 
 def test_a_cell_that_two_studies_run_is_tested_once(tmp_path: Path) -> None:
     for name in ("influence", "grpo-entropy"):
-        write_sandbox(tmp_path, seeds("DG", DG), study(name))
-    table = reproduction(load(tmp_path))
+        write_sandbox(tmp_path, make_seed_runs("DG", DG), study(name))
+    table = compare_to_published(load(tmp_path))
     clean = table[(table["arm"] == "DG") & (table["column"] == "final_test_error")]
     assert clean["study"].to_list() == ["influence"]
     assert len(table) == len([cell for cell in CELLS if set(cell.studies) & {"influence", "grpo-entropy"}])
 
 
 def test_a_study_without_published_cells_has_an_empty_table(tmp_path: Path) -> None:
-    table = reproduction(load(write_sandbox(tmp_path, seeds("DG", DG), MadeStudy("entropy-mechanism"))))
+    table = compare_to_published(
+        load(write_sandbox(tmp_path, make_seed_runs("DG", DG), FakeStudy("entropy-mechanism")))
+    )
     assert table.empty
-    assert tally(table) == "No published number is held for these studies."
+    assert summarize_verdicts(table) == "No published number is held for these studies."
 
 
 GOLDEN = (Path(__file__).parents[2] / "golden" / "sandbox_verdicts.txt").read_text(encoding="utf-8")
 
 
 def test_the_words_of_every_verdict(tmp_path: Path) -> None:
-    runs = [*seeds("DG", DG), *seeds("GRPO", FAR[:4]), MadeRun("GRPO", 4, status="failed", steps=20)]
-    runs += [*seeds("ASPO", (0.37, 0.52, 0.43), entropy=(1.0, 0.02)), *seeds("R2VPO", (0.37,))]
-    table = reproduction(load(write_sandbox(tmp_path, runs, study("grpo-entropy"))))
+    runs = [*make_seed_runs("DG", DG), *make_seed_runs("GRPO", FAR[:4]), FakeRun("GRPO", 4, status="failed", steps=20)]
+    runs += [*make_seed_runs("ASPO", (0.37, 0.52, 0.43), entropy=(1.0, 0.02)), *make_seed_runs("R2VPO", (0.37,))]
+    table = compare_to_published(load(write_sandbox(tmp_path, runs, study("grpo-entropy"))))
     shown = table[~table["arm"].isin(("DGEntropyGuard", "TPO")) & (table["column"] != "batch_delta_entropy")]
-    assert "\n".join([tally(table), *sentences(shown)]) + "\n" == GOLDEN
+    assert "\n".join([summarize_verdicts(table), *format_sentences(shown)]) + "\n" == GOLDEN

@@ -14,10 +14,10 @@ from analysis.html.page import TEMPLATES
 from analysis.report import figures, pages
 from analysis.sandbox import figures as sandbox_figures
 from tests.fakes import sandbox_folders
-from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.runs.records import STEP_COLUMNS
 
-SMALL = MadeStudy(levels=10, total_steps=4)
+SMALL = FakeStudy(levels=10, total_steps=4)
 
 
 def sections_of(*templates: str) -> list[str]:
@@ -29,9 +29,9 @@ def sections_of(*templates: str) -> list[str]:
 def test_every_section_of_a_figure_is_on_the_page_once(tmp_path: Path) -> None:
     declared = {figure.section for figure in (*figures.AXIS_FIGURES, *figures.GRID_FIGURES)}
     assert sorted(sections_of("report", "grid")) == sorted(declared)
-    runs = [sandbox_folders.MadeRun("DG", steps=40)]
-    frames = load(sandbox_folders.write_sandbox(tmp_path, runs, sandbox_folders.MadeStudy("some-study")))
-    rules = {figure.section for figure in sandbox_figures.gallery(frames).figures}
+    runs = [sandbox_folders.FakeRun("DG", steps=40)]
+    frames = load(sandbox_folders.write_sandbox(tmp_path, runs, sandbox_folders.FakeStudy("some-study")))
+    rules = {figure.section for figure in sandbox_figures.make_gallery(frames).figures}
     assert sorted(sections_of("sandbox", "contrasts")) == sorted(rules)
 
 
@@ -53,9 +53,9 @@ def test_every_curve_is_in_the_reports_that_it_names() -> None:
 
 def test_one_more_declared_curve_is_a_file_and_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     curve = figures.Curve("lengths", "stops", "train_response_tokens", "response (tokens)", "Tokens of an episode.")
-    more = (*figures.AXIS_FIGURES, figures._for_each_arm(curve))
+    more = (*figures.AXIS_FIGURES, figures._make_arm_figure(curve))
     monkeypatch.setattr(figures, "AXIS_FIGURES", more)
-    folder = write_study(tmp_path, [MadeRun(arm, steps=4) for arm in ("0", "0.1")], SMALL)
+    folder = write_study(tmp_path, [FakeRun(arm, steps=4) for arm in ("0", "0.1")], SMALL)
     text = pages.write_report(folder).read_text()
     assert "Tokens of an episode.</figcaption>" in text
     assert text.count("<svg") == len(list((folder / "figures").glob("*.png")))
@@ -71,7 +71,7 @@ def test_a_figure_without_a_table_is_neither_drawn_nor_captioned() -> None:
     gallery = Gallery((figure, replace(shown, caption=lambda view: f"of {view}")), "frames")
     drawn = gallery.draw()
     assert list(drawn) == ["b"]
-    assert [(each.name, each.section, each.caption) for each in gallery.show(drawn)] == [
+    assert [(each.name, each.section, each.caption) for each in gallery.render(drawn)] == [
         ("b", "somewhere", "of frames")
     ]
-    assert gallery.show({}) == []
+    assert gallery.render({}) == []

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from analysis.data.load import load, read_run
-from analysis.html.page import count, duration
+from analysis.data.load import load, read_study
+from analysis.html.page import format_count, format_duration
 from analysis.report import pages
 from analysis.report.pages import write_index, write_report
 from analysis.sweep import findings, tables
-from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 from trainable.config.run_config import RunConfig
 
 STOP = ("low_validation_success", 0.002, 0.01)
-STOPPED = MadeRun("0.3", status="early_stopped", steps=45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP)
-SMALL = MadeStudy(levels=40, total_steps=10)
+STOPPED = FakeRun("0.3", status="early_stopped", steps=45, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=STOP)
+SMALL = FakeStudy(levels=40, total_steps=10)
 VOID = {"meta", "br", "img", "link", "hr", "input", "path", "use", "rect", "circle", "line"}
 
 
@@ -81,10 +81,10 @@ def page_without_figures(folder: Path, *, live: bool = False) -> Page:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A six-arm study of one seed, one arm stopped, with its report."""
-    runs = [MadeRun(arm) for arm in ("0", "0.01", "0.03", "0.1", "1")]
+    runs = [FakeRun(arm) for arm in ("0", "0.01", "0.03", "0.1", "1")]
     runs.insert(4, STOPPED)
     defaults = {"defaults": RunConfig().model_dump(mode="json")}
-    written = write_study(tmp_path_factory.mktemp("report"), runs, MadeStudy(levels=200, extra=defaults))
+    written = write_study(tmp_path_factory.mktemp("report"), runs, FakeStudy(levels=200, extra=defaults))
     assert write_report(written) == written / "report.html"
     return written
 
@@ -95,7 +95,7 @@ def page(folder: Path) -> Page:
 
 
 def test_every_arm_status_and_verdict_is_on_the_page(folder: Path, page: Page) -> None:
-    summary = tables.arm_summary(read_run(folder))
+    summary = tables.summarize_arms(read_study(folder))
     for row in summary.itertuples():
         assert row.arm in page.text
         assert " ".join(row.verdict.split()) in " ".join(page.text.split())
@@ -117,7 +117,7 @@ def test_one_seed_is_called_one_seed(page: Page) -> None:
 
 def test_every_setting_is_there_and_changed_ones_are_marked(folder: Path, page: Page) -> None:
     study = json.loads((folder / "study.json").read_text())
-    rows = pages.settings_rows(study)
+    rows = pages.make_settings_rows(study)
     text = (folder / "report.html").read_text()
     assert len(rows) > 80
     for row in rows:
@@ -132,7 +132,7 @@ def test_every_setting_is_there_and_changed_ones_are_marked(folder: Path, page: 
 
 
 def test_without_recorded_defaults_nothing_is_marked(tmp_path: Path) -> None:
-    text = pages.render_page(load(write_study(tmp_path, [MadeRun("0", steps=10)], SMALL)), {})
+    text = pages.render_page(load(write_study(tmp_path, [FakeRun("0", steps=10)], SMALL)), {})
     assert 'class="changed"' not in text
     assert "The defaults are not recorded in study.json" in text
 
@@ -167,7 +167,7 @@ def test_figures_are_inline_and_beside(folder: Path) -> None:
 
 
 def test_writing_it_again_changes_nothing(tmp_path: Path) -> None:
-    written = write_study(tmp_path, [MadeRun("0", steps=3)], MadeStudy(levels=10, total_steps=3))
+    written = write_study(tmp_path, [FakeRun("0", steps=3)], FakeStudy(levels=10, total_steps=3))
     first = write_report(written).read_text()
     assert write_report(written).read_text() == first
     assert first.count("<svg") == 4
@@ -188,16 +188,16 @@ ENDED = {"status": "early_stopped", "steps": 10, "stop": STOP}
     ("runs", "words"),
     [
         ([], "No run is recorded."),
-        ([MadeRun("0", status="", steps=0)], "no verdict: seed 0 never ran"),
-        ([MadeRun("0", status="running", steps=0)], "Without a scored run: arm 0."),
-        ([MadeRun("0", steps=10)], "1 arm, baseline 0."),
-        ([MadeRun(arm, **FAILED) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),  # type: ignore[arg-type]
-        ([MadeRun(arm, **ENDED) for arm in ("0", "0.1")], "Failed regime, stopped by"),  # type: ignore[arg-type]
-        ([MadeRun(arm, seed, steps=10) for arm in ("0", "nofilter") for seed in range(3)], "over 3 seeds"),
-        ([MadeRun("0.1", steps=10)], "has no scored run with a seed of this arm"),
+        ([FakeRun("0", status="", steps=0)], "no verdict: seed 0 never ran"),
+        ([FakeRun("0", status="running", steps=0)], "Without a scored run: arm 0."),
+        ([FakeRun("0", steps=10)], "1 arm, baseline 0."),
+        ([FakeRun(arm, **FAILED) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),  # type: ignore[arg-type]
+        ([FakeRun(arm, **ENDED) for arm in ("0", "0.1")], "Failed regime, stopped by"),  # type: ignore[arg-type]
+        ([FakeRun(arm, seed, steps=10) for arm in ("0", "nofilter") for seed in range(3)], "over 3 seeds"),
+        ([FakeRun("0.1", steps=10)], "has no scored run with a seed of this arm"),
     ],
 )  # fmt: skip
-def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[MadeRun], words: str) -> None:
+def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], words: str) -> None:
     written = write_study(tmp_path, runs, SMALL)
     found = page_without_figures(written)
     pages.draw_figures(load(written))
@@ -205,14 +205,14 @@ def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[MadeRun], w
 
 
 def test_a_running_study_can_be_reported(tmp_path: Path) -> None:
-    written = write_study(tmp_path, [MadeRun("0", steps=10), MadeRun("0.1", status="running", steps=6)], SMALL)
+    written = write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", status="running", steps=6)], SMALL)
     assert "1 running" in page_without_figures(written, live=True).text
     assert "1 interrupted" in page_without_figures(written).text
 
 
 @pytest.mark.parametrize("missing", ["entropy", "reward_std", "val_greedy_success", "base_val_success", "kept_ratio"])
 def test_a_missing_column_costs_only_its_own_part(tmp_path: Path, missing: str) -> None:
-    runs = [MadeRun(arm, steps=10, rows={missing: None}) for arm in ("0", "0.1")]
+    runs = [FakeRun(arm, steps=10, rows={missing: None}) for arm in ("0", "0.1")]
     written = write_study(tmp_path, runs, SMALL)
     found = page_without_figures(written)
     pages.draw_figures(load(written))
@@ -220,24 +220,24 @@ def test_a_missing_column_costs_only_its_own_part(tmp_path: Path, missing: str) 
 
 
 def test_missing_levels_and_a_bare_study_json(tmp_path: Path) -> None:
-    run = MadeRun("0.1", steps=10)
-    written = write_study(tmp_path, [MadeRun("0", steps=10), run], SMALL)
+    run = FakeRun("0.1", steps=10)
+    written = write_study(tmp_path, [FakeRun("0", steps=10), run], SMALL)
     (written / "runs" / run.run_id / "levels.jsonl").unlink()
     (written / "study.json").write_text(json.dumps({"name": "kl", "run": "kl_sweep"}))
     assert "The defaults are not recorded" in page_without_figures(written).text
 
 
 def test_text_from_a_run_is_escaped(tmp_path: Path) -> None:
-    run = MadeRun("0", status="failed", steps=3, reason="<script>alert(1)</script>")
+    run = FakeRun("0", status="failed", steps=3, reason="<script>alert(1)</script>")
     text = pages.render_page(load(write_study(tmp_path, [run], SMALL)), {})
     assert "<script>" not in text
     assert "&lt;script&gt;alert(1)" in text
 
 
 def test_the_index_links_every_study_and_holds_equal_runs_against_each_other(tmp_path: Path) -> None:
-    write_study(tmp_path, [MadeRun("0", steps=10), MadeRun("0.1", steps=10)], SMALL)
-    entropy = MadeStudy("entropy", "entropy_sweep", "actor.entropy_coeff", levels=40, total_steps=10)
-    write_study(tmp_path, [MadeRun("0", steps=10), MadeRun("0.03", steps=10)], entropy)
+    write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.1", steps=10)], SMALL)
+    entropy = FakeStudy("entropy", "entropy_sweep", "actor.entropy_coeff", levels=40, total_steps=10)
+    write_study(tmp_path, [FakeRun("0", steps=10), FakeRun("0.03", steps=10)], entropy)
     found = checked(write_index(tmp_path).read_text())
     assert found.links == ["results/entropy_sweep/report.html", "results/kl_sweep_sokoban-tiny/report.html"]
     assert all((tmp_path / link).parent.is_dir() for link in found.links)
@@ -247,13 +247,13 @@ def test_the_index_links_every_study_and_holds_equal_runs_against_each_other(tmp
 
 
 def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
-    runs = [MadeRun(arm, seed, steps=10) for arm in ("0", "0.1") for seed in range(3)]
-    runs[5] = MadeRun("0.1", 2, status="early_stopped", steps=5, stop=STOP)
-    runs[2] = MadeRun("0", 2, status="failed", steps=5)
+    runs = [FakeRun(arm, seed, steps=10) for arm in ("0", "0.1") for seed in range(3)]
+    runs[5] = FakeRun("0.1", 2, status="early_stopped", steps=5, stop=STOP)
+    runs[2] = FakeRun("0", 2, status="failed", steps=5)
     frames = load(write_study(tmp_path, runs, SMALL))
-    summary = tables.arm_summary(frames)
-    assert findings.headline(summary).endswith(" Some runs stopped by a rule: arm 0.1 (1 of 3).")
-    assert findings.interval_basis(tables.dose_response(frames)) == (
+    summary = tables.summarize_arms(frames)
+    assert findings.format_headline(summary).endswith(" Some runs stopped by a rule: arm 0.1 (1 of 3).")
+    assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
         "0: over levels, of these 2 runs; says nothing about seeds; 0.1: over 3 seeds"
     )
 
@@ -274,15 +274,15 @@ def test_learning_is_told_with_what_it_does_not_show(
     row = {"arm": "0", "gain_basis": "over 3 seeds", "base_val_greedy_success": 0.6, "final_val_success": 0.65}
     row |= {f"gain{name}": value for name, value in zip(names, gain, strict=True)}
     row |= {f"gain_greedy{name}": value for name, value in zip(names, greedy, strict=True)}
-    sentences = findings.learning_sentences(row)
+    sentences = findings.describe_learning(row)
     assert any(words in sentence for sentence in sentences)
     assert "Sampled success at the end (0.650) is above the base policy's own greedy success (0.600)." in sentences
 
 
 def test_five_seeds_are_no_longer_called_few(tmp_path: Path) -> None:
-    runs = [MadeRun(arm, seed, steps=2) for arm in ("0", "0.1") for seed in range(5)]
-    frames = load(write_study(tmp_path, runs, MadeStudy(levels=10, total_steps=2)))
-    assert findings.caveats(frames, tables.arm_summary(frames))[0] == (
+    runs = [FakeRun(arm, seed, steps=2) for arm in ("0", "0.1") for seed in range(5)]
+    frames = load(write_study(tmp_path, runs, FakeStudy(levels=10, total_steps=2)))
+    assert findings.list_caveats(frames, tables.summarize_arms(frames))[0] == (
         "5 seeds: differences are paired by seed, with Student's t interval."
     )
 
@@ -304,14 +304,14 @@ def test_five_seeds_are_no_longer_called_few(tmp_path: Path) -> None:
     ],
 )
 def test_counts(value: float, text: str) -> None:
-    assert count(value) == text
+    assert format_count(value) == text
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(12.4, "12 s"), (185, "3 min 05 s"), (3720, "1 h 02 min"), (59.7, "1 min 00 s")]
 )
 def test_durations(value: float, text: str) -> None:
-    assert duration(value) == text
+    assert format_duration(value) == text
 
 
 BROWSER = next(
@@ -326,6 +326,6 @@ def test_a_browser_shows_the_report(folder: Path, tmp_path: Path) -> None:
     dom = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
     shown = Page(dom).text
     assert "Verdict for each arm" in shown
-    for arm in read_run(folder).trials["arm"]:
+    for arm in read_study(folder).trials["arm"]:
         assert re.search(rf'<th scope="row">{re.escape(arm)}</th>', dom)
     assert dom.count("<svg") == 6

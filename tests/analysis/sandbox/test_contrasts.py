@@ -13,37 +13,45 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from analysis.data.families import FAMILIES
-from analysis.data.frames import StudyFrames, empty, records, typed
+from analysis.data.frames import StudyFrames, make_empty_frame, to_records, cast_frame
 from analysis.data.load import load
 from analysis.sandbox import contrasts as module
 from analysis.sandbox import plots as sandbox_plots
-from analysis.sandbox.contrasts import COLUMNS, LEFT_OUT, by_seed, contrasts, declared, pairs, sentences
-from tests.fakes.sandbox_folders import UNIFORM, MadeRun, MadeStudy, seeds, write_sandbox
-from tests.oracles.analysis import contrast_by_hand, holm
+from analysis.sandbox.contrasts import (
+    CONTRASTED_COLUMNS,
+    EXCLUDED_COLUMNS,
+    compute_seed_differences,
+    compute_contrasts,
+    read_contrasts,
+    compute_pair_differences,
+    format_sentences,
+)
+from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
+from tests.oracles.analysis import compute_contrast, holm
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
 ERROR = "final_test_error"
 A, B, C, D = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29), (0.50, 0.45, 0.47), (0.44, 0.41, 0.45)
-FOUR = [run for arm, ends in zip("ABCD", (A, B, C, D), strict=True) for run in seeds(arm, ends)]
+FOUR = [run for arm, ends in zip("ABCD", (A, B, C, D), strict=True) for run in make_seed_runs(arm, ends)]
 
 
-def study(*declared: tuple[str, list[list[str]]], **made: Any) -> MadeStudy:
+def study(*declared: tuple[str, list[list[str]]], **made: Any) -> FakeStudy:
     extra = {"contrasts": [{"name": name, "pairs": pairs} for name, pairs in declared]}
-    return MadeStudy("some-study", baseline="A", extra=extra, **made)
+    return FakeStudy("some-study", baseline="A", extra=extra, **made)
 
 
-def frames_of(folder: Path, runs: list[MadeRun], *declared: tuple[str, list[list[str]]]) -> StudyFrames:
+def frames_of(folder: Path, runs: list[FakeRun], *declared: tuple[str, list[list[str]]]) -> StudyFrames:
     return load(write_sandbox(folder, runs, study(*declared)))
 
 
 def row_of(table: pd.DataFrame, contrast: str, column: str = ERROR) -> dict[str, Any]:
-    (row,) = [row for row in records(table) if (row["contrast"], row["column"]) == (contrast, column)]
+    (row,) = [row for row in to_records(table) if (row["contrast"], row["column"]) == (contrast, column)]
     return row
 
 
 def test_by_hand(tmp_path: Path) -> None:
     frames = frames_of(tmp_path, FOUR, ("first up", [["A", "B"], ["C", "D"]]))
-    row = row_of(contrasts(frames), "first up")
+    row = row_of(compute_contrasts(frames), "first up")
     per_seed = [(0.10 + 0.06) / 2, (0.08 + 0.04) / 2, (0.06 + 0.02) / 2]  # 0.08, 0.06, 0.04
     half = 4.302653 * 0.02 / math.sqrt(3)  # t of 97.5 % at 2 degrees of freedom
     assert row["difference"] == pytest.approx(sum(per_seed) / 3)
@@ -53,7 +61,7 @@ def test_by_hand(tmp_path: Path) -> None:
     assert (row["lower"], row["higher"], row["equal"]) == (0, 2, 0)
     assert (row["used"], row["planned"], row["left_out"], row["stopped"]) == (6, 6, "", "")
     assert row["verdict"] == "higher"
-    one = records(pairs(frames))[0]
+    one = to_records(compute_pair_differences(frames))[0]
     assert (one["first"], one["second"], one["seeds"]) == ("A", "B", 3)
     assert (one["first_mean"], one["second_mean"]) == (pytest.approx(0.33), pytest.approx(0.25))
     assert one["difference"] == pytest.approx(0.08)
@@ -63,15 +71,15 @@ def test_by_hand(tmp_path: Path) -> None:
 
 def test_pairs_of_one_seed_are_not_independent(tmp_path: Path) -> None:
     """Four copies of a pair say no more than one: an interval over pair-seeds would be half as wide."""
-    copies = [run for n in range(4) for arm, ends in (("A", A), ("B", B)) for run in seeds(f"{arm}{n}", ends)]
+    copies = [run for n in range(4) for arm, ends in (("A", A), ("B", B)) for run in make_seed_runs(f"{arm}{n}", ends)]
     every = ("four", [[f"A{n}", f"B{n}"] for n in range(4)])
-    table = contrasts(frames_of(tmp_path, copies, every, ("one", [["A0", "B0"]])))
+    table = compute_contrasts(frames_of(tmp_path, copies, every, ("one", [["A0", "B0"]])))
     four, one = row_of(table, "four"), row_of(table, "one")
     for name in ("difference", "low", "high", "p", "seeds"):
         assert four[name] == pytest.approx(one[name])
 
 
-EMPTY = {name: empty(name) for name in ("steps", "levels", "gradients", "gradient_groups")}
+EMPTY = {name: make_empty_frame(name) for name in ("steps", "levels", "gradients", "gradient_groups")}
 """Made once: a column of its type each takes longer than what is tested."""
 
 
@@ -82,7 +90,7 @@ def made_frames(cells: dict[tuple[str, int], tuple[str, float]], declared: list[
          "steps_done": 40, "steps_total": 300}
         for (arm, seed), (status, value) in cells.items()
     ]  # fmt: skip
-    trials = typed(pd.DataFrame(rows, columns=list(rows[0])), FAMILIES["update_rules"].schemas["trials"])
+    trials = cast_frame(pd.DataFrame(rows, columns=list(rows[0])), FAMILIES["update_rules"].schemas["trials"])
     whole = {"name": "s", "family": "update_rules", "contrasts": declared}
     return StudyFrames(trials, study=whole, **EMPTY)
 
@@ -101,14 +109,14 @@ DECLARED = st.lists(
 
 @given(CELLS, DECLARED)
 def test_against_a_literal_oracle(cells: dict[tuple[str, int], tuple[str, float]], found: list[dict[str, Any]]) -> None:
-    table = contrasts(made_frames(cells, found))
+    table = compute_contrasts(made_frames(cells, found))
     scored = {key: value for key, (status, value) in cells.items() if status in ("completed", "early_stopped")}
     if not any(value == value for value in scored.values()):
         assert table.empty
         return
     assert table["contrast"].to_list() == [each["name"] for each in found]
-    for row, each in zip(records(table), found, strict=True):
-        expected = contrast_by_hand(scored, each["pairs"])
+    for row, each in zip(to_records(table), found, strict=True):
+        expected = compute_contrast(scored, each["pairs"])
         for name, number in expected.items():
             assert row[name] == pytest.approx(number, abs=1e-9, nan_ok=True), name
     tested = table["p"].dropna()
@@ -120,7 +128,7 @@ def test_pairs_the_other_way_round_are_the_other_sign(
     cells: dict[tuple[str, int], tuple[str, float]], found: list[dict[str, Any]]
 ) -> None:
     turned = [{"name": each["name"], "pairs": [pair[::-1] for pair in each["pairs"]]} for each in found]
-    ours, theirs = (records(contrasts(made_frames(cells, each))) for each in (found, turned))
+    ours, theirs = (to_records(compute_contrasts(made_frames(cells, each))) for each in (found, turned))
     swapped = {"lower": "higher", "higher": "lower"}
     for row, other in zip(ours, theirs, strict=True):
         assert row["difference"] == pytest.approx(-other["difference"], nan_ok=True)
@@ -134,12 +142,12 @@ def test_every_run_that_a_pair_lacks_is_named(
     cells: dict[tuple[str, int], tuple[str, float]], found: list[dict[str, Any]]
 ) -> None:
     frames = made_frames(cells, found)
-    singles = by_seed(frames)
+    singles = compute_seed_differences(frames)
     held = set(frames.trials["seed"])
-    for row in records(contrasts(frames)):
+    for row in to_records(compute_contrasts(frames)):
         own = singles[(singles["contrast"] == row["contrast"])]
         assert len(own) == row["planned"] == row["pairs"] * len(held)
-        for cell in records(own[own["difference"].isna()]):
+        for cell in to_records(own[own["difference"].isna()]):
             lacking = [cell[which] for which in ("first", "second") if math.isnan(cell[f"{which}_value"])]
             assert lacking
             for arm in lacking:
@@ -153,11 +161,11 @@ def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts
     runs = [replace(run, status="failed", steps=40) if (run.arm, run.seed) == ("B", 1) else run for run in runs]
     stopped = {("C", 2), ("A", 1)}  # A's partner of seed 1 failed, so that it counts nowhere
     runs = [
-        replace(run, status="early_stopped", steps=107, stop=UNIFORM) if (run.arm, run.seed) in stopped else run
+        replace(run, status="early_stopped", steps=107, stop=UNIFORM_STOP) if (run.arm, run.seed) in stopped else run
         for run in runs
     ]
     frames = frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"], ["C", "nobody"]]), ("none", [["A", "nobody"]]))
-    row = row_of(contrasts(frames), "up")
+    row = row_of(compute_contrasts(frames), "up")
     assert row["left_out"] == "B failed: seed 1; D not run: seed 0; nobody not run: seeds 0, 1, 2"
     assert (row["stopped"], row["stopped_runs"]) == ("C: seed 2 at step 107", 1)
     per_seed = [0.10, 0.04, (0.06 + 0.02) / 2]
@@ -165,42 +173,44 @@ def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts
     assert row["p"] == pytest.approx(stats.ttest_1samp(per_seed, 0).pvalue)
     assert (row["used"], row["planned"], row["pairs"], row["pairs_used"]) == (4, 9, 3, 2)
     assert math.isnan(row["difference_same_pairs"])  # A with B lacks seed 1, C with D lacks seed 0
-    nothing = row_of(contrasts(frames), "none")
+    nothing = row_of(compute_contrasts(frames), "none")
     assert (nothing["verdict"], nothing["seeds"], nothing["used"]) == ("no comparison", 0, 0)
     assert nothing["left_out"] == "nobody not run: seeds 0, 1, 2"
 
 
 def test_many_stopped_runs_are_counted_in_words_and_named_in_the_table(tmp_path: Path) -> None:
-    runs = [replace(run, status="early_stopped", steps=107, stop=UNIFORM) if run.arm in "AB" else run for run in FOUR]
-    table = contrasts(frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
+    runs = [
+        replace(run, status="early_stopped", steps=107, stop=UNIFORM_STOP) if run.arm in "AB" else run for run in FOUR
+    ]
+    table = compute_contrasts(frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
     row = row_of(table, "up")
     assert row["stopped_runs"] == row["stopped"].count(" at step 107") == 6
-    assert sentences(table)[0].endswith("; 6 runs stopped by a rule, counted with the last row")
+    assert format_sentences(table)[0].endswith("; 6 runs stopped by a rule, counted with the last row")
 
 
 def test_a_pair_that_lacks_a_seed_moves_the_mean_and_the_line_says_so(tmp_path: Path) -> None:
     runs = [run for run in FOUR if (run.arm, run.seed) != ("D", 0)]
-    table = contrasts(frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
+    table = compute_contrasts(frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
     row = row_of(table, "up")
     assert row["difference"] == pytest.approx((0.10 + 0.06 + 0.04) / 3)
     assert row["difference_same_pairs"] == pytest.approx((0.10 + 0.08 + 0.06) / 3)
-    assert "seeds have different pairs: +0.08 over the pairs that every seed has" in sentences(table)[0]
+    assert "seeds have different pairs: +0.08 over the pairs that every seed has" in format_sentences(table)[0]
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_two_seeds_have_no_interval(tmp_path: Path, number: int) -> None:
     runs = [run for run in FOUR if run.seed < number]
-    table = contrasts(frames_of(tmp_path, runs, ("up", [["A", "B"]])))
+    table = compute_contrasts(frames_of(tmp_path, runs, ("up", [["A", "B"]])))
     row = row_of(table, "up")
     assert row["difference"] == pytest.approx(np.mean([0.10, 0.08][:number]))
     assert np.isnan([row["low"], row["high"], row["p"], row["p_holm"]]).all()
     assert row["verdict"] == "no interval"
-    assert "an interval needs 3" in sentences(table)[0]
+    assert "an interval needs 3" in format_sentences(table)[0]
 
 
 def test_holm_is_over_the_contrasts_of_one_column(tmp_path: Path) -> None:
     frames = frames_of(tmp_path, FOUR, ("one", [["A", "B"]]), ("two", [["C", "D"]]), ("three", [["C", "A"]]))
-    table = contrasts(frames)
+    table = compute_contrasts(frames)
     assert list(dict.fromkeys(table["column"])) == [ERROR, "final_entropy", "mean_entropy"]
     for _, own in table.groupby("column"):
         assert own["p_holm"].to_list() == pytest.approx(holm(own["p"].to_list()))
@@ -208,47 +218,47 @@ def test_holm_is_over_the_contrasts_of_one_column(tmp_path: Path) -> None:
 
 
 def test_equal_arms_have_no_difference_and_rounding_is_none(tmp_path: Path) -> None:
-    runs = [run for arm in "ABCD" for run in seeds(arm, (0.1 + 0.2, 0.3, 0.7))]
+    runs = [run for arm in "ABCD" for run in make_seed_runs(arm, (0.1 + 0.2, 0.3, 0.7))]
     runs = [replace(run, error=(0.6, 0.3)) if (run.arm, run.seed) == ("B", 0) else run for run in runs]
     frames = frames_of(tmp_path, runs, ("same", [["A", "B"], ["C", "D"]]))
-    table = contrasts(frames)
+    table = compute_contrasts(frames)
     row = row_of(table, "same")
     assert (row["difference"], row["equal"], row["verdict"]) == (0.0, 2, "no difference resolved")
-    one = records(pairs(frames))[0]
+    one = to_records(compute_pair_differences(frames))[0]
     assert (one["lower"], one["higher"], one["equal"]) == (0, 0, 3)
-    assert "every pair is equal, over 3 seeds" in sentences(table)[0]
+    assert "every pair is equal, over 3 seeds" in format_sentences(table)[0]
 
 
 def test_columns_of_some_tasks_are_contrasted_where_all_runs_have_them(tmp_path: Path) -> None:
     aged = [replace(run, rows={"age_mean": 3.0 + run.seed}) if run.arm in "AB" else run for run in FOUR]
-    table = contrasts(frames_of(tmp_path, aged, ("all", [["A", "B"], ["C", "D"]]), ("aged", [["A", "B"]])))
+    table = compute_contrasts(frames_of(tmp_path, aged, ("all", [["A", "B"], ["C", "D"]]), ("aged", [["A", "B"]])))
     found = table[table["column"] == "mean_replay_age"]
     assert found["contrast"].to_list() == ["aged"]
     assert found["verdict"].to_list() == ["no difference resolved"]
     one = [replace(run, rows={"entropy": None}) if (run.arm, run.seed) == ("A", 1) else run for run in FOUR]
-    row = row_of(contrasts(frames_of(tmp_path / "one", one, ("up", [["A", "B"]]))), "up", "mean_entropy")
+    row = row_of(compute_contrasts(frames_of(tmp_path / "one", one, ("up", [["A", "B"]]))), "up", "mean_entropy")
     assert row["left_out"] == "A without a value: seed 1"
 
 
 def test_every_trial_column_is_contrasted_or_left_out_with_a_reason() -> None:
     names = [column.name for column in TRIAL_COLUMNS]
-    assert sorted([*COLUMNS, *LEFT_OUT]) == sorted(names)
-    assert all((*COLUMNS.values(), *LEFT_OUT.values()))
-    assert set(module.OF_EVERY_STUDY) <= set(COLUMNS)
+    assert sorted([*CONTRASTED_COLUMNS, *EXCLUDED_COLUMNS]) == sorted(names)
+    assert all((*CONTRASTED_COLUMNS.values(), *EXCLUDED_COLUMNS.values()))
+    assert set(module.COMMON_COLUMNS) <= set(CONTRASTED_COLUMNS)
 
 
 @pytest.mark.parametrize("extra", [{}, {"contrasts": []}, {"contrasts": None}])
 def test_without_contrasts_there_is_nothing(tmp_path: Path, extra: dict[str, Any]) -> None:
-    frames = load(write_sandbox(tmp_path, FOUR, MadeStudy("some-study", extra=extra)))
-    assert contrasts(frames).empty
-    assert pairs(frames).empty
-    assert list(contrasts(frames)) == list(module._CONTRASTS)
+    frames = load(write_sandbox(tmp_path, FOUR, FakeStudy("some-study", extra=extra)))
+    assert compute_contrasts(frames).empty
+    assert compute_pair_differences(frames).empty
+    assert list(compute_contrasts(frames)) == list(module._CONTRAST_COLUMNS)
 
 
 def test_without_a_run_there_is_nothing(tmp_path: Path) -> None:
-    assert contrasts(frames_of(tmp_path, [], ("up", [["A", "B"]]))).empty
-    never = [MadeRun(arm, steps=None, status="") for arm in "AB"]
-    assert contrasts(frames_of(tmp_path / "never", never, ("up", [["A", "B"]]))).empty
+    assert compute_contrasts(frames_of(tmp_path, [], ("up", [["A", "B"]]))).empty
+    never = [FakeRun(arm, steps=None, status="") for arm in "AB"]
+    assert compute_contrasts(frames_of(tmp_path / "never", never, ("up", [["A", "B"]]))).empty
 
 
 @pytest.mark.parametrize(
@@ -261,7 +271,7 @@ def test_without_a_run_there_is_nothing(tmp_path: Path) -> None:
 )
 def test_what_cannot_be_a_contrast_is_told(found: list[dict[str, Any]], told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        declared({"name": "s", "contrasts": found})
+        read_contrasts({"name": "s", "contrasts": found})
 
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "contrast_verdicts.txt"
@@ -272,13 +282,13 @@ def test_the_words_of_every_verdict(tmp_path: Path) -> None:
     a, c = (0.30, 0.34, 0.35, 0.33), (0.50, 0.45, 0.47, 0.48)
     b, d = (0.20, 0.25, 0.24, 0.23), (0.45, 0.39, 0.42, 0.43)
     runs = [
-        *(run for arm, ends in zip("ABCDF", (a, b, c, d, a), strict=True) for run in seeds(arm, ends)),
-        *seeds("E", (0.36, 0.33, 0.34, 0.33)),
-        *seeds("I", (0.27, 0.29, 0.34, 0.29)),
-        *seeds("G", b[:2]),
-        MadeRun("G", 2, status="failed", steps=40),
-        *seeds("H", d[:3]),
-        MadeRun("H", 3, error=(0.6, d[3]), status="early_stopped", steps=107, stop=UNIFORM),
+        *(run for arm, ends in zip("ABCDF", (a, b, c, d, a), strict=True) for run in make_seed_runs(arm, ends)),
+        *make_seed_runs("E", (0.36, 0.33, 0.34, 0.33)),
+        *make_seed_runs("I", (0.27, 0.29, 0.34, 0.29)),
+        *make_seed_runs("G", b[:2]),
+        FakeRun("G", 2, status="failed", steps=40),
+        *make_seed_runs("H", d[:3]),
+        FakeRun("H", 3, error=(0.6, d[3]), status="early_stopped", steps=107, stop=UNIFORM_STOP),
     ]
     found = [
         ("higher", [["A", "B"], ["C", "D"]]),
@@ -290,14 +300,14 @@ def test_the_words_of_every_verdict(tmp_path: Path) -> None:
         ("some", [["A", "G"], ["C", "H"]]),
         ("none", [["A", "Z"]]),
     ]
-    table = contrasts(frames_of(tmp_path, runs, *found))
-    lines = sentences(table[table["column"] == ERROR])
+    table = compute_contrasts(frames_of(tmp_path, runs, *found))
+    lines = format_sentences(table[table["column"] == ERROR])
     assert "\n".join(lines) + "\n" == GOLDEN.read_text(encoding="utf-8")
 
 
 def test_the_figure_shows_what_the_tables_hold(tmp_path: Path) -> None:
     frames = frames_of(tmp_path, FOUR, ("up", [["A", "B"], ["C", "D"]]), ("none", [["A", "nobody"]]))
-    table, singles = contrasts(frames), pairs(frames)
+    table, singles = compute_contrasts(frames), compute_pair_differences(frames)
     figure = sandbox_plots.draw_contrasts(table, singles)
     labels = [axes.get_xlabel().split(",")[0] for axes in figure.axes]
     assert labels == [ERROR, "final_entropy", "mean_entropy"]

@@ -9,23 +9,23 @@ import pytest
 
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
-from analysis.published.reproduction import sentences
+from analysis.published.reproduction import format_sentences
 from analysis.report import pages
 from analysis.sandbox import page as sandbox_report
 from analysis.sandbox import plots as sandbox_plots
-from analysis.sweep.plots import STOPPED
+from analysis.sweep.plots import STOPPED_COLOR
 from tests.analysis.report.test_pages import Page, checked
-from tests.fakes.sandbox_folders import UNIFORM, MadeRun, MadeStudy, seeds, write_sandbox
+from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 
 DG, TPO = (0.30, 0.34, 0.35), (0.20, 0.26, 0.29)
-SMALL = MadeStudy("some-study", total_steps=40)
+SMALL = FakeStudy("some-study", total_steps=40)
 FULL = [
-    *seeds("DG", DG),
-    *seeds("TPO", TPO[:2], entropy=(1.0, 0.05)),
-    MadeRun("TPO", 2, status="early_stopped", steps=107, error=(0.6, 0.29), stop=UNIFORM),
-    *seeds("GRPO", (0.36, 1.0), final={"greedy_separator_rate": 0.99}),
-    MadeRun("GRPO", 2, status="failed", steps=40, reason="RuntimeError: <x>"),
-    *seeds("SameAsDG", DG),
+    *make_seed_runs("DG", DG),
+    *make_seed_runs("TPO", TPO[:2], entropy=(1.0, 0.05)),
+    FakeRun("TPO", 2, status="early_stopped", steps=107, error=(0.6, 0.29), stop=UNIFORM_STOP),
+    *make_seed_runs("GRPO", (0.36, 1.0), final={"greedy_separator_rate": 0.99}),
+    FakeRun("GRPO", 2, status="failed", steps=40, reason="RuntimeError: <x>"),
+    *make_seed_runs("SameAsDG", DG),
 ]
 
 
@@ -85,7 +85,7 @@ def test_files_beside_the_page(folder: Path) -> None:
     }  # fmt: skip
     cells = pd.read_csv(folder / "figures" / "reproduction.csv", keep_default_na=False, na_values=["NaN"])
     assert cells["arm"].to_list() == ["DG", "GRPO", "TPO"]
-    assert len(sentences(sandbox_report.reproduction(load(folder)))) == 3
+    assert len(format_sentences(sandbox_report.compare_to_published(load(folder)))) == 3
 
 
 def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
@@ -98,13 +98,15 @@ def test_the_page_needs_nothing_from_outside(folder: Path, page: Page) -> None:
 
 
 def test_writing_it_again_changes_nothing(tmp_path: Path) -> None:
-    written = write_sandbox(tmp_path, [MadeRun("DG", steps=40)], SMALL)
+    written = write_sandbox(tmp_path, [FakeRun("DG", steps=40)], SMALL)
     first = pages.write_report(written).read_text()
     assert pages.write_report(written).read_text() == first
 
 
 def test_without_published_numbers_there_is_no_word_of_them(tmp_path: Path) -> None:
-    words = words_of(load(write_sandbox(tmp_path, [*seeds("DG", DG), *seeds("TPO", TPO)], MadeStudy("some-study"))))
+    words = words_of(
+        load(write_sandbox(tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("TPO", TPO)], FakeStudy("some-study")))
+    )
     assert "published" not in words
     assert "paired, 3 seeds" in words
 
@@ -113,36 +115,36 @@ def test_without_published_numbers_there_is_no_word_of_them(tmp_path: Path) -> N
     ("runs", "told"),
     [
         ([], "No run is recorded."),
-        ([MadeRun("DG", steps=None, status="")], "No run ended by the protocol, so nothing is compared."),
-        ([MadeRun("DG", steps=0, status="running")], "DG, not counted: seed 0 interrupted after 0 of 40 steps"),
-        ([MadeRun("DG", steps=40), MadeRun("TPO", steps=40)], "1 seed: no standard error and no interval"),
-        ([MadeRun("TPO", steps=40)], "1 arm, no baseline among them."),
-        ([MadeRun(arm, seed, steps=40) for arm in ("DG", "TPO") for seed in (0, 1)], "2 seeds: intervals need three"),
-        ([MadeRun("DG", steps=20, status="early_stopped", stop=UNIFORM)], "uniform_groups stopped 1 of 1 runs"),
-        ([MadeRun("DG", steps=20, status="failed", reason="<script>")], "(<script>)"),
+        ([FakeRun("DG", steps=None, status="")], "No run ended by the protocol, so nothing is compared."),
+        ([FakeRun("DG", steps=0, status="running")], "DG, not counted: seed 0 interrupted after 0 of 40 steps"),
+        ([FakeRun("DG", steps=40), FakeRun("TPO", steps=40)], "1 seed: no standard error and no interval"),
+        ([FakeRun("TPO", steps=40)], "1 arm, no baseline among them."),
+        ([FakeRun(arm, seed, steps=40) for arm in ("DG", "TPO") for seed in (0, 1)], "2 seeds: intervals need three"),
+        ([FakeRun("DG", steps=20, status="early_stopped", stop=UNIFORM_STOP)], "uniform_groups stopped 1 of 1 runs"),
+        ([FakeRun("DG", steps=20, status="failed", reason="<script>")], "(<script>)"),
     ],
 )
-def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[MadeRun], told: str) -> None:
+def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], told: str) -> None:
     assert told in words_of(load(write_sandbox(tmp_path, runs, SMALL)))
 
 
 @pytest.mark.parametrize("missing", ["test_error", "entropy", "greedy_separator_rate", "loss", "seconds_total"])
 def test_a_missing_column_costs_only_its_own_part(tmp_path: Path, missing: str) -> None:
-    runs = [MadeRun(arm, seed, steps=40, rows={missing: None}) for arm in ("DG", "TPO") for seed in range(3)]
+    runs = [FakeRun(arm, seed, steps=40, rows={missing: None}) for arm in ("DG", "TPO") for seed in range(3)]
     words = words_of(load(write_sandbox(tmp_path, runs, SMALL)))
     assert "What was run" in words
     assert f"final_{missing}" not in words
 
 
 def test_a_bare_study_json_will_do(tmp_path: Path) -> None:
-    written = write_sandbox(tmp_path, [MadeRun("DG", steps=40)], SMALL)
+    written = write_sandbox(tmp_path, [FakeRun("DG", steps=40)], SMALL)
     (written / "study.json").write_text(json.dumps({"name": "x", "family": "update_rules"}))
     assert "The defaults are not recorded" in words_of(load(written))
 
 
 def test_a_filter_that_keeps_nothing_is_told(tmp_path: Path) -> None:
-    runs = [MadeRun("FilteredDG", steps=40, rows={"kept_frac": 0.0}), MadeRun("DG", steps=40, rows={"kept_frac": 1.0})]
-    told = sandbox_report.notes(load(write_sandbox(tmp_path, runs, SMALL)))
+    runs = [FakeRun("FilteredDG", steps=40, rows={"kept_frac": 0.0}), FakeRun("DG", steps=40, rows={"kept_frac": 1.0})]
+    told = sandbox_report.make_notes(load(write_sandbox(tmp_path, runs, SMALL)))
     assert [line for line in told if "kept nothing" in line] == [
         "FilteredDG: its filter kept nothing of any logged batch, so that its weights may be the first."
     ]
@@ -161,8 +163,8 @@ def test_a_filter_that_keeps_nothing_is_told(tmp_path: Path) -> None:
 def test_chance_is_that_of_content_tokens_where_single_tokens_count(
     tmp_path: Path, settings: dict[str, object], level: float | None
 ) -> None:
-    frames = load(write_sandbox(tmp_path, [MadeRun("DG", steps=40)], MadeStudy(total_steps=40, settings=settings)))
-    assert sandbox_report.chance(frames) == level
+    frames = load(write_sandbox(tmp_path, [FakeRun("DG", steps=40)], FakeStudy(total_steps=40, settings=settings)))
+    assert sandbox_report.compute_chance_error(frames) == level
 
 
 def test_the_figure_shows_what_the_tables_hold(folder: Path) -> None:
@@ -170,7 +172,7 @@ def test_the_figure_shows_what_the_tables_hold(folder: Path) -> None:
     figure = pages.draw_figures(frames)["curves"]
     error, entropy = figure.axes
     assert (error.get_ylabel(), entropy.get_ylabel()) == ("test error (share)", "entropy (nats)")
-    colors = sandbox_plots.rule_colors(["DG", "TPO", "GRPO", "SameAsDG"])
+    colors = sandbox_plots.make_rule_colors(["DG", "TPO", "GRPO", "SameAsDG"])
     for axes, lines in ((error, 12 + 4 + 1), (entropy, 12 + 4)):  # runs, means, and chance
         assert len(axes.lines) == lines
         assert len([band for band in axes.collections if len(band.get_paths()) and band.get_alpha() == 0.22]) == 4
@@ -179,21 +181,21 @@ def test_the_figure_shows_what_the_tables_hold(folder: Path) -> None:
     assert [line.get_ydata()[-1] for line in thick][:2] == [pytest.approx(0.33), pytest.approx(0.25)]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == [*colors, "a rule stopped the run"]
-    assert STOPPED not in sandbox_plots.COLORS
+    assert STOPPED_COLOR not in sandbox_plots.COLORS
 
 
 def test_more_arms_than_hues_still_have_colours() -> None:
     names = [f"rule {n}" for n in range(31)]
-    assert len(set(sandbox_plots.rule_colors(names).values())) == 31
+    assert len(set(sandbox_plots.make_rule_colors(names).values())) == 31
 
 
 def test_pooled_cells_are_listed_apart(tmp_path: Path) -> None:
-    made = MadeStudy("replay", settings={"task": "token_reversal", "batch_size": 96, "delay": 4})
-    runs = [MadeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}, error=(0.6, 0.5)) for seed in range(3)]
+    made = FakeStudy("replay", settings={"task": "token_reversal", "batch_size": 96, "delay": 4})
+    runs = [FakeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}, error=(0.6, 0.5)) for seed in range(3)]
     frames = load(write_sandbox(tmp_path, runs, made))
     words = words_of(frames)
     assert "ReplayDG-5 replay_age replay 4.00SD 0.00, rows 45 4.00SD 0.00, rows 48" in words
-    context = sandbox_report.context(frames)
+    context = sandbox_report.make_context(frames)
     assert {row["kind"] for row in context["cells"]} == {"per seed"}
     assert len(context["pooled"]) == 5
 
@@ -206,9 +208,13 @@ def test_the_mean_of_every_run_has_no_step_that_one_run_alone_has(folder: Path) 
 
 
 def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path) -> None:
-    runs = [*seeds("DG", DG), *seeds("GRPO", (0.5, 0.52, 0.51)), *seeds("TPO", (0.31, 0.33, 0.36))]
+    runs = [
+        *make_seed_runs("DG", DG),
+        *make_seed_runs("GRPO", (0.5, 0.52, 0.51)),
+        *make_seed_runs("TPO", (0.31, 0.33, 0.36)),
+    ]
     write_sandbox(tmp_path, runs)
-    write_sandbox(tmp_path, seeds("DG", DG), MadeStudy("some-study"))
+    write_sandbox(tmp_path, make_seed_runs("DG", DG), FakeStudy("some-study"))
     found = checked(pages.write_index(tmp_path).read_text())
     words = " ".join(found.text.split())
     assert found.links == ["results/sandbox_influence/report.html", "results/sandbox_some-study/report.html"]
@@ -220,10 +226,12 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
 
 
 def test_rows_of_several_studies_say_which_they_are_of(tmp_path: Path) -> None:
-    write_sandbox(tmp_path, seeds("DG", DG))
+    write_sandbox(tmp_path, make_seed_runs("DG", DG))
     noise = {"task": "token_reversal", "batch_size": 96, "reward_noise": 0.2,
              "reward_noise_mode": "false_positive_rare_token"}  # fmt: skip
-    write_sandbox(tmp_path, [*seeds("DG", DG), *seeds("ASPO", DG)], MadeStudy("reward-noise", settings=noise))
+    write_sandbox(
+        tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("ASPO", DG)], FakeStudy("reward-noise", settings=noise)
+    )
     words = " ".join(checked(pages.write_index(tmp_path).read_text()).text.split())
     for told in ("influence DG final_test_error 0.3345", "reward-noise DG final_test_error 0.3778"):
         assert words.count(told) == 1
@@ -239,7 +247,7 @@ DECLARED = {"contrasts": [
 
 
 def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) -> None:
-    written = write_sandbox(tmp_path, FULL, MadeStudy("some-study", extra=DECLARED))
+    written = write_sandbox(tmp_path, FULL, FakeStudy("some-study", extra=DECLARED))
     pages.write_report(written)
     page = checked((written / "report.html").read_text())
     words = " ".join(page.text.split())
@@ -270,13 +278,13 @@ def test_without_contrasts_there_is_no_word_of_them(folder: Path, page: Page) ->
 
 
 def test_contrasts_without_a_number_are_told(tmp_path: Path) -> None:
-    runs = [MadeRun("DG", steps=None, status="")]
-    words = words_of(load(write_sandbox(tmp_path, runs, MadeStudy("some-study", extra=DECLARED))))
+    runs = [FakeRun("DG", steps=None, status="")]
+    words = words_of(load(write_sandbox(tmp_path, runs, FakeStudy("some-study", extra=DECLARED))))
     assert "2 contrasts; no run has a number for them yet." in words
 
 
 def test_pairs_of_different_lengths_are_named(tmp_path: Path) -> None:
-    longer = [MadeRun("DG", 0, steps=40), MadeRun("TPO", 0, steps=80, settings={"trainer.total_training_steps": 80})]
-    made = MadeStudy("some-study", total_steps=40, extra={"contrasts": [{"name": "x", "pairs": [["TPO", "DG"]]}]})
+    longer = [FakeRun("DG", 0, steps=40), FakeRun("TPO", 0, steps=80, settings={"trainer.total_training_steps": 80})]
+    made = FakeStudy("some-study", total_steps=40, extra={"contrasts": [{"name": "x", "pairs": [["TPO", "DG"]]}]})
     words = words_of(load(write_sandbox(tmp_path, longer, made)))
     assert "a mean over a run is one over different stretches of training: TPO (80 steps) and DG (40)." in words

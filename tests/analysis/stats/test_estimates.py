@@ -19,39 +19,42 @@ shares = st.floats(0, 1, allow_nan=False)
 @given(st.integers(1, 600).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 @settings(max_examples=60, deadline=None)
 def test_wilson_solves_its_equation(counts: tuple[int, int]) -> None:
-    found = estimates.wilson(*counts)
+    found = estimates.wilson_interval(*counts)
     assert (found.low, found.high) == pytest.approx(oracles.wilson(*counts), abs=1e-9)
     assert found.low <= found.value <= found.high
 
 
 def test_wilson_hand_value_and_no_trials() -> None:
-    found = estimates.wilson(1, 1)
+    found = estimates.wilson_interval(1, 1)
     assert (found.low, found.high) == pytest.approx((1 / (1 + 1.959964**2), 1.0), rel=1e-6)
-    empty = estimates.wilson(0, 0)
+    empty = estimates.wilson_interval(0, 0)
     assert math.isnan(empty.value)
     assert (empty.low, empty.high) == (0.0, 1.0)
 
 
 def test_share_over_levels_without_clusters_is_wilson() -> None:
     success = [1] * 30 + [0] * 70
-    found = estimates.share_over_levels(success, range(100))
+    found = estimates.fraction_over_levels(success, range(100))
     # The cluster-robust variance has C/(C-1): an effective number of N-1.
-    assert found[:3] == pytest.approx(estimates.wilson(30 * 99 / 100, 99)[:3], rel=1e-9)
+    assert found[:3] == pytest.approx(estimates.wilson_interval(30 * 99 / 100, 99)[:3], rel=1e-9)
 
 
 def test_repeating_every_level_adds_nothing() -> None:
     success, levels = [1] * 30 + [0] * 70, list(range(100))
-    once, twice = estimates.share_over_levels(success, levels), estimates.share_over_levels(success * 2, levels * 2)
+    once, twice = (
+        estimates.fraction_over_levels(success, levels),
+        estimates.fraction_over_levels(success * 2, levels * 2),
+    )
     assert twice.value == once.value
     assert (twice.low, twice.high) == pytest.approx((once.low, once.high), rel=1e-9)
     assert twice.n == 100
 
 
 def test_share_over_levels_at_its_bounds_counts_clusters() -> None:
-    found = estimates.share_over_levels([0] * 40, [index // 2 for index in range(40)])
+    found = estimates.fraction_over_levels([0] * 40, [index // 2 for index in range(40)])
     assert (found.value, found.low) == (0.0, 0.0)
-    assert found.high == pytest.approx(estimates.wilson(0, 20).high)
-    assert math.isnan(estimates.share_over_levels([], []).value)
+    assert found.high == pytest.approx(estimates.wilson_interval(0, 20).high)
+    assert math.isnan(estimates.fraction_over_levels([], []).value)
 
 
 @given(
@@ -128,8 +131,8 @@ def test_share_over_levels_covers_where_the_naive_interval_does_not() -> None:
     for _ in range(SIMULATIONS):
         success = np.repeat(generator.random(60) < 0.3, 4)
         clusters = np.repeat(np.arange(60), 4)
-        clustered.append(estimates.share_over_levels(success, clusters))
-        naive.append(estimates.wilson(success.sum(), success.size))
+        clustered.append(estimates.fraction_over_levels(success, clusters))
+        naive.append(estimates.wilson_interval(success.sum(), success.size))
     covered, wrong = (np.mean([each.low <= 0.3 <= each.high for each in found]) for found in (clustered, naive))
     assert 0.925 <= covered <= 0.98
     assert wrong < 0.8
@@ -144,12 +147,12 @@ def test_interval_over_seeds_covers() -> None:
 @given(st.lists(shares, min_size=1, max_size=8))
 @settings(max_examples=60, deadline=None)
 def test_holm_equals_its_oracle(p: list[float]) -> None:
-    assert estimates.holm(p) == pytest.approx(oracles.holm(p))
+    assert estimates.holm_adjust(p) == pytest.approx(oracles.holm(p))
 
 
 def test_holm_hand_values_and_missing() -> None:
-    assert estimates.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    found = estimates.holm([0.04, np.nan, 0.01])
+    assert estimates.holm_adjust([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    found = estimates.holm_adjust([0.04, np.nan, 0.01])
     assert math.isnan(found[1])
     assert found[[0, 2]] == pytest.approx([0.04, 0.02])
 
@@ -193,9 +196,9 @@ def test_spearman_trend_degenerate(axis: list[float], outcome: list[float]) -> N
 def test_page_trend_sees_both_directions() -> None:
     rising = [[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.35, 0.5], [0.1, 0.15, 0.3, 0.6]]
     expected = min(1.0, 2 * scipy_stats.page_trend_test(rising).pvalue)
-    assert estimates.page_trend(rising) == pytest.approx(expected)
-    assert estimates.page_trend([row[::-1] for row in rising]) == pytest.approx(expected)
-    assert math.isnan(estimates.page_trend([[0.1, 0.2, 0.3]]))
+    assert estimates.page_trend_p_value(rising) == pytest.approx(expected)
+    assert estimates.page_trend_p_value([row[::-1] for row in rising]) == pytest.approx(expected)
+    assert math.isnan(estimates.page_trend_p_value([[0.1, 0.2, 0.3]]))
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), shares), min_size=1, max_size=8), st.integers(1, 200))
@@ -230,6 +233,6 @@ def test_improvement_of_nothing() -> None:
 @settings(max_examples=60, deadline=None)
 def test_survival_equals_its_oracle(runs: list[tuple[int, bool]]) -> None:
     ends, stopped = [end for end, _ in runs], [stop for _, stop in runs]
-    steps, left = estimates.survival(ends, stopped)
+    steps, left = estimates.kaplan_meier(ends, stopped)
     assert (steps[0], left[0]) == (0, 1)
     assert left == pytest.approx([oracles.survival(ends, stopped, int(step)) for step in steps])

@@ -13,23 +13,23 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from analysis.data.frames import StudyFrames
-from analysis.data.load import read_run
+from analysis.data.load import read_study
 from analysis.sweep import plots, series, tables
-from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 STOP = ("low_validation_success", 0.002, 0.01)
 
 
 @pytest.fixture(scope="module")
 def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
-    runs = [MadeRun("0", 0), MadeRun("0", 1), MadeRun("0.1"), MadeRun("nofilter", status="interrupted", steps=30)]
-    runs.insert(3, MadeRun("1", status="early_stopped", steps=20, success=(0.35, 0.0), stop=STOP))
-    return read_run(write_study(tmp_path_factory.mktemp("plots"), runs, MadeStudy(levels=60)))
+    runs = [FakeRun("0", 0), FakeRun("0", 1), FakeRun("0.1"), FakeRun("nofilter", status="interrupted", steps=30)]
+    runs.insert(3, FakeRun("1", status="early_stopped", steps=20, success=(0.35, 0.0), stop=STOP))
+    return read_study(write_study(tmp_path_factory.mktemp("plots"), runs, FakeStudy(levels=60)))
 
 
 @pytest.fixture(scope="module")
 def colors() -> dict[str, str]:
-    return plots.arm_colors(["0", "0.1", "1", "nofilter"], ["nofilter"])
+    return plots.make_arm_colors(["0", "0.1", "1", "nofilter"], ["nofilter"])
 
 
 def lines(axes: Axes) -> list[tuple[list[float], list[float]]]:
@@ -48,7 +48,7 @@ def _fill(drawn: PathCollection) -> str:
 
 
 def test_dose_response_draws_every_arm_with_its_interval(frames: StudyFrames) -> None:
-    table, runs = tables.dose_response(frames), tables.run_outcomes(frames)
+    table, runs = tables.make_dose_response(frames), tables.make_run_outcomes(frames)
     (axes,) = plots.draw_dose_response(table, runs, "actor.kl_loss_coef").axes
     drawn, scored = lines(axes), table[table["scored"] > 0]
     for row in scored.itertuples():
@@ -63,7 +63,7 @@ def test_dose_response_draws_every_arm_with_its_interval(frames: StudyFrames) ->
 
 
 def test_dose_response_joins_the_scale_and_leaves_apart_what_is_not_on_it(frames: StudyFrames) -> None:
-    table, runs = tables.dose_response(frames), tables.run_outcomes(frames)
+    table, runs = tables.make_dose_response(frames), tables.make_run_outcomes(frames)
     (axes,) = plots.draw_dose_response(table, runs, "setting").axes
     joined = table[table["arm"].isin(["0.1", "1"])]
     assert (joined["x"].to_list(), joined["success"].to_list()) in lines(axes)
@@ -72,7 +72,7 @@ def test_dose_response_joins_the_scale_and_leaves_apart_what_is_not_on_it(frames
 
 
 def test_dose_response_draws_single_runs_where_arms_have_several(frames: StudyFrames) -> None:
-    table, runs = tables.dose_response(frames), tables.run_outcomes(frames)
+    table, runs = tables.make_dose_response(frames), tables.make_run_outcomes(frames)
     (axes,) = plots.draw_dose_response(table, pd.concat([runs, runs]), "setting").axes
     assert set(zip(runs["x"], runs["outcome"], strict=True)) <= set(points(axes))
 
@@ -82,7 +82,7 @@ def legend_of(figure: Figure) -> list[str]:
 
 
 def test_the_legend_names_only_what_is_drawn(frames: StudyFrames) -> None:
-    table, runs = tables.dose_response(frames), tables.run_outcomes(frames)
+    table, runs = tables.make_dose_response(frames), tables.make_run_outcomes(frames)
     names = legend_of(plots.draw_dose_response(table, runs, "setting"))
     assert "every run stopped" in names
     assert "some runs stopped" not in names
@@ -93,19 +93,19 @@ def test_the_legend_names_only_what_is_drawn(frames: StudyFrames) -> None:
 
 
 def test_a_stopped_arm_is_marked_apart(frames: StudyFrames) -> None:
-    table, runs = tables.dose_response(frames), tables.run_outcomes(frames)
+    table, runs = tables.make_dose_response(frames), tables.make_run_outcomes(frames)
     (axes,) = plots.draw_dose_response(table, runs, "setting").axes
     stopped = table[table["arm"] == "1"].iloc[0]
-    assert points(axes, plots.STOPPED) == [(stopped["x"], stopped["success"])]
+    assert points(axes, plots.STOPPED_COLOR) == [(stopped["x"], stopped["success"])]
 
 
 def test_curves_have_a_panel_an_arm_with_every_run(frames: StudyFrames, colors: dict[str, str]) -> None:
-    table = series.curves(frames, "val_success")
-    means = series.mean_curves(table, carry=True)
+    table = series.make_curves(frames, "val_success")
+    means = series.compute_mean_curves(table, carry_forward=True)
     figure = plots.draw_curves(table, means, colors, "validation success (share)")
     assert [panel.get_title("left") for panel in figure.axes] == list(colors)
     for panel, arm in zip(figure.axes, colors, strict=True):
-        (grey,) = [line for line in panel.get_lines() if to_hex(line.get_color()) == plots.GHOST]
+        (grey,) = [line for line in panel.get_lines() if to_hex(line.get_color()) == plots.GHOST_COLOR]
         own = [line for line in panel.get_lines() if line is not grey]
         assert {to_hex(line.get_color()) for line in own} == {colors[arm]}
         runs, others = (
@@ -127,8 +127,8 @@ def pieces(line: Line2D) -> list[tuple[list[float], list[float]]]:
 
 
 def test_curves_mark_how_a_run_ended(frames: StudyFrames, colors: dict[str, str]) -> None:
-    table = series.curves(frames, "val_success")
-    figure = plots.draw_curves(table, series.mean_curves(table), colors, "label")
+    table = series.make_curves(frames, "val_success")
+    figure = plots.draw_curves(table, series.compute_mean_curves(table), colors, "label")
     marks = {panel.get_title("left"): points(panel) for panel in figure.axes}
     ends = table.groupby("run_id").last()
     assert marks["0"] == []
@@ -137,21 +137,21 @@ def test_curves_mark_how_a_run_ended(frames: StudyFrames, colors: dict[str, str]
 
 
 def test_labels_have_units(frames: StudyFrames, colors: dict[str, str]) -> None:
-    table = series.curves(frames, "entropy")
-    figure = plots.draw_curves(table, series.mean_curves(table), colors, "entropy (nats a token)")
+    table = series.make_curves(frames, "entropy")
+    figure = plots.draw_curves(table, series.compute_mean_curves(table), colors, "entropy (nats a token)")
     assert figure.get_supxlabel() == "training step"
     assert figure.get_supylabel() == "entropy (nats a token)"
 
 
 def test_steps_are_whole_numbers_in_a_short_study_too(frames: StudyFrames, colors: dict[str, str]) -> None:
-    table = series.curves(frames, "entropy").query("step <= 3")
+    table = series.make_curves(frames, "entropy").query("step <= 3")
     arm = table["arm"].iloc[0]
-    figure = plots.draw_curves(table, series.mean_curves(table), {arm: colors[arm]}, "label")
+    figure = plots.draw_curves(table, series.compute_mean_curves(table), {arm: colors[arm]}, "label")
     assert all(tick == int(tick) for panel in figure.axes for tick in panel.get_xticks())
 
 
 def test_survival_draws_its_table(frames: StudyFrames, colors: dict[str, str]) -> None:
-    table = series.stop_survival(frames)
+    table = series.compute_stop_survival(frames)
     (axes,) = plots.draw_survival(table, colors).axes
     assert lines(axes) == [([0, 60], [1, 1]), ([0, 20], [1, 0])]
     texts = [text.get_text() for text in axes.get_legend().get_texts()]
@@ -159,13 +159,13 @@ def test_survival_draws_its_table(frames: StudyFrames, colors: dict[str, str]) -
 
 
 def test_colors_are_ordered_in_lightness_and_words_are_grey_or_brown() -> None:
-    found = plots.arm_colors([*"012345", "nofilter"], ["nofilter"])
+    found = plots.make_arm_colors([*"012345", "nofilter"], ["nofilter"])
     luminance = [np.dot(_rgb(found[arm]), (0.2126, 0.7152, 0.0722)) for arm in "012345"]
     assert list(found) == [*"012345", "nofilter"]
     assert np.all(np.diff(luminance) > 0)
     assert luminance[-1] < 0.75  # readable on white
     assert found["nofilter"] in plots.WORD_COLORS
-    assert plots.arm_colors(["a"], ["a"]) == {"a": plots.WORD_COLORS[0]}
+    assert plots.make_arm_colors(["a"], ["a"]) == {"a": plots.WORD_COLORS[0]}
 
 
 def _rgb(color: str) -> tuple[float, ...]:
@@ -173,7 +173,7 @@ def _rgb(color: str) -> tuple[float, ...]:
 
 
 def test_no_arm_and_no_curve_still_make_a_figure(tmp_path: Path) -> None:
-    frames = read_run(write_study(tmp_path, [MadeRun("0", status="", steps=0)], MadeStudy(levels=4)))
-    table = series.curves(frames, "val_success")
-    figure = plots.draw_curves(table, series.mean_curves(table), plots.arm_colors(["0"]), "label")
+    frames = read_study(write_study(tmp_path, [FakeRun("0", status="", steps=0)], FakeStudy(levels=4)))
+    table = series.make_curves(frames, "val_success")
+    figure = plots.draw_curves(table, series.compute_mean_curves(table), plots.make_arm_colors(["0"]), "label")
     assert figure.axes == []

@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 
 from analysis.data.frames import StudyFrames
-from analysis.data.load import load, read_run
+from analysis.data.load import load, read_study
 from analysis.sweep import series
-from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
-STUDY = MadeStudy(levels=40)
+STUDY = FakeStudy(levels=40)
 STOP = ("low_validation_success", 0.002, 0.01)
 
 
 @pytest.fixture(scope="module")
 def frames(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     """Two arms of two seeds; one run of the second is stopped at step 20."""
-    runs = [MadeRun("0", 0), MadeRun("0", 1), MadeRun("0.1", 0)]
-    runs += [MadeRun("0.1", 1, status="early_stopped", steps=20, success=(0.35, 0.0), stop=STOP)]
-    return read_run(write_study(tmp_path_factory.mktemp("series"), runs, STUDY))
+    runs = [FakeRun("0", 0), FakeRun("0", 1), FakeRun("0.1", 0)]
+    runs += [FakeRun("0.1", 1, status="early_stopped", steps=20, success=(0.35, 0.0), stop=STOP)]
+    return read_study(write_study(tmp_path_factory.mktemp("series"), runs, STUDY))
 
 
 def test_a_curve_starts_before_training(frames: StudyFrames) -> None:
-    table = series.curves(frames, "val_success")
+    table = series.make_curves(frames, "val_success")
     run = table[table["run_id"] == "arm0-seed0"]
     assert run["step"].to_list() == list(range(0, 61, 5))
     assert run["value"].iloc[0] == frames.trials.loc[0, "base_val_success"]
@@ -34,32 +34,36 @@ def test_a_curve_starts_before_training(frames: StudyFrames) -> None:
 
 
 def test_a_curve_of_another_column_has_its_steps_only(frames: StudyFrames) -> None:
-    table = series.curves(frames, "reward_std")
+    table = series.make_curves(frames, "reward_std")
     assert table["step"].min() == 1
     assert len(table) == 60 * 3 + 20
 
 
 def test_an_unknown_column_is_named(frames: StudyFrames) -> None:
     with pytest.raises(ValueError, match="There is no step column `success`"):
-        series.curves(frames, "success")
+        series.make_curves(frames, "success")
 
 
 def test_the_mean_curve_carries_a_stopped_run(frames: StudyFrames) -> None:
-    table = series.curves(frames, "val_success")
+    table = series.make_curves(frames, "val_success")
     wide = table[table["arm"] == "0.1"].pivot_table(index="step", columns="seed", values="value")
-    carried, shown = (series.mean_curves(table, carry=carry).query("arm == '0.1'") for carry in (True, False))
+    carried, shown = (
+        series.compute_mean_curves(table, carry_forward=carry).query("arm == '0.1'") for carry in (True, False)
+    )
     assert carried["value"].iloc[-1] == pytest.approx((wide[0].iloc[-1] + wide[1].dropna().iloc[-1]) / 2)
     assert shown["value"].iloc[-1] == pytest.approx(wide[0].iloc[-1])
     assert carried["value"].iloc[2] == pytest.approx(wide.iloc[2].mean())
 
 
 def test_one_run_has_no_mean_curve(tmp_path: Path) -> None:
-    found = series.mean_curves(series.curves(read_run(write_study(tmp_path, [MadeRun("0")], STUDY)), "val_success"))
+    found = series.compute_mean_curves(
+        series.make_curves(read_study(write_study(tmp_path, [FakeRun("0")], STUDY)), "val_success")
+    )
     assert found.empty
 
 
 def test_kept_groups_first_and_last_quarter(frames: StudyFrames) -> None:
-    table = series.kept_groups(frames).set_index("arm")
+    table = series.count_kept_groups(frames).set_index("arm")
     assert table.loc["0"].to_list() == [8, 8, 8, 0, 0]
     steps = frames.steps[frames.steps["run_id"] == "arm01-seed1"]["groups_kept"].to_numpy()
     assert table.loc["0.1", "kept_first"] == pytest.approx((8 * 15 + steps[:5].sum()) / 20)
@@ -67,64 +71,64 @@ def test_kept_groups_first_and_last_quarter(frames: StudyFrames) -> None:
 
 
 def test_survival_is_the_share_of_runs_not_stopped(frames: StudyFrames) -> None:
-    table = series.stop_survival(frames)
+    table = series.compute_stop_survival(frames)
     assert table[table["arm"] == "0"][["step", "share"]].to_numpy().tolist() == [[0, 1], [60, 1]]
     assert table[table["arm"] == "0.1"][["step", "share"]].to_numpy().tolist() == [[0, 1], [20, 0.5], [60, 0.5]]
     assert table.drop_duplicates("arm")[["runs", "stopped"]].to_numpy().tolist() == [[2, 0], [2, 1]]
 
 
 def test_survival_counts_a_failed_run_up_to_its_last_step(tmp_path: Path) -> None:
-    runs = [MadeRun("0", 0, status="failed", steps=10), MadeRun("0", 1, status="early_stopped", steps=20, stop=STOP)]
-    table = series.stop_survival(read_run(write_study(tmp_path, runs, STUDY)))
+    runs = [FakeRun("0", 0, status="failed", steps=10), FakeRun("0", 1, status="early_stopped", steps=20, stop=STOP)]
+    table = series.compute_stop_survival(read_study(write_study(tmp_path, runs, STUDY)))
     assert table[["step", "share"]].to_numpy().tolist() == [[0, 1], [20, 0]]
 
 
 def test_equal_budget_is_the_smallest_that_a_completed_run_used(tmp_path: Path) -> None:
-    half = MadeRun("0.1", rows={})
-    folder = write_study(tmp_path, [MadeRun("0"), half], STUDY)
+    half = FakeRun("0.1", rows={})
+    folder = write_study(tmp_path, [FakeRun("0"), half], STUDY)
     path = folder / "runs" / half.run_id / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for row in rows:
         row["total_optimizer_steps"] = row["step"]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    frames = read_run(folder)
-    table = series.equal_budget(frames)
+    frames = read_study(folder)
+    table = series.compare_at_equal_budget(frames)
     found = table[table["budget"] == "total_optimizer_steps"].set_index("arm")
     assert found["amount"].to_list() == [60, 60]
     assert found.loc["0.1", "success"] == frames.trials.set_index("arm").loc["0.1", "final_val_success"]
-    curve = series.curves(frames, "val_success").query("arm == '0'").set_index("step")["value"]
+    curve = series.make_curves(frames, "val_success").query("arm == '0'").set_index("step")["value"]
     assert found.loc["0", "success"] == pytest.approx(curve[15])  # 60 optimizer steps are 15 steps of 4
     equal = table[table["budget"] == "total_env_steps"].set_index("arm")
     assert equal["amount"].iloc[0] == 54_000
 
 
 def test_equal_budget_interpolates_and_carries(frames: StudyFrames) -> None:
-    table = series.equal_budget(frames)
+    table = series.compare_at_equal_budget(frames)
     found = table[(table["budget"] == "total_sampled_tokens") & (table["arm"] == "0.1")]
     ends = frames.trials.set_index("run_id")["final_val_success"]
     assert found["success"].iloc[0] == pytest.approx((ends["arm01-seed0"] + ends["arm01-seed1"]) / 2)
     assert found["runs"].iloc[0] == 2
-    curve = series.curves(frames, "val_success").query("run_id == 'arm0-seed0'").set_index("step")["value"]
-    between = series._success_at(frames, "arm0-seed0", "total_env_steps", 900 * 12)
+    curve = series.make_curves(frames, "val_success").query("run_id == 'arm0-seed0'").set_index("step")["value"]
+    between = series._interpolate_success(frames, "arm0-seed0", "total_env_steps", 900 * 12)
     assert between == pytest.approx(curve[10] + 0.4 * (curve[15] - curve[10]))
-    assert series._success_at(frames, "arm0-seed0", "total_env_steps", 0) == curve[0]
+    assert series._interpolate_success(frames, "arm0-seed0", "total_env_steps", 0) == curve[0]
 
 
 def test_equal_budget_without_a_completed_run_is_empty(tmp_path: Path) -> None:
-    runs = [MadeRun("0", status="early_stopped", steps=20, stop=STOP), MadeRun("0.1", status="failed", steps=5)]
-    assert series.equal_budget(read_run(write_study(tmp_path, runs, STUDY))).empty
+    runs = [FakeRun("0", status="early_stopped", steps=20, stop=STOP), FakeRun("0.1", status="failed", steps=5)]
+    assert series.compare_at_equal_budget(read_study(write_study(tmp_path, runs, STUDY))).empty
 
 
 def two_studies(folder: Path) -> Path:
     """A KL and an entropy study whose zero arms are one configuration."""
-    write_study(folder, [MadeRun("0"), MadeRun("0.1")], STUDY)
-    entropy = MadeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", levels=40)
-    write_study(folder, [MadeRun("0"), MadeRun("0.1")], entropy)
+    write_study(folder, [FakeRun("0"), FakeRun("0.1")], STUDY)
+    entropy = FakeStudy(name="entropy", run="entropy_sweep", setting="actor.entropy_coeff", levels=40)
+    write_study(folder, [FakeRun("0"), FakeRun("0.1")], entropy)
     return folder
 
 
 def test_equal_configurations_must_have_equal_rows(tmp_path: Path) -> None:
-    (found,) = series.consistency(load(two_studies(tmp_path))).to_dict("records")
+    (found,) = series.check_consistency(load(two_studies(tmp_path))).to_dict("records")
     assert (found["a"], found["b"], found["seed"]) == ("entropy/arm0-seed0", "kl/arm0-seed0", 0)
     assert found["agree"]
     assert found["difference"] == ""
@@ -136,21 +140,21 @@ def test_a_difference_between_equal_configurations_is_named(tmp_path: Path) -> N
     lines = path.read_text().splitlines()
     lines[7] = json.dumps({**json.loads(lines[7]), "entropy": 9.0})
     path.write_text("\n".join(lines) + "\n")
-    (found,) = series.consistency(load(folder)).to_dict("records")
+    (found,) = series.check_consistency(load(folder)).to_dict("records")
     assert not found["agree"]
     assert found["difference"].startswith("entropy: 1 of 60 rows differ, first 7: ")
 
 
 def test_runs_that_did_not_end_are_not_held_against_each_other(tmp_path: Path) -> None:
-    write_study(tmp_path, [MadeRun("0")], STUDY)
-    write_study(tmp_path, [MadeRun("0", status="failed", steps=9)], MadeStudy(name="entropy", run="e", levels=40))
-    assert series.consistency(load(tmp_path)).empty
+    write_study(tmp_path, [FakeRun("0")], STUDY)
+    write_study(tmp_path, [FakeRun("0", status="failed", steps=9)], FakeStudy(name="entropy", run="e", levels=40))
+    assert series.check_consistency(load(tmp_path)).empty
 
 
 def test_tables_of_a_study_without_a_step(tmp_path: Path) -> None:
-    frames = read_run(write_study(tmp_path, [MadeRun("0", status="", steps=0)], STUDY))
-    assert series.curves(frames, "val_success").empty
-    assert series.mean_curves(series.curves(frames, "val_success")).empty
-    assert series.stop_survival(frames).empty
-    assert math.isnan(series.kept_groups(frames).loc[0, "kept_first"])
-    assert np.isnan(series.kept_groups(frames).loc[0, "groups"])
+    frames = read_study(write_study(tmp_path, [FakeRun("0", status="", steps=0)], STUDY))
+    assert series.make_curves(frames, "val_success").empty
+    assert series.compute_mean_curves(series.make_curves(frames, "val_success")).empty
+    assert series.compute_stop_survival(frames).empty
+    assert math.isnan(series.count_kept_groups(frames).loc[0, "kept_first"])
+    assert np.isnan(series.count_kept_groups(frames).loc[0, "groups"])

@@ -8,28 +8,28 @@ import pandas as pd
 import pytest
 from scipy import stats as scipy_stats
 
-from analysis.data.compare import basis, by_level, last_points
+from analysis.data.compare import describe_basis, collect_level_outcomes, find_last_points
 from analysis.data.frames import StudyFrames
-from analysis.data.load import read_run
-from analysis.stats.estimates import detectable_difference, difference_over_levels, holm
+from analysis.data.load import read_study
+from analysis.stats.estimates import detectable_difference, difference_over_levels, holm_adjust
 from analysis.sweep import findings, tables, verdicts
-from tests.fakes.run_folders import MadeRun, MadeStudy, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 LOW = ("low_validation_success", 0.002, 0.01)
 ONE_RUN = "over levels, of this one run; says nothing about seeds"
 
 
-def collapsed(arm: str, seed: int = 0, steps: int = 45) -> MadeRun:
-    return MadeRun(arm, seed, status="early_stopped", steps=steps, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=LOW)
+def collapsed(arm: str, seed: int = 0, steps: int = 45) -> FakeRun:
+    return FakeRun(arm, seed, status="early_stopped", steps=steps, success=(0.35, 0.0), greedy=(0.6, 0.0), stop=LOW)
 
 
-def frames_of(folder: Path, *runs: MadeRun, **changes: object) -> StudyFrames:
-    study = MadeStudy(**{"levels": 120, **changes})  # type: ignore[arg-type]
-    return read_run(write_study(folder, runs, study))
+def frames_of(folder: Path, *runs: FakeRun, **changes: object) -> StudyFrames:
+    study = FakeStudy(**{"levels": 120, **changes})  # type: ignore[arg-type]
+    return read_study(write_study(folder, runs, study))
 
 
 def row_of(frames: StudyFrames | pd.DataFrame, arm: str) -> pd.Series:
-    summary = frames if isinstance(frames, pd.DataFrame) else tables.arm_summary(frames)
+    summary = frames if isinstance(frames, pd.DataFrame) else tables.summarize_arms(frames)
     return summary.set_index("arm").loc[arm]
 
 
@@ -37,24 +37,24 @@ def row_of(frames: StudyFrames | pd.DataFrame, arm: str) -> pd.Series:
 def six(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     """One seed, six arms, the fifth stopped by a rule."""
     ends = {"0": 0.6, "0.01": 0.61, "0.03": 0.6, "0.1": 0.58, "1": 0.30}
-    runs = [MadeRun(arm, success=(0.35, end)) for arm, end in ends.items()]
+    runs = [FakeRun(arm, success=(0.35, end)) for arm, end in ends.items()]
     runs.insert(4, collapsed("0.3"))
     return frames_of(tmp_path_factory.mktemp("six"), *runs, levels=400)
 
 
 @pytest.fixture(scope="module")
 def summary(six: StudyFrames) -> pd.DataFrame:
-    return tables.arm_summary(six)
+    return tables.summarize_arms(six)
 
 
 @pytest.fixture(scope="module")
 def seeded(tmp_path_factory: pytest.TempPathFactory) -> StudyFrames:
     """Three seeds of three arms; one run of arm 1 stopped, one of nofilter failed."""
-    runs = [MadeRun("0", seed) for seed in range(3)]
-    runs += [MadeRun("0.1", seed, success=(0.35, 0.9)) for seed in range(3)]
-    runs += [MadeRun("1", 0, success=(0.35, 0.4)), collapsed("1", 1), MadeRun("1", 2, success=(0.35, 0.4))]
-    runs += [MadeRun("nofilter", 0), MadeRun("nofilter", 1)]
-    runs += [MadeRun("nofilter", 2, status="failed", steps=12, reason="RuntimeError: no memory")]
+    runs = [FakeRun("0", seed) for seed in range(3)]
+    runs += [FakeRun("0.1", seed, success=(0.35, 0.9)) for seed in range(3)]
+    runs += [FakeRun("1", 0, success=(0.35, 0.4)), collapsed("1", 1), FakeRun("1", 2, success=(0.35, 0.4))]
+    runs += [FakeRun("nofilter", 0), FakeRun("nofilter", 1)]
+    runs += [FakeRun("nofilter", 2, status="failed", steps=12, reason="RuntimeError: no memory")]
     return frames_of(tmp_path_factory.mktemp("seeded"), *runs)
 
 
@@ -77,7 +77,7 @@ def test_one_seed_is_compared_over_levels_at_the_last_validation(six: StudyFrame
 
 def test_p_values_and_power_count_all_compared_arms(summary: pd.DataFrame) -> None:
     compared = summary[~summary["is_baseline"]]
-    assert compared["p_holm"].to_list() == pytest.approx(holm(compared["p"]))
+    assert compared["p_holm"].to_list() == pytest.approx(holm_adjust(compared["p"]))
     assert (compared["p_holm"] > compared["p"]).sum() >= 3
     expected = [detectable_difference(row.se, row.df, 5) for row in compared.itertuples()]
     assert compared["detectable"].to_list() == pytest.approx(expected)
@@ -156,31 +156,31 @@ def test_stops_are_a_rate_of_their_own(seeded: StudyFrames) -> None:
 @pytest.mark.parametrize(("seeds", "words"), [(0, ""), (1, ONE_RUN), (2, "over levels, of these 2 runs; "
                                               "says nothing about seeds"), (3, "over 3 seeds")])  # fmt: skip
 def test_basis_never_claims_more(seeds: int, words: str) -> None:
-    assert basis(seeds) == words
+    assert describe_basis(seeds) == words
 
 
 def test_levels_after_the_last_step_do_not_count(tmp_path: Path) -> None:
-    run = MadeRun("0")
-    folder = write_study(tmp_path, [run], MadeStudy(levels=10))
+    run = FakeRun("0")
+    folder = write_study(tmp_path, [run], FakeStudy(levels=10))
     path = folder / "runs" / run.run_id / "metrics.jsonl"
     path.write_text("".join(f"{line}\n" for line in path.read_text().splitlines()[:57]))
-    frames = read_run(folder)
-    assert [point.step for point in last_points(by_level(frames, frames.trials)).values()] == [55]
+    frames = read_study(folder)
+    assert [point.step for point in find_last_points(collect_level_outcomes(frames, frames.trials)).values()] == [55]
 
 
 def test_episodes_of_one_level_are_averaged(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, MadeRun("0"), levels=4)
+    frames = frames_of(tmp_path, FakeRun("0"), levels=4)
     doubled = pd.concat([frames.levels, frames.levels.assign(success=~frames.levels["success"])], ignore_index=True)
-    found = by_level(StudyFrames(frames.trials, frames.steps, doubled, frames.study), frames.trials)
+    found = collect_level_outcomes(StudyFrames(frames.trials, frames.steps, doubled, frames.study), frames.trials)
     assert all((rows["success"] == 0.5).all() and len(rows) == 4 for rows in found.values())
 
 
 def test_without_levels_there_is_a_value_and_no_interval(tmp_path: Path) -> None:
-    runs = [MadeRun("0"), MadeRun("0.1")]
-    folder = write_study(tmp_path, runs, MadeStudy(levels=10))
+    runs = [FakeRun("0"), FakeRun("0.1")]
+    folder = write_study(tmp_path, runs, FakeStudy(levels=10))
     for run in runs:
         (folder / "runs" / run.run_id / "levels.jsonl").unlink()
-    row = row_of(read_run(folder), "0.1")
+    row = row_of(read_study(folder), "0.1")
     assert not math.isnan(row["difference"])
     assert not math.isnan(row["gain"])
     assert math.isnan(row["difference_low"])
@@ -188,12 +188,12 @@ def test_without_levels_there_is_a_value_and_no_interval(tmp_path: Path) -> None
 
 
 def test_a_run_stopped_before_its_first_validation_has_the_base_policys(tmp_path: Path) -> None:
-    empty = MadeRun("0.1", status="early_stopped", steps=3, stop=("empty_filtered_steps", 3, 3))
-    folder = write_study(tmp_path, [MadeRun("0"), empty], MadeStudy(levels=40))
+    empty = FakeRun("0.1", status="early_stopped", steps=3, stop=("empty_filtered_steps", 3, 3))
+    folder = write_study(tmp_path, [FakeRun("0"), empty], FakeStudy(levels=40))
     path = folder / "runs" / empty.run_id
     metrics = (path / "metrics.jsonl").read_text().splitlines()
     (path / "metrics.jsonl").write_text("\n".join(metrics[:2]) + "\n")
-    row = row_of(read_run(folder), "0.1")
+    row = row_of(read_study(folder), "0.1")
     assert row["final_val_success"] == row["base_val_success"]
     assert row["gain"] == 0
 
@@ -210,14 +210,14 @@ def test_a_run_stopped_before_its_first_validation_has_the_base_policys(tmp_path
     ],
 )
 def test_verdict_of_a_stopped_arm(tmp_path: Path, rule: str, value: float, threshold: float, sentence: str) -> None:
-    stopped = MadeRun("0.1", status="early_stopped", steps=45, stop=(rule, value, threshold))
-    row = row_of(frames_of(tmp_path, MadeRun("0"), stopped), "0.1")
+    stopped = FakeRun("0.1", status="early_stopped", steps=45, stop=(rule, value, threshold))
+    row = row_of(frames_of(tmp_path, FakeRun("0"), stopped), "0.1")
     assert row["verdict"] == f"failed regime: {rule} stopped 1 of 1 runs ({sentence})"
 
 
 def test_verdicts_of_two_rules_in_one_arm(tmp_path: Path) -> None:
-    other = MadeRun("0.1", 1, status="early_stopped", steps=30, stop=("empty_filtered_steps", 5, 5))
-    frames = frames_of(tmp_path, MadeRun("0"), collapsed("0.1"), other, collapsed("0.1", 2, 50))
+    other = FakeRun("0.1", 1, status="early_stopped", steps=30, stop=("empty_filtered_steps", 5, 5))
+    frames = frames_of(tmp_path, FakeRun("0"), collapsed("0.1"), other, collapsed("0.1", 2, 50))
     assert row_of(frames, "0.1")["verdict"] == (
         "failed regime: low_validation_success stopped 2 of 3 runs (step 45: 0.002 < 0.01; step 50: 0.002 < 0.01) "
         "and empty_filtered_steps stopped 1 of 3 runs (step 30: 5 ≥ 5)"
@@ -234,7 +234,7 @@ def test_the_outcome_follows_the_adjusted_p_and_the_seeds(
     seeds: int, difference: float, p_holm: float, word: str
 ) -> None:
     row = {"completed": seeds, "early_stopped": 0, "is_baseline": False, "difference": difference, "p_holm": p_holm}
-    assert verdicts.outcome({**row, "paired_seeds": seeds}) == word
+    assert verdicts.classify_outcome({**row, "paired_seeds": seeds}) == word
 
 
 def test_one_run_is_spoken_of_and_not_its_setting(summary: pd.DataFrame, tmp_path: Path) -> None:
@@ -242,24 +242,24 @@ def test_one_run_is_spoken_of_and_not_its_setting(summary: pd.DataFrame, tmp_pat
     numbers = f"{row['difference']:+.3f} [{row['difference_low']:+.3f}, {row['difference_high']:+.3f}]"
     told = f"this run ended lower than the baseline (0): {numbers}, Holm p < 0.001 ({ONE_RUN})"
     assert row["verdict"] == told.replace("-", "−")
-    runs = [MadeRun(arm, seed, success=(0.35, end)) for arm, end in (("0", 0.35), ("0.1", 0.9)) for seed in (0, 1)]
+    runs = [FakeRun(arm, seed, success=(0.35, end)) for arm, end in (("0", 0.35), ("0.1", 0.9)) for seed in (0, 1)]
     higher = row_of(frames_of(tmp_path, *runs, levels=300), "0.1")
     assert higher["verdict"].startswith("these 2 runs ended higher than the baseline (0): +0.")
 
 
 def test_with_three_seeds_the_verdict_is_about_the_setting(tmp_path: Path) -> None:
     arms = (("0", 0.35), ("0.1", 0.9), ("1", 0.02))
-    runs = [MadeRun(arm, seed, success=(0.35, end)) for arm, end in arms for seed in range(3)]
-    summary = tables.arm_summary(frames_of(tmp_path, *runs, levels=300))
+    runs = [FakeRun(arm, seed, success=(0.35, end)) for arm, end in arms for seed in range(3)]
+    summary = tables.summarize_arms(frames_of(tmp_path, *runs, levels=300))
     assert row_of(summary, "0.1")["verdict"].startswith("better than the baseline (0): +0.")
     assert row_of(summary, "1")["verdict"].startswith("worse than the baseline (0): −0.")
-    assert findings.headline(summary) == (
+    assert findings.format_headline(summary) == (
         "3 arms, baseline 0. Compared over 3 seeds. Better than it: arm 0.1. Worse than it: arm 1."
     )
 
 
 def test_the_headline_of_one_seed_says_what_the_runs_did(summary: pd.DataFrame) -> None:
-    headline = findings.headline(summary)
+    headline = findings.format_headline(summary)
     assert (
         "Compared over validation levels, by 1 run per arm: this is what these runs did, and another seed" in headline
     )
@@ -279,7 +279,7 @@ def test_verdict_of_an_unresolved_difference_says_what_would_have_been_missed(su
 
 def test_a_hopeless_comparison_says_so(summary: pd.DataFrame) -> None:
     row = {**row_of(summary, "0.03"), "arm": "0.03", "detectable": 1.7}
-    assert "; any would probably be missed (" in verdicts.verdict(row)
+    assert "; any would probably be missed (" in verdicts.format_verdict(row)
 
 
 def test_an_interval_of_a_share_stays_within_its_bounds(seeded: StudyFrames) -> None:
@@ -299,44 +299,44 @@ def test_verdict_of_the_baseline(summary: pd.DataFrame) -> None:
 @pytest.mark.parametrize(
     ("run", "sentence"),
     [
-        (MadeRun("0.1", status="failed", steps=0, reason="ValueError: x"), "seed 0 failed after 0 of 60 steps"),
+        (FakeRun("0.1", status="failed", steps=0, reason="ValueError: x"), "seed 0 failed after 0 of 60 steps"),
         (
-            MadeRun("0.1", status="interrupted", steps=20, reason="stopped by the user"),
+            FakeRun("0.1", status="interrupted", steps=20, reason="stopped by the user"),
             "seed 0 interrupted after 20 of",
         ),
-        (MadeRun("0.1", status="", steps=0), "seed 0 never ran (no training step was recorded)"),
+        (FakeRun("0.1", status="", steps=0), "seed 0 never ran (no training step was recorded)"),
     ],
 )
-def test_verdict_of_an_arm_without_a_scored_run(tmp_path: Path, run: MadeRun, sentence: str) -> None:
-    row = row_of(frames_of(tmp_path, MadeRun("0"), run), "0.1")
+def test_verdict_of_an_arm_without_a_scored_run(tmp_path: Path, run: FakeRun, sentence: str) -> None:
+    row = row_of(frames_of(tmp_path, FakeRun("0"), run), "0.1")
     assert row["verdict"].startswith(f"no verdict: {sentence}")
     assert row["outcome"] == "no verdict"
     assert math.isnan(row["final_val_success"])
 
 
 def test_verdict_without_a_scored_baseline(tmp_path: Path) -> None:
-    frames = frames_of(tmp_path, MadeRun("0", status="failed", steps=3, reason="x"), MadeRun("0.1"))
+    frames = frames_of(tmp_path, FakeRun("0", status="failed", steps=3, reason="x"), FakeRun("0.1"))
     row = row_of(frames, "0.1")
     assert row["verdict"] == "no comparison: the baseline (0) has no scored run with a seed of this arm"
 
 
 def test_verdict_against_a_failed_baseline(tmp_path: Path) -> None:
-    row = row_of(frames_of(tmp_path, collapsed("0"), MadeRun("0.1"), levels=200), "0.1")
+    row = row_of(frames_of(tmp_path, collapsed("0"), FakeRun("0.1"), levels=200), "0.1")
     assert row["verdict"].startswith("this run ended higher than the baseline (0), itself a failed regime: +0.")
 
 
 def test_no_run_at_all(tmp_path: Path) -> None:
     frames = frames_of(tmp_path)
-    assert tables.arm_summary(frames).empty
-    assert tables.dose_response(frames).empty
-    assert tables.run_outcomes(frames).empty
-    assert math.isnan(tables.trend(frames, np.random.default_rng(0))[0].rho)
+    assert tables.summarize_arms(frames).empty
+    assert tables.make_dose_response(frames).empty
+    assert tables.make_run_outcomes(frames).empty
+    assert math.isnan(tables.compute_trend(frames, np.random.default_rng(0))[0].rho)
 
 
 def test_several_studies_are_refused(six: StudyFrames, summary: pd.DataFrame) -> None:
     both = StudyFrames(six.trials, six.steps, six.levels, [*six.studies, *six.studies])
     with pytest.raises(ValueError, match="These frames hold 2 studies"):
-        tables.arm_summary(both)
+        tables.summarize_arms(both)
 
 
 # The axis.
@@ -344,9 +344,9 @@ def test_several_studies_are_refused(six: StudyFrames, summary: pd.DataFrame) ->
 
 def places(folder: Path, *values: str) -> tuple[list[float], str]:
     frames = frames_of(
-        folder, *(MadeRun(value, status="", steps=0) for value in values), values=values, setting="actor.entropy_coeff"
+        folder, *(FakeRun(value, status="", steps=0) for value in values), values=values, setting="actor.entropy_coeff"
     )
-    names, found, scale = tables.axis_places(frames)
+    names, found, scale = tables.compute_axis_positions(frames)
     assert names == list(values)
     return found, scale
 
@@ -377,18 +377,18 @@ def test_places_of_few_arms(tmp_path: Path, values: tuple[str, ...], expected: l
 
 
 def test_dose_response_has_what_the_figure_shows(six: StudyFrames, summary: pd.DataFrame) -> None:
-    table = tables.dose_response(six)
+    table = tables.make_dose_response(six)
     assert table["success"].to_list() == summary["final_val_success"].to_list()
     assert table[["low", "high"]].to_numpy().tolist() == summary[["final_low", "final_high"]].to_numpy().tolist()
     assert table["base"].nunique() == 1
     assert table["early_stopped"].to_list() == [0, 0, 0, 0, 1, 0]
     assert (table["low"] < table["success"]).all()
-    outcomes = tables.run_outcomes(six)
+    outcomes = tables.make_run_outcomes(six)
     assert outcomes["x"].to_list() == table["x"].to_list()
 
 
 def test_trend_leaves_words_out_and_pairs_seeds(seeded: StudyFrames) -> None:
-    found, page = tables.trend(seeded, np.random.default_rng(0))
+    found, page = tables.compute_trend(seeded, np.random.default_rng(0))
     assert found.n == 9
     table = seeded.trials[seeded.trials["arm"] != "nofilter"].pivot_table(
         index="seed", columns="axis_value", values="final_val_success"
@@ -398,14 +398,14 @@ def test_trend_leaves_words_out_and_pairs_seeds(seeded: StudyFrames) -> None:
 
 
 def test_trend_of_one_seed_has_no_page_test(six: StudyFrames) -> None:
-    found, page = tables.trend(six, np.random.default_rng(0))
+    found, page = tables.compute_trend(six, np.random.default_rng(0))
     assert (found.n, math.isnan(page)) == (6, True)
     assert found.rho < 0
 
 
 def test_numbers_are_written_with_a_true_minus() -> None:
-    assert verdicts.signed(-0.1234) == "−0.123"
-    assert verdicts.interval(-0.1, 0.2) == "[−0.100, +0.200]"
-    assert verdicts.interval(float("nan"), 0.2) == ""
-    assert verdicts.share(float("nan")) == "–"
-    assert (verdicts.p_value(0.0004), verdicts.p_value(0.0123)) == ("p < 0.001", "p 0.012")
+    assert verdicts.format_signed(-0.1234) == "−0.123"
+    assert verdicts.format_interval(-0.1, 0.2) == "[−0.100, +0.200]"
+    assert verdicts.format_interval(float("nan"), 0.2) == ""
+    assert verdicts.format_fraction(float("nan")) == "–"
+    assert (verdicts.format_p_value(0.0004), verdicts.format_p_value(0.0123)) == ("p < 0.001", "p 0.012")

@@ -9,9 +9,9 @@ from tests.strategies.algo import examples
 from trainable.algo.batching import (
     adjust_copy,
     adjust_delete,
-    cut_by_tokens,
-    length_stratified_order,
-    whole_group_order,
+    split_by_tokens,
+    order_length_stratified,
+    order_by_group,
 )
 
 
@@ -25,11 +25,11 @@ def test_the_order_is_even_ranks_up_then_odd_ranks_down(lengths: list[int]) -> N
     ranked = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     expected = [i for rank, i in enumerate(ranked) if rank % 2 == 0]
     expected += reversed([i for rank, i in enumerate(ranked) if rank % 2 == 1])
-    assert length_stratified_order(torch.tensor(lengths, dtype=torch.long)).tolist() == expected
+    assert order_length_stratified(torch.tensor(lengths, dtype=torch.long)).tolist() == expected
 
 
 def test_the_order_by_hand() -> None:
-    assert length_stratified_order(torch.tensor([50, 10, 40, 20, 30])).tolist() == [1, 4, 0, 2, 3]
+    assert order_length_stratified(torch.tensor([50, 10, 40, 20, 30])).tolist() == [1, 4, 0, 2, 3]
 
 
 @examples
@@ -39,28 +39,28 @@ def test_pieces_of_the_order_hold_whole_groups_in_the_order_of_their_tokens(
 ) -> None:
     ids = data.draw(st.permutations([group for group in groups for _ in range(size)]))
     lengths = data.draw(st.lists(st.integers(1, 9), min_size=len(ids), max_size=len(ids)))
-    order = whole_group_order(torch.tensor(lengths), torch.tensor(ids)).tolist()
+    order = order_by_group(torch.tensor(lengths), torch.tensor(ids)).tolist()
     assert sorted(order) == list(range(len(ids)))
     pieces = [order[start : start + size] for start in range(0, len(order), size)]
     assert all(len({ids[row] for row in piece}) == 1 and piece == sorted(piece) for piece in pieces)
     tokens = torch.tensor([sum(x for x, of in zip(lengths, ids, strict=True) if of == group) for group in range(5)])
-    assert [ids[piece[0]] for piece in pieces] == length_stratified_order(tokens).tolist()
+    assert [ids[piece[0]] for piece in pieces] == order_length_stratified(tokens).tolist()
 
 
 def test_groups_of_one_are_in_the_order_of_their_lengths() -> None:
     lengths = torch.tensor([50, 10, 40, 20, 30])
-    assert whole_group_order(lengths, torch.arange(5)).tolist() == length_stratified_order(lengths).tolist()
+    assert order_by_group(lengths, torch.arange(5)).tolist() == order_length_stratified(lengths).tolist()
 
 
 def test_equal_lengths_keep_their_order_in_a_large_batch() -> None:
     """An unstable sort only shows beyond sixteen numbers."""
-    assert length_stratified_order(torch.full((64,), 7)).tolist() == [*range(0, 64, 2), *range(63, 0, -2)]
+    assert order_length_stratified(torch.full((64,), 7)).tolist() == [*range(0, 64, 2), *range(63, 0, -2)]
 
 
 @examples
 @given(st.lists(st.integers(0, 30), max_size=20), st.integers(1, 60))
 def test_passes_hold_every_sequence_once_and_no_more_tokens_than_asked(lengths: list[int], most: int) -> None:
-    cuts = [cut.tolist() for cut in cut_by_tokens(torch.tensor(lengths, dtype=torch.long), most)]
+    cuts = [cut.tolist() for cut in split_by_tokens(torch.tensor(lengths, dtype=torch.long), most)]
     assert [i for cut in cuts for i in cut] == sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     tokens = [sum(lengths[i] for i in cut) for cut in cuts]
     assert all(whole <= most or len(cut) == 1 for whole, cut in zip(tokens, cuts, strict=True))
@@ -71,7 +71,7 @@ def test_passes_hold_every_sequence_once_and_no_more_tokens_than_asked(lengths: 
 @examples
 @given(st.lists(st.integers(1, 30), max_size=20), st.integers(1, 60))
 def test_passes_of_who_pads_are_rectangles_within_the_bound(lengths: list[int], most: int) -> None:
-    cuts = [cut.tolist() for cut in cut_by_tokens(torch.tensor(lengths, dtype=torch.long), most, pads=True)]
+    cuts = [cut.tolist() for cut in split_by_tokens(torch.tensor(lengths, dtype=torch.long), most, needs_padding=True)]
     assert sorted(i for cut in cuts for i in cut) == list(range(len(lengths)))
     sizes = [(len(cut), lengths[cut[-1]]) for cut in cuts]
     assert all(rows * longest <= most or rows == 1 for rows, longest in sizes)
@@ -80,14 +80,14 @@ def test_passes_of_who_pads_are_rectangles_within_the_bound(lengths: list[int], 
 
 
 def test_passes_by_hand() -> None:
-    assert [cut.tolist() for cut in cut_by_tokens(torch.tensor([50, 10, 40, 90, 20, 30]), 60)] == [
+    assert [cut.tolist() for cut in split_by_tokens(torch.tensor([50, 10, 40, 90, 20, 30]), 60)] == [
         [1, 4, 5], [2], [0], [3]
     ]  # fmt: skip
 
 
 def test_a_pass_of_no_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="at most 0 tokens; it must be at least 1"):
-        cut_by_tokens(torch.tensor([3]), 0)
+        split_by_tokens(torch.tensor([3]), 0)
 
 
 @examples

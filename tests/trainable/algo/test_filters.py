@@ -15,8 +15,8 @@ from trainable.algo.filters import (
     TopK,
     TopKAbs,
     TopP,
-    filter_loss_scale,
-    group_scores,
+    compute_filter_loss_scale,
+    compute_group_scores,
     parse_rule,
     select_groups,
 )
@@ -258,7 +258,7 @@ def test_group_scores_equal_the_statistics_module(
     metric: str, source: int, statistic: object, rewards: list, entropies: list, lengths: list
 ) -> None:
     rows = (rewards, entropies, lengths)[source]
-    scores = group_scores(metric, torch.tensor(rewards), torch.tensor(entropies), torch.tensor(lengths))
+    scores = compute_group_scores(metric, torch.tensor(rewards), torch.tensor(entropies), torch.tensor(lengths))
     expected = torch.tensor([statistic([float(x) for x in row]) for row in rows])  # type: ignore[operator]
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)
@@ -269,42 +269,44 @@ def test_group_scores_equal_the_statistics_module(
 def test_the_reward_score_is_a_standard_deviation_and_scales_with_the_rewards(rewards: list, factor: float) -> None:
     x = torch.tensor(rewards)
     torch.testing.assert_close(
-        group_scores("reward_variance", factor * x), abs(factor) * group_scores("reward_variance", x)
+        compute_group_scores("reward_variance", factor * x), abs(factor) * compute_group_scores("reward_variance", x)
     )
 
 
 @pytest.mark.parametrize("reward", [10.9, -0.1, 0.3])
 def test_equal_rewards_have_a_std_of_exactly_zero(reward: float) -> None:
-    assert group_scores("reward_std", torch.full((2, 16), reward)).tolist() == [0, 0]
+    assert compute_group_scores("reward_std", torch.full((2, 16), reward)).tolist() == [0, 0]
 
 
 def test_half_solved_is_the_largest_spread_of_a_sokoban_group() -> None:
     rewards = torch.tensor([[10.9] * 8 + [-1.0] * 8, [10.9] + [-1.0] * 15])
-    torch.testing.assert_close(group_scores("reward_std", rewards), torch.tensor([6.145, 2.975]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(
+        compute_group_scores("reward_std", rewards), torch.tensor([6.145, 2.975]), rtol=1e-4, atol=0
+    )
 
 
 def test_the_smallest_groups() -> None:
     """One rollout has no spread; two have one, with divisor 1."""
-    assert group_scores("reward_std", torch.tensor([[3.0], [4.0]])).tolist() == [0, 0]
-    torch.testing.assert_close(group_scores("reward_std", torch.tensor([[3.0, 5.0]])), torch.tensor([2.0**0.5]))
+    assert compute_group_scores("reward_std", torch.tensor([[3.0], [4.0]])).tolist() == [0, 0]
+    torch.testing.assert_close(compute_group_scores("reward_std", torch.tensor([[3.0, 5.0]])), torch.tensor([2.0**0.5]))
 
 
 def test_group_scores_refuse_unknown_or_missing_input() -> None:
     with pytest.raises(ValueError, match="filter metric is 'variance'; it must be one of reward_variance"):
-        group_scores("variance", torch.ones(1, 2))
+        compute_group_scores("variance", torch.ones(1, 2))
     with pytest.raises(ValueError, match="'entropy_std' needs the rollouts' entropy values"):
-        group_scores("entropy_std", torch.ones(1, 2))
+        compute_group_scores("entropy_std", torch.ones(1, 2))
 
 
 def test_filter_loss_scale() -> None:
-    assert filter_loss_scale("none", 2, 8) == 1
-    assert filter_loss_scale("linear", 2, 8) == 0.25
-    assert filter_loss_scale("sqrt", 2, 8) == 0.5
-    assert filter_loss_scale("sqrt", 0, 8) == 0
-    assert filter_loss_scale("linear", 1, 1) == 1
+    assert compute_filter_loss_scale("none", 2, 8) == 1
+    assert compute_filter_loss_scale("linear", 2, 8) == 0.25
+    assert compute_filter_loss_scale("sqrt", 2, 8) == 0.5
+    assert compute_filter_loss_scale("sqrt", 0, 8) == 0
+    assert compute_filter_loss_scale("linear", 1, 1) == 1
     with pytest.raises(ValueError, match="filter_loss_scaling is 'square'; it must be one of none, linear, sqrt"):
-        filter_loss_scale("square", 2, 8)
+        compute_filter_loss_scale("square", 2, 8)
     with pytest.raises(ValueError, match="number of groups kept is 9; it must be between 0 and the 8 groups"):
-        filter_loss_scale("none", 9, 8)
+        compute_filter_loss_scale("none", 9, 8)
     with pytest.raises(ValueError, match="before the filter is 0; it must be at least 1"):
-        filter_loss_scale("none", 0, 0)
+        compute_filter_loss_scale("none", 0, 0)

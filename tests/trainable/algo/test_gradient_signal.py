@@ -14,20 +14,20 @@ from tests.oracles import gradient_signal as oracle
 from tests.strategies.algo import examples
 from trainable.algo.gradient_signal import (
     GradientSignal,
-    component_cosines,
-    fold_gram,
-    gradient_signal,
-    published_norm,
+    compute_component_cosines,
+    compute_fold_gram,
+    estimate_gradient_signal,
+    compute_published_norm,
     split_folds,
-    update_shares,
+    compute_update_fractions,
 )
-from trainable.algo.reductions import loss_weights
+from trainable.algo.reductions import compute_loss_weights
 
 
 def signal_of(vectors: Tensor, counts: Sequence[float] | None = None, level: float = 0.95) -> GradientSignal:
     """The statistics of fold gradients (K, D) of one component."""
-    gram = fold_gram([vectors[:, None]])[:, 0, :, 0]
-    return gradient_signal(gram, None if counts is None else torch.tensor(counts), level)
+    gram = compute_fold_gram([vectors[:, None]])[:, 0, :, 0]
+    return estimate_gradient_signal(gram, None if counts is None else torch.tensor(counts), level)
 
 
 def random_vectors(*shape: int, seed: int = 0, drift: float = 1.0) -> Tensor:
@@ -72,10 +72,10 @@ def test_signal_of_equal_folds_is_the_mean_product_of_different_folds(drawn: tup
 @pytest.mark.parametrize("count", [2, 4, 6])
 def test_signal_and_noise_are_means_over_all_splits_into_halves(count: int) -> None:
     x = random_vectors(count, 3, seed=count, drift=0.3)
-    splits = list(oracle.halves(x.tolist()))
+    splits = list(oracle.split_halves(x.tolist()))
     assert len(splits) == math.comb(count, count // 2)
     products = [oracle.dot(a, b) for a, b in splits]
-    distances = [oracle.distance2(a, b) / 4 for a, b in splits]
+    distances = [oracle.squared_distance(a, b) / 4 for a, b in splits]
     assert signal_of(x).signal == pytest.approx(sum(products) / len(splits))
     assert signal_of(x).noise == pytest.approx(sum(distances) / len(splits))
 
@@ -88,7 +88,7 @@ def test_the_interval_equals_a_loop_that_deletes_one_fold(count: int, level: flo
     counts = [1.0] * count if equal else [1.0 + k % 3 for k in range(count)]
     found = signal_of(x, None if equal else counts, level)
     assert found.snr == pytest.approx(oracle.signal(x.tolist(), counts) / oracle.noise(x.tolist(), counts))
-    assert (found.low, found.high) == pytest.approx(oracle.interval(x.tolist(), counts, level), rel=1e-9)
+    assert (found.low, found.high) == pytest.approx(oracle.compute_interval(x.tolist(), counts, level), rel=1e-9)
 
 
 @examples
@@ -115,17 +115,24 @@ def test_a_factor_leaves_the_interval() -> None:
 def test_the_order_of_the_folds_does_not_matter(drawn: tuple[Tensor, list[float]], seed: int) -> None:
     x, counts, scale = drawn[0], torch.tensor(drawn[1]), drawn[0].square().sum().item()
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
-    plain, shuffled = fold_gram([x]), fold_gram([x[order]])
-    one, other = gradient_signal(plain[:, 0, :, 0], counts), gradient_signal(shuffled[:, 0, :, 0], counts[order])
+    plain, shuffled = compute_fold_gram([x]), compute_fold_gram([x[order]])
+    one, other = (
+        estimate_gradient_signal(plain[:, 0, :, 0], counts),
+        estimate_gradient_signal(shuffled[:, 0, :, 0], counts[order]),
+    )
     assert close(other.signal, one.signal, scale)
     assert close(other.noise, one.noise, scale)
     if one.noise > 1e-3 * scale:
         assert other.snr == pytest.approx(one.snr, rel=1e-6, abs=1e-6)
     means = mean_gradients(x, counts)
     assume(means.square().sum(dim=1).min() > 1e-3 * scale)
-    torch.testing.assert_close(component_cosines(plain, counts), component_cosines(shuffled, counts[order]))
+    torch.testing.assert_close(
+        compute_component_cosines(plain, counts), compute_component_cosines(shuffled, counts[order])
+    )
     assume(means.sum(dim=0).square().sum() > 1e-3 * scale)
-    torch.testing.assert_close(update_shares(plain, counts), update_shares(shuffled, counts[order]))
+    torch.testing.assert_close(
+        compute_update_fractions(plain, counts), compute_update_fractions(shuffled, counts[order])
+    )
 
 
 @examples
@@ -137,11 +144,11 @@ def test_shares_sum_to_one_and_equal_the_loops_as_do_cosines(drawn: tuple[Tensor
     sizes = [math.sqrt(oracle.dot(g, g)) for g in means]
     assume(min(sizes) > 1e-2)
     assume(oracle.dot(whole, whole) > 1e-2)
-    shares = update_shares(fold_gram([x]), torch.tensor(counts))
+    shares = compute_update_fractions(compute_fold_gram([x]), torch.tensor(counts))
     expected = [oracle.dot(g, whole) / oracle.dot(whole, whole) for g in means]
     torch.testing.assert_close(shares, torch.tensor(expected, dtype=torch.float64))
     assert shares.sum().item() == pytest.approx(1)
-    cosines = component_cosines(fold_gram([x]), torch.tensor(counts))
+    cosines = compute_component_cosines(compute_fold_gram([x]), torch.tensor(counts))
     for (c, a), (d, b) in product(enumerate(means), repeat=2):
         assert cosines[c, d].item() == pytest.approx(oracle.dot(a, b) / (sizes[c] * sizes[d]), abs=1e-9)
 
@@ -149,9 +156,11 @@ def test_shares_sum_to_one_and_equal_the_loops_as_do_cosines(drawn: tuple[Tensor
 def test_shares_and_cosines_by_hand() -> None:
     # G_task = (4, 0), G_entropy = (-1, 0), G_kl = (0, 1): the whole is (3, 1).
     x = torch.tensor([[[4.0, 1.0], [-2.0, 0.0], [0.0, 0.0]], [[4.0, -1.0], [0.0, 0.0], [0.0, 2.0]]])
-    torch.testing.assert_close(update_shares(fold_gram([x])), torch.tensor([1.2, -0.3, 0.1], dtype=torch.float64))
+    torch.testing.assert_close(
+        compute_update_fractions(compute_fold_gram([x])), torch.tensor([1.2, -0.3, 0.1], dtype=torch.float64)
+    )
     expected = torch.tensor([[1.0, -1.0, 0.0], [-1.0, 1.0, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
-    torch.testing.assert_close(component_cosines(fold_gram([x])), expected)
+    torch.testing.assert_close(compute_component_cosines(compute_fold_gram([x])), expected)
 
 
 # The Gram matrix
@@ -160,7 +169,7 @@ def test_shares_and_cosines_by_hand() -> None:
 def test_gram_holds_the_products_summed_over_blocks_of_parameters() -> None:
     x = random_vectors(4, 3, 10)
     blocks = [x[..., :4].reshape(4, 3, 2, 2), x[..., 4:5], x[..., 5:]]
-    gram = fold_gram(iter(blocks))
+    gram = compute_fold_gram(iter(blocks))
     assert gram.shape == (4, 3, 4, 3)
     for k, c, n, d in product(range(4), range(3), range(4), range(3)):
         assert gram[k, c, n, d].item() == pytest.approx(oracle.dot(x[k, c].tolist(), x[n, d].tolist()))
@@ -168,14 +177,14 @@ def test_gram_holds_the_products_summed_over_blocks_of_parameters() -> None:
 
 def test_gram_is_summed_in_float64() -> None:
     x = torch.full((1, 1, 4096), 0.1)
-    assert fold_gram([x]).item() == pytest.approx(4096 * x[0, 0, 0].item() ** 2, rel=1e-13)
-    assert fold_gram([x.bfloat16()]).dtype == torch.float64
+    assert compute_fold_gram([x]).item() == pytest.approx(4096 * x[0, 0, 0].item() ** 2, rel=1e-13)
+    assert compute_fold_gram([x.bfloat16()]).dtype == torch.float64
 
 
 def test_the_gram_of_the_whole_update_is_the_sum_over_components() -> None:
     x = random_vectors(4, 3, 5)
-    whole = fold_gram([x.sum(dim=1, keepdim=True)])[:, 0, :, 0]
-    torch.testing.assert_close(fold_gram([x]).sum(dim=(1, 3)), whole)
+    whole = compute_fold_gram([x.sum(dim=1, keepdim=True)])[:, 0, :, 0]
+    torch.testing.assert_close(compute_fold_gram([x]).sum(dim=(1, 3)), whole)
 
 
 # Expectations over every draw of a bandit
@@ -184,7 +193,7 @@ def test_the_gram_of_the_whole_update_is_the_sum_over_components() -> None:
 def expectations(component: str, sizes: Sequence[int]) -> tuple[float, ...]:
     """E |G|², E signal, E noise over every draw of `sizes[k]` prompts in fold k; a fold's gradient is its mean."""
     sums = [0.0, 0.0, 0.0]
-    for probability, gradients in oracle.bandit_draws(component, sum(sizes)):
+    for probability, gradients in oracle.iterate_bandit_draws(component, sum(sizes)):
         means = [part.mean(dim=0) for part in torch.split(gradients, list(sizes))]
         found = signal_of(torch.stack(means), sizes)
         for i, number in enumerate((found.norm**2, found.signal, found.noise)):
@@ -194,7 +203,7 @@ def expectations(component: str, sizes: Sequence[int]) -> tuple[float, ...]:
 
 @pytest.mark.parametrize("component", oracle.BANDIT_COMPONENTS)
 def test_signal_and_noise_are_unbiased_over_all_draws_of_a_bandit(component: str) -> None:
-    square, variance = oracle.bandit_moments(component)
+    square, variance = oracle.compute_bandit_moments(component)
     plain, signal, noise = expectations(component, (1, 1, 1))
     assert variance > 1e-4
     assert signal == pytest.approx(square, rel=1e-9)
@@ -204,7 +213,7 @@ def test_signal_and_noise_are_unbiased_over_all_draws_of_a_bandit(component: str
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 1, 2), (1, 3)])
 def test_counts_keep_folds_of_unequal_size_unbiased(sizes: tuple[int, ...]) -> None:
-    square, variance = oracle.bandit_moments("whole")
+    square, variance = oracle.compute_bandit_moments("whole")
     _, signal, noise = expectations("whole", sizes)
     assert signal == pytest.approx(square, rel=1e-9)
     assert noise == pytest.approx(variance / sum(sizes), rel=1e-9)
@@ -215,18 +224,18 @@ def test_component_gradients_of_the_folds_add_up_to_the_gradient_of_the_whole_lo
     contexts, arms = torch.tensor([0, 1, 1, 0, 1, 0, 0]), torch.tensor([2, 0, 1, 1, 2, 0, 2])
     tokens_of_prompt = torch.tensor([0, 0, 1, 2, 2, 2, 3])
     fold_of = split_folds(torch.arange(4), 3, torch.Generator().manual_seed(0))[tokens_of_prompt]
-    losses = oracle.bandit_losses(theta, contexts, arms)
-    weights = loss_weights(torch.ones(1, 7, dtype=torch.bool), "token-mean")[0].double()
+    losses = oracle.compute_bandit_losses(theta, contexts, arms)
+    weights = compute_loss_weights(torch.ones(1, 7, dtype=torch.bool), "token-mean")[0].double()
     (whole,) = torch.autograd.grad((weights @ losses).sum(), theta, retain_graph=True)
     counts = torch.bincount(fold_of)
     parts = [[torch.autograd.grad(losses[fold_of == k, c].mean(), theta, retain_graph=True)[0] for c in range(3)]
              for k in range(3)]  # fmt: skip
     x = torch.stack([torch.stack(part) for part in parts])
-    gram = fold_gram([x])
+    gram = compute_fold_gram([x])
     means = mean_gradients(x, counts)
     torch.testing.assert_close(means.sum(dim=0), whole)
-    assert gradient_signal(gram.sum(dim=(1, 3)), counts).norm == pytest.approx(whole.norm().item())
-    torch.testing.assert_close(update_shares(gram, counts), means @ whole / whole.square().sum())
+    assert estimate_gradient_signal(gram.sum(dim=(1, 3)), counts).norm == pytest.approx(whole.norm().item())
+    torch.testing.assert_close(compute_update_fractions(gram, counts), means @ whole / whole.square().sum())
 
 
 def test_counts_see_that_long_and_short_folds_agree() -> None:
@@ -274,12 +283,12 @@ def test_a_signal_below_zero_is_reported_as_it_is() -> None:
 
 
 def test_zero_gradients_have_no_ratio_cosine_or_share() -> None:
-    gram = fold_gram([torch.zeros(4, 2, 3)])
-    found = gradient_signal(gram[:, 0, :, 0])
+    gram = compute_fold_gram([torch.zeros(4, 2, 3)])
+    found = estimate_gradient_signal(gram[:, 0, :, 0])
     assert found[:3] == (0, 0, 0)
     assert all(math.isnan(x) for x in found[3:])
-    assert component_cosines(gram).isnan().all()
-    assert update_shares(gram).isnan().all()
+    assert compute_component_cosines(gram).isnan().all()
+    assert compute_update_fractions(gram).isnan().all()
 
 
 @pytest.mark.parametrize("counts", [None, [1.0, 7.0, 3.0, 5.0, 2.0]])
@@ -294,17 +303,17 @@ def test_identical_folds_have_no_noise_and_no_ratio(counts: list[float] | None) 
 def test_a_component_of_zero_has_no_cosine_and_the_others_keep_theirs() -> None:
     x = random_vectors(3, 3, 5)
     x[:, 1] = 0
-    cosines = component_cosines(fold_gram([x]))
+    cosines = compute_component_cosines(compute_fold_gram([x]))
     assert cosines[1].isnan().all()
     assert cosines[:, 1].isnan().all()
     assert not cosines[0, [0, 2]].isnan().any()
-    assert update_shares(fold_gram([x]))[1] == 0
+    assert compute_update_fractions(compute_fold_gram([x]))[1] == 0
 
 
 def test_components_that_cancel_have_no_share() -> None:
     x = random_vectors(4, 1, 50).float()
-    assert update_shares(fold_gram([torch.cat([x, -x], dim=1)])).isnan().all()
-    opposed = component_cosines(fold_gram([torch.cat([x, -2 * x], dim=1)]))
+    assert compute_update_fractions(compute_fold_gram([torch.cat([x, -x], dim=1)])).isnan().all()
+    opposed = compute_component_cosines(compute_fold_gram([torch.cat([x, -2 * x], dim=1)]))
     torch.testing.assert_close(opposed, torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=torch.float64))
 
 
@@ -315,8 +324,8 @@ def test_what_float32_rounds_away_is_neither_noise_nor_a_direction() -> None:
     assert found.noise == 0
     assert math.isnan(found.snr)
     cancelling = torch.tensor([1.0, -1.0, 1.0, -1.0], dtype=torch.float64).view(4, 1, 1) * nearly
-    assert component_cosines(fold_gram([torch.cat([cancelling, nearly], dim=1)]))[0].isnan().all()
-    assert update_shares(fold_gram([torch.cat([nearly, -(1 + 1e-7) * nearly], dim=1)])).isnan().all()
+    assert compute_component_cosines(compute_fold_gram([torch.cat([cancelling, nearly], dim=1)]))[0].isnan().all()
+    assert compute_update_fractions(compute_fold_gram([torch.cat([nearly, -(1 + 1e-7) * nearly], dim=1)])).isnan().all()
 
 
 def test_a_gradient_that_is_not_finite_gives_numbers_that_are_not() -> None:
@@ -333,7 +342,7 @@ def test_counts_that_do_not_fit_are_refused(counts: list[float]) -> None:
 
 def test_a_gram_matrix_of_several_components_is_refused() -> None:
     with pytest.raises(ValueError, match=r"gram has shape \(3, 2, 3, 2\); it must be \(K, K\)"):
-        gradient_signal(fold_gram([torch.ones(3, 2, 4)]))
+        estimate_gradient_signal(compute_fold_gram([torch.ones(3, 2, 4)]))
 
 
 # Folds
@@ -378,21 +387,21 @@ def test_the_published_norm_divides_a_short_mini_batch_as_if_it_were_whole(size:
     mask = random_vectors(size, 5, seed=size + 1, drift=0) > -0.7
     norms, sequences = [], []
     for rows in torch.arange(size).split(mini):
-        weights = loss_weights(mask[rows], "token-mean", micro).double()
+        weights = compute_loss_weights(mask[rows], "token-mean", micro).double()
         norms.append(torch.einsum("bt,btn->n", weights, features[rows]).norm())
         sequences.append(len(rows))
     tokens = int(mask.sum())
-    found = published_norm(torch.stack(norms), torch.tensor(sequences), tokens, mini, micro)
+    found = compute_published_norm(torch.stack(norms), torch.tensor(sequences), tokens, mini, micro)
     norm = oracle.published_norm(features.tolist(), mask.tolist(), mini, micro)
     assert found == pytest.approx((norm, norm / size, norm / tokens), rel=1e-6)
 
 
 def test_the_published_norm_of_the_published_bucket() -> None:
     # 336 sequences are ten mini-batches of 32 and one of 16, which counts half.
-    found = published_norm(torch.ones(11), torch.tensor([32] * 10 + [16]), 1000, 32, 4)
+    found = compute_published_norm(torch.ones(11), torch.tensor([32] * 10 + [16]), 1000, 32, 4)
     assert found == pytest.approx((10.5 / 11, 10.5 / 11 / 336, 10.5 / 11 / 1000))
 
 
 def test_the_published_norm_of_nothing_is_nan() -> None:
     nothing = torch.zeros(0)
-    assert all(math.isnan(x) for x in published_norm(nothing, nothing.long(), 0, 32, 4))
+    assert all(math.isnan(x) for x in compute_published_norm(nothing, nothing.long(), 0, 32, 4))

@@ -34,13 +34,13 @@ def test_grpo_equals_the_loop(drawn: Drawn) -> None:
 @given(grouped_scores(), st.sampled_from([1e-8, 0.3]))
 def test_grpo_of_another_source_equals_the_loop(drawn: Drawn, floor: float) -> None:
     scores, group_ids, mask = tensors(drawn)
-    advantages = grpo(scores, group_ids, mask, norm_by_std=True, correction=0, floor=floor, least_std=floor)
+    advantages = grpo(scores, group_ids, mask, norm_by_std=True, correction=0, std_floor=floor, min_std=floor)
     assert_broadcast(advantages, oracle.population_grpo(*drawn, floor), mask)
 
 
 def test_a_score_that_is_not_a_number_stays_one_in_its_group() -> None:
     scores, mask = torch.tensor([1.0, torch.nan, 1.0, 2.0]), torch.ones(4, 1, dtype=torch.bool)
-    advantages = grpo(scores, torch.tensor([0, 0, 1, 1]), mask, norm_by_std=True, least_std=1e-8)
+    advantages = grpo(scores, torch.tensor([0, 0, 1, 1]), mask, norm_by_std=True, min_std=1e-8)
     assert advantages.isnan().flatten().tolist() == [True, True, False, False]
 
 
@@ -50,7 +50,7 @@ def test_a_skill_equals_the_loop(drawn: Drawn) -> None:
     scores, group_ids, mask = tensors(drawn)
     expected = oracle.group_skill(*drawn)
     assert_broadcast(group_skill(scores, group_ids, mask), expected, mask)
-    skills = group_skill(scores, group_ids, mask, precision=torch.float64)[:, 0]
+    skills = group_skill(scores, group_ids, mask, factor_dtype=torch.float64)[:, 0]
     assert skills.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 

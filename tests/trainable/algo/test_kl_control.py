@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.strategies.algo import Sequences, examples, sequences
-from trainable.algo.kl_control import AdaptiveKL, kl_penalised_rewards
+from trainable.algo.kl_control import AdaptiveKLController, apply_kl_penalty
 
 
 def test_the_penalty_is_subtracted_on_trained_tokens_only() -> None:
@@ -14,7 +14,7 @@ def test_the_penalty_is_subtracted_on_trained_tokens_only() -> None:
     logprobs = torch.tensor([[-1.0, float("nan"), -0.5]], requires_grad=True)
     ref_logprobs = torch.tensor([[-3.0, -1.0, -0.25]])
     mask = torch.tensor([[True, False, True]])
-    penalised = kl_penalised_rewards(rewards, logprobs, ref_logprobs, mask, "k1", kl_coef=0.1)
+    penalised = apply_kl_penalty(rewards, logprobs, ref_logprobs, mask, "k1", kl_coef=0.1)
     torch.testing.assert_close(penalised, torch.tensor([[-0.2, 1.0, 5.025]]))
     assert not penalised.requires_grad
 
@@ -23,8 +23,8 @@ def test_the_penalty_is_subtracted_on_trained_tokens_only() -> None:
 @given(sequences(), st.sampled_from(["k1", "k2", "k3", "abs"]))
 def test_the_sum_of_penalties_is_the_coefficient_times_the_summed_kl(batch: Sequences, kind: str) -> None:
     logprobs, ref = batch.values, batch.values.flip(1)
-    free = kl_penalised_rewards(batch.rewards, logprobs, ref, batch.mask, kind, kl_coef=0.0)
-    one, two = (kl_penalised_rewards(batch.rewards, logprobs, ref, batch.mask, kind, kl_coef=c) for c in (1.0, 2.0))
+    free = apply_kl_penalty(batch.rewards, logprobs, ref, batch.mask, kind, kl_coef=0.0)
+    one, two = (apply_kl_penalty(batch.rewards, logprobs, ref, batch.mask, kind, kl_coef=c) for c in (1.0, 2.0))
     assert torch.equal(free, batch.rewards)
     torch.testing.assert_close(two - free, 2 * (one - free))
     assert torch.equal(one[~batch.mask], batch.rewards[~batch.mask])
@@ -41,17 +41,17 @@ def test_the_sum_of_penalties_is_the_coefficient_times_the_summed_kl(batch: Sequ
     ],
 )
 def test_the_coefficient_moves_towards_the_target(current_kl: float, expected: float) -> None:
-    control = AdaptiveKL(coef=0.02, target=0.1, horizon=1000)
-    assert control.updated(current_kl, n_steps=128).coef == pytest.approx(expected)
+    control = AdaptiveKLController(coef=0.02, target=0.1, horizon=1000)
+    assert control.update(current_kl, n_steps=128).coef == pytest.approx(expected)
     assert control.coef == 0.02
 
 
 def test_without_a_horizon_the_coefficient_is_fixed() -> None:
-    assert AdaptiveKL(0.02).updated(50.0, n_steps=128) == AdaptiveKL(0.02)
+    assert AdaptiveKLController(0.02).update(50.0, n_steps=128) == AdaptiveKLController(0.02)
 
 
 def test_a_coefficient_of_zero_stays_zero() -> None:
-    assert AdaptiveKL(0.0, horizon=0.5).updated(50.0, n_steps=128).coef == 0
+    assert AdaptiveKLController(0.0, horizon=0.5).update(50.0, n_steps=128).coef == 0
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_the_controller_refuses_settings_out_of_range(
     coef: float, target: float, horizon: float | None, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        AdaptiveKL(coef, target, horizon)
+        AdaptiveKLController(coef, target, horizon)

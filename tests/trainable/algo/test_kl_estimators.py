@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.oracles import algo as oracle
-from trainable.algo.losses import KL_ESTIMATORS, full_kl, kl_estimate
+from trainable.algo.losses import KL_ESTIMATORS, full_kl, estimate_kl
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64)
 REF_LOGITS = torch.tensor([-0.5, 0.4, 0.9, -1.0, 0.2], dtype=torch.float64)
@@ -21,7 +21,7 @@ def expectation(kind: str, ref_logits: Tensor = REF_LOGITS) -> tuple[float, Tens
     logits = LOGITS.clone().requires_grad_()
     logprobs = logits.log_softmax(dim=0)
     drawn_with = logprobs.detach().exp()
-    mean = (drawn_with * kl_estimate(logprobs, ref_logits.log_softmax(dim=0), kind)).sum()
+    mean = (drawn_with * estimate_kl(logprobs, ref_logits.log_softmax(dim=0), kind)).sum()
     (gradient,) = torch.autograd.grad(mean, logits)
     return mean.item(), gradient
 
@@ -51,14 +51,14 @@ def test_value_and_gradient_of_each_estimator(kind: str) -> None:
 
 def test_only_k3_has_a_limit_and_its_gradient_ends_there() -> None:
     d = torch.tensor([-3.0, -1.0, 0.5], dtype=torch.float64, requires_grad=True)
-    free = kl_estimate(d, torch.zeros(3), "k3", limit=math.inf)
+    free = estimate_kl(d, torch.zeros(3), "k3", limit=math.inf)
     assert free.tolist() == pytest.approx([math.exp(-x) + x - 1 for x in d.tolist()])
-    bounded = kl_estimate(d, torch.zeros(3), "low_var_kl", limit=2.0)
+    bounded = estimate_kl(d, torch.zeros(3), "low_var_kl", limit=2.0)
     torch.testing.assert_close(bounded, free.clamp(max=2))
     (slopes,) = torch.autograd.grad(bounded.sum(), d)
     assert slopes[0] == 0
     assert slopes[1:].tolist() == pytest.approx([1 - math.e, 1 - math.exp(-0.5)])
-    assert torch.equal(kl_estimate(d, torch.zeros(3), "k1", limit=0.1), d)
+    assert torch.equal(estimate_kl(d, torch.zeros(3), "k1", limit=0.1), d)
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
@@ -81,7 +81,7 @@ def test_the_gradient_of_k1_does_not_depend_on_the_reference() -> None:
 @pytest.mark.parametrize(("kind", "slope"), [("k1", 1.0), ("abs", 0.0), ("k2", 0.0), ("k3", 0.0), ("k1+", 0.0)])
 def test_at_the_reference_only_k1_pushes(kind: str, slope: float) -> None:
     logprobs = torch.tensor([-0.7, -2.0], requires_grad=True)
-    loss = kl_estimate(logprobs, logprobs.detach(), kind)
+    loss = estimate_kl(logprobs, logprobs.detach(), kind)
     assert loss.tolist() == [0, 0]
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert gradient.tolist() == [slope, slope]
@@ -91,13 +91,13 @@ def test_at_the_reference_only_k1_pushes(kind: str, slope: float) -> None:
     ("kind", "expected"), [("k1", [0.5, -1.0]), ("abs", [0.5, 1.0]), ("k2", [0.125, 0.5]), ("k3", [0.106531, 0.718282])]
 )
 def test_values_by_hand(kind: str, expected: list[float]) -> None:
-    ours = kl_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), kind)
+    ours = estimate_kl(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0]), kind)
     torch.testing.assert_close(ours, torch.tensor(expected), rtol=1e-5, atol=0)
 
 
 def test_k3_clamps_the_log_ratio_and_then_the_result() -> None:
     d = torch.tensor([30.0, 15.0, 5.0, -2.0, -3.0, -30.0])
-    result = kl_estimate(d, torch.zeros(6), "k3")
+    result = estimate_kl(d, torch.zeros(6), "k3")
     expected = [10.0, 10.0, math.exp(-5) + 4, math.exp(2) - 3, 10.0, 10.0]
     torch.testing.assert_close(result, torch.tensor(expected))
 
@@ -105,7 +105,7 @@ def test_k3_clamps_the_log_ratio_and_then_the_result() -> None:
 @pytest.mark.parametrize("kind", ["k3", "k3+", "k1", "k2", "abs"])
 def test_gradients_stay_finite_far_from_the_reference(kind: str) -> None:
     logprobs = torch.tensor([-500.0, 0.0], requires_grad=True)
-    loss = kl_estimate(logprobs, torch.tensor([0.0, -500.0]), kind)
+    loss = estimate_kl(logprobs, torch.tensor([0.0, -500.0]), kind)
     (gradient,) = torch.autograd.grad(loss.sum(), logprobs)
     assert torch.isfinite(loss).all()
     assert torch.isfinite(gradient).all()
@@ -114,18 +114,18 @@ def test_gradients_stay_finite_far_from_the_reference(kind: str) -> None:
 def test_k3_is_not_negative_and_keeps_its_digits_near_the_reference() -> None:
     d = torch.tensor([1e-3, -1e-3, 1e-4, 1e-6, 0.0])
     exact = d.double().square() / 2 - d.double() ** 3 / 6
-    torch.testing.assert_close(kl_estimate(d, torch.zeros(5), "k3").double(), exact, rtol=2e-3, atol=1e-13)
+    torch.testing.assert_close(estimate_kl(d, torch.zeros(5), "k3").double(), exact, rtol=2e-3, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", KL_ESTIMATORS)
 def test_gradcheck_away_from_kinks(kind: str) -> None:
     logprobs = torch.tensor([-1.0, -0.2, -3.0], dtype=torch.float64, requires_grad=True)
     ref_logprobs = torch.tensor([-1.4, -2.0, -1.0], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref_logprobs, kind), (logprobs,))
+    assert torch.autograd.gradcheck(lambda x: estimate_kl(x, ref_logprobs, kind), (logprobs,))
 
 
 @pytest.mark.parametrize("kind", ["low-var-kl", "k1++", "+", "full", "kl2"])
 def test_unknown_names_are_refused(kind: str) -> None:
     one = torch.zeros(1)
     with pytest.raises(ValueError, match=r"kl_loss_type is .*; it must be one of kl, k1, abs, mse, k2, low_var_kl, k3"):
-        kl_estimate(one, one, kind)
+        estimate_kl(one, one, kind)

@@ -11,12 +11,12 @@ from tests.strategies.algo import examples
 from trainable.algo.losses import (
     entropy_from_logits,
     full_kl,
-    kl_estimate,
+    estimate_kl,
     logprobs_from_logits,
-    ppo_clip,
-    value_clip,
+    ppo_clip_loss,
+    value_clip_loss,
 )
-from trainable.algo.reductions import LOSS_AGG_MODES, loss_weights
+from trainable.algo.reductions import LOSS_AGG_MODES, compute_loss_weights
 
 
 def gradient_of(total: Tensor, x: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ def gradient_of(total: Tensor, x: Tensor) -> Tensor:
 
 
 def policy_loss(logprobs: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
-    return ppo_clip(logprobs, old, advantages, 0.2, 0.28, 3.0).loss
+    return ppo_clip_loss(logprobs, old, advantages, 0.2, 0.28, 3.0).loss
 
 
 @examples
@@ -51,7 +51,7 @@ BY_HAND = [
 
 @pytest.mark.parametrize(("ratio", "advantage", "loss", "clipped", "clipped_lower"), BY_HAND)
 def test_policy_loss_by_hand(ratio: float, advantage: float, loss: float, clipped: bool, clipped_lower: bool) -> None:
-    result = ppo_clip(torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), 0.2, 0.28, 3.0)
+    result = ppo_clip_loss(torch.tensor([math.log(ratio)]), torch.zeros(1), torch.tensor([advantage]), 0.2, 0.28, 3.0)
     assert result.loss.item() == pytest.approx(loss, rel=1e-6)
     assert result.ratio.item() == pytest.approx(ratio, rel=1e-6)
     assert result.clipped.tolist() == [clipped]
@@ -75,7 +75,7 @@ def test_at_ratio_one_the_gradient_is_that_of_reinforce() -> None:
 def test_a_log_ratio_is_clamped_at_20_nats() -> None:
     loss = policy_loss(torch.tensor([0.0, -500.0]), torch.tensor([-500.0, 0.0]), torch.tensor([-1.0, 1.0]))
     torch.testing.assert_close(loss, torch.tensor([3.0, -math.exp(-20)]))
-    huge = ppo_clip(torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([1.0]), 0.2, 0.28, 3.0)
+    huge = ppo_clip_loss(torch.tensor([0.0]), torch.tensor([-500.0]), torch.tensor([1.0]), 0.2, 0.28, 3.0)
     assert huge.ratio.item() == pytest.approx(math.exp(20), rel=1e-6)
 
 
@@ -88,12 +88,12 @@ def test_policy_loss_gradcheck_away_from_kinks() -> None:
 
 
 def test_clips_of_zero_width_and_a_tight_dual_clip_are_allowed() -> None:
-    result = ppo_clip(torch.tensor([0.5, 0.5]), torch.zeros(2), torch.tensor([1.0, -1.0]), 0.0, 0.0, 1.5)
+    result = ppo_clip_loss(torch.tensor([0.5, 0.5]), torch.zeros(2), torch.tensor([1.0, -1.0]), 0.0, 0.0, 1.5)
     torch.testing.assert_close(result.loss, torch.tensor([-1.0, 1.5]))
 
 
 def test_diagnostics_carry_no_gradient() -> None:
-    result = ppo_clip(torch.zeros(1, requires_grad=True), torch.zeros(1), torch.ones(1), 0.2, 0.28, 3.0)
+    result = ppo_clip_loss(torch.zeros(1, requires_grad=True), torch.zeros(1), torch.ones(1), 0.2, 0.28, 3.0)
     assert result.loss.requires_grad
     assert not result.ratio.requires_grad
 
@@ -102,7 +102,7 @@ def test_diagnostics_carry_no_gradient() -> None:
 def test_policy_loss_refuses_clips_out_of_range(low: float, high: float, c: float) -> None:
     one = torch.zeros(1)
     with pytest.raises(ValueError, match=f"clip ratios are low {low}, high {high}, c {c}"):
-        ppo_clip(one, one, one, low, high, c)
+        ppo_clip_loss(one, one, one, low, high, c)
 
 
 # value, old value, return, loss, clipped, gradient
@@ -118,7 +118,7 @@ VALUES = [
 @pytest.mark.parametrize(("value", "old", "target", "loss", "clipped", "slope"), VALUES)
 def test_value_loss_by_hand(value: float, old: float, target: float, loss: float, clipped: bool, slope: float) -> None:
     values = torch.tensor([value], requires_grad=True)
-    result = value_clip(values, torch.tensor([old]), torch.tensor([target]), 0.5)
+    result = value_clip_loss(values, torch.tensor([old]), torch.tensor([target]), 0.5)
     assert result.loss.item() == pytest.approx(loss)
     assert result.clipped.tolist() == [clipped]
     assert gradient_of(result.loss.sum(), values).item() == pytest.approx(slope)
@@ -128,19 +128,19 @@ def test_value_loss_gradcheck_away_from_kinks() -> None:
     values, old, returns = torch.tensor(
         [[0.3, 2.0, -1.0, 1.7], [0.0, 1.0, 0.0, 0.0], [1.0, 3.0, 3.0, 1.0]], dtype=torch.float64
     )
-    assert torch.autograd.gradcheck(lambda x: value_clip(x, old, returns, 0.5).loss, (values.requires_grad_(),))
+    assert torch.autograd.gradcheck(lambda x: value_clip_loss(x, old, returns, 0.5).loss, (values.requires_grad_(),))
 
 
 def test_value_loss_refuses_an_empty_range() -> None:
     one = torch.zeros(1)
     with pytest.raises(ValueError, match=r"cliprange_value is 0.0; it must be above 0"):
-        value_clip(one, one, one, 0.0)
+        value_clip_loss(one, one, one, 0.0)
 
 
 LOSSES = {
     "policy": lambda x: policy_loss(x, x.detach() - 0.1, torch.sin(7 * x.detach())),
-    "value": lambda x: value_clip(x, x.detach() + 0.2, torch.sin(7 * x.detach()), 0.5).loss,
-    **{kind: lambda x, kind=kind: kl_estimate(x, x.detach() - 0.3, kind) for kind in ("k1", "abs", "k2", "k3", "k1+")},
+    "value": lambda x: value_clip_loss(x, x.detach() + 0.2, torch.sin(7 * x.detach()), 0.5).loss,
+    **{kind: lambda x, kind=kind: estimate_kl(x, x.detach() - 0.3, kind) for kind in ("k1", "abs", "k2", "k3", "k1+")},
 }
 BATCH = torch.linspace(-3, -0.1, 12).view(3, 4)
 MASK = torch.tensor([[True, False, True, True], [False, True, False, False], [False, False, False, False]])
@@ -149,7 +149,7 @@ MASK = torch.tensor([[True, False, True, True], [False, True, False, False], [Fa
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_masked_token_mean_equals_the_mean_of_the_subset(name: str) -> None:
     x = BATCH.clone().requires_grad_()
-    masked = (loss_weights(MASK, "token-mean") * LOSSES[name](x)).sum()
+    masked = (compute_loss_weights(MASK, "token-mean") * LOSSES[name](x)).sum()
     subset = LOSSES[name](x[MASK]).mean()
     torch.testing.assert_close(masked, subset)
     torch.testing.assert_close(gradient_of(masked, x), gradient_of(subset, x))
@@ -159,7 +159,7 @@ def test_a_masked_token_mean_equals_the_mean_of_the_subset(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_an_empty_mask_gives_zero_with_zero_gradient(name: str, mode: str) -> None:
     x = BATCH.clone().requires_grad_()
-    total = (loss_weights(torch.zeros_like(MASK), mode) * LOSSES[name](x)).sum()
+    total = (compute_loss_weights(torch.zeros_like(MASK), mode) * LOSSES[name](x)).sum()
     assert total.item() == 0
     assert not gradient_of(total, x).any()
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from tests.oracles import mutual_information as oracles
 from tests.strategies.algo import examples, matrix
 from trainable.algo.mutual_information import (
-    mixture,
-    mutual_information,
-    retrieval,
-    shuffled_retrieval_accuracy,
-    smoothed_zscores,
+    compute_mixture_scores,
+    compute_information_metrics,
+    compute_retrieval_metrics,
+    compute_shuffled_accuracy,
+    smooth_zscores,
 )
 
 
@@ -57,7 +57,7 @@ def told_apart(rows: int, own: float = -1.0, other: float = -9.0) -> Scored:
 @examples
 @given(scored())
 def test_information_equals_the_literal_formulas(given_: Scored) -> None:
-    found = mutual_information(given_.sums, given_.lengths, given_.own)
+    found = compute_information_metrics(given_.sums, given_.lengths, given_.own)
     wanted = oracles.mutual_information(given_.sums.tolist(), given_.lengths.tolist(), given_.own.tolist())
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -67,10 +67,10 @@ def test_information_equals_the_literal_formulas(given_: Scored) -> None:
 def test_two_thoughts_of_one_token_by_hand() -> None:
     sums = torch.tensor([[0.8, 0.2], [0.4, 0.6]]).log()
     own, ones = torch.tensor([0, 1]), torch.tensor([1, 1])
-    matched, marginal = mixture(sums, own)
+    matched, marginal = compute_mixture_scores(sums, own)
     assert matched.exp().tolist() == pytest.approx([0.8, 0.6])
     assert marginal.exp().tolist() == pytest.approx([0.5, 0.5])
-    found = mutual_information(sums, ones, own)
+    found = compute_information_metrics(sums, ones, own)
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper"):
         assert found[name] == pytest.approx(0.5 * math.log(1.6 * 1.2))
     assert found["conditional_entropy_est"] == pytest.approx(-0.5 * math.log(0.48))
@@ -82,7 +82,7 @@ def test_two_thoughts_of_one_token_by_hand() -> None:
 
 def test_the_two_normalisations_differ_where_thoughts_have_two_tokens() -> None:
     sums = torch.tensor([[0.64, 0.04], [0.16, 0.36]]).log()
-    found = mutual_information(sums, torch.tensor([2, 2]), torch.tensor([0, 1]))
+    found = compute_information_metrics(sums, torch.tensor([2, 2]), torch.tensor([0, 1]))
     # Published: mixtures of the square roots 0.8, 0.2 and 0.4, 0.6. Paper: the root of the mixtures 0.34 and 0.26.
     assert found["mi_estimate"] == pytest.approx(0.5 * math.log(1.6 * 1.2))
     assert found["mi_estimate_paper"] == pytest.approx(0.5 * math.log(0.8 / 0.34**0.5 * 0.6 / 0.26**0.5))
@@ -92,7 +92,7 @@ def test_the_two_normalisations_differ_where_thoughts_have_two_tokens() -> None:
 @examples
 @given(scored())
 def test_entropy_is_conditional_entropy_plus_information(given_: Scored) -> None:
-    found = mutual_information(given_.sums, given_.lengths, given_.own)
+    found = compute_information_metrics(given_.sums, given_.lengths, given_.own)
     for information, kind in (("mi_estimate", "est"), ("mi_seq_estimate", "seq_est")):
         total = found[f"conditional_entropy_{kind}"] + found[information]
         assert found[f"reasoning_entropy_{kind}"] == pytest.approx(total, abs=1e-9)
@@ -103,7 +103,7 @@ def test_entropy_is_conditional_entropy_plus_information(given_: Scored) -> None
 @examples
 @given(scored())
 def test_information_stays_below_its_bounds_and_the_papers_below_the_published(given_: Scored) -> None:
-    found = mutual_information(given_.sums, given_.lengths, given_.own)
+    found = compute_information_metrics(given_.sums, given_.lengths, given_.own)
     bound = math.log(given_.sums.shape[1]) + 1e-9
     assert max(found["mi_estimate"], found["mi_seq_estimate"]) <= bound
     assert found["mi_estimate_paper"] <= found["mi_upper_bound_paper"] + 1e-9 <= bound
@@ -112,14 +112,14 @@ def test_information_stays_below_its_bounds_and_the_papers_below_the_published(g
 
 
 def test_thoughts_that_only_one_prompt_allows_reach_the_bound() -> None:
-    found = mutual_information(*told_apart(5, other=-500.0)[:3])
+    found = compute_information_metrics(*told_apart(5, other=-500.0)[:3])
     assert found["mi_estimate"] == pytest.approx(math.log(5))
     assert found["mi_estimate_paper"] == pytest.approx(found["mi_upper_bound_paper"])
 
 
 def test_thoughts_that_ignore_their_prompt_carry_no_information() -> None:
     sums = torch.tensor([[-3.0], [-7.0], [-4.0]]).expand(3, 4)
-    found = mutual_information(sums, torch.tensor([2, 3, 1]), torch.tensor([0, 1, 3]))
+    found = compute_information_metrics(sums, torch.tensor([2, 3, 1]), torch.tensor([0, 1, 3]))
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper", "mi_zscore", "mi_zscore_seq"):
         assert found[name] == pytest.approx(0, abs=1e-12)
 
@@ -127,8 +127,8 @@ def test_thoughts_that_ignore_their_prompt_carry_no_information() -> None:
 def test_information_has_the_sign_of_the_own_prompts_advantage() -> None:
     right, wrong = told_apart(4), told_apart(4, own=-9.0, other=-1.0)
     for name in ("mi_estimate", "mi_seq_estimate", "mi_estimate_paper", "mi_zscore", "mi_zscore_seq"):
-        assert mutual_information(*right[:3])[name] > 0 > mutual_information(*wrong[:3])[name]
-    found = mutual_information(*right[:3])
+        assert compute_information_metrics(*right[:3])[name] > 0 > compute_information_metrics(*wrong[:3])[name]
+    found = compute_information_metrics(*right[:3])
     assert 0 < found["conditional_entropy_est"] < found["reasoning_entropy_est"]
     assert found["matched_log_prob_mean"] == -1.0
 
@@ -143,10 +143,13 @@ def test_the_order_of_thoughts_and_of_prompts_does_not_matter(given_: Scored, ra
     moved = Scored(
         given_.sums[rows][:, columns], given_.lengths[rows], place[given_.own[rows]], given_.classes[columns]
     )
-    before, after = (mutual_information(*those[:3]) for those in (given_, moved))
+    before, after = (compute_information_metrics(*those[:3]) for those in (given_, moved))
     assert after == pytest.approx(before, rel=1e-9, abs=1e-9)  # with abs alone, rel is not looked at
     if all(len(set(row)) == len(set(given_.classes.tolist())) for row in given_.sums.tolist()):  # ties rank by column
-        found = [retrieval(those.sums, those.own, those.classes)["retrieval_accuracy"] for those in (given_, moved)]
+        found = [
+            compute_retrieval_metrics(those.sums, those.own, those.classes)["retrieval_accuracy"]
+            for those in (given_, moved)
+        ]
         assert found[0] == pytest.approx(found[1])
 
 
@@ -154,8 +157,8 @@ def test_the_order_of_thoughts_and_of_prompts_does_not_matter(given_: Scored, ra
 @given(scored())
 def test_showing_every_prompt_twice_changes_no_information(given_: Scored) -> None:
     twice = given_.sums.repeat(1, 2)
-    before = mutual_information(given_.sums, given_.lengths, given_.own)
-    after = mutual_information(twice, given_.lengths, given_.own)
+    before = compute_information_metrics(given_.sums, given_.lengths, given_.own)
+    after = compute_information_metrics(twice, given_.lengths, given_.own)
     for name in before.keys() - {"mi_upper_bound", "mi_upper_bound_paper"}:
         assert after[name] == pytest.approx(before[name], abs=1e-9)
 
@@ -166,10 +169,10 @@ def test_showing_every_prompt_twice_changes_no_information(given_: Scored) -> No
 @examples
 @given(st.lists(scored(), min_size=1, max_size=4))
 def test_the_moving_average_starts_at_the_first_std_and_keeps_nine_tenths(steps: list[Scored]) -> None:
-    metrics = [mutual_information(*step[:3]) for step in steps]
+    metrics = [compute_information_metrics(*step[:3]) for step in steps]
     state, found = None, []
     for step in metrics:
-        smooth, state = smoothed_zscores(step, state)
+        smooth, state = smooth_zscores(step, state)
         found.append(smooth)
     for variant, information in (("", "mi_estimate"), ("_seq", "mi_seq_estimate"), ("_paper", "mi_estimate_paper")):
         wanted = oracles.moving_average([step[f"marginal_std{variant}"] for step in metrics])
@@ -180,12 +183,12 @@ def test_the_moving_average_starts_at_the_first_std_and_keeps_nine_tenths(steps:
 
 
 def test_a_step_of_the_moving_average_leaves_the_old_state_alone() -> None:
-    metrics = mutual_information(*told_apart(3)[:3])
-    first, state = smoothed_zscores(metrics, None)
+    metrics = compute_information_metrics(*told_apart(3)[:3])
+    first, state = smooth_zscores(metrics, None)
     assert first["mi_zscore_ema"] == metrics["mi_zscore"]
     kept = dict(state)
     changed = {name: value + 1.0 for name, value in metrics.items()}
-    second, following = smoothed_zscores(changed, state)
+    second, following = smooth_zscores(changed, state)
     assert state == kept
     assert following["marginal_std"] == pytest.approx(kept["marginal_std"] + 0.1)
     assert second["marginal_std_ema"] == following["marginal_std"]
@@ -197,7 +200,7 @@ def test_a_step_of_the_moving_average_leaves_the_old_state_alone() -> None:
 @examples
 @given(scored())
 def test_retrieval_equals_the_literal_count(given_: Scored) -> None:
-    found = retrieval(given_.sums, given_.own, given_.classes)
+    found = compute_retrieval_metrics(given_.sums, given_.own, given_.classes)
     wanted = oracles.retrieval(given_.sums.tolist(), given_.own.tolist(), given_.classes.tolist())
     assert found.keys() == wanted.keys()
     assert found == pytest.approx(wanted, abs=1e-12)
@@ -206,7 +209,7 @@ def test_retrieval_equals_the_literal_count(given_: Scored) -> None:
 @examples
 @given(scored())
 def test_retrieval_grows_with_k_and_is_certain_among_all_columns(given_: Scored) -> None:
-    found = retrieval(given_.sums, given_.own, given_.classes)
+    found = compute_retrieval_metrics(given_.sums, given_.own, given_.classes)
     for name in ("retrieval_accuracy", "retrieval_chance_level"):
         levels = [found[name + suffix] for suffix in ("", "@2", "@4", "@8")]
         assert all(low <= high + 1e-12 for low, high in pairwise(levels))
@@ -214,16 +217,16 @@ def test_retrieval_grows_with_k_and_is_certain_among_all_columns(given_: Scored)
             assert levels[-1] == pytest.approx(1)
     scaled = given_.sums / given_.lengths[:, None]  # may merge what rounding cannot keep apart
     if [len(set(row)) for row in scaled.tolist()] == [len(set(row)) for row in given_.sums.tolist()]:
-        assert retrieval(scaled, given_.own, given_.classes) == found
+        assert compute_retrieval_metrics(scaled, given_.own, given_.classes) == found
 
 
 def test_retrieval_of_thoughts_that_are_told_apart_and_of_their_opposite() -> None:
     right, wrong = told_apart(10), told_apart(10, own=-9.0, other=-1.0)
-    found = retrieval(right.sums, right.own, right.classes)
+    found = compute_retrieval_metrics(right.sums, right.own, right.classes)
     assert [found[f"retrieval_accuracy{k}"] for k in ("", "@2", "@4", "@8")] == [1, 1, 1, 1]
     assert [found[f"retrieval_chance_level{k}"] for k in ("", "@2", "@4", "@8")] == pytest.approx([0.1, 0.2, 0.4, 0.8])
     assert [found[f"retrieval_above_chance{k}"] for k in ("", "@2")] == pytest.approx([0.9, 0.8])
-    found = retrieval(wrong.sums, wrong.own, wrong.classes)
+    found = compute_retrieval_metrics(wrong.sums, wrong.own, wrong.classes)
     assert [found[f"retrieval_accuracy{k}"] for k in ("", "@2", "@4", "@8")] == [0, 0, 0, 0]
     assert found["retrieval_above_chance"] == pytest.approx(-0.1)
 
@@ -231,19 +234,21 @@ def test_retrieval_of_thoughts_that_are_told_apart_and_of_their_opposite() -> No
 def test_an_identical_prompt_is_as_right_as_the_own_one() -> None:
     sums = torch.tensor([[-1.0, -2.0, -1.0], [-1.0, -2.0, -1.0], [-5.0, -2.0, -5.0]])
     own, twins = torch.tensor([0, 2, 1]), torch.tensor([0, 1, 0])
-    found = retrieval(sums, own, twins)
+    found = compute_retrieval_metrics(sums, own, twins)
     assert found["retrieval_accuracy"] == 1
     assert found["retrieval_chance_level"] == pytest.approx((2 / 3 + 2 / 3 + 1 / 3) / 3)
     assert found["retrieval_chance_level@2"] == 1
-    assert retrieval(sums, own, torch.arange(3))["retrieval_accuracy"] == pytest.approx(2 / 3)
+    assert compute_retrieval_metrics(sums, own, torch.arange(3))["retrieval_accuracy"] == pytest.approx(2 / 3)
 
 
 def test_equal_scores_rank_by_column() -> None:
     level, own = torch.zeros(3, 3), torch.arange(3)
-    found = retrieval(level, own, torch.arange(3))
+    found = compute_retrieval_metrics(level, own, torch.arange(3))
     assert found["retrieval_accuracy"] == pytest.approx(1 / 3)
     assert found["retrieval_accuracy@2"] == pytest.approx(2 / 3)
-    assert retrieval(level, torch.zeros(3, dtype=torch.long), torch.arange(3))["retrieval_accuracy"] == 1
+    assert (
+        compute_retrieval_metrics(level, torch.zeros(3, dtype=torch.long), torch.arange(3))["retrieval_accuracy"] == 1
+    )
 
 
 # ---------------------------------------------------------------------------- the control
@@ -257,7 +262,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 @given(scored(most_rows=5))
 def test_the_control_approaches_the_mean_over_all_permutations(given_: Scored) -> None:
     wanted = oracles.mean_shuffled_accuracy(given_.sums.tolist(), given_.own.tolist(), given_.classes.tolist())
-    found = shuffled_retrieval_accuracy(given_.sums, given_.own, given_.classes, seeded(), shuffles=2000)
+    found = compute_shuffled_accuracy(given_.sums, given_.own, given_.classes, seeded(), num_shuffles=2000)
     # Five standard errors of a share among 2,000 permutations, at most 0.5 each.
     assert found == pytest.approx(wanted, abs=5 * 0.5 / 2000**0.5)
 
@@ -265,8 +270,8 @@ def test_the_control_approaches_the_mean_over_all_permutations(given_: Scored) -
 @pytest.mark.parametrize("own", [-1.0, -17.0])
 def test_the_control_sits_at_chance_however_well_thoughts_are_told_apart(own: float) -> None:
     those = told_apart(64, own=own)
-    chance = retrieval(those.sums, those.own, those.classes)["retrieval_chance_level"]
-    found = shuffled_retrieval_accuracy(those.sums, those.own, those.classes, seeded(), shuffles=400)
+    chance = compute_retrieval_metrics(those.sums, those.own, those.classes)["retrieval_chance_level"]
+    found = compute_shuffled_accuracy(those.sums, those.own, those.classes, seeded(), num_shuffles=400)
     # Hits of one permutation are nearly Poisson(1): five standard errors are 5 / 64 / sqrt(400).
     assert found == pytest.approx(chance, abs=5 / 64 / 20)
 
@@ -274,11 +279,11 @@ def test_the_control_sits_at_chance_however_well_thoughts_are_told_apart(own: fl
 def test_the_control_is_reproduced_by_its_generator_and_moves_nothing() -> None:
     those = told_apart(6)
     own = those.own.clone()
-    found = [shuffled_retrieval_accuracy(those.sums, those.own, those.classes, seeded(3), 7) for _ in range(2)]
+    found = [compute_shuffled_accuracy(those.sums, those.own, those.classes, seeded(3), 7) for _ in range(2)]
     assert found[0] == found[1]
     assert torch.equal(those.own, own)
     alone = Scored(those.sums[:1], those.lengths[:1], those.own[:1], those.classes)
-    assert shuffled_retrieval_accuracy(alone.sums, alone.own, alone.classes, seeded()) == 1
+    assert compute_shuffled_accuracy(alone.sums, alone.own, alone.classes, seeded()) == 1
 
 
 # ---------------------------------------------------------------------------- refusals
@@ -290,9 +295,9 @@ def test_one_prompt_or_no_thought_is_refused() -> None:
     for sums, own in ((torch.zeros(1, 1), one), (torch.zeros(0, 2), none), (torch.zeros(0, 0), none)):
         classes = torch.arange(sums.shape[1])
         for call in (
-            lambda sums=sums, own=own: mutual_information(sums, torch.ones(len(own)), own),
-            lambda sums=sums, own=own, classes=classes: retrieval(sums, own, classes),
-            lambda sums=sums, own=own, classes=classes: shuffled_retrieval_accuracy(sums, own, classes, seeded()),
+            lambda sums=sums, own=own: compute_information_metrics(sums, torch.ones(len(own)), own),
+            lambda sums=sums, own=own, classes=classes: compute_retrieval_metrics(sums, own, classes),
+            lambda sums=sums, own=own, classes=classes: compute_shuffled_accuracy(sums, own, classes, seeded()),
         ):
             with pytest.raises(ValueError, match=r"at least 1 thought and 2 prompts.*Leave the diagnostics"):
                 call()
@@ -303,6 +308,6 @@ def test_scores_that_are_not_finite_are_refused(bad: float) -> None:
     those = told_apart(3)
     those.sums[1, 2] = bad
     with pytest.raises(ValueError, match="not finite"):
-        mutual_information(*those[:3])
+        compute_information_metrics(*those[:3])
     with pytest.raises(ValueError, match="not finite"):
-        retrieval(those.sums, those.own, those.classes)
+        compute_retrieval_metrics(those.sums, those.own, those.classes)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from tests.oracles import algo as oracle
 from tests.strategies.algo import Sequences, examples, sequences
-from trainable.algo.reductions import LOSS_AGG_MODES, loss_weights, masked_mean, masked_whiten
+from trainable.algo.reductions import LOSS_AGG_MODES, compute_loss_weights, masked_mean, masked_whiten
 
 
 @examples
@@ -72,10 +72,10 @@ def test_weights_equal_the_literal_aggregation(
 ) -> None:
     loss, mask = batch.values, batch.mask
     length = padded_length or mask.shape[1]
-    weighted = (loss_weights(mask, mode, micro_batch_size, padded_length) * loss).sum()
+    weighted = (compute_loss_weights(mask, mode, micro_batch_size, padded_length) * loss).sum()
     expected = oracle.aggregate_micro(loss.tolist(), mask.tolist(), mode, length, micro_batch_size)
     assert weighted.item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
-    whole = (loss_weights(mask, mode, None, padded_length) * loss).sum()
+    whole = (compute_loss_weights(mask, mode, None, padded_length) * loss).sum()
     assert whole.item() == pytest.approx(
         oracle.aggregate(loss.tolist(), mask.tolist(), mode, length), rel=1e-5, abs=1e-5
     )
@@ -84,7 +84,7 @@ def test_weights_equal_the_literal_aggregation(
 @examples
 @given(sequences(), st.sampled_from(LOSS_AGG_MODES))
 def test_only_trained_tokens_have_weight(batch: Sequences, mode: str) -> None:
-    weights = loss_weights(batch.mask, mode)
+    weights = compute_loss_weights(batch.mask, mode)
     assert torch.equal(weights > 0, batch.mask)
     assert weights.dtype == torch.float32
 
@@ -103,23 +103,23 @@ MASK = torch.tensor([[True, True, True, True], [True, False, False, False], [Fal
 )
 def test_hand_worked_aggregations_leave_out_the_fully_masked_row(mode: str, expected: float) -> None:
     loss = torch.tensor([[1.0], [10.0], [99.0]]).expand(3, 4)
-    assert (loss_weights(MASK, mode) * loss).sum().item() == pytest.approx(expected)
+    assert (compute_loss_weights(MASK, mode) * loss).sum().item() == pytest.approx(expected)
 
 
 def test_micro_batches_average_their_means_not_their_tokens() -> None:
-    weights = loss_weights(MASK[:2], "token-mean", micro_batch_size=1)
+    weights = compute_loss_weights(MASK[:2], "token-mean", micro_batch_size=1)
     torch.testing.assert_close(weights, torch.tensor([[0.125, 0.125, 0.125, 0.125], [0.5, 0.0, 0.0, 0.0]]))
 
 
 def test_short_and_empty_micro_batches_count_in_the_divisor() -> None:
-    weights = loss_weights(MASK, "token-mean", micro_batch_size=2)
+    weights = compute_loss_weights(MASK, "token-mean", micro_batch_size=2)
     assert weights.sum().item() == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_an_empty_mask_gives_zero_loss_and_zero_gradient(mode: str) -> None:
     loss = torch.ones(2, 3, requires_grad=True)
-    total = (loss_weights(torch.zeros(2, 3, dtype=torch.bool), mode, micro_batch_size=1) * loss).sum()
+    total = (compute_loss_weights(torch.zeros(2, 3, dtype=torch.bool), mode, micro_batch_size=1) * loss).sum()
     total.backward()
     assert total.item() == 0
     assert loss.grad is not None
@@ -127,17 +127,17 @@ def test_an_empty_mask_gives_zero_loss_and_zero_gradient(mode: str) -> None:
 
 
 def test_a_padded_length_of_one_is_a_plain_sum() -> None:
-    assert torch.equal(loss_weights(MASK, "seq-mean-token-sum-norm", padded_length=1), MASK.float())
+    assert torch.equal(compute_loss_weights(MASK, "seq-mean-token-sum-norm", padded_length=1), MASK.float())
 
 
 def test_no_sequences_give_no_weights() -> None:
-    assert loss_weights(torch.zeros(0, 3, dtype=torch.bool), "token-mean").shape == (0, 3)
+    assert compute_loss_weights(torch.zeros(0, 3, dtype=torch.bool), "token-mean").shape == (0, 3)
 
 
 def test_weights_refuse_what_they_cannot_do() -> None:
     with pytest.raises(ValueError, match="loss_agg_mode is 'mean'; it must be one of token-mean"):
-        loss_weights(MASK, "mean")
+        compute_loss_weights(MASK, "mean")
     with pytest.raises(ValueError, match="micro_batch_size is 0; it must be at least 1"):
-        loss_weights(MASK, "token-mean", micro_batch_size=0)
+        compute_loss_weights(MASK, "token-mean", micro_batch_size=0)
     with pytest.raises(ValueError, match="padded_length is 0; it must be at least 1"):
-        loss_weights(MASK, "token-mean", padded_length=0)
+        compute_loss_weights(MASK, "token-mean", padded_length=0)

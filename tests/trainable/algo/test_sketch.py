@@ -35,7 +35,7 @@ def test_it_is_linear_and_a_function_of_its_seed() -> None:
     assert (both.shape, both.dtype) == ((SIZE,), torch.float64)
 
 
-@pytest.mark.parametrize("chunk", [2, sketch.CHUNK])
+@pytest.mark.parametrize("chunk", [2, sketch.CHUNK_ENTRIES])
 def test_every_entry_is_in_one_place_with_one_sign(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sketch, "CHUNK", chunk)
     places = set()

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.strategies.algo import examples
 from trainable.algo.losses import entropy_from_logits, full_kl, logprobs_from_logits
-from trainable.algo.vocabulary import TokenNumbers, logprobs_from_hidden, token_numbers
+from trainable.algo.vocabulary import TokenStatistics, logprobs_from_hidden, compute_token_statistics
 
 ROWS, HIDDEN, VOCABULARY, TEMPERATURE = 10, 5, 7, 0.8
 
@@ -34,22 +34,22 @@ class Case:
         self.tokens = torch.randint(0, vocabulary, (rows,), generator=generator)
         self.slopes = drawn(3, rows).to(self.weight.dtype)
 
-    def numbers(self, elements: int | None, entropy_gradient: bool = True) -> TokenNumbers:
-        return token_numbers(
+    def numbers(self, elements: int | None, entropy_gradient: bool = True) -> TokenStatistics:
+        return compute_token_statistics(
             self.hidden, self.weight, self.tokens, TEMPERATURE, entropy_gradient, self.reference, elements
         )
 
-    def whole(self) -> TokenNumbers:
+    def whole(self) -> TokenStatistics:
         """The definitions, from whole logits in double precision."""
         hidden, weight, (ref_hidden, ref_weight) = self.hidden.double(), self.weight.double(), self.reference
         logs = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
         others = (ref_hidden.double() @ ref_weight.double().T / TEMPERATURE).log_softmax(-1)
-        return TokenNumbers(
+        return TokenStatistics(
             logs.gather(-1, self.tokens[:, None])[:, 0], -(logs.exp() * logs).sum(-1),
             (logs.exp() * (logs - others)).sum(-1),
         )  # fmt: skip
 
-    def gradients(self, numbers: TokenNumbers) -> list[Tensor]:
+    def gradients(self, numbers: TokenStatistics) -> list[Tensor]:
         """Of a random weighting of all numbers, by hidden states and head."""
         total = sum((slope * part).sum() for slope, part in zip(self.slopes, numbers, strict=True))
         return list(torch.autograd.grad(total, [self.hidden, self.weight]))
@@ -76,7 +76,7 @@ def test_where_all_rows_fit_the_numbers_are_bit_for_bit_those_of_whole_logits(el
     case = Case(dtype=torch.float32)
     logits = torch.nn.functional.linear(case.hidden, case.weight) / TEMPERATURE
     ref_logits = torch.nn.functional.linear(*case.reference) / TEMPERATURE
-    wanted = TokenNumbers(
+    wanted = TokenStatistics(
         logprobs_from_logits(logits, case.tokens), entropy_from_logits(logits), full_kl(logits, ref_logits)
     )
     found = case.numbers(elements)
@@ -98,7 +98,7 @@ def test_gradcheck_of_every_number(elements: int | None) -> None:
     case = Case(2, rows=5)
 
     def of(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        found = token_numbers(hidden, weight, case.tokens, TEMPERATURE, True, case.reference, elements)
+        found = compute_token_statistics(hidden, weight, case.tokens, TEMPERATURE, True, case.reference, elements)
         assert found.full_kl is not None
         return found.logprobs, found.entropies, found.full_kl
 

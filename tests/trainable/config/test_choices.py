@@ -2,19 +2,25 @@
 
 import pytest
 
-from tests.fakes.scripted import small
+from tests.fakes.scripted import make_small_config
 from trainable.algo.filters import TopKAbs, parse_rule
 from trainable.algo.losses import KL_ESTIMATORS
-from trainable.config.choices import ADVANTAGE_ESTIMATORS, FILTER_STRATEGIES, KL_KINDS, POLICY_LOSSES, idle_knobs
+from trainable.config.choices import (
+    ADVANTAGE_ESTIMATORS,
+    FILTER_STRATEGIES,
+    KL_KINDS,
+    POLICY_LOSSES,
+    find_unused_settings,
+)
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ActorConfig, FilterConfig
-from trainable.ppo.schedule import due_at
-from trainable.ppo.targets import _WITHOUT_CRITIC
+from trainable.ppo.schedule import plan_step
+from trainable.ppo.targets import _CRITIC_FREE_ESTIMATORS
 
 
 def test_every_estimator_has_a_formula() -> None:
     assert {name for name, estimator in ADVANTAGE_ESTIMATORS.items() if not estimator.needs_critic} == set(
-        _WITHOUT_CRITIC
+        _CRITIC_FREE_ESTIMATORS
     )
 
 
@@ -29,14 +35,14 @@ def test_a_strategy_counts_groups_where_its_rule_does(name: str) -> None:
 
 def test_knobs_are_settings_of_their_section() -> None:
     for choices, section in ((POLICY_LOSSES, ActorConfig), (FILTER_STRATEGIES, FilterConfig)):
-        assert {knob for choice in choices.values() for knob in choice.knobs} <= section.model_fields.keys()
+        assert {knob for choice in choices.values() for knob in choice.settings} <= section.model_fields.keys()
 
 
 def test_a_knob_of_another_choice_changes_no_hash() -> None:
     def hashed(**settings: object) -> str:
-        return small(**settings).config_hash()
+        return make_small_config(**settings).compute_hash()
 
-    assert idle_knobs(POLICY_LOSSES, "ppo_clip") == {"tpo_eta"}
+    assert find_unused_settings(POLICY_LOSSES, "ppo_clip") == {"tpo_eta"}
     assert hashed() == hashed(actor__tpo_eta=2.0)
     assert hashed() != hashed(actor__clip_ratio_low=0.1)
     top_k = {"filter__rollout_filter_strategy": "top_k"}
@@ -57,5 +63,5 @@ def test_a_knob_of_another_choice_changes_no_hash() -> None:
     ],
 )  # fmt: skip
 def test_what_is_due(settings: dict[str, object], step: int, due: set[str]) -> None:
-    config: RunConfig = small(**{"trainer__total_training_steps": 9, "trainer__test_freq": 0, **settings})
-    assert {name for name, is_due in due_at(step, config)._asdict().items() if is_due} == due
+    config: RunConfig = make_small_config(**{"trainer__total_training_steps": 9, "trainer__test_freq": 0, **settings})
+    assert {name for name, is_due in plan_step(step, config)._asdict().items() if is_due} == due

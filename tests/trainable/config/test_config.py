@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainable.config.aliases import ALIASES
-from trainable.config.run_config import ConfigError, RunConfig, canonical_key, field_names, with_overrides
+from trainable.config.run_config import ConfigError, RunConfig, resolve_key, list_field_names, apply_overrides
 
 # Every key of the two published documents, as they write it, with its value there and the field that it sets here.
 PUBLISHED = [
@@ -75,31 +75,31 @@ def get(config: RunConfig, field: str) -> object:
 
 @pytest.mark.parametrize(("key", "text", "field", "value"), PUBLISHED, ids=[case[0] for case in PUBLISHED])
 def test_a_published_key_sets_its_field(key: str, text: str, field: str, value: object) -> None:
-    assert canonical_key(key) == field
-    assert get(with_overrides(RunConfig(), {key: text}), field) == value
+    assert resolve_key(key) == field
+    assert get(apply_overrides(RunConfig(), {key: text}), field) == value
 
 
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_names_a_field(alias: str) -> None:
-    assert ALIASES[alias] in field_names()
+    assert ALIASES[alias] in list_field_names()
 
 
-@pytest.mark.parametrize("field", field_names())
+@pytest.mark.parametrize("field", list_field_names())
 def test_every_field_is_its_own_name(field: str) -> None:
-    assert canonical_key(field) == field
+    assert resolve_key(field) == field
 
 
-@given(st.sampled_from(field_names()))
+@given(st.sampled_from(list_field_names()))
 def test_a_bare_key_is_taken_where_one_section_has_it(field: str) -> None:
     bare = field.rsplit(".", 1)[-1]
-    owners = [name for name in field_names() if name.rsplit(".", 1)[-1] == bare]
+    owners = [name for name in list_field_names() if name.rsplit(".", 1)[-1] == bare]
     if len(owners) == 1:
-        assert canonical_key(bare) == field
+        assert resolve_key(bare) == field
 
 
 def test_a_bare_key_of_several_sections_is_refused_with_their_names() -> None:
     with pytest.raises(ConfigError, match=r"`lr` is a setting of several sections: type one of actor\.lr, critic\.lr"):
-        canonical_key("lr")
+        resolve_key("lr")
 
 
 @pytest.mark.parametrize(
@@ -114,15 +114,15 @@ def test_a_bare_key_of_several_sections_is_refused_with_their_names() -> None:
 )
 def test_an_unknown_key_is_refused_with_the_nearest(typed: str, nearest: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        with_overrides(RunConfig(), {typed: 1})
+        apply_overrides(RunConfig(), {typed: 1})
     assert f"`{typed}`" in str(caught.value)
     assert nearest in str(caught.value)
 
 
 def test_an_unknown_key_of_a_section_lists_the_section() -> None:
     with pytest.raises(ConfigError) as caught:
-        canonical_key("early_stop.nonsense")
-    listed = [name for name in field_names() if name.startswith("early_stop.")]
+        resolve_key("early_stop.nonsense")
+    listed = [name for name in list_field_names() if name.startswith("early_stop.")]
     assert ", ".join(listed) in str(caught.value)
 
 
@@ -146,39 +146,39 @@ def test_an_unknown_key_of_a_section_lists_the_section() -> None:
 )
 def test_a_value_out_of_bounds_is_refused_with_value_and_bound(key: str, value: object, bound: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        with_overrides(RunConfig(), {key: value})
+        apply_overrides(RunConfig(), {key: value})
     assert bound in str(caught.value)
     assert str(value) in str(caught.value)
 
 
 def test_betas_of_adamw_are_below_one() -> None:
     with pytest.raises(ConfigError, match=r"actor\.betas\.1=1.*less than 1"):
-        with_overrides(RunConfig(), {"actor.betas": (0.9, 1)})
+        apply_overrides(RunConfig(), {"actor.betas": (0.9, 1)})
 
 
 @pytest.mark.parametrize("zero", [0, 0.0, "0", "0.0", "0.00"])
 def test_a_zero_coefficient_switches_the_kl_loss_off(zero: object) -> None:
-    assert not with_overrides(RunConfig(), {"use_kl_loss": True, "kl_loss_coef": zero}).actor.use_kl_loss
-    assert with_overrides(RunConfig(), {"use_kl_loss": True, "kl_loss_coef": "0.001"}).actor.use_kl_loss
+    assert not apply_overrides(RunConfig(), {"use_kl_loss": True, "kl_loss_coef": zero}).actor.use_kl_loss
+    assert apply_overrides(RunConfig(), {"use_kl_loss": True, "kl_loss_coef": "0.001"}).actor.use_kl_loss
 
 
 def test_the_hash_names_what_can_change_a_result() -> None:
     base = RunConfig()
     placed = ({"trainer.n_gpus_per_node": 4}, {"trainer.zero_stage": 1}, {"rollout.gpu_memory_utilization": 0.3})
     for same in ({"trainer.save_freq": 50}, {"trainer.resume_every": 1}, {"trainer.ray_num_cpus": 2}, *placed):
-        assert with_overrides(base, same).config_hash() == base.config_hash()
-    assert base.model_copy(update={"seed": 7}).config_hash() == base.config_hash()
+        assert apply_overrides(base, same).compute_hash() == base.compute_hash()
+    assert base.model_copy(update={"seed": 7}).compute_hash() == base.compute_hash()
     for other in (
         {"actor.lr": 2e-6},
         {"collapse_detection.all_quantities": True},
         {"trainer.total_training_steps": 401},
         {"early_stop.variance_ratio": 0.2},
     ):
-        assert with_overrides(base, other).config_hash() != base.config_hash()
+        assert apply_overrides(base, other).compute_hash() != base.compute_hash()
 
 
 def test_a_config_survives_json() -> None:
-    config = with_overrides(RunConfig(), {"actor.betas": "[0.9, 0.95]", "trainer.logger": "['wandb']", "lam": "0.95"})
+    config = apply_overrides(RunConfig(), {"actor.betas": "[0.9, 0.95]", "trainer.logger": "['wandb']", "lam": "0.95"})
     assert RunConfig.model_validate(json.loads(config.model_dump_json())) == config
 
 
@@ -190,7 +190,7 @@ def test_a_config_is_frozen() -> None:
 
 @pytest.mark.parametrize("word", ["null", "None", " NULL "])
 def test_null_is_a_word_where_a_setting_may_have_no_value(word: str) -> None:
-    config = with_overrides(RunConfig(), {"trainer.gradient_analysis_env_groups": "128"})
-    assert with_overrides(config, {"trainer.gradient_analysis_env_groups": word}).trainer == RunConfig().trainer
+    config = apply_overrides(RunConfig(), {"trainer.gradient_analysis_env_groups": "128"})
+    assert apply_overrides(config, {"trainer.gradient_analysis_env_groups": word}).trainer == RunConfig().trainer
     with pytest.raises(ConfigError):
-        with_overrides(config, {"trainer.total_training_steps": word})
+        apply_overrides(config, {"trainer.total_training_steps": word})

@@ -1,6 +1,6 @@
 import pytest
 
-from trainable.config.run_config import ConfigError, RunConfig, with_overrides
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,8 @@ from trainable.config.run_config import ConfigError, RunConfig, with_overrides
 )
 def test_settings_that_cannot_work_together_are_refused(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        with_overrides(RunConfig(), changes)
+        apply_overrides(RunConfig(), changes)
 
 
 def test_bare_words_in_a_list_are_words() -> None:
-    assert with_overrides(RunConfig(), {"trainer.logger": "[console,wandb]"}).trainer.logger == ("console", "wandb")
+    assert apply_overrides(RunConfig(), {"trainer.logger": "[console,wandb]"}).trainer.logger == ("console", "wandb")

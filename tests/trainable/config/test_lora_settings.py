@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainable.config.run_config import ConfigError, RunConfig, with_overrides
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from trainable.config.run_config import ConfigError, RunConfig, with_overrides
 )  # fmt: skip
 def test_layers_are_chosen_by_name(typed: object, wanted: object) -> None:
     for key in ("model.lora_target_modules", "actor_rollout_ref.model.target_modules", "lora.target_modules"):
-        assert with_overrides(RunConfig(), {key: typed}).model.lora_target_modules == wanted
+        assert apply_overrides(RunConfig(), {key: typed}).model.lora_target_modules == wanted
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_layers_are_chosen_by_name(typed: object, wanted: object) -> None:
 )
 def test_a_wrong_setting_is_refused_in_one_sentence(key: str, value: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as caught:
-        with_overrides(RunConfig(), {key: value})
+        apply_overrides(RunConfig(), {key: value})
     assert str(caught.value).count("cannot be used") == 1
 
 
@@ -42,13 +42,13 @@ def test_a_run_without_adapters_keeps_the_name_that_it_had_before_there_were_any
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plain, rank = RunConfig(), {"lora_rank": 8}
-    hashed = [with_overrides(plain, {**rank, **more}).config_hash() for more in ({}, {"lora_alpha": 32})]
-    assert len({plain.config_hash(), *hashed}) == 3
-    other = with_overrides(plain, {"lora_alpha": 32, "lora_target_modules": "q_proj"})
-    assert other.config_hash() == plain.config_hash()
+    hashed = [apply_overrides(plain, {**rank, **more}).compute_hash() for more in ({}, {"lora_alpha": 32})]
+    assert len({plain.compute_hash(), *hashed}) == 3
+    other = apply_overrides(plain, {"lora_alpha": 32, "lora_target_modules": "q_proj"})
+    assert other.compute_hash() == plain.compute_hash()
     written: list[str] = []
     monkeypatch.setattr("trainable.config.run_config.json.dumps", lambda data, **_: written.append(str(data)) or "")
-    plain.config_hash()
+    plain.compute_hash()
     assert "prompt_style" in written[0]
     assert "lora" not in written[0]
 

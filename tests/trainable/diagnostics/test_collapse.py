@@ -10,22 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.scripted import small
-from tests.fakes.trainers import quiet, replay, steps, timeless
+from tests.fakes.scripted import make_small_config
+from tests.fakes.trainers import make_quiet_trainer, replay_step, run_steps, drop_times
 from tests.oracles import mutual_information as oracle
 from trainable.config.sections import CollapseDetectionConfig
-from trainable.diagnostics.collapse import Diagnosis, diagnose, is_due
+from trainable.diagnostics.collapse import Diagnosis, diagnose_episodes, is_due
 from trainable.diagnostics.standard import DIAGNOSTICS
-from trainable.diagnostics.thoughts import Pairs, first_turn_pairs, read_turns, trajectory_pairs
-from trainable.envs.sokoban.level_sets import training_levels
-from trainable.envs.sokoban.prompt import make_protocol
+from trainable.diagnostics.thoughts import ThoughtPairs, sample_first_turn_pairs, read_turns, sample_trajectory_pairs
+from trainable.envs.sokoban.level_sets import make_training_levels
+from trainable.envs.sokoban.prompt import make_prompt_template
 from trainable.families import LANGUAGE_MODEL
 from trainable.models.codec import Codec
 from trainable.models.load import load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.play import Rules, play
+from trainable.rollout.play import EpisodeLimits, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES
@@ -53,9 +53,9 @@ class Rollout(NamedTuple):
 def rollout() -> Rollout:
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
     codec = make_codec(policy.tokenizer)
-    rules = Rules(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context=512)
-    episodes = play(
-        training_levels(0, 1, 3, 10_000), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10), codec,
+    rules = EpisodeLimits(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
+    episodes = roll_out_episodes(
+        make_training_levels(0, 1, 3, 10_000), 6, TorchSampler(policy.model), make_prompt_template("compact", "grid", 10), codec,
         rules, SamplingParams(1.0, 24, policy.stop_token), np.random.default_rng(0),
     )  # fmt: skip
     return Rollout(policy.model, codec, episodes)
@@ -66,21 +66,21 @@ def diagnosed(
 ) -> Diagnosis:
     chosen = CollapseDetectionConfig.model_validate({"num_samples": SAMPLES, "all_quantities": True, **settings})
     model, codec, episodes = rollout
-    return diagnose(model, codec, episodes, chosen, averages or {}, np.random.default_rng(seed))
+    return diagnose_episodes(model, codec, episodes, chosen, averages or {}, np.random.default_rng(seed))
 
 
-def drawn(rollout: Rollout, seed: int = 0) -> dict[str, Pairs]:
+def drawn(rollout: Rollout, seed: int = 0) -> dict[str, ThoughtPairs]:
     """What the two samples draw from a seed: each has a stream of its own."""
     first, trajectory = np.random.default_rng(seed).spawn(2)
     turns = read_turns(rollout.episodes, rollout.codec)
     groups = [episode.group for episode in rollout.episodes]
     return {
-        "first_turn": first_turn_pairs(turns, groups, SAMPLES, first),
-        "trajectory": trajectory_pairs(turns, SAMPLES, trajectory),
+        "first_turn": sample_first_turn_pairs(turns, groups, SAMPLES, first),
+        "trajectory": sample_trajectory_pairs(turns, SAMPLES, trajectory),
     }
 
 
-def whole_sequences(model: Qwen2, pairs: Pairs) -> list[list[float]]:
+def whole_sequences(model: Qwen2, pairs: ThoughtPairs) -> list[list[float]]:
     """Log-prob of every thought after every prompt, each pair by itself as one sequence."""
     return [[_score(model, prompt, thought) for prompt in pairs.prompts] for thought in pairs.thoughts]
 
@@ -88,14 +88,14 @@ def whole_sequences(model: Qwen2, pairs: Pairs) -> list[list[float]]:
 def _score(model: Qwen2, prompt: np.ndarray, thought: np.ndarray) -> float:
     whole = torch.from_numpy(np.concatenate((prompt, thought)))[None]
     with torch.no_grad():
-        states = model.model.hidden_at(whole, torch.arange(len(prompt) - 1, whole.shape[1] - 1))
+        states = model.model.compute_hidden_states(whole, torch.arange(len(prompt) - 1, whole.shape[1] - 1))
         logs = model.lm_head(states).log_softmax(-1).double()
     return float(logs.gather(-1, torch.from_numpy(thought)[:, None]).sum())
 
 
-def literal(model: Qwen2, pairs: Pairs) -> dict[str, float]:
+def literal(model: Qwen2, pairs: ThoughtPairs) -> dict[str, float]:
     """Every quantity of a first diagnosis but the control, by whole sequences and the slow formulas."""
-    sums, own, classes = whole_sequences(model, pairs), pairs.own.tolist(), pairs.classes.tolist()
+    sums, own, classes = whole_sequences(model, pairs), pairs.own_columns.tolist(), pairs.classes.tolist()
     found = oracle.mutual_information(sums, [len(thought) for thought in pairs.thoughts], own)
     return {**found, **smoothed([found]), **oracle.retrieval(sums, own, classes)}
 
@@ -135,7 +135,7 @@ def test_a_thoughts_own_score_is_what_the_sampler_said(rollout: Rollout) -> None
     """H(Z|X) of first turns, from the log-probs that were noted while the episodes were played."""
     entropies = []
     for episode, turns in zip(rollout.episodes, read_turns(rollout.episodes, rollout.codec), strict=True):
-        if turns[0].valid:
+        if turns[0].is_valid:
             length, start = len(turns[0].thought), len(turns[0].prompt)
             while not np.array_equal(episode.tokens[start : start + length], turns[0].thought):
                 start += 1  # a blank before the thought
@@ -151,8 +151,8 @@ def test_the_control_sits_at_what_dealing_prompts_out_must_give(rollout: Rollout
     part = rollout._replace(episodes=rollout.episodes[:episodes])
     pairs = drawn(part)[sample]
     classes = pairs.classes.tolist()
-    right = [classes[column] for column in pairs.own]
-    told = [classes[oracle.retrieved(scores, 1)[0]] for scores in whole_sequences(rollout.model, pairs)]
+    right = [classes[column] for column in pairs.own_columns]
+    told = [classes[oracle.select_top_k(scores, 1)[0]] for scores in whole_sequences(rollout.model, pairs)]
     expected = sum(told.count(one) * right.count(one) for one in set(classes)) / len(right) ** 2
     row = diagnosed(part).row
     # A deal's share has a standard error of at most about 1 / sqrt(12), the mean of 100 a tenth of that.
@@ -200,7 +200,7 @@ def test_averages_are_given_back_and_not_changed(rollout: Rollout) -> None:
     first = diagnosed(rollout, 0)
     kept = json.loads(json.dumps(first.averages))
     again = [diagnosed(rollout, 1, averages) for averages in (first.averages, kept)]
-    assert timeless(again[0].row) == timeless(again[1].row)
+    assert drop_times(again[0].row) == drop_times(again[1].row)
     assert first.averages == kept != again[0].averages
     assert again[0].averages == again[1].averages
     assert all(len(state) == 3 for state in kept.values())
@@ -219,7 +219,7 @@ def test_a_sample_that_is_not_measured_leaves_its_average_as_it_was(rollout: Rol
 
 def test_one_seed_gives_one_row_and_another_another(rollout: Rollout) -> None:
     first, again, other = (diagnosed(rollout, seed) for seed in (3, 3, 4))
-    assert timeless(first.row) == timeless(again.row)
+    assert drop_times(first.row) == drop_times(again.row)
     assert first.averages == again.averages
     for sample in ("first_turn", "trajectory"):
         name = f"collapse_{sample}_marginal_std"
@@ -227,9 +227,9 @@ def test_one_seed_gives_one_row_and_another_another(rollout: Rollout) -> None:
 
 
 def test_switching_a_sample_off_leaves_the_other_as_it_is(rollout: Rollout) -> None:
-    both = timeless(diagnosed(rollout).row)
-    one = timeless(diagnosed(rollout, multi_turn_enabled=False).row)
-    other = timeless(diagnosed(rollout, first_turn_enabled=False).row)
+    both = drop_times(diagnosed(rollout).row)
+    one = drop_times(diagnosed(rollout, multi_turn_enabled=False).row)
+    other = drop_times(diagnosed(rollout, first_turn_enabled=False).row)
     assert both == {**one, **other}
     assert one.keys() == COVERAGE | FIRST - TIMES
     assert other.keys() == COVERAGE | TRAJECTORY
@@ -237,8 +237,8 @@ def test_switching_a_sample_off_leaves_the_other_as_it_is(rollout: Rollout) -> N
 
 @pytest.mark.parametrize("training", [True, False])
 def test_model_gradients_and_global_randomness_are_left_alone(training: bool) -> None:
-    trainer = quiet()
-    model, episodes = trainer.model.train(training), replay(trainer, 1)
+    trainer = make_quiet_trainer()
+    model, episodes = trainer.model.train(training), replay_step(trainer, 1)
     for number, weight in enumerate(model.parameters()):
         weight.grad = torch.full_like(weight, number) if number % 2 else None
     before = {name: (weight.clone(), weight.grad) for name, weight in model.named_parameters()}
@@ -256,9 +256,9 @@ def test_model_gradients_and_global_randomness_are_left_alone(training: bool) ->
 
 
 def test_a_run_that_is_looked_at_trains_as_one_that_is_not() -> None:
-    trainer, other = quiet(), quiet()
-    diagnosed(Rollout(trainer.model, trainer.codec, replay(trainer, 1)))
-    assert steps(trainer, 2) == steps(other, 2)
+    trainer, other = make_quiet_trainer(), make_quiet_trainer()
+    diagnosed(Rollout(trainer.model, trainer.codec, replay_step(trainer, 1)))
+    assert run_steps(trainer, 2) == run_steps(other, 2)
 
 
 # ---------------------------------------------------------------------------- what is there, and when
@@ -276,18 +276,18 @@ def test_without_the_setting_a_row_has_fewer_columns_with_the_same_numbers(rollo
     averages = diagnosed(rollout).averages
     full, regular = (diagnosed(rollout, 1, averages, all_quantities=told) for told in (True, False))
     assert regular.row.keys() == REGULAR
-    assert timeless(regular.row) == {name: value for name, value in timeless(full.row).items() if name in REGULAR}
+    assert drop_times(regular.row) == {name: value for name, value in drop_times(full.row).items() if name in REGULAR}
     assert regular.averages == full.averages
     assert len(REGULAR) == 2 * 10 + 4 + 2
 
 
 def test_a_run_writes_the_regular_columns_and_all_where_they_are_asked_for() -> None:
     for told, columns in ((False, REGULAR), (True, COLUMNS)):
-        settings = small(collapse_detection__all_quantities=told, trainer__total_training_steps=1)
+        settings = make_small_config(collapse_detection__all_quantities=told, trainer__total_training_steps=1)
         row = PPOTrainer(settings, diagnostics=DIAGNOSTICS).step().row
         assert {name for name in row if "collapse" in name} == columns
-        assert columns <= LANGUAGE_MODEL.empty_row(settings).keys()
-        assert (LANGUAGE_MODEL.empty_row(settings).keys() >= COLUMNS) == told
+        assert columns <= LANGUAGE_MODEL.make_empty_row(settings).keys()
+        assert (LANGUAGE_MODEL.make_empty_row(settings).keys() >= COLUMNS) == told
 
 
 def test_the_page_teaches_the_regular_quantities_and_no_other() -> None:
@@ -305,17 +305,17 @@ def test_the_page_teaches_the_regular_quantities_and_no_other() -> None:
 def test_published_keys_are_the_columns_in_the_published_spelling() -> None:
     for column in (column for column in STEP_COLUMNS if "collapse" in column.name):
         if column.name in TIMES:
-            assert f"timing_s/{column.name.removeprefix('seconds_')}_step" == column.published
+            assert f"timing_s/{column.name.removeprefix('seconds_')}_step" == column.published_key
         elif column.name.endswith(("_paper", "_shuffled")):
-            assert not column.published
+            assert not column.published_key
         else:
-            assert column.published.replace("_sample/", "_").replace("/", "_").replace("@", "_at_") == column.name
+            assert column.published_key.replace("_sample/", "_").replace("/", "_").replace("@", "_at_") == column.name
 
 
 def test_nothing_is_diagnosed_with_both_samples_off_but_coverage(rollout: Rollout) -> None:
     found = diagnosed(rollout, averages={"first_turn": {}}, first_turn_enabled=False, multi_turn_enabled=False)
     turns = [turn for episode in read_turns(rollout.episodes, rollout.codec) for turn in episode]
-    assert found.row == {"collapse_valid_thinking_rate": sum(turn.valid for turn in turns) / len(turns)}
+    assert found.row == {"collapse_valid_thinking_rate": sum(turn.is_valid for turn in turns) / len(turns)}
     assert found.averages == {"first_turn": {}}
 
 
@@ -386,14 +386,14 @@ def lengthened(episode: Episode, count: int) -> Episode:
     )
 
 
-def kept(pairs: Pairs, context: int) -> Pairs:
+def kept(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
     """The pairs whose prompt leaves room for the longest thought, one by one."""
     longest = max(len(thought) for thought in pairs.thoughts)
     columns = [number for number, prompt in enumerate(pairs.prompts) if len(prompt) + longest <= context]
-    rows = [row for row, column in enumerate(pairs.own.tolist()) if column in columns]
-    return Pairs(
+    rows = [row for row, column in enumerate(pairs.own_columns.tolist()) if column in columns]
+    return ThoughtPairs(
         tuple(pairs.prompts[column] for column in columns), tuple(pairs.thoughts[row] for row in rows),
-        np.array([columns.index(pairs.own[row]) for row in rows]), pairs.classes[columns],
+        np.array([columns.index(pairs.own_columns[row]) for row in rows]), pairs.classes[columns],
     )  # fmt: skip
 
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.trainers import quiet, timeless, weights
+from tests.fakes.trainers import make_quiet_trainer, drop_times, copy_weights
 from tests.trainable.diagnostics.test_gradient_probe import ANALYSIS, GROUPS, SIZE, analysed
-from trainable.config.seeds import stream
-from trainable.diagnostics.gradient_analysis import analyse
+from trainable.config.seeds import make_rng
+from trainable.diagnostics.gradient_analysis import analyse_gradients
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
 from trainable.runs.records import GRADIENT_COLUMNS
@@ -15,7 +15,7 @@ from trainable.runs.records import GRADIENT_COLUMNS
 
 def test_rows_say_what_was_measured_and_how() -> None:
     trainer = analysed(actor__kl_loss_type="mse", trainer__gradient_analysis_sketch=1024)
-    rows = {row["component"]: row for row in analyse(trainer, [])[0]["rows"]}
+    rows = {row["component"]: row for row in analyse_gradients(trainer, [])[0]["rows"]}
     assert {name: (row["form"], row["coefficient"]) for name, row in rows.items()} == {
         "task": ("gae", 1.0), "entropy": (None, 0.1), "kl": ("mse", 0.5), "total": (None, None),
     }  # fmt: skip
@@ -24,28 +24,33 @@ def test_rows_say_what_was_measured_and_how() -> None:
 
 def test_an_analysis_leaves_weights_optimizers_gradients_and_streams_alone() -> None:
     trainer = analysed()
-    before, values = weights(trainer), trainer.totals
+    before, values = copy_weights(trainer), trainer.total_budget
     state, old = torch.random.get_rng_state(), np.random.get_state()[1].copy()  # type: ignore[index,union-attr]  # noqa: NPY002
-    analyse(trainer, [])
-    after = weights(trainer)
+    analyse_gradients(trainer, [])
+    after = copy_weights(trainer)
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert trainer.totals == values
+    assert trainer.total_budget == values
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     assert torch.equal(torch.random.get_rng_state(), state)
     assert np.array_equal(np.random.get_state()[1], old)  # type: ignore[index]  # noqa: NPY002
 
 
 def test_training_is_the_same_with_and_without_it() -> None:
-    with_it, without = quiet(**ANALYSIS), quiet(**{**ANALYSIS, "trainer__gradient_analysis_mode": False})
+    with_it, without = (
+        make_quiet_trainer(**ANALYSIS),
+        make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_mode": False}),
+    )
     for step in (1, 2, 3):
         one, two = with_it.step(), without.step()
-        assert timeless(one.row) == timeless(two.row)
+        assert drop_times(one.row) == drop_times(two.row)
         assert bool(one.gradients) == (step in (1, 3)) == ("seconds_gradient_analysis" in one.row)
-    assert all(torch.equal(a, b) for a, b in zip(weights(with_it).values(), weights(without).values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(copy_weights(with_it).values(), copy_weights(without).values(), strict=True)
+    )
 
 
 def test_the_lines_have_the_columns_and_no_number_that_json_lacks() -> None:
-    lines = quiet(**ANALYSIS).step().gradients
+    lines = make_quiet_trainer(**ANALYSIS).step().gradients
     assert [(line["step"], line["source"], line["prefilter"]) for line in lines] == [
         (1, "train", True), (1, "train", False),
     ]  # fmt: skip
@@ -66,7 +71,7 @@ def test_a_filter_that_keeps_nothing_is_told(prefilter: bool) -> None:
     alike = [episode._replace(turn_rewards=[0.0] * len(episode.turn_rewards)) for episode in played(trainer)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer, "roll_out", lambda *_: alike)
-        *before, after = analyse(trainer, [])
+        *before, after = analyse_gradients(trainer, [])
     assert [line["prefilter"] for line in before] == [True] * prefilter
     (row,) = after["rows"]
     assert (row["empty_after_filter"], row["sample_count"], row["source_groups_kept"]) == (1, 0, 0)
@@ -76,11 +81,11 @@ def test_a_filter_that_keeps_nothing_is_told(prefilter: bool) -> None:
 
 
 def played(trainer: PPOTrainer) -> list[Episode]:
-    return trainer.roll_out((trainer.val_levels * GROUPS)[:GROUPS], SIZE, stream(3, "gradient_sampling", 0))
+    return trainer.roll_out((trainer.val_levels * GROUPS)[:GROUPS], SIZE, make_rng(3, "gradient_sampling", 0))
 
 
 def test_the_steps_own_batch_is_used_where_no_other_is_asked_for() -> None:
-    lines = quiet(**{**ANALYSIS, "trainer__gradient_analysis_env_groups": None}).step().gradients
+    lines = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_env_groups": None}).step().gradients
     for line in lines:
         assert all(row["uses_training_batch"] and row["source_env_groups"] == 2 for row in line["rows"])
     assert len(lines[0]["groups"]) == 2
@@ -88,18 +93,18 @@ def test_the_steps_own_batch_is_used_where_no_other_is_asked_for() -> None:
 
 @pytest.mark.parametrize(("every", "expected"), [(1, [1, 2, 3, 4]), (2, [1, 3]), (50, [1])])
 def test_it_is_due_at_the_first_step_and_every_so_many(every: int, expected: list[int]) -> None:
-    settings = quiet(**{**ANALYSIS, "trainer__gradient_analysis_every": every}).config.trainer
-    assert [step for step in range(1, 5) if settings.analyses_gradients(step)] == expected
+    settings = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_every": every}).config.trainer
+    assert [step for step in range(1, 5) if settings.is_gradient_analysis_step(step)] == expected
 
 
 def test_measuring_only_trains_nothing_and_ends_after_the_first() -> None:
-    trainer = quiet(
+    trainer = make_quiet_trainer(
         **ANALYSIS, trainer__gradient_analysis_only=True, trainer__exit_after_gradient_analysis=True
     )  # fmt: skip
     assert trainer.config.trainer.total_training_steps == 1
-    before = weights(trainer)
+    before = copy_weights(trainer)
     found = trainer.step()
     assert found.gradients
     assert found.row["optimizer_steps"] == 0
-    after = weights(trainer)
+    after = copy_weights(trainer)
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -7,18 +7,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.trainers import quiet
-from trainable.algo.batching import length_stratified_order
-from trainable.algo.filters import group_scores
-from trainable.algo.reductions import LOSS_AGG_MODES, loss_weights
+from tests.fakes.trainers import make_quiet_trainer
+from trainable.algo.batching import order_length_stratified
+from trainable.algo.filters import compute_group_scores
+from trainable.algo.reductions import LOSS_AGG_MODES, compute_loss_weights
 from trainable.backend.meter import Meter
-from trainable.config.seeds import stream
-from trainable.diagnostics.gradient_analysis import _finite as finite_or_missing
-from trainable.diagnostics.gradient_probe import FOLDS, Findings, probe_gradients
-from trainable.ppo.evaluation import by_group
-from trainable.ppo.targets import Prepared
+from trainable.config.seeds import make_rng
+from trainable.diagnostics.gradient_analysis import _replace_nonfinite as finite_or_missing
+from trainable.diagnostics.gradient_probe import FOLDS, ProbeResult, probe_gradients
+from trainable.ppo.evaluation import reshape_by_group
+from trainable.ppo.targets import PreparedBatch
 from trainable.ppo.trainer import PPOTrainer
-from trainable.ppo.update import passes, weighted_passes
+from trainable.ppo.update import make_passes, make_weighted_passes
 
 GROUPS, SIZE = 7, 4
 ANALYSIS: dict[str, object] = {
@@ -31,31 +31,31 @@ ANALYSIS: dict[str, object] = {
 
 def analysed(**overrides: object) -> PPOTrainer:
     """A small trainer after one step, so that policy and reference differ."""
-    trainer = quiet(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, **overrides})
+    trainer = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, **overrides})
     trainer.step()
     return trainer
 
 
-def prepared(trainer: PPOTrainer) -> tuple[Prepared, dict[int, float]]:
+def prepared(trainer: PPOTrainer) -> tuple[PreparedBatch, dict[int, float]]:
     levels = trainer.val_levels * GROUPS
-    episodes = trainer.roll_out(levels[:GROUPS], SIZE, stream(3, "gradient_sampling", 0))
-    stds = group_scores("reward_std", by_group([episode.score for episode in episodes], SIZE))
-    ready = trainer.prepare(episodes, GROUPS, GROUPS, stream(3, "gradient_duplicates", 0))
+    episodes = trainer.roll_out(levels[:GROUPS], SIZE, make_rng(3, "gradient_sampling", 0))
+    stds = compute_group_scores("reward_std", reshape_by_group([episode.score for episode in episodes], SIZE))
+    ready = trainer.prepare_batch(episodes, GROUPS, GROUPS, make_rng(3, "gradient_duplicates", 0))
     spread = {group: float(std) + 0.1 * group for group, std in enumerate(stds)}  # no two alike
     return ready, spread
 
 
 def probed(
     trainer: PPOTrainer, buckets: int = 3, mode: str = "quantile", sketch: int | None = None
-) -> tuple[Prepared, Findings]:
+) -> tuple[PreparedBatch, ProbeResult]:
     ready, stds = prepared(trainer)
     generator = torch.Generator().manual_seed(1)
     return ready, probe_gradients(
-        trainer.actor_update(), ready.batch, ready.targets, stds, buckets, mode, generator, sketch
+        trainer.make_actor_update(), ready.batch, ready.targets, stds, buckets, mode, generator, sketch
     )
 
 
-def by_name(findings: Findings) -> dict[tuple[str, str], dict[str, Any]]:
+def by_name(findings: ProbeResult) -> dict[tuple[str, str], dict[str, Any]]:
     return {(row["bucket"], row["component"]): row for row in findings.rows}
 
 
@@ -63,7 +63,7 @@ def gradient(trainer: PPOTrainer, parts: Iterator[Any], component: str) -> torch
     """The plain way: backward of one term, read from `.grad`."""
     trainer.model.zero_grad(set_to_none=True)
     for part in parts:
-        terms = trainer.actor_update().components(part, Meter())
+        terms = trainer.make_actor_update().compute_loss_terms(part, Meter())
         (sum(terms.values()) if component == "total" else terms[component]).backward()
     found = torch.cat([parameter.grad.flatten() for parameter in trainer.model.parameters()])
     trainer.model.zero_grad(set_to_none=True)
@@ -76,15 +76,15 @@ def test_the_whole_batch_is_its_plain_gradient_and_the_sum_of_its_buckets(mode: 
     ready, findings = probed(trainer)
     rows, batch = by_name(findings), ready.batch
     everyone = torch.arange(len(batch.lengths))
-    whole_weights = loss_weights(batch.mask, mode)
+    whole_weights = compute_loss_weights(batch.mask, mode)
     members = buckets_of(ready, findings)
     for component in ("task", "entropy", "kl", "total"):
-        whole = gradient(trainer, weighted_passes(batch, ready.targets, everyone, whole_weights), component)
+        whole = gradient(trainer, make_weighted_passes(batch, ready.targets, everyone, whole_weights), component)
         assert rows["all", component]["mean_norm"] == pytest.approx(float(whole.norm()), rel=1e-4)
         summed = torch.zeros_like(whole)
         for bucket, index in members.items():
             alone = gradient(
-                trainer, weighted_passes(batch, ready.targets, index, whole_weights[index]), component
+                trainer, make_weighted_passes(batch, ready.targets, index, whole_weights[index]), component
             ) / rows[bucket, component]["weight"]  # fmt: skip
             assert rows[bucket, component]["mean_norm"] == pytest.approx(float(alone.norm()), rel=1e-4)
             summed += rows[bucket, component]["weight"] * alone
@@ -92,7 +92,7 @@ def test_the_whole_batch_is_its_plain_gradient_and_the_sum_of_its_buckets(mode: 
     assert sum(rows[bucket, "task"]["weight"] for bucket in members) == pytest.approx(1)
 
 
-def buckets_of(ready: Prepared, findings: Findings) -> dict[str, torch.Tensor]:
+def buckets_of(ready: PreparedBatch, findings: ProbeResult) -> dict[str, torch.Tensor]:
     """Episodes of each bucket, from the table of groups."""
     home = {row["group"]: row["bucket"] for row in findings.groups}
     names = [home[int(group)] for group in ready.batch.group_ids]
@@ -106,9 +106,9 @@ def test_shares_and_cosines_are_those_of_the_plain_gradients() -> None:
     ready, findings = probed(trainer)
     row = by_name(findings)
     everyone, mode = torch.arange(len(ready.batch.lengths)), trainer.config.actor.loss_agg_mode
-    weights_ = loss_weights(ready.batch.mask, mode)
+    weights_ = compute_loss_weights(ready.batch.mask, mode)
     plain = {
-        name: gradient(trainer, weighted_passes(ready.batch, ready.targets, everyone, weights_), name).double()
+        name: gradient(trainer, make_weighted_passes(ready.batch, ready.targets, everyone, weights_), name).double()
         for name in ("task", "entropy", "kl")
     }
     whole = sum(plain.values())
@@ -128,7 +128,7 @@ def test_the_published_norm_is_a_mean_over_mini_batches() -> None:
     trainer = analysed(actor__ppo_mini_batch_size=6, actor__ppo_micro_batch_size_per_gpu=2)
     ready, findings = probed(trainer)
     rows, settings = by_name(findings), trainer.config.actor
-    order, batch = length_stratified_order(ready.batch.lengths), ready.batch
+    order, batch = order_length_stratified(ready.batch.lengths), ready.batch
     groups = {bucket: set(index.tolist()) for bucket, index in buckets_of(ready, findings).items()}
     assert any(len(index) % 6 for index in groups.values())  # one ends with a short mini-batch
     for bucket, members in (*groups.items(), ("all", set(order.tolist()))):
@@ -136,7 +136,7 @@ def test_the_published_norm_is_a_mean_over_mini_batches() -> None:
         for component in ("task", "entropy", "kl"):
             norms = []
             for part in index.split(6):
-                cut = passes(batch, ready.targets, part, settings.loss_agg_mode, 2, batch.tokens.shape[1])
+                cut = make_passes(batch, ready.targets, part, settings.loss_agg_mode, 2, batch.tokens.shape[1])
                 micros = -(-len(part) // 2)
                 norms.append(float(gradient(trainer, cut, component).norm()) * micros / 3)  # as if it were whole
             row, norm = rows[bucket, component], float(np.mean(norms))
@@ -158,12 +158,12 @@ def test_signal_and_noise_are_of_the_folds_mean_gradients() -> None:
     assert row["snr"] == pytest.approx(row["signal"] / row["noise"])
     assert row["snr_low"] < row["snr"] < row["snr_high"]
     # Each of the groups is a fold of its own: the noise is the weighted spread of their gradients.
-    batch, weights_ = ready.batch, loss_weights(ready.batch.mask, "token-mean")
+    batch, weights_ = ready.batch, compute_loss_weights(ready.batch.mask, "token-mean")
     found, shares = [], []
     for group in torch.unique(batch.group_ids):
         index = (batch.group_ids == group).nonzero().squeeze(-1)
         share = float(weights_[index].sum())
-        part = gradient(trainer, weighted_passes(batch, ready.targets, index, weights_[index]), "task").double()
+        part = gradient(trainer, make_weighted_passes(batch, ready.targets, index, weights_[index]), "task").double()
         found.append(part / share)
         shares.append(share)
     gradients, share_of = torch.stack(found), torch.tensor(shares, dtype=torch.float64)
@@ -215,14 +215,14 @@ def test_fixed_edges_leave_empty_buckets_out() -> None:
     ready, stds = prepared(trainer)
     spread = dict(zip(stds, (0.2, 0.4, 2.5, 2.6, 2.7, 9.0, 9.5), strict=True))
     found = probe_gradients(
-        trainer.actor_update(), ready.batch, ready.targets, spread, 6, "fixed_rv", torch.Generator().manual_seed(1)
+        trainer.make_actor_update(), ready.batch, ready.targets, spread, 6, "fixed_rv", torch.Generator().manual_seed(1)
     )
     assert list(dict.fromkeys(row["bucket"] for row in found.rows)) == ["bucket_1", "bucket_3", "bucket_6", "all"]
 
 
 @pytest.mark.parametrize(("kind", "is_zero"), [("kl", False), ("mse", True), ("low_var_kl", True)])
 def test_the_kl_gradient_where_policy_and_reference_are_one(kind: str, is_zero: bool) -> None:
-    trainer = quiet(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, "actor__kl_loss_type": kind})
+    trainer = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, "actor__kl_loss_type": kind})
     _, findings = probed(trainer)
     rows = by_name(findings)
     kl, task = rows["all", "kl"], rows["all", "task"]
@@ -238,7 +238,7 @@ def test_the_kl_gradient_where_policy_and_reference_are_one(kind: str, is_zero: 
 
 @pytest.mark.parametrize("coefficient", [1e-9, 1e3])
 def test_the_coefficient_does_not_decide_what_is_rounding(coefficient: float) -> None:
-    fresh = quiet(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, "actor__kl_loss_type": "low_var_kl",
+    fresh = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, "actor__kl_loss_type": "low_var_kl",
                      "actor__kl_loss_coef": coefficient})  # fmt: skip
     assert by_name(probed(fresh)[1])["all", "kl"]["snr"] is None
     trained = by_name(probed(analysed(actor__kl_loss_coef=coefficient))[1])["all", "kl"]
@@ -253,7 +253,7 @@ def test_what_is_not_finite_is_missing_and_the_rest_keeps_its_numbers() -> None:
     def rows(advantages: torch.Tensor) -> dict[tuple[str, str], dict[str, Any]]:
         targets = ready.targets._replace(advantages=advantages)
         generator = torch.Generator().manual_seed(1)
-        found = probe_gradients(trainer.actor_update(), ready.batch, targets, stds, 3, "quantile", generator)
+        found = probe_gradients(trainer.make_actor_update(), ready.batch, targets, stds, 3, "quantile", generator)
         return by_name(found._replace(rows=[finite_or_missing(row) for row in found.rows]))
 
     sound = ready.targets.advantages
@@ -285,7 +285,7 @@ def test_a_bucket_has_a_fold_for_each_of_its_groups_up_to_eight() -> None:
     for batch in (ready.batch, ready.batch._replace(mask=mask)):
         trained = {int(group) for group in batch.group_ids[batch.mask.any(1)]}
         found = probe_gradients(
-            trainer.actor_update(), batch, ready.targets, stds, 2, "quantile", torch.Generator().manual_seed(3)
+            trainer.make_actor_update(), batch, ready.targets, stds, 2, "quantile", torch.Generator().manual_seed(3)
         )
         for row in found.rows:
             own = {group["group"] for group in found.groups if row["bucket"] in (group["bucket"], "all")}
@@ -297,7 +297,7 @@ def test_groups_without_spread_teach_grpo_the_regularizers_alone() -> None:
     ready, stds = prepared(trainer)
     targets = ready.targets._replace(advantages=torch.zeros_like(ready.targets.advantages))
     found = probe_gradients(
-        trainer.actor_update(), ready.batch, targets, stds, 2, "quantile", torch.Generator().manual_seed(1)
+        trainer.make_actor_update(), ready.batch, targets, stds, 2, "quantile", torch.Generator().manual_seed(1)
     )
     rows = by_name(found)
     names = ("signal_share", "signal_share_low", "signal_share_high")

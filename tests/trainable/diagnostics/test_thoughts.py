@@ -8,14 +8,20 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.strategies.algo import examples
-from trainable.diagnostics.cross_scores import cross_scores
-from trainable.diagnostics.thoughts import Turn, first_turn_pairs, read_turns, thought_coverage, trajectory_pairs
-from trainable.envs.sokoban.level_sets import training_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_protocol
+from trainable.diagnostics.cross_scores import compute_cross_scores
+from trainable.diagnostics.thoughts import (
+    Turn,
+    sample_first_turn_pairs,
+    read_turns,
+    compute_thought_coverage,
+    sample_trajectory_pairs,
+)
+from trainable.envs.sokoban.level_sets import make_training_levels
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_prompt_template
 from trainable.models.codec import Codec
 from trainable.models.load import load_policy, make_codec
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.play import Rules, play
+from trainable.rollout.play import EpisodeLimits, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.tiny.tokenizer import build_tokenizer
@@ -49,7 +55,7 @@ def episode(replies: Sequence[str], tokenizer: Tokenizer = TINY, group: int = 0)
         level_seed=0, group=group, tokens=np.concatenate([np.array(part, dtype=np.int64) for part in parts]),
         mask=np.repeat([False, True] * len(replies), sizes), logprobs=zeros, entropies=zeros,
         turns=np.repeat(np.arange(len(parts)) // 2, sizes), turn_rewards=(0.0,) * len(replies), actions=1,
-        invalid_turns=0, stop=StopReason.OUT_OF_TURNS, texts=tuple(reply.split("<|im_end|>")[0] for reply in replies),
+        invalid_turns=0, stop_reason=StopReason.OUT_OF_TURNS, texts=tuple(reply.split("<|im_end|>")[0] for reply in replies),
     )  # fmt: skip
 
 
@@ -88,7 +94,7 @@ def test_the_tiny_tokenizer_ends_a_thought_and_starts_an_answer_with_one_token()
 def test_a_thought_that_is_empty_or_not_closed_has_no_tokens(tokenizer: Tokenizer, reply: str) -> None:
     (turns,) = read_turns([episode([reply], tokenizer)], make_codec(tokenizer))
     assert len(turns[0].thought) == 0
-    assert not turns[0].valid
+    assert not turns[0].is_valid
 
 
 @pytest.mark.parametrize(
@@ -147,7 +153,7 @@ GROUPS = [0, 0, 1, 2, 2]
 
 
 def test_coverage_by_hand() -> None:
-    assert thought_coverage(EPISODES) == pytest.approx(
+    assert compute_thought_coverage(EPISODES) == pytest.approx(
         {
             "collapse/valid_thinking_rate": 5 / 9,
             "collapse/first_turn_num_total": 5,
@@ -155,21 +161,21 @@ def test_coverage_by_hand() -> None:
             "collapse/first_turn_valid_rate": 3 / 5,
         }
     )
-    assert set(thought_coverage([]).values()) == {0}
+    assert set(compute_thought_coverage([]).values()) == {0}
 
 
 def test_first_turns_stand_against_the_openings_of_their_groups() -> None:
-    pairs = first_turn_pairs(EPISODES, GROUPS, 64, np.random.default_rng(0))
+    pairs = sample_first_turn_pairs(EPISODES, GROUPS, 64, np.random.default_rng(0))
     assert [list(thought) for thought in pairs.thoughts] == [[10], [12, 13], [15]]
     assert [list(prompt) for prompt in pairs.prompts] == [[1], [5], [1]]
-    assert pairs.own.tolist() == [0, 1, 2]
+    assert pairs.own_columns.tolist() == [0, 1, 2]
     assert pairs.classes.tolist() == [0, 1, 0]
 
 
 def test_a_group_without_a_valid_first_turn_has_no_column() -> None:
-    pairs = first_turn_pairs(EPISODES, [0, 3, 1, 1, 0], 64, np.random.default_rng(0))
+    pairs = sample_first_turn_pairs(EPISODES, [0, 3, 1, 1, 0], 64, np.random.default_rng(0))
     assert [list(prompt) for prompt in pairs.prompts] == [[1], [5]]
-    assert pairs.own.tolist() == [0, 1, 1]
+    assert pairs.own_columns.tolist() == [0, 1, 1]
 
 
 def many(count: int) -> list[list[Turn]]:
@@ -182,13 +188,13 @@ def many(count: int) -> list[list[Turn]]:
 
 def test_first_turns_are_drawn_without_replacement_and_follow_their_own_prompt() -> None:
     episodes = many(40)
-    pairs = first_turn_pairs(episodes, range(40), 8, np.random.default_rng(1))
+    pairs = sample_first_turn_pairs(episodes, range(40), 8, np.random.default_rng(1))
     drawn = [int(thought[0]) for thought in pairs.thoughts]
     assert len(set(drawn)) == len(drawn) == 8
-    assert [int(pairs.prompts[column][0]) for column in pairs.own] == drawn
+    assert [int(pairs.prompts[column][0]) for column in pairs.own_columns] == drawn
     counts = np.zeros(40)
     for seed in range(400):
-        for thought in first_turn_pairs(episodes, range(40), 8, np.random.default_rng(seed)).thoughts:
+        for thought in sample_first_turn_pairs(episodes, range(40), 8, np.random.default_rng(seed)).thoughts:
             counts[thought[0]] += 1
     assert not counts[::4].any()
     # Each of the 30 valid ones comes in 8/30 of the draws: 107 of 400, give or take five standard errors of 8.9.
@@ -200,9 +206,9 @@ def test_trajectory_draws_have_a_column_each_and_weigh_episodes_alike() -> None:
     counts: dict[tuple[int, int], int] = {}
     draws = 0
     for seed in range(1500):
-        pairs = trajectory_pairs(episodes, 4, np.random.default_rng(seed))
-        assert len(pairs.prompts) == len(pairs.thoughts) == len(pairs.own) == len(pairs.classes) <= 4
-        assert pairs.own.tolist() == list(range(len(pairs.own)))
+        pairs = sample_trajectory_pairs(episodes, 4, np.random.default_rng(seed))
+        assert len(pairs.prompts) == len(pairs.thoughts) == len(pairs.own_columns) == len(pairs.classes) <= 4
+        assert pairs.own_columns.tolist() == list(range(len(pairs.own_columns)))
         for prompt, thought in zip(pairs.prompts, pairs.thoughts, strict=True):
             assert np.array_equal(prompt, thought)
             where = int(thought[0]), int(thought[1])
@@ -216,7 +222,7 @@ def test_trajectory_draws_have_a_column_each_and_weigh_episodes_alike() -> None:
 
 
 def test_a_turn_drawn_twice_has_two_columns_of_one_class() -> None:
-    pairs = trajectory_pairs([[turn([1], [2])], [turn([1], [3]), turn([4], [5])]], 64, np.random.default_rng(0))
+    pairs = sample_trajectory_pairs([[turn([1], [2])], [turn([1], [3]), turn([4], [5])]], 64, np.random.default_rng(0))
     assert len(pairs.prompts) == 3  # as many draws as there are valid turns
     alike = {tuple(prompt): number for prompt, number in zip(pairs.prompts, pairs.classes.tolist(), strict=True)}
     assert [alike[tuple(prompt)] for prompt in pairs.prompts] == pairs.classes.tolist()
@@ -226,8 +232,8 @@ def test_a_turn_drawn_twice_has_two_columns_of_one_class() -> None:
 def test_sampling_is_reproduced_by_its_generator() -> None:
     episodes = many(30)
     for sample in (
-        lambda rng: first_turn_pairs(episodes, range(30), 5, rng),
-        lambda rng: trajectory_pairs(episodes, 5, rng),
+        lambda rng: sample_first_turn_pairs(episodes, range(30), 5, rng),
+        lambda rng: sample_trajectory_pairs(episodes, 5, rng),
     ):
         first, again, other = (sample(np.random.default_rng(seed)) for seed in (3, 3, 4))
         assert np.array_equal(np.concatenate(first.thoughts), np.concatenate(again.thoughts))
@@ -236,10 +242,10 @@ def test_sampling_is_reproduced_by_its_generator() -> None:
 
 def test_no_valid_turn_gives_no_pairs() -> None:
     for pairs in (
-        first_turn_pairs([EPISODES[1]], [0], 64, np.random.default_rng(0)),
-        trajectory_pairs([EPISODES[4]], 64, np.random.default_rng(0)),
+        sample_first_turn_pairs([EPISODES[1]], [0], 64, np.random.default_rng(0)),
+        sample_trajectory_pairs([EPISODES[4]], 64, np.random.default_rng(0)),
     ):
-        assert len(pairs.prompts) == len(pairs.thoughts) == len(pairs.own) == len(pairs.classes) == 0
+        assert len(pairs.prompts) == len(pairs.thoughts) == len(pairs.own_columns) == len(pairs.classes) == 0
 
 
 # ---------------------------------------------------------------------------- a real rollout
@@ -249,9 +255,9 @@ def test_no_valid_turn_gives_no_pairs() -> None:
 def rollout() -> tuple[list[Episode], Codec]:
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
     codec = make_codec(policy.tokenizer)
-    rules = Rules(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context=512)
-    episodes = play(
-        training_levels(0, 1, 3, 10_000), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10), codec,
+    rules = EpisodeLimits(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
+    episodes = roll_out_episodes(
+        make_training_levels(0, 1, 3, 10_000), 6, TorchSampler(policy.model), make_prompt_template("compact", "grid", 10), codec,
         rules, SamplingParams(1.0, 24, policy.stop_token), np.random.default_rng(0),
     )  # fmt: skip
     return episodes, codec
@@ -273,8 +279,8 @@ def test_a_thoughts_score_after_its_own_prompt_is_what_the_sampler_said(rollout:
         for one in turns:
             start = len(one.prompt)
             stop = start + len(one.thought)
-            if one.valid and np.array_equal(played.tokens[start:stop], one.thought):
-                found = cross_scores(model, [one.prompt], [one.thought]).sums
+            if one.is_valid and np.array_equal(played.tokens[start:stop], one.thought):
+                found = compute_cross_scores(model, [one.prompt], [one.thought]).logprob_sums
                 assert float(found) == pytest.approx(float(played.logprobs[start:stop].sum()), rel=1e-4, abs=1e-4)
                 compared += 1
     assert compared > 20

@@ -5,11 +5,17 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
-from tests.fakes.hub_models import DROPS_THOUGHTS, NO_SYSTEM, STRIPPING, byte_tokenizer, folder_with
+from tests.fakes.hub_models import (
+    DROPS_THOUGHTS_TEMPLATE,
+    NO_SYSTEM_TEMPLATE,
+    STRIPPING_TEMPLATE,
+    make_byte_tokenizer,
+    write_tokenizer_config,
+)
 from trainable.envs.chat import CHATML, ChatFormat
-from trainable.envs.sokoban.level_sets import validation_levels
-from trainable.envs.sokoban.prompt import Observation, make_protocol
-from trainable.models.chat_template import chat_format
+from trainable.envs.sokoban.level_sets import make_validation_levels
+from trainable.envs.sokoban.prompt import Observation, make_prompt_template
+from trainable.models.chat_template import read_chat_format
 from trainable.models.load import make_codec
 
 PLAIN = (
@@ -47,8 +53,8 @@ SYSTEM_IN_THE_LAST = (
 TEMPLATES = {
     "plain": (PLAIN, True, "<|im_end|>"),
     "default system": (DEFAULT_SYSTEM, True, "<|im_end|>"),
-    "stripping": (STRIPPING, True, "<|end|>"),
-    "no system": (NO_SYSTEM, False, "<|end|>"),
+    "stripping": (STRIPPING_TEMPLATE, True, "<|end|>"),
+    "no system": (NO_SYSTEM_TEMPLATE, False, "<|end|>"),
     "silent on system": (SILENT_ON_SYSTEM, False, "<|im_end|>"),
     "instruct": (INSTRUCT, True, "</s>"),
     "no marks": (NO_MARKS, True, "</s>"),
@@ -58,15 +64,15 @@ TEMPLATES = {
 
 
 def cut(folder: Path, template: object, tokenizer: Tokenizer | None = None, wanted: str = "auto") -> ChatFormat:
-    tokenizer = tokenizer or byte_tokenizer()
-    return chat_format(folder_with(folder, template), tokenizer, tokenizer.token_to_id("</s>"), wanted)
+    tokenizer = tokenizer or make_byte_tokenizer()
+    return read_chat_format(write_tokenizer_config(folder, template), tokenizer, tokenizer.token_to_id("</s>"), wanted)
 
 
 def rendered(template: str, messages: list[dict[str, str]]) -> str:
     """What transformers makes of a conversation up to the next reply."""
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token="<s>", eos_token="</s>")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_byte_tokenizer(), bos_token="<s>", eos_token="</s>")
     text: str = tokenizer.apply_chat_template(
         messages, chat_template=template, tokenize=False, add_generation_prompt=True
     )
@@ -86,14 +92,14 @@ def messages(system: str, users: list[str], replies: list[str], has_system: bool
 def test_turn_by_turn_is_what_transformers_renders(name: str, tmp_path: Path) -> None:
     template, has_system, end = TEMPLATES[name]
     chat = cut(tmp_path, template)
-    assert chat.end == end
+    assert chat.end_marker == end
     users = ["\nTurn 1:\n#O\n" if has_system else "Turn 1:", "Turn 2:\n#X\n", "  three "]
     replies = ["<think>P</think><answer>Up</answer>", "<think>a\n\nb</think> <answer>Left</answer>"]
-    told = chat.opening("Play.", users[0])
+    told = chat.format_first_turn("Play.", users[0])
     blank = " " if name == "a blank before the reply" else ""
     assert told == rendered(template, messages("Play.", users[:1], [], has_system)) + blank
     for number, (user, reply) in enumerate(zip(users[1:], replies, strict=True), 2):
-        told += reply + chat.end + chat.following(user)
+        told += reply + chat.end_marker + chat.format_next_turn(user)
         whole = rendered(template, messages("Play.", users[:number], replies[: number - 1], has_system)) + blank
         assert told.replace("</s>", "") == whole.replace("</s>", "")
         assert (told == whole) == (name != "no marks")  # a sampled end stays in the conversation
@@ -101,29 +107,29 @@ def test_turn_by_turn_is_what_transformers_renders(name: str, tmp_path: Path) ->
 
 def test_a_blank_before_the_end_does_not_end_a_turn_twice(tmp_path: Path) -> None:
     chat = cut(tmp_path, BLANK_BEFORE_END)
-    assert (chat.end, chat.next_user) == ("</s>", "<s>[INST] ")
+    assert (chat.end_marker, chat.next_user_prefix) == ("</s>", "<s>[INST] ")
 
 
 def test_the_template_of_qwen_gives_todays_prompts(tmp_path: Path) -> None:
     assert cut(tmp_path, PLAIN) == cut(tmp_path, DEFAULT_SYSTEM) == CHATML
     for style in ("full", "compact"):
-        ours = make_protocol(style, "grid_coord", 10)
-        theirs = make_protocol(style, "grid_coord", 10, cut(tmp_path, PLAIN))
-        for number, level in enumerate(validation_levels(5), 1):
+        ours = make_prompt_template(style, "grid_coord", 10)
+        theirs = make_prompt_template(style, "grid_coord", 10, cut(tmp_path, PLAIN))
+        for number, level in enumerate(make_validation_levels(5), 1):
             observation = Observation(number, level.cells, 8, -0.2, True)
-            assert ours.opening(observation) == theirs.opening(observation)
-            assert ours.following(observation) == theirs.following(observation)
+            assert ours.format_first_turn(observation) == theirs.format_first_turn(observation)
+            assert ours.format_next_turn(observation) == theirs.format_next_turn(observation)
 
 
 def test_a_turn_has_the_tokens_that_it_has_in_the_whole(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = make_byte_tokenizer()
     encode = make_codec(tokenizer).encode
-    chat = cut(tmp_path, STRIPPING, tokenizer)
-    protocol = make_protocol("full", "grid", 10, chat)
-    level = validation_levels(1)[0]
-    opening = protocol.opening(Observation(1, level.cells, 10))
-    following = protocol.following(Observation(2, level.cells, 8, -0.2))
-    parts = [opening, "P</think><answer>Up</answer>" + chat.end, following]
+    chat = cut(tmp_path, STRIPPING_TEMPLATE, tokenizer)
+    protocol = make_prompt_template("full", "grid", 10, chat)
+    level = make_validation_levels(1)[0]
+    opening = protocol.format_first_turn(Observation(1, level.cells, 10))
+    following = protocol.format_next_turn(Observation(2, level.cells, 8, -0.2))
+    parts = [opening, "P</think><answer>Up</answer>" + chat.end_marker, following]
     assert [number for part in encode(parts) for number in part] == encode(["".join(parts)])[0]
     assert opening.startswith("<s><|turn|>system\n\nYou are a helpful assistant.")
     assert opening.endswith("<|end|><|turn|>assistant\n\n<think>")
@@ -133,12 +139,12 @@ def test_a_turn_has_the_tokens_that_it_has_in_the_whole(tmp_path: Path) -> None:
 def test_the_templates_own_file_goes_first_and_a_list_has_a_default(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": NO_MARKS}, {"name": "default", "template": PLAIN}]
     assert cut(tmp_path, named) == CHATML
-    (tmp_path / "chat_template.jinja").write_text(STRIPPING)
-    assert cut(tmp_path, named).strips
+    (tmp_path / "chat_template.jinja").write_text(STRIPPING_TEMPLATE)
+    assert cut(tmp_path, named).strips_content
 
 
 def test_a_template_knows_no_clock(tmp_path: Path) -> None:
-    assert cut(tmp_path, DATED).start == "Today is some day.\n<|im_start|>system\n"
+    assert cut(tmp_path, DATED).system_prefix == "Today is some day.\n<|im_start|>system\n"
 
 
 @pytest.mark.parametrize("template", [None, PLAIN])
@@ -146,12 +152,15 @@ def test_without_a_template_it_is_chatml_after_what_the_tokenizer_puts_first(
     tmp_path: Path, template: str | None
 ) -> None:
     wanted = "auto" if template is None else "chatml"
-    assert cut(tmp_path, template, byte_tokenizer(), wanted) == CHATML
-    assert cut(tmp_path, template, byte_tokenizer(adds_start=True), wanted).start == "<s>" + CHATML.start
+    assert cut(tmp_path, template, make_byte_tokenizer(), wanted) == CHATML
+    assert (
+        cut(tmp_path, template, make_byte_tokenizer(adds_start=True), wanted).system_prefix
+        == "<s>" + CHATML.system_prefix
+    )
 
 
 def test_no_tokenizer_config_is_no_template(tmp_path: Path) -> None:
-    assert chat_format(tmp_path, byte_tokenizer(), 0) == CHATML
+    assert read_chat_format(tmp_path, make_byte_tokenizer(), 0) == CHATML
 
 
 OPENS_THOUGHTS = PLAIN.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
@@ -160,7 +169,7 @@ COUNTS_TURNS = PLAIN.replace(
 )
 LAST_IS_OTHER = PLAIN.replace("{{ m['content'] }}", "{{ m['content'] }}{% if loop.last %}!{% endif %}")
 REFUSED = {
-    "drops thoughts": (DROPS_THOUGHTS, "tells a conversation's beginning otherwise once it goes on"),
+    "drops thoughts": (DROPS_THOUGHTS_TEMPLATE, "tells a conversation's beginning otherwise once it goes on"),
     "opens thoughts": (OPENS_THOUGHTS, "tells a conversation's beginning otherwise once it goes on"),
     "counts turns": (COUNTS_TURNS, "does not put the same text round every turn"),
     "last is other": (LAST_IS_OTHER, "tells a conversation's beginning otherwise once it goes on"),
@@ -181,7 +190,7 @@ def test_a_template_that_does_not_grow_is_refused_with_what_to_type(name: str, t
 
 
 def test_a_tokenizer_that_cuts_turns_otherwise_is_refused(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = make_byte_tokenizer()
     # A blank before every text, though not before every part of one.
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first")
     with pytest.raises(ValueError, match="cut a turn into other tokens alone than inside the conversation"):
@@ -189,7 +198,7 @@ def test_a_tokenizer_that_cuts_turns_otherwise_is_refused(tmp_path: Path) -> Non
 
 
 def test_an_end_that_takes_the_blanks_after_it(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer()
+    tokenizer = make_byte_tokenizer()
     tokenizer.add_special_tokens([AddedToken("<|close|>", special=True, normalized=False, rstrip=True)])
     chat = cut(tmp_path, PLAIN.replace("<|im_end|>", "<|close|>"), tokenizer)
-    assert (chat.end, chat.next_user) == ("<|close|>", "<|im_start|>user\n")
+    assert (chat.end_marker, chat.next_user_prefix) == ("<|close|>", "<|im_start|>user\n")

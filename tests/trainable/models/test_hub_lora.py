@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fakes.hub_models import NO_SYSTEM, small_model, some_tokens, wrapped
-from tests.fakes.trainers import quiet, steps
-from trainable.algo.batching import cut_by_tokens
+from tests.fakes.hub_models import NO_SYSTEM_TEMPLATE, write_small_model, make_tokens, make_wrapped_model
+from tests.fakes.trainers import make_quiet_trainer, run_steps
+from trainable.algo.batching import split_by_tokens
 from trainable.config.sections import ModelConfig
-from trainable.models.lora import adapted, hub_weights, weight_names, write_adapters
+from trainable.models.lora import make_adapted_policy, iter_hub_weights, list_weight_names, write_adapters
 from trainable.ppo import update
-from trainable.runs.state import flat_state, load_flat_state
+from trainable.runs.state import flatten_state, load_flat_state
 
 SMALL = {
     "rollout__response_length": 8, "env__max_turn": 2, "actor__use_kl_loss": True, "actor__kl_loss_coef": 0.01,
@@ -25,11 +25,11 @@ SMALL = {
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])
 def test_adapters_learn_over_another_architecture(kind: str, tmp_path: Path) -> None:
-    trainer = quiet(model__path=str(small_model(tmp_path / kind, kind, NO_SYSTEM)), **SMALL)
-    before = {name: value.clone() for name, value in trainer.state()[0].items()}
+    trainer = make_quiet_trainer(model__path=str(write_small_model(tmp_path / kind, kind, NO_SYSTEM_TEMPLATE)), **SMALL)
+    before = {name: value.clone() for name, value in trainer.get_state()[0].items()}
     assert all(".lora_" in name or name.startswith("critic/score.") for name in before)
-    (row,) = steps(trainer, 1)
-    after = trainer.state()[0]
+    (row,) = run_steps(trainer, 1)
+    after = trainer.get_state()[0]
     assert row["actor_grad_norm"] > 0
     assert any(not torch.equal(after[name], value) for name, value in before.items() if "lora_B" in name)
 
@@ -39,23 +39,25 @@ def test_adapters_learn_over_another_architecture(kind: str, tmp_path: Path) -> 
 def test_peft_reads_the_adapters_of_another_architecture(kind: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    causal, model = wrapped(kind)
+    causal, model = make_wrapped_model(kind)
     settings = ModelConfig(lora_rank=2)
-    policy = adapted(model, settings, np.random.default_rng(0))
+    policy = make_adapted_policy(model, settings, np.random.default_rng(0))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, weight in policy.named_parameters():
             if "lora_B" in name:
                 weight.copy_(torch.randn(weight.shape, generator=generator))
-        tokens = some_tokens(2, 7)
-        ours = policy.lm_head(policy.model.hidden_at(tokens, torch.arange(14)))
-        base = model.lm_head(model.model.hidden_at(tokens, torch.arange(14)))  # before peft puts adapters into it
+        tokens = make_tokens(2, 7)
+        ours = policy.lm_head(policy.model.compute_hidden_states(tokens, torch.arange(14)))
+        base = model.lm_head(
+            model.model.compute_hidden_states(tokens, torch.arange(14))
+        )  # before peft puts adapters into it
         write_adapters(policy, settings, tmp_path)
         twin = PeftModel.from_pretrained(causal, str(tmp_path))
         theirs = twin(input_ids=tokens).logits.flatten(0, 1)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert float((ours - base).abs().max()) > 1e-2
-    assert weight_names(policy) == dict(hub_weights(policy)).keys()
+    assert list_weight_names(policy) == dict(iter_hub_weights(policy)).keys()
 
 
 @pytest.mark.parametrize("is_hub", [True, False])
@@ -65,11 +67,11 @@ def test_passes_are_cut_as_the_model_reads_them(is_hub: bool, tmp_path: Path, mo
 
     def watched(lengths: torch.Tensor, most: int, pads: bool = False) -> list[torch.Tensor]:
         asked.append(pads)
-        return cut_by_tokens(lengths, most, pads)
+        return split_by_tokens(lengths, most, pads)
 
     monkeypatch.setattr(update, "cut_by_tokens", watched)
-    model = {"model__path": str(small_model(tmp_path / "llama", template=NO_SYSTEM))} if is_hub else {}
-    steps(quiet(**SMALL, **model), 1)
+    model = {"model__path": str(write_small_model(tmp_path / "llama", template=NO_SYSTEM_TEMPLATE))} if is_hub else {}
+    run_steps(make_quiet_trainer(**SMALL, **model), 1)
     assert len(asked) >= 4  # values, reference, and the updates of critic and policy
     assert set(asked) == {is_hub}
 
@@ -83,19 +85,19 @@ class _WithBuffer(nn.Module):
 
 def test_buffers_are_no_part_of_a_state() -> None:
     part, other = _WithBuffer(), _WithBuffer()
-    found = {name: value.clone() for name, value in flat_state(part).items()}
+    found = {name: value.clone() for name, value in flatten_state(part).items()}
     assert found.keys() == {"linear.weight", "linear.bias"}
     load_flat_state(other, found)
-    assert all(torch.equal(value, found[name]) for name, value in flat_state(other).items())
+    assert all(torch.equal(value, found[name]) for name, value in flatten_state(other).items())
 
 
 @pytest.mark.parametrize("change", [{"use_sliding_window": True, "sliding_window": 4}, {"hidden_act": "gelu"}])
 def test_a_qwen2_of_another_kind_is_not_run_by_our_own_code(change: dict[str, object], tmp_path: Path) -> None:
-    from trainable.models.load import _is_own
+    from trainable.models.load import _is_plain_qwen2
 
     write = partial((tmp_path / "config.json").write_text, encoding="utf-8")
     config = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu"}
     write(json.dumps(config))
-    assert _is_own(tmp_path)
+    assert _is_plain_qwen2(tmp_path)
     write(json.dumps(config | change))
-    assert not _is_own(tmp_path)
+    assert not _is_plain_qwen2(tmp_path)

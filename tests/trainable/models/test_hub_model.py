@@ -10,25 +10,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.hub_models import RUN, VOCABULARY, make_model, some_tokens, wrapped, write
-from tests.fakes.scripted import hub_twin, random_model, shape
-from trainable.diagnostics.cross_scores import cross_scores
-from trainable.models.hub_config import shape_of
+from tests.fakes.hub_models import ARCHITECTURES, VOCAB_SIZE, make_model, make_tokens, make_wrapped_model, write_model
+from tests.fakes.scripted import make_hub_twin, make_random_model, make_qwen2_shape
+from trainable.diagnostics.cross_scores import compute_cross_scores
+from trainable.models.hub_config import make_shape
 from trainable.models.hub_model import HubModel, load_hub_model
-from trainable.models.load import Policy, frozen_copy, load_policy, make_critic
-from trainable.models.lora import hub_weights
+from trainable.models.load import Policy, make_frozen_copy, load_policy, make_critic
+from trainable.models.lora import iter_hub_weights
 from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from trainable.rollout.vllm_sampler import hub_shapes
-from trainable.runs.state import flat_state, load_flat_state
+from trainable.rollout.vllm_sampler import read_weight_shapes
+from trainable.runs.state import flatten_state, load_flat_state
 
 CPU = torch.device("cpu")
 
 
 def wrapped_twin(model: Qwen2) -> HubModel:
-    twin = hub_twin(model)
-    return HubModel(twin, shape_of(twin, Path()))
+    twin = make_hub_twin(model)
+    return HubModel(twin, make_shape(twin, Path()))
 
 
 def close(found: Tensor, wanted: Tensor, limit: float = 1e-4) -> None:
@@ -47,34 +47,37 @@ def left_padded(chunks: list[list[int]], first: list[int]) -> tuple[Tensor, Tens
 # ---------------------------------------------------------------------------- every architecture
 
 
-@pytest.fixture(scope="module", params=list(RUN))
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
 def pair(request: pytest.FixtureRequest) -> tuple[Any, HubModel]:
-    return wrapped(request.param)
+    return make_wrapped_model(request.param)
 
 
 def test_logits_are_those_of_the_models_own_forward(pair: tuple[Any, HubModel]) -> None:
     causal, model = pair
-    tokens, where = some_tokens(3, 17), torch.tensor([50, 0, 5, 5, 33])
+    tokens, where = make_tokens(3, 17), torch.tensor([50, 0, 5, 5, 33])
     with torch.no_grad():
         wanted = causal(input_ids=tokens).logits.flatten(0, 1)[where]
-        close(model.lm_head(model.model.hidden_at(tokens, where)), wanted)
+        close(model.lm_head(model.model.compute_hidden_states(tokens, where)), wanted)
 
 
 def test_padding_on_the_right_changes_nothing(pair: tuple[Any, HubModel]) -> None:
     _, model = pair
-    tokens = some_tokens(2, 12)
+    tokens = make_tokens(2, 12)
     padded = tokens.clone()
     padded[0, 7:] = 3
     with torch.no_grad():
-        close(model.model.hidden_at(padded, torch.arange(7)), model.model.hidden_at(tokens[:1, :7], torch.arange(7)))
+        close(
+            model.model.compute_hidden_states(padded, torch.arange(7)),
+            model.model.compute_hidden_states(tokens[:1, :7], torch.arange(7)),
+        )
 
 
 def test_gradients_are_those_of_the_models_own_forward(pair: tuple[Any, HubModel]) -> None:
     causal, model = deepcopy(pair)
     twin = make_model(causal.config.model_type)  # the same numbers, other tensors
-    tokens, where = some_tokens(2, 9), torch.tensor([2, 7, 12, 15])
-    slopes = torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    (model.lm_head(model.model.hidden_at(tokens, where)) * slopes).sum().backward()
+    tokens, where = make_tokens(2, 9), torch.tensor([2, 7, 12, 15])
+    slopes = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
+    (model.lm_head(model.model.compute_hidden_states(tokens, where)) * slopes).sum().backward()
     (twin(input_ids=tokens).logits.flatten(0, 1)[where] * slopes).sum().backward()
     wanted = {id_.replace(f"{twin.base_model_prefix}.", "", 1): weight for id_, weight in twin.named_parameters()}
     found = {name.removeprefix("model.base."): weight for name, weight in model.named_parameters()}
@@ -86,16 +89,16 @@ def test_gradients_are_those_of_the_models_own_forward(pair: tuple[Any, HubModel
 
 
 def test_recomputing_blocks_changes_no_gradient(pair: tuple[Any, HubModel]) -> None:
-    tokens, where = some_tokens(2, 9), torch.tensor([2, 7, 12, 15])
+    tokens, where = make_tokens(2, 9), torch.tensor([2, 7, 12, 15])
     found = []
     for recompute in (False, True):
         model = deepcopy(pair[1])
-        model.model.passes = PassSettings(recompute=recompute)
+        model.model.pass_settings = PassSettings(recompute=recompute)
         calls: list[int] = []
         block = model.model.blocks[0]
         forward = block.input_layernorm if hasattr(block, "input_layernorm") else next(block.children())
         forward.register_forward_hook(lambda *_, calls=calls: calls.append(1))
-        model.model.hidden_at(tokens, where).square().sum().backward()
+        model.model.compute_hidden_states(tokens, where).square().sum().backward()
         found.append((model, len(calls)))
         assert not any(part.training for part in model.model.base.modules())
     (kept, once), (again, twice) = found
@@ -116,14 +119,14 @@ def test_a_cache_gives_what_whole_sequences_give(pair: tuple[Any, HubModel]) -> 
         for row, chunk in enumerate(chunks):
             rows[row] = rows[row] + chunk
             if chunk:
-                whole = model.model.hidden_at(torch.tensor([rows[row]]), torch.tensor([len(rows[row]) - 1]))
+                whole = model.model.compute_hidden_states(torch.tensor([rows[row]]), torch.tensor([len(rows[row]) - 1]))
                 close(found[row], whole[0])
 
     with torch.inference_mode():
-        cache = model.model.new_cache(3, 4)
+        cache = model.model.make_cache(3, 4)
         extend([[1, 2, 3, 4, 5], [6], [7, 8, 9]])
         extend([[4], [5], [6]])
-        cache.select(torch.tensor([2, 0, 2]))
+        cache.select_rows(torch.tensor([2, 0, 2]))
         rows[:] = [rows[2], rows[0], rows[2]]
         extend([[5, 6], [4], [1, 1, 1]])
         extend([[9], [8]])  # only the first two go on
@@ -135,12 +138,14 @@ def test_a_cache_gives_what_whole_sequences_give(pair: tuple[Any, HubModel]) -> 
 def test_a_tree_after_a_cache_gives_what_its_paths_give(pair: tuple[Any, HubModel]) -> None:
     _, model = pair
     prompts, thoughts = [[5, 6, 7, 8], [9, 10], [5]], [[20, 21, 22], [20, 21, 30], [40], [40, 41]]
-    found = cross_scores(model, prompts, thoughts).sums
+    found = compute_cross_scores(model, prompts, thoughts).logprob_sums
     for row, thought in enumerate(thoughts):
         for column, prompt in enumerate(prompts):
             tokens = torch.tensor([prompt + thought])
             with torch.no_grad():
-                logs = model.lm_head(model.model.hidden_at(tokens, torch.arange(tokens.shape[1]))).log_softmax(-1)
+                logs = model.lm_head(
+                    model.model.compute_hidden_states(tokens, torch.arange(tokens.shape[1]))
+                ).log_softmax(-1)
             told = logs[len(prompt) - 1 : -1].gather(1, torch.tensor(thought)[:, None])
             assert float(found[row, column]) == pytest.approx(float(told.sum()), rel=1e-4)
 
@@ -148,12 +153,14 @@ def test_a_tree_after_a_cache_gives_what_its_paths_give(pair: tuple[Any, HubMode
 def test_greedy_replies_are_those_of_generate(pair: tuple[Any, HubModel]) -> None:
     causal, model = pair
     prompts = [[5, 6, 7, 8, 9], [11, 12]]
-    conversation = TorchSampler(model).converse(prompts, 1, SamplingParams(0.0, 12, 2), np.random.default_rng(0))
-    replies = conversation.reply([0, 1], [[], []])
-    more = conversation.reply([0, 1], [[50, 51], [52]])
+    conversation = TorchSampler(model).start_conversation(
+        prompts, 1, SamplingParams(0.0, 12, 2), np.random.default_rng(0)
+    )
+    replies = conversation.sample_replies([0, 1], [[], []])
+    more = conversation.sample_replies([0, 1], [[50, 51], [52]])
     for prompt, reply, given, next_reply in zip(prompts, replies, [[50, 51], [52]], more, strict=True):
         for told, wanted in (
-            (prompt, reply.ids.tolist()), ([*prompt, *reply.ids.tolist(), *given], next_reply.ids.tolist()),
+            (prompt, reply.token_ids.tolist()), ([*prompt, *reply.token_ids.tolist(), *given], next_reply.token_ids.tolist()),
         ):  # fmt: skip
             made = causal.generate(
                 torch.tensor([told]), attention_mask=torch.ones(1, len(told), dtype=torch.long), do_sample=False,
@@ -164,12 +171,12 @@ def test_greedy_replies_are_those_of_generate(pair: tuple[Any, HubModel]) -> Non
 
 def test_passes_in_bfloat16_are_near_those_in_float32(pair: tuple[Any, HubModel]) -> None:
     model = deepcopy(pair[1])
-    tokens, where = some_tokens(2, 9), torch.arange(18)
+    tokens, where = make_tokens(2, 9), torch.arange(18)
     with torch.no_grad():
-        exact = model.model.hidden_at(tokens, where)
-        model.model.passes = PassSettings(torch.bfloat16)
-        rounded = model.model.hidden_at(tokens, where)
-        cache = model.model.new_cache(2, 9)
+        exact = model.model.compute_hidden_states(tokens, where)
+        model.model.pass_settings = PassSettings(torch.bfloat16)
+        rounded = model.model.compute_hidden_states(tokens, where)
+        cache = model.model.make_cache(2, 9)
         last = model.model.extend(tokens, torch.arange(9).expand(2, 9), torch.ones(2, 9, dtype=torch.bool), cache)
     assert rounded.dtype == last.dtype == cache.keys[0].dtype == cache.values[0].dtype == torch.bfloat16
     assert float((rounded - exact).norm() / exact.norm()) < 0.1
@@ -181,21 +188,26 @@ def test_passes_in_bfloat16_are_near_those_in_float32(pair: tuple[Any, HubModel]
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_qwen2_through_transformers_is_our_own(tied: bool) -> None:
-    ours = random_model(shape(tie_word_embeddings=tied, hidden_size=32, num_attention_heads=4, num_key_value_heads=2))
+    ours = make_random_model(
+        make_qwen2_shape(tie_word_embeddings=tied, hidden_size=32, num_attention_heads=4, num_key_value_heads=2)
+    )
     theirs = wrapped_twin(ours)
-    tokens, where = some_tokens(3, 11, 23), torch.tensor([32, 0, 5, 20])
+    tokens, where = make_tokens(3, 11, 23), torch.tensor([32, 0, 5, 20])
     slopes = torch.randn(4, 23, generator=torch.Generator().manual_seed(1))
     for model in (ours, theirs):
-        (model.lm_head(model.model.hidden_at(tokens, where)) * slopes).sum().backward()
+        (model.lm_head(model.model.compute_hidden_states(tokens, where)) * slopes).sum().backward()
     found = {theirs._hub_names[name]: weight.grad for name, weight in theirs.named_parameters()}
     wanted = {name: weight.grad for name, weight in ours.named_parameters()}
     assert found.keys() == wanted.keys()
     for name, gradient in found.items():
         assert gradient is not None
         close(gradient, wanted[name])  # type: ignore[arg-type]
-    assert dict(hub_weights(theirs)).keys() == dict(hub_weights(ours)).keys()
+    assert dict(iter_hub_weights(theirs)).keys() == dict(iter_hub_weights(ours)).keys()
     prompts, thoughts = [[5, 6, 7, 8], [9, 10]], [[20, 21, 22], [20, 21], [11]]
-    close(cross_scores(theirs, prompts, thoughts).sums, cross_scores(ours, prompts, thoughts).sums)
+    close(
+        compute_cross_scores(theirs, prompts, thoughts).logprob_sums,
+        compute_cross_scores(ours, prompts, thoughts).logprob_sums,
+    )
     assert replace(theirs.shape, block_weights=()).attention_size == ours.shape.attention_size
     assert sum(theirs.shape.block_weights) == sum(ours.shape.block_weights)
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "eos_token_id"):
@@ -203,10 +215,10 @@ def test_a_qwen2_through_transformers_is_our_own(tied: bool) -> None:
 
 
 def test_draws_are_those_of_our_own_qwen2() -> None:
-    ours = random_model(shape())
+    ours = make_random_model(make_qwen2_shape())
     told = [
-        TorchSampler(model).converse([[5, 6], [7]], 3, SamplingParams(1.0, 8, 2), np.random.default_rng(4))
-        .reply(range(6), [[]] * 6)
+        TorchSampler(model).start_conversation([[5, 6], [7]], 3, SamplingParams(1.0, 8, 2), np.random.default_rng(4))
+        .sample_replies(range(6), [[]] * 6)
         for model in (ours, wrapped_twin(ours))
     ]  # fmt: skip
     for one, other in zip(*told, strict=True):
@@ -219,8 +231,8 @@ def test_draws_are_those_of_our_own_qwen2() -> None:
 
 def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
     causal = make_model("llama")
-    policy = load_policy(str(write(causal.to(torch.bfloat16), tmp_path)), CPU)
-    found = dict(hub_weights(policy.model))
+    policy = load_policy(str(write_model(causal.to(torch.bfloat16), tmp_path)), CPU)
+    found = dict(iter_hub_weights(policy.model))
     assert found.keys() == causal.state_dict().keys()
     for name, weight in causal.state_dict().items():
         assert found[name].dtype == torch.float32
@@ -228,10 +240,10 @@ def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_a_state_is_put_back_and_a_tied_head_stored_once() -> None:
-    _, model = wrapped("gemma")
+    _, model = make_wrapped_model("gemma")
     other = HubModel(make_model("gemma", seed=5), model.shape)
     assert "lm_head.weight" in model.state_dict()
-    saved = {name: value.clone() for name, value in flat_state(model).items()}
+    saved = {name: value.clone() for name, value in flatten_state(model).items()}
     assert "lm_head.weight" not in saved
     load_flat_state(other, saved)
     assert other.lm_head.weight is other.model.embed_tokens.weight
@@ -242,33 +254,33 @@ def test_a_state_is_put_back_and_a_tied_head_stored_once() -> None:
 def test_a_qwen2_is_our_own_unless_its_positions_are_scaled(tmp_path: Path) -> None:
     yarn = {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1e4, "original_max_position_embeddings": 320}
     for number, (changes, kind) in enumerate([({}, Qwen2), ({"rope_parameters": yarn}, HubModel)]):
-        folder = write(make_model("qwen2", RUN["llama"] | changes), tmp_path / str(number))
+        folder = write_model(make_model("qwen2", ARCHITECTURES["llama"] | changes), tmp_path / str(number))
         assert type(load_policy(str(folder), CPU).model) is kind
 
 
 def test_every_weight_has_its_name_in_the_files(tmp_path: Path) -> None:
     for kind in ("llama", "gpt_neox"):  # GPT-NeoX's head is embed_out in files, lm_head in transformers
-        folder = write(make_model(kind), tmp_path / kind)
-        assert set(dict(hub_weights(load_policy(str(folder), CPU).model))) == set(hub_shapes(folder))
+        folder = write_model(make_model(kind), tmp_path / kind)
+        assert set(dict(iter_hub_weights(load_policy(str(folder), CPU).model))) == set(read_weight_shapes(folder))
 
 
 def test_names_without_the_trunks_prefix_are_kept_as_the_files_have_them() -> None:
     causal = make_model("gpt2")
-    model = HubModel(causal, shape_of(causal, Path()), ["wte.weight", "h.0.ln_1.weight"])
-    names = set(dict(hub_weights(model)))
+    model = HubModel(causal, make_shape(causal, Path()), ["wte.weight", "h.0.ln_1.weight"])
+    names = set(dict(iter_hub_weights(model)))
     assert {"wte.weight", "h.0.ln_1.weight", "lm_head.weight", "transformer.ln_f.weight"} <= names
 
 
 def test_a_critic_and_a_reference_are_copies_of_their_own() -> None:
-    _, model = wrapped("llama")
-    model.model.passes = PassSettings(torch.bfloat16)
+    _, model = make_wrapped_model("llama")
+    model.model.pass_settings = PassSettings(torch.bfloat16)
     critic = make_critic(Policy(model, None, Path()), np.random.default_rng(0), CPU)  # type: ignore[arg-type]
-    reference = frozen_copy(model)
-    tokens, where = some_tokens(2, 6), torch.tensor([3, 8])
+    reference = make_frozen_copy(model)
+    tokens, where = make_tokens(2, 6), torch.tensor([3, 8])
     with torch.no_grad():
-        hidden = model.model.hidden_at(tokens, where)
-        close(critic.values_at(tokens, where), hidden.float() @ critic.score.weight[0], 1e-5)
-        assert torch.equal(reference.model.hidden_at(tokens, where), hidden)
+        hidden = model.model.compute_hidden_states(tokens, where)
+        close(critic.compute_values(tokens, where), hidden.float() @ critic.score.weight[0], 1e-5)
+        assert torch.equal(reference.model.compute_hidden_states(tokens, where), hidden)
         assert torch.equal(reference.lm_head(hidden), model.lm_head(hidden))
         next(model.parameters()).zero_()
     assert all(weight.abs().sum() > 0 for weight in (next(critic.parameters()), next(reference.parameters())))

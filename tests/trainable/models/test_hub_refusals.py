@@ -7,20 +7,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.hub_models import RUN, VOCABULARY, make_model, some_tokens, wrapped, write
-from trainable.models.hub_config import read_config, shape_of
+from tests.fakes.hub_models import ARCHITECTURES, VOCAB_SIZE, make_model, make_tokens, make_wrapped_model, write_model
+from trainable.models.hub_config import read_config, make_shape
 from trainable.models.hub_model import check_exact, load_hub_model
 from trainable.models.load import load_policy
 from trainable.models.qwen2 import PassSettings
 
 CPU = torch.device("cpu")
-SMALL = RUN["llama"]
+SMALL = ARCHITECTURES["llama"]
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "capped logits": ("gemma2", SMALL | {"head_dim": 8}, r"is a Gemma2ForCausalLM, and its logits are not its head"),
     "scaled logits": ("granite", SMALL | {"logits_scaling": 4.0}, r"logits are not its head's output"),
     "a head's bias": ("phi", SMALL, r"is a PhiForCausalLM, and its head has a bias"),
     "positions from the mask": (
-        "bloom", {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}, r"BloomForCausalLM, and",
+        "bloom", {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4}, r"BloomForCausalLM, and",
     ),
     "recurrent state": ("mamba", SMALL | {"state_size": 4}, r"MambaForCausalLM, and"),
     "looking ahead": ("bert", SMALL | {"is_decoder": False}, r"BertLMHeadModel, and"),
@@ -37,13 +37,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", list(REFUSED))
 def test_what_is_not_run_exactly_is_refused_by_name(case: str, tmp_path: Path) -> None:
     kind, fields, reason = REFUSED[case]
-    write(make_model(kind, fields), tmp_path)
+    write_model(make_model(kind, fields), tmp_path)
     with pytest.raises(ValueError, match=reason + r".*The torch engine runs decoder-only causal LMs .*--model"):
         load_policy(str(tmp_path), CPU)
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:
-    causal, model = wrapped("llama")
+    causal, model = make_wrapped_model("llama")
     for layer in causal.model.layers:
         layer.self_attn.is_causal = False
     with pytest.raises(ValueError, match="a pass over other tokens after those asked about does not give"):
@@ -57,7 +57,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("name", list(ROUTES))
 def test_a_route_that_is_off_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    causal, model = wrapped("llama")
+    causal, model = make_wrapped_model("llama")
     route, calls = getattr(model.model, ROUTES[name]), []
 
     def off(*given: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def test_a_route_that_is_off_is_named(name: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_full_memory_is_not_taken_for_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    causal, model = wrapped("llama")
+    causal, model = make_wrapped_model("llama")
 
     def full(*_: Tensor) -> Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
@@ -108,22 +108,22 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_context_is_what_every_layer_sees_whole(kind: str, changes: dict[str, Any], context: int) -> None:
-    assert shape_of(make_model(kind, RUN[kind] | changes), Path()).max_position_embeddings == context
+    assert make_shape(make_model(kind, ARCHITECTURES[kind] | changes), Path()).max_position_embeddings == context
 
 
 def test_the_end_of_a_text_may_be_named_beside_the_config(tmp_path: Path) -> None:
     causal = make_model("llama", SMALL | {"eos_token_id": None})
     with pytest.raises(ValueError, match="names no eos_token_id"):
-        shape_of(causal, tmp_path)
+        make_shape(causal, tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    assert shape_of(causal, tmp_path).eos_token_id == 7
+    assert make_shape(causal, tmp_path).eos_token_id == 7
 
 
 def test_no_pass_drops_anything(tmp_path: Path) -> None:
-    write(make_model("gpt2"), tmp_path)
+    write_model(make_model("gpt2"), tmp_path)
     model = load_hub_model(tmp_path, [])
     model.train()
-    tokens, where = some_tokens(2, 6), torch.arange(12)
-    wanted = model.model.hidden_at(tokens, where)
-    model.model.passes = PassSettings(recompute=True)
-    assert torch.equal(model.model.hidden_at(tokens, where), wanted)
+    tokens, where = make_tokens(2, 6), torch.arange(12)
+    wanted = model.model.compute_hidden_states(tokens, where)
+    model.model.pass_settings = PassSettings(recompute=True)
+    assert torch.equal(model.model.compute_hidden_states(tokens, where), wanted)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.fakes.scripted import random_model, shape
+from tests.fakes.scripted import make_random_model, make_qwen2_shape
 from trainable.models.load import Policy, find_model, load_policy, make_codec, make_critic
 from trainable.models.qwen2 import Qwen2
 from trainable.tiny.tokenizer import write_tokenizer
@@ -37,7 +37,7 @@ def write(
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("parts", [1, 3])
 def test_weights_are_those_of_the_files(tmp_path: Path, parts: int, tied: bool) -> None:
-    model = random_model(shape(tie_word_embeddings=tied))
+    model = make_random_model(make_qwen2_shape(tie_word_embeddings=tied))
     policy = load_policy(str(write(model, tmp_path, parts)), CPU)
     assert policy.folder == tmp_path
     for name, weight in model.state_dict().items():
@@ -46,7 +46,7 @@ def test_weights_are_those_of_the_files(tmp_path: Path, parts: int, tied: bool) 
 
 
 def test_half_precision_is_read_as_float32(tmp_path: Path) -> None:
-    model = random_model(shape())
+    model = make_random_model(make_qwen2_shape())
     policy = load_policy(str(write(model, tmp_path, dtype=torch.bfloat16, tied_head=True)), CPU)
     for name, weight in policy.model.state_dict().items():
         assert weight.dtype == torch.float32
@@ -54,7 +54,7 @@ def test_half_precision_is_read_as_float32(tmp_path: Path) -> None:
 
 
 def test_a_missing_weight_is_an_error(tmp_path: Path) -> None:
-    write(random_model(shape()), tmp_path, parts=2)
+    write(make_random_model(make_qwen2_shape()), tmp_path, parts=2)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(RuntimeError, match="Missing key"):
         load_policy(str(tmp_path), CPU)
@@ -70,7 +70,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    write(random_model(shape()), tmp_path)
+    write(make_random_model(make_qwen2_shape()), tmp_path)
     (tmp_path / "model-00001-of-00001.safetensors").unlink()
     with pytest.raises(ValueError, match=r"holds no \.safetensors file"):
         load_policy(str(tmp_path), CPU)
@@ -86,7 +86,7 @@ def test_a_model_that_is_nowhere_is_refused_with_the_command_that_fetches_it(
 
 
 def test_the_critic_starts_as_a_copy_of_the_policy_with_its_own_small_head() -> None:
-    model = random_model(shape(hidden_size=64))
+    model = make_random_model(make_qwen2_shape(hidden_size=64))
     policy = Policy(model, None, Path())  # type: ignore[arg-type]
     critic = make_critic(policy, np.random.default_rng(0), CPU)
     again = make_critic(policy, np.random.default_rng(0), CPU)
@@ -103,7 +103,7 @@ def test_the_critic_starts_as_a_copy_of_the_policy_with_its_own_small_head() -> 
 
 
 def test_the_codec_adds_and_shows_no_special_tokens(tmp_path: Path) -> None:
-    policy = load_policy(str(write(random_model(replace(shape(), vocab_size=23)), tmp_path)), CPU)
+    policy = load_policy(str(write(make_random_model(replace(make_qwen2_shape(), vocab_size=23)), tmp_path)), CPU)
     codec = make_codec(policy.tokenizer)
     ids = codec.encode(["Up || Left</answer><|im_end|>", "Up", ""])
     assert [len(row) for row in ids] == [5, 1, 0]

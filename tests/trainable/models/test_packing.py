@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fakes.scripted import hub_twin, random_model, shape
-from trainable.models.packing import Packed, causal_attention, pack
+from tests.fakes.scripted import make_hub_twin, make_random_model, make_qwen2_shape
+from trainable.models.packing import PackedRows, causal_attention, pack_rows
 from trainable.models.qwen2 import PassSettings, ValueModel
 
-SIZES = shape(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
-MODEL = random_model(SIZES, seed=5, spread=0.2)
-TWIN = hub_twin(MODEL).model
+SIZES = make_qwen2_shape(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
+MODEL = make_random_model(SIZES, seed=5, std=0.2)
+TWIN = make_hub_twin(MODEL).model
 CRITIC = ValueModel(SIZES)
 CRITIC.model.load_state_dict(MODEL.model.state_dict())
 
@@ -62,13 +62,13 @@ def far(found: Tensor, wanted: Tensor) -> float:
 
 def test_a_layout_by_hand() -> None:
     """Rows of 5: the first up to position 2, the second left out, the third up to 0, the fourth up to 2."""
-    packed = pack((4, 5), torch.tensor([2, 0, 17, 10, 2]))
-    assert packed.source.tolist() == [10, 0, 1, 2, 15, 16, 17]
+    packed = pack_rows((4, 5), torch.tensor([2, 0, 17, 10, 2]))
+    assert packed.source_indices.tolist() == [10, 0, 1, 2, 15, 16, 17]
     assert packed.positions.tolist() == [0, 0, 1, 2, 0, 1, 2]
-    assert packed.asked.tolist() == [3, 1, 6, 0, 3]
-    assert packed.bounds.tolist() == [0, 1, 4, 7]
-    assert packed.bounds.dtype == torch.int32
-    assert packed.groups == ((1, 1), (2, 3))
+    assert packed.output_indices.tolist() == [3, 1, 6, 0, 3]
+    assert packed.cu_seqlens.tolist() == [0, 1, 4, 7]
+    assert packed.cu_seqlens.dtype == torch.int32
+    assert packed.length_groups == ((1, 1), (2, 3))
 
 
 @settings(deadline=None)
@@ -76,29 +76,29 @@ def test_a_layout_by_hand() -> None:
 def test_the_stream_holds_each_row_up_to_its_last_asked_position(rows: Rows) -> None:
     tokens, where = padded(rows)
     width = tokens.shape[1]
-    packed = pack((len(rows), width), where)
+    packed = pack_rows((len(rows), width), where)
     needed = [max(places) + 1 if places else 0 for _, places in rows]
     if not sum(needed):
         needed[0] = 1  # never nothing
-    assert sorted(packed.source.tolist()) == [
+    assert sorted(packed.source_indices.tolist()) == [
         row * width + place for row, length in enumerate(needed) for place in range(length)
     ]
-    assert packed.source[packed.asked].tolist() == where.tolist()
-    assert torch.equal(packed.positions, packed.source % width)
-    lengths = (packed.bounds[1:] - packed.bounds[:-1]).tolist()
+    assert packed.source_indices[packed.output_indices].tolist() == where.tolist()
+    assert torch.equal(packed.positions, packed.source_indices % width)
+    lengths = (packed.cu_seqlens[1:] - packed.cu_seqlens[:-1]).tolist()
     assert lengths == sorted(length for length in needed if length)
-    assert [length for count, length in packed.groups for _ in range(count)] == lengths
-    starts = packed.bounds[:-1].long()
+    assert [length for count, length in packed.length_groups for _ in range(count)] == lengths
+    starts = packed.cu_seqlens[:-1].long()
     assert (packed.positions[starts] == 0).all()  # every row counts from 0
 
 
 def test_attention_is_the_softmax_over_a_rows_own_past() -> None:
-    packed = pack((3, 6), torch.tensor([3, 11, 15]))
+    packed = pack_rows((3, 6), torch.tensor([3, 11, 15]))
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(14, heads, 8, generator=generator).double() for heads in (4, 2, 2))
     found = causal_attention(q, k, v, packed)
     wanted = torch.zeros(14, 4, 8).double()
-    for begin, end in zip(packed.bounds.tolist()[:-1], packed.bounds.tolist()[1:], strict=True):
+    for begin, end in zip(packed.cu_seqlens.tolist()[:-1], packed.cu_seqlens.tolist()[1:], strict=True):
         for token in range(begin, end):
             for head in range(4):
                 past = slice(begin, token + 1)
@@ -114,7 +114,7 @@ def test_attention_is_the_softmax_over_a_rows_own_past() -> None:
 @given(some_rows())
 def test_hidden_states_and_gradients_are_those_of_each_row_alone(rows: Rows) -> None:
     tokens, where = padded(rows)
-    found, wanted = MODEL.model.hidden_at(tokens, where), row_by_row(rows, tokens)
+    found, wanted = MODEL.model.compute_hidden_states(tokens, where), row_by_row(rows, tokens)
     assert found.shape == wanted.shape == (len(where), 32)
     assert far(found, wanted) < 1e-5
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
@@ -128,7 +128,7 @@ def test_hidden_states_and_gradients_are_those_of_each_row_alone(rows: Rows) -> 
 def test_values_are_those_of_each_row_alone(rows: Rows) -> None:
     tokens, where = padded(rows)
     with torch.no_grad():
-        found = CRITIC.values_at(tokens, where)
+        found = CRITIC.compute_values(tokens, where)
         wanted = row_by_row(rows, tokens) @ CRITIC.score.weight[0] + CRITIC.score.bias[0]
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
@@ -142,14 +142,18 @@ def test_padding_and_what_follows_the_last_asked_position_change_no_bit(filler: 
     other, _ = padded(UNEQUAL, filler)
     other[5, 1:] = filler  # only its first token is asked for
     other[2] = filler  # nothing is
-    assert torch.equal(MODEL.model.hidden_at(tokens, where), MODEL.model.hidden_at(other, where))
+    assert torch.equal(
+        MODEL.model.compute_hidden_states(tokens, where), MODEL.model.compute_hidden_states(other, where)
+    )
 
 
 def test_a_token_before_an_asked_position_changes_its_number_and_no_other_rows() -> None:
     tokens, where = padded(UNEQUAL)
     other = tokens.clone()
     other[3, 2] = (tokens[3, 2] + 1) % 23
-    moved = (MODEL.model.hidden_at(tokens, where) - MODEL.model.hidden_at(other, where)).abs().amax(1) > 1e-6
+    moved = (
+        MODEL.model.compute_hidden_states(tokens, where) - MODEL.model.compute_hidden_states(other, where)
+    ).abs().amax(1) > 1e-6
     assert moved.tolist() == [False, False, False, True, False, False, False, False]
 
 
@@ -158,18 +162,18 @@ def test_the_order_of_rows_changes_nothing_but_their_order() -> None:
     order = torch.tensor([3, 5, 0, 2, 4, 1])
     of, place = where // 9, where % 9
     moved = torch.argsort(order)[of] * 9 + place
-    found = MODEL.model.hidden_at(tokens[order], moved)
-    torch.testing.assert_close(found, MODEL.model.hidden_at(tokens, where), rtol=1e-5, atol=1e-6)
+    found = MODEL.model.compute_hidden_states(tokens[order], moved)
+    torch.testing.assert_close(found, MODEL.model.compute_hidden_states(tokens, where), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_pass_that_asks_for_nothing_has_a_zero_gradient_of_every_weight(recompute: bool) -> None:
     """The ranks of a run make as many passes each, and add the gradients of all weights."""
-    model = random_model(SIZES, spread=0.2)
-    model.model.passes = PassSettings(recompute=recompute)
+    model = make_random_model(SIZES, std=0.2)
+    model.model.pass_settings = PassSettings(recompute=recompute)
     tokens, _ = padded(UNEQUAL)
     nothing = torch.zeros(0, dtype=torch.long)
-    model.lm_head(model.model.hidden_at(tokens, nothing)).sum().backward()
+    model.lm_head(model.model.compute_hidden_states(tokens, nothing)).sum().backward()
     for name, weight in model.named_parameters():
         assert weight.grad is not None, name
         assert not weight.grad.any(), name
@@ -178,11 +182,11 @@ def test_a_pass_that_asks_for_nothing_has_a_zero_gradient_of_every_weight(recomp
 @pytest.mark.parametrize("passes", [PassSettings(recompute=True), PassSettings(torch.bfloat16, True)], ids=str)
 def test_recomputed_and_bfloat16_passes_are_near(passes: PassSettings) -> None:
     tokens, where = padded(UNEQUAL)
-    usual = MODEL.model.hidden_at(tokens, where)
+    usual = MODEL.model.compute_hidden_states(tokens, where)
     slope = gradient(MODEL.model, usual.square().sum())
-    model = random_model(SIZES, seed=5, spread=0.2)
-    model.model.passes = passes
-    found = model.model.hidden_at(tokens, where).float()
+    model = make_random_model(SIZES, seed=5, std=0.2)
+    model.model.pass_settings = passes
+    found = model.model.compute_hidden_states(tokens, where).float()
     again = gradient(model.model, found.square().sum())
     limit = 0.05 if passes.dtype == torch.bfloat16 else 1e-5
     assert far(found, usual) < limit
@@ -191,6 +195,6 @@ def test_recomputed_and_bfloat16_passes_are_near(passes: PassSettings) -> None:
 
 def test_groups_are_views_of_the_stream() -> None:
     """One call of attention a length: rows of one length share it, and none is padded."""
-    packed: Packed = pack((6, 9), padded(UNEQUAL)[1])
-    assert packed.groups == ((2, 1), (2, 6), (1, 9))
-    assert sum(count * length for count, length in packed.groups) == len(packed.source) == 23
+    packed: PackedRows = pack_rows((6, 9), padded(UNEQUAL)[1])
+    assert packed.length_groups == ((2, 1), (2, 6), (1, 9))
+    assert sum(count * length for count, length in packed.length_groups) == len(packed.source_indices) == 23

@@ -9,19 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.scripted import hub_twin, random_episodes, random_model, shape, small
+from tests.fakes.scripted import (
+    make_hub_twin,
+    make_random_episodes,
+    make_random_model,
+    make_qwen2_shape,
+    make_small_config,
+)
 from tests.trainable.algo.test_vocabulary import Largest
-from trainable.algo.batching import length_stratified_order
+from trainable.algo.batching import order_length_stratified
 from trainable.algo.losses import logprobs_from_logits
-from trainable.backend.one_device import OneDevice
+from trainable.backend.one_device import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig, ModelConfig
-from trainable.diagnostics.cross_scores import cross_scores
+from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.diagnostics.gradient_probe import probe_gradients
-from trainable.models.load import Policy, frozen_copy, load_policy, make_critic, pass_settings
+from trainable.models.load import Policy, make_frozen_copy, load_policy, make_critic, make_pass_settings
 from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.ppo import update
 from trainable.ppo.trainer import PPOTrainer
-from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
+from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
@@ -29,13 +35,15 @@ from trainable.rollout.torch_sampler import TorchSampler
 BFLOAT16 = PassSettings(torch.bfloat16)
 RECOMPUTED = PassSettings(recompute=True)
 CPU = torch.device("cpu")
-WIDE = shape(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, num_hidden_layers=3)
+WIDE = make_qwen2_shape(
+    hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, num_hidden_layers=3
+)
 CUT = {"ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 4}
 
 
 def wide(passes: PassSettings, **sizes: object) -> Qwen2:
-    model = random_model(shape(**{**vars(WIDE), **sizes}), seed=2, spread=0.15)
-    model.model.passes = passes
+    model = make_random_model(make_qwen2_shape(**{**vars(WIDE), **sizes}), seed=2, std=0.15)
+    model.model.pass_settings = passes
     return model
 
 
@@ -71,12 +79,12 @@ def test_bfloat16_passes_are_as_near_to_float32_as_those_of_transformers_under_a
 
     def ours(passes: PassSettings) -> tuple[Tensor, dict[str, Tensor]]:
         model = wide(passes)
-        hidden = model.model.hidden_at(tokens, where)
+        hidden = model.model.compute_hidden_states(tokens, where)
         assert hidden.dtype == passes.dtype
         logits = model.lm_head(hidden)
         return logits, gradients(model, (logits.float() * weights).sum())
 
-    twin = hub_twin(wide(PassSettings()))
+    twin = make_hub_twin(wide(PassSettings()))
     with torch.autocast("cpu", torch.bfloat16):
         theirs = twin(input_ids=tokens).logits.flatten(0, 1)
     their_slopes = gradients(twin, (theirs.float() * weights).sum())
@@ -92,9 +100,9 @@ def test_bfloat16_passes_are_as_near_to_float32_as_those_of_transformers_under_a
 def test_weights_stay_float32_and_losses_are_reduced_in_float32() -> None:
     model = wide(BFLOAT16)
     tokens, where = some_tokens(), torch.arange(30)
-    found = TokenFunction.logprobs(model, 0.8)(tokens, where, tokens.flatten()[where + 1])
+    found = TokenFunction.for_logprobs(model, 0.8)(tokens, where, tokens.flatten()[where + 1])
     assert found.dtype == torch.float32
-    logits = model.lm_head(model.model.hidden_at(tokens, where))
+    logits = model.lm_head(model.model.compute_hidden_states(tokens, where))
     assert logits.dtype == torch.bfloat16
     assert torch.equal(found, logprobs_from_logits(logits.float() / 0.8, tokens.flatten()[where + 1]))
     assert {weight.dtype for weight in model.parameters()} == {torch.float32}
@@ -103,9 +111,9 @@ def test_weights_stay_float32_and_losses_are_reduced_in_float32() -> None:
 def test_values_are_float32_whatever_the_trunk_computes_in() -> None:
     critic = make_critic(Policy(wide(BFLOAT16), None, Path()), np.random.default_rng(0), CPU)  # type: ignore[arg-type]
     tokens, where = some_tokens(), torch.arange(20)
-    hidden = critic.model.hidden_at(tokens, where)
+    hidden = critic.model.compute_hidden_states(tokens, where)
     assert hidden.dtype == torch.bfloat16
-    values = critic.values_at(tokens, where)
+    values = critic.compute_values(tokens, where)
     assert values.dtype == torch.float32
     torch.testing.assert_close(values, (hidden.float() @ critic.score.weight.T)[:, 0])
 
@@ -114,17 +122,17 @@ def test_a_cache_holds_what_the_network_computes_in_and_grows_to_the_full_passes
     tokens = some_tokens(3, 9)
 
     def through_the_cache(model: Qwen2) -> Tensor:
-        cache = model.model.new_cache(3, 4)
+        cache = model.model.make_cache(3, 4)
         valid, positions = torch.ones(3, 9, dtype=torch.bool), torch.arange(9).expand(3, 9)
         with torch.inference_mode():
             for piece in (slice(0, 4), slice(4, 5), slice(5, 9)):
                 found = model.model.extend(tokens[:, piece], positions[:, piece], valid[:, piece], cache)
-        assert {part.dtype for part in [*cache.keys, *cache.values]} == {model.model.passes.dtype}
+        assert {part.dtype for part in [*cache.keys, *cache.values]} == {model.model.pass_settings.dtype}
         return found.clone()
 
     far = both_ways(through_the_cache)
     model = wide(BFLOAT16)
-    full = model.model.hidden_at(tokens, torch.tensor([8, 17, 26]))
+    full = model.model.compute_hidden_states(tokens, torch.tensor([8, 17, 26]))
     assert error(through_the_cache(model), full) < 1.5 * far
     assert far < 0.03
 
@@ -134,26 +142,26 @@ def test_a_caches_scores_are_not_rounded_to_bfloat16() -> None:
     model, tokens = wide(BFLOAT16), some_tokens(4, 30)
     for block in model.model.blocks:
         block.self_attn.q_proj.weight.data *= 40
-    cache = model.model.new_cache(4, 30)
+    cache = model.model.make_cache(4, 30)
     valid, positions = torch.ones(4, 30, dtype=torch.bool), torch.arange(30).expand(4, 30)
     with torch.inference_mode():
         found = model.model.extend(tokens, positions, valid, cache)
-        assert error(found, model.model.hidden_at(tokens, torch.arange(1, 5) * 30 - 1)) < 0.005
+        assert error(found, model.model.compute_hidden_states(tokens, torch.arange(1, 5) * 30 - 1)) < 0.005
 
 
 def test_cross_scores_and_the_sampler_compute_as_the_network_does() -> None:
     prompts, thoughts = [[1, 2, 3], [4]], [[5, 6, 1], [5, 7, 8, 2]]
-    assert both_ways(lambda model: cross_scores(model, prompts, thoughts).sums) < 0.02
+    assert both_ways(lambda model: compute_cross_scores(model, prompts, thoughts).logprob_sums) < 0.02
 
     def sampled(model: Qwen2) -> Tensor:
         """Log-probs of greedy replies to one prompt."""
-        conversation = TorchSampler(model).converse(
+        conversation = TorchSampler(model).start_conversation(
             [[1, 2, 3]], 2, SamplingParams(0.0, 4, 22), np.random.default_rng(0)
         )
-        first, _ = conversation.reply([0, 1], [[], []])
-        where = torch.arange(2, 2 + len(first.ids))
-        row = torch.tensor([[1, 2, 3, *first.ids.tolist()]])
-        again = TokenFunction.logprobs(model, 1.0)(row, where, row[0, where + 1])
+        first, _ = conversation.sample_replies([0, 1], [[], []])
+        where = torch.arange(2, 2 + len(first.token_ids))
+        row = torch.tensor([[1, 2, 3, *first.token_ids.tolist()]])
+        again = TokenFunction.for_logprobs(model, 1.0)(row, where, row[0, where + 1])
         torch.testing.assert_close(torch.from_numpy(first.logprobs), again.detach(), rtol=0, atol=0.05)
         return torch.from_numpy(first.logprobs[:1])
 
@@ -168,7 +176,7 @@ def test_cross_scores_and_the_sampler_compute_as_the_network_does() -> None:
 def test_recomputed_blocks_change_no_number_and_no_gradient(dtype: torch.dtype) -> None:
     tokens, where = some_tokens(), torch.tensor([2, 7, 12, 25, 38])
     kept, recomputed = wide(PassSettings(dtype)), wide(PassSettings(dtype, recompute=True))
-    one, other = (model.model.hidden_at(tokens, where) for model in (kept, recomputed))
+    one, other = (model.model.compute_hidden_states(tokens, where) for model in (kept, recomputed))
     assert torch.equal(one, other)
     slope = torch.randn(one.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     found, wanted = gradients(recomputed, (other * slope).sum()), gradients(kept, (one * slope).sum())
@@ -189,7 +197,7 @@ def test_recomputing_keeps_the_inputs_of_blocks_only() -> None:
             return part
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda part: part):
-            out = model.model.hidden_at(tokens, torch.arange(120))
+            out = model.model.compute_hidden_states(tokens, torch.arange(120))
         assert out.requires_grad
         return sum(size for pointer, size in storages.items() if pointer not in weights)
 
@@ -199,30 +207,30 @@ def test_recomputing_keeps_the_inputs_of_blocks_only() -> None:
 def test_passes_without_gradients_recompute_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainable.models.qwen2.checkpoint", None)
     with torch.no_grad():
-        wide(RECOMPUTED).model.hidden_at(some_tokens(), torch.arange(4))
+        wide(RECOMPUTED).model.compute_hidden_states(some_tokens(), torch.arange(4))
     with pytest.raises(TypeError):
-        wide(RECOMPUTED).model.hidden_at(some_tokens(), torch.arange(4))
+        wide(RECOMPUTED).model.compute_hidden_states(some_tokens(), torch.arange(4))
 
 
 # ---------------------------------------------------------------------------- whole updates
 
 
 def batch_for(model: Qwen2, count: int = 12) -> tuple[Batch, Targets]:
-    batch = collate(random_episodes(count, 4, seed=5, vocab=model.shape.vocab_size))
-    logprobs = at_trained_tokens(batch, 4, TokenFunction.logprobs(model, 1.0))
+    batch = collate(make_random_episodes(count, 4, seed=5, vocab=model.shape.vocab_size))
+    logprobs = compute_at_trained_tokens(batch, 4, TokenFunction.for_logprobs(model, 1.0))
     noise = torch.randn(logprobs.shape, generator=torch.Generator().manual_seed(1)) * batch.mask
     return batch._replace(logprobs=logprobs), Targets(noise, noise, 0.5 * noise, logprobs + 0.1 * noise)
 
 
-def owner(**networks: torch.nn.Module) -> OneDevice:
+def owner(**networks: torch.nn.Module) -> TorchBackend:
     weights = [weight for network in networks.values() for weight in network.parameters()]
-    return OneDevice("optimizer", networks, torch.optim.AdamW(weights, 1e-3), 1.0)
+    return TorchBackend("optimizer", networks, torch.optim.AdamW(weights, 1e-3), 1.0)
 
 
 def stepped(model: Qwen2, settings: ActorConfig, reference: Qwen2 | None = None) -> dict[str, float]:
     batch, targets = batch_for(model)
     actor = ActorUpdate(model, owner(actor=model), settings, 1.0, reference)
-    return actor.run(batch, targets, length_stratified_order(batch.lengths)).means()
+    return actor.run(batch, targets, order_length_stratified(batch.lengths)).compute_means()
 
 
 def test_an_update_with_recomputed_blocks_is_the_update() -> None:
@@ -236,8 +244,8 @@ def test_an_update_with_recomputed_blocks_is_the_update() -> None:
 def test_an_update_in_bfloat16_is_near_and_keeps_float32_weights_and_moments() -> None:
     settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="full")
     model, exact = wide(BFLOAT16), wide(PassSettings())
-    found = stepped(model, settings, frozen_copy(model))
-    wanted = stepped(exact, settings, frozen_copy(exact))
+    found = stepped(model, settings, make_frozen_copy(model))
+    wanted = stepped(exact, settings, make_frozen_copy(exact))
     for name in ("entropy_loss", "actor_grad_norm"):
         assert found[name] == pytest.approx(wanted[name], rel=1e-2)
     assert found["pg_loss"] == pytest.approx(wanted["pg_loss"], abs=0.02)
@@ -249,7 +257,7 @@ def test_the_probe_measures_recomputed_blocks_and_chunks_alike(monkeypatch: pyte
 
     def norms(passes: PassSettings) -> dict[tuple[str, str], float]:
         model = wide(passes)
-        reference = frozen_copy(random_model(model.shape, seed=9, spread=0.15))
+        reference = make_frozen_copy(make_random_model(model.shape, seed=9, std=0.15))
         batch, targets = batch_for(model)
         actor = ActorUpdate(model, owner(actor=model), settings, 1.0, reference)
         found = probe_gradients(
@@ -270,25 +278,25 @@ BOUND = 40_000
 @pytest.mark.parametrize("chunking", [True, False])
 def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """2,000 vocabulary entries, some 80 trained tokens a pass: 160,000 logits; the embedding has 32,000 numbers."""
-    model = random_model(shape(vocab_size=2000), spread=0.1)
+    model = make_random_model(make_qwen2_shape(vocab_size=2000), std=0.1)
     batch, _ = batch_for(model, 16)
     critic = make_critic(Policy(model, None, Path()), np.random.default_rng(0), CPU)  # type: ignore[arg-type]
-    reference = frozen_copy(model)
+    reference = make_frozen_copy(model)
     for name in ("trainable.ppo.update.CHUNK_ELEMENTS", "trainable.diagnostics.cross_scores.CHUNK_ELEMENTS"):
         monkeypatch.setattr(name, BOUND)
     settings = ActorConfig(
         **{**CUT, "ppo_mini_batch_size": 16}, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="full",
         entropy_from_logits_with_chunking=chunking,
     )  # fmt: skip
-    order = length_stratified_order(batch.lengths)
-    function = TokenFunction.logprobs(reference, 1.0)
+    order = order_length_stratified(batch.lengths)
+    function = TokenFunction.for_logprobs(reference, 1.0)
     with Largest() as largest:
-        logprobs = at_trained_tokens(batch, 16, function)
-        values = at_trained_tokens(batch, 16, TokenFunction.values(critic.model, critic.score))
+        logprobs = compute_at_trained_tokens(batch, 16, function)
+        values = compute_at_trained_tokens(batch, 16, TokenFunction.for_values(critic.model, critic.score))
         targets = Targets(batch.logprobs, values + 1, values, logprobs)
         update_critic(critic, owner(critic=critic), batch, targets, order, CriticConfig(**CUT))
         ActorUpdate(model, owner(actor=model), settings, 1.0, reference).run(batch, targets, order)
-        cross_scores(model, [[1, 2, 3], [4, 5]], [[6, 7, *range(30)], [8] * 20])
+        compute_cross_scores(model, [[1, 2, 3], [4, 5]], [[6, 7, *range(30)], [8] * 20])
     assert (largest.elements <= BOUND) == chunking
     assert largest.elements >= 32_000
 
@@ -297,34 +305,34 @@ def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeyp
 
 
 def test_settings_reach_every_network_of_a_run() -> None:
-    trainer = PPOTrainer(small(
+    trainer = PPOTrainer(make_small_config(
         model__dtype="bfloat16", model__enable_gradient_checkpointing=True, actor__use_kl_loss=True
     ))  # fmt: skip
     assert trainer.critic is not None
     assert trainer.reference is not None
     wanted = PassSettings(torch.bfloat16, True)
     for network in (trainer.model, trainer.critic, trainer.reference):
-        assert network.model.passes == wanted
+        assert network.model.pass_settings == wanted
     row = trainer.step().row
     assert row["nonfinite_updates"] == 0
     assert abs(row["kl_loss"]) < 1
-    assert PPOTrainer(small()).model.model.passes == PassSettings()
+    assert PPOTrainer(make_small_config()).model.model.pass_settings == PassSettings()
 
 
 def test_settings_are_read_from_the_model_section() -> None:
-    assert pass_settings(ModelConfig()) == PassSettings(torch.bfloat16, True)
-    assert pass_settings(ModelConfig(dtype="float32", enable_gradient_checkpointing=False)) == PassSettings()
-    assert load_policy("sokoban-tiny", CPU, BFLOAT16).model.model.passes == BFLOAT16
-    assert load_policy("sokoban-tiny", CPU).model.model.passes == PassSettings()
+    assert make_pass_settings(ModelConfig()) == PassSettings(torch.bfloat16, True)
+    assert make_pass_settings(ModelConfig(dtype="float32", enable_gradient_checkpointing=False)) == PassSettings()
+    assert load_policy("sokoban-tiny", CPU, BFLOAT16).model.model.pass_settings == BFLOAT16
+    assert load_policy("sokoban-tiny", CPU).model.model.pass_settings == PassSettings()
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_frozen_copy_holds_what_passes_compute_in_and_gives_the_very_numbers(tied: bool) -> None:
     model = wide(BFLOAT16, tie_word_embeddings=tied)
-    frozen = frozen_copy(model)
+    frozen = make_frozen_copy(model)
     tokens, where = some_tokens(), torch.arange(20)
     with torch.no_grad():
-        one, other = (part.lm_head(part.model.hidden_at(tokens, where)) for part in (model, frozen))
+        one, other = (part.lm_head(part.model.compute_hidden_states(tokens, where)) for part in (model, frozen))
     assert torch.equal(one, other)
     assert not any(weight.requires_grad for weight in frozen.parameters())
     assert frozen.model.blocks[0].mlp.up_proj.weight.dtype == torch.bfloat16
@@ -337,6 +345,6 @@ def test_a_frozen_copy_holds_what_passes_compute_in_and_gives_the_very_numbers(t
 
 def test_a_frozen_copy_of_a_float32_network_is_float32() -> None:
     model = wide(PassSettings())
-    for one, other in zip(frozen_copy(model).parameters(), deepcopy(model).parameters(), strict=True):
+    for one, other in zip(make_frozen_copy(model).parameters(), deepcopy(model).parameters(), strict=True):
         assert torch.equal(one, other)
         assert one.dtype == torch.float32

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fakes.scripted import hub_twin, random_model, shape
+from tests.fakes.scripted import make_hub_twin, make_random_model, make_qwen2_shape
 from trainable.models.qwen2 import Qwen2, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
 
@@ -22,11 +22,11 @@ LAYOUTS = [
 
 
 def layout(heads: int, kv_heads: int, tied: bool, layers: int, theta: float) -> Qwen2:
-    sizes = shape(
+    sizes = make_qwen2_shape(
         hidden_size=32, num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
         num_hidden_layers=layers, rope_theta=theta, rms_norm_eps=1e-5,
     )  # fmt: skip
-    return random_model(sizes, seed=heads + kv_heads, spread=0.3)
+    return make_random_model(sizes, seed=heads + kv_heads, std=0.3)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=str)
@@ -57,8 +57,8 @@ def close(found: Tensor, wanted: Tensor, limit: float = 1e-5) -> None:
 def test_logits_are_those_of_transformers(model: Qwen2) -> None:
     tokens = some_tokens(3, 17)
     with torch.no_grad():
-        found = model.lm_head(model.model.hidden_at(tokens, everywhere(tokens)))
-        wanted = hub_twin(model)(input_ids=tokens).logits
+        found = model.lm_head(model.model.compute_hidden_states(tokens, everywhere(tokens)))
+        wanted = make_hub_twin(model)(input_ids=tokens).logits
     close(found, wanted.flatten(0, 1))
 
 
@@ -66,9 +66,9 @@ def test_a_subset_of_positions_has_the_numbers_of_the_full_forward(model: Qwen2)
     tokens = some_tokens(3, 11)
     where = torch.tensor([32, 0, 5, 5, 12, 20])
     with torch.no_grad():
-        full = model.model.hidden_at(tokens, everywhere(tokens))
-        close(model.model.hidden_at(tokens, where), full[where])
-        assert model.model.hidden_at(tokens, where[:0]).shape == (0, 32)
+        full = model.model.compute_hidden_states(tokens, everywhere(tokens))
+        close(model.model.compute_hidden_states(tokens, where), full[where])
+        assert model.model.compute_hidden_states(tokens, where[:0]).shape == (0, 32)
 
 
 def test_padding_on_the_right_changes_nothing(grouped: Qwen2) -> None:
@@ -77,15 +77,18 @@ def test_padding_on_the_right_changes_nothing(grouped: Qwen2) -> None:
     padded[0, 7:] = 3
     where = torch.arange(7)
     with torch.no_grad():
-        close(grouped.model.hidden_at(padded, where), grouped.model.hidden_at(tokens[:1, :7], where))
+        close(
+            grouped.model.compute_hidden_states(padded, where),
+            grouped.model.compute_hidden_states(tokens[:1, :7], where),
+        )
 
 
 def test_gradients_are_those_of_transformers(model: Qwen2) -> None:
     tokens, where = some_tokens(3, 13), torch.tensor([2, 7, 12, 15, 25, 38])
     weights = torch.randn(6, 23, generator=torch.Generator().manual_seed(1))
     model.zero_grad()
-    (model.lm_head(model.model.hidden_at(tokens, where)) * weights).sum().backward()
-    twin = hub_twin(model)
+    (model.lm_head(model.model.compute_hidden_states(tokens, where)) * weights).sum().backward()
+    twin = make_hub_twin(model)
     (twin(input_ids=tokens).logits.flatten(0, 1)[where] * weights).sum().backward()
     wanted = {name: weight.grad for name, weight in twin.named_parameters()}
     for name, weight in model.named_parameters():
@@ -103,9 +106,9 @@ def test_values_are_a_line_on_the_hidden_state(grouped: Qwen2) -> None:
     critic.model.load_state_dict(grouped.model.state_dict())
     tokens, where = some_tokens(2, 6), torch.tensor([3, 8])
     with torch.no_grad():
-        hidden = hub_twin(grouped).model(input_ids=tokens).last_hidden_state.flatten(0, 1)[where]
+        hidden = make_hub_twin(grouped).model(input_ids=tokens).last_hidden_state.flatten(0, 1)[where]
         wanted = (hidden * critic.score.weight[0]).sum(1) + critic.score.bias[0]
-        close(critic.values_at(tokens, where), wanted)
+        close(critic.compute_values(tokens, where), wanted)
 
 
 # ---------------------------------------------------------------------------- the cache
@@ -116,7 +119,7 @@ class Rows:
 
     def __init__(self, model: Qwen2, rows: int, slots: int) -> None:
         self.model, self.tokens = model, [[] for _ in range(rows)]
-        self.cache = model.model.new_cache(rows, slots)
+        self.cache = model.model.make_cache(rows, slots)
 
     def extend(self, chunks: list[list[int]]) -> None:
         """Append a chunk to each of the first rows, and compare their last hidden states."""
@@ -133,10 +136,10 @@ class Rows:
                 close(found[row], self.last_hidden(self.tokens[row]))
 
     def last_hidden(self, tokens: list[int]) -> Tensor:
-        return self.model.model.hidden_at(torch.tensor([tokens]), torch.tensor([len(tokens) - 1]))[0]
+        return self.model.model.compute_hidden_states(torch.tensor([tokens]), torch.tensor([len(tokens) - 1]))[0]
 
     def select(self, rows: list[int]) -> None:
-        self.cache.select(torch.tensor(rows))
+        self.cache.select_rows(torch.tensor(rows))
         self.tokens = [self.tokens[row] for row in rows]
 
 
@@ -185,10 +188,10 @@ def test_packing_leaves_as_many_slots_as_the_longest_row_has_tokens(grouped: Qwe
         rows = Rows(grouped, 3, 10)
         rows.extend([[1, 2, 3, 4], [5], [9, 9]])
         rows.extend([[6], [7]])
-        assert rows.cache.used == 5
+        assert rows.cache.used_slots == 5
         rows.select([1, 2])
         rows.cache.pack()
-        assert rows.cache.used == 2
+        assert rows.cache.used_slots == 2
         assert (rows.cache.bias[:, :2] == 0).all()
         assert (rows.cache.bias[:, 2:] == -torch.inf).all()
         rows.extend([[8], [8]])
@@ -207,13 +210,13 @@ def test_nothing_is_made_on_another_device_than_the_tokens(grouped: Qwen2) -> No
     tokens = some_tokens(2, 5)
     valid = torch.ones(2, 5, dtype=torch.bool)
     positions = torch.arange(5).expand(2, 5)
-    cache = grouped.model.new_cache(2, 3)
+    cache = grouped.model.make_cache(2, 3)
     where = torch.tensor([4, 9])
     rows = torch.tensor([1, 0, 1])
     with torch.inference_mode(), torch.device("meta"):
-        full = grouped.model.hidden_at(tokens, where)
+        full = grouped.model.compute_hidden_states(tokens, where)
         close(grouped.model.extend(tokens, positions, valid, cache), full)
-        cache.select(rows)
+        cache.select_rows(rows)
         cache.pack()
     assert cache.keys[0].device.type == "cpu"
 
@@ -233,8 +236,8 @@ def write_config(folder: Path, **changes: object) -> Path:
 
 
 def test_a_config_is_read(tmp_path: Path) -> None:
-    assert Qwen2Shape.read(write_config(tmp_path)) == shape()
-    assert shape().head_dim == 8
+    assert Qwen2Shape.read(write_config(tmp_path)) == make_qwen2_shape()
+    assert make_qwen2_shape().head_dim == 8
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from tests.fakes.scripted import make_episode
-from trainable.ppo.evaluation import number_classes, summarise
+from trainable.ppo.evaluation import number_classes, make_evaluation
 from trainable.rollout.episode import Episode, StopReason
 
 
@@ -18,7 +18,7 @@ EPISODES = [episode(0, True, 10.9, 1, 0), episode(0, False, -1.0, 5, 1), episode
 
 
 def test_an_evaluation_counts_episodes_and_turns() -> None:
-    found = summarise(EPISODES, 5, "val", "sampled", [7, 3])
+    found = make_evaluation(EPISODES, 5, "val", "sampled", [7, 3])
     assert found.success == pytest.approx(1 / 3)
     assert found.score == pytest.approx(9.4 / 3)
     assert found.invalid_turns == pytest.approx(3 / 10)
@@ -28,15 +28,15 @@ def test_an_evaluation_counts_episodes_and_turns() -> None:
 
 
 def test_success_over_a_part_of_the_levels() -> None:
-    found = summarise(EPISODES, 5, "val", "sampled", [0, 1])
-    assert found.success_where([True, False, False]) == 1.0
-    assert found.success_where([True, False, True]) == 0.5
-    assert found.success_where([False, True, True]) == 0.0
-    assert found.success_where([False] * 3) is None
+    found = make_evaluation(EPISODES, 5, "val", "sampled", [0, 1])
+    assert found.compute_success_where([True, False, False]) == 1.0
+    assert found.compute_success_where([True, False, True]) == 0.5
+    assert found.compute_success_where([False, True, True]) == 0.0
+    assert found.compute_success_where([False] * 3) is None
 
 
 def test_the_line_is_the_one_of_the_contract() -> None:
-    line = json.loads(json.dumps(summarise(EPISODES, 0, "test", "greedy", [4, 0]).line()))
+    line = json.loads(json.dumps(make_evaluation(EPISODES, 0, "test", "greedy", [4, 0]).to_line()))
     assert line == {
         "step": 0, "split": "test", "mode": "greedy", "levels": [100, 100, 101], "clusters": [4, 4, 0],
         "success": "100",

@@ -4,45 +4,56 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.fakes.scripted import random_model, shape
-from tests.fakes.trainers import quiet
-from trainable.config.seeds import stream
-from trainable.ppo.flops import forward_flops, matrix_rate, rollout_flops, training_flops, utilisation
+from tests.fakes.scripted import make_random_model, make_qwen2_shape
+from tests.fakes.trainers import make_quiet_trainer
+from trainable.config.seeds import make_rng
+from trainable.ppo.flops import (
+    estimate_forward_flops,
+    measure_peak_flops,
+    estimate_rollout_flops,
+    estimate_training_flops,
+    compute_mfu,
+)
 
 
 def test_counted_operations_are_those_that_torch_counts() -> None:
     """Products by torch's own counter; attention, of which causal ones do half, by a sum over pairs."""
-    model = random_model(shape(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3))
+    model = make_random_model(
+        make_qwen2_shape(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
+    )
     tokens, where = torch.zeros(2, 11, dtype=torch.long), torch.tensor([3, 10, 15])
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model.lm_head(model.model.hidden_at(tokens, where))
+        model.lm_head(model.model.compute_hidden_states(tokens, where))
     counts = counter.get_flop_counts()["Global"]
     products = sum(count for operation, count in counts.items() if "mm" in str(operation))
     lengths = [11, 5]  # a row is read up to its last position in `where`
     attention = 3 * sum(4 * 32 * (position + 1) for length in lengths for position in range(length))
-    assert forward_flops(model.shape, lengths, 3, 23) == products + attention
-    after_five = forward_flops(model.shape, lengths, 3, 23, read=5)
+    assert estimate_forward_flops(model.shape, lengths, 3, 23) == products + attention
+    after_five = estimate_forward_flops(model.shape, lengths, 3, 23, cached_tokens=5)
     assert after_five == products + attention + 3 * sum(lengths) * 4 * 32 * 5
 
 
 def test_sampling_is_reading_everything_once_but_for_openings() -> None:
-    trainer = quiet()
-    episodes = trainer.roll_out(trainer.levels[0], 3, stream(0, "sampling", 1))
+    trainer = make_quiet_trainer()
+    episodes = trainer.roll_out(trainer.levels[0], 3, make_rng(0, "sampling", 1))
     sizes = trainer.model.shape
     each = sum(
-        forward_flops(sizes, [len(episode.tokens)], episode.response_tokens, sizes.vocab_size) for episode in episodes
+        estimate_forward_flops(sizes, [len(episode.tokens)], episode.response_tokens, sizes.vocab_size)
+        for episode in episodes
     )
     openings = {episode.group: int(episode.mask.argmax()) for episode in episodes}
-    again = 2 * sum(forward_flops(sizes, [length], 0, 0) for length in openings.values())  # copies 2 and 3 of each
-    assert rollout_flops(sizes, episodes) == pytest.approx(each - again)
+    again = 2 * sum(
+        estimate_forward_flops(sizes, [length], 0, 0) for length in openings.values()
+    )  # copies 2 and 3 of each
+    assert estimate_rollout_flops(sizes, episodes) == pytest.approx(each - again)
 
 
 def test_phases_that_are_off_have_no_operations() -> None:
     def phases(**overrides: object) -> dict[str, float]:
-        trainer = quiet(**overrides)
-        episodes = trainer.roll_out(trainer.levels[0], 4, stream(0, "sampling", 1))
-        batch, _, _ = trainer.prepare(episodes, 2, 2, stream(0, "duplicates", 1))
-        return training_flops(trainer.model.shape, trainer.config, batch)
+        trainer = make_quiet_trainer(**overrides)
+        episodes = trainer.roll_out(trainer.levels[0], 4, make_rng(0, "sampling", 1))
+        batch, _, _ = trainer.prepare_batch(episodes, 2, 2, make_rng(0, "duplicates", 1))
+        return estimate_training_flops(trainer.model.shape, trainer.config, batch)
 
     assert set(phases(actor__use_kl_loss=False)) == {"values", "update_critic", "update_actor"}
     assert set(phases(algorithm__adv_estimator="grpo", actor__use_kl_loss=False)) == {"update_actor"}
@@ -59,11 +70,11 @@ def test_phases_that_are_off_have_no_operations() -> None:
 
 def test_utilisation_is_operations_over_time_and_rate() -> None:
     seconds = {"values": 2.0, "update_actor": 0.0}
-    assert utilisation({"values": 30.0, "update_actor": 5.0, "reference": 5.0}, seconds, 10.0) == {"values": 1.5}
+    assert compute_mfu({"values": 30.0, "update_actor": 5.0, "reference": 5.0}, seconds, 10.0) == {"values": 1.5}
 
 
 def test_rows_have_the_share_of_each_phase() -> None:
-    row = quiet(actor__use_kl_loss=True, actor__kl_loss_coef=0.1).step().row
-    assert row["matrix_rate"] == matrix_rate("cpu", torch.float32) > 1e8
+    row = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1).step().row
+    assert row["matrix_rate"] == measure_peak_flops("cpu", torch.float32) > 1e8
     for name in ("rollout", "values", "reference", "update_critic", "update_actor"):
         assert 0 < row[f"utilisation_{name}"] < 1.5  # a rate of a shared machine moves

@@ -8,9 +8,9 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from search_spaces.language_model.kl import STUDY
-from trainable.config.run_config import RunConfig, with_overrides
-from trainable.envs.sokoban.level_sets import validation_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_protocol
+from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.envs.sokoban.level_sets import make_validation_levels
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_prompt_template
 from trainable.models.qwen2 import Qwen2
 from trainable.models.qwen2_shape import Qwen2Shape
 from trainable.ppo.trainer import PPOTrainer
@@ -18,8 +18,8 @@ from trainable.tiny.recipe import write_model
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    protocol = make_protocol("full", "grid_coord", 10)
-    texts = [protocol.opening(Observation(1, level.cells, 10)) for level in validation_levels(20)]
+    protocol = make_prompt_template("full", "grid_coord", 10)
+    texts = [protocol.format_first_turn(Observation(1, level.cells, 10)) for level in make_validation_levels(20)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -54,7 +54,7 @@ def test_the_paper_settings_train_a_step(hub_model: Path) -> None:
         "critic.ppo_mini_batch_size": 4, "trainer.total_training_steps": 1, "trainer.device": "cpu",
         "actor.lr": 1e-3, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.01, "rollout.name": "torch",
     }  # fmt: skip
-    trainer = PPOTrainer(with_overrides(RunConfig(), {**STUDY.fixed, **small}))
+    trainer = PPOTrainer(apply_overrides(RunConfig(), {**STUDY.fixed_settings, **small}))
     before = trainer.model.lm_head.weight.detach().clone()
     step = trainer.step()
     row, evaluations = step.row, step.evaluations
@@ -71,12 +71,12 @@ def test_sampled_log_probs_are_the_models_own(hub_model: Path) -> None:
         "env.max_turn": 3, "trainer.total_training_steps": 1, "trainer.device": "cpu", "env.val_env_groups": 2,
         "rollout.name": "torch", "model.dtype": "float32",
     }  # fmt: skip
-    trainer = PPOTrainer(with_overrides(RunConfig(), settings))
+    trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
     trainer.step_index = 1
-    for episode in trainer._collect():
+    for episode in trainer._collect_episodes():
         where = torch.from_numpy(np.flatnonzero(episode.mask) - 1)
         tokens = torch.from_numpy(episode.tokens)[None]
         with torch.no_grad():
-            logs = trainer.model.lm_head(trainer.model.model.hidden_at(tokens, where)).log_softmax(-1)
+            logs = trainer.model.lm_head(trainer.model.model.compute_hidden_states(tokens, where)).log_softmax(-1)
         chosen = logs.gather(1, tokens[0, where + 1][:, None]).squeeze(1)
         torch.testing.assert_close(chosen, torch.from_numpy(episode.logprobs[episode.mask]), atol=2e-5, rtol=1e-4)

@@ -5,13 +5,13 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from trainable.ppo.phases import Phases
+from trainable.ppo.phases import PhaseTimer
 from trainable.ppo.step_record import (
     BatchSummary,
     Budget,
-    Collection,
-    Duration,
-    EngineGap,
+    RolloutSummary,
+    StepTiming,
+    EngineMismatch,
     FilterDecision,
     FinalEvaluation,
     StepRecord,
@@ -21,7 +21,7 @@ from trainable.ppo.step_record import (
 from trainable.runs.records import STEP_COLUMNS
 
 COLUMNS = {column.name for column in STEP_COLUMNS}
-PARTS = (Collection, EngineGap, FilterDecision, BatchSummary, Update, Budget, Validation)
+PARTS = (RolloutSummary, EngineMismatch, FilterDecision, BatchSummary, Update, Budget, Validation)
 
 
 def filled(part: type, value: float = 1.0) -> object:
@@ -30,7 +30,7 @@ def filled(part: type, value: float = 1.0) -> object:
 
 def record() -> StepRecord:
     collection, engine, decision, batch, update, budget, validation = (filled(part) for part in PARTS)
-    duration = Duration({"rollout": 2.0}, {"rollout": 0.5}, 1e9, 3.0, 4.0, 5.0)
+    duration = StepTiming({"rollout": 2.0}, {"rollout": 0.5}, 1e9, 3.0, 4.0, 5.0)
     return StepRecord(
         collection, decision, 0, budget, budget, duration, engine, batch, update, validation, validation,
         {"collapse_valid_thinking_rate": 1.0},
@@ -43,7 +43,7 @@ def test_fields_are_columns(part: type) -> None:
 
 
 def test_a_full_record_has_every_column_but_those_of_phases_and_diagnostics() -> None:
-    row = record().row()
+    row = record().to_row()
     assert set(row) <= COLUMNS
     rest = {name for name in COLUMNS - set(row) if not name.startswith(("seconds_", "utilisation_", "collapse_"))}
     assert rest == {"test_success", "test_greedy_success"}  # of the last step, which FinalEvaluation adds
@@ -52,20 +52,20 @@ def test_a_full_record_has_every_column_but_those_of_phases_and_diagnostics() ->
 
 def test_what_was_not_measured_is_no_column() -> None:
     empty = replace(record(), batch=None, update=None, engine=None, validation=None, base=None, collapse={})
-    row = empty.row()
-    names = {item.name for part in (BatchSummary, Update, EngineGap, Validation) for item in fields(part)}
+    row = empty.to_row()
+    names = {item.name for part in (BatchSummary, Update, EngineMismatch, Validation) for item in fields(part)}
     assert names & set(row) == {"trained_tokens"}  # which the budget has too
     assert not any(name.startswith(("base_", "collapse_")) for name in row)
-    assert None not in replace(record(), batch=replace(record().batch, value_mean=None)).row().values()
+    assert None not in replace(record(), batch=replace(record().batch, value_mean=None)).to_row().values()
 
 
 def test_totals_add_up() -> None:
-    assert Budget(1, 2, 3, 4).plus(Budget(10, 20, 30, 40)) == Budget(11, 22, 33, 44)
+    assert Budget(1, 2, 3, 4).add(Budget(10, 20, 30, 40)) == Budget(11, 22, 33, 44)
 
 
 def test_the_final_evaluation_adds_its_columns_and_its_time() -> None:
     row = {"seconds_step": 1.0, "seconds_total": 2.0, "cpu_seconds_step": 3.0, "val_success": 0.5}
-    last = FinalEvaluation(0.25, 0.75, None, seconds=10.0, cpu_seconds=20.0).added_to(row)
+    last = FinalEvaluation(0.25, 0.75, None, seconds=10.0, cpu_seconds=20.0).add_to_row(row)
     assert last == {
         "val_success": 0.5, "val_greedy_success": 0.25, "test_success": 0.75, "test_greedy_success": None,
         "seconds_validation": 10.0, "seconds_step": 11.0, "seconds_total": 12.0, "cpu_seconds_step": 23.0,
@@ -73,11 +73,11 @@ def test_the_final_evaluation_adds_its_columns_and_its_time() -> None:
 
 
 def test_a_phase_that_comes_twice_adds_up_and_is_counted_when_it_fails() -> None:
-    phases = Phases(torch.device("cpu"))
-    with phases.timed("values"):
+    phases = PhaseTimer(torch.device("cpu"))
+    with phases.measure("values"):
         pass
     once = phases.seconds["values"]
-    with pytest.raises(ZeroDivisionError), phases.timed("values"):
+    with pytest.raises(ZeroDivisionError), phases.measure("values"):
         1 / 0  # noqa: B018 - only to fail
     assert phases.seconds["values"] > once > 0
     assert set(phases.seconds) == {"values"}

@@ -11,18 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fakes.scripted import hub_twin, make_episode, random_model, shape, small
-from tests.fakes.trainers import finite, moved, quiet, steps, weights
-from trainable.algo.target_policy import target_policy
+from tests.fakes.scripted import make_hub_twin, make_episode, make_random_model, make_qwen2_shape, make_small_config
+from tests.fakes.trainers import is_finite, has_changed, make_quiet_trainer, run_steps, copy_weights
+from trainable.algo.target_policy import target_policy_loss
 from trainable.backend.meter import Meter
-from trainable.backend.one_device import OneDevice
-from trainable.backend.world import ALONE, World
+from trainable.backend.one_device import TorchBackend
+from trainable.backend.world import SINGLE_PROCESS, World
 from trainable.config.run_config import ConfigError
 from trainable.config.sections import ActorConfig
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo import update
-from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens
-from trainable.rollout.batch import Batch, collate, update_order
+from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens
+from trainable.rollout.batch import Batch, collate, make_update_order
 from trainable.runs.records import DEFAULT_STEP_COLUMNS
 
 TEMPERATURE, SIZE, ETA = 0.8, 4, 0.5
@@ -42,7 +42,7 @@ class Recorder(torch.optim.SGD):
         self.steps.append(torch.cat([w.grad.flatten() for group in self.param_groups for w in group["params"]]))
 
 
-MODEL = random_model(shape(), seed=1, spread=0.25).double()
+MODEL = make_random_model(make_qwen2_shape(), seed=1, std=0.25).double()
 
 
 def make_batch() -> Batch:
@@ -54,13 +54,13 @@ def make_batch() -> Batch:
     turns = [[(int(rng.integers(1, 6)), sampled, 0.0) for sampled in (3, 2)] for _ in range(3 * SIZE)]
     batch = collate([make_episode(turns[row], row % 3, rng) for row in range(3 * SIZE)])
     noise = 0.1 * torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(6))
-    now = at_trained_tokens(batch, 3, TokenFunction.logprobs(MODEL, TEMPERATURE))
+    now = compute_at_trained_tokens(batch, 3, TokenFunction.for_logprobs(MODEL, TEMPERATURE))
     return batch._replace(logprobs=(now + noise) * batch.mask)
 
 
 BATCH = make_batch()
 SKILLS = torch.randn(3 * SIZE, generator=torch.Generator().manual_seed(7))
-ORDER = update_order(BATCH, keeps_groups=True)
+ORDER = make_update_order(BATCH, needs_whole_groups=True)
 
 
 def targets() -> Targets:
@@ -68,10 +68,12 @@ def targets() -> Targets:
     return Targets(SKILLS[:, None] * BATCH.mask, nothing, nothing, 0.5 * BATCH.logprobs)
 
 
-def ran(model: Qwen2, world: World = ALONE, order: Tensor = ORDER, **settings: Any) -> tuple[list[Tensor], Meter]:
+def ran(
+    model: Qwen2, world: World = SINGLE_PROCESS, order: Tensor = ORDER, **settings: Any
+) -> tuple[list[Tensor], Meter]:
     actor = ActorConfig(**{**CUT, **settings})
     recorder = Recorder(model.parameters())
-    backend = OneDevice("actor_optimizer", {"actor": model}, recorder, actor.grad_clip)
+    backend = TorchBackend("actor_optimizer", {"actor": model}, recorder, actor.grad_clip)
     backend.world = world
     meter = ActorUpdate(model, backend, actor, TEMPERATURE).run(BATCH, targets(), order)
     return recorder.steps, meter
@@ -79,12 +81,12 @@ def ran(model: Qwen2, world: World = ALONE, order: Tensor = ORDER, **settings: A
 
 def one_shot(rows: Tensor) -> tuple[float, Tensor]:
     """Loss and gradient of a mini-batch at once: whole padded forwards of transformers, autograd through the loss."""
-    twin, part = hub_twin(MODEL).double(), BATCH.rows(rows)
+    twin, part = make_hub_twin(MODEL).double(), BATCH.select_rows(rows)
     logs = (twin(input_ids=part.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
     taken = logs.gather(-1, part.tokens[:, 1:, None])[..., 0]
     now = (taken.double() * part.mask[:, 1:]).sum(1)
     old = (part.logprobs.double() * part.mask).sum(1)
-    loss = target_policy(now, old, SKILLS[rows], part.group_ids, ETA).loss
+    loss = target_policy_loss(now, old, SKILLS[rows], part.group_ids, ETA).loss
     loss.backward()
     named = dict(twin.named_parameters())
     return float(loss.detach()), torch.cat([named[name].grad.flatten() for name, _ in MODEL.named_parameters()])
@@ -107,7 +109,7 @@ def test_any_cut_gives_the_gradient_of_the_loss_at_once(
     assert [len(rows) for rows in ORDER.split(8)] == [8, 4]
     for gradient, (_, at_once) in zip(found, wanted, strict=True):
         close(gradient, at_once)
-    assert meter.means()["pg_loss"] == pytest.approx(sum(loss for loss, _ in wanted) / 2, rel=1e-6)
+    assert meter.compute_means()["pg_loss"] == pytest.approx(sum(loss for loss, _ in wanted) / 2, rel=1e-6)
 
 
 def test_a_mini_batch_of_one_group_leaves_the_others_out() -> None:
@@ -126,8 +128,10 @@ def test_kl_and_entropy_are_added_as_to_any_policy_loss() -> None:
     with_terms, without = ran(MODEL, **clipped, **terms)[0], ran(MODEL, **clipped)[0]
     for found, task, more, less in zip(both, alone, with_terms, without, strict=True):
         assert float((found - task - (more - less)).norm() / found.norm()) < 1e-5
-    assert {"kl_loss", "entropy_loss", "ppo_kl", "tpo_target_entropy", "tpo_target_top_prob"} <= set(meter.means())
-    assert "pg_clipfrac" not in meter.means()
+    assert {"kl_loss", "entropy_loss", "ppo_kl", "tpo_target_entropy", "tpo_target_top_prob"} <= set(
+        meter.compute_means()
+    )
+    assert "pg_clipfrac" not in meter.compute_means()
 
 
 class Threads:
@@ -164,7 +168,7 @@ def test_ranks_that_share_out_a_groups_rollouts_sum_to_the_same_gradient(size: i
     alone, meter = ran(MODEL)
     for number, gradient in enumerate(alone):
         close(torch.stack([found[rank][0][number] for rank in range(size)]).sum(0), gradient)
-    for name, value in meter.means().items():
+    for name, value in meter.compute_means().items():
         if name != "actor_grad_norm":  # that of one device, which here has a part of the gradient
             assert found[0][1].means()[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
@@ -176,12 +180,12 @@ def test_a_mini_batch_that_splits_a_group_is_refused() -> None:
 
 def test_descending_brings_the_policy_to_its_target() -> None:
     model = copy.deepcopy(MODEL)
-    backend = OneDevice("actor_optimizer", {"actor": model}, torch.optim.SGD(model.parameters(), lr=0.002), 1e9)
+    backend = TorchBackend("actor_optimizer", {"actor": model}, torch.optim.SGD(model.parameters(), lr=0.002), 1e9)
     settings = ActorConfig(**{**CUT, "ppo_mini_batch_size": 12})
     actor = ActorUpdate(model, backend, settings, TEMPERATURE)
     losses = []
     for _ in range(30):
-        means = actor.run(BATCH, targets(), ORDER).means()
+        means = actor.run(BATCH, targets(), ORDER).compute_means()
         losses.append(means["pg_loss"])
     least = means["tpo_target_entropy"]  # cross-entropy is least where the policy is the target
     assert all(after < before for before, after in pairwise(losses))
@@ -194,24 +198,24 @@ TPO = {"actor__policy_loss": "tpo", "algorithm__adv_estimator": "group_skill"}
 
 
 def test_a_run_trains_and_says_what_its_targets_were() -> None:
-    trainer = quiet(**TPO, actor__ppo_epochs=2)
-    before = weights(trainer)
-    rows = steps(trainer, 2)
+    trainer = make_quiet_trainer(**TPO, actor__ppo_epochs=2)
+    before = copy_weights(trainer)
+    rows = run_steps(trainer, 2)
     for row in rows:
-        assert finite(row)
+        assert is_finite(row)
         assert row["optimizer_steps"] == 4
         assert set(row) <= {column.name for column in DEFAULT_STEP_COLUMNS}
         assert 0 < row["tpo_target_entropy"] < torch.log(torch.tensor(4.0))
         assert 0.25 < row["tpo_target_top_prob"] <= 1
         assert "pg_clipfrac" not in row
-    assert moved(trainer, before, "actor/")
+    assert has_changed(trainer, before, "actor/")
     assert trainer.critic is None
 
 
 def test_on_the_sampling_policy_the_first_pull_is_towards_the_skilled() -> None:
     """One mini-batch of the whole batch: nothing has moved, so p is the old policy and the loss is cross-entropy."""
-    trainer = quiet(**TPO, actor__ppo_mini_batch_size=8)
-    (row,) = steps(trainer, 1)
+    trainer = make_quiet_trainer(**TPO, actor__ppo_mini_batch_size=8)
+    (row,) = run_steps(trainer, 1)
     assert row["pg_loss"] > row["tpo_target_entropy"]
     assert abs(row["ppo_kl"]) < 1e-5
 
@@ -219,7 +223,7 @@ def test_on_the_sampling_policy_the_first_pull_is_towards_the_skilled() -> None:
 def test_nothing_is_copied_into_a_group() -> None:
     """Three kept groups in mini-batches of two: the last one has one group, where others would copy episodes."""
     settings = {"env__env_groups": 3, "actor__ppo_mini_batch_size": 8}
-    (row,), (other,) = steps(quiet(**TPO, **settings), 1), steps(quiet(**settings), 1)
+    (row,), (other,) = run_steps(make_quiet_trainer(**TPO, **settings), 1), run_steps(make_quiet_trainer(**settings), 1)
     assert (row["batch_size"], row["optimizer_steps"]) == (12, 2)
     assert (other["batch_size"], other["optimizer_steps"]) == (24, 3)
 
@@ -240,13 +244,15 @@ def test_nothing_is_copied_into_a_group() -> None:
 )
 def test_what_does_not_fit_is_refused_by_name(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        small(**{**TPO, **changes})
+        make_small_config(**{**TPO, **changes})
 
 
 def test_the_size_that_a_refusal_names_is_taken() -> None:
-    assert small(**{**TPO, "env__group_size": 3, "actor__ppo_mini_batch_size": 6}).actor.loss.keeps_groups
+    assert make_small_config(
+        **{**TPO, "env__group_size": 3, "actor__ppo_mini_batch_size": 6}
+    ).actor.loss.needs_whole_groups
 
 
 def test_eta_is_part_of_the_configuration_of_tpo_alone() -> None:
-    assert small(actor__tpo_eta=2.0).config_hash() == small().config_hash()
-    assert small(**TPO, actor__tpo_eta=2.0).config_hash() != small(**TPO).config_hash()
+    assert make_small_config(actor__tpo_eta=2.0).compute_hash() == make_small_config().compute_hash()
+    assert make_small_config(**TPO, actor__tpo_eta=2.0).compute_hash() != make_small_config(**TPO).compute_hash()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.scripted import random_episodes
+from tests.fakes.scripted import make_random_episodes
 from tests.oracles import algo as oracle
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.config.sections import AlgorithmConfig, KLControl
@@ -12,7 +12,7 @@ from trainable.ppo.targets import make_targets
 from trainable.ppo.update import Targets
 from trainable.rollout.batch import Batch, collate
 
-BATCH = collate(random_episodes(12, 4, seed=3))
+BATCH = collate(make_random_episodes(12, 4, seed=3))
 MASK = BATCH.mask.tolist()
 VALUES = torch.randn(BATCH.mask.shape, generator=torch.Generator().manual_seed(1)) * BATCH.mask
 REFERENCE = BATCH.logprobs + 0.3 * torch.randn(BATCH.mask.shape, generator=torch.Generator().manual_seed(2))
@@ -101,7 +101,7 @@ def test_reinforce_plus_plus(gamma: float) -> None:
 
 
 def test_reinforce_plus_plus_with_a_baseline() -> None:
-    groups = oracle.groups_of(SCORES, GROUPS)
+    groups = oracle.gather_groups(SCORES, GROUPS)
     centred = [score - sum(group) / len(group) for score, group in zip(SCORES, groups, strict=True)]
     rows = [[x if m else 0.0 for m in mask] for x, mask in zip(centred, MASK, strict=True)]
     close(targets(adv_estimator="reinforce_plus_plus_baseline").advantages, whitened(rows))

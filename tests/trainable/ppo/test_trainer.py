@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.scripted import cloned, hub_twin, small
-from tests.fakes.trainers import Row, finite, moved, quiet, replay, steps, weights
+from tests.fakes.scripted import clone_tensors, make_hub_twin, make_small_config
+from tests.fakes.trainers import Row, is_finite, has_changed, make_quiet_trainer, replay_step, run_steps, copy_weights
 from tests.oracles import update as oracle
-from trainable.algo.batching import length_stratified_order
+from trainable.algo.batching import order_length_stratified
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.models.qwen2 import Qwen2
@@ -24,12 +24,12 @@ ESTIMATORS = tuple(ADVANTAGE_ESTIMATORS)
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_takes_a_step(estimator: str) -> None:
-    trainer = quiet(algorithm__adv_estimator=estimator)
-    before = weights(trainer)
-    (row,) = steps(trainer, 1)
-    assert finite(row)
+    trainer = make_quiet_trainer(algorithm__adv_estimator=estimator)
+    before = copy_weights(trainer)
+    (row,) = run_steps(trainer, 1)
+    assert is_finite(row)
     assert row["optimizer_steps"] == 2
-    assert moved(trainer, before, "actor/")
+    assert has_changed(trainer, before, "actor/")
     assert ("vf_loss" in row) == ("value_mean" in row) == any(name.startswith("critic/") for name in before)
     assert (trainer.critic is not None) == (estimator == "gae")
 
@@ -39,10 +39,10 @@ KL_KINDS = ["kl", "abs", "mse", "low_var_kl", "full", "kl+", "abs+", "mse+", "lo
 
 @pytest.mark.parametrize("kind", KL_KINDS)
 def test_every_kl_kind_takes_steps(kind: str) -> None:
-    trainer = quiet(actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__kl_loss_type=kind)
-    first, second = steps(trainer, 2)
-    assert finite(first)
-    assert finite(second)
+    trainer = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__kl_loss_type=kind)
+    first, second = run_steps(trainer, 2)
+    assert is_finite(first)
+    assert is_finite(second)
     assert abs(first["kl_to_reference"]) < 1e-6  # the policy still is the reference
     assert second["kl_to_reference"] > 1e-5
     assert "kl_loss" in first
@@ -50,12 +50,12 @@ def test_every_kl_kind_takes_steps(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
 def test_every_kl_kind_may_be_in_the_reward(kind: str) -> None:
-    trainer = quiet(
+    trainer = make_quiet_trainer(
         algorithm__use_kl_in_reward=True, algorithm__kl_penalty=kind, algorithm__kl_ctrl__kl_coef=0.2,
         algorithm__kl_ctrl__type="adaptive", algorithm__kl_ctrl__horizon=80,
     )  # fmt: skip
-    first, second = steps(trainer, 2)
-    assert finite(second)
+    first, second = run_steps(trainer, 2)
+    assert is_finite(second)
     assert first["kl_in_reward_coef"] == 0.2
     # Measured 0 of a target of 0.1: the error is cut at -0.2, times 8 sequences over a horizon of 80.
     assert second["kl_in_reward_coef"] == pytest.approx(0.2 * (1 - 0.2 * 8 / 80))
@@ -78,9 +78,9 @@ FILTERS = [
 
 @pytest.mark.parametrize(("settings", "kept"), FILTERS, ids=str)
 def test_every_filter_takes_a_step(settings: Row, kept: set[int]) -> None:
-    trainer = quiet(**{f"filter__rollout_filter_{name}": value for name, value in settings.items()})
-    (row,) = steps(trainer, 1)
-    assert finite(row)
+    trainer = make_quiet_trainer(**{f"filter__rollout_filter_{name}": value for name, value in settings.items()})
+    (row,) = run_steps(trainer, 1)
+    assert is_finite(row)
     assert row["groups_kept"] in kept
     assert row["kept_ratio"] == row["groups_kept"] / 2
     assert row["batch_size"] == 4 * row["groups_kept"]
@@ -88,8 +88,8 @@ def test_every_filter_takes_a_step(settings: Row, kept: set[int]) -> None:
 
 def test_the_filter_keeps_the_groups_that_its_metric_ranks_first() -> None:
     common = {"filter__rollout_filter_strategy": "top_k_abs", "filter__rollout_filter_value": 1}
-    largest = steps(quiet(**common, filter__rollout_filter_type="largest"), 1)[0]
-    smallest = steps(quiet(**common, filter__rollout_filter_type="smallest"), 1)[0]
+    largest = run_steps(make_quiet_trainer(**common, filter__rollout_filter_type="largest"), 1)[0]
+    smallest = run_steps(make_quiet_trainer(**common, filter__rollout_filter_type="smallest"), 1)[0]
     assert largest["reward_std_kept"] == largest["reward_std_max"] > smallest["reward_std_kept"]
     assert largest["reward_std"] == pytest.approx((largest["reward_std_kept"] + smallest["reward_std_kept"]) / 2)
 
@@ -99,22 +99,22 @@ def test_the_filter_keeps_the_groups_that_its_metric_ranks_first() -> None:
     + [{"loss_agg_mode": "seq-mean-token-sum-norm", "entropy_coeff": 0.01}, {"ppo_epochs": 2}]
 )  # fmt: skip
 def test_other_settings_of_the_policy_take_a_step(settings: Row) -> None:
-    (row,) = steps(quiet(**{f"actor__{name}": value for name, value in settings.items()}), 1)
-    assert finite(row)
+    (row,) = run_steps(make_quiet_trainer(**{f"actor__{name}": value for name, value in settings.items()}), 1)
+    assert is_finite(row)
     assert row["optimizer_steps"] == 2 * settings.get("ppo_epochs", 1)
 
 
 def test_bi_level_gae_takes_a_step() -> None:
-    assert finite(steps(quiet(algorithm__bi_level_gae=True), 1)[0])
+    assert is_finite(run_steps(make_quiet_trainer(algorithm__bi_level_gae=True), 1)[0])
 
 
 def test_a_shared_trunk_trains_policy_and_value_head_together() -> None:
-    trainer = quiet(critic__shared_trunk=True)
-    before = weights(trainer)
-    (row,) = steps(trainer, 1)
+    trainer = make_quiet_trainer(critic__shared_trunk=True)
+    before = copy_weights(trainer)
+    (row,) = run_steps(trainer, 1)
     assert {name.split("/")[0] for name in before} == {"actor", "head"}
-    assert moved(trainer, before, "actor/")
-    assert moved(trainer, before, "head/")
+    assert has_changed(trainer, before, "actor/")
+    assert has_changed(trainer, before, "head/")
     assert {"vf_loss", "pg_loss", "value_mean", "explained_variance"} <= set(row)
     assert "critic_grad_norm" not in row
 
@@ -123,10 +123,10 @@ def test_a_shared_trunk_trains_policy_and_value_head_together() -> None:
 
 
 def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> None:
-    settings = small(actor__use_kl_loss=True, trainer__total_training_steps=1)
+    settings = make_small_config(actor__use_kl_loss=True, trainer__total_training_steps=1)
     trainer = PPOTrainer(settings, diagnostics=DIAGNOSTICS)
     row = trainer.step().row
-    row = trainer.close()[0].added_to(row)
+    row = trainer.evaluate_final()[0].add_to_row(row)
     engine = {"engine_gap_mean", "engine_gap_max", "engine_kl", "engine_effective_share"}  # torch shares the weights
     assert {column.name for column in DEFAULT_STEP_COLUMNS} - set(row) == {
         "kl_in_reward_coef", "seconds_gradient_analysis", "tpo_target_entropy", "tpo_target_top_prob", *engine,
@@ -135,9 +135,9 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
 
 
 def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
-    trainer = quiet()
-    episodes = replay(trainer, 1)
-    (row,) = steps(trainer, 1)
+    trainer = make_quiet_trainer()
+    episodes = replay_step(trainer, 1)
+    (row,) = run_steps(trainer, 1)
     scores = np.array([episode.score for episode in episodes]).reshape(2, 4)
     solved = np.array([episode.solved for episode in episodes]).reshape(2, 4)
     turns = sum(len(episode.texts) for episode in episodes)
@@ -162,43 +162,46 @@ def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
 
 def test_a_step_is_the_published_one_computed_literally() -> None:
     """Losses and gradient norms of a step that hardly moves, from transformers' forward on the same episodes."""
-    trainer = quiet(
+    trainer = make_quiet_trainer(
         actor__lr=1e-12, critic__lr=1e-12, actor__use_kl_loss=True, actor__entropy_coeff=0.1, rollout__temperature=0.8,
         actor__kl_loss_type="kl",
     )  # fmt: skip
     config, critic = trainer.config, trainer.critic
     assert critic is not None
-    batch = collate(replay(trainer, 1))
+    batch = collate(replay_step(trainer, 1))
     trunk = Qwen2(critic.shape)
     trunk.model.load_state_dict(critic.model.state_dict())
-    twin, critic_twin = hub_twin(trainer.model), hub_twin(trunk)
+    twin, critic_twin = make_hub_twin(trainer.model), make_hub_twin(trunk)
     with torch.no_grad():
         hidden = critic_twin.model(input_ids=batch.tokens).last_hidden_state
         values = torch.zeros(batch.tokens.shape)
         values[:, 1:] = critic.score(hidden)[:, :-1, 0]
     targets = make_targets(batch, values * batch.mask, batch.logprobs, config.algorithm, 0.0, 1.0)
-    mini_batches = length_stratified_order(batch.lengths).split(4)
+    mini_batches = order_length_stratified(batch.lengths).split(4)
     policy = [
-        oracle.actor_step(twin, twin, batch, targets, rows, config.actor, temperature=0.8) for rows in mini_batches
+        oracle.compute_actor_step(twin, twin, batch, targets, rows, config.actor, temperature=0.8)
+        for rows in mini_batches
     ]
     head = copy.deepcopy(critic.score)
-    value = [oracle.critic_step(critic_twin, head, batch, targets, rows, config.critic) for rows in mini_batches]
+    value = [
+        oracle.compute_critic_step(critic_twin, head, batch, targets, rows, config.critic) for rows in mini_batches
+    ]
     expected = {
         name: np.mean([step.losses[name] for step in part])
         for part, names in ((policy, ("pg_loss", "entropy_loss", "kl_loss")), (value, ("vf_loss",)))
         for name in names
     }
-    expected["actor_grad_norm"] = np.mean([oracle.norm(step) for step in policy])
-    expected["critic_grad_norm"] = np.mean([oracle.norm(step) for step in value])
+    expected["actor_grad_norm"] = np.mean([oracle.compute_norm(step) for step in policy])
+    expected["critic_grad_norm"] = np.mean([oracle.compute_norm(step) for step in value])
     expected["value_mean"] = float(values[batch.mask].mean())
     left = (targets.returns - values)[batch.mask].var() / targets.returns[batch.mask].var()
     expected["explained_variance"] = 1 - float(left)
-    (row,) = steps(trainer, 1)
+    (row,) = run_steps(trainer, 1)
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
 def test_totals_are_sums_of_the_steps() -> None:
-    rows = steps(quiet(filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=1), 3)
+    rows = run_steps(make_quiet_trainer(filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=1), 3)
     for name in ("optimizer_steps", "env_steps", "sampled_tokens", "trained_tokens"):
         assert [row[f"total_{name}"] for row in rows] == np.cumsum([row[name] for row in rows]).tolist()
         assert all(row[name] > 0 for row in rows)
@@ -206,12 +209,12 @@ def test_totals_are_sums_of_the_steps() -> None:
 
 
 def test_copies_count_as_trained_tokens() -> None:
-    trainer = quiet(
+    trainer = make_quiet_trainer(
         filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=1,
         actor__ppo_mini_batch_size=8, critic__ppo_mini_batch_size=8,
     )  # fmt: skip
-    episodes = replay(trainer, 1)
-    (row,) = steps(trainer, 1)
+    episodes = replay_step(trainer, 1)
+    (row,) = run_steps(trainer, 1)
     tokens = [sum(e.response_tokens for e in episodes if e.group == group) for group in range(2)]
     assert row["batch_size"] == 8  # four episodes, each trained on twice
     assert row["trained_tokens"] in (2 * tokens[0], 2 * tokens[1])
@@ -224,19 +227,19 @@ def test_copies_count_as_trained_tokens() -> None:
     [(8, 32, 4), (7, 32, 4), (6, 24, 3), (5, 24, 3), (4, 16, 2), (3, 16, 2), (2, 8, 1), (1, 8, 1)],
 )
 def test_optimizer_steps_by_groups_kept(kept: int, batch: int, updates: int) -> None:
-    trainer = quiet(
+    trainer = make_quiet_trainer(
         env__env_groups=8, actor__ppo_mini_batch_size=8, critic__ppo_mini_batch_size=8, rollout__response_length=6,
         filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=kept,
     )  # fmt: skip
-    (row,) = steps(trainer, 1)
+    (row,) = run_steps(trainer, 1)
     assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (kept, batch, updates)
 
 
 def test_the_batch_is_a_multiple_of_the_groups_too() -> None:
-    trainer = quiet(
+    trainer = make_quiet_trainer(
         env__env_groups=3, filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=2,
     )  # fmt: skip
-    (row,) = steps(trainer, 1)
+    (row,) = run_steps(trainer, 1)
     # Eight episodes of two groups, up to a multiple of lcm(3 groups, mini-batch 4).
     assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (2, 12, 3)
 
@@ -244,9 +247,11 @@ def test_the_batch_is_a_multiple_of_the_groups_too() -> None:
 def test_a_step_with_nothing_kept_trains_and_validates_nothing(random_folder: Path) -> None:
     # The random model never writes a valid answer: every score is -0.5.
     trainer = PPOTrainer(
-        small(model__path=str(random_folder), filter__rollout_filter_include_zero=False, trainer__test_freq=1)
+        make_small_config(
+            model__path=str(random_folder), filter__rollout_filter_include_zero=False, trainer__test_freq=1
+        )
     )
-    before = weights(trainer)
+    before = copy_weights(trainer)
     found = [trainer.step() for _ in range(3)]
     for number, (row, evaluations) in enumerate(((step.row, step.evaluations) for step in found), start=1):
         assert (row["groups_kept"], row["kept_ratio"], row["reward_std_kept"], row["zero_std_groups"]) == (0, 0, 0, 2)
@@ -255,36 +260,36 @@ def test_a_step_with_nothing_kept_trains_and_validates_nothing(random_folder: Pa
         assert row["sampled_tokens"] > 0
         assert not {"val_success", "pg_loss", "vf_loss", "batch_size", "entropy"} & set(row)
         assert [evaluation.step for evaluation in evaluations] == ([0, 0] if number == 1 else [])
-    assert weights(trainer).keys() == before.keys()
-    assert not moved(trainer, before, "actor/")
-    assert not moved(trainer, before, "critic/")
+    assert copy_weights(trainer).keys() == before.keys()
+    assert not has_changed(trainer, before, "actor/")
+    assert not has_changed(trainer, before, "critic/")
 
 
 def test_steps_in_a_row_with_nothing_kept_are_counted_anew_after_one_that_kept_some() -> None:
-    trainer = quiet()
-    trainer.empty_in_a_row = 3
-    assert steps(trainer, 1)[0]["empty_steps_in_a_row"] == 0
+    trainer = make_quiet_trainer()
+    trainer.consecutive_empty_steps = 3
+    assert run_steps(trainer, 1)[0]["empty_steps_in_a_row"] == 0
 
 
 def test_while_the_critic_warms_up_the_policy_stands_still() -> None:
-    trainer = quiet(trainer__critic_warmup=2)
-    before = weights(trainer)
-    (row,) = steps(trainer, 1)
-    assert moved(trainer, before, "critic/")
-    assert not moved(trainer, before, "actor/")
+    trainer = make_quiet_trainer(trainer__critic_warmup=2)
+    before = copy_weights(trainer)
+    (row,) = run_steps(trainer, 1)
+    assert has_changed(trainer, before, "critic/")
+    assert not has_changed(trainer, before, "actor/")
     assert row["optimizer_steps"] == 0
     assert "pg_loss" not in row
     # As published, the policy moves from step critic_warmup on.
-    assert steps(trainer, 1)[0]["optimizer_steps"] == 2
-    assert moved(trainer, before, "actor/")
+    assert run_steps(trainer, 1)[0]["optimizer_steps"] == 2
+    assert has_changed(trainer, before, "actor/")
 
 
 def test_zero_task_advantage_stops_the_policy_and_not_the_critic() -> None:
-    plain, zero = quiet(), quiet(algorithm__zero_task_advantage=True, actor__weight_decay=0.0)
-    before = weights(zero)
-    one, other = steps(plain, 1)[0], steps(zero, 1)[0]
-    assert not moved(zero, before, "actor/")
-    assert moved(zero, before, "critic/")
+    plain, zero = make_quiet_trainer(), make_quiet_trainer(algorithm__zero_task_advantage=True, actor__weight_decay=0.0)
+    before = copy_weights(zero)
+    one, other = run_steps(plain, 1)[0], run_steps(zero, 1)[0]
+    assert not has_changed(zero, before, "actor/")
+    assert has_changed(zero, before, "critic/")
     assert (one["vf_loss"], one["critic_grad_norm"]) == (other["vf_loss"], other["critic_grad_norm"])
     assert other["actor_grad_norm"] == other["pg_loss"] == 0
     assert one["actor_grad_norm"] > 0
@@ -294,35 +299,37 @@ def test_zero_task_advantage_stops_the_policy_and_not_the_critic() -> None:
 def test_the_filters_share_scales_the_policys_gradient(mode: str, factor: float) -> None:
     def norm(scaling: str) -> float:
         settings = {"filter__rollout_filter_strategy": "top_k_abs", "filter__rollout_filter_value": 1}
-        return float(steps(quiet(**settings, actor__filter_loss_scaling=scaling), 1)[0]["actor_grad_norm"])
+        return float(
+            run_steps(make_quiet_trainer(**settings, actor__filter_loss_scaling=scaling), 1)[0]["actor_grad_norm"]
+        )
 
     assert norm(mode) == pytest.approx(factor * norm("none"), rel=1e-4)
 
 
 def test_a_reference_is_kept_only_where_one_is_needed_and_never_moves() -> None:
-    assert quiet().reference is None
-    trainer = quiet(actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
+    assert make_quiet_trainer().reference is None
+    trainer = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1)
     assert trainer.reference is not None
-    before = cloned(trainer.reference.state_dict())
-    steps(trainer, 1)
+    before = clone_tensors(trainer.reference.state_dict())
+    run_steps(trainer, 1)
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.reference.state_dict().items())
     assert not any(weight.requires_grad for weight in trainer.reference.parameters())
 
 
 def test_the_kl_penalty_holds_the_policy_near_the_reference() -> None:
     def drift(coefficient: float) -> float:
-        trainer = quiet(
+        trainer = make_quiet_trainer(
             actor__use_kl_loss=True, actor__kl_loss_coef=coefficient, actor__lr=1e-3, trainer__total_training_steps=4,
             env__group_size=8,
         )  # fmt: skip
-        return float(steps(trainer, 4)[-1]["kl_to_reference"])
+        return float(run_steps(trainer, 4)[-1]["kl_to_reference"])
 
     assert drift(10.0) < 0.7 * drift(1e-6)
 
 
 def test_the_entropy_bonus_raises_entropy() -> None:
     def entropy(coefficient: float) -> float:
-        trainer = quiet(actor__entropy_coeff=coefficient, trainer__total_training_steps=4, actor__lr=1e-3)
-        return float(steps(trainer, 4)[-1]["entropy"])
+        trainer = make_quiet_trainer(actor__entropy_coeff=coefficient, trainer__total_training_steps=4, actor__lr=1e-3)
+        return float(run_steps(trainer, 4)[-1]["entropy"])
 
     assert entropy(1.0) > entropy(0.0) + 0.1 > entropy(-1.0) + 0.2

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from search_spaces.declaration.presets import PRESETS
-from tests.fakes.scripted import cloned, small
-from tests.fakes.trainers import quiet, same_weights, steps, timeless
-from trainable.config.run_config import RunConfig, with_overrides
+from tests.fakes.scripted import clone_tensors, make_small_config
+from tests.fakes.trainers import make_quiet_trainer, has_same_weights, run_steps, drop_times
+from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.envs.sokoban import level_sets
 from trainable.ppo.evaluation import Evaluation, summarise_validation
 from trainable.ppo.trainer import PPOTrainer, pick_device
@@ -39,27 +39,29 @@ BASE = [(0, "val", "sampled"), (0, "val", "greedy")]
     ],
 )
 def test_when_validation_happens(freq: int, expected: list[Any]) -> None:
-    trainer = PPOTrainer(small(trainer__test_freq=freq, env__val_env_groups=2, env__test_env_groups=0))
+    trainer = PPOTrainer(make_small_config(trainer__test_freq=freq, env__val_env_groups=2, env__test_env_groups=0))
     assert evaluated(trainer, 3) == expected
 
 
 def test_the_base_policy_is_validated_before_the_first_update_only() -> None:
-    trainer = PPOTrainer(small())
-    fresh = PPOTrainer(small())
+    trainer = PPOTrainer(make_small_config())
+    fresh = PPOTrainer(make_small_config())
     wanted = [fresh.evaluate("val", mode) for mode in ("sampled", "greedy")]
     step = trainer.step()
     assert step.evaluations[:2] == wanted
     assert {name: number for name, number in step.row.items() if name.startswith("base_")} == {
         "base_val_success": wanted[0].success, "base_val_greedy_success": wanted[1].success,
-        "base_val_success_unseen": wanted[0].success_where(fresh.val_unseen), "base_val_reward": wanted[0].score,
+        "base_val_success_unseen": wanted[0].compute_success_where(fresh.is_val_unseen), "base_val_reward": wanted[0].score,
         "base_val_invalid_turns": wanted[0].invalid_turns,
     }  # fmt: skip
     assert not any(name.startswith("base_") for name in trainer.step().row)
-    assert PPOTrainer(small(trainer__val_before_train=False)).step()[1] == []
+    assert PPOTrainer(make_small_config(trainer__val_before_train=False)).step()[1] == []
 
 
 def test_validation_always_plays_the_same_levels_with_fresh_draws() -> None:
-    trainer = PPOTrainer(small(trainer__test_freq=1, actor__lr=1e-12, critic__lr=1e-12, env__val_env_groups=64))
+    trainer = PPOTrainer(
+        make_small_config(trainer__test_freq=1, actor__lr=1e-12, critic__lr=1e-12, env__val_env_groups=64)
+    )
     found = [e for _ in range(3) for e in trainer.step()[1] if e.mode == "sampled"]
     assert all(e.levels == tuple(range(123, 187)) for e in found)
     assert len({e.clusters for e in found}) == 1
@@ -67,14 +69,14 @@ def test_validation_always_plays_the_same_levels_with_fresh_draws() -> None:
 
 
 def test_validation_has_its_own_temperature() -> None:
-    trainer = PPOTrainer(small(rollout__val_temperature=0.0, env__val_env_groups=32))
+    trainer = PPOTrainer(make_small_config(rollout__val_temperature=0.0, env__val_env_groups=32))
     sampled, greedy = trainer.step().evaluations[:2]
     assert (sampled.mode, greedy.mode) == ("sampled", "greedy")
     assert sampled.solved == greedy.solved
 
 
 def test_levels_that_are_alike_share_a_cluster() -> None:
-    trainer = PPOTrainer(small(env__val_env_groups=64))
+    trainer = PPOTrainer(make_small_config(env__val_env_groups=64))
     found = trainer.evaluate("val", "sampled")
     keys = [level.key for level in trainer.val_levels]
     for one in range(64):
@@ -84,9 +86,11 @@ def test_levels_that_are_alike_share_a_cluster() -> None:
 
 
 def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> None:
-    trainer = PPOTrainer(small(env__val_env_groups=64, env__val_group_size=2, trainer__total_training_steps=40))
+    trainer = PPOTrainer(
+        make_small_config(env__val_env_groups=64, env__val_group_size=2, trainer__total_training_steps=40)
+    )
     found = trainer.evaluate("val", "sampled")
-    row = asdict(summarise_validation([found], trainer.val_unseen))
+    row = asdict(summarise_validation([found], trainer.is_val_unseen))
     trained = {level.key for levels in trainer.levels for level in levels}
     unseen = [
         solved for number, solved in enumerate(found.solved) if trainer.val_levels[number // 2].key not in trained
@@ -98,33 +102,33 @@ def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> Non
 
 
 def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
-    trainer = PPOTrainer(small(trainer__total_training_steps=1))
+    trainer = PPOTrainer(make_small_config(trainer__total_training_steps=1))
     before = trainer.step().row
-    final, found = trainer.close()
-    row = final.added_to(before)
+    final, found = trainer.evaluate_final()
+    row = final.add_to_row(before)
     assert [(e.step, e.split, e.mode) for e in found] == [
         (1, "val", "greedy"), (1, "test", "sampled"), (1, "test", "greedy"),
     ]  # fmt: skip
     columns = ("val_greedy_success", "test_success", "test_greedy_success")
     assert [row[name] for name in columns] == [e.success for e in found]
-    assert found[1].levels == tuple(level.seed for level in level_sets.test_levels(8))
+    assert found[1].levels == tuple(level.seed for level in level_sets.make_test_levels(8))
     spent = row["seconds_validation"] - before["seconds_validation"]
     assert spent > 0
     for name in ("seconds_step", "seconds_total"):
         assert row[name] == pytest.approx(before[name] + spent)
     assert trainer.seconds_total == pytest.approx(row["seconds_total"])
-    assert {name: row[name] for name in before if name not in TIME_COLUMNS} == timeless(before)
+    assert {name: row[name] for name in before if name not in TIME_COLUMNS} == drop_times(before)
 
 
 def test_without_test_levels_there_is_no_test() -> None:
-    trainer = PPOTrainer(small(env__test_env_groups=0, trainer__total_training_steps=1))
-    final, evaluations = trainer.close()
+    trainer = PPOTrainer(make_small_config(env__test_env_groups=0, trainer__total_training_steps=1))
+    final, evaluations = trainer.evaluate_final()
     assert [evaluation.split for evaluation in evaluations] == ["val"]
     assert (final.test_success, final.test_greedy_success) == (None, None)
 
 
 def test_the_shipped_policy_knows_more_than_it_shows() -> None:
-    trainer = PPOTrainer(small(env__val_env_groups=256, trainer__total_training_steps=1))
+    trainer = PPOTrainer(make_small_config(env__val_env_groups=256, trainer__total_training_steps=1))
     sampled, greedy = (trainer.evaluate("val", mode).success for mode in ("sampled", "greedy"))
     assert 0.1 < sampled < greedy - 0.1
     assert greedy < 0.9
@@ -134,14 +138,14 @@ def test_the_shipped_policy_knows_more_than_it_shows() -> None:
 
 
 def test_two_trainers_write_the_same_rows() -> None:
-    settings = small(actor__use_kl_loss=True, actor__entropy_coeff=0.01)
+    settings = make_small_config(actor__use_kl_loss=True, actor__entropy_coeff=0.01)
     one, other = PPOTrainer(settings), PPOTrainer(settings)
     torch.manual_seed(1)
     np.random.seed(1)  # noqa: NPY002 - global generators must not matter
-    first = steps(one, 3)
+    first = run_steps(one, 3)
     torch.manual_seed(2)
-    assert steps(other, 3) == first
-    assert same_weights(one, other)
+    assert run_steps(other, 3) == first
+    assert has_same_weights(one, other)
 
 
 SCRIPT = """
@@ -157,7 +161,7 @@ print(json.dumps([trainer.step().row for _ in range(2)]))
 def test_another_process_writes_the_same_rows() -> None:
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=root, capture_output=True, text=True, check=True)
-    assert [timeless(row) for row in json.loads(done.stdout)] == steps(PPOTrainer(small()), 2)
+    assert [drop_times(row) for row in json.loads(done.stdout)] == run_steps(PPOTrainer(make_small_config()), 2)
 
 
 RESUMED = {
@@ -176,45 +180,45 @@ RESUMED = {
 
 @pytest.mark.parametrize(("name", "stop"), [("gae", 1), *((name, 2) for name in RESUMED)])
 def test_resumed_equals_straight_through(name: str, stop: int, tmp_path: Path) -> None:
-    settings = small(**RESUMED[name], env__val_env_groups=8)
+    settings = make_small_config(**RESUMED[name], env__val_env_groups=8)
     straight = PPOTrainer(settings)
-    rows = steps(straight, stop)
-    write_checkpoint(tmp_path / "state", *straight.state())
+    rows = run_steps(straight, stop)
+    write_checkpoint(tmp_path / "state", *straight.get_state())
     seconds = straight.seconds_total
-    wanted = steps(straight, 3 - stop)
+    wanted = run_steps(straight, 3 - stop)
     resumed = PPOTrainer(settings)
     resumed.load_state(*read_checkpoint(tmp_path / "state"))
     assert resumed.step_index == len(rows) == stop
     assert resumed.seconds_total == seconds
-    assert steps(resumed, 3 - stop) == wanted
-    assert same_weights(resumed, straight)
-    assert resumed.state()[1] | {"seconds_total": 0} == straight.state()[1] | {"seconds_total": 0}
+    assert run_steps(resumed, 3 - stop) == wanted
+    assert has_same_weights(resumed, straight)
+    assert resumed.get_state()[1] | {"seconds_total": 0} == straight.get_state()[1] | {"seconds_total": 0}
 
 
 def test_steps_in_a_row_with_nothing_kept_are_counted_across_a_restart(random_folder: Path) -> None:
     settings = {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
-    first, second = quiet(**settings), quiet(**settings)
-    assert steps(first, 1)[0]["empty_steps_in_a_row"] == 1
-    second.load_state(*first.state())
-    assert steps(second, 1)[0]["empty_steps_in_a_row"] == 2
+    first, second = make_quiet_trainer(**settings), make_quiet_trainer(**settings)
+    assert run_steps(first, 1)[0]["empty_steps_in_a_row"] == 1
+    second.load_state(*first.get_state())
+    assert run_steps(second, 1)[0]["empty_steps_in_a_row"] == 2
 
 
 def test_a_used_trainer_goes_back_to_a_state_it_loads() -> None:
-    trainer = quiet()
-    first = steps(trainer, 1)
-    tensors, values = cloned(trainer.state()[0]), json.loads(json.dumps(trainer.state()[1]))
-    rest = steps(trainer, 2)
+    trainer = make_quiet_trainer()
+    first = run_steps(trainer, 1)
+    tensors, values = clone_tensors(trainer.get_state()[0]), json.loads(json.dumps(trainer.get_state()[1]))
+    rest = run_steps(trainer, 2)
     trainer.load_state(tensors, values)
-    assert steps(trainer, 2) == rest
-    start = quiet()
-    trainer.load_state(*start.state())
-    assert steps(trainer, 1) == first
+    assert run_steps(trainer, 2) == rest
+    start = make_quiet_trainer()
+    trainer.load_state(*start.get_state())
+    assert run_steps(trainer, 1) == first
 
 
 def test_the_state_holds_each_tensor_once_and_plain_values() -> None:
-    trainer = quiet()
-    steps(trainer, 1)
-    tensors, values = trainer.state()
+    trainer = make_quiet_trainer()
+    run_steps(trainer, 1)
+    tensors, values = trainer.get_state()
     assert "actor/lm_head.weight" not in tensors  # the head is the embedding
     places = [tensor.data_ptr() for tensor in tensors.values()]
     assert len(set(places)) == len(places)
@@ -225,8 +229,8 @@ def test_the_state_holds_each_tensor_once_and_plain_values() -> None:
 
 @pytest.mark.parametrize("missing", ["actor/model.norm.weight", "actor/model.embed_tokens.weight", "critic/score.bias"])
 def test_a_state_that_lacks_a_weight_is_refused(missing: str) -> None:
-    trainer = quiet()
-    tensors, values = trainer.state()
+    trainer = make_quiet_trainer()
+    tensors, values = trainer.get_state()
     with pytest.raises(ValueError, match=missing.split("/")[1]):
         trainer.load_state({name: tensor for name, tensor in tensors.items() if name != missing}, values)
 
@@ -235,7 +239,7 @@ def test_a_state_that_lacks_a_weight_is_refused(missing: str) -> None:
 
 
 def test_seeds_change_levels_draws_and_critic_and_never_validation_levels() -> None:
-    zero, one = PPOTrainer(small(seed=0)), PPOTrainer(small(seed=1))
+    zero, one = PPOTrainer(make_small_config(seed=0)), PPOTrainer(make_small_config(seed=1))
     seeds = [[level.seed for levels in trainer.levels for level in levels] for trainer in (zero, one)]
     assert seeds == [list(range(10_000, 10_006)), list(range(1_010_000, 1_010_006))]
     assert zero.critic is not None
@@ -251,36 +255,36 @@ def test_seeds_change_levels_draws_and_critic_and_never_validation_levels() -> N
 
 
 def test_seeds_draw_differently_in_the_same_levels() -> None:
-    zero, one = quiet(seed=0, env__seed_train=1_010_000), quiet(seed=1)
+    zero, one = make_quiet_trainer(seed=0, env__seed_train=1_010_000), make_quiet_trainer(seed=1)
     levels = [[level.seed for levels in trainer.levels for level in levels] for trainer in (zero, one)]
     assert levels[0] == levels[1]
-    one_row, zero_row = steps(one, 1)[0], steps(zero, 1)[0]
+    one_row, zero_row = run_steps(one, 1)[0], run_steps(zero, 1)[0]
     assert one_row["sampled_tokens"] != zero_row["sampled_tokens"]
     assert one_row["entropy"] != zero_row["entropy"]
 
 
 def test_arms_of_one_seed_start_alike() -> None:
     """Levels, draws and the base's validation are paired across arms; from the first update on they part."""
-    plain, other = PPOTrainer(small()), PPOTrainer(small(actor__entropy_coeff=0.5))
+    plain, other = PPOTrainer(make_small_config()), PPOTrainer(make_small_config(actor__entropy_coeff=0.5))
     one, two = plain.step(), other.step()
     assert one[1] == two[1]
     shared = ("train_reward", "sampled_tokens", "value_mean", "vf_loss", "pg_loss")
     assert [one.row[name] for name in shared[:-1]] == [two.row[name] for name in shared[:-1]]
-    assert not same_weights(plain, other)
+    assert not has_same_weights(plain, other)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
 def test_training_and_validation_levels_are_no_test_levels(seed: int) -> None:
     trainer = PPOTrainer(
-        small(seed=seed, env__env_groups=8, env__test_env_groups=512, env__val_env_groups=512,
+        make_small_config(seed=seed, env__env_groups=8, env__test_env_groups=512, env__val_env_groups=512,
               trainer__total_training_steps=50)
     )  # fmt: skip
-    test_keys = level_sets.level_keys(trainer.test_levels)
+    test_keys = level_sets.collect_level_keys(trainer.test_levels)
     trained = [level for levels in trainer.levels for level in levels]
     assert len(trained) == 400
     assert len(test_keys) == 512
-    assert not test_keys & level_sets.level_keys(trained)
-    assert not test_keys & level_sets.level_keys(trainer.val_levels)
+    assert not test_keys & level_sets.collect_level_keys(trained)
+    assert not test_keys & level_sets.collect_level_keys(trainer.val_levels)
 
 
 def test_the_device_is_the_one_asked_for() -> None:
@@ -301,7 +305,7 @@ def test_it_learns() -> None:
         **PRESETS["laptop"], "trainer.total_training_steps": 20, "trainer.test_freq": 20,
         "env.val_env_groups": 128, "env.test_env_groups": 0,
     }  # fmt: skip
-    trainer = PPOTrainer(with_overrides(RunConfig(), settings))
+    trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
     found: list[Evaluation] = [e for _ in range(20) for e in trainer.step()[1]]
     assert [(e.step, e.mode) for e in found] == [(0, "sampled"), (0, "greedy"), (20, "sampled")]
     before, greedy, after = (e.success for e in found)

@@ -7,16 +7,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fakes.scripted import hub_twin, random_episodes, random_model, shape
+from tests.fakes.scripted import make_hub_twin, make_random_episodes, make_random_model, make_qwen2_shape
 from tests.oracles import update as oracle
-from trainable.algo.batching import length_stratified_order
+from trainable.algo.batching import order_length_stratified
 from trainable.algo.reductions import LOSS_AGG_MODES
 from trainable.backend.meter import Meter
-from trainable.backend.one_device import OneDevice
+from trainable.backend.one_device import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig
 from trainable.models.qwen2 import Qwen2, ValueModel
 from trainable.ppo import update
-from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, at_trained_tokens, update_critic
+from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.batch import Batch, collate
 
 TEMPERATURE = 0.8
@@ -34,38 +34,38 @@ class Recorder(torch.optim.SGD):
         self.steps.append([weight.grad.clone() for group in self.param_groups for weight in group["params"]])
 
 
-def owning(network: nn.Module, optimizer: torch.optim.Optimizer) -> OneDevice:
+def owning(network: nn.Module, optimizer: torch.optim.Optimizer) -> TorchBackend:
     """The backend of one network."""
-    return OneDevice("optimizer", {"network": network}, optimizer, CUT["grad_clip"])
+    return TorchBackend("optimizer", {"network": network}, optimizer, CUT["grad_clip"])
 
 
 def drawn(like: Tensor, seed: int, spread: float = 1.0) -> Tensor:
     return spread * torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
 
 
-MODEL = random_model(shape(), seed=1)
+MODEL = make_random_model(make_qwen2_shape(), seed=1)
 REFERENCE = copy.deepcopy(MODEL)
 for number, weight in enumerate(REFERENCE.parameters()):
     weight.data += drawn(weight, number, 0.1)
-CRITIC = ValueModel(shape())
-CRITIC.model.load_state_dict(random_model(shape(), seed=3).model.state_dict())
+CRITIC = ValueModel(make_qwen2_shape())
+CRITIC.model.load_state_dict(make_random_model(make_qwen2_shape(), seed=3).model.state_dict())
 
 
 def at_tokens(batch: Batch, model: Qwen2) -> Tensor:
-    return at_trained_tokens(batch, 3, TokenFunction.logprobs(model, TEMPERATURE))
+    return compute_at_trained_tokens(batch, 3, TokenFunction.for_logprobs(model, TEMPERATURE))
 
 
 def make_batch(count: int = 12) -> Batch:
     """Episodes whose old log-probs lie around the model's: some ratios beyond the clips, some beyond the dual clip."""
-    batch = collate(random_episodes(count, 4, seed=5))
+    batch = collate(make_random_episodes(count, 4, seed=5))
     noise = drawn(batch.logprobs, 6, 0.4)
     noise[:, ::7] -= 2.0
     return batch._replace(logprobs=(at_tokens(batch, MODEL) + noise) * batch.mask)
 
 
 BATCH = make_batch()
-ORDER = length_stratified_order(BATCH.lengths)
-VALUES = at_trained_tokens(BATCH, 4, TokenFunction.values(CRITIC.model, CRITIC.score))
+ORDER = order_length_stratified(BATCH.lengths)
+VALUES = compute_at_trained_tokens(BATCH, 4, TokenFunction.for_values(CRITIC.model, CRITIC.score))
 TARGETS = Targets(
     advantages=drawn(BATCH.logprobs, 7) * BATCH.mask,
     returns=(VALUES + drawn(VALUES, 8)) * BATCH.mask,
@@ -80,9 +80,9 @@ def ran(
 ) -> tuple[Recorder, Meter]:  # fmt: skip
     networks: dict[str, nn.Module] = {"actor": MODEL, **({} if head is None else {"head": head})}
     recorder = Recorder(weight for network in networks.values() for weight in network.parameters())
-    backend = OneDevice("actor_optimizer", networks, recorder, settings.grad_clip)
+    backend = TorchBackend("actor_optimizer", networks, recorder, settings.grad_clip)
     actor = ActorUpdate(MODEL, backend, settings, TEMPERATURE, reference, head, 0.01, 0.5)
-    return recorder, actor.run(batch, targets, length_stratified_order(batch.lengths))
+    return recorder, actor.run(batch, targets, order_length_stratified(batch.lengths))
 
 
 def named(recorder: Recorder, model: nn.Module) -> list[dict[str, Tensor]]:
@@ -100,20 +100,21 @@ def close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def compare(settings: ActorConfig) -> None:
     """Gradients of both mini-batches (8 and 4 sequences), and every number that the meter reports."""
     recorder, meter = ran(settings)
-    twin, reference = hub_twin(MODEL), hub_twin(REFERENCE)
+    twin, reference = make_hub_twin(MODEL), make_hub_twin(REFERENCE)
     wanted = [
-        oracle.actor_step(twin, reference, BATCH, TARGETS, rows, settings, TEMPERATURE) for rows in ORDER.split(8)
+        oracle.compute_actor_step(twin, reference, BATCH, TARGETS, rows, settings, TEMPERATURE)
+        for rows in ORDER.split(8)
     ]
     for found, step in zip(named(recorder, MODEL), wanted, strict=True):
         close(found, step.gradients)
-    means = meter.means()
+    means = meter.compute_means()
     for name in ("pg_loss", "entropy_loss", *(["kl_loss"] if settings.use_kl_loss else [])):
         assert means[name] == pytest.approx(sum(step.losses[name] for step in wanted) / 2, rel=1e-4, abs=1e-6), name
     tokens = [int(BATCH.mask[rows].sum()) for rows in ORDER.split(8)]
     for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"):
         total = sum(step.losses[name] * count for step, count in zip(wanted, tokens, strict=True))
         assert means[name] == pytest.approx(total / sum(tokens), rel=1e-4, abs=1e-6), name
-    assert means["actor_grad_norm"] == pytest.approx(sum(map(oracle.norm, wanted)) / 2, rel=1e-3)
+    assert means["actor_grad_norm"] == pytest.approx(sum(map(oracle.compute_norm, wanted)) / 2, rel=1e-3)
     assert ("kl_loss" in means) == settings.use_kl_loss
 
 
@@ -139,7 +140,7 @@ def test_the_loss_without_kl(settings: dict[str, float]) -> None:
 
 
 def test_the_batch_reaches_both_clips() -> None:
-    means = ran(ActorConfig(**CUT))[1].means()
+    means = ran(ActorConfig(**CUT))[1].compute_means()
     assert means["pg_clipfrac"] > 0.1
     assert means["pg_clipfrac_lower"] > 0.02
 
@@ -170,7 +171,7 @@ def test_gradients_do_not_depend_on_chunks_of_the_vocabulary(
     cut, cut_meter = ran(settings)
     for one, other in zip(named(usual, MODEL), named(cut, MODEL), strict=True):
         close(one, other)
-    assert cut_meter.means() == pytest.approx(meter.means(), rel=1e-4, abs=1e-6)
+    assert cut_meter.compute_means() == pytest.approx(meter.compute_means(), rel=1e-4, abs=1e-6)
 
 
 def test_the_means_of_micro_batches_are_not_the_mean_over_tokens() -> None:
@@ -189,7 +190,7 @@ def on_policy() -> Batch:
 
 def test_while_the_policy_is_the_one_that_sampled_nothing_is_clipped() -> None:
     _, meter = ran(ActorConfig(**CUT), on_policy())
-    means = meter.means()
+    means = meter.compute_means()
     assert means["pg_clipfrac"] == means["pg_clipfrac_lower"] == 0
     assert abs(means["ppo_kl"]) < 1e-6
 
@@ -201,8 +202,8 @@ def test_at_ratio_one_the_loss_is_minus_the_advantages_and_moves_towards_them() 
     # Two mini-batches of 8 and 4 in micro-batches of 4: each token weighs 1 / (padded length * micro-batches).
     pieces = [-float(BATCH.mask[rows].sum()) / BATCH.tokens.shape[1] / count for rows, count in zip(
         ORDER.split(8), (2, 1), strict=True)]  # fmt: skip
-    assert meter.means()["pg_loss"] == pytest.approx(sum(pieces) / 2, rel=1e-5)
-    twin = hub_twin(MODEL)
+    assert meter.compute_means()["pg_loss"] == pytest.approx(sum(pieces) / 2, rel=1e-5)
+    twin = make_hub_twin(MODEL)
     logs = (twin(input_ids=BATCH.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
     gained = logs.gather(-1, BATCH.tokens[:, 1:, None])[..., 0][ORDER[:8]][BATCH.mask[ORDER[:8]][:, 1:]].sum()
     gained.backward()
@@ -222,7 +223,7 @@ def test_at_the_reference_the_kl_gradient_is_zero_but_for_k1(kind: str, anchors:
     recorder, meter = ran(ActorConfig(**CUT, **KL_ONLY, kl_loss_type=kind), on_policy(), targets, copy.deepcopy(MODEL))
     size = max(float(g.abs().max()) for g in recorder.steps[0])
     assert size < 1e-5 if anchors else size > 0.01
-    assert abs(meter.means()["kl_loss"]) < 1e-6
+    assert abs(meter.compute_means()["kl_loss"]) < 1e-6
 
 
 # ---------------------------------------------------------------------------- optimizer steps
@@ -236,7 +237,7 @@ def test_the_gradient_is_clipped_and_its_norm_reported_before() -> None:
         assert norm > 0.1
         for a, b in zip(clipped, whole, strict=True):
             torch.testing.assert_close(a, b * 0.05 / norm, rtol=1e-3, atol=1e-6)
-    assert meter.means()["actor_grad_norm"] > 0.1
+    assert meter.compute_means()["actor_grad_norm"] > 0.1
 
 
 def test_epochs_go_over_all_mini_batches_again() -> None:
@@ -262,23 +263,23 @@ def test_a_gradient_that_is_not_finite_makes_no_step_and_is_counted(bad: float) 
     actor = ActorUpdate(model, owning(model, optimizer), ActorConfig(**CUT), TEMPERATURE)
     spoiled = ORDER[:8]
     meter = actor.run(BATCH, with_bad_advantage(bad, int(spoiled[0])), spoiled)
-    assert (meter.optimizer_steps, meter.skipped) == (1, 1)
+    assert (meter.optimizer_steps, meter.skipped_steps) == (1, 1)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), MODEL.parameters(), strict=True))
     assert not optimizer.state
     assert all(weight.grad is None for weight in model.parameters())
-    assert "actor_grad_norm" not in meter.means()
+    assert "actor_grad_norm" not in meter.compute_means()
 
 
 def test_a_skipped_step_leaves_the_others_alone() -> None:
     model = copy.deepcopy(MODEL)
     actor = ActorUpdate(model, owning(model, adam(model)), ActorConfig(**CUT), TEMPERATURE)
     meter = actor.run(BATCH, with_bad_advantage(float("nan"), int(ORDER[0])), ORDER)
-    assert (meter.optimizer_steps, meter.skipped) == (2, 1)
+    assert (meter.optimizer_steps, meter.skipped_steps) == (2, 1)
     alone = copy.deepcopy(MODEL)
     update = ActorUpdate(alone, owning(alone, adam(alone)), ActorConfig(**CUT), TEMPERATURE)
     only = update.run(BATCH, TARGETS, ORDER[8:])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
-    assert meter.means()["actor_grad_norm"] == pytest.approx(only.means()["actor_grad_norm"])
+    assert meter.compute_means()["actor_grad_norm"] == pytest.approx(only.compute_means()["actor_grad_norm"])
 
 
 # ---------------------------------------------------------------------------- the critic
@@ -292,17 +293,17 @@ def hub_critic(critic: ValueModel) -> tuple[nn.Module, nn.Linear]:
     trunk.model.load_state_dict(critic.model.state_dict())
     head = nn.Linear(critic.shape.hidden_size, 1)
     head.load_state_dict(critic.score.state_dict())
-    return hub_twin(trunk), head
+    return make_hub_twin(trunk), head
 
 
 def test_the_value_loss_is_the_published_one() -> None:
     recorder = Recorder(CRITIC.parameters())
     meter = update_critic(CRITIC, owning(CRITIC, recorder), BATCH, TARGETS, ORDER, CRITIC_CUT)
     twin, head = hub_critic(CRITIC)
-    wanted = [oracle.critic_step(twin, head, BATCH, TARGETS, rows, CRITIC_CUT) for rows in ORDER.split(8)]
+    wanted = [oracle.compute_critic_step(twin, head, BATCH, TARGETS, rows, CRITIC_CUT) for rows in ORDER.split(8)]
     for found, step in zip(named(recorder, CRITIC), wanted, strict=True):
         close(found, step.gradients)
-    means = meter.means()
+    means = meter.compute_means()
     assert means["vf_loss"] == pytest.approx(sum(step.losses["vf_loss"] for step in wanted) / 2, rel=1e-4)
     tokens = [int(BATCH.mask[rows].sum()) for rows in ORDER.split(8)]
     clipped = sum(step.losses["vf_clipfrac"] * count for step, count in zip(wanted, tokens, strict=True))
@@ -318,24 +319,24 @@ def test_a_critics_step_that_is_not_finite_is_skipped_too() -> None:
     meter = update_critic(
         critic, owning(critic, adam(critic)), BATCH, TARGETS._replace(returns=returns), ORDER, CRITIC_CUT
     )
-    assert (meter.optimizer_steps, meter.skipped) == (2, 2)
+    assert (meter.optimizer_steps, meter.skipped_steps) == (2, 2)
     assert all(torch.equal(a, b) for a, b in zip(critic.parameters(), CRITIC.parameters(), strict=True))
 
 
 def test_on_a_shared_trunk_the_value_loss_joins_with_its_weight() -> None:
     settings = ActorConfig(**CUT, entropy_coeff=0.1)
     recorder, meter = ran(settings, head=CRITIC.score)
-    twin = hub_twin(MODEL)
+    twin = make_hub_twin(MODEL)
     head = nn.Linear(16, 1)
     head.load_state_dict(CRITIC.score.state_dict())
     rows = ORDER[:8]
-    policy = oracle.actor_step(twin, None, BATCH, TARGETS, rows, settings, TEMPERATURE).gradients
-    value = oracle.critic_step(twin, head, BATCH, TARGETS, rows, CRITIC_CUT).gradients
+    policy = oracle.compute_actor_step(twin, None, BATCH, TARGETS, rows, settings, TEMPERATURE).gradients
+    value = oracle.compute_critic_step(twin, head, BATCH, TARGETS, rows, CRITIC_CUT).gradients
     *trunk, weight, bias = recorder.steps[0]
     found = dict(zip(dict(MODEL.named_parameters()), trunk, strict=True))
     close(found, {name: policy[name] + 0.01 * value[name] for name in found})
     close({"w": weight, "b": bias}, {"w": 0.01 * value["score.weight"], "b": 0.01 * value["score.bias"]})
-    assert {"vf_loss", "vf_clipfrac", "pg_loss"} <= set(meter.means())
+    assert {"vf_loss", "vf_clipfrac", "pg_loss"} <= set(meter.compute_means())
 
 
 # ---------------------------------------------------------------------------- passes without gradients
@@ -344,15 +345,15 @@ def test_on_a_shared_trunk_the_value_loss_joins_with_its_weight() -> None:
 @pytest.mark.parametrize("rows_a_pass", [1, 5, 100])
 def test_numbers_at_trained_tokens_are_those_of_transformers(rows_a_pass: int) -> None:
     with torch.no_grad():
-        logs = (hub_twin(MODEL)(input_ids=BATCH.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
+        logs = (make_hub_twin(MODEL)(input_ids=BATCH.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
         wanted = torch.zeros(BATCH.tokens.shape)
         wanted[:, 1:] = logs.gather(-1, BATCH.tokens[:, 1:, None])[..., 0]
         twin, head = hub_critic(CRITIC)
         values = torch.zeros(BATCH.tokens.shape)
         values[:, 1:] = head(twin.model(input_ids=BATCH.tokens).last_hidden_state)[:, :-1, 0]
-    found = at_trained_tokens(BATCH, rows_a_pass, TokenFunction.logprobs(MODEL, TEMPERATURE))
+    found = compute_at_trained_tokens(BATCH, rows_a_pass, TokenFunction.for_logprobs(MODEL, TEMPERATURE))
     torch.testing.assert_close(found, wanted * BATCH.mask, rtol=1e-5, atol=1e-5)
-    found = at_trained_tokens(BATCH, rows_a_pass, TokenFunction.values(CRITIC.model, CRITIC.score))
+    found = compute_at_trained_tokens(BATCH, rows_a_pass, TokenFunction.for_values(CRITIC.model, CRITIC.score))
     torch.testing.assert_close(found, values * BATCH.mask, rtol=1e-5, atol=1e-5)
     assert not found.requires_grad
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from trainable.rollout.agreement import EngineMismatchError, check_agreement, compare, importance_weights
-from trainable.runs.failures import classify
+from trainable.rollout.agreement import EngineMismatchError, check_mismatch, measure_mismatch, importance_weights
+from trainable.runs.failures import classify_failure
 
 LOGPROBS = st.floats(-20, 0)
 PAIRS = st.lists(st.tuples(LOGPROBS, LOGPROBS), min_size=1, max_size=30)
@@ -21,39 +21,39 @@ def tensors(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tenso
 
 @given(PAIRS)
 def test_the_columns_are_their_formulas(pairs: list[tuple[float, float]]) -> None:
-    found = compare(*tensors(pairs))
+    found = measure_mismatch(*tensors(pairs))
     differences = [trainer - engine for trainer, engine in pairs]
     weights = [math.exp(difference) for difference in differences]
-    assert found.mean == pytest.approx(sum(map(abs, differences)) / len(pairs))
-    assert found.largest == pytest.approx(max(map(abs, differences)))
+    assert found.mean_abs == pytest.approx(sum(map(abs, differences)) / len(pairs))
+    assert found.max_abs == pytest.approx(max(map(abs, differences)))
     k3 = [weight - 1 - difference for weight, difference in zip(weights, differences, strict=True)]
     assert found.kl == pytest.approx(sum(k3) / len(pairs), rel=1e-6, abs=1e-9)
     squares = sum(weight**2 for weight in weights)
-    assert found.effective_share == pytest.approx(sum(weights) ** 2 / (len(pairs) * squares))
+    assert found.ess_fraction == pytest.approx(sum(weights) ** 2 / (len(pairs) * squares))
 
 
 @given(PAIRS)
 def test_the_columns_keep_their_bounds(pairs: list[tuple[float, float]]) -> None:
-    found = compare(*tensors(pairs))
-    assert 0 <= found.mean <= found.largest + 1e-12
+    found = measure_mismatch(*tensors(pairs))
+    assert 0 <= found.mean_abs <= found.max_abs + 1e-12
     assert found.kl >= 0
-    assert 1 / len(pairs) - 1e-12 <= found.effective_share <= 1 + 1e-12
+    assert 1 / len(pairs) - 1e-12 <= found.ess_fraction <= 1 + 1e-12
 
 
 def test_equal_logprobs_agree_wholly() -> None:
     logprobs = torch.tensor([-0.5, -3.0, -1e-4])
-    assert compare(logprobs, logprobs) == (0.0, 0.0, 0.0, 1.0)
+    assert measure_mismatch(logprobs, logprobs) == (0.0, 0.0, 0.0, 1.0)
 
 
 def test_the_effective_share_is_the_share_of_tokens_that_count() -> None:
     engine = torch.full((10,), -1.0)
     trainer = torch.where(torch.arange(10) < 3, engine, engine - 60)
-    assert compare(trainer, engine).effective_share == pytest.approx(0.3)
+    assert measure_mismatch(trainer, engine).ess_fraction == pytest.approx(0.3)
 
 
 def test_the_columns_survive_differences_whose_exponential_overflows_float32() -> None:
-    found = compare(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -200.0]))
-    assert found.effective_share == pytest.approx(0.5)
+    found = measure_mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -200.0]))
+    assert found.ess_fraction == pytest.approx(0.5)
     assert math.isfinite(found.kl)
 
 
@@ -62,7 +62,7 @@ def test_kl_and_weights_estimate_over_the_engines_tokens() -> None:
     q, p = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.4, 0.25, 0.2, 0.15])
     tokens = np.repeat(np.arange(4), (1000 * q).round().astype(int))  # q itself, not a sample of it
     trainer, engine = torch.from_numpy(np.log(p)[tokens]), torch.from_numpy(np.log(q)[tokens])
-    assert compare(trainer, engine).kl == pytest.approx(stats.entropy(q, p))
+    assert measure_mismatch(trainer, engine).kl == pytest.approx(stats.entropy(q, p))
     assert stats.entropy(q, p) != pytest.approx(stats.entropy(p, q), rel=1e-2)
     values = np.array([1.0, -2.0, 3.0, 7.0])
     weighted = importance_weights(trainer, engine, 5.0).numpy() * values[tokens]
@@ -71,7 +71,7 @@ def test_kl_and_weights_estimate_over_the_engines_tokens() -> None:
 
 def test_nothing_to_compare_is_an_error() -> None:
     with pytest.raises(ValueError, match="no sampled tokens"):
-        compare(torch.zeros(0), torch.zeros(0))
+        measure_mismatch(torch.zeros(0), torch.zeros(0))
 
 
 @given(PAIRS, st.floats(0.1, 8))
@@ -91,20 +91,20 @@ def test_importance_weights_carry_no_gradient_and_never_overflow() -> None:
 
 @pytest.mark.parametrize("mean", [0.0, 0.01, 0.05])
 def test_agreement_within_the_tolerance_passes(mean: float) -> None:
-    check_agreement(mean, 0.05, step=1)
+    check_mismatch(mean, 0.05, step=1)
 
 
 @pytest.mark.parametrize("mean", [0.0501, 0.7, math.inf, math.nan])
 def test_disagreement_ends_the_run_for_good(mean: float) -> None:
     with pytest.raises(EngineMismatchError, match=r"At step 7 .* samples from other weights") as caught:
-        check_agreement(mean, 0.05, step=7)
+        check_mismatch(mean, 0.05, step=7)
     assert "0.05 is allowed" in str(caught.value)
-    failure = classify(caught.value, has_rows=True)
+    failure = classify_failure(caught.value, has_rows=True)
     assert (failure.kind, failure.is_retried) == ("error", False)
-    assert not classify(caught.value, has_rows=False).is_retried
+    assert not classify_failure(caught.value, has_rows=False).is_retried
 
 
 def test_the_message_names_a_limit_that_would_pass() -> None:
     with pytest.raises(EngineMismatchError, match=r"rollout.logprob_tolerance=0.2,") as caught:
-        check_agreement(0.08, 0.05, step=1)
+        check_mismatch(0.08, 0.05, step=1)
     assert "model.dtype=float32" in str(caught.value)

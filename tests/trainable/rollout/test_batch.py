@@ -4,10 +4,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.scripted import make_episode, random_episodes
-from trainable.rollout.batch import Batch, collate, last_token_scores, mini_batches, turn_end_rewards
+from tests.fakes.scripted import make_episode, make_random_episodes
+from trainable.rollout.batch import Batch, collate, place_episode_scores, split_mini_batches, place_turn_rewards
 
-episode_lists = st.integers(0, 2**32 - 1).map(lambda seed: random_episodes(1 + seed % 9, 3, seed))
+episode_lists = st.integers(0, 2**32 - 1).map(lambda seed: make_random_episodes(1 + seed % 9, 3, seed))
 
 
 @settings(deadline=None, max_examples=30)
@@ -22,7 +22,7 @@ def test_every_number_of_an_episode_is_at_its_place(episodes) -> None:
             found = getattr(batch, part)[row]
             assert found[:size].tolist() == getattr(episode, part).tolist()
             assert not found[size:].any()
-        assert batch.rewards[row, :size].tolist() == turn_end_rewards(episode).tolist()
+        assert batch.rewards[row, :size].tolist() == place_turn_rewards(episode).tolist()
         assert int(batch.group_ids[row]) == episode.group
         assert float(batch.scores[row]) == pytest.approx(episode.score)
 
@@ -31,7 +31,7 @@ def test_every_number_of_an_episode_is_at_its_place(episodes) -> None:
 @given(episode_lists)
 def test_rewards_add_up_to_the_score_wherever_they_are_placed(episodes) -> None:
     batch = collate(episodes)
-    for rewards in (batch.rewards, last_token_scores(batch)):
+    for rewards in (batch.rewards, place_episode_scores(batch)):
         torch.testing.assert_close(rewards.sum(1), batch.scores, rtol=1e-4, atol=1e-5)
         assert not rewards[~batch.mask].any()
 
@@ -41,7 +41,7 @@ def test_places_of_rewards() -> None:
     batch = collate([make_episode([(2, 3, -0.2), (1, 2, 10.9)]), make_episode([(1, 1, -0.1)])])
     expected = [[0, 0, 0, 0, -0.2, 0, 0, 10.9], [0, -0.1, 0, 0, 0, 0, 0, 0]]
     torch.testing.assert_close(batch.rewards, torch.tensor(expected))
-    last = last_token_scores(batch)
+    last = place_episode_scores(batch)
     torch.testing.assert_close(last, torch.tensor([[0, 0, 0, 0, 0, 0, 0, 10.7], [0, -0.1, 0, 0, 0, 0, 0, 0]]))
 
 
@@ -49,7 +49,7 @@ def test_places_of_rewards() -> None:
 @given(episode_lists)
 def test_a_trained_token_is_predicted_from_the_one_before_it(episodes) -> None:
     batch = collate(episodes)
-    where = batch.where()
+    where = batch.find_prediction_positions()
     width = batch.tokens.shape[1]
     flat = [(row, t) for row, episode in enumerate(episodes) for t in np.flatnonzero(episode.mask)]
     assert where.tolist() == [row * width + t - 1 for row, t in flat]
@@ -60,22 +60,26 @@ def test_a_trained_token_is_predicted_from_the_one_before_it(episodes) -> None:
 @given(episode_lists, st.randoms(use_true_random=False))
 def test_rows_are_the_batch_of_the_chosen_episodes(episodes, random) -> None:
     index = [random.randrange(len(episodes)) for _ in range(random.randint(1, 5))]
-    chosen = collate(episodes).rows(torch.tensor(index))
+    chosen = collate(episodes).select_rows(torch.tensor(index))
     for found, wanted in zip(chosen, collate([episodes[row] for row in index]), strict=True):
         assert torch.equal(found, wanted)
 
 
 def test_mini_batches_are_consecutive_and_the_last_may_be_short() -> None:
-    pieces = [piece.tolist() for piece in mini_batches(torch.tensor([4, 2, 0, 1, 3]), 2)]
+    pieces = [piece.tolist() for piece in split_mini_batches(torch.tensor([4, 2, 0, 1, 3]), 2)]
     assert pieces == [[4, 2], [0, 1], [3]]
 
 
 def test_nothing_is_made_on_another_device_than_the_batch() -> None:
     """As in test_qwen2: what names no device lands on `meta`."""
-    batch = collate(random_episodes(4, 2))
-    wanted = last_token_scores(batch)
+    batch = collate(make_random_episodes(4, 2))
+    wanted = place_episode_scores(batch)
     with torch.device("meta"):
-        found, where, rows = last_token_scores(batch), batch.where(), batch.rows(torch.tensor([0, 2], device="cpu"))
+        found, where, rows = (
+            place_episode_scores(batch),
+            batch.find_prediction_positions(),
+            batch.select_rows(torch.tensor([0, 2], device="cpu")),
+        )
     assert torch.equal(found, wanted)
     assert where.device.type == rows.tokens.device.type == "cpu"
     assert isinstance(rows, Batch)

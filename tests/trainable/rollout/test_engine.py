@@ -4,31 +4,31 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.trainers import quiet
+from tests.fakes.trainers import make_quiet_trainer
 from trainable.backend.meter import Meter
-from trainable.config.seeds import stream
+from trainable.config.seeds import make_rng
 from trainable.ppo.trainer import PPOTrainer
-from trainable.ppo.update import passes
+from trainable.ppo.update import make_passes
 from trainable.rollout.agreement import EngineMismatchError
-from trainable.rollout.engine import SharedWeights, Vllm, reread
+from trainable.rollout.engine import TorchEngine, VllmEngine, recompute_logprobs
 from trainable.rollout.episode import Episode
 
 
 def played(trainer: PPOTrainer) -> list[Episode]:
-    return trainer.roll_out(trainer.val_levels * 2, 3, stream(0, "sampling", 1))
+    return trainer.roll_out(trainer.val_levels * 2, 3, make_rng(0, "sampling", 1))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_what_is_read_again_is_what_the_shared_sampler_gave(temperature: float) -> None:
-    trainer = quiet(rollout__temperature=temperature)
+    trainer = make_quiet_trainer(rollout__temperature=temperature)
     episodes = played(trainer)
-    again = reread(trainer.model, episodes, temperature, 2, trainer.device)
+    again = recompute_logprobs(trainer.model, episodes, temperature, 2, trainer.device)
     for one, other in zip(again, episodes, strict=True):
         np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
         np.testing.assert_allclose(one.entropies, other.entropies, atol=1e-5)
         assert one.engine_logprobs is other.logprobs
         assert not one.logprobs[~one.mask].any()
-    assert reread(trainer.model, [], 1.0, 2, trainer.device) == []
+    assert recompute_logprobs(trainer.model, [], 1.0, 2, trainer.device) == []
 
 
 def shifted(episodes: list[Episode], by: float) -> list[Episode]:
@@ -40,38 +40,38 @@ def shifted(episodes: list[Episode], by: float) -> list[Episode]:
 
 
 def test_the_difference_is_measured_and_too_large_a_one_ends_the_run() -> None:
-    trainer = quiet()
+    trainer = make_quiet_trainer()
     episodes = played(trainer)
-    assert SharedWeights(trainer.model, trainer.backends["actor"].whole).compare(episodes, 1) is None
-    engine = Vllm.__new__(Vllm)
+    assert TorchEngine(trainer.model, trainer.backends["actor"].gather_weights).measure_mismatch(episodes, 1) is None
+    engine = VllmEngine.__new__(VllmEngine)
     engine.config = trainer.config
-    agreement = engine.compare(shifted(episodes, 0.01), 1)
-    assert agreement.mean == pytest.approx(0.01, rel=1e-3)
-    assert agreement.largest == pytest.approx(0.01, rel=1e-3)
-    assert agreement.effective_share == pytest.approx(1)
+    agreement = engine.measure_mismatch(shifted(episodes, 0.01), 1)
+    assert agreement.mean_abs == pytest.approx(0.01, rel=1e-3)
+    assert agreement.max_abs == pytest.approx(0.01, rel=1e-3)
+    assert agreement.ess_fraction == pytest.approx(1)
     with pytest.raises(EngineMismatchError, match="At step 4 the engine's log-probs differ"):
-        engine.compare(shifted(episodes, 0.2), 4)
+        engine.measure_mismatch(shifted(episodes, 0.2), 4)
 
 
 @pytest.mark.parametrize(("shift", "weight"), [(0.1, np.exp(0.1)), (-0.3, np.exp(-0.3)), (1.0, 1.5)])
 def test_truncated_weights_multiply_the_policys_loss(shift: float, weight: float) -> None:
     losses = []
     for cap in (None, 1.5):
-        trainer = quiet(actor__tis_imp_ratio_cap=cap)
+        trainer = make_quiet_trainer(actor__tis_imp_ratio_cap=cap)
         episodes = shifted(played(trainer), shift)
-        batch, targets, _ = trainer.prepare(episodes, 2, 2, stream(0, "duplicates", 1))
+        batch, targets, _ = trainer.prepare_batch(episodes, 2, 2, make_rng(0, "duplicates", 1))
         rows = torch.arange(len(batch.lengths))
         meter = Meter()
         with torch.no_grad():
             losses.append([
-                float(trainer.actor_update().components(part, meter)["task"])
-                for part in passes(batch, targets, rows, "token-mean", 2, batch.tokens.shape[1])
+                float(trainer.make_actor_update().compute_loss_terms(part, meter)["task"])
+                for part in make_passes(batch, targets, rows, "token-mean", 2, batch.tokens.shape[1])
             ])  # fmt: skip
     assert losses[1] == pytest.approx([weight * loss for loss in losses[0]], rel=1e-4)
     assert any(abs(loss) > 1e-3 for loss in losses[0])
 
 
 def test_a_conversation_is_no_longer_than_the_setting_or_the_models_context() -> None:
-    assert quiet(rollout__max_model_len=200).rules.context == 200
-    own = quiet().model.shape.max_position_embeddings
-    assert quiet(rollout__max_model_len=own + 1).rules.context == own
+    assert make_quiet_trainer(rollout__max_model_len=200).rules.context_length == 200
+    own = make_quiet_trainer().model.shape.max_position_embeddings
+    assert make_quiet_trainer(rollout__max_model_len=own + 1).rules.context_length == own

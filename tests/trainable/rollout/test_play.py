@@ -7,37 +7,37 @@ from tokenizers import Tokenizer
 
 from tests.fakes.scripted import ScriptedSampler
 from trainable.envs.sokoban.board import Action
-from trainable.envs.sokoban.level_sets import validation_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_protocol, reply_text
+from trainable.envs.sokoban.level_sets import make_validation_levels
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_prompt_template, format_reply
 from trainable.models.load import make_codec
-from trainable.rollout.batch import turn_end_rewards
+from trainable.rollout.batch import place_turn_rewards
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.play import Rules, play
+from trainable.rollout.play import EpisodeLimits, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.tiny.tokenizer import build_tokenizer
 
-LEVELS = validation_levels(3)  # seed 123: solved by Down, Left, Up; seed 124: by Up
-RULES = Rules(max_turn=5, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context=512)
+LEVELS = make_validation_levels(3)  # seed 123: solved by Down, Left, Up; seed 124: by Up
+RULES = EpisodeLimits(max_turn=5, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
 TOKENIZER: Tokenizer = build_tokenizer()
 STOP = TOKENIZER.token_to_id(END_OF_MESSAGE)
-PROTOCOL = make_protocol("compact", "grid", 10)
+PROTOCOL = make_prompt_template("compact", "grid", 10)
 Played = tuple[list[Episode], ScriptedSampler]
 ACTIONS = {action.name[0]: action for action in Action if action != Action.NONE}
 
 
 def said(actions: str) -> str:
     """A reply with the actions that the letters name: "DL" for Down and Left."""
-    return reply_text("P", [ACTIONS[letter] for letter in actions]) + END_OF_MESSAGE
+    return format_reply("P", [ACTIONS[letter] for letter in actions]) + END_OF_MESSAGE
 
 
 def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text).ids
 
 
-def played(script: Sequence[Sequence[str]], rules: Rules = RULES, levels: int = 1, copies: int = 1) -> Played:
+def played(script: Sequence[Sequence[str]], rules: EpisodeLimits = RULES, levels: int = 1, copies: int = 1) -> Played:
     """Episodes in which row r says script[r][turn]; 512 tokens of context, 24 a reply."""
     sampler = ScriptedSampler([[ids(text) for text in row] for row in script])
-    episodes = play(
+    episodes = roll_out_episodes(
         LEVELS[:levels], copies, sampler, PROTOCOL, make_codec(TOKENIZER), rules, SamplingParams(1.0, 24, STOP),
         np.random.default_rng(0),
     )  # fmt: skip
@@ -52,7 +52,7 @@ def one(*replies: str, **rules: int) -> Episode:
 def outcome(episode: Episode) -> tuple[StopReason, float, int, int, int]:
     """Stop, score, actions, turns, invalid turns."""
     turns = len(episode.texts)
-    return episode.stop, round(episode.score, 9), episode.actions, turns, episode.invalid_turns
+    return episode.stop_reason, round(episode.score, 9), episode.actions, turns, episode.invalid_turns
 
 
 NOISE = "D" + END_OF_MESSAGE
@@ -108,7 +108,7 @@ def test_the_penalty_is_a_setting() -> None:
 
 def given_texts(sampler: ScriptedSampler, row: int = 0) -> list[str]:
     """What the row was told after each of its replies but the last."""
-    return [TOKENIZER.decode(turn[row], skip_special_tokens=False) for turn in sampler.asked[1:] if row in turn]
+    return [TOKENIZER.decode(turn[row], skip_special_tokens=False) for turn in sampler.requests[1:] if row in turn]
 
 
 def test_the_model_is_shown_rewards_without_penalties_and_what_is_left() -> None:
@@ -156,15 +156,15 @@ def many() -> Played:
 def test_sampled_tokens_are_those_of_the_sampler_with_its_numbers(many: Played) -> None:
     episodes, sampler = many
     for row, episode in enumerate(episodes):
-        replies = [turn[row] for turn in sampler.gave if row in turn]
+        replies = [turn[row] for turn in sampler.samples if row in turn]
         assert len(replies) == len(episode.texts) == len(episode.turn_rewards)
         for turn, reply in enumerate(replies):
             here = episode.mask & (episode.turns == turn)
-            assert np.flatnonzero(here).tolist() == list(range(np.argmax(here), np.argmax(here) + len(reply.ids)))
-            assert episode.tokens[here].tolist() == reply.ids.tolist() == ids(SCRIPT[row][turn])
+            assert np.flatnonzero(here).tolist() == list(range(np.argmax(here), np.argmax(here) + len(reply.token_ids)))
+            assert episode.tokens[here].tolist() == reply.token_ids.tolist() == ids(SCRIPT[row][turn])
             assert episode.logprobs[here].tolist() == reply.logprobs.tolist()
             assert episode.entropies[here].tolist() == reply.entropies.tolist()
-        assert episode.response_tokens == sum(len(reply.ids) for reply in replies)
+        assert episode.response_tokens == sum(len(reply.token_ids) for reply in replies)
         assert not episode.logprobs[~episode.mask].any()
         assert not episode.entropies[~episode.mask].any()
 
@@ -172,7 +172,7 @@ def test_sampled_tokens_are_those_of_the_sampler_with_its_numbers(many: Played) 
 def test_given_tokens_are_the_prompt_and_what_the_sampler_was_given(many: Played) -> None:
     episodes, sampler = many
     for row, episode in enumerate(episodes):
-        given = [turn[row] for turn in sampler.asked if row in turn]
+        given = [turn[row] for turn in sampler.requests if row in turn]
         assert given[0] == []
         parts = [sampler.prompts[row], *given[1:]]
         for turn, part in enumerate(parts):
@@ -199,7 +199,7 @@ def test_episodes_of_a_group_stand_together_and_share_level_and_prompt(many: Pla
 
 def test_rewards_at_turn_ends_add_up_to_the_score(many: Played) -> None:
     for episode in many[0]:
-        rewards = turn_end_rewards(episode)
+        rewards = place_turn_rewards(episode)
         assert rewards.sum() == pytest.approx(episode.score, abs=1e-5)
         ends = [np.flatnonzero(episode.mask & (episode.turns == turn))[-1] for turn in range(len(episode.texts))]
         assert rewards[ends] == pytest.approx(episode.turn_rewards, abs=1e-6)
@@ -209,11 +209,13 @@ def test_rewards_at_turn_ends_add_up_to_the_score(many: Played) -> None:
 def test_a_row_that_has_ended_is_not_asked_again(many: Played) -> None:
     episodes, sampler = many
     for row, episode in enumerate(episodes):
-        assert [row in turn for turn in sampler.asked] == [n < len(episode.texts) for n in range(len(sampler.asked))]
+        assert [row in turn for turn in sampler.requests] == [
+            n < len(episode.texts) for n in range(len(sampler.requests))
+        ]
 
 
 def test_a_conversation_that_would_outgrow_the_context_ends() -> None:
-    prompt = len(ids(PROTOCOL.opening(Observation(1, LEVELS[0].cells, 10))))
+    prompt = len(ids(PROTOCOL.format_first_turn(Observation(1, LEVELS[0].cells, 10))))
     reply = len(ids(said("R")))
     # Room for the second turn's 11 given tokens and 24 new ones, and not for the third's.
     context = prompt + reply + 11 + 24

@@ -5,17 +5,17 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.fakes.scripted import hub_twin, random_model, shape
-from trainable.envs.sokoban.level_sets import training_levels
-from trainable.envs.sokoban.prompt import make_protocol
+from tests.fakes.scripted import make_hub_twin, make_random_model, make_qwen2_shape
+from trainable.envs.sokoban.level_sets import make_training_levels
+from trainable.envs.sokoban.prompt import make_prompt_template
 from trainable.models.load import Policy, load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
-from trainable.ppo.update import TokenFunction, at_trained_tokens
+from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
 from trainable.rollout.batch import collate
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.play import Rules, play
-from trainable.rollout.sampler import Sampled, SamplingParams
-from trainable.rollout.torch_sampler import TorchSampler, draw
+from trainable.rollout.play import EpisodeLimits, roll_out_episodes
+from trainable.rollout.sampler import SampledReply, SamplingParams
+from trainable.rollout.torch_sampler import TorchSampler, sample_tokens
 
 BELOW_ONE = 1 - 2**-24  # the largest float32 that a generator draws
 
@@ -25,7 +25,7 @@ BELOW_ONE = 1 - 2**-24  # the largest float32 that a generator draws
 
 def picked(logits: Sequence[float], uniforms: Sequence[float], temperature: float = 1.0) -> list[int]:
     rows = torch.tensor([list(logits)] * len(uniforms))
-    return draw(rows, temperature, torch.tensor(uniforms))[0].tolist()
+    return sample_tokens(rows, temperature, torch.tensor(uniforms))[0].tolist()
 
 
 def test_a_draw_inverts_the_distribution_function() -> None:
@@ -45,7 +45,7 @@ def test_a_token_without_probability_is_never_drawn() -> None:
 def test_a_draw_near_one_stays_inside_the_vocabulary() -> None:
     logits = 3 * torch.randn(500, 60, generator=torch.Generator().manual_seed(0))
     assert (logits.softmax(-1).double().sum(-1) < BELOW_ONE).sum() > 50  # rounding leaves a gap below 1
-    tokens, logprobs, _ = draw(logits, 1.0, torch.full((500,), BELOW_ONE))
+    tokens, logprobs, _ = sample_tokens(logits, 1.0, torch.full((500,), BELOW_ONE))
     assert (tokens < 60).all()
     assert torch.isfinite(logprobs).all()
 
@@ -54,7 +54,7 @@ def test_a_draw_near_one_stays_inside_the_vocabulary() -> None:
 def test_draws_follow_the_tempered_distribution(temperature: float) -> None:
     logits = torch.tensor([0.3, -1.0, 2.0, 0.0, -3.0, 1.0])
     uniforms = torch.from_numpy(np.random.default_rng(0).random(20_000, dtype=np.float32))
-    tokens, logprobs, entropies = draw(logits.expand(20_000, 6), temperature, uniforms)
+    tokens, logprobs, entropies = sample_tokens(logits.expand(20_000, 6), temperature, uniforms)
     probs = np.exp(logits.double().numpy() / temperature)
     probs /= probs.sum()
     assert stats.chisquare(np.bincount(tokens, minlength=6), 20_000 * probs).pvalue > 0.01
@@ -64,7 +64,7 @@ def test_draws_follow_the_tempered_distribution(temperature: float) -> None:
 
 def test_temperature_0_takes_the_likeliest_and_reports_temperature_1() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 0.0]])
-    tokens, logprobs, entropies = draw(logits, 0.0, torch.tensor([0.999, 0.999]))
+    tokens, logprobs, entropies = sample_tokens(logits, 0.0, torch.tensor([0.999, 0.999]))
     assert tokens.tolist() == [1, 0]
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).max(-1).values)
     torch.testing.assert_close(entropies, torch.distributions.Categorical(logits=logits).entropy())
@@ -78,10 +78,10 @@ STOP = 2
 @pytest.fixture(scope="module")
 def model() -> Qwen2:
     """Small and random, with a stop token that comes every few tokens."""
-    return random_model(shape(num_hidden_layers=2), seed=4, spread=0.25)
+    return make_random_model(make_qwen2_shape(num_hidden_layers=2), seed=4, std=0.25)
 
 
-Turn = dict[int, Sampled]
+Turn = dict[int, SampledReply]
 Script = Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]
 
 
@@ -93,11 +93,11 @@ def talk(
 ) -> list[Turn]:
     """Replies by row, a turn each; script: the rows that go on, and what each is given."""
     params = SamplingParams(temperature, length, STOP)
-    conversation = TorchSampler(model).converse(prompts, copies, params, np.random.default_rng(7))
+    conversation = TorchSampler(model).start_conversation(prompts, copies, params, np.random.default_rng(7))
     rows = list(range(len(prompts) * copies))
-    turns = [dict(zip(rows, conversation.reply(rows, [[]] * len(rows)), strict=True))]
+    turns = [dict(zip(rows, conversation.sample_replies(rows, [[]] * len(rows)), strict=True))]
     for going, given in script:
-        turns.append(dict(zip(going, conversation.reply(going, given), strict=True)))
+        turns.append(dict(zip(going, conversation.sample_replies(going, given), strict=True)))
     return turns
 
 
@@ -109,7 +109,7 @@ def full_script(rows: Sequence[int]) -> Script:
     return [(rows, [GIVEN[row % 6] for row in rows]), (rows, [GIVEN[(row + 1) % 6] for row in rows])]
 
 
-def histories(turns: list[Turn], copies: int, script: Script, row: int) -> list[tuple[list[int], Sampled]]:
+def histories(turns: list[Turn], copies: int, script: Script, row: int) -> list[tuple[list[int], SampledReply]]:
     """What the row had seen before each of its replies."""
     seen, found = list(PROMPTS[row // copies]), []
     for number, turn in enumerate(turns):
@@ -119,7 +119,7 @@ def histories(turns: list[Turn], copies: int, script: Script, row: int) -> list[
                 break
             seen = [*seen, *given[list(going).index(row)]]
         found.append((seen, turn[row]))
-        seen = [*seen, *turn[row].ids.tolist()]
+        seen = [*seen, *turn[row].token_ids.tolist()]
     return found
 
 
@@ -127,18 +127,18 @@ def histories(turns: list[Turn], copies: int, script: Script, row: int) -> list[
 def test_numbers_of_every_turn_are_those_of_a_full_forward(model: Qwen2, temperature: float) -> None:
     script = [(range(6), GIVEN), ([1, 2, 4], [GIVEN[1], GIVEN[2], GIVEN[4]]), ([1, 4], [[8, 8], [1]])]
     turns = talk(model, PROMPTS, 2, script, temperature)
-    twin, replies = hub_twin(model), 0
+    twin, replies = make_hub_twin(model), 0
     for row in range(6):
         for seen, reply in histories(turns, 2, script, row):
             replies += 1
-            tokens = torch.tensor([[*seen, *reply.ids.tolist()]])
+            tokens = torch.tensor([[*seen, *reply.token_ids.tolist()]])
             with torch.no_grad():
                 logits = twin(input_ids=tokens).logits[0, len(seen) - 1 : -1] / (temperature or 1.0)
             wanted = torch.distributions.Categorical(logits=logits)
             np.testing.assert_allclose(reply.logprobs, wanted.log_prob(tokens[0, len(seen) :]), rtol=1e-5, atol=1e-5)
             np.testing.assert_allclose(reply.entropies, wanted.entropy(), rtol=1e-5, atol=1e-5)
             if temperature == 0:
-                assert reply.ids.tolist() == logits.argmax(-1).tolist()
+                assert reply.token_ids.tolist() == logits.argmax(-1).tolist()
     assert replies == 6 + 6 + 3 + 2
 
 
@@ -146,17 +146,21 @@ def test_replies_end_with_the_stop_token_or_at_their_length(model: Qwen2) -> Non
     turns = talk(model, PROMPTS, 10, full_script(range(30)))
     replies = [reply for turn in turns for reply in turn.values()]
     for reply in replies:
-        assert 1 <= len(reply.ids) <= 9
-        assert STOP not in reply.ids[:-1]
-        assert reply.finished == (reply.ids[-1] == STOP)
-        assert reply.finished or len(reply.ids) == 9
-        assert len(reply.ids) == len(reply.logprobs) == len(reply.entropies)
-        assert (reply.ids.dtype, reply.logprobs.dtype, reply.entropies.dtype) == (np.int64, np.float32, np.float32)
+        assert 1 <= len(reply.token_ids) <= 9
+        assert STOP not in reply.token_ids[:-1]
+        assert reply.finished == (reply.token_ids[-1] == STOP)
+        assert reply.finished or len(reply.token_ids) == 9
+        assert len(reply.token_ids) == len(reply.logprobs) == len(reply.entropies)
+        assert (reply.token_ids.dtype, reply.logprobs.dtype, reply.entropies.dtype) == (
+            np.int64,
+            np.float32,
+            np.float32,
+        )
     assert 10 < sum(reply.finished for reply in replies) < len(replies)
 
 
-def same(one: Sampled, other: Sampled) -> None:
-    assert one.ids.tolist() == other.ids.tolist()
+def same(one: SampledReply, other: SampledReply) -> None:
+    assert one.token_ids.tolist() == other.token_ids.tolist()
     np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-5, atol=1e-5)
 
 
@@ -182,15 +186,17 @@ def test_adding_rows_changes_no_row_before_them(model: Qwen2) -> None:
 def test_copies_of_a_prompt_differ_and_equal_generators_agree(model: Qwen2) -> None:
     (first,) = talk(model, PROMPTS[:1], 16, [])
     (again,) = talk(model, PROMPTS[:1], 16, [])
-    assert [reply.ids.tolist() for reply in first.values()] == [reply.ids.tolist() for reply in again.values()]
-    assert len({tuple(reply.ids.tolist()) for reply in first.values()}) > 8
+    assert [reply.token_ids.tolist() for reply in first.values()] == [
+        reply.token_ids.tolist() for reply in again.values()
+    ]
+    assert len({tuple(reply.token_ids.tolist()) for reply in first.values()}) > 8
 
 
 def test_first_tokens_follow_the_model(model: Qwen2) -> None:
     (turn,) = talk(model, PROMPTS[:1], 4000, [], length=1)
-    counts = np.bincount([int(reply.ids[0]) for reply in turn.values()], minlength=23)
+    counts = np.bincount([int(reply.token_ids[0]) for reply in turn.values()], minlength=23)
     with torch.no_grad():
-        probs = hub_twin(model)(input_ids=torch.tensor(PROMPTS[:1])).logits[0, -1].double().softmax(-1).numpy()
+        probs = make_hub_twin(model)(input_ids=torch.tensor(PROMPTS[:1])).logits[0, -1].double().softmax(-1).numpy()
     assert 4000 * probs.min() > 5
     assert stats.chisquare(counts, 4000 * probs / probs.sum()).pvalue > 0.01
 
@@ -198,14 +204,14 @@ def test_first_tokens_follow_the_model(model: Qwen2) -> None:
 def test_greedy_replies_are_those_of_transformers_generate(model: Qwen2) -> None:
     script = [(range(3), GIVEN[:3])]
     turns = talk(model, PROMPTS, 1, script, temperature=0.0, length=12)
-    twin = hub_twin(model)
+    twin = make_hub_twin(model)
     for row in range(3):
         for seen, reply in histories(turns, 1, script, row):
             out = twin.generate(
                 torch.tensor([seen]), attention_mask=torch.ones(1, len(seen), dtype=torch.long), do_sample=False,
                 max_new_tokens=12, eos_token_id=STOP, pad_token_id=0,
             )  # fmt: skip
-            assert reply.ids.tolist() == out[0, len(seen) :].tolist()
+            assert reply.token_ids.tolist() == out[0, len(seen) :].tolist()
 
 
 # ---------------------------------------------------------------------------- the shipped model at play
@@ -217,9 +223,9 @@ def shipped() -> Policy:
 
 
 def episodes(policy: Policy, temperature: float) -> list[Episode]:
-    return play(
-        training_levels(0, 1, 4), 6, TorchSampler(policy.model), make_protocol("compact", "grid", 10),
-        make_codec(policy.tokenizer), Rules(5, 2, 10, -0.1, 512),
+    return roll_out_episodes(
+        make_training_levels(0, 1, 4), 6, TorchSampler(policy.model), make_prompt_template("compact", "grid", 10),
+        make_codec(policy.tokenizer), EpisodeLimits(5, 2, 10, -0.1, 512),
         SamplingParams(temperature, 24, policy.model.shape.eos_token_id), np.random.default_rng(0),
     )  # fmt: skip
 
@@ -227,9 +233,9 @@ def episodes(policy: Policy, temperature: float) -> list[Episode]:
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_sampler_and_the_trainer_agree(shipped: Policy, temperature: float) -> None:
     played = episodes(shipped, temperature)
-    assert len({episode.stop for episode in played}) > 1
+    assert len({episode.stop_reason for episode in played}) > 1
     batch = collate(played)
-    found = at_trained_tokens(batch, 5, TokenFunction.logprobs(shipped.model, temperature))
+    found = compute_at_trained_tokens(batch, 5, TokenFunction.for_logprobs(shipped.model, temperature))
     torch.testing.assert_close(batch.logprobs, found, rtol=1e-5, atol=1e-5)
 
 
@@ -238,4 +244,4 @@ def test_greedy_episodes_of_a_level_are_equal(shipped: Policy) -> None:
     for group in range(4):
         texts = {episode.texts for episode in played if episode.group == group}
         assert len(texts) == 1
-    assert any(episode.stop is StopReason.SOLVED for episode in played)
+    assert any(episode.stop_reason is StopReason.SOLVED for episode in played)

@@ -14,7 +14,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainable.models.load import find_model, load_policy
-from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler, checked, hub_shapes, locked, set_environment
+from trainable.rollout.vllm_sampler import (
+    EngineSettings,
+    VllmSampler,
+    check_weights,
+    read_weight_shapes,
+    acquire_lock,
+    set_environment,
+)
 
 CPU = torch.device("cpu")
 
@@ -45,13 +52,13 @@ def test_an_engine_in_another_process_is_refused() -> None:
 def test_the_shapes_are_those_of_the_model_with_its_tied_head() -> None:
     folder = find_model("sokoban-tiny")
     weights = load_policy("sokoban-tiny", CPU).model.state_dict()
-    assert hub_shapes(folder) == {name: tuple(weight.shape) for name, weight in weights.items()}
+    assert read_weight_shapes(folder) == {name: tuple(weight.shape) for name, weight in weights.items()}
 
 
 def test_the_shapes_of_several_files_are_put_together(tmp_path: Path) -> None:
     save_file({"model.embed_tokens.weight": torch.zeros(5, 2)}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"lm_head.weight": torch.zeros(7, 2)}, tmp_path / "model-00002-of-00002.safetensors")
-    assert hub_shapes(tmp_path) == {"model.embed_tokens.weight": (5, 2), "lm_head.weight": (7, 2)}
+    assert read_weight_shapes(tmp_path) == {"model.embed_tokens.weight": (5, 2), "lm_head.weight": (7, 2)}
 
 
 SHAPES = {"a": (2,), "b": (3, 1), "c": (1,)}
@@ -73,7 +80,7 @@ def test_only_the_models_tensors_pass_once_each(
 ) -> None:
     wrong: list[str] = []
     weights: list[tuple[str, Tensor]] = [(name, torch.zeros(shape)) for name, shape in pushed]
-    assert [name for name, _ in checked(weights, SHAPES, wrong)] == passed
+    assert [name for name, _ in check_weights(weights, SHAPES, wrong)] == passed
     assert wrong == amiss
 
 
@@ -99,8 +106,8 @@ def test_a_lock_is_held_against_others_and_freed_by_its_holders_death(
         (path,) = tmp_path.iterdir()
         with path.open() as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with locked("gpu-8"):  # another GPU's
+        with acquire_lock("gpu-8"):  # another GPU's
             pass
         holder.kill()
-    with locked("gpu-7"):
+    with acquire_lock("gpu-7"):
         pass

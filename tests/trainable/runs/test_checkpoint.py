@@ -4,7 +4,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainable.runs.checkpoint import CheckpointError, numbered, read_checkpoint, write_checkpoint, write_rolling
+from trainable.runs.checkpoint import (
+    CheckpointError,
+    iter_checkpoints,
+    read_checkpoint,
+    write_checkpoint,
+    write_rolling_checkpoint,
+)
 
 TENSORS = {
     "actor/weight": torch.arange(6.0).view(2, 3),
@@ -101,7 +107,7 @@ def test_checksums_of_another_form_are_damaged(tmp_path: Path, text: str) -> Non
 
 
 def test_there_is_nothing_where_nothing_was_written(tmp_path: Path) -> None:
-    assert list(numbered(tmp_path / "state")) == []
+    assert list(iter_checkpoints(tmp_path / "state")) == []
     with pytest.raises(CheckpointError, match="state"):
         read_checkpoint(tmp_path / "state")
 
@@ -132,7 +138,7 @@ def test_a_death_before_either_rename_leaves_the_old_one_to_be_read(
         die_at_rename(patched, number)
         with pytest.raises(Died):
             written(tmp_path / "step_7", 2)
-    assert list(numbered(tmp_path)) == [(7, tmp_path / "step_7")]
+    assert list(iter_checkpoints(tmp_path)) == [(7, tmp_path / "step_7")]
     assert same(tmp_path / "step_7", 1)
     written(tmp_path / "step_7", 3)  # whoever goes on leaves nothing lying about
     assert same(tmp_path / "step_7", 3)
@@ -140,7 +146,7 @@ def test_a_death_before_either_rename_leaves_the_old_one_to_be_read(
 
 
 def rolled(folder: Path, step: int, keep: int = 2) -> list[str]:
-    write_rolling(folder, step, TENSORS, {**VALUES, "step": step}, keep)
+    write_rolling_checkpoint(folder, step, TENSORS, {**VALUES, "step": step}, keep)
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -162,7 +168,7 @@ def test_what_was_given_up_or_half_written_is_cleared_away(tmp_path: Path) -> No
 def test_checkpoints_are_numbered_by_their_names_the_latest_first(tmp_path: Path) -> None:
     for name in ("step_9", "step_10", ".step_11.writing", ".step_8.old", "step_x", "other", "global_step_12"):
         (tmp_path / name).mkdir()
-    assert [(step, path.name) for step, path in numbered(tmp_path)] == [
+    assert [(step, path.name) for step, path in iter_checkpoints(tmp_path)] == [
         (12, "global_step_12"), (10, "step_10"), (9, "step_9"), (8, "step_8"),
     ]  # fmt: skip
 

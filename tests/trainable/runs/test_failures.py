@@ -5,8 +5,15 @@ import pytest
 import torch
 
 from trainable.config.run_config import ConfigError
-from trainable.runs.failures import KINDS, Failure, NonFiniteError, RunFailedError, classify, is_full
-from trainable.runs.run_files import BusyError
+from trainable.runs.failures import (
+    FAILURE_KINDS,
+    Failure,
+    NonFiniteError,
+    RunFailedError,
+    classify_failure,
+    is_disk_full,
+)
+from trainable.runs.run_files import RunLockedError
 
 
 def full() -> OSError:
@@ -30,7 +37,7 @@ def full() -> OSError:
         (OSError(errno.EIO, "x"), True, "error", True),
         (ConnectionResetError(errno.ECONNRESET, "x"), True, "error", True),
         (RuntimeError("CUDA error: unspecified launch failure"), True, "error", True),
-        (BusyError("x"), False, "error", True),
+        (RunLockedError("x"), False, "error", True),
         (NotImplementedError("x"), True, "error", False),
         (RecursionError("x"), True, "error", False),
         (KeyError("x"), True, "error", False),
@@ -43,9 +50,9 @@ def full() -> OSError:
 def test_what_a_failure_is_and_whether_it_may_pass(
     error: Exception, has_rows: bool, kind: str, is_retried: bool
 ) -> None:
-    found = classify(error, has_rows)
+    found = classify_failure(error, has_rows)
     assert (found.kind, found.is_retried) == (kind, is_retried)
-    assert found.kind in KINDS
+    assert found.kind in FAILURE_KINDS
     assert found.message.startswith(type(error).__name__)
 
 
@@ -53,14 +60,14 @@ def test_the_message_is_one_line_and_the_trace_is_whole() -> None:
     try:
         raise RuntimeError("\n first\nsecond")
     except RuntimeError as error:
-        found = classify(error, True)
+        found = classify_failure(error, True)
     assert found.message == "RuntimeError: first"
     assert "second" in found.trace
     assert "raise RuntimeError" in found.trace
-    assert classify(RuntimeError(), True).message == "RuntimeError: no message"
+    assert classify_failure(RuntimeError(), True).message == "RuntimeError: no message"
     noted = full()
     noted.add_note("No room was made within 1 s.")
-    assert classify(noted, True).message.endswith("No space left on device No room was made within 1 s.")
+    assert classify_failure(noted, True).message.endswith("No space left on device No room was made within 1 s.")
 
 
 def test_a_failure_survives_the_way_to_another_process() -> None:
@@ -70,7 +77,7 @@ def test_a_failure_survives_the_way_to_another_process() -> None:
 
 
 def test_which_errors_say_that_there_is_no_room() -> None:
-    assert is_full(full())
-    assert is_full(OSError(errno.EDQUOT, "x"))
-    assert not is_full(OSError(errno.EACCES, "x"))
-    assert not is_full(RuntimeError("No space left on device"))
+    assert is_disk_full(full())
+    assert is_disk_full(OSError(errno.EDQUOT, "x"))
+    assert not is_disk_full(OSError(errno.EACCES, "x"))
+    assert not is_disk_full(RuntimeError("No space left on device"))

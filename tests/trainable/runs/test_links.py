@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainable.runs.checkpoint import write_rolling
-from trainable.runs.links import LinkError, check_no_links, make_folder, open_no_link, whole_file
-from trainable.runs.run_files import append_line, hold
+from trainable.runs.checkpoint import write_rolling_checkpoint
+from trainable.runs.links import LinkError, check_no_links, make_folder, open_no_link, atomic_write
+from trainable.runs.run_files import append_json_line, acquire_lock
 
 
 @pytest.fixture
@@ -30,7 +30,7 @@ def test_a_rolling_state_is_not_written_through_a_link(tmp_path: Path, home: Pat
     before = contents(home)
     (tmp_path / "state").symlink_to(home)
     with pytest.raises(LinkError, match="state is a symbolic link"):
-        write_rolling(tmp_path / "state", 1, {"w": torch.ones(1)}, {}, 2)
+        write_rolling_checkpoint(tmp_path / "state", 1, {"w": torch.ones(1)}, {}, 2)
     assert contents(home) == before
 
 
@@ -39,12 +39,12 @@ def test_only_states_are_cleared_away(tmp_path: Path) -> None:
     for name in ("documents", "step_x", ".git", "step_5", ".step_2.writing", ".step_2.old"):
         (folder / name).mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")
-    write_rolling(folder, 1, {"w": torch.ones(1)}, {}, 2)
+    write_rolling_checkpoint(folder, 1, {"w": torch.ones(1)}, {}, 2)
     assert sorted(path.name for path in folder.iterdir()) == [".git", "documents", "notes.txt", "step_1", "step_x"]
 
 
 @pytest.mark.parametrize("write", [
-    lambda path: append_line(path, {"step": 1}),
+    lambda path: append_json_line(path, {"step": 1}),
     lambda path: open_no_link(path, "w"),
     lambda path: open_no_link(path, "ab"),
 ])  # fmt: skip
@@ -58,7 +58,7 @@ def test_a_file_is_not_opened_through_a_link(tmp_path: Path, home: Path, write: 
 def test_a_lock_is_not_taken_through_a_link(tmp_path: Path, home: Path) -> None:
     (tmp_path / ".lock").symlink_to(home / "letter.txt")
     with pytest.raises(LinkError):
-        hold(tmp_path, 0)
+        acquire_lock(tmp_path, 0)
     assert (home / "letter.txt").read_text() == "letter.txt"
 
 
@@ -67,7 +67,7 @@ def test_a_whole_file_takes_the_place_of_a_link(tmp_path: Path, home: Path) -> N
     target.symlink_to(home / "letter.txt")
     target.with_name(f".report.html.{os.getpid()}.part").symlink_to(home / "photos" / "cat.jpg")
     before = contents(home)
-    with whole_file(target) as beside:
+    with atomic_write(target) as beside:
         beside.write_text("<p>")
     assert not target.is_symlink()
     assert target.read_text() == "<p>"
@@ -79,7 +79,7 @@ def test_a_whole_file_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("old")
 
     def fail() -> None:
-        with whole_file(tmp_path / "a") as beside:
+        with atomic_write(tmp_path / "a") as beside:
             beside.write_text("half")
             raise ZeroDivisionError
 

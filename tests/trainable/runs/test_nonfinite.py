@@ -5,13 +5,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.trainers import quiet, weights
-from tests.fakes.trials import newest, rows_of, started
-from trainable.backend.one_device import OneDevice
+from tests.fakes.trainers import make_quiet_trainer, copy_weights
+from tests.fakes.trials import find_newest_checkpoint, get_rows, start_trial
+from trainable.backend.one_device import TorchBackend
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint
-from trainable.runs.failures import NON_FINITE, NonFiniteError, RunFailedError, classify
-from trainable.runs.nonfinite import bad_gradients, bad_losses, bad_weights, check_finite
+from trainable.runs.failures import NON_FINITE, NonFiniteError, RunFailedError, classify_failure
+from trainable.runs.nonfinite import (
+    find_nonfinite_gradients,
+    find_nonfinite_losses,
+    find_nonfinite_weights,
+    check_finite,
+)
 
 LAYER = "model.layers.0.mlp.up_proj.weight"
 
@@ -29,22 +34,22 @@ def breaking(trainer: PPOTrainer, value: float) -> torch.utils.hooks.RemovableHa
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_an_optimizer_step_with_a_broken_gradient_is_skipped_and_counted(value: float) -> None:
-    trainer = quiet(actor__ppo_mini_batch_size=2)
+    trainer = make_quiet_trainer(actor__ppo_mini_batch_size=2)
     handle = breaking(trainer, value)
-    before = {name: tensor for name, tensor in weights(trainer).items() if name.startswith("actor/")}
+    before = {name: tensor for name, tensor in copy_weights(trainer).items() if name.startswith("actor/")}
     row = trainer.step().row
     assert row["nonfinite_updates"] > 1
     assert row["optimizer_steps"] == 0
-    assert all(torch.equal(weights(trainer)[name], tensor) for name, tensor in before.items())
-    assert trainer.nonfinite_in_a_row == 1
+    assert all(torch.equal(copy_weights(trainer)[name], tensor) for name, tensor in before.items())
+    assert trainer.consecutive_nonfinite_steps == 1
     handle.remove()
     row = trainer.step().row
-    assert (row["nonfinite_updates"], trainer.nonfinite_in_a_row) == (0, 0)
+    assert (row["nonfinite_updates"], trainer.consecutive_nonfinite_steps) == (0, 0)
     assert row["optimizer_steps"] > 0
 
 
 def test_repeated_ones_end_the_run_with_steps_and_tensors_named() -> None:
-    trainer = quiet(trainer__nonfinite_patience=2, trainer__total_training_steps=5)
+    trainer = make_quiet_trainer(trainer__nonfinite_patience=2, trainer__total_training_steps=5)
     trainer.step()
     breaking(trainer, math.nan)
     trainer.step()
@@ -54,41 +59,43 @@ def test_repeated_ones_end_the_run_with_steps_and_tensors_named() -> None:
         "step 3 is number 2 in a row of the steps that trained whose updates were skipped, since numbers were not "
         f"finite: gradient of {LAYER} (trainer.nonfinite_patience=2)"
     )
-    assert classify(caught.value, True)[:1] == ("non-finite",)
+    assert classify_failure(caught.value, True)[:1] == ("non-finite",)
 
 
 def test_the_count_goes_on_in_another_process() -> None:
-    first = quiet(trainer__nonfinite_patience=3, trainer__total_training_steps=5)
+    first = make_quiet_trainer(trainer__nonfinite_patience=3, trainer__total_training_steps=5)
     breaking(first, math.nan)
     first.step()
     first.step()
-    second = quiet(trainer__nonfinite_patience=3, trainer__total_training_steps=5)
-    second.load_state(*first.state())
+    second = make_quiet_trainer(trainer__nonfinite_patience=3, trainer__total_training_steps=5)
+    second.load_state(*first.get_state())
     breaking(second, math.nan)
     with pytest.raises(NonFiniteError, match="step 3 is number 3 in a row"):
         second.step()
 
 
 def test_weights_that_a_step_broke_end_the_run_and_the_state_before_is_kept(tmp_path: Path) -> None:
-    trainable = started(tmp_path)
+    trainable = start_trial(tmp_path)
     trainable.step()
     trainer = trainable.begin().trainer.trainer
     critic, backend = trainer.critic, trainer.backends["critic"]
     assert critic is not None
-    assert isinstance(backend, OneDevice)
+    assert isinstance(backend, TorchBackend)
     with torch.no_grad():
         critic.model.embed_tokens.weight[-1] = 3e38  # of a token that is never read
     backend.optimizer.param_groups[0]["weight_decay"] = -1e9
     with pytest.raises(RunFailedError, match="step 2 left weights that are not finite: weight critic") as raised:
         trainable.step()
     assert raised.value.failure.kind == NON_FINITE
-    assert [row["step"] for row in rows_of(trainable)] == [1]
-    assert newest(tmp_path).name == "step_1"
-    assert all(bool(torch.isfinite(tensor).all()) for tensor in read_checkpoint(newest(tmp_path))[0].values())
+    assert [row["step"] for row in get_rows(trainable)] == [1]
+    assert find_newest_checkpoint(tmp_path).name == "step_1"
+    assert all(
+        bool(torch.isfinite(tensor).all()) for tensor in read_checkpoint(find_newest_checkpoint(tmp_path))[0].values()
+    )
 
 
 def test_a_policy_without_finite_logits_is_not_sampled_from() -> None:
-    trainer = quiet()
+    trainer = make_quiet_trainer()
     with torch.no_grad():
         trainer.model.lm_head.weight[3, 0] = math.nan
     with pytest.raises(NonFiniteError, match="logits were not finite"):
@@ -99,12 +106,12 @@ def test_what_is_named() -> None:
     whole, broken, unused = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
     whole.grad, broken.grad = torch.ones(3), torch.tensor([1.0, math.inf, 0.0])
     named = [("a", whole), ("b", broken), ("c", unused)]
-    assert bad_gradients(named) == ["gradient of b"]
-    assert bad_weights(named) == []
+    assert find_nonfinite_gradients(named) == ["gradient of b"]
+    assert find_nonfinite_weights(named) == []
     broken.data[1] = math.nan
-    assert bad_weights(named) == ["weight b"]
+    assert find_nonfinite_weights(named) == ["weight b"]
     parts = {"pg_loss": torch.tensor(math.nan), "kl_loss": torch.tensor(1.0), "entropy_loss": torch.tensor(-math.inf)}
-    assert bad_losses(parts) == ["pg_loss", "entropy_loss"]
+    assert find_nonfinite_losses(parts) == ["pg_loss", "entropy_loss"]
 
 
 def test_a_long_list_of_names_is_cut() -> None:

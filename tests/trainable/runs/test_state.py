@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainable.runs.state import Lazy, check_shapes, shapes_of, tensor_shapes
+from trainable.runs.state import LazyTensors, check_shapes, get_shapes, compute_flat_shapes
 
 
 def test_a_lazy_tensor_is_made_when_it_is_asked_for_and_not_before() -> None:
@@ -13,12 +13,12 @@ def test_a_lazy_tensor_is_made_when_it_is_asked_for_and_not_before() -> None:
         asked.append(name)
         return torch.ones(2, 3)
 
-    found = Lazy({"a": torch.Size([2, 3]), "b": torch.Size([])}, make)
+    found = LazyTensors({"a": torch.Size([2, 3]), "b": torch.Size([])}, make)
     assert list(found) == ["a", "b"]
     assert len(found) == 2
     assert "a" in found
     assert "c" not in found
-    assert shapes_of(found) == {"a": (2, 3), "b": ()}
+    assert get_shapes(found) == {"a": (2, 3), "b": ()}
     assert asked == []
     assert found["a"].shape == (2, 3)
     assert asked == ["a"]
@@ -28,9 +28,9 @@ def test_a_lazy_tensor_is_made_when_it_is_asked_for_and_not_before() -> None:
 
 def test_shapes_of_a_module_and_of_what_its_optimizer_will_hold() -> None:
     layer = torch.nn.Linear(3, 2)
-    assert tensor_shapes(layer) == {"weight": (2, 3), "bias": (2,)}
+    assert compute_flat_shapes(layer) == {"weight": (2, 3), "bias": (2,)}
     optimizer = torch.optim.AdamW(layer.parameters())
-    wanted = tensor_shapes(optimizer)
+    wanted = compute_flat_shapes(optimizer)
     layer(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     state = optimizer.state_dict()["state"]

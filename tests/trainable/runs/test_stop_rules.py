@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.oracles.stop_rules import LiveLoop
+from tests.oracles.stop_rules import LiveStopRules
 from trainable.config.sections import EarlyStopConfig
-from trainable.runs.stop_rules import RULES, Decision, History, decide, finite
+from trainable.runs.stop_rules import RULES, StopDecision, History, evaluate_stop_rules, parse_finite
 
 SETTINGS = EarlyStopConfig()
 SMALL = EarlyStopConfig(
@@ -32,25 +32,27 @@ def validations(successes: list[float | None], every: int = 10) -> list[dict[str
 
 
 def test_collapse_stops_at_the_twentieth_step() -> None:
-    assert decide(rows_of([2.0] * 10 + [0.19] * 10), SETTINGS) == Decision("reward_variance_collapse", 0.19, 0.2, 20)
+    assert evaluate_stop_rules(rows_of([2.0] * 10 + [0.19] * 10), SETTINGS) == StopDecision(
+        "reward_variance_collapse", 0.19, 0.2, 20
+    )
 
 
 def test_nineteen_steps_are_never_enough() -> None:
-    assert decide(rows_of([2.0] * 10 + [0.0] * 9), SETTINGS) is None
+    assert evaluate_stop_rules(rows_of([2.0] * 10 + [0.0] * 9), SETTINGS) is None
 
 
 def test_a_value_at_the_threshold_is_not_below_it() -> None:
-    assert decide(rows_of([2.0] * 10 + [0.19] * 9 + [0.2] + [0.19] * 9), SETTINGS) is None
+    assert evaluate_stop_rules(rows_of([2.0] * 10 + [0.19] * 9 + [0.2] + [0.19] * 9), SETTINGS) is None
 
 
 def test_that_value_holds_the_run_until_it_leaves_the_window() -> None:
     rows = rows_of([2.0] * 10 + [0.19] * 4 + [0.2] + [0.19] * 10)
-    assert decide(rows[:24], SETTINGS) is None
-    assert decide(rows, SETTINGS) == Decision("reward_variance_collapse", 0.19, 0.2, 25)
+    assert evaluate_stop_rules(rows[:24], SETTINGS) is None
+    assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("reward_variance_collapse", 0.19, 0.2, 25)
 
 
 def test_the_value_is_the_largest_of_the_window() -> None:
-    decision = decide(rows_of([2.0] * 10 + [0.01] * 9 + [0.15]), SETTINGS)
+    decision = evaluate_stop_rules(rows_of([2.0] * 10 + [0.01] * 9 + [0.15]), SETTINGS)
     assert decision is not None
     assert decision.value == 0.15
 
@@ -60,12 +62,12 @@ def test_empty_steps_are_in_neither_baseline_nor_window() -> None:
     full = rows_of([2.0] * 10 + [0.1] * 10)
     rows = [row for step in full for row in ({**step, "groups_kept": 0, "reward_std": 9.0}, step)]
     rows = [{**row, "step": i + 1} for i, row in enumerate(rows)]
-    assert decide(rows[:-1], settings) is None
-    assert decide(rows, settings) == Decision("reward_variance_collapse", 0.1, 0.2, 40)
+    assert evaluate_stop_rules(rows[:-1], settings) is None
+    assert evaluate_stop_rules(rows, settings) == StopDecision("reward_variance_collapse", 0.1, 0.2, 40)
 
 
 def test_a_baseline_of_zero_never_stops() -> None:
-    assert decide(rows_of([0.0] * 40), SETTINGS) is None
+    assert evaluate_stop_rules(rows_of([0.0] * 40), SETTINGS) is None
 
 
 # Low validation success.
@@ -73,22 +75,22 @@ def test_a_baseline_of_zero_never_stops() -> None:
 
 def test_five_low_validations_in_a_row_stop() -> None:
     rows = validations([0.5, 0.004, 0.002, 0.0, 0.006, 0.001])
-    assert decide(rows[:-1], SETTINGS) is None
-    assert decide(rows, SETTINGS) == Decision("low_validation_success", 0.006, 0.01, 60)
+    assert evaluate_stop_rules(rows[:-1], SETTINGS) is None
+    assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("low_validation_success", 0.006, 0.01, 60)
 
 
 def test_one_validation_at_the_threshold_starts_the_count_again() -> None:
-    assert decide(validations([0.0] * 4 + [0.01] + [0.0] * 4), SETTINGS) is None
+    assert evaluate_stop_rules(validations([0.0] * 4 + [0.01] + [0.0] * 4), SETTINGS) is None
 
 
 def test_the_validation_before_training_does_not_count() -> None:
     rows = [{"step": 1, "groups_kept": 8, "reward_std": 2.0, "base_val_success": 0.0}, *validations([0.0] * 4)]
-    assert decide(rows, SETTINGS) is None
+    assert evaluate_stop_rules(rows, SETTINGS) is None
 
 
 def test_steps_without_validation_neither_count_nor_break() -> None:
     rows = [row for v in validations([0.0] * 5) for row in ({**v, "step": v["step"] - 1, "val_success": None}, v)]
-    decision = decide(rows, SETTINGS)
+    decision = evaluate_stop_rules(rows, SETTINGS)
     assert decision is not None
     assert decision.step == 50
 
@@ -98,18 +100,20 @@ def test_steps_without_validation_neither_count_nor_break() -> None:
 
 def test_five_empty_steps_in_a_row_stop() -> None:
     rows = rows_of([2.0] * 3) + [{"step": s, "groups_kept": 0, "reward_std": 0.0} for s in range(4, 9)]
-    assert decide(rows[:-1], SETTINGS) is None
-    assert decide(rows, SETTINGS) == Decision("empty_filtered_steps", 5.0, 5.0, 8)
+    assert evaluate_stop_rules(rows[:-1], SETTINGS) is None
+    assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("empty_filtered_steps", 5.0, 5.0, 8)
 
 
 @pytest.mark.parametrize("off", [0, -1])
 def test_a_limit_of_zero_switches_the_rule_off(off: int) -> None:
-    assert decide(rows_of([0.0] * 30, kept=0), SETTINGS.model_copy(update={"empty_stop_steps": off})) is None
+    assert (
+        evaluate_stop_rules(rows_of([0.0] * 30, kept=0), SETTINGS.model_copy(update={"empty_stop_steps": off})) is None
+    )
 
 
 def test_a_step_that_may_not_have_been_empty_breaks_the_row() -> None:
     rows = [{"step": s, "groups_kept": None if s == 3 else 0} for s in range(1, 8)]
-    assert decide(rows, SETTINGS) is None
+    assert evaluate_stop_rules(rows, SETTINGS) is None
 
 
 # Together.
@@ -121,21 +125,21 @@ def test_the_earliest_rule_wins_and_then_the_order_of_the_step() -> None:
     rows += [{"step": s, "groups_kept": 8, **low} for s in (3, 4, 5)]
     together = SMALL.model_copy(update={"success_patience": 3})
     later = SMALL.model_copy(update={"success_patience": 2})
-    assert decide(rows, together) == Decision("reward_variance_collapse", 0.0, 1.0, 5)
-    assert decide(rows, later) == Decision("low_validation_success", 0.0, 0.01, 4)
+    assert evaluate_stop_rules(rows, together) == StopDecision("reward_variance_collapse", 0.0, 1.0, 5)
+    assert evaluate_stop_rules(rows, later) == StopDecision("low_validation_success", 0.0, 0.01, 4)
     empty = [{"step": s, "groups_kept": 0, "val_success": 0.0} for s in (1, 2)]
     rules = ("low_validation_success", "empty_filtered_steps")
-    assert decide(empty, SMALL, rules) == Decision("empty_filtered_steps", 2.0, 2.0, 2)
+    assert evaluate_stop_rules(empty, SMALL, rules) == StopDecision("empty_filtered_steps", 2.0, 2.0, 2)
 
 
 def test_only_the_named_rules_are_evaluated() -> None:
     rows = rows_of([2.0] * 10 + [0.1] * 10)
-    assert decide(rows, SETTINGS, ("low_validation_success", "empty_filtered_steps")) is None
+    assert evaluate_stop_rules(rows, SETTINGS, ("low_validation_success", "empty_filtered_steps")) is None
 
 
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(ValueError, match="no stop rule `variance`: name some of reward_variance_collapse"):
-        decide([], SETTINGS, ("variance",))
+        evaluate_stop_rules([], SETTINGS, ("variance",))
 
 
 def test_a_repeated_step_replaces_and_drops_what_came_after() -> None:
@@ -146,20 +150,20 @@ def test_a_repeated_step_replaces_and_drops_what_came_after() -> None:
 
 @pytest.mark.parametrize("odd", ODD_VALUES, ids=lambda odd: type(odd).__name__ if type(odd) is object else repr(odd))
 def test_odd_values_are_not_measured(odd: object) -> None:
-    assert finite(odd) is None
+    assert parse_finite(odd) is None
     rows: list[dict[str, Any]] = [{"step": odd, "reward_std": 1.0}, {"step": 1, "reward_std": odd, "groups_kept": odd}]
     assert History.from_rows(rows) == History((1,), (None,), (None,), (None,))
-    assert decide([*rows, {}], SETTINGS) is None
+    assert evaluate_stop_rules([*rows, {}], SETTINGS) is None
 
 
 @pytest.mark.parametrize("number", [2, 2.0, np.float32(2.0), np.int64(2)], ids=repr)
 def test_numbers_of_every_kind_are_measured(number: object) -> None:
-    assert finite(number) == 2.0
+    assert parse_finite(number) == 2.0
 
 
 def test_a_missing_spread_is_skipped_like_an_empty_step() -> None:
     rows = rows_of([2.0] * 10 + [0.19] * 5 + [math.nan] + [0.19] * 5)
-    assert decide(rows, SETTINGS) == Decision("reward_variance_collapse", 0.19, 0.2, 21)
+    assert evaluate_stop_rules(rows, SETTINGS) == StopDecision("reward_variance_collapse", 0.19, 0.2, 21)
 
 
 LEVELS = st.sampled_from([0.0, 0.1, 0.4, 0.5, 1.0, 2.0])
@@ -177,9 +181,9 @@ ROWS = st.lists(
 
 @given(ROWS)
 def test_the_pure_rules_do_what_the_live_loop_does(rows: list[dict[str, Any]]) -> None:
-    loop = LiveLoop(SMALL)
+    loop = LiveStopRules(SMALL)
     fired = next(((row["step"], rules) for row in rows if (rules := loop.feed(row))), None)
-    decision = decide(rows, SMALL)
+    decision = evaluate_stop_rules(rows, SMALL)
     assert (decision is None) == (fired is None)
     if decision is not None and fired is not None:
         assert decision.step == fired[0]
@@ -188,14 +192,14 @@ def test_the_pure_rules_do_what_the_live_loop_does(rows: list[dict[str, Any]]) -
 
 @given(ROWS)
 def test_one_by_one_and_at_once_agree(rows: list[dict[str, Any]]) -> None:
-    live = next((found for n in range(len(rows)) if (found := decide(rows[: n + 1], SMALL))), None)
-    assert decide(rows, SMALL) == live
+    live = next((found for n in range(len(rows)) if (found := evaluate_stop_rules(rows[: n + 1], SMALL))), None)
+    assert evaluate_stop_rules(rows, SMALL) == live
 
 
 @given(ROWS, st.integers(0, 40), st.integers(0, 40))
 def test_going_back_and_training_on_counts_nothing_twice(rows: list[dict[str, Any]], back: int, cut: int) -> None:
     reached = rows[:cut]
-    assert decide([*reached, *rows[min(back, len(reached)) :]], SMALL) == decide(rows, SMALL)
+    assert evaluate_stop_rules([*reached, *rows[min(back, len(reached)) :]], SMALL) == evaluate_stop_rules(rows, SMALL)
 
 
 @given(ROWS, st.floats(1e-3, 1e3))
@@ -203,7 +207,7 @@ def test_the_collapse_rule_does_not_depend_on_the_rewards_unit(rows: list[dict[s
     power = 2.0 ** round(math.log2(unit))
     scaled = [{**row, "reward_std": power * row["reward_std"]} for row in rows]
     rule = ("reward_variance_collapse",)
-    before, after = decide(rows, SMALL, rule), decide(scaled, SMALL, rule)
+    before, after = evaluate_stop_rules(rows, SMALL, rule), evaluate_stop_rules(scaled, SMALL, rule)
     assert (before is None) == (after is None)
     if before is not None and after is not None:
-        assert after == Decision(before.rule, power * before.value, power * before.threshold, before.step)
+        assert after == StopDecision(before.rule, power * before.value, power * before.threshold, before.step)

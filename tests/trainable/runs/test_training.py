@@ -8,52 +8,63 @@ from typing import Any
 
 import pytest
 
-from tests.fakes.trials import Row, Straight, config, newest, rows_of, run_files, started, timeless
+from tests.fakes.trials import (
+    Row,
+    UninterruptedRun,
+    make_trial_config,
+    find_newest_checkpoint,
+    get_rows,
+    read_run_files,
+    start_trial,
+    drop_times,
+)
 from trainable.runs import run
-from trainable.runs.checkpoint import numbered, read_checkpoint, write_checkpoint
-from trainable.runs.run_files import BusyError, read_rows
+from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_checkpoint
+from trainable.runs.run_files import RunLockedError, read_rows
 from trainable.trial import Trial
 
 
-def compare(folder: Path, straight: Straight) -> None:
+def compare(folder: Path, straight: UninterruptedRun) -> None:
     """Rows and evaluations that count equal those of the run that was not interrupted."""
-    rows, lines = run_files(folder)
-    assert [timeless(row) for row in rows] == [timeless(row) for row in run_files(straight[0])[0]]
+    rows, lines = read_run_files(folder)
+    assert [drop_times(row) for row in rows] == [drop_times(row) for row in read_run_files(straight[0])[0]]
 
     def counting(found: list[Row]) -> dict[tuple[Any, ...], Row]:
         return {(line["step"], line["split"], line["mode"]): line for line in found}
 
-    assert counting(lines) == counting(run_files(straight[0])[1])
+    assert counting(lines) == counting(read_run_files(straight[0])[1])
 
 
 @pytest.mark.parametrize("stop", [0, 1, 2])
-def test_interrupted_after_a_step_and_started_again(stop: int, tmp_path: Path, straight: Straight) -> None:
-    first = started(tmp_path)
+def test_interrupted_after_a_step_and_started_again(stop: int, tmp_path: Path, straight: UninterruptedRun) -> None:
+    first = start_trial(tmp_path)
     for _ in range(stop):
         first.step()
-    again = started(tmp_path)
-    assert [row["step"] for row in rows_of(again)] == list(range(1, stop + 1))
+    again = start_trial(tmp_path)
+    assert [row["step"] for row in get_rows(again)] == list(range(1, stop + 1))
     assert [again.step()["step"] for _ in range(3 - stop)] == list(range(stop + 1, 4))
     compare(tmp_path, straight)
 
 
-def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, straight: Straight) -> None:
-    first = started(tmp_path, trainer__resume_every=2)
+def test_rows_written_after_the_last_state_are_repeated(tmp_path: Path, straight: UninterruptedRun) -> None:
+    first = start_trial(tmp_path, trainer__resume_every=2)
     rows = [first.step() for _ in range(3)][:2]
     # As if the process had died before the last state was written.
     shutil.rmtree(tmp_path / "runs" / "r" / "state")
-    again = started(tmp_path, trainer__resume_every=2)
-    assert rows_of(again) == []
+    again = start_trial(tmp_path, trainer__resume_every=2)
+    assert get_rows(again) == []
     repeated = [again.step() for _ in range(2)]
-    assert [timeless(row) for row in repeated] == [timeless(row) for row in rows]
-    later = started(tmp_path, trainer__resume_every=2)
-    assert [row["step"] for row in rows_of(later)] == [1, 2]
+    assert [drop_times(row) for row in repeated] == [drop_times(row) for row in rows]
+    later = start_trial(tmp_path, trainer__resume_every=2)
+    assert [row["step"] for row in get_rows(later)] == [1, 2]
     assert later.step()["done"]
     compare(tmp_path, straight)
 
 
-def test_death_between_row_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: Straight) -> None:
-    first = started(tmp_path)
+def test_death_between_row_and_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, straight: UninterruptedRun
+) -> None:
+    first = start_trial(tmp_path)
     first.step()
 
     def dies(*arguments: object) -> None:
@@ -64,18 +75,18 @@ def test_death_between_row_and_state(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with pytest.raises(KeyboardInterrupt):
             first.step()
     assert [row["step"] for row in read_rows(tmp_path / "runs" / "r" / "metrics.jsonl")] == [1, 2]
-    again = started(tmp_path)
-    assert [row["step"] for row in rows_of(again)] == [1]
+    again = start_trial(tmp_path)
+    assert [row["step"] for row in get_rows(again)] == [1]
     assert [again.step()["step"] for _ in range(2)] == [2, 3]
     compare(tmp_path, straight)
 
 
-def test_a_torn_last_row_is_written_again(tmp_path: Path, straight: Straight) -> None:
-    first = started(tmp_path)
+def test_a_torn_last_row_is_written_again(tmp_path: Path, straight: UninterruptedRun) -> None:
+    first = start_trial(tmp_path)
     first.step()
     with (tmp_path / "runs" / "r" / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 2, "train_suc')
-    again = started(tmp_path)
+    again = start_trial(tmp_path)
     again.step()
     again.step()
     compare(tmp_path, straight)
@@ -97,15 +108,15 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
 def test_a_damaged_state_is_named_and_the_one_before_is_used(
-    tmp_path: Path, straight: Straight, name: str, damage: Callable[[Path], None]
+    tmp_path: Path, straight: UninterruptedRun, name: str, damage: Callable[[Path], None]
 ) -> None:
-    first = started(tmp_path)
+    first = start_trial(tmp_path)
     first.step()
     first.step()
-    damaged = newest(tmp_path)
+    damaged = find_newest_checkpoint(tmp_path)
     damage(damaged / name)
-    again = started(tmp_path)
-    assert [row["step"] for row in rows_of(again)] == [1]
+    again = start_trial(tmp_path)
+    assert [row["step"] for row in get_rows(again)] == [1]
     row = again.step()
     assert row["note"].startswith(f"{damaged} is not used: {damaged}")
     assert row["note"].endswith("training continues after step 1")
@@ -113,24 +124,26 @@ def test_a_damaged_state_is_named_and_the_one_before_is_used(
     compare(tmp_path, straight)
 
 
-def test_where_every_state_is_damaged_the_run_starts_over(tmp_path: Path, straight: Straight) -> None:
-    started(tmp_path).step()
-    cut(newest(tmp_path) / "state.safetensors")
-    again = started(tmp_path)
+def test_where_every_state_is_damaged_the_run_starts_over(tmp_path: Path, straight: UninterruptedRun) -> None:
+    start_trial(tmp_path).step()
+    cut(find_newest_checkpoint(tmp_path) / "state.safetensors")
+    again = start_trial(tmp_path)
     rows = [again.step() for _ in range(3)]
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert rows[0]["note"].endswith("training continues after step 0")
     compare(tmp_path, straight)
 
 
-def test_a_kept_checkpoint_is_used_where_every_rolling_state_is_damaged(tmp_path: Path, straight: Straight) -> None:
-    first = started(tmp_path, trainer__save_freq=1)
+def test_a_kept_checkpoint_is_used_where_every_rolling_state_is_damaged(
+    tmp_path: Path, straight: UninterruptedRun
+) -> None:
+    first = start_trial(tmp_path, trainer__save_freq=1)
     first.step()
     first.step()
-    for _, path in numbered(tmp_path / "runs" / "r" / "state"):
+    for _, path in iter_checkpoints(tmp_path / "runs" / "r" / "state"):
         cut(path / "state.json")
     cut(tmp_path / "saved" / "global_step_2" / "checksums.json")
-    again = started(tmp_path, trainer__save_freq=1)
+    again = start_trial(tmp_path, trainer__save_freq=1)
     assert [again.step()["step"] for _ in range(2)] == [2, 3]
     compare(tmp_path, straight)
 
@@ -157,14 +170,14 @@ def lacking(values: Row) -> Row:
      (lacking, "kl_coef")],
 )  # fmt: skip
 def test_a_whole_state_that_is_not_this_runs_is_not_used(
-    tmp_path: Path, straight: Straight, change: Callable[[Row], Row], why: str
+    tmp_path: Path, straight: UninterruptedRun, change: Callable[[Row], Row], why: str
 ) -> None:
-    first = started(tmp_path)
+    first = start_trial(tmp_path)
     first.step()
     first.step()
-    tensors, values = read_checkpoint(newest(tmp_path))
-    write_checkpoint(newest(tmp_path), tensors, change(values))
-    again = started(tmp_path)
+    tensors, values = read_checkpoint(find_newest_checkpoint(tmp_path))
+    write_checkpoint(find_newest_checkpoint(tmp_path), tensors, change(values))
+    again = start_trial(tmp_path)
     row = again.step()
     assert why in row["note"]
     assert row["step"] == 2
@@ -173,19 +186,25 @@ def test_a_whole_state_that_is_not_this_runs_is_not_used(
 
 
 @pytest.mark.parametrize("change", ["missing", "reshaped", "added"])
-def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(tmp_path: Path, straight: Straight, change: str) -> None:
-    first = started(tmp_path)
+def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(
+    tmp_path: Path, straight: UninterruptedRun, change: str
+) -> None:
+    first = start_trial(tmp_path)
     first.step()
     first.step()
-    tensors, values = read_checkpoint(newest(tmp_path))
+    tensors, values = read_checkpoint(find_newest_checkpoint(tmp_path))
     name = "critic_optimizer/0/exp_avg"
     odd = {
         "missing": {},
         "reshaped": {name: tensors[name].flatten()},
         "added": {name: tensors[name], "actor/x": tensors[name].clone()},
     }
-    write_checkpoint(newest(tmp_path), {**{key: t for key, t in tensors.items() if key != name}, **odd[change]}, values)
-    again = started(tmp_path)
+    write_checkpoint(
+        find_newest_checkpoint(tmp_path),
+        {**{key: t for key, t in tensors.items() if key != name}, **odd[change]},
+        values,
+    )
+    again = start_trial(tmp_path)
     row = again.step()
     assert "do not fit" in row["note"]
     assert row["step"] == 2
@@ -193,37 +212,37 @@ def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(tmp_path: Path, str
     compare(tmp_path, straight)
 
 
-def test_a_state_without_its_rows_is_not_used(tmp_path: Path, straight: Straight) -> None:
-    first = started(tmp_path)
+def test_a_state_without_its_rows_is_not_used(tmp_path: Path, straight: UninterruptedRun) -> None:
+    first = start_trial(tmp_path)
     first.step()
     first.step()
     metrics = tmp_path / "runs" / "r" / "metrics.jsonl"
     metrics.write_text(metrics.read_text().splitlines()[1] + "\n")  # the row of step 1 is gone
-    again = started(tmp_path)
+    again = start_trial(tmp_path)
     rows = [again.step() for _ in range(3)]
     assert "rows up to step 2 are missing" in rows[0]["note"]
     assert [row["step"] for row in rows] == [1, 2, 3]
     compare(tmp_path, straight)
 
 
-def test_a_state_without_its_evaluations_is_not_used(tmp_path: Path, straight: Straight) -> None:
-    first = started(tmp_path)
+def test_a_state_without_its_evaluations_is_not_used(tmp_path: Path, straight: UninterruptedRun) -> None:
+    first = start_trial(tmp_path)
     first.step()
     first.step()
     (tmp_path / "runs" / "r" / "levels.jsonl").unlink()
-    again = started(tmp_path)
+    again = start_trial(tmp_path)
     row = again.step()
     assert "evaluations up to step 2 are missing" in row["note"]
     assert row["step"] == 2  # the one before was written before any evaluation but the first
     again.step()
-    rows, _ = run_files(tmp_path)
-    assert [timeless(each) for each in rows] == [timeless(each) for each in run_files(straight[0])[0]]
+    rows, _ = read_run_files(tmp_path)
+    assert [drop_times(each) for each in rows] == [drop_times(each) for each in read_run_files(straight[0])[0]]
 
 
 def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> None:
-    first = started(tmp_path)
+    first = start_trial(tmp_path)
     first.step()
-    again = started(tmp_path)
+    again = start_trial(tmp_path)
     again.step()
     again.step()
     assert "step_1" not in {path.name for path in (tmp_path / "runs" / "r" / "state").iterdir()}
@@ -233,17 +252,17 @@ def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> No
 
 def test_no_two_processes_train_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "LOCK_PATIENCE_S", 0.0)
-    started(tmp_path)
-    with pytest.raises(BusyError, match=f"runs/r is still held by another process .pid {os.getpid()} on "):
-        Trial(config(tmp_path)).begin()
-    Trial(config(tmp_path, finished=True)).begin()  # one that has ended is only read
+    start_trial(tmp_path)
+    with pytest.raises(RunLockedError, match=f"runs/r is still held by another process .pid {os.getpid()} on "):
+        Trial(make_trial_config(tmp_path)).begin()
+    Trial(make_trial_config(tmp_path, finished=True)).begin()  # one that has ended is only read
 
 
 def test_a_run_that_ended_unrecorded_reports_its_last_row_again(tmp_path: Path) -> None:
     """The process died after the last row and state, before anybody wrote that the run had ended."""
-    first = started(tmp_path, trainer__total_training_steps=1)
+    first = start_trial(tmp_path, trainer__total_training_steps=1)
     last = first.step()
     before = (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes()
-    again = started(tmp_path, trainer__total_training_steps=1)
+    again = start_trial(tmp_path, trainer__total_training_steps=1)
     assert again.step() == last
     assert (tmp_path / "runs" / "r" / "metrics.jsonl").read_bytes() == before

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainable.runs.training import StepResult
-from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.members import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.training.trainer import UpdateRuleTrainer
@@ -51,13 +51,13 @@ class TabularTask:
     def actions(self) -> int:
         return ACTIONS
 
-    def make_models(self, streams: Streams) -> Table:
+    def make_models(self, streams: MemberRngs) -> Table:
         return Table(streams.normal("sandbox_weights", shape=(PROMPTS, POSITIONS, ACTIONS)).float())
 
-    def sample(self, models: Table, streams: Streams, step: int) -> Rollouts:
+    def sample(self, models: Table, streams: MemberRngs, step: int) -> Rollouts:
         config = self.config
         each = config.group_size if config.rule.has_groups else 1
-        prompts = streams.integers("sandbox_prompts", step, below=PROMPTS, shape=(config.batch_size // each,))
+        prompts = streams.integers("sandbox_prompts", step, high=PROMPTS, shape=(config.batch_size // each,))
         prompts = prompts.repeat_interleave(each, dim=1)
         probs = models.rows(prompts).softmax(-1)
         uniforms = streams.uniform("sandbox_samples", step, shape=(config.batch_size, POSITIONS))
@@ -91,7 +91,7 @@ class TabularTask:
     def oracle_log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
         return self.log_probs(models, rollouts)
 
-    def evaluate(self, models: Table, streams: Streams, step: int) -> dict[str, Tensor]:
+    def evaluate(self, models: Table, streams: MemberRngs, step: int) -> dict[str, Tensor]:
         self.evaluations += 1
         prompts = torch.arange(PROMPTS).expand(len(streams.seeds), PROMPTS)
         log_probs = models.rows(prompts).log_softmax(-1)
@@ -108,6 +108,6 @@ def next_rows(trainer: UpdateRuleTrainer) -> StepResult:
     """Train up to the next rows, or the next failure; nothing where no member goes on."""
     while trainer.seeds:
         progress = trainer.step()
-        if progress.rows or progress.failed:
+        if progress.rows or progress.failures:
             return progress
     return StepResult()

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainable.runs.failures import StorageError, classify
-from trainable.storage.mirror import patiently
-from trainable.storage.remote import Place, get_bytes, listing, open_place, put_bytes, put_file
-from trainable.storage.uris import below, check_uri, is_same, parent
+from trainable.runs.failures import StorageError, classify_failure
+from trainable.storage.mirror import call_storage
+from trainable.storage.remote import StoragePath, get_bytes, list_files, open_storage, put_bytes, put_file
+from trainable.storage.uris import join_uri, check_uri, is_same_folder, split_uri
 
 
 def test_a_path_may_hold_what_means_something_in_a_uri() -> None:
-    assert parent("/x/a#b/c?d") == ("/x/a#b", "c?d")
-    assert is_same("/x/a#b/", "/x/a#b")
-    assert not is_same("/x/a#b", "/x/a#c")
+    assert split_uri("/x/a#b/c?d") == ("/x/a#b", "c?d")
+    assert is_same_folder("/x/a#b/", "/x/a#b")
+    assert not is_same_folder("/x/a#b", "/x/a#c")
 
 
 # What a storage can fail with.
@@ -32,15 +32,15 @@ def test_a_storage_that_fails_is_waited_for_and_then_named(tmp_path: Path) -> No
             raise error
         return "done"
 
-    assert patiently(once, 60.0, said.append) == "done"
+    assert call_storage(once, 60.0, said.append) == "done"
     assert said == [
         "waiting up to 60 s for the storage to answer: AWS Error NETWORK_CONNECTION", "the storage answers again"
     ]  # fmt: skip
-    gone = Place(open_place(str(tmp_path)).files, str(tmp_path / "file" / "below"))
+    gone = StoragePath(open_storage(str(tmp_path)).filesystem, str(tmp_path / "file" / "below"))
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match=r"It did not answer well within 0 s \(trainer\.disk_patience\)\.") as raised:
-        patiently(partial(put_bytes, gone, b""), 0.0, said.append)
-    failure = classify(raised.value, has_rows=True)
+        call_storage(partial(put_bytes, gone, b""), 0.0, said.append)
+    failure = classify_failure(raised.value, has_rows=True)
     assert (failure.kind, failure.is_retried) == ("storage", False)
 
 
@@ -56,7 +56,7 @@ def test_what_will_not_pass_is_not_waited_for(error: OSError) -> None:
         raise error
 
     with pytest.raises(StorageError):
-        patiently(fails, 3600.0, calls.append)
+        call_storage(fails, 3600.0, calls.append)
     assert calls == [1]
 
 
@@ -69,7 +69,7 @@ def test_what_will_not_pass_is_not_waited_for(error: OSError) -> None:
 ])  # fmt: skip
 def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
     with pytest.raises(StorageError, match="carries a user name with a password, a key or a token") as raised:
-        open_place(uri)
+        open_storage(uri)
     assert "word" not in str(raised.value).replace("password", "")
     assert "bucket" not in str(raised.value)
 
@@ -84,7 +84,7 @@ def test_other_colons_are_no_credentials(uri: str) -> None:
 @pytest.mark.parametrize("uri", ["nope://bucket/x", "s3://", "relative/folder", "s3://?scheme=http"])
 def test_what_is_no_storage_is_refused(uri: str) -> None:
     with pytest.raises(StorageError, match=r"is no storage that can be used|names no folder"):
-        open_place(uri)
+        open_storage(uri)
 
 
 @settings(deadline=None)
@@ -93,23 +93,23 @@ def test_below_and_parent_are_inverses(parts: list[str]) -> None:
     for root in ("s3://bucket", "s3://bucket/pre?region=x", "/mnt"):
         uri = root
         for part in parts:
-            assert parent(below(uri, part)) == (uri, part)
-            uri = below(uri, part)
+            assert split_uri(join_uri(uri, part)) == (uri, part)
+            uri = join_uri(uri, part)
 
 
 def test_a_reader_of_a_shared_folder_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = open_place(str(tmp_path)).at("a/b")
+    place = open_storage(str(tmp_path)).joinpath("a/b")
     put_bytes(place, b"whole")
     source = tmp_path / "source"
     source.write_bytes(b"new content")
     monkeypatch.setattr("trainable.storage.remote._settle", lambda place, target: None)  # it dies just before
     put_file(place, source)
     assert get_bytes(place) == b"whole"
-    assert sorted(listing(open_place(str(tmp_path)).at("a"))) == ["b"]
+    assert sorted(list_files(open_storage(str(tmp_path)).joinpath("a"))) == ["b"]
 
 
 def test_how_a_folder_is_reached_does_not_make_it_another() -> None:
-    assert is_same("s3://bucket/x?endpoint_override=a:1&scheme=http", "s3://bucket/x/")
-    assert not is_same("s3://bucket/x", "s3://bucket/y")
-    assert not is_same("s3://bucket/x", "gs://bucket/x")
-    assert not is_same("s3://bucket/x", "s3://other/x")
+    assert is_same_folder("s3://bucket/x?endpoint_override=a:1&scheme=http", "s3://bucket/x/")
+    assert not is_same_folder("s3://bucket/x", "s3://bucket/y")
+    assert not is_same_folder("s3://bucket/x", "gs://bucket/x")
+    assert not is_same_folder("s3://bucket/x", "s3://other/x")

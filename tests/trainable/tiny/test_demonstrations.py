@@ -7,19 +7,19 @@ from tokenizers import Tokenizer
 from tests.fakes.scripted import ScriptedSampler
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, step
 from trainable.envs.sokoban.generate import Level
-from trainable.envs.sokoban.level_sets import validation_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_protocol, parse
-from trainable.envs.sokoban.solver import distance_table, solve
+from trainable.envs.sokoban.level_sets import make_validation_levels
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_prompt_template, parse_reply
+from trainable.envs.sokoban.solver import compute_distance_table, solve
 from trainable.envs.sokoban.text import parse_grid
 from trainable.models.load import make_codec
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.play import Rules, play
+from trainable.rollout.play import EpisodeLimits, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
-from trainable.tiny.demonstrations import Habits, Segment, dialogue, dialogues
+from trainable.tiny.demonstrations import Habits, Segment, make_dialogue, make_dialogues
 from trainable.tiny.tokenizer import build_tokenizer
 
-PROTOCOL = make_protocol("compact", "grid", 10)
-LEVELS = validation_levels(96)
+PROTOCOL = make_prompt_template("compact", "grid", 10)
+LEVELS = make_validation_levels(96)
 LETTERS = {"U": Action.UP, "D": Action.DOWN, "L": Action.LEFT, "R": Action.RIGHT}
 
 
@@ -32,17 +32,17 @@ PUBLISHED = (5, 2, 10)  # turns, actions a turn, actions
 
 
 def told(level: Level, habits: Habits, seed: int = 0, limits: tuple[int, int, int] = PUBLISHED) -> list[Segment]:
-    return dialogue(level, PROTOCOL, habits, np.random.default_rng(seed), *limits)
+    return make_dialogue(level, PROTOCOL, habits, np.random.default_rng(seed), *limits)
 
 
 def replayed(
     level: Level, segments: list[Segment], tokenizer: Tokenizer, limits: tuple[int, int, int] = PUBLISHED
 ) -> Episode:
     """The same episode by the real game: the learned segments are what the model says."""
-    replies = [tokenizer.encode(segment.text).ids for segment in segments if segment.learned]
+    replies = [tokenizer.encode(segment.text).ids for segment in segments if segment.is_trained]
     stop = tokenizer.token_to_id(END_OF_MESSAGE)
-    (episode,) = play(
-        [level], 1, ScriptedSampler([replies]), PROTOCOL, make_codec(tokenizer), Rules(*limits, -0.1, 512),
+    (episode,) = roll_out_episodes(
+        [level], 1, ScriptedSampler([replies]), PROTOCOL, make_codec(tokenizer), EpisodeLimits(*limits, -0.1, 512),
         SamplingParams(1.0, 24, stop), np.random.default_rng(0),
     )  # fmt: skip
     return episode
@@ -66,7 +66,7 @@ def turns_of(segments: list[Segment]) -> list[Turn]:
         cells = parse_grid("\n".join(["######", *(f"#{row}#" for row in inside), "######"]))
         text = reply.text.removesuffix(END_OF_MESSAGE)
         thought = text.split("</think>")[0]
-        read = parse(text, 2)
+        read = parse_reply(text, 2)
         turns.append(Turn(cells, thought, [LETTERS[x] for x in thought.split(" ")[-1]], read.actions, read.invalid))
     return turns
 
@@ -93,9 +93,9 @@ def test_a_dialogue_is_an_episode_of_the_real_game(
         episode = replayed(level, segments, tokenizer, limits)
         parts = [tokenizer.encode(segment.text).ids for segment in segments]
         assert episode.tokens.tolist() == [token for part in parts for token in part]
-        learned = [segment.learned for segment in segments]
+        learned = [segment.is_trained for segment in segments]
         assert episode.mask.tolist() == np.repeat(learned, [len(part) for part in parts]).tolist()
-        assert len(episode.texts) == limits[0] or episode.stop in (StopReason.SOLVED, StopReason.OUT_OF_ACTIONS)
+        assert len(episode.texts) == limits[0] or episode.stop_reason in (StopReason.SOLVED, StopReason.OUT_OF_ACTIONS)
 
 
 def test_the_clean_demonstrator_solves_every_level_by_a_shortest_path(tokenizer: Tokenizer) -> None:
@@ -124,7 +124,7 @@ def test_a_detour_is_one_wasted_legal_move_in_a_level_that_stays_solvable() -> N
     with_detour = 0
     for level in LEVELS:
         for turn in turns_of(told(level, Habits(detour=1.0), level.seed)):
-            table = distance_table(turn.cells)
+            table = compute_distance_table(turn.cells)
             player = int(np.flatnonzero(turn.cells >= Tile.PLAYER)[0])
             before = int(table[player, int(np.flatnonzero(turn.cells == Tile.BOX)[0])])
             outcome = step(turn.cells[None], np.array(turn.plan[:1]))
@@ -173,7 +173,7 @@ def test_the_reward_shown_is_that_of_the_turn_before() -> None:
 def test_levels_are_shown_in_all_eight_views_and_equal_streams_give_equal_dialogues() -> None:
     def shown(seed: int) -> list[list[Segment]]:
         rng = np.random.default_rng(seed)
-        return list(dialogues(LEVELS[:64], PROTOCOL, Habits(detour=0.5), rng, 5, 2, 10))
+        return list(make_dialogues(LEVELS[:64], PROTOCOL, Habits(detour=0.5), rng, 5, 2, 10))
 
     again = shown(1)
     assert shown(1) == again

@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.scripted import hub_twin
-from trainable.config.seeds import stream
-from trainable.envs.sokoban.level_sets import demonstration_levels
-from trainable.envs.sokoban.prompt import parse
+from tests.fakes.scripted import make_hub_twin
+from trainable.config.seeds import make_rng
+from trainable.envs.sokoban.level_sets import make_demonstration_levels
+from trainable.envs.sokoban.prompt import parse_reply
 from trainable.models.load import find_model, load_policy
 from trainable.tiny import __main__ as command
 from trainable.tiny.demonstrations import Habits
 from trainable.tiny.recipe import (
-    LEVELS_APART,
+    STAGE_LEVEL_STRIDE,
     Recipe,
     Stage,
-    encoded_dialogues,
-    initial_model,
-    make,
-    tiny_shape,
+    make_examples,
+    make_initial_model,
+    make_model,
+    make_shape,
     train,
     write_model,
 )
@@ -32,73 +32,73 @@ SHORT = Recipe(seed=3, batch=16, stages=(Stage(160, 3e-3, 1e-3, Habits()), Stage
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder, lines = tmp_path_factory.mktemp("made"), []
-    make(folder, SHORT, lines.append)
+    make_model(folder, SHORT, lines.append)
     return folder, lines
 
 
 def test_the_shape_is_small_and_fits_its_tokenizer() -> None:
-    shape = tiny_shape()
+    shape = make_shape()
     assert shape.head_dim == 32
     assert shape.vocab_size == build_tokenizer().get_vocab_size()
     assert build_tokenizer().id_to_token(shape.eos_token_id) == "<|im_end|>"
-    assert sum(weight.numel() for weight in initial_model(0).parameters()) < 150_000
+    assert sum(weight.numel() for weight in make_initial_model(0).parameters()) < 150_000
 
 
 def test_initial_weights_are_a_function_of_the_seed_alone() -> None:
     torch.manual_seed(1)
-    first = initial_model(5).state_dict()
+    first = make_initial_model(5).state_dict()
     torch.manual_seed(2)
-    again, other = initial_model(5).state_dict(), initial_model(6).state_dict()
+    again, other = make_initial_model(5).state_dict(), make_initial_model(6).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
 def test_only_replies_are_learned_and_each_level_comes_once() -> None:
     stage, tokenizer = Stage(12, 1e-3, 1e-3, Habits()), build_tokenizer()
-    examples = encoded_dialogues(stage, 500, np.random.default_rng(0))
-    levels = demonstration_levels(12, 500)
+    examples = make_examples(stage, 500, np.random.default_rng(0))
+    levels = make_demonstration_levels(12, 500)
     assert len(examples) == 12
     for example, level in zip(examples, levels, strict=True):
         text = tokenizer.decode(example.tokens.tolist(), skip_special_tokens=False)
         replies = [part.split("<|im_end|>")[0] for part in text.split("<think>")[1:]]
-        learned = tokenizer.decode(example.tokens[example.learned].tolist(), skip_special_tokens=False)
+        learned = tokenizer.decode(example.tokens[example.loss_mask].tolist(), skip_special_tokens=False)
         assert learned == "".join(reply + "<|im_end|>" for reply in replies)
-        assert not any(parse(reply, 2).invalid for reply in replies)
+        assert not any(parse_reply(reply, 2).invalid for reply in replies)
         assert text.count("X") >= 1
         assert level.seed >= 700_000_500
 
 
 def test_a_stage_starts_far_from_the_levels_of_the_one_before() -> None:
-    assert max(stage.dialogues for stage in Recipe().stages) * 2 < LEVELS_APART
+    assert max(stage.dialogues for stage in Recipe().stages) * 2 < STAGE_LEVEL_STRIDE
 
 
 def test_training_lowers_the_loss() -> None:
     stage = Stage(320, 3e-3, 1e-4, Habits())
-    rng = stream(0, "demonstrations", 0)
-    examples = encoded_dialogues(stage, 0, rng)
-    model = initial_model(0)
+    rng = make_rng(0, "demonstrations", 0)
+    examples = make_examples(stage, 0, rng)
+    model = make_initial_model(0)
     assert train(model, examples[:16], Stage(16, 1e-9, 1e-9, Habits()), 16, rng) == pytest.approx(
-        np.log(tiny_shape().vocab_size), rel=1e-2
+        np.log(make_shape().vocab_size), rel=1e-2
     )
     assert train(model, examples, stage, 16, rng) < 4.0
 
 
 def test_the_loss_is_that_of_the_replies_predicted_from_what_stands_before_them() -> None:
     stage = Stage(16, 1e-12, 1e-12, Habits())
-    examples = encoded_dialogues(stage, 0, np.random.default_rng(0))
+    examples = make_examples(stage, 0, np.random.default_rng(0))
     model = load_policy("sokoban-tiny", torch.device("cpu")).model
-    twin, losses = hub_twin(model), []
+    twin, losses = make_hub_twin(model), []
     for example in examples:
         tokens = torch.from_numpy(example.tokens)
         with torch.no_grad():
             logs = twin(input_ids=tokens[None]).logits[0, :-1].log_softmax(-1)
-        losses += (-logs.gather(1, tokens[1:, None])[example.learned[1:], 0]).tolist()
+        losses += (-logs.gather(1, tokens[1:, None])[example.loss_mask[1:], 0]).tolist()
     assert train(model, examples, stage, 16, np.random.default_rng(0)) == pytest.approx(np.mean(losses), rel=1e-4)
     assert np.mean(losses) < 1.0
 
 
 def test_making_it_twice_gives_the_same_weights(made: tuple[Path, list[str]], tmp_path: Path) -> None:
-    make(tmp_path / "again", SHORT, lambda line: None)
+    make_model(tmp_path / "again", SHORT, lambda line: None)
     for name in ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "recipe.json"):
         assert (tmp_path / "again" / name).read_bytes() == (made[0] / name).read_bytes(), name
 
@@ -115,11 +115,11 @@ def test_transformers_loads_the_folder_and_agrees(made: tuple[Path, list[str]]) 
 
     twin = AutoModelForCausalLM.from_pretrained(made[0]).eval()
     assert type(twin).__name__ == "Qwen2ForCausalLM"
-    assert twin.config.eos_token_id == tiny_shape().eos_token_id
+    assert twin.config.eos_token_id == make_shape().eos_token_id
     model = load_policy(str(made[0]), torch.device("cpu")).model
     tokens = torch.arange(60).view(2, 30)
     with torch.no_grad():
-        found = model.lm_head(model.model.hidden_at(tokens, torch.arange(60)))
+        found = model.lm_head(model.model.compute_hidden_states(tokens, torch.arange(60)))
         torch.testing.assert_close(found, twin(input_ids=tokens).logits.flatten(0, 1), rtol=1e-5, atol=1e-5)
 
 
@@ -127,7 +127,7 @@ def test_the_shipped_model_is_of_the_recipe_in_the_code() -> None:
     folder = find_model("sokoban-tiny")
     assert json.loads((folder / "recipe.json").read_text()) == json.loads(json.dumps(asdict(Recipe())))
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
-    assert policy.model.shape == tiny_shape()
+    assert policy.model.shape == make_shape()
     assert policy.tokenizer.get_vocab() == build_tokenizer().get_vocab()
     text = "<think>P32 X31 O21 DLU</think><answer>Down || Left</answer><|im_end|>#O__\n10 actions left\n"
     assert policy.tokenizer.encode(text).ids == build_tokenizer().encode(text).ids
@@ -140,7 +140,7 @@ def test_the_command_evaluates_a_policy(
     random_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {"env.val_env_groups": 4, "env.test_env_groups": 3, "rollout.response_length": 4}
-    monkeypatch.setattr(command, "LAPTOP_GAME", {**command.LAPTOP_GAME, **small})
+    monkeypatch.setattr(command, "LAPTOP_GAME", {**command.LAPTOP_OVERRIDES, **small})
     monkeypatch.setattr("sys.argv", ["embedded", "--evaluate", str(random_folder)])
     command.main()
     validation, test = capsys.readouterr().out.splitlines()

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from trainable.envs.sokoban.board import Action, Tile, is_solved, step
-from trainable.envs.sokoban.level_sets import validation_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_protocol, parse, reply_text
+from trainable.envs.sokoban.level_sets import make_validation_levels
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_prompt_template, parse_reply, format_reply
 from trainable.envs.sokoban.text import SYMBOLS
-from trainable.tiny.tokenizer import PAD, UNKNOWN, build_tokenizer, place, vocabulary, write_tokenizer
+from trainable.tiny.tokenizer import PAD, UNKNOWN, build_tokenizer, format_place, make_vocabulary, write_tokenizer
 
-PROTOCOL = make_protocol("compact", "grid", 10)
-VALIDATION = validation_levels()
+PROTOCOL = make_prompt_template("compact", "grid", 10)
+VALIDATION = make_validation_levels()
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +29,14 @@ def restored(tokenizer: Tokenizer, texts: list[str]) -> list[str]:
 
 
 def test_every_piece_is_one_token_and_ids_are_in_order(tokenizer: Tokenizer) -> None:
-    pieces = vocabulary()
+    pieces = make_vocabulary()
     assert len(set(pieces)) == len(pieces) == tokenizer.get_vocab_size()
     assert [encoding.ids for encoding in tokenizer.encode_batch(pieces)] == [[n] for n in range(len(pieces))]
     assert tokenizer.decode_batch([[n] for n in range(len(pieces))], skip_special_tokens=False) == pieces
 
 
 def test_all_validation_levels_are_restored_from_their_tokens(tokenizer: Tokenizer) -> None:
-    texts = [PROTOCOL.opening(Observation(1, level.cells, 10)) for level in VALIDATION]
+    texts = [PROTOCOL.format_first_turn(Observation(1, level.cells, 10)) for level in VALIDATION]
     assert restored(tokenizer, texts) == texts
     walls = [(level.cells[1:-1, 1:-1] == Tile.WALL).all(axis=1).any() for level in VALIDATION]
     assert sum(walls) > 100  # levels with an inner row of walls alone, which a greedier vocabulary would misread
@@ -44,8 +44,8 @@ def test_all_validation_levels_are_restored_from_their_tokens(tokenizer: Tokeniz
 
 def test_an_observation_is_a_token_for_two_cells(tokenizer: Tokenizer) -> None:
     for level in VALIDATION[:64]:
-        opening = tokenizer.encode(PROTOCOL.opening(Observation(1, level.cells, 10)))
-        following = tokenizer.encode(PROTOCOL.following(Observation(2, level.cells, 8, -0.2)))
+        opening = tokenizer.encode(PROTOCOL.format_first_turn(Observation(1, level.cells, 10)))
+        following = tokenizer.encode(PROTOCOL.format_next_turn(Observation(2, level.cells, 8, -0.2)))
         assert len(opening.ids) == 4 + 8
         assert len(following.ids) == 3 + 8
 
@@ -58,7 +58,7 @@ def test_every_later_observation_is_restored(tokenizer: Tokenizer) -> None:
         outcome = step(cells, rng.integers(1, 5, len(cells)))
         cells = np.where(is_solved(outcome.cells)[:, None, None], cells, outcome.cells)
         texts += [
-            PROTOCOL.following(Observation(turn, board, 12 - turn, reward))
+            PROTOCOL.format_next_turn(Observation(turn, board, 12 - turn, reward))
             for board, reward in zip(cells, outcome.rewards, strict=True)
         ]
     assert any(SYMBOLS[Tile.PLAYER_ON_TARGET] in text for text in texts)
@@ -75,17 +75,17 @@ def test_any_grid_of_symbols_is_restored(rows: list[str]) -> None:
 @pytest.mark.parametrize("left", [1, 9, 10, 11, 37])
 @pytest.mark.parametrize("turn", [1, 5, 6, 12])
 def test_numbers_beyond_the_published_limits_are_restored(tokenizer: Tokenizer, turn: int, left: int) -> None:
-    text = PROTOCOL.following(Observation(turn, VALIDATION[0].cells, left, -0.1 * left))
+    text = PROTOCOL.format_next_turn(Observation(turn, VALIDATION[0].cells, left, -0.1 * left))
     assert restored(tokenizer, [text]) == [text]
 
 
 @pytest.mark.parametrize("actions", [(Action.UP,), (Action.LEFT, Action.RIGHT), (Action.DOWN,) * 3])
 def test_a_reply_is_read_from_its_tokens(tokenizer: Tokenizer, actions: tuple[Action, ...]) -> None:
-    thought = place("P", 3, 2) + place("X", 3, 1) + place("O", 2, 1) + "DLU"
-    ids = tokenizer.encode(reply_text(thought, actions) + END_OF_MESSAGE).ids
+    thought = format_place("P", 3, 2) + format_place("X", 3, 1) + format_place("O", 2, 1) + "DLU"
+    ids = tokenizer.encode(format_reply(thought, actions) + END_OF_MESSAGE).ids
     assert len(ids) == 3 + 3 + 1 + (2 * len(actions) - 1) + 1 + 1
     text = tokenizer.decode(ids, skip_special_tokens=True)
-    assert parse(text, 3) == (thought, actions, False)
+    assert parse_reply(text, 3) == (thought, actions, False)
 
 
 def test_special_tokens_are_left_out_of_replies(tokenizer: Tokenizer) -> None:
@@ -98,10 +98,10 @@ def test_auto_tokenizer_gives_the_same_ids_and_texts(tokenizer: Tokenizer, tmp_p
 
     write_tokenizer(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
-    texts = [PROTOCOL.opening(Observation(1, level.cells, 10)) for level in VALIDATION[:32]]
-    texts += [reply_text("P32 X31 O21 DLU", (Action.DOWN, Action.LEFT)) + END_OF_MESSAGE]
+    texts = [PROTOCOL.format_first_turn(Observation(1, level.cells, 10)) for level in VALIDATION[:32]]
+    texts += [format_reply("P32 X31 O21 DLU", (Action.DOWN, Action.LEFT)) + END_OF_MESSAGE]
     ids = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
     assert loaded(texts)["input_ids"] == ids
     assert loaded.batch_decode(ids) == texts
     assert (loaded.eos_token, loaded.pad_token) == (END_OF_MESSAGE, PAD)
-    assert loaded.convert_tokens_to_ids(vocabulary()) == list(range(len(vocabulary())))
+    assert loaded.convert_tokens_to_ids(make_vocabulary()) == list(range(len(make_vocabulary())))

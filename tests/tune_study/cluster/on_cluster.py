@@ -12,20 +12,20 @@ from typing import Any
 import ray
 from rich.console import Console
 
-from tests.fakes.trainer import CRASHES_ONCE, Meeting, fake_rows, study_of
-from trainable.runs.run_files import METRICS, read_rows
-from trainable.storage.mirror import line_files
-from trainable.storage.remote import get_bytes, listing, open_place
-from trainable.storage.uris import below
+from tests.fakes.trainer import CRASHES_ONCE, Barrier, make_fake_rows, make_study
+from trainable.runs.run_files import METRICS_FILE, read_rows
+from trainable.storage.mirror import compute_line_file_sizes
+from trainable.storage.remote import get_bytes, list_files, open_storage
+from trainable.storage.uris import join_uri
 from tune_study.folder.outputs import read_status
 from tune_study.host.interrupt import Interrupt
 from tune_study.plan.study_plan import StudyPlan, make_plan
 from tune_study.tune import cluster
 from tune_study.tune.callbacks import Recorder
-from tune_study.tune.local_ray import RayHere
+from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
-from tune_study.tune.run import Session, Suite, execute, make_tuner
-from tune_study.tune.trials import trial_config
+from tune_study.tune.run import StudySession, SuiteContext, execute_study, make_tuner
+from tune_study.tune.trials import make_trial_config
 
 STEPS = 4
 
@@ -34,37 +34,39 @@ def plan_of(output: Path, family: str, gpus: float, values: tuple[str, ...], sto
     settings = {
         "trainer.total_training_steps": STEPS, "trainer.n_gpus_per_node": gpus, "trainer.device": "auto"
     }  # fmt: skip
-    study = study_of(family)
+    study = make_study(family)
     return replace(make_plan(study, "laptop", "a test", settings, values, 1, output), storage=storage)
 
 
 def places(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> list[dict[str, Any]]:
     """Where each run of the plan was, by its own account: all of them at once."""
-    allotment = cluster.allot(plan, address, nodes, None, None)
+    resource_plan = cluster.allocate_cluster(plan, address, nodes, None, None)
     progress = Progress(plan, len(plan.runs), Console(quiet=True))
     plan.folder.mkdir(parents=True)
-    meeting = Meeting.options(name="meeting").remote(len(plan.runs))
+    meeting = Barrier.options(name="meeting").remote(len(plan.runs))
     interrupt = Interrupt(plan.folder / ".interrupt")
-    suite = Suite(RayHere([], Console(quiet=True), here=False), interrupt, lambda: None)
-    session = Session(plan, allotment, "off", Console(quiet=True), suite, {}, progress)
-    grid = make_tuner(session, Recorder(plan, allotment, progress), []).fit()
+    suite = SuiteContext(LocalRay([], Console(quiet=True), is_local=False), interrupt, lambda: None)
+    session = StudySession(plan, resource_plan, "off", Console(quiet=True), suite, {}, progress)
+    grid = make_tuner(session, Recorder(plan, resource_plan, progress), []).fit()
     ray.kill(meeting)
     assert not grid.errors
-    stored = open_place(plan.stored or "")
-    return [json.loads(get_bytes(stored.at(f"runs/{run.run_id}/place.json"))) for run in plan.runs]
+    stored = open_storage(plan.study_uri or "")
+    return [json.loads(get_bytes(stored.joinpath(f"runs/{run.run_id}/place.json"))) for run in plan.runs]
 
 
 def crashed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> dict[str, Any]:
     """Runs of which one loses its process in a step: statuses, rows here, and rows as they should be."""
-    code = execute(plan, cluster.allot(plan, address, nodes, None, None), "off", Console(quiet=True))
-    files = {name: info.size for name, info in listing(open_place(plan.stored or "")).items()}
+    code = execute_study(plan, cluster.allocate_cluster(plan, address, nodes, None, None), "off", Console(quiet=True))
+    files = {name: info.size for name, info in list_files(open_storage(plan.study_uri or "")).items()}
     return {
         "code": code,
-        "statuses": [getattr(read_status(plan.run_dir(run.run_id)), "status", None) for run in plan.runs],
-        "rows": [read_rows(plan.run_dir(run.run_id) / METRICS) for run in plan.runs],
-        "wanted": [fake_rows(trial_config(plan, [run], False), run.config, STEPS) for run in plan.runs],
+        "statuses": [getattr(read_status(plan.get_run_dir(run.run_id)), "status", None) for run in plan.runs],
+        "rows": [read_rows(plan.get_run_dir(run.run_id) / METRICS_FILE) for run in plan.runs],
+        "wanted": [make_fake_rows(make_trial_config(plan, [run], False), run.config, STEPS) for run in plan.runs],
         "sizes": [
-            [(plan.folder / name).stat().st_size, size] for name, size in line_files(files).items() if METRICS in name
+            [(plan.folder / name).stat().st_size, size]
+            for name, size in compute_line_file_sizes(files).items()
+            if METRICS_FILE in name
         ],
     }
 
@@ -72,13 +74,13 @@ def crashed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> d
 def main(address: str, output: str, storage: str) -> None:
     """Two runs of two GPUs, four of one, and a study that meets a crash."""
     folder, found = Path(output), {}
-    with cluster.joined(address) as nodes:
+    with cluster.join_cluster(address) as nodes:
         assert nodes is not None
-        pairs = plan_of(folder / "pairs", "PLACED", 2, ("0", "0.1"), below(storage, "pairs"))
+        pairs = plan_of(folder / "pairs", "PLACED", 2, ("0", "0.1"), join_uri(storage, "pairs"))
         found["pairs"] = places(pairs, address, nodes)
-        single = plan_of(folder / "single", "PLACED", 1, ("0", "0.1", "0.2", "0.3"), below(storage, "single"))
+        single = plan_of(folder / "single", "PLACED", 1, ("0", "0.1", "0.2", "0.3"), join_uri(storage, "single"))
         found["single"] = places(single, address, nodes)
-        crash = plan_of(folder / "crash", "FAKE", 0, (CRASHES_ONCE, "0.1"), below(storage, "crash"))
+        crash = plan_of(folder / "crash", "FAKE", 0, (CRASHES_ONCE, "0.1"), join_uri(storage, "crash"))
         found["crash"] = crashed(crash, address, nodes)
     print(json.dumps(found))
 

@@ -14,28 +14,28 @@ import pytest
 import torch
 
 from search_spaces import STUDIES
-from tests.fakes.trials import timeless
+from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.faked_cluster import can_be_elsewhere, faked_cluster
 from trainable.runs.checkpoint import read_checkpoint
-from trainable.runs.run_files import METRICS, read_lines, read_rows
-from trainable.storage.mirror import Mirror, is_whole, sealed
-from trainable.storage.remote import listing, open_place
+from trainable.runs.run_files import METRICS_FILE, read_json_lines, read_rows
+from trainable.storage.mirror import Mirror, is_checkpoint_intact, find_complete_checkpoints
+from trainable.storage.remote import list_files, open_storage
 from trainable.trial import Trial
 from tune_study.commands import node_checks, probe
 from tune_study.commands.node_checks import (
-    Answer,
-    Question,
-    answer,
-    check_room,
+    NodeReport,
+    NodeQuery,
+    inspect_node,
+    check_capacity,
     check_versions,
-    code_sum,
-    smallest_card,
+    compute_code_hash,
+    find_smallest_gpu,
 )
 from tune_study.folder.outputs import read_json, read_status
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune import cluster
-from tune_study.tune.cluster import Node, allot, fit, joined, read_nodes
-from tune_study.tune.trials import trial_config
+from tune_study.tune.cluster import Node, allocate_cluster, count_fitting_runs, join_cluster, parse_nodes
+from tune_study.tune.trials import make_trial_config
 
 ROOT = Path(__file__).parents[3]
 SMALL = {
@@ -82,7 +82,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
     """The study's runs on this machine, without Ray."""
     plan = plan_in(tmp_path_factory.mktemp("local"))
     for spec in plan.runs:
-        run = Trial(trial_config(plan, [spec], is_finished=False))
+        run = Trial(make_trial_config(plan, [spec], is_finished=False))
         for _ in range(spec.steps):
             run.step()
         run.cleanup()
@@ -93,16 +93,19 @@ def check_same(plan: StudyPlan, local: StudyPlan, storage: str, folder: Path) ->
     """Rows, evaluations and final weights of the study in storage are those of the local one."""
     assert len(plan.runs) == 2
     for spec in plan.runs:
-        place = open_place(storage).at(f"{plan.run}/runs/{spec.run_id}")
+        place = open_storage(storage).joinpath(f"{plan.run}/runs/{spec.run_id}")
         fetched = folder / spec.run_id
-        Mirror(place, fetched / "run", fetched / "kept", 0.0, lambda: False).fetch(with_state=True)
-        ours, theirs = (read_rows(where / METRICS) for where in (fetched / "run", local.run_dir(spec.run_id)))
-        assert [timeless(row) for row in ours] == [timeless(row) for row in theirs]
-        assert read_rows(plan.run_dir(spec.run_id) / METRICS) == ours
-        levels = [list(read_lines(where / "levels.jsonl")) for where in (fetched / "run", local.run_dir(spec.run_id))]
+        Mirror(place, fetched / "run", fetched / "kept", 0.0, lambda: False).fetch(with_checkpoint=True)
+        ours, theirs = (read_rows(where / METRICS_FILE) for where in (fetched / "run", local.get_run_dir(spec.run_id)))
+        assert [drop_times(row) for row in ours] == [drop_times(row) for row in theirs]
+        assert read_rows(plan.get_run_dir(spec.run_id) / METRICS_FILE) == ours
+        levels = [
+            list(read_json_lines(where / "levels.jsonl")) for where in (fetched / "run", local.get_run_dir(spec.run_id))
+        ]
         assert levels[0] == levels[1]
         states = [
-            read_checkpoint(where / "state" / "step_2")[0] for where in (fetched / "run", local.run_dir(spec.run_id))
+            read_checkpoint(where / "state" / "step_2")[0]
+            for where in (fetched / "run", local.get_run_dir(spec.run_id))
         ]
         assert states[0].keys() == states[1].keys()
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
@@ -118,24 +121,24 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     assert done.returncode == 0, done.stderr
     plan = plan_in(folder)
     check_same(plan, local, faked.storage, tmp_path)
-    files = listing(open_place(faked.storage).at(plan.run))
+    files = list_files(open_storage(faked.storage).joinpath(plan.run))
     assert {"study.json", "trials.parquet", "steps.parquet", "levels.parquet", "report.html"} <= files.keys()
-    assert {f"logs/{plan.run}.log", *(spec.log.as_posix() for spec in plan.runs)} <= files.keys()
+    assert {f"logs/{plan.run}.log", *(spec.log_path.as_posix() for spec in plan.runs)} <= files.keys()
     for spec in plan.runs:
         own = [name.removeprefix(f"runs/{spec.run_id}/") for name in files if spec.run_id in name]
-        assert sealed(own) == [(2, "state/step_2"), (2, "kept/global_step_2")]
-        status = read_status(plan.run_dir(spec.run_id))
+        assert find_complete_checkpoints(own) == [(2, "state/step_2"), (2, "kept/global_step_2")]
+        status = read_status(plan.get_run_dir(spec.run_id))
         assert status is not None
         assert status.status == "completed"
-        assert not (plan.run_dir(spec.run_id) / "state").exists()
+        assert not (plan.get_run_dir(spec.run_id) / "state").exists()
     assert not (folder / "model_saving").exists()
     assert (read_json(plan.folder / "study.json") or {})["storage"] == faked.storage
     assert not list((faked.hidden / "scratch").rglob("*.safetensors"))
-    target = probe.find(plan.folder, "0.1", None, None)
-    assert (target.step, target.path) == (2, plan.run_dir(plan.runs[1].run_id) / "state" / "step_2")
-    assert is_whole(target.path)
+    target = probe.find_target(plan.folder, "0.1", None, None)
+    assert (target.step, target.path) == (2, plan.get_run_dir(plan.runs[1].run_id) / "state" / "step_2")
+    assert is_checkpoint_intact(target.path)
     with pytest.raises(PlanError, match=r"has no checkpoint of step 1\. There are: 2\."):
-        probe.find(plan.folder, "0.1", 1, None)
+        probe.find_target(plan.folder, "0.1", 1, None)
 
 
 @pytest.fixture(scope="module")
@@ -199,8 +202,8 @@ def test_a_killed_driver_is_followed_by_one_elsewhere(faked: Faked, local: Study
     (tmp_path / "one").mkdir()
     command = [sys.executable, "-m", "tune_study", *words, "--address", faked.address]
     with subprocess.Popen(command, cwd=tmp_path / "one", env=faked.environment, stdout=subprocess.DEVNULL) as driver:
-        place = open_place(storage).at(plan.run)
-        while not any("state/step_1/checksums.json" in name for name in listing(place)):
+        place = open_storage(storage).joinpath(plan.run)
+        while not any("state/step_1/checksums.json" in name for name in list_files(place)):
             assert driver.poll() is None
         driver.kill()
     study = storage.replace("killed?", f"killed/{plan.run}?")
@@ -215,8 +218,8 @@ def test_a_shared_folder_needs_no_storage(faked: Faked, local: StudyPlan, tmp_pa
     assert done.returncode == 0, done.stderr
     plan = plan_in(tmp_path / "out")
     for spec in plan.runs:
-        ours, theirs = (read_rows(each.run_dir(spec.run_id) / METRICS) for each in (plan, local))
-        assert [timeless(row) for row in ours] == [timeless(row) for row in theirs]
+        ours, theirs = (read_rows(each.get_run_dir(spec.run_id) / METRICS_FILE) for each in (plan, local))
+        assert [drop_times(row) for row in ours] == [drop_times(row) for row in theirs]
 
 
 # What a cluster holds.
@@ -228,23 +231,23 @@ TWO = (Node("a", "one", 8.0, 4.0, "H100"), Node("b", "two", 2.0, 4.0, "H100"), N
     (1, (4, 2, 0)), (2, (2, 1, 0)), (4, (1, 0, 0)), (0.5, (8, 2, 0)), (0, (8, 2, 0)), (8, (0, 0, 0)),
 ])  # fmt: skip
 def test_a_node_holds_what_its_cpus_and_gpus_allow(gpus: float, wanted: tuple[int, ...]) -> None:
-    assert tuple(fit(node, gpus) for node in TWO) == wanted
+    assert tuple(count_fitting_runs(node, gpus) for node in TWO) == wanted
 
 
 def test_the_allotment_of_a_cluster(tmp_path: Path) -> None:
-    found = allot(plan_in(tmp_path, trainer__n_gpus_per_node="2"), "10.0.0.1:6379", TWO, None, None)
-    assert (found.max_concurrent, found.cpus, found.a_node) == (2, 10, 2)
-    assert found.slots == ("one:0", "one:1", "two:0")
-    assert (found.gpu_label, found.gpus, found.cluster) == ("2xH100", (), "10.0.0.1:6379")
-    assert allot(plan_in(tmp_path), "a:1", TWO, None, 1).max_concurrent == 1
+    found = allocate_cluster(plan_in(tmp_path, trainer__n_gpus_per_node="2"), "10.0.0.1:6379", TWO, None, None)
+    assert (found.max_concurrent, found.cpus, found.runs_per_node) == (2, 10, 2)
+    assert found.gpu_slots == ("one:0", "one:1", "two:0")
+    assert (found.gpu_label, found.gpus, found.cluster_address) == ("2xH100", (), "10.0.0.1:6379")
+    assert allocate_cluster(plan_in(tmp_path), "a:1", TWO, None, 1).max_concurrent == 1
     influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
-    assert allot(influence, "a:1", TWO, None, None).max_concurrent == 3  # a trial has all seeds of an arm
+    assert allocate_cluster(influence, "a:1", TWO, None, None).max_concurrent == 3  # a trial has all seeds of an arm
 
 
 def test_storage_is_offered_to_studies_that_can_have_one(tmp_path: Path) -> None:
     influence = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
-    assert node_checks._unseen(influence, TWO[0], "gone").endswith("with a folder that all nodes share.")
-    assert "or --storage with a bucket" in node_checks._unseen(plan_in(tmp_path), TWO[0], "gone")
+    assert node_checks._explain_unseen_marker(influence, TWO[0], "gone").endswith("with a folder that all nodes share.")
+    assert "or --storage with a bucket" in node_checks._explain_unseen_marker(plan_in(tmp_path), TWO[0], "gone")
 
 
 @pytest.mark.parametrize(("asked", "limit", "overrides", "message"), [
@@ -257,28 +260,28 @@ def test_what_a_cluster_cannot_run_is_refused(
     asked: str | None, limit: int | None, overrides: dict[str, object], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(PlanError) as raised:
-        allot(plan_in(tmp_path, **overrides), "a:1", TWO, asked, limit)
+        allocate_cluster(plan_in(tmp_path, **overrides), "a:1", TWO, asked, limit)
     assert message in str(raised.value)
 
 
 def test_dead_nodes_do_not_count() -> None:
     entry = {"NodeID": "0123456789", "NodeManagerAddress": "10.0.0.1", "Alive": True}
     resources = {"CPU": 8.0, "GPU": 4.0, "accelerator_type:H100": 1.0, "node:10.0.0.1": 1.0}
-    nodes = read_nodes([{**entry, "Resources": resources}, {**entry, "Alive": False, "Resources": {}}])
+    nodes = parse_nodes([{**entry, "Resources": resources}, {**entry, "Alive": False, "Resources": {}}])
     assert nodes == (Node("0123456789", "10.0.0.1 (012345)", 8.0, 4.0, "H100"),)
 
 
 @pytest.mark.parametrize("address", ["local", "10.0.0.1", "ray://10.0.0.1:10001", "host:port", ":6379", "h:99999"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(PlanError, match="is no address of a cluster"), joined(address):
+    with pytest.raises(PlanError, match="is no address of a cluster"), join_cluster(address):
         pass
 
 
 def test_where_nothing_answers_the_study_does_not_wait() -> None:
     said = r"Nothing answers at --address 127\.0\.0\.1:1 \(Connection refused\)"
-    with pytest.raises(PlanError, match=said), joined("127.0.0.1:1"):
+    with pytest.raises(PlanError, match=said), join_cluster("127.0.0.1:1"):
         pass
-    with joined(None) as nodes:
+    with join_cluster(None) as nodes:
         assert nodes is None
 
 
@@ -299,41 +302,44 @@ def test_nodes_with_other_packages_are_refused_by_name() -> None:
 
 
 def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> None:
-    found = {TWO[0]: Answer({}, "", "", 400, 1000, ()), TWO[1]: Answer({}, "", "", 100, 1000, ())}
-    check_room(found, 4, 8, 100, 0)  # one run on the first, none on the second
+    found = {TWO[0]: NodeReport({}, "", "", 400, 1000, ()), TWO[1]: NodeReport({}, "", "", 100, 1000, ())}
+    check_capacity(found, 4, 8, 100, 0)  # one run on the first, none on the second
     with pytest.raises(PlanError, match="The node one has 400 bytes free for the states of up to 4 runs"):
-        check_room(found, 1, 8, 101, 0)
-    check_room(found, 1, 1, 100, 0)
+        check_capacity(found, 1, 8, 101, 0)
+    check_capacity(found, 1, 1, 100, 0)
 
 
 def test_nodes_with_too_little_level_are_refused() -> None:
-    found = {TWO[0]: Answer({}, "", "", 100, 50, (81_559, 81_559)), TWO[1]: Answer({}, "", "", 90, 60, (46_068,))}
-    check_room(found, 1, 2, 45, 25)
-    check_room(found, 1, 2, None, 25)
+    found = {
+        TWO[0]: NodeReport({}, "", "", 100, 50, (81_559, 81_559)),
+        TWO[1]: NodeReport({}, "", "", 90, 60, (46_068,)),
+    }
+    check_capacity(found, 1, 2, 45, 25)
+    check_capacity(found, 1, 2, None, 25)
     with pytest.raises(PlanError, match="The node two has 90 bytes free for the states of up to 2 runs"):
-        check_room(found, 1, 2, 46, 25)
+        check_capacity(found, 1, 2, 46, 25)
     with pytest.raises(PlanError, match="52 bytes in the memory of the node one"):
-        check_room(found, 1, 2, 45, 26)
-    card = smallest_card(found)
+        check_capacity(found, 1, 2, 45, 26)
+    card = find_smallest_gpu(found)
     assert card is not None
     assert (card.size, card.is_known) == (46_068 * 2**20, True)
-    assert smallest_card({**found, TWO[2]: Answer({}, "", "", 0, 0, ())}) is None
+    assert find_smallest_gpu({**found, TWO[2]: NodeReport({}, "", "", 0, 0, ())}) is None
 
 
 def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     plan = plan_in(tmp_path)
-    question = Question(str(tmp_path), None, ("sokoban-tiny",), plan.base.model_dump(mode="json"))
-    found = answer(question)
-    assert (found.sees, found.lacks) == ("", "")
-    assert found.versions["code"] == code_sum()
-    assert found.memory > 0
+    question = NodeQuery(str(tmp_path), None, ("sokoban-tiny",), plan.base_config.model_dump(mode="json"))
+    found = inspect_node(question)
+    assert (found.marker_error, found.setup_error) == ("", "")
+    assert found.versions["code"] == compute_code_hash()
+    assert found.free_memory_bytes > 0
     missing = question._replace(marker=str(tmp_path / "nothing"), models=("Qwen/Qwen2.5-3B",))
-    assert answer(missing).sees == "it is not there"
-    assert "Fetch it with `hf download Qwen/Qwen2.5-3B`" in answer(missing).lacks
+    assert inspect_node(missing).marker_error == "it is not there"
+    assert "Fetch it with `hf download Qwen/Qwen2.5-3B`" in inspect_node(missing).setup_error
     stored = question._replace(marker=f"file://{tmp_path}/nothing", stored=f"file://{tmp_path}/study")
-    assert "nothing" in answer(stored).sees
-    assert answer(stored).free > 0
+    assert "nothing" in inspect_node(stored).marker_error
+    assert inspect_node(stored).free_disk_bytes > 0
 
 
 def test_the_sum_over_the_code_tells_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,15 +347,15 @@ def test_the_sum_over_the_code_tells_one_line(tmp_path: Path, monkeypatch: pytes
     for name in ("__init__.py", "b.py"):
         (tmp_path / "trainable" / name).write_text("")
     monkeypatch.setattr(node_checks.trainable, "__file__", str(tmp_path / "trainable" / "__init__.py"))
-    before = code_sum()
-    assert before == code_sum()
+    before = compute_code_hash()
+    assert before == compute_code_hash()
     (tmp_path / "trainable" / "b.py").write_text("x = 1\n")
-    assert code_sum() != before
+    assert compute_code_hash() != before
 
 
 def test_the_plan_of_a_cluster_says_where(tmp_path: Path) -> None:
     found = replace(plan_in(tmp_path), storage=None)
-    notes = cluster.allot(found, "a:1", TWO, None, None).notes
+    notes = cluster.allocate_cluster(found, "a:1", TWO, None, None).notes
     assert notes == ("Ray cluster a:1: one has 8 CPU and 4 GPU; two has 2 CPU and 4 GPU; head has 0 CPU and 0 GPU",)
 
 

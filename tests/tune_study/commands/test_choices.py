@@ -14,7 +14,7 @@ from search_spaces.language_model.common import SWEEP_SETTINGS
 from search_spaces.language_model.family import PPO
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands.axis_options import add_axis_options
-from tune_study.commands.choices import Choices, planned
+from tune_study.commands.choices import RunOptions, plan_from_options
 from tune_study.commands.cli import app
 from tune_study.plan.study_plan import find_study
 
@@ -61,7 +61,7 @@ def test_what_a_study_cannot_have_is_said(tmp_path: Path, words: str, message: s
 
 
 def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
-    assert {name for name, study in STUDIES.items() if study.smoke} == set(SUITES["sandbox-all"])
+    assert {name for name, study in STUDIES.items() if study.smoke_settings} == set(SUITES["sandbox-all"])
     code, shown, _ = run(tmp_path, "sandbox_evidence", "--seeds", "10")
     assert code == 0
     for number, name in enumerate(SUITES["sandbox-evidence"], 1):
@@ -148,8 +148,8 @@ def test_files_here_are_found_from_the_folders_of_workers(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     axes = {STUDIES["sandbox"].axis.option: None}
     typed = ("mnist_folder=digits", "text_file=lines.txt", "model_name=some/model")
-    choices = Choices("laptop", "a test", {}, axes, None, None, typed, None, False)
-    base = planned(STUDIES["sandbox"], choices, tmp_path / "out", None, False, real=False).base
+    choices = RunOptions("laptop", "a test", {}, axes, None, None, typed, None, False)
+    base = plan_from_options(STUDIES["sandbox"], choices, tmp_path / "out", None, False, real=False).base_config
     assert isinstance(base, UpdateRuleConfig)
     assert (base.mnist_folder, base.text_file) == (str(tmp_path / "digits"), str(tmp_path / "lines.txt"))
     assert base.model_name == "some/model"

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 import search_spaces
 from analysis import load
 from search_spaces import STUDIES
-from tests.fakes.trainer import study_of
-from trainable.config.run_config import RunConfig, field_names
+from tests.fakes.trainer import make_study
+from trainable.config.run_config import RunConfig, list_field_names
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from tune_study.commands.cli import app
-from tune_study.folder.outputs import RunStatus, locked, write_status, write_study
-from tune_study.placement.model_shapes import published_sizes
+from tune_study.folder.outputs import RunStatus, lock_folder, write_status, write_study
+from tune_study.placement.model_shapes import find_published_sizes
 from tune_study.plan.study_plan import StudyPlan, make_plan
 
 COMMANDS = (
@@ -174,7 +174,7 @@ def test_a_folder_with_another_study_is_left_as_it_is(here: Path, options: str, 
 
 def test_a_study_that_another_process_runs_is_not_started_again(here: Path) -> None:
     plan = held_study(here)
-    with locked(plan.folder):
+    with lock_folder(plan.folder):
         before = snapshot(here)
         answer = type_in(f"resume {plan.folder}")
         assert answer.code == 2
@@ -281,7 +281,7 @@ def machine_with_an_h100(here: Path, monkeypatch: pytest.MonkeyPatch, free: int)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     fetched = here / "cache" / "models--Qwen--Qwen2.5-0.5B" / "snapshots" / "abc"
     fetched.mkdir(parents=True)
-    sizes = {"architectures": ["Qwen2ForCausalLM"], **(published_sizes("Qwen/Qwen2.5-0.5B") or {})}
+    sizes = {"architectures": ["Qwen2ForCausalLM"], **(find_published_sizes("Qwen/Qwen2.5-0.5B") or {})}
     (fetched / "config.json").write_text(json.dumps(sizes))
     for name in ("model.safetensors", "tokenizer.json"):
         (fetched / name).touch()
@@ -401,7 +401,7 @@ def test_list_shows_every_study() -> None:
     for study in STUDIES.values():
         assert study.question.strip() in out
         assert study.axis.option in out
-        assert (",".join(study.axis.grids["laptop"]) if not study.axis.members else "group 1 (16 arms)") in out
+        assert (",".join(study.axis.grids["laptop"]) if not study.axis.value_groups else "group 1 (16 arms)") in out
 
 
 def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> None:
@@ -415,7 +415,10 @@ def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> N
     ):
         command = f"settings {study}".strip()
         _, *lines, last = type_in(command).out.splitlines()
-        listed, everything = [line.split()[0] for line in lines], [name for name in field_names(kind) if name != "seed"]
+        listed, everything = (
+            [line.split()[0] for line in lines],
+            [name for name in list_field_names(kind) if name != "seed"],
+        )
         assert wanted <= set(listed)
         assert listed == [name for name in everything if name in listed]
         assert 20 <= len(listed) <= 40
@@ -425,7 +428,7 @@ def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> N
 
 def test_all_settings_are_listed_with_default_and_bounds() -> None:
     lines = {line.split()[0]: line for line in type_in("settings --all").out.splitlines()}
-    assert lines.keys() - {"setting"} == set(field_names()) - {"seed"}
+    assert lines.keys() - {"setting"} == set(list_field_names()) - {"seed"}
     assert re.search(r" 0\.001 +weight of that penalty.* number >= 0$", lines["actor.kl_loss_coef"])
     assert re.search(r" none +.* none \| linear \| sqrt$", lines["actor.filter_loss_scaling"])
     assert re.search(r" 512 +.* whole number >= 0, <= 512$", lines["env.test_env_groups"])
@@ -433,7 +436,7 @@ def test_all_settings_are_listed_with_default_and_bounds() -> None:
 
 def test_settings_of_a_sandbox_are_its_own() -> None:
     lines = {line.split()[0]: line for line in type_in("settings influence --all").out.splitlines()}
-    assert lines.keys() - {"setting"} == set(field_names(UpdateRuleConfig)) - {"seed"}
+    assert lines.keys() - {"setting"} == set(list_field_names(UpdateRuleConfig)) - {"seed"}
     assert re.search(r" 0\.04 +.* number >= 0$", lines["grpo_beta"])
     assert type_in("settings nothing").code == 2
 
@@ -441,14 +444,14 @@ def test_settings_of_a_sandbox_are_its_own() -> None:
 def test_status_says_how_far_each_run_is(here: Path) -> None:
     plan = held_study(here)
     first = plan.runs[0].run_id
-    (plan.run_dir(first) / "metrics.jsonl").write_text('{"step": 1, "val_success": 0.25}\n{"step": 2}\n{"st')
-    write_status(plan.run_dir(first), RunStatus(first, "running"))
+    (plan.get_run_dir(first) / "metrics.jsonl").write_text('{"step": 1, "val_success": 0.25}\n{"step": 2}\n{"st')
+    write_status(plan.get_run_dir(first), RunStatus(first, "running"))
     gone = type_in(f"status {plan.folder}")
     assert gone.out.startswith("kl (laptop): not running\n")
     row = r"sokoban_kl_sweep_nofilter_0-sokoban-tiny +0 +0 +{} +2/3 +0\.250 *{}\n"
     assert re.search(row.format("interrupted", "the process that ran the study is gone"), gone.out)
     assert re.search(r"nofilter_01-sokoban-tiny +0\.1 +0 +never_ran +0/3 +- +has not started\n", gone.out)
-    with locked(plan.folder):
+    with lock_folder(plan.folder):
         assert re.search(row.format("running", ""), type_in(f"status {plan.folder}").out)
 
 
@@ -471,7 +474,7 @@ def test_python_dash_m_is_the_command_line() -> None:
 
 @pytest.mark.usefixtures("ray_session")
 def test_a_study_from_the_command_to_the_frames(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(search_spaces.STUDIES, "kl", study_of("FAKE"))
+    monkeypatch.setitem(search_spaces.STUDIES, "kl", make_study("FAKE"))
     line = "run kl --preset laptop --steps 3 --kl-values 0,0.1 --output out"
     first = type_in(line)
     assert first.code == 0, first.err

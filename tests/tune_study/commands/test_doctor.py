@@ -17,7 +17,7 @@ from rich.console import Console
 from tune_study.commands import doctor
 from tune_study.host import machine
 from tune_study.host.gpus import Gpu
-from tune_study.host.machine import Finding
+from tune_study.host.machine import CheckResult
 from tune_study.plan.study_plan import PlanError
 
 H100 = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3")
@@ -40,8 +40,8 @@ def shadowed(folder: Path, **modules: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
 
 
-def levels(findings: list[Finding]) -> dict[str, str]:
-    return {finding.name: finding.level for finding in findings}
+def levels(findings: list[CheckResult]) -> dict[str, str]:
+    return {finding.name: finding.severity for finding in findings}
 
 
 # Python and packages
@@ -65,7 +65,7 @@ def distribution(folder: Path, name: str, version: str, *lines: str) -> None:
 )
 def test_the_version_of_python(wanted: str, version: str, level: str) -> None:
     found = doctor.check_python(wanted, version)
-    assert found.level == level
+    assert found.severity == level
     assert wanted in found.advice or level == "ok"
 
 
@@ -82,14 +82,14 @@ def test_what_is_not_met_is_named_with_what_is_there(tmp_path: Path, monkeypatch
         'no-third>=1; extra == "more"',
         'fancy>=1; extra == "more"',
     ]
-    assert doctor.unmet(requirements, "") == {
+    assert doctor.find_unmet(requirements, "") == {
         "fancy[gpu]>=2.2": "2.1.0+cpu is installed",
         "no-such-package": "not installed",
     }
-    assert doctor.unmet(requirements, "more") == {"no-third>=1": "not installed"}
-    assert doctor.unmet(requirements, "less") == {}
+    assert doctor.find_unmet(requirements, "more") == {"no-third>=1": "not installed"}
+    assert doctor.find_unmet(requirements, "less") == {}
     needed, extra = doctor.check_packages(requirements, ["more"])
-    assert (needed.level, extra.level, extra.name) == ("problem", "remark", "optional: more")
+    assert (needed.severity, extra.severity, extra.name) == ("problem", "remark", "optional: more")
     assert needed.advice == "Type `pip install 'fancy[gpu]>=2.2' 'no-such-package'`."
     assert extra.advice == "Type `pip install 'no-third>=1'` if you need it."
 
@@ -97,21 +97,21 @@ def test_what_is_not_met_is_named_with_what_is_there(tmp_path: Path, monkeypatch
 @given(st.tuples(st.integers(0, 9), st.integers(0, 9)), st.tuples(st.integers(0, 9), st.integers(0, 9)))
 def test_versions_are_compared_as_numbers(there: tuple[int, int], least: tuple[int, int]) -> None:
     found = doctor.check_python(f">={least[0]}.1{least[1]}", f"{there[0]}.1{there[1]}")
-    assert (found.level == "ok") == (there >= least)
+    assert (found.severity == "ok") == (there >= least)
 
 
 def test_a_distribution_is_checked_by_its_own_metadata(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     distribution(tmp_path, "ours", "1", "Requires-Python: >=99", "Requires-Dist: absent", "Provides-Extra: more")
     distribution(tmp_path, "modest", "1")
     monkeypatch.syspath_prepend(tmp_path)
-    found = doctor.check_declared("ours")
+    found = doctor.check_requirements("ours")
     assert levels(found) == {"Python": "problem", "packages": "problem", "optional: more": "ok"}
-    assert levels(doctor.check_declared("modest")) == {"Python": "ok", "packages": "ok"}
+    assert levels(doctor.check_requirements("modest")) == {"Python": "ok", "packages": "ok"}
 
 
 def test_without_metadata_the_requirements_are_not_known() -> None:
-    (found,) = doctor.check_declared("no-such-distribution")
-    assert found.level == "remark"
+    (found,) = doctor.check_requirements("no-such-distribution")
+    assert found.severity == "remark"
     assert "pip install -e ." in found.advice
 
 
@@ -120,13 +120,13 @@ def test_without_metadata_the_requirements_are_not_known() -> None:
 
 def test_an_import_that_crashes_is_a_problem(tmp_path: Path) -> None:
     found = doctor.check_import("transformers", shadowed(tmp_path, transformers=KILL_ITSELF))
-    assert (found.name, found.level, found.found) == ("import transformers", "problem", "it was ended by SIGKILL")
+    assert (found.name, found.severity, found.detail) == ("import transformers", "problem", "it was ended by SIGKILL")
 
 
 def test_an_import_that_fails_says_why(tmp_path: Path) -> None:
     environ = shadowed(tmp_path, torch="raise ImportError('libcudart.so.99: no such file')")
     (found,) = doctor.check_torch((), environ)
-    assert (found.level, found.found) == ("problem", "ImportError: libcudart.so.99: no such file")
+    assert (found.severity, found.detail) == ("problem", "ImportError: libcudart.so.99: no such file")
 
 
 TORCH = """
@@ -155,14 +155,14 @@ def test_the_build_of_torch_against_the_gpus(
 ) -> None:
     environ = shadowed(tmp_path, torch=TORCH.format(cuda=cuda, devices=devices))
     imported, found = doctor.check_torch(gpus, environ)
-    assert (imported.level, found.level) == ("ok", level)
-    assert words in found.found
-    assert "Triggered" not in found.found
+    assert (imported.severity, found.severity) == ("ok", level)
+    assert words in found.detail
+    assert "Triggered" not in found.detail
 
 
 def test_a_python_of_its_own_answers() -> None:
     outcome = doctor.run_python("import os; print('first'); print(os.environ['WORD'])", {"WORD": "last"}, 60)
-    assert (outcome.said, outcome.problem) == ("last", "")
+    assert (outcome.output_line, outcome.problem) == ("last", "")
     assert doctor.run_python("raise SystemExit(7)", {}, 60).problem == "it ended with 7"
     assert len(doctor.run_python("raise ValueError('x' * 9999)", {}, 60).problem) < 400
 
@@ -183,10 +183,10 @@ def test_a_process_is_ended_with_its_children() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-        doctor.end_tree(parent)
+        doctor.kill_process_tree(parent)
         assert parent.returncode == -9
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    doctor.end_tree(parent)  # One that has ended is left alone: its id may be another's.
+    doctor.kill_process_tree(parent)  # One that has ended is left alone: its id may be another's.
 
 
 # Model and Ray
@@ -195,28 +195,28 @@ def test_a_process_is_ended_with_its_children() -> None:
 def test_a_model_that_is_not_here_is_a_remark_with_the_command(tmp_path: Path) -> None:
     environ = {"HF_HUB_CACHE": str(tmp_path)}
     found = doctor.check_preset_model("paper", environ)
-    assert (found.level, found.advice.split(",")[0]) == ("remark", "Type `hf download Qwen/Qwen2.5-3B`")
+    assert (found.severity, found.advice.split(",")[0]) == ("remark", "Type `hf download Qwen/Qwen2.5-3B`")
     fetched = tmp_path / "models--Qwen--Qwen2.5-3B" / "snapshots" / "abc"
     fetched.mkdir(parents=True)
     (fetched / "config.json").write_text('{"architectures": ["Qwen2ForCausalLM"]}')
     (fetched / "model.safetensors").touch()
-    assert "no tokenizer.json" in doctor.check_preset_model("paper", environ).found
+    assert "no tokenizer.json" in doctor.check_preset_model("paper", environ).detail
     (fetched / "tokenizer.json").touch()
-    assert doctor.check_preset_model("paper", environ).level == "ok"
+    assert doctor.check_preset_model("paper", environ).severity == "ok"
 
 
 def test_the_shipped_model_must_be_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert doctor.check_preset_model("laptop", {}).level == "ok"
+    assert doctor.check_preset_model("laptop", {}).severity == "ok"
     monkeypatch.setattr(doctor, "files", lambda _: tmp_path)
-    assert doctor.check_preset_model("laptop", {}).level == "problem"
+    assert doctor.check_preset_model("laptop", {}).severity == "problem"
 
 
 def test_a_ray_that_cannot_start_names_its_logs(short: Path) -> None:
     folder = short / ("x" * 60)
-    assert machine.check_socket_path(folder).level == "problem"
+    assert machine.check_socket_path(folder).severity == "problem"
     found = doctor.check_ray_start(folder, {**os.environ, "RAY_TMPDIR": str(folder)}, 120)
-    assert found.level == "problem"
-    assert "AF_UNIX path length cannot exceed" in found.found
+    assert found.severity == "problem"
+    assert "AF_UNIX path length cannot exceed" in found.detail
     (logs,) = re.findall(r"logs in (\S+),", found.advice)
     assert Path(logs).is_dir()
     assert Path(logs).is_relative_to(folder)
@@ -227,30 +227,30 @@ def test_a_ray_that_cannot_start_names_its_logs(short: Path) -> None:
 
 def test_a_preset_that_does_not_exist_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="There is no preset `desk`: type --preset paper or --preset laptop"):
-        doctor.examine(tmp_path, "desk", {"CUDA_VISIBLE_DEVICES": ""}, print)
+        doctor.run_checks(tmp_path, "desk", {"CUDA_VISIBLE_DEVICES": ""}, print)
 
 
 def test_a_check_that_breaks_is_a_problem_and_not_the_end() -> None:
     said: list[str] = []
 
-    def broken() -> list[Finding]:
+    def broken() -> list[CheckResult]:
         raise RuntimeError("no module\nnamed x")
 
-    (found,) = doctor._guarded("Importing x ...", broken, said.append)
+    (found,) = doctor._run_check("Importing x ...", broken, said.append)
     assert said == ["Importing x ..."]
-    assert (found.name, found.level) == ("Importing x", "problem")
-    assert found.found == "this check broke: RuntimeError: no module\\nnamed x"
+    assert (found.name, found.severity) == ("Importing x", "problem")
+    assert found.detail == "this check broke: RuntimeError: no module\\nnamed x"
 
 
-def report_of(*findings: Finding) -> list[str]:
+def report_of(*findings: CheckResult) -> list[str]:
     console = Console(file=StringIO(), width=40)
     doctor.print_report(console, findings)
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
 def test_the_report_says_what_to_do() -> None:
-    fine, remark = Finding("a", "ok", "good"), Finding("b", "remark", "so so", "Look " + "closely " * 9)
-    problem = Finding("c", "problem", "bad", "Mend it.")
+    fine, remark = CheckResult("a", "ok", "good"), CheckResult("b", "remark", "so so", "Look " + "closely " * 9)
+    problem = CheckResult("c", "problem", "bad", "Mend it.")
     assert report_of(fine, remark)[-2:] == [f"remark: b: {remark.advice}", "Nothing stands in the way of a run."]
     assert report_of(problem, remark)[-2:] == ["problem: c: Mend it.", "1 problem to solve before a run."]
     lines = report_of(problem, fine, problem)
@@ -275,12 +275,12 @@ def test_on_a_broken_machine_every_check_answers(tmp_path: Path) -> None:
 def test_this_machine_without_a_gpu_has_no_problem(tmp_path: Path, short: Path) -> None:
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "RAY_TMPDIR": str(short), **SECRETS}
     said: list[str] = []
-    findings = doctor.examine(tmp_path / "output", None, environ, said.append)
-    assert [finding for finding in findings if finding.level == "problem"] == []
+    findings = doctor.run_checks(tmp_path / "output", None, environ, said.append)
+    assert [finding for finding in findings if finding.severity == "problem"] == []
     assert levels(findings)["GPU"] == "remark"
     assert levels(findings)["model"] == "ok"
     assert said == ["Importing torch ...", "Importing ray.tune ...", "Importing transformers ...", "Starting Ray ..."]
-    assert re.fullmatch(r"started and ran a task in \d+\.\d s", findings[-1].found)
+    assert re.fullmatch(r"started and ran a task in \d+\.\d s", findings[-1].detail)
     assert list(tmp_path.iterdir()) == []
     assert "s3cret" not in str(findings)
     assert list(short.iterdir()) == []

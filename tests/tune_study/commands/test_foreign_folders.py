@@ -9,7 +9,7 @@ import pytest
 from tests.tune_study.commands.test_cli import held_study, type_in
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.plan.study_plan import StudyPlan
-from tune_study.tune.trials import trial_config
+from tune_study.tune.trials import make_trial_config
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_folder_chooses_no_code(held: StudyPlan, here: Path, name: str) -> Non
     for folder in (held.folder, here):
         (folder / "evil.py").write_text(f"from pathlib import Path\nPath({str(here / 'ran')!r}).touch()\n")
         (folder / "__init__.py").write_text((folder / "evil.py").read_text())
-    for path in (held.folder / "study.json", held.run_dir(held.runs[0].run_id) / "run.json"):
+    for path in (held.folder / "study.json", held.get_run_dir(held.runs[0].run_id) / "run.json"):
         claims = dict.fromkeys(("trainable", "trainer", "family", "module", "class"), name)
         path.write_text(json.dumps({**json.loads(path.read_text()), **claims}))
     before = set(sys.modules)
@@ -44,7 +44,7 @@ def test_a_folder_chooses_no_code(held: StudyPlan, here: Path, name: str) -> Non
                     "run kl --preset laptop --steps 3 --kl-values 0,0.1 --output out --dry-run"):  # fmt: skip
         type_in(command)
     plan = plan_from_folder(held.folder)
-    assert trial_config(plan, plan.runs[:1], is_finished=False)["family"] == "trainable.families:LANGUAGE_MODEL"
+    assert make_trial_config(plan, plan.runs[:1], is_finished=False)["family"] == "trainable.families:LANGUAGE_MODEL"
     assert not (here / "ran").exists()
     assert not {module for module in set(sys.modules) - before if "evil" in module or "antigravity" in module}
 

@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.fakes import sandbox_folders
-from tests.fakes.run_folders import MadeAnalysis, MadeRun, MadeStudy, write_analyses, write_study
+from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 from tune_study.commands.cli import app
-from tune_study.commands.gradients import Chosen, choose, parse_steps, read_analyses
+from tune_study.commands.gradients import StepSelection, select_steps, parse_steps, read_analyses
 from tune_study.plan.study_plan import PlanError
 
-STUDY = MadeStudy(total_steps=3, test_freq=2, levels=10)
-RUNS = (MadeRun("0", steps=3), MadeRun("0.1", steps=3))
+STUDY = FakeStudy(total_steps=3, test_freq=2, levels=10)
+RUNS = (FakeRun("0", steps=3), FakeRun("0.1", steps=3))
 
 
 class Answer(NamedTuple):
@@ -31,7 +31,7 @@ def type_in(folder: Path, line: str = "") -> Answer:
     return Answer(result.exit_code, result.stdout, result.stderr)
 
 
-def study(output: Path, *analyses: Sequence[MadeAnalysis]) -> Path:
+def study(output: Path, *analyses: Sequence[FakeAnalysis]) -> Path:
     """A study with a run for each list of analyses."""
     runs = RUNS[: len(analyses)]
     folder = write_study(output, runs, STUDY)
@@ -43,13 +43,13 @@ def study(output: Path, *analyses: Sequence[MadeAnalysis]) -> Path:
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
     """One run, analysed at steps 1 and 11, before the filter as well."""
-    return study(tmp_path, [MadeAnalysis(step, prefilter=before) for step in (1, 11) for before in (True, False)])
+    return study(tmp_path, [FakeAnalysis(step, prefilter=before) for step in (1, 11) for before in (True, False)])
 
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
     """Two runs, and a probe of the first."""
-    return study(tmp_path, [MadeAnalysis(1), MadeAnalysis(1, "probe")], [MadeAnalysis(1), MadeAnalysis(11)])
+    return study(tmp_path, [FakeAnalysis(1), FakeAnalysis(1, "probe")], [FakeAnalysis(1), FakeAnalysis(11)])
 
 
 def names_below(folder: Path) -> set[str]:
@@ -76,8 +76,8 @@ def test_the_pictures_of_every_step_go_into_the_runs_folder(plain: Path) -> None
 
 @pytest.mark.parametrize("texts", [("11", "1"), ("1,11",), ("11, 1", "11")])
 def test_steps_are_chosen_in_any_spelling(plain: Path, texts: tuple[str, ...]) -> None:
-    found = choose(read_analyses(plain), None, None, parse_steps(texts))
-    assert found == [Chosen("arm0-seed0", "train", (1, 11))]
+    found = select_steps(read_analyses(plain), None, None, parse_steps(texts))
+    assert found == [StepSelection("arm0-seed0", "train", (1, 11))]
 
 
 def test_an_output_folder_of_ones_own(plain: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_runs_and_probes_have_folders_of_their_own(mixed: Path) -> None:
 def test_a_run_a_source_and_steps_can_be_chosen(
     mixed: Path, trial: str | None, source: str | None, steps: tuple[int, ...], found: list[tuple[object, ...]]
 ) -> None:
-    assert choose(read_analyses(mixed), trial, source, steps) == found
+    assert select_steps(read_analyses(mixed), trial, source, steps) == found
 
 
 def test_steps_are_listed_and_nothing_is_drawn(mixed: Path) -> None:
@@ -176,14 +176,14 @@ def test_a_study_without_analyses_says_how_to_get_some(tmp_path: Path) -> None:
 
 
 def test_a_study_without_a_language_model_is_told_where_its_gradients_are(tmp_path: Path) -> None:
-    folder = sandbox_folders.write_sandbox(tmp_path, sandbox_folders.seeds("DG", (0.4,)))
+    folder = sandbox_folders.write_sandbox(tmp_path, sandbox_folders.make_seed_runs("DG", (0.4,)))
     with pytest.raises(PlanError, match="fine-tuned no language model: the gradients of its runs were measured while"):
         read_analyses(folder)
 
 
 def test_a_folder_without_a_study_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
     assert "holds no study (no study.json)" in type_in(tmp_path).err
-    folder = study(tmp_path, [MadeAnalysis()])
+    folder = study(tmp_path, [FakeAnalysis()])
     (folder / "runs" / "arm0-seed0" / "run.json").write_text("{")
     answer = type_in(folder)
     assert answer.code == 2

@@ -10,12 +10,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.fakes.run_folders import MadeRun, MadeStudy, write_lines, write_study
+from tests.fakes.run_folders import FakeRun, FakeStudy, write_lines, write_study
 from trainable.config.run_config import ConfigError, RunConfig
 from trainable.config.sections import EarlyStopConfig
-from trainable.runs.run_files import METRICS
-from trainable.runs.stop_rules import RULES, decide
-from tune_study.commands.replay import Alarm, Replay, RuleSummary, Skipped, alarms_of, print_replay, replay_folder
+from trainable.runs.run_files import METRICS_FILE
+from trainable.runs.stop_rules import RULES, evaluate_stop_rules
+from tune_study.commands.replay import Alarm, Replay, RuleSummary, SkippedRun, find_alarms, print_replay, replay_folder
 from tune_study.plan.study_plan import PlanError
 
 VARIANCE, EMPTY, LOW = RULES
@@ -38,14 +38,14 @@ def collapse(successes: dict[int, float | None], base: float | None = 0.3, alarm
 
 
 def alarm_of(rows: list[Row], rule: str = VARIANCE, numbers: EarlyStopConfig = SMALL) -> Alarm:
-    return next(alarm for alarm in alarms_of(rows, numbers) if alarm.rule == rule)
+    return next(alarm for alarm in find_alarms(rows, numbers) if alarm.rule == rule)
 
 
-def study_of(output: Path, runs: dict[str, list[Row]], made: MadeStudy | None = None, **status: Any) -> Path:
+def study_of(output: Path, runs: dict[str, list[Row]], made: FakeStudy | None = None, **status: Any) -> Path:
     """results/<run> with one run an arm, whose rows are those given."""
-    folder = write_study(output, [MadeRun(arm, **status) for arm in runs], made)
+    folder = write_study(output, [FakeRun(arm, **status) for arm in runs], made)
     for arm, rows in runs.items():
-        write_lines(folder / "runs" / MadeRun(arm).run_id / METRICS, rows)
+        write_lines(folder / "runs" / FakeRun(arm).run_id / METRICS_FILE, rows)
     return folder
 
 
@@ -126,10 +126,10 @@ AT_ONCE = EarlyStopConfig(
 @given(drawn=st.lists(ROWS, max_size=25), numbers=NUMBERS)
 def test_each_rule_fires_where_the_live_run_would_have_stopped(drawn: list[Row], numbers: EarlyStopConfig) -> None:
     rows = [{**row, "step": n} for n, row in enumerate(drawn, start=1)]
-    alarms = alarms_of(rows, numbers)
+    alarms = find_alarms(rows, numbers)
     assert [alarm.rule for alarm in alarms] == list(RULES)
     for alarm in alarms:
-        live = (decide(rows[:end], numbers, (alarm.rule,)) for end in range(len(rows) + 1))
+        live = (evaluate_stop_rules(rows[:end], numbers, (alarm.rule,)) for end in range(len(rows) + 1))
         first = next((decision for decision in live if decision is not None), None)
         assert alarm.decision == first
         if first is None:
@@ -147,8 +147,8 @@ def test_a_folder_gives_what_its_rows_give(
     rows = [{**row, "step": n} for n, row in enumerate(drawn, start=1)]
     folder = study_of(tmp_path_factory.mktemp("study"), {"0.01": rows})
     (run,) = replay_folder(folder, [f"{name}={value}" for name, value in numbers.model_dump().items()]).runs
-    assert run.alarms == alarms_of(rows, numbers)
-    assert (run.steps, run.used) == (len(rows), numbers)
+    assert run.alarms == find_alarms(rows, numbers)
+    assert (run.steps, run.replayed_thresholds) == (len(rows), numbers)
 
 
 # Outcomes, by hand.
@@ -224,40 +224,42 @@ def test_low_success_and_recovery() -> None:
 def test_a_study_under_its_own_thresholds(tmp_path: Path) -> None:
     late = collapse({6: 0.4, 8: 0.4}, alarm=12)
     runs = {"0": late, "0.01": collapse({6: 0.4, 8: 0.4}), "0.1": collapse({6: 0.1, 8: 0.1})}
-    replay = replay_folder(study_of(tmp_path, runs, MadeStudy(extra={"stop_rules": []})), SMALL_SET)
+    replay = replay_folder(study_of(tmp_path, runs, FakeStudy(extra={"stop_rules": []})), SMALL_SET)
     assert [run.arm for run in replay.runs] == ["0", "0.01", "0.1"]
     assert [run.alarms[0].outcome for run in replay.runs] == ["unknown", "false alarm", "right"]
     summary = replay.rules[0]
-    assert (summary.rule, summary.runs, summary.fires, summary.unknown) == (VARIANCE, 3, 3, 1)
-    assert (summary.false_alarms, summary.known) == (1, 2)
-    assert (summary.low, summary.high) == pytest.approx((0.09453, 0.90547), abs=1e-5)  # Wilson's, by hand
-    assert (summary.steps_saved, summary.steps, summary.live) == (0 + 8 + 8, 36, 0)
+    assert (summary.rule, summary.runs, summary.fires, summary.unknown_outcomes) == (VARIANCE, 3, 3, 1)
+    assert (summary.false_alarms, summary.known_outcomes) == (1, 2)
+    assert (summary.ci_low, summary.ci_high) == pytest.approx((0.09453, 0.90547), abs=1e-5)  # Wilson's, by hand
+    assert (summary.steps_saved, summary.steps, summary.live_stops) == (0 + 8 + 8, 36, 0)
     assert [(rule.rule, rule.fires, rule.steps_saved) for rule in replay.rules[1:]] == [(EMPTY, 0, 0), (LOW, 0, 0)]
-    assert (replay.rules[1].low, replay.rules[1].high) == (0, 1)
+    assert (replay.rules[1].ci_low, replay.rules[1].ci_high) == (0, 1)
 
 
 def test_other_thresholds_change_the_answer(tmp_path: Path) -> None:
     folder = study_of(tmp_path, {"0.01": collapse({})})
     given = ([], SMALL_SET, [*SMALL_SET[:2], "early_stop.variance_ratio=0.1"])
     published, small, strict = (replay_folder(folder, assignments).runs[0] for assignments in given)
-    assert published.own == published.used == small.own == EarlyStopConfig()
-    assert small.used == SMALL
-    assert (strict.used.variance_window, strict.used.variance_ratio) == (2, 0.1)
+    assert (
+        published.original_thresholds == published.replayed_thresholds == small.original_thresholds == EarlyStopConfig()
+    )
+    assert small.replayed_thresholds == SMALL
+    assert (strict.replayed_thresholds.variance_window, strict.replayed_thresholds.variance_ratio) == (2, 0.1)
     decisions = [run.alarms[0].decision for run in (published, small, strict)]
     assert decisions == [None, (VARIANCE, 0.5, 1.0, 4), None]
 
 
 def test_thresholds_that_are_not_replaced_are_each_runs_own(tmp_path: Path) -> None:
     folder = study_of(tmp_path, {"0": collapse({}), "0.01": collapse({})})
-    path = folder / "runs" / MadeRun("0.01").run_id / "run.json"
+    path = folder / "runs" / FakeRun("0.01").run_id / "run.json"
     head = json.loads(path.read_text())
     head["config"]["early_stop"] = SMALL.model_dump()
     path.write_text(json.dumps(head))
     first, second = replay_folder(folder, []).runs
-    assert (first.used, second.used) == (EarlyStopConfig(), SMALL)
+    assert (first.replayed_thresholds, second.replayed_thresholds) == (EarlyStopConfig(), SMALL)
     assert (first.alarms[0].decision, second.alarms[0].decision) == (None, (VARIANCE, 0.5, 1.0, 4))
     replay = replay_folder(folder, ["variance_ratio=0.2"])
-    assert [run.used.variance_window for run in replay.runs] == [10, 2]
+    assert [run.replayed_thresholds.variance_window for run in replay.runs] == [10, 2]
     words = printed(replay)[0].split(", ")
     assert {"variance_window=10 or 2", "variance_ratio=0.2 (the study's own: 0.1 or 0.5)"} <= set(words)
 
@@ -267,9 +269,9 @@ def test_what_really_stopped_a_run_is_counted(tmp_path: Path) -> None:
     folder = study_of(tmp_path, {"0": rows, "0.01": rows}, status="early_stopped", stop=(VARIANCE, 0.5, 1.0))
     replay = replay_folder(folder, SMALL_SET)
     assert [(run.live_rule, run.alarms[0].outcome) for run in replay.runs] == [(VARIANCE, "unknown")] * 2
-    assert replay.rules[0] == RuleSummary(VARIANCE, 2, 2, 0, 0, 0.0, 1.0, 2, 0, 8, live=2)
-    assert replay_folder(folder, []).rules[0] == RuleSummary(VARIANCE, 2, 0, 0, 0, 0.0, 1.0, 0, 0, 8, live=2)
-    assert [rule.live for rule in replay.rules[1:]] == [0, 0]
+    assert replay.rules[0] == RuleSummary(VARIANCE, 2, 2, 0, 0, 0.0, 1.0, 2, 0, 8, live_stops=2)
+    assert replay_folder(folder, []).rules[0] == RuleSummary(VARIANCE, 2, 0, 0, 0, 0.0, 1.0, 0, 0, 8, live_stops=2)
+    assert [rule.live_stops for rule in replay.rules[1:]] == [0, 0]
 
 
 @pytest.mark.parametrize("status", ["failed", "interrupted", "running", ""])
@@ -281,36 +283,36 @@ def test_runs_that_did_not_end_well_take_part_with_the_rows_they_have(tmp_path: 
 
 def test_runs_without_rows_are_named(tmp_path: Path) -> None:
     runs = [
-        MadeRun("0"), MadeRun("2"), MadeRun("0.1", status="", steps=0),
-        MadeRun("0.01", status="never_ran", steps=0, reason="has not started"),
-        MadeRun("1", status="failed", steps=0, reason="out of memory"),
+        FakeRun("0"), FakeRun("2"), FakeRun("0.1", status="", steps=0),
+        FakeRun("0.01", status="never_ran", steps=0, reason="has not started"),
+        FakeRun("1", status="failed", steps=0, reason="out of memory"),
     ]  # fmt: skip
     folder = write_study(tmp_path, runs)
     (folder / "runs" / "arm2-seed0" / "run.json").write_text("{}")
     replay = replay_folder(folder, [])
     assert [run.run_id for run in replay.runs] == ["arm0-seed0"]
-    assert replay.skipped == (
-        Skipped("arm2-seed0", "its run.json does not tell its early_stop settings"),
-        Skipped("arm01-seed0", "no rows (never_ran)"),
-        Skipped("arm001-seed0", "no rows (never_ran: has not started)"),
-        Skipped("arm1-seed0", "no rows (failed: out of memory)"),
+    assert replay.skipped_runs == (
+        SkippedRun("arm2-seed0", "its run.json does not tell its early_stop settings"),
+        SkippedRun("arm01-seed0", "no rows (never_ran)"),
+        SkippedRun("arm001-seed0", "no rows (never_ran: has not started)"),
+        SkippedRun("arm1-seed0", "no rows (failed: out of memory)"),
     )
     lines = printed(replay)
-    assert all(f"not replayed: {skipped.run_id}: {skipped.reason}" in lines for skipped in replay.skipped)
+    assert all(f"not replayed: {skipped.run_id}: {skipped.reason}" in lines for skipped in replay.skipped_runs)
 
 
 @pytest.mark.parametrize("line", ["[]", "3", "null", '"text"', "{}"])
 def test_a_line_that_is_no_row_is_no_traceback(tmp_path: Path, line: str) -> None:
     folder = study_of(tmp_path, {"0": collapse({})})
-    with (folder / "runs" / "arm0-seed0" / METRICS).open("a") as file:
+    with (folder / "runs" / "arm0-seed0" / METRICS_FILE).open("a") as file:
         file.write(line + "\n")
     replay = replay_folder(folder, [])
-    assert [run.run_id for run in (*replay.runs, *replay.skipped)] == ["arm0-seed0"]
+    assert [run.run_id for run in (*replay.runs, *replay.skipped_runs)] == ["arm0-seed0"]
 
 
 def test_torn_lines_are_left_out(tmp_path: Path) -> None:
     folder = study_of(tmp_path, {"0": collapse({6: 0.1, 8: 0.1})})
-    path = folder / "runs" / "arm0-seed0" / METRICS
+    path = folder / "runs" / "arm0-seed0" / METRICS_FILE
     whole, text = replay_folder(folder, SMALL_SET).runs, path.read_bytes()
     for cut in range(1, 60, 10):
         path.write_bytes(text + b'{"step": 13, "reward_std": 0.5, "groups_kept": 8, "val_success": 0.9}'[:cut])
@@ -319,8 +321,8 @@ def test_torn_lines_are_left_out(tmp_path: Path) -> None:
 
 def test_an_empty_study(tmp_path: Path) -> None:
     replay = replay_folder(write_study(tmp_path, []), ["variance_ratio=0.2"])
-    assert (replay.runs, replay.skipped) == ((), ())
-    assert replay.used[0].variance_ratio == 0.2
+    assert (replay.runs, replay.skipped_runs) == ((), ())
+    assert replay.replayed_thresholds[0].variance_ratio == 0.2
     assert [rule[1:5] for rule in replay.rules] == [(0, 0, 0, 0)] * 3
     lines = printed(replay)
     assert lines[0].startswith("thresholds (1 differs from the study's own): ")
@@ -388,7 +390,7 @@ def test_a_folder_without_a_study_is_refused(tmp_path: Path) -> None:
 def test_a_study_that_this_version_does_not_read_is_refused(tmp_path: Path, section: object) -> None:
     held = RunConfig().model_dump(mode="json")
     with pytest.raises(PlanError, match="is damaged, or of another version"):
-        replay_folder(study_of(tmp_path, {}, MadeStudy(extra={"settings": {**held, "early_stop": section}})), [])
+        replay_folder(study_of(tmp_path, {}, FakeStudy(extra={"settings": {**held, "early_stop": section}})), [])
 
 
 def test_the_first_line_says_which_thresholds_are_the_studys_own(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from rich.console import Console
 from search_spaces import STUDIES
 from tune_study.commands import preflight, suites
 from tune_study.folder import outputs
-from tune_study.host.interrupt import interrupt_of
+from tune_study.host.interrupt import make_interrupt
 from tune_study.placement import disk
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
-from tune_study.tune.run import Suite
+from tune_study.tune.run import SuiteContext
 
-Study = Callable[[StudyPlan, Suite], int]
+Study = Callable[[StudyPlan, SuiteContext], int]
 NOT_STARTED = "Not started: replay. The same command goes on with all of them."
 
 
@@ -32,13 +32,13 @@ def run(plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, study: Study) -
     def execute(plan: StudyPlan, *given: object) -> int:
         begun.append(plan.study.name)
         suite = given[-1]
-        assert isinstance(suite, Suite)
+        assert isinstance(suite, SuiteContext)
         outputs.write_study(plan)
         return study(plan, suite)
 
     monkeypatch.setattr(suites, "execute", execute)
     console = Console(record=True, width=300)
-    code = preflight.start(plans, preflight.Asked(None, None, None, None, None), (), False, console)
+    code = preflight.start_studies(plans, preflight.LaunchOptions(None, None, None, None, None), (), False, console)
     return code, begun, console.export_text()
 
 
@@ -57,7 +57,7 @@ def test_an_interrupt_as_the_last_runs_of_a_study_end_is_one_for_its_suite(
 ) -> None:
     """Nothing is left of the first study, whose own exit code is then 0."""
 
-    def ends(_: StudyPlan, suite: Suite) -> int:
+    def ends(_: StudyPlan, suite: SuiteContext) -> int:
         suite.interrupt.request()
         return 0
 
@@ -74,7 +74,7 @@ def test_a_signal_while_a_report_is_written_lets_it_be_finished_and_ends_the_sui
     before = signal.getsignal(number)
     written = []
 
-    def reports(plan: StudyPlan, _: Suite) -> int:
+    def reports(plan: StudyPlan, _: SuiteContext) -> int:
         os.kill(os.getpid(), number)
         written.append(plan.study.name)
         return 0
@@ -88,7 +88,7 @@ def test_a_signal_while_a_report_is_written_lets_it_be_finished_and_ends_the_sui
 def test_a_request_as_the_last_study_ends_changes_nothing(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def ends(plan: StudyPlan, suite: Suite) -> int:
+    def ends(plan: StudyPlan, suite: SuiteContext) -> int:
         if plan is two_plans[1]:
             suite.interrupt.request()
         return 0
@@ -116,8 +116,8 @@ def test_whatever_ends_a_suite_its_rest_is_named_and_what_is_there_has_an_index(
 def test_a_lost_ray_says_the_same_before_the_process_ends(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def loses(_: StudyPlan, suite: Suite) -> int:
-        suite.farewell()
+    def loses(_: StudyPlan, suite: SuiteContext) -> int:
+        suite.on_ray_lost()
         raise SystemExit(capsys.readouterr().out)  # the real one ends the process
 
     with pytest.raises(SystemExit) as ended:
@@ -160,21 +160,21 @@ def test_a_study_that_has_come_to_lack_something_by_its_turn_does_not_begin(
     with pytest.raises(PlanError, match="no room"):
         run(two_plans, monkeypatch, fills_the_disk)
     assert NOT_STARTED in capsys.readouterr().out
-    assert not interrupt_of(two_plans[1].folder).path.parent.joinpath("study.json").exists()
+    assert not make_interrupt(two_plans[1].folder).path.parent.joinpath("study.json").exists()
 
 
 def test_studies_that_fit_one_by_one_and_not_together_are_refused(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured = disk.budget
+    measured = disk.estimate_disk_budget
     needed = 0
 
     def tight(*given: object) -> disk.DiskBudget:
         return measured(*given)._replace(free=needed)  # type: ignore[arg-type]
 
     for plan in two_plans:
-        allotment = preflight.resources.preflight(plan, None, (), 2, None, real=True)
-        needed += measured(plan, allotment, {}).total or 0
+        resource_plan = preflight.resources.preflight(plan, None, (), 2, None, is_real=True)
+        needed += measured(plan, resource_plan, {}).total_bytes or 0
     monkeypatch.setattr(disk, "budget", tight)
     needed -= 1
     with pytest.raises(
@@ -187,9 +187,9 @@ def test_studies_that_fit_one_by_one_and_not_together_are_refused(
 
 def test_gpus_are_for_the_studies_of_a_suite_that_take_some(tmp_path: Path, two_plans: list[StudyPlan]) -> None:
     console = Console(record=True, width=300)
-    asked = preflight.Asked("0", None, None, None, None)
+    asked = preflight.LaunchOptions("0", None, None, None, None)
     overrides = {"trainer.n_gpus_per_node": 1.0, "trainer.device": "cuda"}
     with_gpu = make_plan(STUDIES["kl"], "laptop", "a test", overrides, ("0",), 1, tmp_path)
-    assert preflight.start([*two_plans, with_gpu], asked, (), True, console) == 0
+    assert preflight.start_studies([*two_plans, with_gpu], asked, (), True, console) == 0
     with pytest.raises(PlanError, match=r"study influence trains on the CPU\. Leave --gpus out"):
-        preflight.start(two_plans, asked, (), True, console)
+        preflight.start_studies(two_plans, asked, (), True, console)

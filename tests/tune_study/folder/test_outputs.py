@@ -12,10 +12,10 @@ from tune_study.folder.outputs import (
     RunStatus,
     check_writable,
     close_unfinished,
-    git_state,
+    read_git_state,
     is_running,
-    locked,
-    now,
+    lock_folder,
+    make_timestamp,
     read_json,
     read_status,
     write_json,
@@ -23,10 +23,17 @@ from tune_study.folder.outputs import (
     write_study,
 )
 from tune_study.folder.study_file import check_unchanged, plan_from_folder
-from tune_study.folder.summary import finished_runs, parse_skipped, run_times, summary_line, wall_seconds, write_summary
-from tune_study.placement.models import absolute, check_model, hub_cache
+from tune_study.folder.summary import (
+    find_finished_runs,
+    parse_skipped_statuses,
+    format_run_times,
+    format_summary_line,
+    format_wall_seconds,
+    write_summary,
+)
+from tune_study.placement.models import make_absolute, check_model, find_hub_cache
 from tune_study.placement.resources import preflight
-from tune_study.plan.allotment import Allotment
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 
 
@@ -34,8 +41,8 @@ def plan_in(output: Path, study: str = "kl", values: tuple[str, ...] = ("0", "0.
     return make_plan(STUDIES[study], "paper", "a test", {"trainer.n_gpus_per_node": 0}, values, seeds, output)
 
 
-def allotted(plan: StudyPlan) -> Allotment:
-    return preflight(plan, None, (), 2, None, real=True)._replace(gpu_label="1xH100")
+def allotted(plan: StudyPlan) -> ResourcePlan:
+    return preflight(plan, None, (), 2, None, is_real=True)._replace(gpu_label="1xH100")
 
 
 def ended(run_id: str, status: str = "completed", **more: object) -> RunStatus:
@@ -68,10 +75,10 @@ def test_a_status_survives_its_file(tmp_path: Path) -> None:
 def test_every_run_has_a_status_before_and_after(tmp_path: Path) -> None:
     plan = plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)
-    first, second, third = (plan.run_dir(run.run_id) for run in plan.runs)
+    first, second, third = (plan.get_run_dir(run.run_id) for run in plan.runs)
     assert {read_status(folder).status for folder in (first, second, third)} == {"never_ran"}  # type: ignore[union-attr]
     write_status(first, ended("a"))
-    write_status(second, RunStatus("b", "running", started_at=now()))
+    write_status(second, RunStatus("b", "running", started_at=make_timestamp()))
     (second / "metrics.jsonl").write_text('{"step": 3}\n')
     close_unfinished(plan, "the study was interrupted")
     found = [read_status(folder) for folder in (first, second, third)]
@@ -123,7 +130,7 @@ def test_a_study_that_is_declared_otherwise_now_is_not_gone_on_with(tmp_path: Pa
     plan = plan_in(tmp_path)
     write_study(plan)
     check_unchanged(plan_from_folder(plan.folder))
-    path = plan.run_dir(plan.runs[1].run_id) / "run.json"
+    path = plan.get_run_dir(plan.runs[1].run_id) / "run.json"
     run = json.loads(path.read_text())
     run["config"]["actor"]["kl_loss_type"] = "mse"
     write_json(path, run)
@@ -139,14 +146,14 @@ def test_a_glance_at_the_lock_does_not_refuse_a_start(tmp_path: Path) -> None:
     watcher = threading.Thread(target=glance)
     watcher.start()
     for _ in range(200):
-        with locked(tmp_path):
+        with lock_folder(tmp_path):
             pass
     watcher.join()
 
 
 def test_a_failure_is_shown_with_its_class() -> None:
-    assert ended("a", "failed", failure_class="storage").shown == "failed (storage)"
-    assert ended("a").shown == "completed"
+    assert ended("a", "failed", failure_class="storage").display_text == "failed (storage)"
+    assert ended("a").display_text == "completed"
 
 
 @pytest.mark.parametrize("damage", [{"name": "unknown"}, {"settings": {"actor": {"lr": -1}}}, {"seeds": None}])
@@ -169,7 +176,7 @@ def test_a_renamed_study_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_is_held_by_one_process(tmp_path: Path) -> None:
     assert not is_running(tmp_path)
-    with locked(tmp_path):
+    with lock_folder(tmp_path):
         assert is_running(tmp_path)
     assert not is_running(tmp_path)
 
@@ -185,17 +192,17 @@ def test_the_state_of_the_sources_is_known_where_they_are_kept(tmp_path: Path) -
         subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b", *words], check=True)
 
     (tmp_path / "code.py").write_text("")
-    assert git_state(tmp_path) is None
+    assert read_git_state(tmp_path) is None
     git("init", "-q")
     git("commit", "-q", "--allow-empty", "-m", "nothing")
-    assert git_state(tmp_path) is None
+    assert read_git_state(tmp_path) is None
     git("add", "code.py")
     git("commit", "-q", "-m", "code")
-    state = git_state(tmp_path)
+    state = read_git_state(tmp_path)
     assert state is not None
     assert (len(state["commit"]), state["dirty"]) == (40, False)
     (tmp_path / "code.py").write_text("x = 1")
-    assert git_state(tmp_path) == {**state, "dirty": True}
+    assert read_git_state(tmp_path) == {**state, "dirty": True}
 
 
 # The summary log.
@@ -211,8 +218,8 @@ def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
     """Weights are measured, then trained, then the row is written."""
     plan = plan_in(tmp_path)
     write_study(plan)
-    run_dir = plan.run_dir(plan.runs[0].run_id)
-    write_status(run_dir, RunStatus("a", "running", started_at=now()))
+    run_dir = plan.get_run_dir(plan.runs[0].run_id)
+    write_status(run_dir, RunStatus("a", "running", started_at=make_timestamp()))
     (run_dir / "metrics.jsonl").write_text('{"step": 0}\n')
     close_unfinished(plan, "the study was interrupted")
     status = read_status(run_dir)
@@ -221,37 +228,39 @@ def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
 
 
 def test_the_line_of_a_failure_takes_no_time_away() -> None:
-    assert run_times([*ROWS, {"step": 4, "failure": "not finite"}], ("total",)) == ["total_time=30.00s"]
+    assert format_run_times([*ROWS, {"step": 4, "failure": "not finite"}], ("total",)) == ["total_time=30.00s"]
 
 
 def test_times_add_up() -> None:
     plain = ("train", "eval", "total")
-    assert run_times(ROWS, plain) == ["train_time=23.50s", "eval_time=6.50s", "total_time=30.00s"]
-    assert run_times([], plain) == ["train_time=N/A", "eval_time=N/A", "total_time=N/A"]
+    assert format_run_times(ROWS, plain) == ["train_time=23.50s", "eval_time=6.50s", "total_time=30.00s"]
+    assert format_run_times([], plain) == ["train_time=N/A", "eval_time=N/A", "total_time=N/A"]
     spent = [{"seconds_collapse_first_turn": 1.5}, {"seconds_collapse_multi_turn": 2.0}, {}]
     rows = [{**row, **more} for row, more in zip(ROWS, spent, strict=False)]
-    assert run_times(rows, ("train", "collapse", "collapse_first", "collapse_multi")) == [
+    assert format_run_times(rows, ("train", "collapse", "collapse_first", "collapse_multi")) == [
         "train_time=20.00s", "collapse_time=3.50s", "collapse_first_time=1.50s", "collapse_multi_time=2.00s",
     ]  # fmt: skip
 
 
 def test_wall_time_is_from_first_start_to_end() -> None:
-    assert wall_seconds(ended("a")) == "3605s"
-    assert wall_seconds(RunStatus("a", "running", started_at=now())) == "N/A"
+    assert format_wall_seconds(ended("a")) == "3605s"
+    assert format_wall_seconds(RunStatus("a", "running", started_at=make_timestamp())) == "N/A"
 
 
 def test_a_summary_line_has_the_published_fields_of_its_study(tmp_path: Path) -> None:
     times = "train_time=N/A | eval_time=N/A | total_time=N/A | wall_time=3605s | gpu=1xH100"
     kl, entropy = plan_in(tmp_path), plan_in(tmp_path, "entropy")
     top_p = plan_in(tmp_path, "top-p", ("0.9", "nofilter"))
-    assert summary_line(kl, kl.runs[1], ended("a"), "1xH100") == (
+    assert format_summary_line(kl, kl.runs[1], ended("a"), "1xH100") == (
         f"kl=0.1 | filter=nofilter | include_zero=True | {times} | status=success | seed=0 | early_stop=none"
     )
-    assert summary_line(entropy, entropy.runs[0], ended("a"), "1xH100").startswith("entropy=0 | filter=nofilter | inc")
-    assert summary_line(top_p, top_p.runs[0], ended("a"), "1xH100") == (
+    assert format_summary_line(entropy, entropy.runs[0], ended("a"), "1xH100").startswith(
+        "entropy=0 | filter=nofilter | inc"
+    )
+    assert format_summary_line(top_p, top_p.runs[0], ended("a"), "1xH100") == (
         f"value=0.9 | include_zero=False | filter_value=0.9 | {times} | status=success | seed=0 | early_stop=none"
     )
-    assert "include_zero=True | filter_value=1.0 |" in summary_line(top_p, top_p.runs[1], ended("a"), "1xH100")
+    assert "include_zero=True | filter_value=1.0 |" in format_summary_line(top_p, top_p.runs[1], ended("a"), "1xH100")
 
 
 @pytest.mark.parametrize(
@@ -260,7 +269,7 @@ def test_a_summary_line_has_the_published_fields_of_its_study(tmp_path: Path) ->
 )
 def test_published_words_for_how_a_run_ended(tmp_path: Path, status: str, published: str) -> None:
     plan = plan_in(tmp_path)
-    line = summary_line(plan, plan.runs[0], ended("a", status, reason="ValueError: no"), "1xH100")
+    line = format_summary_line(plan, plan.runs[0], ended("a", status, reason="ValueError: no"), "1xH100")
     assert f" | status={published} | " in line
     assert line.endswith("\n  error: ValueError: no") == (status == "failed")
 
@@ -268,27 +277,27 @@ def test_published_words_for_how_a_run_ended(tmp_path: Path, status: str, publis
 def test_a_rule_is_named_with_its_step(tmp_path: Path) -> None:
     plan = plan_in(tmp_path)
     status = ended("a", "early_stopped", stop_rule="low_validation_success", stop_step=50)
-    assert summary_line(plan, plan.runs[0], status, "1xH100").endswith("early_stop=low_validation_success@50")
+    assert format_summary_line(plan, plan.runs[0], status, "1xH100").endswith("early_stop=low_validation_success@50")
 
 
 def test_a_run_that_never_started_is_missing(tmp_path: Path) -> None:
     plan = plan_in(tmp_path, seeds=2)
-    assert summary_line(plan, plan.runs[2], None, "1xH100") == "kl=0 | status=missing | seed=1"
-    assert summary_line(plan, plan.runs[2], RunStatus("a", "never_ran"), "x") == "kl=0 | status=missing | seed=1"
+    assert format_summary_line(plan, plan.runs[2], None, "1xH100") == "kl=0 | status=missing | seed=1"
+    assert format_summary_line(plan, plan.runs[2], RunStatus("a", "never_ran"), "x") == "kl=0 | status=missing | seed=1"
 
 
 def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path) -> None:
     plan = plan_in(tmp_path, values=("0", "0.1", "0.2"))
     write_study(plan)
-    write_status(plan.run_dir(plan.runs[0].run_id), ended("a", ended_at="2026-01-01T03:00:00+00:00"))
-    write_status(plan.run_dir(plan.runs[2].run_id), ended("b", ended_at="2026-01-01T02:00:00+00:00"))
-    write_summary(plan, allotted(plan), closing=False)
+    write_status(plan.get_run_dir(plan.runs[0].run_id), ended("a", ended_at="2026-01-01T03:00:00+00:00"))
+    write_status(plan.get_run_dir(plan.runs[2].run_id), ended("b", ended_at="2026-01-01T02:00:00+00:00"))
+    write_summary(plan, allotted(plan), is_closing=False)
     lines = plan.summary_log.read_text().splitlines()
     assert lines[0].startswith("=== KL Sweep Runner (Qwen2.5-3B): ")
     assert lines[1] == "Values: 0,0.1,0.2 | Steps: 400 | GPUs per exp: 1xH100"
     assert lines[2] == "Groups: none | GPU memory util: 0.5 | ray_num_cpus: 16 | save_freq: -1"
     assert [line.split(" | ")[0] for line in lines[3:]] == ["kl=0.2", "kl=0"]
-    write_summary(plan, allotted(plan), closing=True)
+    write_summary(plan, allotted(plan), is_closing=True)
     block = plan.summary_log.read_text().split("\n\n")[1].splitlines()
     assert block[:2] == [
         "=== KL Sweep Summary ===",
@@ -302,16 +311,16 @@ def test_the_summary_lists_ended_runs_as_they_ended_and_then_all(tmp_path: Path)
 def test_only_runs_that_ended_well_are_finished(tmp_path: Path) -> None:
     plan = plan_in(tmp_path, values=("0", "0.1", "0.2", "0.3", "0.4"))
     for run, status in zip(plan.runs, STATUSES, strict=True):
-        write_status(plan.run_dir(run.run_id), RunStatus(run.run_id, status))
-    assert [status.status for status in finished_runs(plan).values()] == ["completed", "early_stopped"]
-    found = finished_runs(plan, parse_skipped("completed,early_stopped, failed"))
+        write_status(plan.get_run_dir(run.run_id), RunStatus(run.run_id, status))
+    assert [status.status for status in find_finished_runs(plan).values()] == ["completed", "early_stopped"]
+    found = find_finished_runs(plan, parse_skipped_statuses("completed,early_stopped, failed"))
     assert [status.status for status in found.values()] == ["completed", "early_stopped", "failed"]
 
 
 @pytest.mark.parametrize("text", ["", "completed", "completed,early_stopped,running", "success", "failed"])
 def test_runs_that_have_ended_are_never_trained_again(text: str) -> None:
     with pytest.raises(PlanError, match="type completed,early_stopped, and failed or interrupted after them"):
-        parse_skipped(text)
+        parse_skipped_statuses(text)
 
 
 def test_a_line_of_the_grid_has_the_published_form(tmp_path: Path) -> None:
@@ -325,10 +334,10 @@ def test_a_line_of_the_grid_has_the_published_form(tmp_path: Path) -> None:
     times = "train_time=N/A | eval_time=N/A | collapse_time=N/A | collapse_first_time=N/A | collapse_multi_time=N/A"
     end = f"{times} | total_time=N/A | wall_time=3605s | gpu=1xH100 | status=success | seed=0"
     on = "collapse=first:true,multi:true,samples:64"
-    assert summary_line(plan, plan.runs[0], status, "1xH100") == (
+    assert format_summary_line(plan, plan.runs[0], status, "1xH100") == (
         f"{values[0]}-ftmt | filter=1 | kl=0.003 | entropy=0.01 | {on} | {end} | early_stop=low_validation_success@50"
     )
-    assert summary_line(plan, plan.runs[1], ended("b"), "1xH100") == (
+    assert format_summary_line(plan, plan.runs[1], ended("b"), "1xH100") == (
         f"{values[1]}-ftmt | filter=0.8 | kl=0 | entropy=0.03 | {on} | {end} | early_stop=none"
     )
 
@@ -337,10 +346,10 @@ def test_a_line_of_the_grid_has_the_published_form(tmp_path: Path) -> None:
 
 
 def test_where_the_hub_cache_is() -> None:
-    assert hub_cache({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}) == Path("/a")
-    assert hub_cache({"HF_HOME": "/b", "HOME": "/h"}) == Path("/b/hub")
-    assert hub_cache({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/huggingface/hub")
-    assert hub_cache({"HOME": "/h"}) == Path("/h/.cache/huggingface/hub")
+    assert find_hub_cache({"HF_HUB_CACHE": "/a", "HF_HOME": "/b"}) == Path("/a")
+    assert find_hub_cache({"HF_HOME": "/b", "HOME": "/h"}) == Path("/b/hub")
+    assert find_hub_cache({"XDG_CACHE_HOME": "/c", "HOME": "/h"}) == Path("/c/huggingface/hub")
+    assert find_hub_cache({"HOME": "/h"}) == Path("/h/.cache/huggingface/hub")
 
 
 def test_the_shipped_model_and_a_folder_are_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,8 +360,8 @@ def test_the_shipped_model_and_a_folder_are_models(tmp_path: Path, monkeypatch: 
     check_model("sokoban-tiny", {})
     check_model(str(tmp_path / "mine"), {})
     monkeypatch.chdir(tmp_path)
-    assert absolute("mine") == str(tmp_path / "mine")
-    assert absolute("Qwen/Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
+    assert make_absolute("mine") == str(tmp_path / "mine")
+    assert make_absolute("Qwen/Qwen2.5-3B") == "Qwen/Qwen2.5-3B"
 
 
 @pytest.mark.parametrize(

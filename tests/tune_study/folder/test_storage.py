@@ -16,26 +16,26 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import search_spaces
-from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, fake_rows, study_of
-from trainable.runs.run_files import METRICS, append_line, read_rows
-from trainable.storage.mirror import INTERRUPT, Mirror
-from trainable.storage.remote import get_bytes, listing, open_place, put_bytes
-from trainable.storage.uris import below
+from tests.fakes.trainer import COLLAPSES, CRASHES_ONCE, make_fake_rows, make_study
+from trainable.runs.run_files import METRICS_FILE, append_json_line, read_rows
+from trainable.storage.mirror import INTERRUPT_FILE, Mirror
+from trainable.storage.remote import get_bytes, list_files, open_storage, put_bytes
+from trainable.storage.uris import join_uri
 from tune_study.commands.cli import app
 from tune_study.commands.node_checks import check_scratch
 from tune_study.folder import lease, locate, outputs, storage
-from tune_study.folder.lease import LOCK, STALE_S, Hold, read_holder
+from tune_study.folder.lease import LEASE_FILE, STALE_S, Lease, read_holder
 from tune_study.folder.outputs import RunStatus, read_json, read_status, write_status
-from tune_study.folder.storage import LAST, StoredStudy
+from tune_study.folder.storage import LAST_DRIVER, StoredStudy
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement import disk
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
-from tune_study.tune.run import execute
-from tune_study.tune.trials import trial_config
+from tune_study.tune.run import execute_study
+from tune_study.tune.trials import make_trial_config
 
-FAKE = study_of("FAKE")
+FAKE = make_study("FAKE")
 
 
 @pytest.fixture(autouse=True)
@@ -69,18 +69,20 @@ def stored(plan: StudyPlan, said: list[str] | None = None) -> StoredStudy:
 def run_somewhere(plan: StudyPlan, node: Path, steps: int) -> None:
     """What the first run of the plan writes on a node, and copies to storage."""
     run_id = plan.runs[0].run_id
-    mirror = Mirror(open_place(plan.stored or "").at(f"runs/{run_id}"), node, node / "kept", 0.0, lambda: False)
+    mirror = Mirror(
+        open_storage(plan.study_uri or "").joinpath(f"runs/{run_id}"), node, node / "kept", 0.0, lambda: False
+    )
     node.mkdir(exist_ok=True)
     for step in range(1, steps + 1):
-        append_line(node / METRICS, {"step": step, "run_id": run_id})
+        append_json_line(node / METRICS_FILE, {"step": step, "run_id": run_id})
         mirror.push()
 
 
 def started(plan: StudyPlan, status: str = "running") -> None:
     """A driver that wrote the study's files, copied them, and is gone."""
-    with stored(plan).kept_up():
+    with stored(plan).keep_synced():
         outputs.write_study(plan)
-        write_status(plan.run_dir(plan.runs[0].run_id), RunStatus(plan.runs[0].run_id, status, "a test"))
+        write_status(plan.get_run_dir(plan.runs[0].run_id), RunStatus(plan.runs[0].run_id, status, "a test"))
         assert stored(plan).push() == ""
 
 
@@ -88,65 +90,65 @@ def started(plan: StudyPlan, status: str = "running") -> None:
 
 
 def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str) -> None:
-    place = open_place(uri)
-    first, second = Hold(place), Hold(place)
-    first.take("the study")
+    place = open_storage(uri)
+    first, second = Lease(place), Lease(place)
+    first.acquire("the study")
     with pytest.raises(PlanError, match=rf"is being run by .* \(pid {os.getpid()}\), which said so \d+ s ago"):
-        second.take("the study")
-    assert first.taken_by() is None
+        second.acquire("the study")
+    assert first.find_new_holder() is None
     second.release()  # not its own
     assert read_holder(place) is not None
     first.release()
     assert read_holder(place) is None
-    second.take("the study")
-    assert sorted(listing(place)) == [LOCK]
+    second.acquire("the study")
+    assert sorted(list_files(place)) == [LEASE_FILE]
 
 
 def test_the_lock_of_a_process_of_this_machine_that_is_gone_holds_nobody(uri: str) -> None:
     lines = ("from tune_study.folder.lease import Hold", "from trainable.storage.remote import open_place")
     code = "\n".join([*lines, f"Hold(open_place({uri!r})).take('the study')"])
     subprocess.run([sys.executable, "-c", code], check=True)
-    holder = read_holder(open_place(uri))
+    holder = read_holder(open_storage(uri))
     assert holder is not None
     assert holder.is_gone
-    Hold(open_place(uri)).take("the study")
+    Lease(open_storage(uri)).acquire("the study")
 
 
 def test_a_lock_of_another_machine_counts_until_it_is_stale(tmp_path: Path) -> None:
-    place = open_place(str(tmp_path))
+    place = open_storage(str(tmp_path))
     other = {"id": "x", "machine": "elsewhere", "pid": 1, "started": 0.0, "words": "somebody on elsewhere (pid 1)"}
-    put_bytes(place.at(LOCK), json.dumps(other).encode())
+    put_bytes(place.joinpath(LEASE_FILE), json.dumps(other).encode())
     with pytest.raises(PlanError, match=r"run by somebody on elsewhere \(pid 1\)"):
-        Hold(place).take("the study")
-    now = (tmp_path / LOCK).stat().st_mtime
-    os.utime(tmp_path / LOCK, (now, now - STALE_S - 1))
-    Hold(place).take("the study")
+        Lease(place).acquire("the study")
+    now = (tmp_path / LEASE_FILE).stat().st_mtime
+    os.utime(tmp_path / LEASE_FILE, (now, now - STALE_S - 1))
+    Lease(place).acquire("the study")
 
 
 def test_of_two_that_start_at_once_the_one_whose_lock_stays_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = open_place(str(tmp_path))
-    other = Hold(place)
+    place = open_storage(str(tmp_path))
+    other = Lease(place)
     monkeypatch.setattr(lease.time, "sleep", lambda seconds: other.refresh())  # it looked before we wrote
     with pytest.raises(PlanError, match="is being run by"):
-        Hold(place).take("the study")
-    other.take("the study")
+        Lease(place).acquire("the study")
+    other.acquire("the study")
 
 
 def test_a_driver_whose_study_was_taken_over_stops(tmp_path: Path) -> None:
     plan, said = plan_in(tmp_path / "a", (tmp_path / "s").as_uri()), list[str]()
     plan.folder.mkdir(parents=True)
     study = stored(plan, said)
-    with study.kept_up():
-        study._refresh()
+    with study.keep_synced():
+        study._refresh_lease()
         assert said == []
-        Hold(open_place(plan.stored or "")).refresh()
-        study._refresh()
+        Lease(open_storage(plan.study_uri or "")).refresh()
+        study._refresh_lease()
         assert study._interrupt.is_requested
     assert len(said) == 1
     assert "runs this study now: stopping." in said[0]
-    assert read_holder(open_place(plan.stored or "")) is not None  # the other's stays
+    assert read_holder(open_storage(plan.study_uri or "")) is not None  # the other's stays
 
 
 # Copies.
@@ -156,11 +158,11 @@ def test_rows_come_and_statuses_go(uri: str, tmp_path: Path) -> None:
     plan = plan_in(tmp_path / "a", uri)
     started(plan)
     run_id = plan.runs[0].run_id
-    assert f"runs/{run_id}/status.json" in listing(open_place(plan.stored or ""))
+    assert f"runs/{run_id}/status.json" in list_files(open_storage(plan.study_uri or ""))
     run_somewhere(plan, tmp_path / "node", 2)
     stored(plan).pull(run_id)
-    assert [row["step"] for row in read_rows(plan.run_dir(run_id) / METRICS)] == [1, 2]
-    assert not (plan.run_dir(plan.runs[1].run_id) / METRICS).exists()
+    assert [row["step"] for row in read_rows(plan.get_run_dir(run_id) / METRICS_FILE)] == [1, 2]
+    assert not (plan.get_run_dir(plan.runs[1].run_id) / METRICS_FILE).exists()
 
 
 def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
@@ -171,23 +173,23 @@ def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
     run_somewhere(plan, tmp_path / "node", 3)
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
-    found = locate.resumed(plan.stored or "", real=True)
+    found = locate.plan_resume(plan.study_uri or "", is_real=True)
     assert found == replace(plan, output=tmp_path / "b")
     assert list((tmp_path / "b").iterdir()) == []  # nothing before the study is held
     found.folder.mkdir(parents=True)
-    with stored(found).kept_up():
+    with stored(found).keep_synced():
         pass
-    status = read_status(found.run_dir(plan.runs[0].run_id))
+    status = read_status(found.get_run_dir(plan.runs[0].run_id))
     assert status == RunStatus(plan.runs[0].run_id, "completed", "a test")
-    assert len(read_rows(found.run_dir(plan.runs[0].run_id) / METRICS)) == 3
+    assert len(read_rows(found.get_run_dir(plan.runs[0].run_id) / METRICS_FILE)) == 3
     # It was run in b last: what a has of it is the older copy.
-    assert storage.is_newest(plan.stored or "", found.folder)
-    assert not storage.is_newest(plan.stored or "", plan.folder)
-    write_status(found.run_dir(plan.runs[1].run_id), RunStatus(plan.runs[1].run_id, "failed", "in b"))
+    assert storage.is_newest_folder(plan.study_uri or "", found.folder)
+    assert not storage.is_newest_folder(plan.study_uri or "", plan.folder)
+    write_status(found.get_run_dir(plan.runs[1].run_id), RunStatus(plan.runs[1].run_id, "failed", "in b"))
     stored(found).push()
-    with stored(plan).kept_up():
+    with stored(plan).keep_synced():
         pass
-    assert read_status(plan.run_dir(plan.runs[1].run_id)) == RunStatus(plan.runs[1].run_id, "failed", "in b")
+    assert read_status(plan.get_run_dir(plan.runs[1].run_id)) == RunStatus(plan.runs[1].run_id, "failed", "in b")
 
 
 def test_who_only_reads_a_study_copies_no_old_status_back(
@@ -198,46 +200,46 @@ def test_who_only_reads_a_study_copies_no_old_status_back(
     run_id = plan.runs[0].run_id
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
-    folder = locate.copied(plan.stored or "")
-    write_status(plan.run_dir(run_id), RunStatus(run_id, "completed", "while b made its report"))
+    folder = locate.fetch_for_writing(plan.study_uri or "")
+    write_status(plan.get_run_dir(run_id), RunStatus(run_id, "completed", "while b made its report"))
     assert stored(plan).push() == ""
     (folder / "report.html").write_text("of b")
-    assert storage.copy_up(replace(plan_from_folder(folder), storage=plan.storage)) == ""
-    place = open_place(plan.stored or "")
-    assert json.loads(get_bytes(place.at(f"runs/{run_id}/status.json")))["status"] == "completed"
-    assert get_bytes(place.at("report.html")) == b"of b"
+    assert storage.push_results(replace(plan_from_folder(folder), storage=plan.storage)) == ""
+    place = open_storage(plan.study_uri or "")
+    assert json.loads(get_bytes(place.joinpath(f"runs/{run_id}/status.json")))["status"] == "completed"
+    assert get_bytes(place.joinpath("report.html")) == b"of b"
 
 
 def test_an_error_about_a_copy_names_the_study(uri: str, tmp_path: Path) -> None:
     plan = plan_in(tmp_path / "a", uri)
     started(plan)
     with pytest.raises(PlanError) as raised:
-        locate.joined(plan_in(tmp_path / "b", uri, ("0.2",)), extend=False, real=True)
-    assert str(raised.value).startswith(f"{plan.stored} holds this study with other runs")
-    assert f"`python -m tune_study resume {plan.stored}`" in str(raised.value)
+        locate.merge_with_existing(plan_in(tmp_path / "b", uri, ("0.2",)), extend=False, is_real=True)
+    assert str(raised.value).startswith(f"{plan.study_uri} holds this study with other runs")
+    assert f"`python -m tune_study resume {plan.study_uri}`" in str(raised.value)
 
 
 def test_the_newest_driver_s_own_statuses_are_not_overwritten(uri: str, tmp_path: Path) -> None:
     plan = plan_in(tmp_path / "a", uri)
     started(plan)
     run_id = plan.runs[0].run_id
-    write_status(plan.run_dir(run_id), RunStatus(run_id, "completed", "and then the driver was killed"))
-    with stored(plan).kept_up():
-        status = read_status(plan.run_dir(run_id))
+    write_status(plan.get_run_dir(run_id), RunStatus(run_id, "completed", "and then the driver was killed"))
+    with stored(plan).keep_synced():
+        status = read_status(plan.get_run_dir(run_id))
     assert status is not None
     assert status.status == "completed"
 
 
 def test_an_extended_study_is_seen_by_the_machine_that_started_it(uri: str, tmp_path: Path) -> None:
     started(plan_in(tmp_path / "a", uri))
-    more = locate.joined(plan_in(tmp_path / "b", uri, ("0.2",)), extend=True, real=True)
+    more = locate.merge_with_existing(plan_in(tmp_path / "b", uri, ("0.2",)), extend=True, is_real=True)
     assert more.values == ("0", "0.1", "0.2")
     assert more.output == tmp_path / "b"
     started(more)
-    again = locate.resumed(str(plan_in(tmp_path / "a", uri).folder), real=True)
+    again = locate.plan_resume(str(plan_in(tmp_path / "a", uri).folder), is_real=True)
     assert again == replace(more, output=tmp_path / "a")
     with pytest.raises(PlanError, match="holds this study with other settings"):
-        locate.joined(plan_in(tmp_path / "c", uri, **{"actor.lr": 1e-3}), extend=False, real=True)
+        locate.merge_with_existing(plan_in(tmp_path / "c", uri, **{"actor.lr": 1e-3}), extend=False, is_real=True)
     assert not (tmp_path / "c").exists()
 
 
@@ -245,15 +247,17 @@ def test_another_storage_is_refused(uri: str, tmp_path: Path, monkeypatch: pytes
     plan = plan_in(tmp_path / "a", uri)
     started(plan)
     with pytest.raises(PlanError, match="keeps its runs in"):
-        locate.joined(replace(plan, storage="file:///somewhere"), extend=False, real=True)
-    assert locate.joined(replace(plan, storage=None), extend=False, real=True) == plan  # as it was started
+        locate.merge_with_existing(replace(plan, storage="file:///somewhere"), extend=False, is_real=True)
+    assert (
+        locate.merge_with_existing(replace(plan, storage=None), extend=False, is_real=True) == plan
+    )  # as it was started
     plain = plan_in(tmp_path / "plain", None)
     outputs.write_study(plain)
     with pytest.raises(PlanError, match="was started without --storage"):
-        locate.joined(replace(plain, storage=uri), extend=False, real=True)
+        locate.merge_with_existing(replace(plain, storage=uri), extend=False, is_real=True)
     monkeypatch.chdir(tmp_path / "plain")
     with pytest.raises(PlanError, match="was started without --storage"):
-        locate.resumed(plan.stored or "", real=True)
+        locate.plan_resume(plan.study_uri or "", is_real=True)
 
 
 def test_what_a_storage_does_not_take_is_said(tmp_path: Path) -> None:
@@ -263,23 +267,23 @@ def test_what_a_storage_does_not_take_is_said(tmp_path: Path) -> None:
     (tmp_path / "s").write_text("no folder any more")
     stored(plan).pull()  # rows that cannot be had now are had later
     problem = stored(plan).push()
-    assert problem.startswith(f"Statuses, tables and report could not be copied to {plan.stored}: ")
+    assert problem.startswith(f"Statuses, tables and report could not be copied to {plan.study_uri}: ")
     assert problem.endswith(f"copy them with `python -m tune_study report {plan.folder}`.")
-    with pytest.raises(PlanError, match="cannot be used"), stored(plan).kept_up():
+    with pytest.raises(PlanError, match="cannot be used"), stored(plan).keep_synced():
         pass
 
 
 def test_a_request_to_stop_is_handed_on_and_forgotten_by_the_next_start(uri: str, tmp_path: Path) -> None:
     plan = plan_in(tmp_path / "a", uri)
     plan.folder.mkdir(parents=True)
-    place = open_place(plan.stored or "")
+    place = open_storage(plan.study_uri or "")
     study = stored(plan)
-    with study.kept_up():
+    with study.keep_synced():
         study._interrupt.request()
-        while INTERRUPT not in listing(place):
+        while INTERRUPT_FILE not in list_files(place):
             pass
-    with stored(plan).kept_up():
-        assert INTERRUPT not in listing(place)
+    with stored(plan).keep_synced():
+        assert INTERRUPT_FILE not in list_files(place)
 
 
 def test_while_a_study_runs_rows_come_and_statuses_go_by_themselves(
@@ -288,15 +292,15 @@ def test_while_a_study_runs_rows_come_and_statuses_go_by_themselves(
     monkeypatch.setattr(storage, "REFRESH_S", 0.01)
     plan = plan_in(tmp_path / "a", uri)
     run_id = plan.runs[0].run_id
-    place = open_place(plan.stored or "")
-    with stored(plan).kept_up():
-        first = get_bytes(place.at(LOCK))
+    place = open_storage(plan.study_uri or "")
+    with stored(plan).keep_synced():
+        first = get_bytes(place.joinpath(LEASE_FILE))
         outputs.write_study(plan)
         run_somewhere(plan, tmp_path / "node", 2)
-        while len(read_rows(plan.run_dir(run_id) / METRICS)) < 2 or "study.json" not in listing(place):
+        while len(read_rows(plan.get_run_dir(run_id) / METRICS_FILE)) < 2 or "study.json" not in list_files(place):
             pass
-        assert get_bytes(place.at(LOCK)) == first
-    assert LOCK not in listing(place)
+        assert get_bytes(place.joinpath(LEASE_FILE)) == first
+    assert LEASE_FILE not in list_files(place)
 
 
 def test_states_need_room_on_the_node(tmp_path: Path) -> None:
@@ -311,10 +315,10 @@ def test_states_need_room_on_the_node(tmp_path: Path) -> None:
 def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> None:
     for freq, states in (("-1", 3), ("1", 4)):
         plan = plan_in(tmp_path, None, ("0",), **{"trainer.save_freq": freq})
-        room = disk.budget(plan, preflight(plan, None, (), 2, None, real=True), {})
-        assert room.checkpoint is not None
-        assert disk.scratch_bytes(room) == states * room.checkpoint
-        assert disk.scratch_bytes(room._replace(checkpoint=None)) is None
+        room = disk.estimate_disk_budget(plan, preflight(plan, None, (), 2, None, is_real=True), {})
+        assert room.checkpoint_bytes is not None
+        assert disk.compute_scratch_bytes(room) == states * room.checkpoint_bytes
+        assert disk.compute_scratch_bytes(room._replace(checkpoint=None)) is None
 
 
 # Through Ray, with its runs on this machine and their storage a folder.
@@ -322,7 +326,7 @@ def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> N
 
 def run_study(plan: StudyPlan) -> tuple[int, str]:
     console = Console(record=True, width=200, force_terminal=False)
-    return execute(plan, preflight(plan, None, (), 2, None, real=True), "off", console), console.export_text()
+    return execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "off", console), console.export_text()
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -333,25 +337,25 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
     plan = plan_in(
         tmp_path / "a", uri, (COLLAPSES, CRASHES_ONCE, "0.2"), **{"trainer.total_training_steps": 22}
     )  # fmt: skip
-    run = open_place(plan.stored or "").at(f"runs/{plan.runs[0].run_id}")
-    put_bytes(run.at("interrupt.pid"), str(os.getpid()).encode())  # at step 4 the run sends us what Ctrl-C sends
+    run = open_storage(plan.study_uri or "").joinpath(f"runs/{plan.runs[0].run_id}")
+    put_bytes(run.joinpath("interrupt.pid"), str(os.getpid()).encode())  # at step 4 the run sends us what Ctrl-C sends
     code, text = run_study(plan)
     assert code == 130
-    assert f"From another machine: python -m tune_study resume {shlex.quote(plan.stored or '')}" in text
+    assert f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri or '')}" in text
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
-    again = locate.resumed(plan.stored or "", real=True)
+    again = locate.plan_resume(plan.study_uri or "", is_real=True)
     code, text = run_study(again)
     assert code == 0, text
     for spec in again.runs:
-        status = read_status(again.run_dir(spec.run_id))
+        status = read_status(again.get_run_dir(spec.run_id))
         assert status is not None
         assert status.status == ("early_stopped" if spec.arm == COLLAPSES else "completed")
-        config = trial_config(again, [spec], is_finished=False)
-        assert read_rows(again.run_dir(spec.run_id) / METRICS) == fake_rows(config, spec.config, 22)
-    place = open_place(plan.stored or "")
-    assert get_bytes(place.at("report.html")) == (again.folder / "report.html").read_bytes()
-    assert LOCK not in listing(place)
+        config = make_trial_config(again, [spec], is_finished=False)
+        assert read_rows(again.get_run_dir(spec.run_id) / METRICS_FILE) == make_fake_rows(config, spec.config, 22)
+    place = open_storage(plan.study_uri or "")
+    assert get_bytes(place.joinpath("report.html")) == (again.folder / "report.html").read_bytes()
+    assert LEASE_FILE not in list_files(place)
 
 
 # The command line.
@@ -367,18 +371,18 @@ def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, m
     run_somewhere(plan, tmp_path / "node", 2)
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
-    shown = type_in(f"status {shlex.quote(plan.stored or '')}")
+    shown = type_in(f"status {shlex.quote(plan.study_uri or '')}")
     assert shown.exit_code == 0, shown.stderr
     assert "kl (laptop): not running" in shown.stdout
     assert "2/3" in shown.stdout
     assert "the process that ran the study is gone" in shown.stdout
     assert list((tmp_path / "b").iterdir()) == []
-    with stored(plan).kept_up():
-        assert "kl (laptop): running" in type_in(f"status {shlex.quote(plan.stored or '')}").stdout
-    reported = type_in(f"report {shlex.quote(plan.stored or '')}")
+    with stored(plan).keep_synced():
+        assert "kl (laptop): running" in type_in(f"status {shlex.quote(plan.study_uri or '')}").stdout
+    reported = type_in(f"report {shlex.quote(plan.study_uri or '')}")
     assert reported.exit_code == 0, reported.stderr
     report = tmp_path / "b" / "results" / plan.run / "report.html"
-    assert get_bytes(open_place(plan.stored or "").at("report.html")) == report.read_bytes()
+    assert get_bytes(open_storage(plan.study_uri or "").joinpath("report.html")) == report.read_bytes()
 
 
 SMALL = "run kl --preset laptop --steps 1 --kl-values 0"
@@ -420,6 +424,6 @@ def test_the_uri_is_written_down_without_what_reaches_it(tmp_path: Path) -> None
     plan = plan_in(tmp_path, "file:///x")
     outputs.write_study(plan)
     assert (read_json(plan.folder / "study.json") or {})["storage"] == "file:///x"
-    assert plan.stored == below("file:///x", plan.run)
-    assert locate.resumed(str(plan.folder), real=False) == plan
-    assert LAST not in os.listdir(plan.folder)
+    assert plan.study_uri == join_uri("file:///x", plan.run)
+    assert locate.plan_resume(str(plan.folder), is_real=False) == plan
+    assert LAST_DRIVER not in os.listdir(plan.folder)

@@ -16,7 +16,7 @@ def _slow_fingers(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_signal_is_a_request_and_the_second_an_end(tmp_path: Path, number: signal.Signals) -> None:
     interrupt, said = Interrupt(tmp_path / ".interrupt"), list[str]()
     before = signal.getsignal(number)
-    with interrupt.handled(said.append):
+    with interrupt.handle_signals(said.append):
         assert not interrupt.is_requested
         os.kill(os.getpid(), number)
         assert interrupt.is_requested
@@ -32,7 +32,7 @@ def test_the_first_signal_is_a_request_and_the_second_an_end(tmp_path: Path, num
 def test_two_signals_at_once_are_one_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tune_study.host.interrupt._ONE_EVENT_S", 60.0)
     interrupt, said = Interrupt(tmp_path / ".interrupt"), list[str]()
-    with interrupt.handled(said.append):
+    with interrupt.handle_signals(said.append):
         for number in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
             os.kill(os.getpid(), number)
     assert len(said) == 1
@@ -40,7 +40,7 @@ def test_two_signals_at_once_are_one_event(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_hang_up_asks_and_never_hurries(tmp_path: Path) -> None:
     interrupt, said = Interrupt(tmp_path / ".interrupt"), list[str]()
-    with interrupt.handled(said.append):
+    with interrupt.handle_signals(said.append):
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGHUP)
     assert interrupt.is_requested
@@ -51,7 +51,7 @@ def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
         interrupt = Interrupt(tmp_path / ".interrupt")
-        with interrupt.handled(print):
+        with interrupt.handle_signals(print):
             os.kill(os.getpid(), signal.SIGHUP)
         assert not interrupt.is_requested
     finally:

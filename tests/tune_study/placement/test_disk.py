@@ -9,20 +9,28 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from search_spaces import STUDIES
-from tests.fakes.scripted import SMALL
-from tests.fakes.trainers import quiet
-from trainable.config.run_config import RunConfig, with_overrides
+from tests.fakes.scripted import SMALL_SETTINGS
+from tests.fakes.trainers import make_quiet_trainer
+from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.runs.checkpoint import write_checkpoint
-from trainable.runs.run_files import STATE
+from trainable.runs.run_files import STATE_FOLDER
 from trainable.trial import Trial
 from tune_study.folder.outputs import RunStatus, write_status
-from tune_study.placement.disk import DiskBudget, budget, check, checkpoint_bytes, folder_bytes, line, times
-from tune_study.placement.model_size import ModelShape, policy_parameters, shape_of
+from tune_study.placement.disk import (
+    DiskBudget,
+    estimate_disk_budget,
+    check_budget,
+    compute_checkpoint_bytes,
+    count_folder_bytes,
+    format_disk_line,
+    count_occurrences,
+)
+from tune_study.placement.model_size import ModelShape, count_policy_parameters, read_model_shape
 from tune_study.placement.resources import preflight
-from tune_study.plan.allotment import Allotment
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, collect_overrides, make_plan
-from tune_study.tune.run import execute
-from tune_study.tune.trials import trial_config
+from tune_study.tune.run import execute_study
+from tune_study.tune.trials import make_trial_config
 
 VARIANTS: dict[str, Mapping[str, object]] = {
     "gae": {},
@@ -38,15 +46,15 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     "rloo, KL loss": {"algorithm.adv_estimator": "rloo", "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
 }
 EXAMPLE = DiskBudget(
-    runs=6, concurrent=2, is_uniform=True, checkpoint=1_800_000, kept=4, rolling=10, rows=1_600_000, total=62_800_000,
-    already=0, free=52_100_000_000, place=Path("/out"),
+    remaining_runs=6, concurrent_runs=2, is_uniform=True, checkpoint_bytes=1_800_000, saved_checkpoints=4, rolling_checkpoints=10, row_bytes=1_600_000, total_bytes=62_800_000,
+    written_bytes=0, free_bytes=52_100_000_000, folder=Path("/out"),
 )  # fmt: skip
 FILES = 10
 """Bytes of a file in a made-up folder."""
 
 
 def tiny() -> ModelShape:
-    shape = shape_of("sokoban-tiny", {})
+    shape = read_model_shape("sokoban-tiny", {})
     assert shape is not None
     return shape
 
@@ -56,12 +64,12 @@ def plan_in(folder: Path, values: tuple[str, ...] = ("0", "0.1"), **overrides: o
     return make_plan(STUDIES["kl"], "laptop", "a test", dotted, values, 1, folder)
 
 
-def allotted(plan: StudyPlan, limit: int | None = None) -> Allotment:
-    return preflight(plan, None, (), 2, limit, real=True)
+def allotted(plan: StudyPlan, limit: int | None = None) -> ResourcePlan:
+    return preflight(plan, None, (), 2, limit, is_real=True)
 
 
 def of(plan: StudyPlan, limit: int | None = None) -> DiskBudget:
-    return budget(plan, allotted(plan, limit), {})
+    return estimate_disk_budget(plan, allotted(plan, limit), {})
 
 
 def put(path: Path, size: int = FILES) -> None:
@@ -70,22 +78,22 @@ def put(path: Path, size: int = FILES) -> None:
 
 
 def with_config(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
-    return replace(spec, config=with_overrides(spec.config, changes))
+    return replace(spec, config=apply_overrides(spec.config, changes))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_checkpoint_has_the_size_of_the_real_one(name: str, tmp_path: Path) -> None:
-    trainer = quiet(**{key.replace(".", "__"): value for key, value in VARIANTS[name].items()})
+    trainer = make_quiet_trainer(**{key.replace(".", "__"): value for key, value in VARIANTS[name].items()})
     trainer.step()
-    tensors, values = trainer.state()
+    tensors, values = trainer.get_state()
     assert any(key.startswith("actor_optimizer/") for key in tensors), "without an update there are no moments"
     write_checkpoint(tmp_path / "state", tensors, values)
     real = sum(path.stat().st_size for path in (tmp_path / "state").iterdir())
-    assert abs(checkpoint_bytes(tiny(), trainer.config) - real) < min(0.01 * real, 6_000)
+    assert abs(compute_checkpoint_bytes(tiny(), trainer.config) - real) < min(0.01 * real, 6_000)
 
 
 def test_a_critic_of_its_own_doubles_a_checkpoint() -> None:
-    sizes = {name: checkpoint_bytes(tiny(), with_overrides(RunConfig(), VARIANTS[name])) for name in VARIANTS}
+    sizes = {name: compute_checkpoint_bytes(tiny(), apply_overrides(RunConfig(), VARIANTS[name])) for name in VARIANTS}
     assert sizes["gae"] == pytest.approx(2 * sizes["grpo"], rel=1e-2)
     assert sizes["gae, shared trunk"] > sizes["grpo"] == sizes["grpo, shared trunk"] == sizes["rloo, KL loss"]
 
@@ -101,7 +109,7 @@ def test_a_critic_of_its_own_doubles_a_checkpoint() -> None:
 @example(1, 1)
 def test_kept_checkpoints_are_those_that_a_run_writes(steps: int, every: int) -> None:
     written = [step for step in range(1, steps + 1) if every > 0 and (step == steps or step % every == 0)]
-    assert times(steps, every) == len(written)
+    assert count_occurrences(steps, every) == len(written)
 
 
 @settings(max_examples=30, deadline=None)
@@ -110,8 +118,8 @@ def test_of_kept_checkpoints_only_planned_ones_are_there_already(steps: int, eve
     with TemporaryDirectory() as folder:
         plan = plan_in(Path(folder), ("0",), trainer__total_training_steps=steps, trainer__save_freq=every)
         for step in range(steps + 4):
-            put(plan.output / plan.runs[0].checkpoints / f"global_step_{step}" / "state.safetensors")
-        assert of(plan).already == FILES * times(steps, every)
+            put(plan.output / plan.runs[0].checkpoint_dir / f"global_step_{step}" / "state.safetensors")
+        assert of(plan).written_bytes == FILES * count_occurrences(steps, every)
 
 
 @given(st.integers(1, 30), st.integers(-1, 40), st.integers(1, 4), st.integers(1, 2))
@@ -119,22 +127,30 @@ def test_the_total_is_the_sum_of_what_it_is_made_of(steps: int, every: int, arms
     values = tuple(f"0.{number}" for number in range(1, arms + 1))
     plan = plan_in(Path("/no/such/folder"), values, trainer__total_training_steps=steps, trainer__save_freq=every)
     found = of(plan, limit)
-    size, concurrent = checkpoint_bytes(tiny(), plan.base), min(limit, arms)
-    assert (found.runs, found.concurrent, found.kept, found.checkpoint) == (arms, concurrent, times(steps, every), size)
-    assert found.rolling == arms + 2 * concurrent
-    assert found.total == (arms * times(steps, every) + found.rolling) * size + found.rows
-    assert (found.already, found.place, found.is_uniform) == (0, Path("/"), True)
-    assert 0 < found.free < 2**60
+    size, concurrent = compute_checkpoint_bytes(tiny(), plan.base_config), min(limit, arms)
+    assert (found.remaining_runs, found.concurrent_runs, found.saved_checkpoints, found.checkpoint_bytes) == (
+        arms,
+        concurrent,
+        count_occurrences(steps, every),
+        size,
+    )
+    assert found.rolling_checkpoints == arms + 2 * concurrent
+    assert (
+        found.total_bytes
+        == (arms * count_occurrences(steps, every) + found.rolling_checkpoints) * size + found.row_bytes
+    )
+    assert (found.written_bytes, found.folder, found.is_uniform) == (0, Path("/"), True)
+    assert 0 < found.free_bytes < 2**60
 
 
 def test_rows_grow_with_steps_runs_and_levels() -> None:
     here = Path("/no/such/folder")
-    usual = of(plan_in(here)).rows
-    assert of(plan_in(here, trainer__total_training_steps=61)).rows > usual
-    assert of(plan_in(here, ("0", "0.1", "0.2"))).rows > usual
+    usual = of(plan_in(here)).row_bytes
+    assert of(plan_in(here, trainer__total_training_steps=61)).row_bytes > usual
+    assert of(plan_in(here, ("0", "0.1", "0.2"))).row_bytes > usual
     for smaller in ({"env__val_env_groups": 16}, {"env__test_env_groups": 0}, {"trainer__val_before_train": False}):
-        assert of(plan_in(here, **smaller)).rows < usual
-    assert of(plan_in(here, trainer__test_freq=1)).rows > usual > of(plan_in(here, trainer__test_freq=0)).rows
+        assert of(plan_in(here, **smaller)).row_bytes < usual
+    assert of(plan_in(here, trainer__test_freq=1)).row_bytes > usual > of(plan_in(here, trainer__test_freq=0)).row_bytes
 
 
 def test_arms_that_differ_are_added_up(tmp_path: Path) -> None:
@@ -142,90 +158,102 @@ def test_arms_that_differ_are_added_up(tmp_path: Path) -> None:
     changes = ({}, {"algorithm.adv_estimator": "grpo"}, {"trainer.save_freq": -1})
     plan = replace(plan, runs=tuple(with_config(spec, c) for spec, c in zip(plan.runs, changes, strict=True)))
     found = of(plan)
-    gae, grpo = checkpoint_bytes(tiny(), plan.runs[0].config), checkpoint_bytes(tiny(), plan.runs[1].config)
-    assert found.total == 4 * gae + 4 * grpo + gae + 2 * (gae + gae) + found.rows
-    assert (found.checkpoint, found.kept, found.is_uniform) == (gae, 3, False)
-    assert "(1 rolling + up to 3 kept) x up to 2.7 MB" in line(found)
+    gae, grpo = (
+        compute_checkpoint_bytes(tiny(), plan.runs[0].config),
+        compute_checkpoint_bytes(tiny(), plan.runs[1].config),
+    )
+    assert found.total_bytes == 4 * gae + 4 * grpo + gae + 2 * (gae + gae) + found.row_bytes
+    assert (found.checkpoint_bytes, found.saved_checkpoints, found.is_uniform) == (gae, 3, False)
+    assert "(1 rolling + up to 3 kept) x up to 2.7 MB" in format_disk_line(found)
 
 
 def test_what_a_real_study_leaves_is_within_its_budget(ray_session: None, tmp_path: Path) -> None:
-    small = {key.replace(".", "__"): value for key, value in SMALL.items()} | {"trainer__save_freq": 2}
+    small = {key.replace(".", "__"): value for key, value in SMALL_SETTINGS.items()} | {"trainer__save_freq": 2}
     plan = plan_in(tmp_path, ("0",), **small)
     before = of(plan)
-    assert before.checkpoint is not None
-    assert before.total is not None
-    assert execute(plan, allotted(plan), "off", Console(quiet=True)) == 0
-    states = sum(folder_bytes(path) for path in tmp_path.rglob("global_step_*"))
-    states += sum(folder_bytes(plan.run_dir(spec.run_id) / STATE) for spec in plan.runs)
-    assert states == pytest.approx((1 + 2) * before.checkpoint, rel=1e-2)
-    rows = folder_bytes(tmp_path) - states
-    assert 0.3 * before.rows < rows < before.rows
-    assert folder_bytes(tmp_path) < before.total
+    assert before.checkpoint_bytes is not None
+    assert before.total_bytes is not None
+    assert execute_study(plan, allotted(plan), "off", Console(quiet=True)) == 0
+    states = sum(count_folder_bytes(path) for path in tmp_path.rglob("global_step_*"))
+    states += sum(count_folder_bytes(plan.get_run_dir(spec.run_id) / STATE_FOLDER) for spec in plan.runs)
+    assert states == pytest.approx((1 + 2) * before.checkpoint_bytes, rel=1e-2)
+    rows = count_folder_bytes(tmp_path) - states
+    assert 0.3 * before.row_bytes < rows < before.row_bytes
+    assert count_folder_bytes(tmp_path) < before.total_bytes
     after = of(plan)
-    assert (after.runs, after.total) == (0, 0)
+    assert (after.remaining_runs, after.total_bytes) == (0, 0)
 
 
 def test_a_run_that_goes_on_needs_what_is_missing(tmp_path: Path) -> None:
-    small = {key.replace(".", "__"): value for key, value in SMALL.items()} | {"trainer__save_freq": 1}
+    small = {key.replace(".", "__"): value for key, value in SMALL_SETTINGS.items()} | {"trainer__save_freq": 1}
     plan = plan_in(tmp_path, **small)
     before = of(plan)
-    assert before.checkpoint is not None
-    run = Trial(trial_config(plan, [plan.runs[0]], is_finished=False))
+    assert before.checkpoint_bytes is not None
+    run = Trial(make_trial_config(plan, [plan.runs[0]], is_finished=False))
     run.step()
     run.stop()
     after = of(plan)
-    assert after.total is not None
-    assert after.total == before.total
-    assert after.already == pytest.approx(2 * before.checkpoint, rel=1e-2)
-    check(after._replace(free=after.total - after.already))
+    assert after.total_bytes is not None
+    assert after.total_bytes == before.total_bytes
+    assert after.written_bytes == pytest.approx(2 * before.checkpoint_bytes, rel=1e-2)
+    check_budget(after._replace(free=after.total_bytes - after.written_bytes))
     with pytest.raises(PlanError):
-        check(after._replace(free=after.total - after.already - 1))
+        check_budget(after._replace(free=after.total_bytes - after.written_bytes - 1))
 
 
 def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
     plan = plan_in(tmp_path, ("0", "0.1", "0.2", "0.3"))
     statuses = ("completed", "early_stopped", "failed", "interrupted")
     for number, (spec, status) in enumerate(zip(plan.runs, statuses, strict=True)):
-        put(plan.run_dir(spec.run_id) / STATE / "state.safetensors", 1_000 * 10**number)
-        write_status(plan.run_dir(spec.run_id), RunStatus(spec.run_id, status))
+        put(plan.get_run_dir(spec.run_id) / STATE_FOLDER / "state.safetensors", 1_000 * 10**number)
+        write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, status))
     found, fresh = of(plan), of(plan_in(tmp_path / "other", ("0.2", "0.3")))
-    assert (found.runs, found.total, found.rows) == (fresh.runs, fresh.total, fresh.rows)
-    status_files = sum((plan.run_dir(spec.run_id) / "status.json").stat().st_size for spec in plan.runs[2:])
-    assert found.already == 1_100_000 + status_files
-    write_status(plan.run_dir(plan.runs[2].run_id), RunStatus(plan.runs[2].run_id, "completed"))
-    assert (found.concurrent, of(plan).concurrent, of(plan).rolling) == (2, 1, 3)
-    write_status(plan.run_dir(plan.runs[3].run_id), RunStatus(plan.runs[3].run_id, "completed"))
-    check(of(plan)._replace(free=0))
-    assert line(of(plan)).startswith("disk: every run has ended, nothing more is needed; ")
+    assert (found.remaining_runs, found.total_bytes, found.row_bytes) == (
+        fresh.remaining_runs,
+        fresh.total_bytes,
+        fresh.row_bytes,
+    )
+    status_files = sum((plan.get_run_dir(spec.run_id) / "status.json").stat().st_size for spec in plan.runs[2:])
+    assert found.written_bytes == 1_100_000 + status_files
+    write_status(plan.get_run_dir(plan.runs[2].run_id), RunStatus(plan.runs[2].run_id, "completed"))
+    assert (found.concurrent_runs, of(plan).concurrent_runs, of(plan).rolling_checkpoints) == (2, 1, 3)
+    write_status(plan.get_run_dir(plan.runs[3].run_id), RunStatus(plan.runs[3].run_id, "completed"))
+    check_budget(of(plan)._replace(free=0))
+    assert format_disk_line(of(plan)).startswith("disk: every run has ended, nothing more is needed; ")
 
 
 def test_more_than_the_plan_has_a_place_for_does_not_count(tmp_path: Path) -> None:
     plan = plan_in(tmp_path, ("0",), trainer__save_freq=60)
     (spec,) = plan.runs
     for path in (
-        plan.run_dir(spec.run_id) / STATE / "step_1" / "state.safetensors",
-        plan.run_dir(spec.run_id) / STATE / "step_2" / "state.safetensors",
-        plan.run_dir(spec.run_id) / "core",
+        plan.get_run_dir(spec.run_id) / STATE_FOLDER / "step_1" / "state.safetensors",
+        plan.get_run_dir(spec.run_id) / STATE_FOLDER / "step_2" / "state.safetensors",
+        plan.get_run_dir(spec.run_id) / "core",
         plan.folder / spec.run_id / "result.json",
-        plan.output / spec.checkpoints / "global_step_60" / "state.safetensors",
-        plan.output / spec.checkpoints / "global_step_30" / "state.safetensors",
-        plan.output / spec.checkpoints / ".global_step_60.writing" / "state.safetensors",
+        plan.output / spec.checkpoint_dir / "global_step_60" / "state.safetensors",
+        plan.output / spec.checkpoint_dir / "global_step_30" / "state.safetensors",
+        plan.output / spec.checkpoint_dir / ".global_step_60.writing" / "state.safetensors",
         plan.folder / "huge",
     ):
         put(path, 4_000_000)
     found = of(plan, 1)
-    assert found.checkpoint is not None
-    assert found.total is not None
-    assert found.total - found.already > 2 * found.checkpoint
-    assert 2 * found.checkpoint < found.already < 2 * found.checkpoint + found.rows
+    assert found.checkpoint_bytes is not None
+    assert found.total_bytes is not None
+    assert found.total_bytes - found.written_bytes > 2 * found.checkpoint_bytes
+    assert 2 * found.checkpoint_bytes < found.written_bytes < 2 * found.checkpoint_bytes + found.row_bytes
 
 
 def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
     plan = plan_in(tmp_path, model__path="some/model", model__prompt_style="full")
-    found = budget(plan, allotted(plan), {"HF_HUB_CACHE": str(tmp_path)})
-    assert (found.checkpoint, found.total, found.already, found.unknown) == (None, None, 0, ("some/model",))
-    check(found._replace(free=0))
-    assert line(found._replace(free=52_100_000_000, rows=2_000_000)) == (
+    found = estimate_disk_budget(plan, allotted(plan), {"HF_HUB_CACHE": str(tmp_path)})
+    assert (found.checkpoint_bytes, found.total_bytes, found.written_bytes, found.unknown_models) == (
+        None,
+        None,
+        0,
+        ("some/model",),
+    )
+    check_budget(found._replace(free=0))
+    assert format_disk_line(found._replace(free=52_100_000_000, rows=2_000_000)) == (
         "disk: 2 runs x (1 rolling + 0 kept) checkpoints + 2 x 2 checkpoints while running + rows 2.0 MB; "
         "the size of a checkpoint is not known: no config.json of a model that can be trained is here for some/model; "
         "52.1 GB free"
@@ -236,41 +264,43 @@ def test_a_condition_that_loads_a_model_has_states_of_its_size(tmp_path: Path) -
     def of_task(*assignments: str) -> DiskBudget:
         overrides = collect_overrides(STUDIES["sandbox"], {}, assignments)
         plan = make_plan(STUDIES["sandbox"], "laptop", "a test", overrides, None, 1, tmp_path)
-        return budget(plan, allotted(plan), {"HF_HUB_CACHE": str(tmp_path)})
+        return estimate_disk_budget(plan, allotted(plan), {"HF_HUB_CACHE": str(tmp_path)})
 
-    own = of_task("task=lm_bandit").checkpoint
+    own = of_task("task=lm_bandit").checkpoint_bytes
     assert own is not None
-    assert own > 12 * policy_parameters(tiny())
-    larger = of_task("task=lm_bandit", "model_name=Qwen/Qwen2.5-0.5B").checkpoint
+    assert own > 12 * count_policy_parameters(tiny())
+    larger = of_task("task=lm_bandit", "model_name=Qwen/Qwen2.5-0.5B").checkpoint_bytes
     assert larger == pytest.approx(12 * 494e6, rel=0.01)
-    assert of_task("model_name=Qwen/Qwen2.5-0.5B").checkpoint == of_task().checkpoint
-    assert of_task("task=lm_bandit", "model_name=some/model").unknown == ("some/model",)
+    assert of_task("model_name=Qwen/Qwen2.5-0.5B").checkpoint_bytes == of_task().checkpoint_bytes
+    assert of_task("task=lm_bandit", "model_name=some/model").unknown_models == ("some/model",)
 
 
 def test_the_line() -> None:
     start = "disk: 6 runs x (1 rolling + 4 kept) x 1.8 MB + 2 x 2 x 1.8 MB while running + rows 1.6 MB = 62.8 MB"
-    assert line(EXAMPLE) == f"{start}; 52.1 GB free"
-    assert line(EXAMPLE._replace(already=3_000_000)) == f"{start}, 3.0 MB of it written already; 52.1 GB free"
-    assert line(EXAMPLE._replace(runs=1)).startswith("disk: 1 run x ")
+    assert format_disk_line(EXAMPLE) == f"{start}; 52.1 GB free"
+    assert (
+        format_disk_line(EXAMPLE._replace(already=3_000_000)) == f"{start}, 3.0 MB of it written already; 52.1 GB free"
+    )
+    assert format_disk_line(EXAMPLE._replace(runs=1)).startswith("disk: 1 run x ")
 
 
 def test_exactly_enough_is_enough() -> None:
-    check(EXAMPLE._replace(free=62_800_000))
-    check(EXAMPLE._replace(free=60_000_000, already=2_800_000))
+    check_budget(EXAMPLE._replace(free=62_800_000))
+    check_budget(EXAMPLE._replace(free=60_000_000, already=2_800_000))
     for free, already in ((62_799_999, 0), (59_999_999, 2_800_000)):
         with pytest.raises(PlanError):
-            check(EXAMPLE._replace(free=free, already=already))
+            check_budget(EXAMPLE._replace(free=free, already=already))
 
 
 def test_too_little_says_what_is_needed_what_is_free_and_what_to_type() -> None:
     with pytest.raises(PlanError) as caught:
-        check(EXAMPLE._replace(free=12_000_000, already=10_000_000))
+        check_budget(EXAMPLE._replace(free=12_000_000, already=10_000_000))
     text = str(caught.value)
     assert "needs up to 52.8 MB more on disk, and /out has 12.0 MB free, 40.8 MB too little" in text
     for way in ("--save-freq with a larger number (-1 keeps none)", "--max-concurrent 1", "--output"):
         assert way in text
     with pytest.raises(PlanError) as caught:
-        check(EXAMPLE._replace(free=0, kept=0, concurrent=1))
+        check_budget(EXAMPLE._replace(free=0, kept=0, concurrent=1))
     assert "--save-freq" not in str(caught.value)
     assert "--max-concurrent" not in str(caught.value)
     assert "--output" in str(caught.value)
@@ -278,7 +308,7 @@ def test_too_little_says_what_is_needed_what_is_free_and_what_to_type() -> None:
 
 def test_a_budget_writes_nothing_and_looks_at_the_nearest_folder(tmp_path: Path) -> None:
     found = of(plan_in(tmp_path / "not" / "there"))
-    assert found.place == tmp_path
+    assert found.folder == tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
@@ -288,16 +318,16 @@ def test_a_folder_has_the_bytes_of_its_files(tmp_path: Path) -> None:
     put(tmp_path / "large", 5_000)
     (tmp_path / "a" / "link").symlink_to(tmp_path / "large")
     (tmp_path / "a" / "loop").symlink_to(tmp_path / "a")
-    assert folder_bytes(tmp_path / "a") < 5_000
+    assert count_folder_bytes(tmp_path / "a") < 5_000
     for name in ("link", "loop"):
         (tmp_path / "a" / name).unlink()
-    assert folder_bytes(tmp_path / "a") == 3 + 4
-    assert folder_bytes(tmp_path / "nothing") == 0
+    assert count_folder_bytes(tmp_path / "a") == 3 + 4
+    assert count_folder_bytes(tmp_path / "nothing") == 0
 
 
 def test_a_trial_of_several_runs_writes_the_states_of_all_at_once(tmp_path: Path) -> None:
     plan = make_plan(STUDIES["influence"], "laptop", "a test", {}, None, 3, tmp_path)
-    found = budget(plan, allotted(plan, 1), {})
-    assert (found.runs, found.concurrent, found.rolling) == (9, 3, 15)
-    assert found.checkpoint is not None
-    assert found.total == 15 * found.checkpoint + found.rows
+    found = estimate_disk_budget(plan, allotted(plan, 1), {})
+    assert (found.remaining_runs, found.concurrent_runs, found.rolling_checkpoints) == (9, 3, 15)
+    assert found.checkpoint_bytes is not None
+    assert found.total_bytes == 15 * found.checkpoint_bytes + found.row_bytes

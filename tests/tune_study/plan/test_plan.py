@@ -5,13 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from search_spaces import STUDIES
-from search_spaces.language_model.family import PPO, model_name
-from tests.fakes.trainer import study_of
-from trainable.config.run_config import ConfigError, with_overrides
+from search_spaces.language_model.family import PPO, get_model_name
+from tests.fakes.trainer import make_study
+from trainable.config.run_config import ConfigError, apply_overrides
 from tune_study.plan.study_plan import (
     PlanError,
     StudyPlan,
-    changed_settings,
+    find_changed_settings,
     collect_overrides,
     find_study,
     make_plan,
@@ -83,7 +83,7 @@ def test_names_and_places_are_the_published_ones(name: str) -> None:
     results, summary, runs = PLACES[name]
     assert plan.folder == Path("/out") / results
     assert plan.summary_log == Path("/out") / summary
-    assert [(r.run_id, r.log.as_posix(), r.checkpoints.as_posix()) for r in plan.runs] == runs
+    assert [(r.run_id, r.log_path.as_posix(), r.checkpoint_dir.as_posix()) for r in plan.runs] == runs
     assert [r.experiment_name for r in plan.runs] == [run[0] for run in runs]
     assert {r.steps for r in plan.runs} == {101 if name == "gradient-analysis" else 400}
 
@@ -93,8 +93,8 @@ def test_leaving_zero_spread_groups_out_changes_the_tag() -> None:
     (run,) = plan.runs
     name = "sokoban_kl_sweep_filter_zero_001-Qwen2.5-3B"
     assert run.run_id == name
-    assert run.log == Path(f"logs/kl_sweep_Qwen2.5-3B/filter_zero/001/{name}.log")
-    assert run.checkpoints == Path(f"model_saving/kl_sweep_Qwen2.5-3B/001/{name}")
+    assert run.log_path == Path(f"logs/kl_sweep_Qwen2.5-3B/filter_zero/001/{name}.log")
+    assert run.checkpoint_dir == Path(f"model_saving/kl_sweep_Qwen2.5-3B/001/{name}")
 
 
 def test_the_first_seed_of_every_arm_comes_first_and_later_ones_are_named() -> None:
@@ -103,17 +103,17 @@ def test_the_first_seed_of_every_arm_comes_first_and_later_ones_are_named() -> N
     last = plan.runs[-1]
     assert last.run_id == "sokoban_kl_sweep_nofilter_01-Qwen2.5-3B-seed1"
     assert last.experiment_name == "sokoban_kl_sweep_nofilter_01-Qwen2.5-3B"
-    assert last.log.name == f"{last.run_id}.log"
-    assert last.checkpoints.name == last.run_id
+    assert last.log_path.name == f"{last.run_id}.log"
+    assert last.checkpoint_dir.name == last.run_id
     assert last.config.seed == 1
-    assert last.config.config_hash() == plan.runs[1].config.config_hash()
+    assert last.config.compute_hash() == plan.runs[1].config.compute_hash()
 
 
 @given(st.integers(1, 4), st.lists(st.sampled_from(["0", "0.1", "0.25", "1e-3", "3"]), min_size=1, unique=True))
 def test_no_two_runs_share_a_name_or_a_place(seeds: int, values: list[str]) -> None:
     runs = plan_of("kl", ",".join(values), seeds).runs
     assert len(runs) == seeds * len(values)
-    for names in ([r.run_id for r in runs], [r.log for r in runs], [r.checkpoints for r in runs]):
+    for names in ([r.run_id for r in runs], [r.log_path for r in runs], [r.checkpoint_dir for r in runs]):
         assert len(set(names)) == len(runs)
 
 
@@ -122,13 +122,13 @@ def test_presets_bring_their_grid_seeds_and_settings() -> None:
     assert (len(paper.runs), paper.seeds) == (18, (0, 1, 2))
     assert (len(laptop.runs), laptop.seeds) == (6, (0,))
     assert laptop.run == "kl_sweep_sokoban-tiny"
-    assert laptop.base.actor.kl_loss_type == "low_var_kl"
-    assert paper.base.actor.kl_loss_type == "kl"
+    assert laptop.base_config.actor.kl_loss_type == "low_var_kl"
+    assert paper.base_config.actor.kl_loss_type == "kl"
 
 
 def test_what_was_typed_wins_over_study_and_preset() -> None:
     plan = plan_of("kl", "0", overrides={"env.env_groups": "4", "model.path": "/models/tiny/"}, preset="laptop")
-    assert plan.base.env.env_groups == 4
+    assert plan.base_config.env.env_groups == 4
     assert plan.run == "kl_sweep_tiny"
 
 
@@ -142,10 +142,10 @@ def test_the_baseline_is_found_however_it_was_typed() -> None:
 def test_changed_settings_rebuild_the_configuration(name: str, preset: str) -> None:
     changed = {"actor.betas": "[0.8, 0.9]"} if STUDIES[name].family is PPO else {"lr": "0.002"}
     for run in plan_of(name, preset=preset, overrides=changed).runs:
-        settings = changed_settings(run.config)
+        settings = find_changed_settings(run.config)
         assert "seed" not in settings
         defaults = type(run.config).model_validate({"seed": run.seed})
-        assert with_overrides(defaults, settings) == run.config
+        assert apply_overrides(defaults, settings) == run.config
 
 
 @pytest.mark.parametrize(
@@ -229,10 +229,10 @@ def test_a_word_that_is_no_bool_is_refused() -> None:
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-3B", "/models/Qwen2.5-3B", "/models/Qwen2.5-3B/"])
 def test_a_model_is_named_by_its_last_part(path: str) -> None:
-    assert model_name(path) == "Qwen2.5-3B"
+    assert get_model_name(path) == "Qwen2.5-3B"
 
 
 def test_another_trainer_changes_no_name() -> None:
-    study = study_of("FAKE")
+    study = make_study("FAKE")
     plan = make_plan(study, "paper", "a test", {}, None, 1, Path("/out"))
     assert plan.runs == plan_of("kl").runs

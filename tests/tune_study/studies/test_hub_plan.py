@@ -6,13 +6,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.fakes.hub_models import DROPS_THOUGHTS, RUN, byte_tokenizer, folder_with, make_config, make_model, write
-from trainable.config.run_config import RunConfig, with_overrides
-from trainable.config.seeds import stream
+from tests.fakes.hub_models import (
+    DROPS_THOUGHTS_TEMPLATE,
+    ARCHITECTURES,
+    make_byte_tokenizer,
+    write_tokenizer_config,
+    make_config,
+    make_model,
+    write_model,
+)
+from trainable.config.run_config import RunConfig, apply_overrides
+from trainable.config.seeds import make_rng
 from trainable.models.hub_model import HubModel
-from trainable.models.load import Policy, frozen_copy, load_policy, make_critic
+from trainable.models.load import Policy, make_frozen_copy, load_policy, make_critic
 from tune_study.placement import memory
-from tune_study.placement.model_size import critic_parameters, policy_parameters, shape_of
+from tune_study.placement.model_size import count_critic_parameters, count_policy_parameters, read_model_shape
 from tune_study.placement.models import check_model
 from tune_study.plan.study_plan import PlanError
 
@@ -20,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def config_only(kind: str, folder: Path) -> Path:
-    make_config(kind, RUN[kind]).save_pretrained(folder)
+    make_config(kind, ARCHITECTURES[kind]).save_pretrained(folder)
     config = folder / "config.json"
     text = config.read_text(encoding="utf-8")
     if '"architectures"' not in text:
@@ -29,15 +37,15 @@ def config_only(kind: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", list(RUN))
+@pytest.mark.parametrize("kind", list(ARCHITECTURES))
 def test_parameters_are_counted_from_the_config_alone(kind: str, tmp_path: Path) -> None:
-    shape = shape_of(str(config_only(kind, tmp_path / "config")), {})
+    shape = read_model_shape(str(config_only(kind, tmp_path / "config")), {})
     assert shape is not None
-    model = load_policy(str(write(make_model(kind), tmp_path / "whole")), CPU).model
+    model = load_policy(str(write_model(make_model(kind), tmp_path / "whole")), CPU).model
     assert isinstance(model, HubModel)
-    critic = make_critic(Policy(model, None, Path()), stream(0, "critic"), CPU)  # type: ignore[arg-type]
-    assert policy_parameters(shape) == sum(weight.numel() for weight in model.parameters())
-    assert critic_parameters(shape) == sum(weight.numel() for weight in critic.parameters())
+    critic = make_critic(Policy(model, None, Path()), make_rng(0, "critic"), CPU)  # type: ignore[arg-type]
+    assert count_policy_parameters(shape) == sum(weight.numel() for weight in model.parameters())
+    assert count_critic_parameters(shape) == sum(weight.numel() for weight in critic.parameters())
     assert (shape.hidden_size, shape.vocab_size) == (model.shape.hidden_size, model.shape.vocab_size)
     assert shape.num_attention_heads * shape.head_dim == model.shape.attention_size
 
@@ -45,27 +53,27 @@ def test_parameters_are_counted_from_the_config_alone(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", ["llama", "gemma", "gpt2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_reference_has_the_bytes_of_the_frozen_copy(kind: str, dtype: str, tmp_path: Path) -> None:
-    shape = shape_of(str(config_only(kind, tmp_path / "config")), {})
+    shape = read_model_shape(str(config_only(kind, tmp_path / "config")), {})
     assert shape is not None
-    policy = load_policy(str(write(make_model(kind), tmp_path / "whole")), CPU)
-    policy.model.model.passes = policy.model.model.passes._replace(dtype=getattr(torch, dtype))
-    held = sum(weight.numel() * weight.element_size() for weight in frozen_copy(policy.model).parameters())
-    config = with_overrides(RunConfig(), {"model.dtype": dtype, "actor.use_kl_loss": True})
-    assert memory.reference_bytes(shape, config) == held
+    policy = load_policy(str(write_model(make_model(kind), tmp_path / "whole")), CPU)
+    policy.model.model.pass_settings = policy.model.model.pass_settings._replace(dtype=getattr(torch, dtype))
+    held = sum(weight.numel() * weight.element_size() for weight in make_frozen_copy(policy.model).parameters())
+    config = apply_overrides(RunConfig(), {"model.dtype": dtype, "actor.use_kl_loss": True})
+    assert memory.compute_reference_bytes(shape, config) == held
 
 
 def test_a_cache_has_the_bytes_of_the_samplers(tmp_path: Path) -> None:
-    shape = shape_of(str(config_only("qwen3", tmp_path)), {})
+    shape = read_model_shape(str(config_only("qwen3", tmp_path)), {})
     assert shape is not None
     causal = make_model("qwen3")
-    model = load_policy(str(write(causal, tmp_path / "whole")), CPU).model
-    cache = model.model.new_cache(1, 5)
+    model = load_policy(str(write_model(causal, tmp_path / "whole")), CPU).model
+    cache = model.model.make_cache(1, 5)
     with torch.no_grad():
         model.model.extend(
             torch.zeros(1, 5, dtype=torch.long), torch.arange(5)[None], torch.ones(1, 5, dtype=torch.bool), cache
         )
     held = sum(part.numel() * 4 for part in (*cache.keys, *cache.values))
-    assert 5 * memory.cache_bytes(shape, 4) == held
+    assert 5 * memory.compute_token_kv_bytes(shape, 4) == held
 
 
 def test_a_model_that_is_not_run_has_no_shape_and_is_refused_before_a_start(tmp_path: Path) -> None:
@@ -73,7 +81,7 @@ def test_a_model_that_is_not_run_has_no_shape_and_is_refused_before_a_start(tmp_
     config = make_config("t5", fields)
     config.architectures = ["T5ForConditionalGeneration"]
     config.save_pretrained(tmp_path)
-    assert shape_of(str(tmp_path), {}) is None
+    assert read_model_shape(str(tmp_path), {}) is None
     save_file({"any": torch.zeros(1)}, tmp_path / "model.safetensors")
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(PlanError, match=r"is a T5ForConditionalGeneration, and has an encoder.*--model"):
@@ -81,10 +89,10 @@ def test_a_model_that_is_not_run_has_no_shape_and_is_refused_before_a_start(tmp_
 
 
 def test_a_model_of_another_architecture_is_accepted_and_its_template_tried(tmp_path: Path) -> None:
-    write(make_model("llama"), tmp_path)
+    write_model(make_model("llama"), tmp_path)
     check_model(str(tmp_path), {}, "auto")
-    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    folder_with(tmp_path, DROPS_THOUGHTS)
+    make_byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    write_tokenizer_config(tmp_path, DROPS_THOUGHTS_TEMPLATE)
     check_model(str(tmp_path), {}, "chatml")
     with pytest.raises(PlanError, match=r"The chat template .*--set model\.chat_format=chatml"):
         check_model(str(tmp_path), {}, "auto")

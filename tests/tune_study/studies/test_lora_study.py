@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 import analysis
-from trainable.config.seeds import stream
-from trainable.diagnostics.questions import tokens, transcript
-from trainable.models.lora import adapters
-from trainable.runs.run_files import read_lines
+from trainable.config.seeds import make_rng
+from trainable.diagnostics.questions import score_tokens, format_transcript
+from trainable.models.lora import find_adapters
+from trainable.runs.run_files import read_json_lines
 from tune_study.commands import probe
 from tune_study.plan.study_plan import PlanError
 
@@ -79,7 +79,7 @@ def test_resumed_from_its_first_state_it_ends_as_it_did(study: Path, tmp_path: P
         lines = (run / name).read_text().splitlines(keepends=True)
         (run / name).write_text("".join(line for line in lines if json.loads(line)["step"] < 2))
     command("resume", str(other / RUN))
-    assert analysis.same_rows(analysis.load(study).steps, analysis.load(other).steps) == []
+    assert analysis.diff_frames(analysis.load(study).steps, analysis.load(other).steps) == []
     ours, theirs = (load_file(kept(folder, 2) / "state.safetensors") for folder in (other, study))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
@@ -88,11 +88,11 @@ def test_resumed_from_its_first_state_it_ends_as_it_did(study: Path, tmp_path: P
 def test_a_restored_run_is_its_adapters_and_says_what_it_says(study: Path) -> None:
     trainers = {step: probe.restore(study / RUN, step=step) for step in (1, 2)}
     tensors = load_file(kept(study, 2) / "state.safetensors")
-    for name, layer in adapters(trainers[2].model):
+    for name, layer in find_adapters(trainers[2].model):
         assert torch.equal(layer.lora_B["default"].weight, tensors[f"actor/{name}.lora_B.default.weight"])
-    episodes = trainers[2].roll_out(trainers[2].val_levels[:2], 1, stream(0, "sampling", 1))
-    assert f"level {episodes[0].level_seed}" in transcript(episodes[0], trainers[2].codec)
-    asked = {step: tokens(trainer, episodes) for step, trainer in trainers.items()}
+    episodes = trainers[2].roll_out(trainers[2].val_levels[:2], 1, make_rng(0, "sampling", 1))
+    assert f"level {episodes[0].level_seed}" in format_transcript(episodes[0], trainers[2].codec)
+    asked = {step: score_tokens(trainer, episodes) for step, trainer in trainers.items()}
     for episode, said in zip(episodes, asked[2], strict=True):
         assert [token.logprob for token in said] == pytest.approx(episode.logprobs[episode.mask].tolist(), abs=1e-4)
         assert all(token.value is not None for token in said)
@@ -103,7 +103,7 @@ def test_a_probe_measures_gradients_of_adapters(study: Path) -> None:
     sizes = ("trainer.gradient_analysis_env_groups=4", "trainer.gradient_analysis_group_size=4")
     said = command("probe", str(study / RUN), *(word for size in sizes for word in ("--set", size)))
     assert "nothing is trained" in said.stdout
-    rows = [row for line in read_lines(run_of(study) / "probes.jsonl") for row in line["rows"]]
+    rows = [row for line in read_json_lines(run_of(study) / "probes.jsonl") for row in line["rows"]]
     found = {row["component"]: row for row in rows if row["bucket"] == "all"}
     assert all(found[name]["mean_norm"] > 0 for name in ("task", "kl", "entropy"))
 

@@ -28,23 +28,23 @@ from tests.fakes.trainer import (
     IS_TOO_LARGE,
     IS_WRONG,
     RAISES,
-    Meeting,
-    fake_rows,
-    study_of,
+    Barrier,
+    make_fake_rows,
+    make_study,
 )
 from trainable.runs.records import DEFAULT_STEP_COLUMNS, STOP_COLUMNS
-from trainable.runs.run_files import METRICS, read_rows
+from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.outputs import RunStatus, read_status
-from tune_study.folder.study_file import join, plan_from_folder
+from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.host.interrupt import Interrupt
 from tune_study.placement.resources import preflight
-from tune_study.plan.allotment import Allotment
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune.callbacks import Recorder
-from tune_study.tune.local_ray import RayHere
+from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress
-from tune_study.tune.run import Session, Suite, execute, make_tuner
-from tune_study.tune.trials import trial_config
+from tune_study.tune.run import StudySession, SuiteContext, execute_study, make_tuner
+from tune_study.tune.trials import make_trial_config
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -56,11 +56,11 @@ FAILED = (RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE)
 def plan_in(folder: Path, values: Sequence[str], seeds: int = 1, **overrides: object) -> StudyPlan:
     dotted: dict[str, object] = {"trainer.total_training_steps": STEPS}
     dotted |= {key.replace("__", "."): value for key, value in overrides.items()}
-    return make_plan(study_of(), "laptop", "a test", dotted, values, seeds, folder)
+    return make_plan(make_study(), "laptop", "a test", dotted, values, seeds, folder)
 
 
-def allotted(plan: StudyPlan) -> Allotment:
-    return preflight(plan, None, (), 2, None, real=True)
+def allotted(plan: StudyPlan) -> ResourcePlan:
+    return preflight(plan, None, (), 2, None, is_real=True)
 
 
 class Outcome(NamedTuple):
@@ -74,9 +74,9 @@ class Outcome(NamedTuple):
 
 def run_study(plan: StudyPlan, wandb: str = "off") -> Outcome:
     console = Console(record=True, width=200, force_terminal=False)
-    code = execute(plan, allotted(plan), wandb, console)
+    code = execute_study(plan, allotted(plan), wandb, console)
     gc.collect()  # what Ray left open is named in conftest and belongs to this test, not to whichever is next
-    found = {run.arm: read_status(plan.run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
+    found = {run.arm: read_status(plan.get_run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
     return Outcome(plan, code, console.export_text(), {arm: s for arm, s in found.items() if s is not None})
 
 
@@ -85,12 +85,12 @@ def run_id(plan: StudyPlan, arm: str) -> str:
 
 
 def rows_of(run_dir: Path) -> list[dict[str, Any]]:
-    return read_rows(run_dir / METRICS)
+    return read_rows(run_dir / METRICS_FILE)
 
 
 def written_steps(plan: StudyPlan, arm: str) -> list[int]:
     """The steps of an arm's rows as they were written, repeated ones included."""
-    text = (plan.run_dir(run_id(plan, arm)) / METRICS).read_text()
+    text = (plan.get_run_dir(run_id(plan, arm)) / METRICS_FILE).read_text()
     return [json.loads(line)["step"] for line in text.splitlines()]
 
 
@@ -136,10 +136,10 @@ def test_a_failure_has_its_class_and_its_words(outcome: Outcome) -> None:
 
 
 def test_only_what_may_pass_is_tried_again(outcome: Outcome) -> None:
-    logs = {run.arm: (outcome.plan.output / run.log).read_text() for run in outcome.plan.runs}
+    logs = {run.arm: (outcome.plan.output / run.log_path).read_text() for run in outcome.plan.runs}
     starts = {arm: logs[arm].count(" started ") for arm in ARMS}
     assert starts == {**dict.fromkeys(ARMS, 1), CRASHES_ONCE: 2, RAISES: 3, DIES: 3}
-    assert (outcome.plan.run_dir(run_id(outcome.plan, DIES)) / "deaths").read_text() == "xxx"
+    assert (outcome.plan.get_run_dir(run_id(outcome.plan, DIES)) / "deaths").read_text() == "xxx"
 
 
 def test_ray_calls_every_failed_run_an_error(outcome: Outcome) -> None:
@@ -176,7 +176,7 @@ def test_tunes_own_views_agree_with_the_rows(outcome: Outcome) -> None:
     trained = [run for run in outcome.plan.runs if run.arm not in (FAILS_IN_SETUP, IS_TOO_LARGE)]
     assert set(frame["run_id"].dropna()) == {run.run_id for run in trained}
     for run in trained:
-        last = rows_of(outcome.plan.run_dir(run.run_id))[-1]
+        last = rows_of(outcome.plan.get_run_dir(run.run_id))[-1]
         shown = frame.set_index("run_id").loc[run.run_id]
         for column in ("step", *(c.name for c in DEFAULT_STEP_COLUMNS)):
             value = last.get(column)
@@ -214,7 +214,7 @@ def test_tensorboard_files_are_there(outcome: Outcome) -> None:
 
 
 def test_logs_hold_a_line_a_step_and_why_a_run_failed(outcome: Outcome) -> None:
-    logs = {run.arm: (outcome.plan.output / run.log).read_text() for run in outcome.plan.runs}
+    logs = {run.arm: (outcome.plan.output / run.log_path).read_text() for run in outcome.plan.runs}
     assert logs["0"].count(f"/{STEPS} ") == STEPS
     assert f"step 5/{STEPS} train_success=0.833 reward_std=2.0000 groups_kept=8 val_success=0.833" in logs["0"]
     assert "early_stop=reward_variance_collapse at step 20" in logs[COLLAPSES]
@@ -250,7 +250,7 @@ def test_the_study_file_says_what_was_run(outcome: Outcome) -> None:
     assert (study["baseline"], study["seeds"], study["model"]) == ("0", [0], "sokoban-tiny")
     assert study["settings"]["trainer"]["total_training_steps"] == STEPS
     assert {"ray", "torch", "python"} <= study["versions"].keys()
-    run = json.loads((outcome.plan.run_dir(study["runs"][1]["run_id"]) / "run.json").read_text())
+    run = json.loads((outcome.plan.get_run_dir(study["runs"][1]["run_id"]) / "run.json").read_text())
     assert run["config"]["actor"]["kl_loss_coef"] == 0.3
     assert study["runs"][1] == {key: value for key, value in run.items() if key != "config"}
 
@@ -264,7 +264,7 @@ def test_wandb_offline_keeps_a_run_for_each_run(outcome: Outcome) -> None:
     written = list((outcome.plan.output / "wandb").glob("offline-run-*/run-*.wandb"))
     assert len(written) == len(outcome.plan.runs)
     for run in outcome.plan.runs:
-        name = f"{run.run_id}-{run.config.config_hash()}"
+        name = f"{run.run_id}-{run.config.compute_hash()}"
         assert any(path.name == f"run-{name}.wandb" and path.stat().st_size > 0 for path in written)
 
 
@@ -275,9 +275,9 @@ def test_nothing_is_counted_as_running_afterwards(outcome: Outcome) -> None:
 def test_a_child_that_outlives_its_trial_is_ended_and_the_run_goes_on(tmp_path: Path) -> None:
     ended = run_study(plan_in(tmp_path, (HAS_A_CHILD,)))
     assert ended.arms[HAS_A_CHILD].status == "completed"
-    pid = int((ended.plan.run_dir(run_id(ended.plan, HAS_A_CHILD)) / "child").read_text())
+    pid = int((ended.plan.get_run_dir(run_id(ended.plan, HAS_A_CHILD)) / "child").read_text())
     assert not psutil.pid_exists(pid)
-    log = (ended.plan.output / ended.plan.runs[0].log).read_text()
+    log = (ended.plan.output / ended.plan.runs[0].log_path).read_text()
     assert f"=== ended what it had started: {pid} (python" in log
 
 
@@ -294,9 +294,9 @@ def extended(outcome: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Outc
     """That study moved elsewhere, what failed there mended, and another value added."""
     folder = tmp_path_factory.mktemp("moved") / "study"
     shutil.copytree(outcome.plan.output, folder, symlinks=True)
-    plan = join(plan_in(folder, ("0", "0.1")), extend=True)
+    plan = merge_with_folder(plan_in(folder, ("0", "0.1")), extend=True)
     for arm in FAILED:
-        (plan.run_dir(run_id(plan, arm)) / "mended").touch()
+        (plan.get_run_dir(run_id(plan, arm)) / "mended").touch()
     return run_study(plan)
 
 
@@ -318,10 +318,10 @@ def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: O
     assert "7 of 10 runs to go" in extended.text
     for arm in ("0", COLLAPSES, CRASHES_ONCE):
         name = run_id(extended.plan, arm)
-        assert rows_of(extended.plan.run_dir(name)) == rows_of(outcome.plan.run_dir(name))
+        assert rows_of(extended.plan.get_run_dir(name)) == rows_of(outcome.plan.get_run_dir(name))
         assert written_steps(extended.plan, arm) == written_steps(outcome.plan, arm)
         assert replace(extended.arms[arm], trial_id="") == replace(outcome.arms[arm], trial_id="")
-    log = (extended.plan.output / extended.plan.runs[0].log).read_text()
+    log = (extended.plan.output / extended.plan.runs[0].log_path).read_text()
     assert log.count(f"step {STEPS}/{STEPS}") == 1
 
 
@@ -337,7 +337,7 @@ def test_tunes_own_views_list_every_run_of_an_extended_study(extended: Outcome) 
     assert {run_id: status.trial_id for run_id, status in by_run(extended).items()} == frame["trial_id"].to_dict()
     for run in extended.plan.runs:
         history = pd.read_csv(extended.plan.folder / run.run_id / "progress.csv").drop_duplicates("step")
-        assert history["step"].tolist() == [row["step"] for row in rows_of(extended.plan.run_dir(run.run_id))]
+        assert history["step"].tolist() == [row["step"] for row in rows_of(extended.plan.get_run_dir(run.run_id))]
 
 
 def by_run(outcome: Outcome) -> dict[str, RunStatus]:
@@ -348,7 +348,7 @@ def by_run(outcome: Outcome) -> dict[str, RunStatus]:
 def cut(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """A study that was interrupted by Ctrl-C while its first run, which is to collapse, was at step 4."""
     plan = plan_in(tmp_path_factory.mktemp("cut"), (COLLAPSES, "0", "0.2"), trainer__total_training_steps=100)
-    folder = plan.run_dir(run_id(plan, COLLAPSES))
+    folder = plan.get_run_dir(run_id(plan, COLLAPSES))
     folder.mkdir(parents=True)
     (folder / "interrupt.pid").write_text(str(os.getpid()))
     return run_study(plan)
@@ -356,7 +356,7 @@ def cut(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.fixture(scope="module")
 def resumed(cut: Outcome) -> Outcome:
-    return run_study(plan_from_folder(cut.plan.folder, study=study_of()))
+    return run_study(plan_from_folder(cut.plan.folder, study=make_study()))
 
 
 def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(cut: Outcome) -> None:
@@ -377,9 +377,9 @@ def test_an_interrupted_study_goes_on_to_the_rows_of_an_uninterrupted_one(cut: O
         "0.2": "completed",
     }
     for run in resumed.plan.runs:
-        config = trial_config(resumed.plan, [run], is_finished=False)
-        straight = fake_rows(config, run.config, 100)
-        assert rows_of(resumed.plan.run_dir(run.run_id)) == straight
+        config = make_trial_config(resumed.plan, [run], is_finished=False)
+        straight = make_fake_rows(config, run.config, 100)
+        assert rows_of(resumed.plan.get_run_dir(run.run_id)) == straight
 
 
 def test_a_stop_rule_counts_nothing_twice_after_an_interruption(resumed: Outcome) -> None:
@@ -398,23 +398,23 @@ def gpu_plan(folder: Path, share: float, values: Sequence[str]) -> StudyPlan:
     plan = plan_in(
         folder, values, trainer__n_gpus_per_node=share, trainer__device="auto", trainer__total_training_steps=1
     )
-    return replace(plan, study=study_of("PLACED"))
+    return replace(plan, study=make_study("PLACED"))
 
 
 def placed(plan: StudyPlan, at_once: int) -> list[dict[str, Any]]:
     """Where and when each run was, by its own account."""
-    allotment = Allotment((), 4, ("0", "1"), (), len(plan.runs), "0xGPU")
+    resource_plan = ResourcePlan((), 4, ("0", "1"), (), len(plan.runs), "0xGPU")
     progress = Progress(plan, 4, Console(quiet=True))
     for run in plan.runs:
-        plan.run_dir(run.run_id).mkdir(parents=True)
-    meeting = Meeting.options(name="meeting").remote(at_once)
+        plan.get_run_dir(run.run_id).mkdir(parents=True)
+    meeting = Barrier.options(name="meeting").remote(at_once)
     console = Console(quiet=True)
-    suite = Suite(RayHere([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
-    session = Session(plan, allotment, "off", console, suite, {}, progress)
-    grid = make_tuner(session, Recorder(plan, allotment, progress), []).fit()
+    suite = SuiteContext(LocalRay([], console), Interrupt(plan.folder / ".interrupt"), lambda: None)
+    session = StudySession(plan, resource_plan, "off", console, suite, {}, progress)
+    grid = make_tuner(session, Recorder(plan, resource_plan, progress), []).fit()
     ray.kill(meeting)
     assert not grid.errors
-    return [json.loads((plan.run_dir(run.run_id) / "place.json").read_text()) for run in plan.runs]
+    return [json.loads((plan.get_run_dir(run.run_id) / "place.json").read_text()) for run in plan.runs]
 
 
 def test_two_halves_share_each_gpu(tmp_path: Path) -> None:
@@ -435,35 +435,35 @@ def test_a_run_on_two_whole_gpus_is_one_group_on_one_node(tmp_path: Path) -> Non
 def test_a_folder_with_other_settings_is_refused_with_the_difference(outcome: Outcome) -> None:
     other = plan_in(outcome.plan.output, ARMS, actor__lr=1e-3)
     with pytest.raises(PlanError, match=r"other settings:\n  actor\.lr: 0\.0003 -> 0\.001\n"):
-        join(other, extend=True)
+        merge_with_folder(other, extend=True)
 
 
 def test_new_values_or_seeds_need_extend(outcome: Outcome) -> None:
     with pytest.raises(
         PlanError, match=r"--kl-values: 0,0\.3,0\.4,0\.5,0\.6,0\.7,0\.8,0\.9,0\.91 -> 0,0\.75\n.*--extend"
     ):
-        join(plan_in(outcome.plan.output, ("0", "0.75")), extend=False)
+        merge_with_folder(plan_in(outcome.plan.output, ("0", "0.75")), extend=False)
     with pytest.raises(PlanError, match=r"--seeds: 1 -> 2\n"):
-        join(plan_in(outcome.plan.output, ARMS, seeds=2), extend=False)
+        merge_with_folder(plan_in(outcome.plan.output, ARMS, seeds=2), extend=False)
 
 
 def test_a_value_typed_otherwise_is_the_same_arm(outcome: Outcome) -> None:
-    again = join(plan_in(outcome.plan.output, ("0.0", *ARMS[1:])), extend=False)
+    again = merge_with_folder(plan_in(outcome.plan.output, ("0.0", *ARMS[1:])), extend=False)
     assert again.values == ARMS
-    more = join(plan_in(outcome.plan.output, ("0.30", "0.75")), extend=True)
+    more = merge_with_folder(plan_in(outcome.plan.output, ("0.30", "0.75")), extend=True)
     assert more.values == (*ARMS, "0.75")
 
 
 def test_settings_that_change_no_row_may_change(outcome: Outcome) -> None:
     same_runs = plan_in(outcome.plan.output, ARMS, trainer__save_freq=10)
-    assert join(same_runs, extend=False).base.trainer.save_freq == 10
+    assert merge_with_folder(same_runs, extend=False).base_config.trainer.save_freq == 10
 
 
 def test_a_resumed_plan_is_the_plan_that_was_run(outcome: Outcome) -> None:
-    assert plan_from_folder(outcome.plan.folder, study=study_of()) == outcome.plan
+    assert plan_from_folder(outcome.plan.folder, study=make_study()) == outcome.plan
 
 
 def test_numbers_that_are_not_finite_are_not_measured(outcome: Outcome) -> None:
-    rows = rows_of(outcome.plan.run_dir(run_id(outcome.plan, "0")))
+    rows = rows_of(outcome.plan.get_run_dir(run_id(outcome.plan, "0")))
     assert all(row["kl_loss"] is None for row in rows)
     assert not any(isinstance(value, float) and math.isnan(value) for row in rows for value in row.values())

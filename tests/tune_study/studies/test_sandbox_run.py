@@ -17,13 +17,13 @@ import pytest
 from rich.console import Console
 
 from search_spaces import STUDIES
-from search_spaces.sandbox.family import sandbox_study
-from trainable.runs.run_files import METRICS, read_rows
+from search_spaces.sandbox.family import make_sandbox_study
+from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.outputs import RunStatus, read_status, write_status
-from tune_study.folder.study_file import join, plan_from_folder
+from tune_study.folder.study_file import merge_with_folder, plan_from_folder
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.run import execute
+from tune_study.tune.run import execute_study
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -37,13 +37,13 @@ ARMS = {
     "uniform": {"method": "GRPO", "binary_reward": True, "seq_len": 10, "group_size": 2, "fallback_patience": 3},
     "wrong": {"task": "mnist", "mnist_folder": "no-such-folder"},
 }
-STUDY = sandbox_study("influence", "Does it run?", ARMS, "DG", fixed=SMALL)
+STUDY = make_sandbox_study("influence", "Does it run?", ARMS, "DG", fixed_settings=SMALL)
 
 
 def run(plan: StudyPlan) -> tuple[int, str, dict[str, RunStatus]]:
     console = Console(record=True, width=200, force_terminal=False)
-    code = execute(plan, preflight(plan, None, (), 2, None, real=True), "off", console)
-    found = {spec.run_id: read_status(plan.run_dir(spec.run_id)) for spec in plan.runs}
+    code = execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "off", console)
+    found = {spec.run_id: read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs}
     return code, console.export_text(), {run_id: status for run_id, status in found.items() if status is not None}
 
 
@@ -54,7 +54,7 @@ def plan_in(folder: Path, seeds: int, arms: tuple[str, ...] = tuple(ARMS)) -> St
 def without_times(folder: Path) -> list[dict[str, object]]:
     return [
         {name: value for name, value in row.items() if not name.startswith("seconds")}
-        for row in read_rows(folder / METRICS, 0)
+        for row in read_rows(folder / METRICS_FILE, 0)
     ]
 
 
@@ -80,7 +80,12 @@ def test_every_seed_is_a_run_with_its_own_end(folder: Path) -> None:
     stopped = statuses["influence-uniform"]
     assert (stopped.stop_rule, stopped.stop_threshold, stopped.stop_step) == ("uniform_groups", 3, 2)
     assert stopped.reason == "uniform_groups at step 2: 3 reached the threshold 3"
-    assert [row["step"] for row in read_rows(plan.run_dir("influence-DG-seed1") / METRICS, 0)] == [0, 5, 10, 12]
+    assert [row["step"] for row in read_rows(plan.get_run_dir("influence-DG-seed1") / METRICS_FILE, 0)] == [
+        0,
+        5,
+        10,
+        12,
+    ]
     assert "Total: 6 | Success: 4 | Failed: 2 | Early stopped: 2 | Not ended: 0" in plan.summary_log.read_text()
 
 
@@ -88,7 +93,7 @@ def test_tables_have_a_row_a_run_and_the_settings_of_its_arm(folder: Path) -> No
     trials = pd.read_parquet(folder / "results/influence/trials.parquet").set_index("run_id")
     assert len(trials) == 6
     assert trials.loc["influence-DG", "final_test_error"] == read_rows(
-        folder / "results/influence/runs/influence-DG" / METRICS
+        folder / "results/influence/runs/influence-DG" / METRICS_FILE
     )[-1]["test_error"]  # fmt: skip
     assert trials.loc["influence-uniform-seed1", "config/method"] == "GRPO"
     assert trials.loc["influence-DG", "steps_done"] == 12
@@ -105,13 +110,13 @@ def test_a_second_start_trains_only_what_failed(folder: Path) -> None:
 
 
 def test_more_seeds_are_trials_of_their_own(folder: Path, tmp_path: Path) -> None:
-    plan = join(plan_in(folder, 3, ("DG",)), extend=True)
+    plan = merge_with_folder(plan_in(folder, 3, ("DG",)), extend=True)
     code, _, statuses = run(replace(plan, values=("DG",), runs=tuple(s for s in plan.runs if s.arm == "DG")))
     assert code == 0
     assert statuses["influence-DG-seed2"].status == "completed"
     alone = plan_in(tmp_path, 3, ("DG",))
     assert run(alone)[0] == 0
-    ours, theirs = (without_times(each.run_dir("influence-DG-seed2")) for each in (plan, alone))
+    ours, theirs = (without_times(each.get_run_dir("influence-DG-seed2")) for each in (plan, alone))
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]
     assert ours[0]["test_error"] == theirs[0]["test_error"]
     assert ours[0]["loss"] == pytest.approx(theirs[0]["loss"], rel=1e-5)
@@ -122,9 +127,9 @@ def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_sessio
     plan = plan_in(tmp_path, 2, ("uniform",))
     _, _, before = run(plan)
     for status in before.values():
-        write_status(plan.run_dir(status.run_id), RunStatus(status.run_id, "running", started_at=status.started_at))
-    shutil.rmtree(plan.run_dir("influence-uniform-seed1") / "state")
-    (plan.run_dir("influence-uniform-seed1") / METRICS).unlink()
+        write_status(plan.get_run_dir(status.run_id), RunStatus(status.run_id, "running", started_at=status.started_at))
+    shutil.rmtree(plan.get_run_dir("influence-uniform-seed1") / "state")
+    (plan.get_run_dir("influence-uniform-seed1") / METRICS_FILE).unlink()
     code, _, after = run(plan)
     assert code == 0
     assert {run_id: (status.status, status.reason) for run_id, status in after.items()} == {
@@ -148,7 +153,7 @@ def test_a_killed_study_goes_on_with_the_same_rows(tmp_path: Path) -> None:
     runs = "results/sandbox_token_reversal_DG/runs"
     with (tmp_path / "out.txt").open("w") as out:
         driver = subprocess.Popen(command(killed), stdout=out, stderr=out, start_new_session=True)
-        last = killed / runs / "sandbox_token_reversal_DG-single-seed2" / METRICS
+        last = killed / runs / "sandbox_token_reversal_DG-single-seed2" / METRICS_FILE
         deadline = time.monotonic() + 120
         while len(read_rows(last)) < 3 and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -166,6 +171,6 @@ def test_a_killed_study_goes_on_with_the_same_rows(tmp_path: Path) -> None:
 def test_runs_of_one_trial_are_runs_of_their_own_in_wandb(ray_session: None, tmp_path: Path) -> None:
     plan = plan_in(tmp_path, 2, ("DG",))
     console = Console(record=True, width=200, force_terminal=False)
-    assert execute(plan, preflight(plan, None, (), 2, None, real=True), "offline", console) == 0
+    assert execute_study(plan, preflight(plan, None, (), 2, None, is_real=True), "offline", console) == 0
     ids = sorted(path.stem.removeprefix("run-") for path in tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
-    assert ids == sorted(f"{spec.run_id}-{spec.config.config_hash()}" for spec in plan.runs)
+    assert ids == sorted(f"{spec.run_id}-{spec.config.compute_hash()}" for spec in plan.runs)

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from tune_study.placement.resources import bundles
-from tune_study.plan.allotment import Allotment
+from tune_study.placement.resources import make_bundles
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.tune.run import prepare_environment
 
 STRANGER = """
@@ -59,9 +59,9 @@ def look(base: Path, home: str) -> dict[str, Any]:
     """Start Ray with its files in `base`, and look. home: a folder that no `.ray` may appear in."""
     import ray
 
-    from tune_study.tune.local_ray import started_ray
+    from tune_study.tune.local_ray import start_local_ray
 
-    with started_ray(Allotment(bundles(0), 1, (), (), 1, ""), Console(quiet=True)):
+    with start_local_ray(ResourcePlan(make_bundles(0), 1, (), (), 1, ""), Console(quiet=True)):
         address = ray.get_runtime_context().gcs_address
         (folder,) = base.iterdir()
         in_advance = [process.pid for process in psutil.Process().children(recursive=True) if is_worker(process)]
@@ -98,9 +98,9 @@ def start_again() -> int:
     """A second start in the same process: the answer of a task."""
     import ray
 
-    from tune_study.tune.local_ray import started_ray
+    from tune_study.tune.local_ray import start_local_ray
 
-    with started_ray(Allotment(bundles(0), 1, (), (), 1, ""), Console(quiet=True)):
+    with start_local_ray(ResourcePlan(make_bundles(0), 1, (), (), 1, ""), Console(quiet=True)):
         return int(ray.get(ray.remote(lambda: 7).remote(), timeout=60))
 
 

@@ -7,22 +7,22 @@ import psutil
 import pytest
 from rich.console import Console
 
-from trainable.runs.orphans import MARK, ray_mark
-from tune_study.placement.resources import bundles
-from tune_study.plan.allotment import Allotment
+from trainable.runs.orphans import MARK_ENV, make_ray_mark
+from tune_study.placement.resources import make_bundles
+from tune_study.plan.allotment import ResourcePlan
 from tune_study.tune import local_ray, watchdog
-from tune_study.tune.local_ray import RayHere
+from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.watchdog import Daemon
 
 FIRST, SECOND, THIRD = (Path(name) for name in ("first", "second", "third"))
 
 
-def allotment(cpus: int, *gpus: str) -> Allotment:
-    return Allotment(bundles(0), cpus, gpus, (), 1, "")
+def allotment(cpus: int, *gpus: str) -> ResourcePlan:
+    return ResourcePlan(make_bundles(0), cpus, gpus, (), 1, "")
 
 
-def with_ray(*folders: Path) -> RayHere:
-    return RayHere(folders, Console(quiet=True))
+def with_ray(*folders: Path) -> LocalRay:
+    return LocalRay(folders, Console(quiet=True))
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
 
     @contextmanager
-    def started_ray(given: Allotment, console: Console) -> Iterator[tuple[Daemon, ...]]:
+    def started_ray(given: ResourcePlan, console: Console) -> Iterator[tuple[Daemon, ...]]:
         seen.append(" ".join(["up with", str(given.cpus), *given.gpus]))
         yield (Daemon("raylet", psutil.Process()),)
         seen.append("down")
@@ -43,7 +43,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_ray_stays_for_the_studies_that_wait_and_no_longer(events: list[str]) -> None:
     with with_ray(FIRST, SECOND) as ray:
         for folder in (FIRST, SECOND):
-            with ray.used(folder, allotment(2)) as daemons:
+            with ray.acquire(folder, allotment(2)) as daemons:
                 events.append(f"{folder} with {daemons[0].name}")
         assert events == ["up with 2", "first with raylet", "second with raylet", "down"]
 
@@ -51,10 +51,10 @@ def test_ray_stays_for_the_studies_that_wait_and_no_longer(events: list[str]) ->
 @pytest.mark.parametrize(
     ("other", "said"), [(allotment(4), "up with 4"), (allotment(2, "0"), "up with 2 0")], ids=["cpus", "gpus"]
 )
-def test_a_study_with_other_resources_has_a_ray_of_its_own(events: list[str], other: Allotment, said: str) -> None:
+def test_a_study_with_other_resources_has_a_ray_of_its_own(events: list[str], other: ResourcePlan, said: str) -> None:
     with with_ray(FIRST, SECOND, THIRD) as ray:
         for folder, given in ((FIRST, allotment(2)), (SECOND, other), (THIRD, other)):
-            with ray.used(folder, given):
+            with ray.acquire(folder, given):
                 events.append(folder.name)
     assert events == ["up with 2", "first", "down", said, "second", "third", "down"]
 
@@ -65,10 +65,10 @@ def test_ray_ends_with_a_study_that_fails_and_is_started_for_the_next(
 ) -> None:
     """Its trials would write on while their statuses are being settled."""
     with with_ray(FIRST, SECOND) as ray:
-        with pytest.raises(error), ray.used(FIRST, allotment(2)):
+        with pytest.raises(error), ray.acquire(FIRST, allotment(2)):
             raise error
         assert events == ["up with 2", "down"]
-        with ray.used(SECOND, allotment(2)):
+        with ray.acquire(SECOND, allotment(2)):
             pass
     assert events == ["up with 2", "down"] * 2
 
@@ -77,10 +77,10 @@ def test_a_ray_that_died_between_two_studies_is_started_again(
     events: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with with_ray(FIRST, SECOND) as ray:
-        with ray.used(FIRST, allotment(2)):
+        with ray.acquire(FIRST, allotment(2)):
             pass
         monkeypatch.setattr(watchdog, "is_gone", lambda daemon: True)
-        with ray.used(SECOND, allotment(2)):
+        with ray.acquire(SECOND, allotment(2)):
             pass
     assert events == ["up with 2", "down"] * 2
 
@@ -89,33 +89,33 @@ def test_a_ray_that_could_not_be_ended_is_not_taken_for_one_that_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     @contextmanager
-    def started_ray(given: Allotment, console: Console) -> Iterator[tuple[Daemon, ...]]:
+    def started_ray(given: ResourcePlan, console: Console) -> Iterator[tuple[Daemon, ...]]:
         started.append(given)
         yield ()
         if len(started) == 1:
             raise OSError("no answer")
 
-    started: list[Allotment] = []
+    started: list[ResourcePlan] = []
     monkeypatch.setattr(local_ray, "started_ray", started_ray)
     ray = with_ray(FIRST, SECOND)
-    with ray.used(FIRST, allotment(2)):
+    with ray.acquire(FIRST, allotment(2)):
         pass
     with pytest.raises(OSError, match="no answer"):
         ray.close()
-    with ray.used(SECOND, allotment(2)):
+    with ray.acquire(SECOND, allotment(2)):
         pass
     assert len(started) == 2
 
 
 def test_ray_ends_with_the_suite_where_nothing_was_left_of_its_last_study(events: list[str]) -> None:
-    with with_ray(FIRST, SECOND) as ray, ray.used(FIRST, allotment(2)):
+    with with_ray(FIRST, SECOND) as ray, ray.acquire(FIRST, allotment(2)):
         pass
     assert events == ["up with 2", "down"]
 
 
 def test_what_ray_starts_inherits_the_folders_of_all_studies() -> None:
     with with_ray(FIRST, SECOND):
-        assert os.environ[MARK] == ray_mark([FIRST, SECOND])
-    assert MARK not in os.environ
-    with RayHere([FIRST], Console(quiet=True), here=False):
-        assert MARK not in os.environ
+        assert os.environ[MARK_ENV] == make_ray_mark([FIRST, SECOND])
+    assert MARK_ENV not in os.environ
+    with LocalRay([FIRST], Console(quiet=True), is_local=False):
+        assert MARK_ENV not in os.environ

@@ -10,7 +10,7 @@ from search_spaces import STUDIES
 from search_spaces.language_model.family import PPO
 from tune_study.host.console import print_table
 from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.progress import Progress, clock, step_line
+from tune_study.tune.progress import Progress, format_duration, format_step
 
 
 def plan_of(values: tuple[str, ...] = ("0", "0.1"), steps: int = 100) -> StudyPlan:
@@ -29,14 +29,14 @@ def row(step: int, **values: Any) -> dict[str, Any]:
 
 
 def cells(progress: Progress) -> list[list[str]]:
-    table = progress.table()
+    table = progress.make_table()
     columns = [list(column.cells) for column in table.columns]
     return [[str(cell) for cell in line] for line in zip(*columns, strict=True)]
 
 
 def test_the_table_has_the_promised_columns() -> None:
     progress, _, _ = watched(plan_of())
-    assert [column.header for column in progress.table().columns] == list(progress.columns)
+    assert [column.header for column in progress.make_table().columns] == list(progress.columns)
     assert progress.columns == (
         "arm", "seed", "step", "success", "reward std", "groups kept", "tokens/s", "time left", "status"
     )  # fmt: skip
@@ -45,25 +45,25 @@ def test_the_table_has_the_promised_columns() -> None:
 def test_the_table_follows_the_runs() -> None:
     progress, _, (first, second) = watched(plan_of())
     assert cells(progress)[0] == ["0", "0", "0/100", "-", "-", "-", "-", "-", "waiting"]
-    progress.start(first)
-    progress.row(first, row(1, base_val_success=0.25, seconds_total=2.0))
+    progress.start_run(first)
+    progress.record_row(first, row(1, base_val_success=0.25, seconds_total=2.0))
     assert cells(progress)[0] == ["0", "0", "1/100", "0.250", "2.000", "8", "900", "3:18", "running"]
-    progress.row(first, row(5, val_success=0.0, seconds_total=10.0, reward_std=math.nan))
-    progress.row(first, row(6, seconds_total=12.0))
+    progress.record_row(first, row(5, val_success=0.0, seconds_total=10.0, reward_std=math.nan))
+    progress.record_row(first, row(6, seconds_total=12.0))
     assert cells(progress)[0] == ["0", "0", "6/100", "0.000", "2.000", "8", "900", "3:08", "running"]
-    progress.end(first, "early_stopped", "a rule")
+    progress.end_run(first, "early_stopped", "a rule")
     assert cells(progress)[0][-2:] == ["", "early_stopped"]
-    progress.skip(second, "completed", 100, 0.5)
+    progress.skip_run(second, "completed", 100, 0.5)
     assert cells(progress)[1] == ["0.1", "0", "100/100", "0.500", "-", "-", "-", "", "completed"]
 
 
 @pytest.mark.parametrize(("lanes", "left"), [(1, 300.0), (2, 200.0), (8, 200.0)])
 def test_time_left_is_the_work_left_over_the_runs_at_once(lanes: int, left: float) -> None:
     progress, _, (first, _) = watched(plan_of(), lanes=lanes)
-    assert progress.study_time_left() is None
-    progress.start(first)
-    progress.row(first, row(50, seconds_total=100.0))
-    assert progress.study_time_left() == left
+    assert progress.estimate_study_time_left() is None
+    progress.start_run(first)
+    progress.record_row(first, row(50, seconds_total=100.0))
+    assert progress.estimate_study_time_left() == left
 
 
 def test_the_runs_of_a_trial_go_on_together() -> None:
@@ -72,18 +72,18 @@ def test_the_runs_of_a_trial_go_on_together() -> None:
     progress, _, runs = watched(plan)
     for run in runs:
         if plan.trials[0][0].arm in run:
-            progress.start(run)
-            progress.row(run, row(50, seconds_total=100.0))
-    assert progress.study_time_left() == 100.0 + 200.0
-    progress.end(plan.trials[0][1].run_id, "early_stopped", "a rule")
-    assert progress.study_time_left() == 100.0 + 200.0
+            progress.start_run(run)
+            progress.record_row(run, row(50, seconds_total=100.0))
+    assert progress.estimate_study_time_left() == 100.0 + 200.0
+    progress.end_run(plan.trials[0][1].run_id, "early_stopped", "a rule")
+    assert progress.estimate_study_time_left() == 100.0 + 200.0
 
 
 def test_a_terminal_shows_the_table_with_times_and_keeps_it() -> None:
     progress, screen, (first, _) = watched(plan_of(), is_terminal=True)
-    with progress.shown():
-        progress.start(first)
-        progress.row(first, row(10, val_success=0.5, seconds_total=20.0))
+    with progress.show_live():
+        progress.start_run(first)
+        progress.record_row(first, row(10, val_success=0.5, seconds_total=20.0))
     shown = screen.getvalue()
     assert "kl (laptop)  elapsed 0:00  left 6:20" in shown
     assert "10/100" in shown
@@ -92,12 +92,12 @@ def test_a_terminal_shows_the_table_with_times_and_keeps_it() -> None:
 
 def test_without_a_terminal_lines_carry_full_names() -> None:
     progress, screen, (first, _) = watched(plan_of())
-    with progress.shown():
-        progress.start(first)
+    with progress.show_live():
+        progress.start_run(first)
         for step in range(1, 13):
-            progress.row(first, row(step, val_success=0.5 if step % 6 == 0 else None, seconds_total=2.0 * step))
-        progress.again(first, "ValueError: no")
-        progress.end(first, "completed", "trained 12 of 12 steps")
+            progress.record_row(first, row(step, val_success=0.5 if step % 6 == 0 else None, seconds_total=2.0 * step))
+        progress.retry_run(first, "ValueError: no")
+        progress.end_run(first, "completed", "trained 12 of 12 steps")
     name = "sokoban_kl_sweep_nofilter_0-sokoban-tiny"
     numbers = "reward_std=2.0000 groups_kept=8"
     assert screen.getvalue().splitlines() == [
@@ -111,7 +111,7 @@ def test_without_a_terminal_lines_carry_full_names() -> None:
 
 
 def test_a_line_leaves_out_what_was_not_measured() -> None:
-    line = step_line(PPO, {"step": 3, "kl_loss": math.nan, "pg_loss": None, "entropy": 1.5, "stop_rule": ""}, 10)
+    line = format_step(PPO, {"step": 3, "kl_loss": math.nan, "pg_loss": None, "entropy": 1.5, "stop_rule": ""}, 10)
     assert line == "step 3/10 entropy=1.500"
 
 
@@ -124,12 +124,12 @@ def test_a_line_leaves_out_what_was_not_measured() -> None:
 )
 def test_a_line_says_why_a_run_stopped(rule: str, value: float, words: str) -> None:
     stop = {"stop_rule": rule, "stop_value": value, "stop_threshold": 0.2, "stop_step": 3}
-    assert step_line(PPO, {"step": 3, **stop}, 10) == f"step 3/10 early_stop={words}"
+    assert format_step(PPO, {"step": 3, **stop}, 10) == f"step 3/10 early_stop={words}"
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(None, "-"), (0.4, "0:00"), (61, "1:01"), (3661, "1:01:01")])
 def test_clock(seconds: float | None, text: str) -> None:
-    assert clock(seconds) == text
+    assert format_duration(seconds) == text
 
 
 def test_a_plain_table_cuts_nothing() -> None:

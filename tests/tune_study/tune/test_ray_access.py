@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tune_study.host import machine
-from tune_study.host.session_folder import PREFIX, RAY, remove_abandoned, session_folder
+from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER, remove_abandoned_folders, make_session_folder
 
 ROOT = Path(__file__).parents[3]
 REFUSED = "InvalidAuthToken"
@@ -71,9 +71,9 @@ def test_no_worker_is_started_before_a_trial_asks_for_one(seen: dict[str, Any]) 
 def test_rays_files_are_private_and_go_with_it(seen: dict[str, Any]) -> None:
     assert seen["mode"] == "700"
     assert seen["after"] == []
-    assert max(seen["sockets"]) <= machine._SOCKET_BYTES
+    assert max(seen["sockets"]) <= machine._MAX_SOCKET_PATH_BYTES
     # Ray's names are as long as the check of its folder takes them to be.
-    assumed = machine._SOCKET.split("/")[3].rpartition("_")[0]
+    assumed = machine._LONGEST_SOCKET_NAME.split("/")[3].rpartition("_")[0]
     assert len(seen["session"].rpartition("_")[0]) == len(assumed)
 
 
@@ -81,13 +81,13 @@ def test_rays_files_are_private_and_go_with_it(seen: dict[str, Any]) -> None:
 
 
 def test_a_session_folder_is_for_its_owner_and_is_removed(tmp_path: Path) -> None:
-    with session_folder(tmp_path / "base") as folder:
-        assert folder.name == RAY
-        assert folder.parent.name == f"{PREFIX}{os.getpid()}"
+    with make_session_folder(tmp_path / "base") as folder:
+        assert folder.name == RAY_SUBFOLDER
+        assert folder.parent.name == f"{FOLDER_PREFIX}{os.getpid()}"
         assert folder.parent.stat().st_mode & 0o777 == 0o700
         folder.mkdir()
         (folder / "log").write_text("x")
-        with session_folder(tmp_path / "base") as second:
+        with make_session_folder(tmp_path / "base") as second:
             assert second.parent != folder.parent
         assert (folder / "log").exists()
     assert list((tmp_path / "base").iterdir()) == []
@@ -95,16 +95,16 @@ def test_a_session_folder_is_for_its_owner_and_is_removed(tmp_path: Path) -> Non
 
 def test_after_an_error_the_logs_stay_until_the_next_start(tmp_path: Path) -> None:
     def fail() -> None:
-        with session_folder(tmp_path) as folder:
+        with make_session_folder(tmp_path) as folder:
             folder.mkdir()
             (folder / "log").write_text("why")
             raise RuntimeError("Ray did not start")
 
     with pytest.raises(RuntimeError):
         fail()
-    assert [path.read_text() for path in tmp_path.glob(f"{PREFIX}*/{RAY}/log")] == ["why"]
-    with session_folder(tmp_path):
-        assert list(tmp_path.glob(f"{PREFIX}*/{RAY}/log")) == []
+    assert [path.read_text() for path in tmp_path.glob(f"{FOLDER_PREFIX}*/{RAY_SUBFOLDER}/log")] == ["why"]
+    with make_session_folder(tmp_path):
+        assert list(tmp_path.glob(f"{FOLDER_PREFIX}*/{RAY_SUBFOLDER}/log")) == []
 
 
 def test_only_abandoned_folders_of_this_user_are_removed(tmp_path: Path) -> None:
@@ -117,6 +117,6 @@ def test_only_abandoned_folders_of_this_user_are_removed(tmp_path: Path) -> None
     (tmp_path / "ts-5").touch()
     with (tmp_path / "ts-2" / ".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        remove_abandoned(tmp_path)
+        remove_abandoned_folders(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "ts-2", "ts-3", "ts-4", "ts-5", "tsar"]
     assert (home / ".lock").exists()

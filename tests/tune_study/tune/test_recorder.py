@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 
 from search_spaces import STUDIES
-from trainable.runs.run_files import METRICS, append_line
+from trainable.runs.run_files import METRICS_FILE, append_json_line
 from tune_study.folder.outputs import RunStatus, read_status, write_study
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import StudyPlan, make_plan
-from tune_study.tune.callbacks import TRIES, Recorder
+from tune_study.tune.callbacks import MAX_ATTEMPTS, Recorder
 from tune_study.tune.progress import Progress
-from tune_study.tune.trials import trial_configs
+from tune_study.tune.trials import make_trial_configs
 
 STOPPED = {"step": 2, "stop_rule": "uniform_groups", "stop_value": 3.0, "stop_threshold": 3.0, "stop_step": 2}
 
@@ -25,9 +25,9 @@ class Recorded:
     def __init__(self, folder: Path) -> None:
         self.plan: StudyPlan = make_plan(STUDIES["influence"], "laptop", "a test", {}, ("GRPO",), 2, folder)
         write_study(self.plan)
-        allotment = preflight(self.plan, None, (), 2, None, real=True)
-        self.recorder = Recorder(self.plan, allotment, Progress(self.plan, 1, Console(quiet=True)))
-        (config,) = trial_configs(self.plan, {}, self.plan.folder / ".interrupt")
+        resource_plan = preflight(self.plan, None, (), 2, None, is_real=True)
+        self.recorder = Recorder(self.plan, resource_plan, Progress(self.plan, 1, Console(quiet=True)))
+        (config,) = make_trial_configs(self.plan, {}, self.plan.folder / ".interrupt")
         self.trial = SimpleNamespace(
             config=config,
             trial_id="one",
@@ -38,7 +38,7 @@ class Recorded:
         self.recorder.on_trial_start(0, [], self.trial)
 
     def wrote(self, seed: int, row: dict[str, Any]) -> None:
-        append_line(self.plan.run_dir(self.plan.runs[seed].run_id) / METRICS, row)
+        append_json_line(self.plan.get_run_dir(self.plan.runs[seed].run_id) / METRICS_FILE, row)
 
     def told(self, rows: dict[int, dict[str, Any]]) -> None:
         found = {self.plan.runs[seed].run_id: row for seed, row in rows.items()}
@@ -49,12 +49,12 @@ class Recorded:
         self.recorder.on_trial_start(0, [], self.trial)
 
     def status(self, seed: int) -> RunStatus:
-        status = read_status(self.plan.run_dir(self.plan.runs[seed].run_id))
+        status = read_status(self.plan.get_run_dir(self.plan.runs[seed].run_id))
         assert status is not None
         return status
 
     def log(self, seed: int) -> str:
-        return (self.plan.output / self.plan.runs[seed].log).read_text()
+        return (self.plan.output / self.plan.runs[seed].log_path).read_text()
 
 
 @pytest.fixture
@@ -94,12 +94,12 @@ def test_a_run_with_a_row_of_step_0_has_run(recorded: Recorded) -> None:
 
 def test_failures_count_from_where_the_runs_that_go_on_are(recorded: Recorded) -> None:
     recorded.wrote(0, {"step": 280})  # of an earlier start, without the other run
-    for step in range(TRIES + 1):
+    for step in range(MAX_ATTEMPTS + 1):
         recorded.died()
         for seed in (0, 1):
             recorded.wrote(seed, {"step": step})
-    assert not recorded.recorder.given_up
-    for _ in range(TRIES):
-        assert not recorded.recorder.given_up
+    assert not recorded.recorder.given_up_trials
+    for _ in range(MAX_ATTEMPTS):
+        assert not recorded.recorder.given_up_trials
         recorded.died()
-    assert recorded.recorder.given_up == {"one"}
+    assert recorded.recorder.given_up_trials == {"one"}

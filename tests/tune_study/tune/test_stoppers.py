@@ -11,15 +11,15 @@ from ray import tune
 from ray.tune.stopper import CombinedStopper
 
 from trainable.config.sections import EarlyStopConfig
-from trainable.runs.records import empty_row
-from trainable.runs.stop_rules import RULES, decide
+from trainable.runs.records import make_empty_row
+from trainable.runs.stop_rules import RULES, evaluate_stop_rules
 from tune_study.host.interrupt import Interrupt
 from tune_study.tune.stoppers import InterruptStopper, RuleStopper
 
 
 def decided(step: int, rule: str = "", **more: Any) -> dict[str, Any]:
     """A result of a run of this project, which says itself whether a rule has stopped it."""
-    return {**empty_row(), "run_id": "a", "step": step, "training_iteration": step, "stop_rule": rule, **more}
+    return {**make_empty_row(), "run_id": "a", "step": step, "training_iteration": step, "stop_rule": rule, **more}
 
 
 def foreign(step: int, std: float, **more: Any) -> dict[str, Any]:
@@ -145,6 +145,6 @@ def test_a_tuner_of_ones_own_stops_a_foreign_trainable(tmp_path: Path) -> None:
     steps = {result.config["kind"]: result.metrics["training_iteration"] for result in tuner.fit()}
     assert steps == {"learns": 25, "collapses": 20, "fails": 5}
     spread = [{"step": step, "reward_std": 2.0 if step <= 10 else 0.01, "groups_kept": 1} for step in range(1, 26)]
-    decision = decide(spread, settings)
+    decision = evaluate_stop_rules(spread, settings)
     assert decision is not None
     assert decision.step == steps["collapses"]

@@ -4,13 +4,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from search_spaces import STUDIES
-from tests.fakes.run_folders import MadeAnalysis
-from trainable.runs.records import empty_row
-from trainable.runs.run_files import GRADIENTS, append_line
+from tests.fakes.run_folders import FakeAnalysis
+from trainable.runs.records import make_empty_row
+from trainable.runs.run_files import GRADIENTS_FILE, append_json_line
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
-from tune_study.tune.run import choose_wandb
-from tune_study.tune.trials import trial_config
-from tune_study.tune.wandb_logging import WandbRuns, loggable
+from tune_study.tune.run import choose_wandb_mode
+from tune_study.tune.trials import make_trial_config
+from tune_study.tune.wandb_logging import WandbCallback, select_loggable
 
 
 class Trial(NamedTuple):
@@ -23,17 +23,17 @@ def plan_in(output: Path, logger: str = "['console']") -> StudyPlan:
     return make_plan(STUDIES["kl"], "laptop", "a test", {"trainer.logger": logger}, ("0",), 1, output)
 
 
-def feed(runs: WandbRuns, plan: StudyPlan, finished: bool) -> None:
-    trial = Trial(trial_config(plan, plan.runs[:1], finished))
+def feed(runs: WandbCallback, plan: StudyPlan, finished: bool) -> None:
+    trial = Trial(make_trial_config(plan, plan.runs[:1], finished))
     runs.setup()
     runs.on_trial_start(0, [], trial)
-    runs.on_trial_result(0, [], trial, {**empty_row(), "step": 1, "val_success": 0.5})
+    runs.on_trial_result(0, [], trial, {**make_empty_row(), "step": 1, "val_success": 0.5})
     runs.on_trial_complete(0, [], trial)
 
 
 def test_trouble_ends_the_logging_and_is_told(tmp_path: Path) -> None:
     plan = plan_in(tmp_path)
-    runs = WandbRuns(plan, "no-such-mode")
+    runs = WandbCallback(plan, "no-such-mode")
     feed(runs, plan, finished=False)
     assert not runs.close()
     assert runs.problem
@@ -41,60 +41,60 @@ def test_trouble_ends_the_logging_and_is_told(tmp_path: Path) -> None:
 
 def test_a_run_that_was_finished_before_is_not_logged_again(tmp_path: Path) -> None:
     plan = plan_in(tmp_path)
-    runs = WandbRuns(plan, "offline")
+    runs = WandbCallback(plan, "offline")
     feed(runs, plan, finished=True)
     assert runs.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_study_that_never_started_has_nothing_to_end(tmp_path: Path) -> None:
-    assert WandbRuns(plan_in(tmp_path), "offline").close()
+    assert WandbCallback(plan_in(tmp_path), "offline").close()
 
 
 def test_numbers_and_words_are_logged() -> None:
     row = {"a": 1.5, "b": 2, "c": "x", "d": None, "config": {"lr": 1}, "e": True}
-    assert loggable(row) == {"a": 1.5, "b": 2, "c": "x", "e": True}
+    assert select_loggable(row) == {"a": 1.5, "b": 2, "c": "x", "e": True}
 
 
 def test_an_analysis_is_logged_under_the_published_keys(tmp_path: Path) -> None:
     plan = plan_in(tmp_path)
     run_id = plan.runs[0].run_id
-    plan.run_dir(run_id).mkdir(parents=True)
-    for made in (MadeAnalysis(1, prefilter=True), MadeAnalysis(1, buckets=0), MadeAnalysis(51)):
-        append_line(plan.run_dir(run_id) / GRADIENTS, made.line())
-    runs = WandbRuns(plan, "offline")
+    plan.get_run_dir(run_id).mkdir(parents=True)
+    for made in (FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0), FakeAnalysis(51)):
+        append_json_line(plan.get_run_dir(run_id) / GRADIENTS_FILE, made.make_line())
+    runs = WandbCallback(plan, "offline")
     timed = {"seconds_gradient_analysis": 2.5}
-    found, last = (runs._analysis(run_id, step, timed) for step in (1, 51))
+    found, last = (runs._read_gradient_analysis(run_id, step, timed) for step in (1, 51))
     assert (found["timing_s/gradient_analysis"], found["grad_analysis/empty_after_filter"]) == (2.5, 1)
     table = found["grad_norm_prefilter/bucket_2/group_rv_table"]
     assert table.columns == ["bucket", "group_id", "reward_std"]
     assert [row[0] for row in table.data] == ["bucket_2"] * 4
-    norms = {row["component"]: row["norm"] for row in MadeAnalysis(51).line()["rows"] if row["bucket"] == "all"}
+    norms = {row["component"]: row["norm"] for row in FakeAnalysis(51).make_line()["rows"] if row["bucket"] == "all"}
     assert last["actor/grad_norm/task"] == norms["task"]
-    assert runs._analysis(run_id, 51, {}) == {}
+    assert runs._read_gradient_analysis(run_id, 51, {}) == {}
 
 
 def test_a_step_with_an_analysis_is_written_whole(tmp_path: Path) -> None:
     plan = plan_in(tmp_path)
     run_id = plan.runs[0].run_id
-    plan.run_dir(run_id).mkdir(parents=True)
-    append_line(plan.run_dir(run_id) / GRADIENTS, MadeAnalysis(1).line())
-    runs, trial = WandbRuns(plan, "offline"), Trial(trial_config(plan, plan.runs[:1], False))
+    plan.get_run_dir(run_id).mkdir(parents=True)
+    append_json_line(plan.get_run_dir(run_id) / GRADIENTS_FILE, FakeAnalysis(1).make_line())
+    runs, trial = WandbCallback(plan, "offline"), Trial(make_trial_config(plan, plan.runs[:1], False))
     runs.setup()
     runs.on_trial_start(0, [], trial)
-    runs.on_trial_result(0, [], trial, {**empty_row(), "step": 1, "seconds_gradient_analysis": 2.5})
+    runs.on_trial_result(0, [], trial, {**make_empty_row(), "step": 1, "seconds_gradient_analysis": 2.5})
     runs.on_trial_complete(0, [], trial)
     assert runs.close(), runs.problem
     assert list(tmp_path.rglob("*group_rv_table*"))
 
 
 def test_wandb_is_off_unless_asked_for(tmp_path: Path) -> None:
-    assert choose_wandb(None, plan_in(tmp_path)) == "off"
-    assert choose_wandb(None, plan_in(tmp_path, "['console','wandb']")) == "offline"
-    assert choose_wandb("off", plan_in(tmp_path, "['console','wandb']")) == "off"
-    assert choose_wandb("online", plan_in(tmp_path)) == "online"
+    assert choose_wandb_mode(None, plan_in(tmp_path)) == "off"
+    assert choose_wandb_mode(None, plan_in(tmp_path, "['console','wandb']")) == "offline"
+    assert choose_wandb_mode("off", plan_in(tmp_path, "['console','wandb']")) == "off"
+    assert choose_wandb_mode("online", plan_in(tmp_path)) == "online"
 
 
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="--wandb maybe is no mode"):
-        choose_wandb("maybe", plan_in(tmp_path))
+        choose_wandb_mode("maybe", plan_in(tmp_path))

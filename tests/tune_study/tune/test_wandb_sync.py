@@ -14,8 +14,8 @@ import wandb
 from search_spaces import STUDIES
 from tests.tune_study.tune.test_wandb_logging import feed
 from tune_study.plan.study_plan import make_plan
-from tune_study.tune.wandb_logging import WandbRuns
-from tune_study.tune.wandb_sync import Uploads, reachable
+from tune_study.tune.wandb_logging import WandbCallback
+from tune_study.tune.wandb_sync import WandbUploader, is_reachable
 
 
 class Service(http.server.ThreadingHTTPServer):
@@ -85,10 +85,10 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     server.server_close()
 
 
-def logged(output: Path, patience: float = 60.0) -> tuple[WandbRuns, bool]:
+def logged(output: Path, patience: float = 60.0) -> tuple[WandbCallback, bool]:
     """A study of one run that logged one step, ended."""
     plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0",), 1, output)
-    runs = WandbRuns(plan, "sync")
+    runs = WandbCallback(plan, "sync")
     feed(runs, plan, finished=False)
     return runs, runs.close(patience)
 
@@ -118,11 +118,11 @@ def test_what_failed_is_tried_again_at_the_end(service: Service, tmp_path: Path)
     (folder,) = tmp_path.glob("wandb/offline-run-*")
     for mark in folder.glob("*.synced"):
         mark.unlink()
-    uploads = Uploads()
+    uploads = WandbUploader()
     uploads.add(folder, "http://127.0.0.1:1")
     uploads.add(folder, service.address)
     assert not uploads.close(60.0)  # the first address is not there at the end either
-    assert uploads.left == [folder]
+    assert uploads.pending_folders == [folder]
 
 
 def test_an_upload_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,5 +136,5 @@ def test_an_upload_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_is_no_address_is_not_reached() -> None:
-    assert not reachable("nowhere")
-    assert not reachable("http://127.0.0.1:99999")
+    assert not is_reachable("nowhere")
+    assert not is_reachable("http://127.0.0.1:99999")

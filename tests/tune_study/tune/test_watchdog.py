@@ -8,7 +8,7 @@ import pytest
 
 from tune_study.host.interrupt import Interrupt
 from tune_study.tune import watchdog
-from tune_study.tune.watchdog import Daemon, DiskSpace, guarded, is_gone
+from tune_study.tune.watchdog import Daemon, DiskSpaceGuard, watch_daemons, has_exited
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 
@@ -29,28 +29,28 @@ def test_the_last_will_is_called_once_a_daemon_is_gone() -> None:
         told.append(lost)
         called.set()
 
-    with guarded([daemon], last_will):
+    with watch_daemons([daemon], last_will):
         assert not called.wait(0.1)
-        assert not is_gone(daemon)
+        assert not has_exited(daemon)
         child.kill()
         assert called.wait(30)
-    assert is_gone(daemon)
+    assert has_exited(daemon)
     child.wait()
-    assert is_gone(daemon)
+    assert has_exited(daemon)
     assert told == [f"Ray's process raylet ({child.pid}) is gone"]
 
 
 def test_nothing_is_called_where_all_is_well() -> None:
     told: list[str] = []
-    with guarded([Daemon("raylet", psutil.Process())], told.append):
+    with watch_daemons([Daemon("raylet", psutil.Process())], told.append):
         pass
-    with guarded([], told.append):
+    with watch_daemons([], told.append):
         pass
     assert told == []
 
 
-def disk_space(folder: Path, patience: float, said: list[str]) -> DiskSpace:
-    return DiskSpace([folder, folder / "missing"], patience, Interrupt(folder / ".interrupt"), said.append)
+def disk_space(folder: Path, patience: float, said: list[str]) -> DiskSpaceGuard:
+    return DiskSpaceGuard([folder, folder / "missing"], patience, Interrupt(folder / ".interrupt"), said.append)
 
 
 def test_the_driver_waits_while_a_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,14 +67,14 @@ def test_its_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     watch = disk_space(tmp_path, 0.05, said)
     watch.on_step_begin(1, [])
     assert said[-1] == "There is still no room."
-    watch._next = 0.0
+    watch._next_check = 0.0
     watch.on_step_begin(2, [])
     assert len(said) == 2  # it does not begin to wait again
     monkeypatch.setattr(watchdog, "LEAST_FREE", 0)
-    watch._next = 0.0
+    watch._next_check = 0.0
     watch.on_step_begin(3, [])
     monkeypatch.setattr(watchdog, "LEAST_FREE", 10**18)
-    watch._next = 0.0
+    watch._next_check = 0.0
     watch.on_step_begin(4, [])
     assert len(said) == 4  # there was room in between
 

@@ -85,19 +85,19 @@ def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
     """
     batch, _, cols = cells.shape
     _check_actions(actions, batch)
-    after: Cells = np.array(cells, dtype=np.int8, order="C")
-    flat = after.reshape(-1)
+    next_cells: Cells = np.array(cells, dtype=np.int8, order="C")
+    flat = next_cells.reshape(-1)
     player = np.flatnonzero(flat >= _PLAYER)
     if player.size != batch:
         raise ValueError(f"{player.size} players on {batch} boards; each board has exactly one: pass boards of `Level`")
-    path = player[:, None] + _reach(cols).take(actions, axis=0)
+    path = player[:, None] + _make_offsets(cols).take(actions, axis=0)
     # A path leaves the array only behind a border wall, where it meets another wall: wrapping reads and writes walls.
     code = flat.take(path, mode="wrap") @ _CODE_WEIGHTS
     flat.put(path, _TABLES.tiles.take(code, axis=0), mode="wrap")
-    solved = is_solved(after)
+    solved = is_solved(next_cells)
     rewards = _TABLES.rewards.take(code)
     rewards += REWARD_SOLVED * (solved & (actions != _NONE))
-    return Outcome(after, rewards, _TABLES.moved.take(code), solved)
+    return Outcome(next_cells, rewards, _TABLES.moved.take(code), solved)
 
 
 def is_solved(cells: Cells) -> npt.NDArray[np.bool_]:
@@ -139,14 +139,14 @@ def _check_actions(actions: npt.NDArray[np.integer], batch: int) -> None:
 
 
 @lru_cache(maxsize=16)
-def _reach(cols: int) -> npt.NDArray[np.intp]:
+def _make_offsets(cols: int) -> npt.NDArray[np.intp]:
     """Flat offsets (action, 3) from the player to itself, to the cell ahead, and to the cell behind that one."""
     ahead = np.zeros(len(Action), dtype=np.intp)
     for action, (row_step, col_step) in DIRECTIONS.items():
         ahead[action] = row_step * cols + col_step
-    reach: npt.NDArray[np.intp] = ahead[:, None] * np.arange(3)
-    reach.flags.writeable = False
-    return reach
+    offsets: npt.NDArray[np.intp] = ahead[:, None] * np.arange(3)
+    offsets.flags.writeable = False
+    return offsets
 
 
 class _Tables(NamedTuple):
@@ -166,7 +166,7 @@ def _build_tables() -> _Tables:
             rewards[row] = 0.0  # the cell ahead is the player's own: only Action.NONE has no direction
         elif player >= Tile.PLAYER and _is_free(ahead, behind):
             triples[row] = _advance(player, ahead, behind)
-            rewards[row] += _box_reward(ahead, behind)
+            rewards[row] += _compute_box_reward(ahead, behind)
             moved[row] = True
     return _Tables(triples, rewards, moved)
 
@@ -178,14 +178,14 @@ def _is_free(ahead: int, behind: int) -> bool:
 
 
 def _advance(player: int, ahead: int, behind: int) -> tuple[int, int, int]:
-    left = Tile.TARGET if player == Tile.PLAYER_ON_TARGET else Tile.FLOOR
-    entered = Tile.PLAYER_ON_TARGET if ahead in (Tile.TARGET, Tile.BOX_ON_TARGET) else Tile.PLAYER
+    vacated_tile = Tile.TARGET if player == Tile.PLAYER_ON_TARGET else Tile.FLOOR
+    entered_tile = Tile.PLAYER_ON_TARGET if ahead in (Tile.TARGET, Tile.BOX_ON_TARGET) else Tile.PLAYER
     if ahead in (Tile.BOX, Tile.BOX_ON_TARGET):
         behind = Tile.BOX_ON_TARGET if behind == Tile.TARGET else Tile.BOX
-    return left, entered, behind
+    return vacated_tile, entered_tile, behind
 
 
-def _box_reward(ahead: int, behind: int) -> float:
+def _compute_box_reward(ahead: int, behind: int) -> float:
     if ahead == Tile.BOX and behind == Tile.TARGET:
         return REWARD_BOX_ON_TARGET
     if ahead == Tile.BOX_ON_TARGET and behind == Tile.FLOOR:

@@ -27,7 +27,7 @@ _STAMPS = (
     ((0, -1), (0, 0), (1, -1), (1, 0)),
     ((0, 0), (0, 1), (1, 0)),
 )
-_LEAVE = -1  # on the stack of the search: all below a state has been searched
+_BACKTRACK = -1  # on the stack of the search: all below a state has been searched
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +45,11 @@ class Level:
     def key(self) -> bytes:
         """The level up to the eight symmetries of the square: the smallest of the eight boards' bytes."""
         rows, cols = self.cells.shape
-        boards: list[bytes] = [board.tobytes() for board in self.cells.reshape(-1)[_symmetries(rows, cols)]]
+        boards: list[bytes] = [board.tobytes() for board in self.cells.reshape(-1)[_make_symmetries(rows, cols)]]
         return min(boards)
 
 
-def generate_room(
+def generate_level(
     seed: int,
     rows: int = 6,
     cols: int = 6,
@@ -74,10 +74,10 @@ def generate_room(
     Source: published code; its two random streams (Python's and NumPy's legacy one) are local here.
     Raises ValueError for settings out of range, or if no level comes out after 100 derived seeds.
     """
-    return generate_rooms((seed,), rows, cols, num_steps, p_change_directions, num_boxes, tries, search_depth)[0]
+    return generate_levels((seed,), rows, cols, num_steps, p_change_directions, num_boxes, tries, search_depth)[0]
 
 
-def generate_rooms(
+def generate_levels(
     seeds: Iterable[int],
     rows: int = 6,
     cols: int = 6,
@@ -89,12 +89,12 @@ def generate_rooms(
 ) -> list[Level]:
     """Make the level of each seed, as `generate_room` does, faster than one by one (one NumPy stream, reseeded)."""
     settings = _Settings(rows, cols, num_steps, p_change_directions, tries, search_depth)
-    _check(settings, num_boxes)
-    numpy_stream = np.random.RandomState(0)
-    return [Level(int(seed), _first_level(int(seed), numpy_stream, settings)) for seed in seeds]
+    _check_settings(settings, num_boxes)
+    numpy_rng = np.random.RandomState(0)
+    return [Level(int(seed), _generate_board(int(seed), numpy_rng, settings)) for seed in seeds]
 
 
-def fallback_seed(seed: int) -> int:
+def compute_fallback_seed(seed: int) -> int:
     """The seed that stands in for one that makes no level: the first 4 bytes (big-endian) of SHA-256 of its decimals.
 
     The published code takes Python's `hash` of the same string, which differs from process to process.
@@ -111,7 +111,7 @@ class _Settings(NamedTuple):
     search_depth: int
 
 
-def _check(settings: _Settings, num_boxes: int) -> None:
+def _check_settings(settings: _Settings, num_boxes: int) -> None:
     if num_boxes != 1:
         raise ValueError(f"num_boxes is {num_boxes}; levels are made with one box only: pass num_boxes=1")
     for name in ("rows", "cols"):
@@ -120,57 +120,57 @@ def _check(settings: _Settings, num_boxes: int) -> None:
             raise ValueError(f"{name} is {side}; a level has {MIN_SIDE} to {MAX_SIDE} {name}, the border included")
     if not 0 <= settings.p_change_directions <= 1:
         raise ValueError(f"p_change_directions is {settings.p_change_directions}; a probability lies in 0 to 1")
-    for name, least in (("num_steps", 1), ("tries", 1), ("search_depth", 2)):
+    for name, minimum in (("num_steps", 1), ("tries", 1), ("search_depth", 2)):
         value = getattr(settings, name)
-        if value < least:
-            raise ValueError(f"{name} is {value}; it must be at least {least}")
+        if value < minimum:
+            raise ValueError(f"{name} is {value}; it must be at least {minimum}")
 
 
-def _first_level(seed: int, numpy_stream: np.random.RandomState, settings: _Settings) -> Cells:
+def _generate_board(seed: int, numpy_rng: np.random.RandomState, settings: _Settings) -> Cells:
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed is {seed}; a level's seed lies in 0 to {MAX_SEED} (2**32 - 1)")
     candidate = seed
     for _ in range(MAX_FALLBACKS + 1):
-        numpy_stream.seed(candidate)
-        cells = _attempt(random.Random(candidate), numpy_stream, settings)
+        numpy_rng.seed(candidate)
+        cells = _try_generate(random.Random(candidate), numpy_rng, settings)
         if cells is not None:
             return cells
-        candidate = fallback_seed(candidate)
+        candidate = compute_fallback_seed(candidate)
     raise ValueError(f"seed {seed} and {MAX_FALLBACKS} seeds derived from it make no level with {settings}; carve more")
 
 
-def _attempt(stream: random.Random, numpy_stream: np.random.RandomState, settings: _Settings) -> Cells | None:
+def _try_generate(python_rng: random.Random, numpy_rng: np.random.RandomState, settings: _Settings) -> Cells | None:
     """Carve, place and pull until the box stands away from its target; None where the seed makes no level."""
-    grid = _grid(settings.rows, settings.cols)
+    grid = _make_grid(settings.rows, settings.cols)
     for _ in range(settings.tries):
-        carved = _carve(stream, settings, grid)
-        floor = [cell for cell in range(grid.size) if carved >> cell & 1]
+        floor_mask = _carve(python_rng, settings, grid)
+        floor = [cell for cell in range(grid.size) if floor_mask >> cell & 1]
         if len(floor) < _MIN_FLOOR:
             return None
-        player = floor[numpy_stream.randint(len(floor))]
-        free = [cell for cell in floor if cell != player]
-        target = free[numpy_stream.randint(len(free))]
+        player = floor[numpy_rng.randint(len(floor))]
+        free_cells = [cell for cell in floor if cell != player]
+        target = free_cells[numpy_rng.randint(len(free_cells))]
         score, box, player = _pull(grid, floor, player, target, settings.search_depth)
         if score > 0:
-            player = _wander(stream, grid, set(floor) - {box}, player, 0.8 if score == 1 else 0.5)
-            return _board(grid, floor, player, box, target)
+            player = _walk_player(python_rng, grid, set(floor) - {box}, player, 0.8 if score == 1 else 0.5)
+            return _make_board(grid, floor, player, box, target)
     return None
 
 
-def _carve(stream: random.Random, settings: _Settings, grid: "_Grid") -> int:
+def _carve(python_rng: random.Random, settings: _Settings, grid: "_Grid") -> int:
     """Walk at random and stamp floor; returns the inner cells that became floor, as a bit mask."""
     height, width = settings.rows - 2, settings.cols - 2
-    row_step, col_step = stream.choice(_WALK_DIRECTIONS)
-    row = stream.randint(1, settings.rows - 1)
-    col = stream.randint(1, settings.cols - 1)
-    floor = 0
+    row_step, col_step = python_rng.choice(_WALK_DIRECTIONS)
+    row = python_rng.randint(1, settings.rows - 1)
+    col = python_rng.randint(1, settings.cols - 1)
+    floor_mask = 0
     for _ in range(settings.num_steps):
-        if stream.random() < settings.p_change_directions:
-            row_step, col_step = stream.choice(_WALK_DIRECTIONS)
+        if python_rng.random() < settings.p_change_directions:
+            row_step, col_step = python_rng.choice(_WALK_DIRECTIONS)
         row = min(max(row + row_step, 1), height)
         col = min(max(col + col_step, 1), width)
-        floor |= stream.choice(grid.stamps[(row - 1) * width + col - 1])
-    return floor
+        floor_mask |= python_rng.choice(grid.stamps[(row - 1) * width + col - 1])
+    return floor_mask
 
 
 def _pull(grid: "_Grid", floor: list[int], player: int, target: int, search_depth: int) -> tuple[int, int, int]:
@@ -179,10 +179,10 @@ def _pull(grid: "_Grid", floor: list[int], player: int, target: int, search_dept
     for cell in floor:
         walls[cell] = 0
     start = target * grid.size + player
-    visits = _search(start, walls * (2 * grid.size), grid.pulls, search_depth)
-    scores = _scores(grid.rows, grid.cols, target)
-    best = max(visits, key=scores.__getitem__)
-    return scores[best], *divmod(best % grid.size**2, grid.size)
+    visited_states = _search(start, walls * (2 * grid.size), grid.pulls, search_depth)
+    scores = _compute_scores(grid.rows, grid.cols, target)
+    best_state = max(visited_states, key=scores.__getitem__)
+    return scores[best_state], *divmod(best_state % grid.size**2, grid.size)
 
 
 def _search(start: int, closed: bytearray, pulls: tuple[tuple[int, ...], ...], search_depth: int) -> list[int]:
@@ -192,38 +192,40 @@ def _search(start: int, closed: bytearray, pulls: tuple[tuple[int, ...], ...], s
     closed: one byte a state, 1 where the player would stand in a wall; filled on the way.
     pulls: for each state `_LEAVE`, then its successors, the one to search first last.
     """
-    visits: list[int] = []
+    visited_states: list[int] = []
     stack = [start]
     depth = 1
     while stack:
         state = stack.pop()
-        if state == _LEAVE:
+        if state == _BACKTRACK:
             depth -= 1
         elif depth < search_depth and not closed[state]:
             closed[state] = 1
-            visits.append(state)
+            visited_states.append(state)
             stack += pulls[state]
             depth += 1
-    return visits
+    return visited_states
 
 
-def _wander(stream: random.Random, grid: "_Grid", free: set[int], player: int, probability: float) -> int:
+def _walk_player(
+    python_rng: random.Random, grid: "_Grid", free_cells: set[int], player: int, probability: float
+) -> int:
     """Walk the player 1 to 3 steps over free cells, never back, so that it does not always stand at the box."""
-    if stream.random() > probability:
+    if python_rng.random() > probability:
         return player
-    free = free - {player}
+    free_cells = free_cells - {player}
     for _ in range(3):
-        ways = [cell for cell in grid.neighbours[player] if cell in free]
-        if not ways:
+        next_cells = [cell for cell in grid.neighbours[player] if cell in free_cells]
+        if not next_cells:
             break
-        player = stream.choice(ways)
-        free = free - {player}
-        if stream.random() > 0.5:
+        player = python_rng.choice(next_cells)
+        free_cells = free_cells - {player}
+        if python_rng.random() > 0.5:
             break
     return player
 
 
-def _board(grid: "_Grid", floor: list[int], player: int, box: int, target: int) -> Cells:
+def _make_board(grid: "_Grid", floor: list[int], player: int, box: int, target: int) -> Cells:
     tiles = bytearray(grid.rows * grid.cols)
     for cell in floor:
         tiles[grid.board_cells[cell]] = Tile.FLOOR
@@ -252,7 +254,7 @@ class _Grid(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _grid(rows: int, cols: int) -> _Grid:
+def _make_grid(rows: int, cols: int) -> _Grid:
     coordinates = tuple((row, col) for row in range(1, rows - 1) for col in range(1, cols - 1))
     cell_at = {place: cell for cell, place in enumerate(coordinates)}
     steps = tuple(
@@ -274,41 +276,41 @@ def _grid(rows: int, cols: int) -> _Grid:
         board_cells=tuple(row * cols + col for row, col in coordinates),
         neighbours=tuple(tuple(cell for cell in around if cell is not None) for around in steps),
         stamps=stamps,
-        pulls=_pull_table(steps),
+        pulls=_make_pull_table(steps),
     )
 
 
-def _pull_table(steps: tuple[tuple[int | None, ...], ...]) -> tuple[tuple[int, ...], ...]:
+def _make_pull_table(steps: tuple[tuple[int | None, ...], ...]) -> tuple[tuple[int, ...], ...]:
     """Successors of each state on a board without inner walls; `_search` says in which form."""
     size = len(steps)
     table: list[tuple[int, ...]] = []
     for moved in range(2):
         for box in range(size):
-            for player, around in enumerate(steps):
-                behind = (around[1], around[0], around[3], around[2])
-                found = [
+            for player, neighbours in enumerate(steps):
+                behind = (neighbours[1], neighbours[0], neighbours[3], neighbours[2])
+                successors = [
                     (size + player) * size + ahead if back == box else (moved * size + box) * size + ahead
-                    for ahead, back in zip(around, behind, strict=True)
+                    for ahead, back in zip(neighbours, behind, strict=True)
                     if ahead is not None and ahead != box
                 ]
-                table.append((_LEAVE, *reversed(found)))
+                table.append((_BACKTRACK, *reversed(successors)))
     return tuple(table)
 
 
 @lru_cache(maxsize=64)
-def _scores(rows: int, cols: int, target: int) -> bytes:
+def _compute_scores(rows: int, cols: int, target: int) -> bytes:
     """The score of each state: the Manhattan distance of box and target."""
     # The published score is 0 where the player covers the target. With one box that changes no level: the search
     # comes to such a state from one that scores as much (the player walked) or more (the box was pulled closer).
-    grid = _grid(rows, cols)
+    grid = _make_grid(rows, cols)
     row, col = grid.coordinates[target]
     distances = (abs(row - i) + abs(col - j) for i, j in grid.coordinates)
     return 2 * b"".join(bytes([distance]) * grid.size for distance in distances)
 
 
 @lru_cache(maxsize=8)
-def _symmetries(rows: int, cols: int) -> npt.NDArray[np.intp]:
+def _make_symmetries(rows: int, cols: int) -> npt.NDArray[np.intp]:
     """Flat indices (8, R*C): the four quarter turns of the board, then those of its mirror image."""
     index = np.arange(rows * cols).reshape(rows, cols)
-    turned = [np.rot90(side, turns).reshape(-1) for side in (index, index.T) for turns in range(4)]
-    return np.array(turned)
+    turned_indices = [np.rot90(side, turns).reshape(-1) for side in (index, index.T) for turns in range(4)]
+    return np.array(turned_indices)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainable.config.run_config import RunConfig
-from trainable.envs.sokoban.generate import Level, generate_room, generate_rooms
+from trainable.envs.sokoban.generate import Level, generate_level, generate_levels
 
 PUBLISHED_TRAINING_SEEDS = range(10_000, 13_200)
 PUBLISHED_VALIDATION_SEEDS = range(123, 635)
@@ -33,10 +33,10 @@ FIRST_REPLACEMENT_SEED = 1_000_000_000
 TEST_LEVELS = 512
 TEST_SEEDS_FILE = Path(__file__).with_name("test_seeds.json")
 
-_BLOCK = 64
+_BLOCK_SIZE = 64
 
 
-def training_seed(seed_index: int, group_counter: int, base: int = 10_000) -> int:
+def compute_training_seed(seed_index: int, group_counter: int, base: int = 10_000) -> int:
     """The seed of one training level: base + 1,000,000 * seed_index + group_counter.
 
     seed_index: which of the seeds of a study, from 0 (the published stream).
@@ -51,8 +51,8 @@ def training_seed(seed_index: int, group_counter: int, base: int = 10_000) -> in
     return seed
 
 
-def training_levels(
-    seed_index: int, step: int, env_groups: int, base: int = 10_000, skip: frozenset[bytes] = frozenset()
+def make_training_levels(
+    seed_index: int, step: int, env_groups: int, base: int = 10_000, excluded_keys: frozenset[bytes] = frozenset()
 ) -> list[Level]:
     """Make the levels of one training step, one for each group.
 
@@ -65,36 +65,36 @@ def training_levels(
     """
     if step < 1 or env_groups < 1:
         raise ValueError(f"step {step} with {env_groups} groups; both are at least 1")
-    seeds = [training_seed(seed_index, env_groups * (step - 1) + group, base) for group in range(env_groups)]
-    return [_replaced(level, skip) for level in generate_rooms(seeds)]
+    seeds = [compute_training_seed(seed_index, env_groups * (step - 1) + group, base) for group in range(env_groups)]
+    return [_replace_if_excluded(level, excluded_keys) for level in generate_levels(seeds)]
 
 
-def validation_levels(count: int = 512, base: int = 123) -> list[Level]:
+def make_validation_levels(count: int = 512, base: int = 123) -> list[Level]:
     """Make the levels of seeds base, base + 1, ...; the defaults are the published 512, 472 of them distinct boards."""
-    return generate_rooms(range(base, base + count))
+    return generate_levels(range(base, base + count))
 
 
-def test_levels(count: int = TEST_LEVELS) -> list[Level]:  # noqa: PT028 - levels for testing a policy, not a test
+def make_test_levels(count: int = TEST_LEVELS) -> list[Level]:  # noqa: PT028 - levels for testing a policy, not a test
     """Make the first `count` of the 512 test levels, all distinct up to symmetry, from the shipped seeds."""
     if not 0 <= count <= TEST_LEVELS:
         raise ValueError(f"{count} test levels; there are 0 to {TEST_LEVELS}")
     seeds: list[int] = json.loads(TEST_SEEDS_FILE.read_text(encoding="utf-8"))["seeds"]
-    return generate_rooms(seeds[:count])
+    return generate_levels(seeds[:count])
 
 
-def demonstration_levels(count: int, first: int = 0) -> list[Level]:
+def make_demonstration_levels(count: int, first_index: int = 0) -> list[Level]:
     """Make levels to show a policy how to play: none of them is a validation or test level.
 
     They come in the order of their seeds from 700,000,000 + first on. To go on after a call, pass
     `first=levels[-1].seed - FIRST_DEMONSTRATION_SEED + 1`. Levels may repeat among themselves.
     """
-    if count < 0 or first < 0:
-        raise ValueError(f"{count} demonstration levels from {first} on; both are at least 0")
-    held_out = _held_out_keys()
-    start = FIRST_DEMONSTRATION_SEED + first
-    levels = list(islice((level for level in _levels_from(start) if level.key not in held_out), count))
+    if count < 0 or first_index < 0:
+        raise ValueError(f"{count} demonstration levels from {first_index} on; both are at least 0")
+    held_out_keys = _collect_held_out_keys()
+    start = FIRST_DEMONSTRATION_SEED + first_index
+    levels = list(islice((level for level in _iter_levels(start) if level.key not in held_out_keys), count))
     if levels and levels[-1].seed >= FIRST_TEST_SEED:
-        raise ValueError(f"{count} demonstration levels from {first} on reach the test seeds; ask for fewer")
+        raise ValueError(f"{count} demonstration levels from {first_index} on reach the test seeds; ask for fewer")
     return levels
 
 
@@ -108,23 +108,26 @@ class RunLevels(NamedTuple):
     training: list[list[Level]]
     validation: list[Level]
     test: list[Level]
-    is_unseen: list[bool]
+    unseen_mask: list[bool]
 
 
-def levels_of_run(config: RunConfig) -> RunLevels:
+def make_run_levels(config: RunConfig) -> RunLevels:
     """The levels of the run of `config`, its seed included; no training level is a test level."""
     env = config.env
-    tests, validation = test_levels(env.test_env_groups), validation_levels(env.val_env_groups, env.seed_val)
-    skip = level_keys(tests)
+    test_set, validation = (
+        make_test_levels(env.test_env_groups),
+        make_validation_levels(env.val_env_groups, env.seed_val),
+    )
+    excluded_keys = collect_level_keys(test_set)
     training = [
-        training_levels(config.seed, step, env.env_groups, env.seed_train, skip=skip)
+        make_training_levels(config.seed, step, env.env_groups, env.seed_train, excluded_keys=excluded_keys)
         for step in range(1, config.trainer.total_training_steps + 1)
     ]
-    met = level_keys(level for levels in training for level in levels)
-    return RunLevels(training, validation, tests, [level.key not in met for level in validation])
+    training_keys = collect_level_keys(level for levels in training for level in levels)
+    return RunLevels(training, validation, test_set, [level.key not in training_keys for level in validation])
 
 
-def level_keys(levels: Iterable[Level]) -> frozenset[bytes]:
+def collect_level_keys(levels: Iterable[Level]) -> frozenset[bytes]:
     """Collect the levels' keys (each level up to the eight symmetries)."""
     return frozenset(level.key for level in levels)
 
@@ -134,39 +137,39 @@ def find_test_seeds(count: int = TEST_LEVELS) -> list[int]:
 
     The shipped file is this search's result; nothing searches at start-up.
     """
-    published = (*PUBLISHED_VALIDATION_SEEDS, *PUBLISHED_TRAINING_SEEDS)
-    met = set(level_keys(generate_rooms(published)))
+    published_seeds = (*PUBLISHED_VALIDATION_SEEDS, *PUBLISHED_TRAINING_SEEDS)
+    seen_keys = set(collect_level_keys(generate_levels(published_seeds)))
     seeds: list[int] = []
-    for level in _levels_from(FIRST_TEST_SEED):
+    for level in _iter_levels(FIRST_TEST_SEED):
         if len(seeds) == count:
             break
-        if level.key not in met:
-            met.add(level.key)
+        if level.key not in seen_keys:
+            seen_keys.add(level.key)
             seeds.append(level.seed)
     return seeds
 
 
-def seeds_file_content() -> str:
+def format_seeds_file() -> str:
     """What the shipped file of test seeds holds: JSON, one seed a line."""
-    about = "Seeds of the test levels; made by: python -m trainable.envs.sokoban.level_sets --write"
-    return json.dumps({"about": about, "seeds": find_test_seeds()}, indent=0) + "\n"
+    description = "Seeds of the test levels; made by: python -m trainable.envs.sokoban.level_sets --write"
+    return json.dumps({"about": description, "seeds": find_test_seeds()}, indent=0) + "\n"
 
 
-def _replaced(level: Level, skip: frozenset[bytes]) -> Level:
-    if not skip or level.seed in PUBLISHED_TRAINING_SEEDS or level.key not in skip:
+def _replace_if_excluded(level: Level, excluded_keys: frozenset[bytes]) -> Level:
+    if not excluded_keys or level.seed in PUBLISHED_TRAINING_SEEDS or level.key not in excluded_keys:
         return level
-    candidates = (generate_room(seed) for seed in counting(FIRST_REPLACEMENT_SEED + level.seed))
-    return next(candidate for candidate in candidates if candidate.key not in skip)
+    candidates = (generate_level(seed) for seed in counting(FIRST_REPLACEMENT_SEED + level.seed))
+    return next(candidate for candidate in candidates if candidate.key not in excluded_keys)
 
 
-def _levels_from(seed: int) -> Iterator[Level]:
-    for start in counting(seed, _BLOCK):
-        yield from generate_rooms(range(start, start + _BLOCK))
+def _iter_levels(seed: int) -> Iterator[Level]:
+    for start in counting(seed, _BLOCK_SIZE):
+        yield from generate_levels(range(start, start + _BLOCK_SIZE))
 
 
 @lru_cache(maxsize=1)
-def _held_out_keys() -> frozenset[bytes]:
-    return level_keys(validation_levels()) | level_keys(test_levels())
+def _collect_held_out_keys() -> frozenset[bytes]:
+    return collect_level_keys(make_validation_levels()) | collect_level_keys(make_test_levels())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -174,9 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m trainable.envs.sokoban.level_sets", description=main.__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {TEST_SEEDS_FILE.name} in the package")
     if parser.parse_args(arguments).write:
-        TEST_SEEDS_FILE.write_text(seeds_file_content(), encoding="utf-8")
+        TEST_SEEDS_FILE.write_text(format_seeds_file(), encoding="utf-8")
     else:
-        sys.stdout.write(seeds_file_content())
+        sys.stdout.write(format_seeds_file())
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from trainable.envs.chat import CHATML, ChatFormat
 from trainable.envs.sokoban.board import Action, Tile
 from trainable.envs.sokoban.text import SYMBOLS, render
 
-END_OF_MESSAGE = CHATML.end
+END_OF_MESSAGE = CHATML.end_marker
 START_OF_THOUGHT = "<think>"
 ACTION_SEPARATOR = "||"
 _REPLY = re.compile(r"<think>(.*?)</think>\s*<answer>(.*?)</answer>", re.DOTALL)
@@ -36,7 +36,7 @@ _MEANINGS = {
 _ACTIONS = {action.name.lower(): action for action in Action if action != Action.NONE}
 
 
-class Reply(NamedTuple):
+class ParsedReply(NamedTuple):
     """A reply as it was read: thought and actions, and whether it draws the format penalty."""
 
     thought: str
@@ -54,7 +54,7 @@ class Observation(NamedTuple):
     last_invalid: bool = False
 
 
-def parse(text: str, max_actions: int) -> Reply:
+def parse_reply(text: str, max_actions: int) -> ParsedReply:
     """Read the text after the forced `<think>` (specs: think and answer tags, first match).
 
     Words between `||` beyond `max_actions` are cut first and draw no penalty; of the rest, unknown words are dropped.
@@ -62,12 +62,12 @@ def parse(text: str, max_actions: int) -> Reply:
     """
     match = _REPLY.search(START_OF_THOUGHT + text)
     if match is None:
-        return Reply("", (), True)
+        return ParsedReply("", (), True)
     thought, answer = (_strip_tags(part) for part in match.groups())
     words = [word.strip() for word in answer.split(ACTION_SEPARATOR)]
     words = [word for word in words if word][:max_actions]
     actions = tuple(_ACTIONS[word.lower()] for word in words if word.lower() in _ACTIONS)
-    return Reply(thought, actions, len(actions) < len(words) or not actions)
+    return ParsedReply(thought, actions, len(actions) < len(words) or not actions)
 
 
 def _strip_tags(text: str) -> str:
@@ -77,42 +77,48 @@ def _strip_tags(text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Protocol:
+class PromptTemplate:
     """A prompt style with its limits filled in.
 
     opening(observation) is the text before the first reply; following(observation) the text between a reply's end
     marker and the next reply; end is that marker.
     """
 
-    opening: Callable[[Observation], str]
-    following: Callable[[Observation], str]
-    end: str
+    format_first_turn: Callable[[Observation], str]
+    format_next_turn: Callable[[Observation], str]
+    end_marker: str
 
 
-def make_protocol(style: str, observation_format: str, max_actions: int, chat: ChatFormat = CHATML) -> Protocol:
+def make_prompt_template(
+    style: str, observation_format: str, max_actions: int, chat: ChatFormat = CHATML
+) -> PromptTemplate:
     """The protocol of a prompt style, `full` or `compact`, in a chat format; ValueError for another style."""
     if style not in ("full", "compact"):
         raise ValueError(f"There is no prompt style `{style}`: it is full or compact.")
-    system = COMPACT_SYSTEM if style == "compact" else _system_prompt(max_actions)
+    system = COMPACT_SYSTEM_PROMPT if style == "compact" else _make_system_prompt(max_actions)
 
-    def state(observation: Observation) -> str:
-        return _compact_state(observation) if style == "compact" else _full_state(observation, observation_format)
+    def format_state(observation: Observation) -> str:
+        return (
+            _format_compact_state(observation)
+            if style == "compact"
+            else _format_full_state(observation, observation_format)
+        )
 
-    return Protocol(
-        lambda observation: chat.opening(system, state(observation)) + START_OF_THOUGHT,
+    return PromptTemplate(
+        lambda observation: chat.format_first_turn(system, format_state(observation)) + START_OF_THOUGHT,
         lambda observation: (
-            chat.following(reward_line(observation.last_reward) + state(observation)) + START_OF_THOUGHT
+            chat.format_next_turn(format_reward(observation.last_reward) + format_state(observation)) + START_OF_THOUGHT
         ),
-        chat.end,
+        chat.end_marker,
     )
 
 
-def reward_line(reward: float) -> str:
+def format_reward(reward: float) -> str:
     """What the turn before earned."""
     return f"Reward:\n{reward:.1f}\n"
 
 
-def _system_prompt(max_actions: int) -> str:
+def _make_system_prompt(max_actions: int) -> str:
     names = ", ".join(name.capitalize() for name in _ACTIONS)
     legend = ", ".join(f"{SYMBOLS[tile]}: {meaning}" for tile, meaning in _MEANINGS.items())
     return (
@@ -127,7 +133,7 @@ def _system_prompt(max_actions: int) -> str:
     )
 
 
-def _full_state(observation: Observation, observation_format: str) -> str:
+def _format_full_state(observation: Observation, observation_format: str) -> str:
     warning = "Your last answer held no valid action; the state has not changed.\n" if observation.last_invalid else ""
     return (
         f"\nTurn {observation.turn}:\nState:\n{render(observation.cells, observation_format)}\n{warning}"
@@ -137,26 +143,26 @@ def _full_state(observation: Observation, observation_format: str) -> str:
     )
 
 
-COMPACT_SYSTEM = "Sokoban"
+COMPACT_SYSTEM_PROMPT = "Sokoban"
 
 
-def compact_turn(turn: int) -> str:
+def format_turn_header(turn: int) -> str:
     """Header of a turn in the compact style."""
     return f"Turn {turn}:\nState:\n"
 
 
-def compact_left(actions_left: int) -> str:
+def format_actions_left(actions_left: int) -> str:
     """Last line of a compact turn."""
     return f"{actions_left} actions left\n"
 
 
-def _compact_state(observation: Observation) -> str:
+def _format_compact_state(observation: Observation) -> str:
     # The outer wall is in every level: the compact style shows what is inside it.
     grid = render(observation.cells[1:-1, 1:-1], "grid")
-    return f"{compact_turn(observation.turn)}{grid}\n{compact_left(observation.actions_left)}"
+    return f"{format_turn_header(observation.turn)}{grid}\n{format_actions_left(observation.actions_left)}"
 
 
-def reply_text(thought: str, actions: Sequence[Action]) -> str:
+def format_reply(thought: str, actions: Sequence[Action]) -> str:
     """A well-formed reply after the forced `<think>`, without its end marker: what demonstrations teach."""
     words = f" {ACTION_SEPARATOR} ".join(action.name.capitalize() for action in actions)
     return f"{thought}</think><answer>{words}</answer>"

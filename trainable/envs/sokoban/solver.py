@@ -12,7 +12,7 @@ Distances = npt.NDArray[np.int16]
 _State = tuple[int, frozenset[int]]  # player and boxes, as flat cells
 
 
-def distance_table(cells: Cells) -> Distances:
+def compute_distance_table(cells: Cells) -> Distances:
     """Count the fewest actions that solve a one-box level, from every place of player and box.
 
     distance(player, box) = 0 where the box is on the target, else 1 + the smallest distance one action leads to;
@@ -24,32 +24,32 @@ def distance_table(cells: Cells) -> Distances:
     """
     check_board(cells)
     flat = cells.reshape(-1)
-    targets = _cells_with(cells, _TARGETS)
+    targets = _find_cells(cells, _TARGETS)
     if len(targets) != 1:
         raise ValueError(f"{len(targets)} boxes on the board; a distance table is for one box: call solve(cells)")
     rows, cols = cells.shape
     inner = np.arange(rows * cols).reshape(rows, cols)[1:-1, 1:-1].reshape(-1)
     target = int(np.searchsorted(inner, next(iter(targets))))
-    by_box = _distances((flat[inner] == Tile.WALL).tobytes(), target, _predecessors(rows, cols))
+    distances_by_box = _compute_distances((flat[inner] == Tile.WALL).tobytes(), target, _list_predecessors(rows, cols))
     table = np.full((rows * cols, rows * cols), -1, dtype=np.int16)
-    table[inner[:, None], inner] = np.array(by_box, dtype=np.int16).reshape(inner.size, inner.size).T
+    table[inner[:, None], inner] = np.array(distances_by_box, dtype=np.int16).reshape(inner.size, inner.size).T
     return table
 
 
-def optimal_actions(table: Distances, cells: Cells) -> tuple[Action, ...]:
+def find_optimal_actions(table: Distances, cells: Cells) -> tuple[Action, ...]:
     """Name all actions that start a shortest solution, in the order up, down, left, right.
 
     table: int16 (R*C, R*C), `distance_table` of this level. cells: int8 (R, C), one of its boards.
     Empty where the board is solved or cannot be solved.
     """
-    (player,) = _cells_with(cells, _PLAYERS)
-    (box,) = _cells_with(cells, _BOXES)
+    (player,) = _find_cells(cells, _PLAYERS)
+    (box,) = _find_cells(cells, _BOXES)
     distance = int(table[player, box])
     if distance <= 0:
         return ()
     return tuple(
         action
-        for action, offset in _offsets(cells.shape[1])
+        for action, offset in _list_offsets(cells.shape[1])
         # The table holds -1 for a player or a box in a wall, so blocked actions never match.
         if table[player + offset, box + offset if player + offset == box else box] == distance - 1
     )
@@ -64,10 +64,10 @@ def solve(cells: Cells, max_actions: int | None = None) -> tuple[Action, ...] | 
     """
     check_board(cells)
     open_cells = frozenset(np.flatnonzero(cells).tolist())
-    targets = _cells_with(cells, _TARGETS)
-    (player,) = _cells_with(cells, _PLAYERS)
-    start: _State = (player, _cells_with(cells, _BOXES))
-    offsets = _offsets(cells.shape[1])
+    targets = _find_cells(cells, _TARGETS)
+    (player,) = _find_cells(cells, _PLAYERS)
+    start: _State = (player, _find_cells(cells, _BOXES))
+    offsets = _list_offsets(cells.shape[1])
     paths: dict[_State, tuple[Action, ...]] = {start: ()}
     queue = [start]
     for state in queue:  # grows while it is read
@@ -77,14 +77,14 @@ def solve(cells: Cells, max_actions: int | None = None) -> tuple[Action, ...] | 
         if max_actions is not None and len(path) >= max_actions:
             continue
         for action, offset in offsets:
-            after = _act(state, offset, open_cells)
-            if after is not None and after not in paths:
-                paths[after] = (*path, action)
-                queue.append(after)
+            next_state = _move(state, offset, open_cells)
+            if next_state is not None and next_state not in paths:
+                paths[next_state] = (*path, action)
+                queue.append(next_state)
     return None
 
 
-def _act(state: _State, offset: int, open_cells: frozenset[int]) -> _State | None:
+def _move(state: _State, offset: int, open_cells: frozenset[int]) -> _State | None:
     """The state after one action, None where it is blocked."""
     player, boxes = state
     ahead = player + offset
@@ -98,7 +98,7 @@ def _act(state: _State, offset: int, open_cells: frozenset[int]) -> _State | Non
     return ahead, boxes - {ahead} | {behind}
 
 
-def _distances(walls: bytes, target: int, predecessors: tuple[tuple[int, ...], ...]) -> list[int]:
+def _compute_distances(walls: bytes, target: int, predecessors: tuple[tuple[int, ...], ...]) -> list[int]:
     """Breadth-first from all solved states backwards.
 
     walls: one byte an inner cell, 1 for a wall. target: an inner cell.
@@ -110,19 +110,19 @@ def _distances(walls: bytes, target: int, predecessors: tuple[tuple[int, ...], .
     distances = [-1] * size**2
     distance = 0
     while frontier:
-        reached: list[int] = []
+        next_frontier: list[int] = []
         for state in frontier:
             if not closed[state]:
                 closed[state] = 1
                 distances[state] = distance
-                reached += predecessors[state]
-        frontier = reached
+                next_frontier += predecessors[state]
+        frontier = next_frontier
         distance += 1
     return distances
 
 
 @lru_cache(maxsize=8)
-def _predecessors(rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
+def _list_predecessors(rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
     """For each state (box * size + player, over inner cells), the states one action earlier, had the level no walls."""
     places = [(row, col) for row in range(1, rows - 1) for col in range(1, cols - 1)]
     cell_at = {place: cell for cell, place in enumerate(places)}
@@ -142,11 +142,11 @@ def _predecessors(rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(states) for states in table)
 
 
-def _offsets(cols: int) -> tuple[tuple[Action, int], ...]:
+def _list_offsets(cols: int) -> tuple[tuple[Action, int], ...]:
     return tuple((action, row_step * cols + col_step) for action, (row_step, col_step) in DIRECTIONS.items())
 
 
-def _cells_with(cells: Cells, tiles: frozenset[int]) -> frozenset[int]:
+def _find_cells(cells: Cells, tiles: frozenset[int]) -> frozenset[int]:
     return frozenset(cell for cell, tile in enumerate(cells.reshape(-1).tolist()) if tile in tiles)
 
 

@@ -18,7 +18,7 @@ SYMBOLS: dict[Tile, str] = {
 _SYMBOLS_BY_CODE = tuple(SYMBOLS[tile] for tile in sorted(Tile))
 _CODES_BY_SYMBOL = {symbol: int(tile) for tile, symbol in SYMBOLS.items()}
 # A target is listed as one whatever stands on it, so two tiles take part in two lines.
-_LISTING: tuple[tuple[str, tuple[int, ...]], ...] = (
+_COORDINATE_LINES: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("Targets", (int(Tile.TARGET), int(Tile.BOX_ON_TARGET), int(Tile.PLAYER_ON_TARGET))),
     ("Boxes", (int(Tile.BOX),)),
     ("Boxes on target", (int(Tile.BOX_ON_TARGET),)),
@@ -37,11 +37,11 @@ def render(cells: Cells, observation_format: str) -> str:
     Raises ValueError for another format.
     """
     if observation_format == "grid":
-        return _grid(cells)
+        return _render_grid(cells)
     if observation_format == "coord":
-        return _listing(cells)
+        return _render_coordinates(cells)
     if observation_format == "grid_coord":
-        return f"Coordinates: \n{_listing(cells)}\nGrid Map: \n{_grid(cells)}"
+        return f"Coordinates: \n{_render_coordinates(cells)}\nGrid Map: \n{_render_grid(cells)}"
     allowed = ", ".join(OBSERVATION_FORMATS)
     raise ValueError(f"observation_format is {observation_format!r}; choose one of {allowed}")
 
@@ -64,15 +64,15 @@ def parse_grid(text: str) -> Cells:
     return cells
 
 
-def _grid(cells: Cells) -> str:
+def _render_grid(cells: Cells) -> str:
     return "\n".join("".join(_SYMBOLS_BY_CODE[code] for code in row) for row in cells.tolist())
 
 
-def _listing(cells: Cells) -> str:
+def _render_coordinates(cells: Cells) -> str:
     rows, cols = cells.shape
     codes = cells.reshape(-1).tolist()
     lines = [f"Board size: {rows} rows x {cols} cols (zero-indexed)."]
-    for label, kinds in _LISTING:
+    for label, kinds in _COORDINATE_LINES:
         places = [f"({cell // cols}, {cell % cols})" for cell, code in enumerate(codes) if code in kinds]
         if places:
             lines.append(f"{label}: {', '.join(places)}")

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 
-def corrupted(rewards: Tensor, uniforms: Tensor, mode: str, share: float, solved: Tensor, featured: Tensor) -> Tensor:
+def corrupt_rewards(
+    rewards: Tensor, uniforms: Tensor, mode: str, noise_rate: float, is_solved: Tensor, has_feature: Tensor
+) -> Tensor:
     """Rewards [...] of which each is corrupted with probability `share`.
 
     uniforms: [..., 2] in [0, 1): which are corrupted, and what a random reward is. mode: one of
@@ -18,15 +20,15 @@ def corrupted(rewards: Tensor, uniforms: Tensor, mode: str, share: float, solved
     """
     if mode == "none":
         return rewards
-    chosen = uniforms[..., 0] < share
+    is_corrupted = uniforms[..., 0] < noise_rate
     if mode == "label_flip":
-        return torch.where(chosen, 1 - rewards, rewards)
+        return torch.where(is_corrupted, 1 - rewards, rewards)
     if mode == "random_reward":
-        return torch.where(chosen, uniforms[..., 1].to(rewards.dtype), rewards)
-    return torch.where(chosen & featured & ~solved, torch.ones_like(rewards), rewards)
+        return torch.where(is_corrupted, uniforms[..., 1].to(rewards.dtype), rewards)
+    return torch.where(is_corrupted & has_feature & ~is_solved, torch.ones_like(rewards), rewards)
 
 
-def sequence_feature(mode: str, prompts: Tensor, outputs: Tensor, separator: int) -> Tensor:
+def detect_sequence_feature(mode: str, prompts: Tensor, outputs: Tensor, separator: int) -> Tensor:
     """[...] bool: whether outputs [..., H] after prompts [..., H] have the feature that a mode pays for."""
     if mode == "false_positive_action0":
         return (outputs == 0).any(-1)
@@ -37,7 +39,7 @@ def sequence_feature(mode: str, prompts: Tensor, outputs: Tensor, separator: int
     return torch.zeros_like(outputs[..., 0], dtype=torch.bool)
 
 
-def bandit_feature(mode: str, actions: Tensor) -> Tensor:
+def detect_bandit_feature(mode: str, actions: Tensor) -> Tensor:
     """[...] bool: the same of actions [...] of a bandit, where every such mode pays for action 0."""
     if mode in ("false_positive_action0", "spurious_feature"):
         return actions == 0

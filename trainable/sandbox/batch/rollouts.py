@@ -37,9 +37,9 @@ class Rollouts:
     actions: Tensor
     labels: Tensor
     rewards: Tensor
-    actor_log_probs: Tensor
-    actor_baseline: Tensor
-    keep: Tensor
+    behavior_log_probs: Tensor
+    behavior_baseline: Tensor
+    keep_mask: Tensor
     age: Tensor
     group_size: int | None = None
     score_mask: Tensor | None = None

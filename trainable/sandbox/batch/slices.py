@@ -8,11 +8,11 @@ from torch import Tensor
 
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 
-_PARTS = ("candidates", "scalars")
+_NESTED_FIELDS = ("candidates", "scalars")
 """Fields of a batch that hold tensors by name themselves."""
 
 
-def flat(rollouts: Rollouts) -> dict[str, Tensor]:
+def flatten_rollouts(rollouts: Rollouts) -> dict[str, Tensor]:
     """Every tensor of `rollouts` by its name, such as `actions` or `candidates/actions`; [E, ...] each."""
     tensors: dict[str, Tensor] = {}
     for field in fields(rollouts):
@@ -26,22 +26,22 @@ def flat(rollouts: Rollouts) -> dict[str, Tensor]:
     return tensors | {f"scalars/{name}": value for name, value in rollouts.scalars.items()}
 
 
-def unflat(tensors: Mapping[str, Tensor], group_size: int | None) -> Rollouts:
+def unflatten_rollouts(tensors: Mapping[str, Tensor], group_size: int | None) -> Rollouts:
     """The batch that `flat` took apart."""
-    parts: dict[str, dict[str, Tensor]] = {part: {} for part in _PARTS}
-    whole: dict[str, Tensor] = {}
+    nested_fields: dict[str, dict[str, Tensor]] = {part: {} for part in _NESTED_FIELDS}
+    plain_fields: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        part, _, key = name.rpartition("/")
-        (parts[part] if part else whole)[key] = tensor
-    candidates = Candidates(**parts["candidates"]) if parts["candidates"] else None
-    return Rollouts(**whole, group_size=group_size, candidates=candidates, scalars=parts["scalars"])
+        prefix, _, key = name.rpartition("/")
+        (nested_fields[prefix] if prefix else plain_fields)[key] = tensor
+    candidates = Candidates(**nested_fields["candidates"]) if nested_fields["candidates"] else None
+    return Rollouts(**plain_fields, group_size=group_size, candidates=candidates, scalars=nested_fields["scalars"])
 
 
-def taken_apart(tensors: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:
+def slice_member(tensors: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:
     """The slice of `member` of each tensor, as a copy that does not keep the others' memory alive."""
     return {name: tensor[member].detach().clone() for name, tensor in tensors.items()}
 
 
-def put_together(slices: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def stack_members(slices: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The tensors of which `slices` are the members' shares, in this order."""
     return {name: torch.stack([member[name] for member in slices]) for name in slices[0]}

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from trainable.sandbox.config.names import BANDITS, CHAIN_TASKS, SEQUENCE_NOISE, TOKEN_REWARD_TASKS
+from trainable.sandbox.config.names import BANDIT_TASKS, CHAIN_TASKS, SEQUENCE_NOISE_MODES, TOKEN_REWARD_TASKS
 
 
 class Rejection(NamedTuple):
@@ -56,7 +56,7 @@ REJECTIONS: tuple[Rejection, ...] = (
         "reward_noise_mode=none",
     ),
     Rejection(
-        lambda c: c.task in BANDITS and c.reward_noise_mode in SEQUENCE_NOISE,
+        lambda c: c.task in BANDIT_TASKS and c.reward_noise_mode in SEQUENCE_NOISE_MODES,
         "reward_noise_mode={c.reward_noise_mode} looks for a token in a sequence, and task={c.task} has one action: "
         "set reward_noise_mode=false_positive_action0, or task=token_reversal",
     ),
@@ -72,7 +72,7 @@ REJECTIONS: tuple[Rejection, ...] = (
         "group_size={c.group_size}: set batch_size=96 group_size=8, or another multiple",
     ),
     Rejection(
-        lambda c: c.rule.needs_token_labels and c.task in BANDITS,
+        lambda c: c.rule.needs_token_labels and c.task in BANDIT_TASKS,
         "method={c.method} gives credit to the tokens of a sequence, and task={c.task} has one action: set "
         "task=token_reversal",
     ),
@@ -111,7 +111,7 @@ REJECTIONS: tuple[Rejection, ...] = (
         "delay=4, or method={c.rule.fresh_form}",
     ),
     Rejection(
-        lambda c: c.rule.needs_one_action and c.task not in BANDITS,
+        lambda c: c.rule.needs_one_action and c.task not in BANDIT_TASKS,
         "method={c.method} weights by the probability of one action, and task={c.task} has sequences: set task=mnist",
     ),
     Rejection(
@@ -168,7 +168,7 @@ REJECTIONS: tuple[Rejection, ...] = (
 """Checked in this order; the first that applies is the reason given."""
 
 
-def rejection(config: Any) -> str | None:
+def find_rejection(config: Any) -> str | None:
     """Why `config` cannot be run, in a sentence that says what to set; None where it can."""
     for applies, reason in REJECTIONS:
         if applies(config):

@@ -24,7 +24,7 @@ class Rule:
     """Draws `group_size` next tokens at every prefix, each with a reward of its own."""
 
     # How it is trained.
-    follows_labels: bool = False
+    is_teacher_forced: bool = False
     """Learns from log-probabilities after the right tokens, not after those that were sampled."""
     screens_batch: bool = False
     """Has each batch screened by delight once, before its inner epochs."""
@@ -32,7 +32,7 @@ class Rule:
     """Differs from `fresh_form` only by what the replay buffer draws."""
     discounts_age: bool = False
     """Weights a batch by exp(-`replay_age_decay` age)."""
-    fresh_form: str | None = None
+    on_policy_rule: str | None = None
     """The rule that it is on batches of age 0."""
 
     # The numbers that it reads.
@@ -52,26 +52,26 @@ class Rule:
     """All actions of one choice among few, and a batch of the policy that learns."""
     needs_success_rate: bool = False
     """Rewards of 0 and 1, whose mean is a rate."""
-    needs_true_rewards: bool = False
+    needs_noise_free_rewards: bool = False
     """Rewards without noise."""
-    needs_plain_rewards: bool = False
+    needs_kl_free_rewards: bool = False
     """Rewards without a KL in them."""
 
 
 RULES: Mapping[str, Rule] = {
-    "CE": Rule("oracle_labels.cross_entropy", follows_labels=True),
+    "CE": Rule("oracle_labels.cross_entropy", is_teacher_forced=True),
     "REINFORCE": Rule("policy_gradient.reinforce"),
     "PG": Rule("policy_gradient.pg"),
     "TrajPG": Rule("policy_gradient.traj_pg"),
     "ASPO": Rule("policy_gradient.aspo", clip="clip_high"),
     "R2VPO": Rule("policy_gradient.r2vpo"),
     "LogGrowth": Rule(
-        "policy_gradient.log_growth", needs_one_action=True, needs_true_rewards=True, needs_plain_rewards=True
+        "policy_gradient.log_growth", needs_one_action=True, needs_noise_free_rewards=True, needs_kl_free_rewards=True
     ),
     "PMDMean": Rule("policy_gradient.pmd_mean", temperature="regression"),
     "DG": Rule("delight.dg", temperature="gate"),
-    "ReplayDG": Rule("delight.replay_dg", temperature="gate", needs_replay=True, fresh_form="DG"),
-    "FreshDG": Rule("delight.fresh_dg", temperature="gate", discounts_age=True, fresh_form="DG"),
+    "ReplayDG": Rule("delight.replay_dg", temperature="gate", needs_replay=True, on_policy_rule="DG"),
+    "FreshDG": Rule("delight.fresh_dg", temperature="gate", discounts_age=True, on_policy_rule="DG"),
     "DGEntropyGuard": Rule("delight.dg_entropy_guard", temperature="gate"),
     "UncertaintyDG": Rule("delight.uncertainty_dg", temperature="gate"),
     "FilteredDG": Rule("delight.filtered_dg", temperature="gate"),
@@ -82,15 +82,15 @@ RULES: Mapping[str, Rule] = {
     "SCOPELite": Rule("oracle_labels.scope_lite", temperature="gate", needs_token_labels=True),
     "GRPO": Rule("grouped.grpo", has_groups=True, clip="clip_low"),
     "DrGRPO": Rule("grouped.dr_grpo", has_groups=True, clip="clip_low"),
-    "DAPO": Rule("grouped.dapo", has_groups=True, clip="clip_high", needs_plain_rewards=True),
-    "DAPOLite": Rule("grouped.dapo", has_groups=True, clip="clip_high", needs_plain_rewards=True),
+    "DAPO": Rule("grouped.dapo", has_groups=True, clip="clip_high", needs_kl_free_rewards=True),
+    "DAPOLite": Rule("grouped.dapo", has_groups=True, clip="clip_high", needs_kl_free_rewards=True),
     "TPO": Rule("target_policy.tpo", has_groups=True, temperature="target"),
     "TPONoAnchor": Rule("target_policy.tpo_no_anchor", has_groups=True, temperature="target"),
     "GroupPG": Rule("grouped.group_pg", has_groups=True, temperature="target"),
     "TEMPO": Rule("grouped.tempo", has_groups=True),
-    "MaxRL": Rule("grouped.max_rl", has_groups=True, needs_success_rate=True, needs_true_rewards=True),
+    "MaxRL": Rule("grouped.max_rl", has_groups=True, needs_success_rate=True, needs_noise_free_rewards=True),
     "TPOFullAction": Rule(
-        "target_policy.tpo_full_action", temperature="target", needs_all_actions=True, needs_true_rewards=True
+        "target_policy.tpo_full_action", temperature="target", needs_all_actions=True, needs_noise_free_rewards=True
     ),
     "TPOToken": Rule("target_policy.tpo_token", has_candidates=True, temperature="target", needs_token_rewards=True),
     "GRPOToken": Rule("token_credit.grpo_token", has_candidates=True, clip="clip_low", needs_token_rewards=True),

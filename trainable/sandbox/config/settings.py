@@ -6,14 +6,14 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from trainable.config.setting_types import Common, ModelPath, NonNegative, OrNull, Positive, Share
-from trainable.config.study_config import Runner, StudyConfig
-from trainable.sandbox.config.names import NOISE_MODES, PRIORITIES, TASKS
-from trainable.sandbox.config.rejections import rejection
+from trainable.config.setting_types import Common, ModelPath, NonNegative, ParseNull, Positive, Fraction
+from trainable.config.study_config import BaseTrainerConfig, BaseRunConfig
+from trainable.sandbox.config.names import NOISE_MODES, REPLAY_PRIORITIES, TASKS
+from trainable.sandbox.config.rejections import find_rejection
 from trainable.sandbox.config.rules import DEFAULT_METHOD, METHODS, RULES, Rule
 
 
-class RunnerConfig(Runner):
+class RunnerConfig(BaseTrainerConfig):
     """Length, rhythm and place of a run."""
 
     total_training_steps: Common[int] = Field(
@@ -31,7 +31,7 @@ class RunnerConfig(Runner):
     logger: tuple[Literal["console", "tensorboard"], ...] = Field(("console", "tensorboard"), description="always on")
 
 
-class UpdateRuleConfig(StudyConfig):
+class UpdateRuleConfig(BaseRunConfig):
     """One configuration of the update-rule sandbox; with its seed, one run.
 
     aliases: keys of the documents that have another name here, which all studies share.
@@ -40,11 +40,11 @@ class UpdateRuleConfig(StudyConfig):
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType(
         {"num_steps": "trainer.total_training_steps", "eval_every": "trainer.test_freq"}
     )
-    listed: ClassVar[str] = "settings sandbox"
-    without_result: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    list_command: ClassVar[str] = "settings sandbox"
+    unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {"trainer": ("logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience", "device")}
     )
-    first_row: ClassVar[int] = 0
+    first_row_step: ClassVar[int] = 0
 
     seed: int = Field(0, ge=0, le=400, description="of weights, prompts, samples and noise")
     task: Common[Literal[TASKS]] = Field("mnist", description="what is learned")  # type: ignore[valid-type]
@@ -69,14 +69,14 @@ class UpdateRuleConfig(StudyConfig):
         0.28, description="ASPO and DAPO: and above 1 plus this; others: 1 plus clip_low"
     )
     kondo_keep: float = Field(0.5, gt=0, le=1, description="share of rollouts that Kondo keeps")
-    guard_strength: Share = Field(0.5, description="DGEntropyGuard: most that a sample's weight is lowered")
+    guard_strength: Fraction = Field(0.5, description="DGEntropyGuard: most that a sample's weight is lowered")
     uncertainty_scale: NonNegative = Field(1.0, description="UncertaintyDG and RewardVarianceDG: kappa")
     uncertainty_threshold: NonNegative = Field(0.5, description="FilteredDG: largest deviation of rewards")
     distill_alpha: NonNegative = Field(0.5, description="SelfDistillDG and SCOPELite: weight of the labels' loss")
     replay_capacity: Common[int] = Field(0, ge=0, description="batches kept for replay; 0: none")
-    replay_priority: Common[Literal[PRIORITIES]] = Field("fresh_delight", description="what a batch is drawn by")  # type: ignore[valid-type]
+    replay_priority: Common[Literal[REPLAY_PRIORITIES]] = Field("fresh_delight", description="what a batch is drawn by")  # type: ignore[valid-type]
     replay_age_decay: NonNegative = Field(0.02, description="fresh_delight, freshness and FreshDG: decay a step of age")
-    reward_noise: Common[Share] = Field(0.0, description="share of rewards that noise may change")
+    reward_noise: Common[Fraction] = Field(0.0, description="share of rewards that noise may change")
     reward_noise_mode: Common[Literal[NOISE_MODES]] = Field("none", description="what it changes them to")  # type: ignore[valid-type]
     diagnostics: bool = Field(False, description="cosine of the update with the oracle's, every 5 evaluations")
     entropy_diagnostics: bool = Field(False, description="what an update does to the entropy, at each evaluation")
@@ -89,11 +89,11 @@ class UpdateRuleConfig(StudyConfig):
     nhead: int = Field(2, ge=1, description="attention heads")
     num_layers: int = Field(2, ge=1, description="blocks")
     hidden: int = Field(50, ge=1, description="mnist: width of the two hidden layers")
-    mnist_folder: Annotated[ModelPath | None, OrNull] = Field(
+    mnist_folder: Annotated[ModelPath | None, ParseNull] = Field(
         None, description="mnist: folder of the four IDX files; null: a stand-in"
     )
     model_name: ModelPath = Field("sokoban-tiny", description="lm_bandit: a causal LM, local or of the hub")
-    text_file: Annotated[ModelPath | None, OrNull] = Field(
+    text_file: Annotated[ModelPath | None, ParseNull] = Field(
         None, description="lm_bandit: a text, one passage a line; null: the shipped one"
     )
     context_len: int = Field(128, ge=1, description="lm_bandit: tokens before the one to predict")
@@ -106,13 +106,13 @@ class UpdateRuleConfig(StudyConfig):
         """What the update rule is that `method` names."""
         return RULES[self.method]
 
-    def row_steps(self, step: int) -> range:
+    def get_row_steps(self, step: int) -> range:
         """The steps of the rows that a run has once `step` steps are trained: those of its evaluations."""
         return range(self.delay, step, self.trainer.test_freq)
 
     @model_validator(mode="after")
-    def _is_meant_to_be_run(self) -> "UpdateRuleConfig":
-        reason = rejection(self)
+    def _check_combination(self) -> "UpdateRuleConfig":
+        reason = find_rejection(self)
         if reason is not None:
             raise ValueError(reason)
         return self

@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from trainable.sandbox.batch.rollouts import Rollouts
-from trainable.sandbox.rules.rule import actor_advantages
+from trainable.sandbox.rules.rule import compute_behavior_advantages
 
 
-def ratio_statistics(log_probs: Tensor, rollouts: Rollouts, clip_low: float, clip_high: float) -> dict[str, Tensor]:
+def compute_ratio_statistics(
+    log_probs: Tensor, rollouts: Rollouts, clip_low: float, clip_high: float
+) -> dict[str, Tensor]:
     """Mean, standard deviation (divisor N) and maximum of pi(a) / pi_actor(a) over trained tokens; share outside.
 
     log_probs: [E, B, T, A]. Trained tokens are those of kept rollouts, or all candidates there. Outside:
@@ -15,19 +17,19 @@ def ratio_statistics(log_probs: Tensor, rollouts: Rollouts, clip_low: float, cli
     """
     candidates = rollouts.candidates
     actions = rollouts.actions.unsqueeze(-1) if candidates is None else candidates.actions
-    actor = rollouts.actor_log_probs.unsqueeze(-1) if candidates is None else candidates.log_probs
-    ratios = torch.exp(log_probs.detach().gather(-1, actions) - actor).flatten(1)
-    kept = _kept(rollouts.keep, actions)
-    mean = _mean(ratios, kept)
+    behavior_log_probs = rollouts.behavior_log_probs.unsqueeze(-1) if candidates is None else candidates.log_probs
+    ratios = torch.exp(log_probs.detach().gather(-1, actions) - behavior_log_probs).flatten(1)
+    token_mask = _expand_keep_mask(rollouts.keep_mask, actions)
+    mean = _masked_mean(ratios, token_mask)
     return {
         "importance_ratio_mean": mean,
-        "importance_ratio_std": _mean((ratios - mean.unsqueeze(1)).square(), kept).sqrt(),
-        "importance_ratio_max": ratios.masked_fill(~kept, -torch.inf).amax(1),
-        "clip_frac": _mean(((ratios < 1 - clip_low) | (ratios > 1 + clip_high)).float(), kept),
+        "importance_ratio_std": _masked_mean((ratios - mean.unsqueeze(1)).square(), token_mask).sqrt(),
+        "importance_ratio_max": ratios.masked_fill(~token_mask, -torch.inf).amax(1),
+        "clip_frac": _masked_mean(((ratios < 1 - clip_low) | (ratios > 1 + clip_high)).float(), token_mask),
     }
 
 
-def entropy_statistics(before: Tensor, after: Tensor, rollouts: Rollouts) -> dict[str, Tensor]:
+def compute_entropy_statistics(logits_before: Tensor, logits_after: Tensor, rollouts: Rollouts) -> dict[str, Tensor]:
     """What an update did to the entropy at the tokens of a batch.
 
     before, after: raw logits [E, B, T, A] at the batch's positions before and after the update. The advantage is reward
@@ -36,21 +38,21 @@ def entropy_statistics(before: Tensor, after: Tensor, rollouts: Rollouts) -> dic
     lower one. Named as DIAGNOSTIC_COLUMNS of trainable.sandbox.measure.records, [E] each; NaN where no token is of the
     kind.
     """
-    log_probs, actions = before.log_softmax(-1), rollouts.actions.unsqueeze(-1)
-    first, second = entropies(log_probs).flatten(1), entropies(after.log_softmax(-1)).flatten(1)
-    taken = log_probs.gather(-1, actions).flatten(1)
-    moved = (after - before).gather(-1, actions).flatten(1)
-    advantages = actor_advantages(rollouts).flatten(1)
-    kept, drop = _kept(rollouts.keep, actions), first - second
+    log_probs, actions = logits_before.log_softmax(-1), rollouts.actions.unsqueeze(-1)
+    entropy_before, entropy_after = entropies(log_probs).flatten(1), entropies(logits_after.log_softmax(-1)).flatten(1)
+    action_log_probs = log_probs.gather(-1, actions).flatten(1)
+    logit_changes = (logits_after - logits_before).gather(-1, actions).flatten(1)
+    advantages = compute_behavior_advantages(rollouts).flatten(1)
+    token_mask, entropy_drop = _expand_keep_mask(rollouts.keep_mask, actions), entropy_before - entropy_after
     return {
-        "batch_entropy_before": _mean(first, kept),
-        "batch_entropy_after": _mean(second, kept),
-        "batch_delta_entropy": _mean(-drop, kept),
-        "cov_prob_delta_logit": _covariance(taken.exp(), moved, kept),
-        "entropy_drop_pos_adv": _mean(drop, kept & (advantages > 0)),
-        "entropy_drop_neg_adv": _mean(drop, kept & (advantages < 0)),
-        **_by_thirds("surprisal", -taken, drop, kept),
-        **_by_thirds("delight", advantages * -taken, drop, kept),
+        "batch_entropy_before": _masked_mean(entropy_before, token_mask),
+        "batch_entropy_after": _masked_mean(entropy_after, token_mask),
+        "batch_delta_entropy": _masked_mean(-entropy_drop, token_mask),
+        "cov_prob_delta_logit": _masked_covariance(action_log_probs.exp(), logit_changes, token_mask),
+        "entropy_drop_pos_adv": _masked_mean(entropy_drop, token_mask & (advantages > 0)),
+        "entropy_drop_neg_adv": _masked_mean(entropy_drop, token_mask & (advantages < 0)),
+        **_mean_by_thirds("surprisal", -action_log_probs, entropy_drop, token_mask),
+        **_mean_by_thirds("delight", advantages * -action_log_probs, entropy_drop, token_mask),
     }
 
 
@@ -59,34 +61,37 @@ def entropies(log_probs: Tensor) -> Tensor:
     return -torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)
 
 
-def correlation(x: Tensor, y: Tensor, kept: Tensor) -> Tensor:
+def correlation(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     """[E], Pearson's, over the entries of each row where `kept`; all [E, N]. NaN where one of them does not vary."""
-    spread = _covariance(x, x, kept) * _covariance(y, y, kept)
-    return _covariance(x, y, kept) / spread.sqrt()
+    variance_product = _masked_covariance(x, x, mask) * _masked_covariance(y, y, mask)
+    return _masked_covariance(x, y, mask) / variance_product.sqrt()
 
 
-def cosine(one: Tensor, other: Tensor) -> Tensor:
+def cosine(x: Tensor, y: Tensor) -> Tensor:
     """[E], cosine of the rows of two matrices [E, P]; NaN where one is zero."""
-    return (one * other).sum(1) / (one.norm(dim=1) * other.norm(dim=1))
+    return (x * y).sum(1) / (x.norm(dim=1) * y.norm(dim=1))
 
 
-def _by_thirds(name: str, values: Tensor, drop: Tensor, kept: Tensor) -> dict[str, Tensor]:
-    present = values.masked_fill(~kept, torch.nan)
-    low, high = torch.nanquantile(present, torch.tensor([1 / 3, 2 / 3], dtype=values.dtype), dim=1).unsqueeze(-1)
-    thirds = {"low": values <= low, "mid": (values > low) & (values <= high), "high": values > high}
-    return {f"entropy_drop_{name}_{third}": _mean(drop, kept & inside) for third, inside in thirds.items()}
+def _mean_by_thirds(name: str, values: Tensor, entropy_drop: Tensor, token_mask: Tensor) -> dict[str, Tensor]:
+    masked_values = values.masked_fill(~token_mask, torch.nan)
+    low, high = torch.nanquantile(masked_values, torch.tensor([1 / 3, 2 / 3], dtype=values.dtype), dim=1).unsqueeze(-1)
+    third_masks = {"low": values <= low, "mid": (values > low) & (values <= high), "high": values > high}
+    return {
+        f"entropy_drop_{name}_{third}": _masked_mean(entropy_drop, token_mask & inside)
+        for third, inside in third_masks.items()
+    }
 
 
-def _kept(keep: Tensor, like: Tensor) -> Tensor:
+def _expand_keep_mask(keep_mask: Tensor, like: Tensor) -> Tensor:
     """[E, N], whether each of a batch's entries is of a kept rollout. keep: [E, B]. like: [E, B, ...] of N entries."""
-    return keep.reshape(*keep.shape, *[1] * (like.dim() - 2)).expand_as(like).flatten(1)
+    return keep_mask.reshape(*keep_mask.shape, *[1] * (like.dim() - 2)).expand_as(like).flatten(1)
 
 
-def _mean(values: Tensor, kept: Tensor) -> Tensor:
+def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     """[E], mean of [E, N] where `kept`; NaN where nothing is."""
-    return torch.where(kept, values, 0.0).sum(1) / kept.sum(1)
+    return torch.where(mask, values, 0.0).sum(1) / mask.sum(1)
 
 
-def _covariance(x: Tensor, y: Tensor, kept: Tensor) -> Tensor:
+def _masked_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
     """[E], population covariance of [E, N] where `kept`."""
-    return _mean((x - _mean(x, kept).unsqueeze(1)) * (y - _mean(y, kept).unsqueeze(1)), kept)
+    return _masked_mean((x - _masked_mean(x, mask).unsqueeze(1)) * (y - _masked_mean(y, mask).unsqueeze(1)), mask)

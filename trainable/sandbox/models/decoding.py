@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from trainable.sandbox.models.transformer import (
-    Folded,
-    Transformers,
-    after_attention,
-    embedded,
-    keys_and_values,
+    FoldedWeights,
+    TransformerEnsemble,
+    apply_block,
+    embed_tokens,
+    compute_keys_values,
     linear,
-    normalised,
+    layer_norm,
 )
 
 
-class Continuations(NamedTuple):
+class Completions(NamedTuple):
     """tokens: [E, B, T]. log_probs: [E, B, T, A], of every token at each position, of the policy that went on."""
 
     tokens: Tensor
@@ -31,69 +31,94 @@ class _Cache(NamedTuple):
 
 
 @torch.no_grad()
-def continuations(
-    models: Transformers, prompts: Tensor, steps: int, uniforms: Tensor | None = None, each: int = 1
-) -> Continuations:
+def generate_completions(
+    models: TransformerEnsemble,
+    prompts: Tensor,
+    num_tokens: int,
+    uniforms: Tensor | None = None,
+    samples_per_prompt: int = 1,
+) -> Completions:
     """Go on with prompts [E, P, L] for `steps` tokens, `each` times: rows i * each ... (i + 1) * each - 1 share one.
 
     uniforms: [E, P * each, steps] in [0, 1), which tokens are drawn by; None: the likeliest token. A prompt is read
     once, whatever `each` is, and the last token is never read.
     """
-    folded, length = models.folded(), prompts.shape[-1]
-    caches = _empty_caches(models, folded, prompts, each, length + steps - 1)
-    last = _read_prompts(models, folded, embedded(folded, prompts, 0), caches, each)
-    tokens = torch.empty(*last.shape[:2], steps, dtype=torch.int64)
-    log_probs = last.new_empty(*last.shape[:2], steps, models.shape.vocab)
-    for step in range(steps):
+    folded_weights, length = models.fold_weights(), prompts.shape[-1]
+    caches = _make_empty_caches(models, folded_weights, prompts, samples_per_prompt, length + num_tokens - 1)
+    last_hidden = _prefill(models, folded_weights, embed_tokens(folded_weights, prompts, 0), caches, samples_per_prompt)
+    tokens = torch.empty(*last_hidden.shape[:2], num_tokens, dtype=torch.int64)
+    log_probs = last_hidden.new_empty(*last_hidden.shape[:2], num_tokens, models.shape.vocab_size)
+    for step in range(num_tokens):
         if step > 0:
-            last = _read_token(models, folded, tokens[:, :, step - 1 : step], caches, length + step - 1)
-        ahead = linear(normalised(last), folded.head).log_softmax(-1)[:, :, 0]
-        log_probs[:, :, step] = ahead
-        tokens[:, :, step] = ahead.argmax(-1) if uniforms is None else drawn(ahead, uniforms[:, :, step])
-    return Continuations(tokens, log_probs)
+            last_hidden = _decode_step(models, folded_weights, tokens[:, :, step - 1 : step], caches, length + step - 1)
+        next_log_probs = linear(layer_norm(last_hidden), folded_weights.head).log_softmax(-1)[:, :, 0]
+        log_probs[:, :, step] = next_log_probs
+        tokens[:, :, step] = (
+            next_log_probs.argmax(-1) if uniforms is None else sample_actions(next_log_probs, uniforms[:, :, step])
+        )
+    return Completions(tokens, log_probs)
 
 
-def drawn(log_probs: Tensor, uniforms: Tensor) -> Tensor:
+def sample_actions(log_probs: Tensor, uniforms: Tensor) -> Tensor:
     """The action at which the cumulated probability first exceeds a uniform number: [...] of log_probs [..., A].
 
     An action of probability 0 is never drawn.
     """
-    cumulated = log_probs.double().exp().cumsum(-1)
-    return (cumulated[..., :-1] <= uniforms[..., None] * cumulated[..., -1:]).sum(-1)
+    cumulative_probs = log_probs.double().exp().cumsum(-1)
+    return (cumulative_probs[..., :-1] <= uniforms[..., None] * cumulative_probs[..., -1:]).sum(-1)
 
 
-def taken(log_probs: Tensor, actions: Tensor) -> Tensor:
+def select_log_probs(log_probs: Tensor, actions: Tensor) -> Tensor:
     """Log-probabilities [...] of actions [...] among log_probs [..., A]."""
     return log_probs.gather(-1, actions[..., None]).squeeze(-1)
 
 
-def _empty_caches(models: Transformers, folded: Folded, prompts: Tensor, each: int, slots: int) -> list[_Cache]:
+def _make_empty_caches(
+    models: TransformerEnsemble, folded_weights: FoldedWeights, prompts: Tensor, samples_per_prompt: int, slots: int
+) -> list[_Cache]:
     shape = models.shape
-    size = (*prompts.shape[:1], prompts.shape[1] * each, shape.heads, slots, shape.d_model // shape.heads)
-    return [_Cache(*(folded.tokens.new_empty(size) for _ in _Cache._fields)) for _ in folded.blocks]
+    size = (
+        *prompts.shape[:1],
+        prompts.shape[1] * samples_per_prompt,
+        shape.num_heads,
+        slots,
+        shape.d_model // shape.num_heads,
+    )
+    return [
+        _Cache(*(folded_weights.token_embeddings.new_empty(size) for _ in _Cache._fields))
+        for _ in folded_weights.blocks
+    ]
 
 
-def _read_prompts(models: Transformers, folded: Folded, hidden: Tensor, caches: list[_Cache], each: int) -> Tensor:
+def _prefill(
+    models: TransformerEnsemble,
+    folded_weights: FoldedWeights,
+    hidden: Tensor,
+    caches: list[_Cache],
+    samples_per_prompt: int,
+) -> Tensor:
     """Fill the caches; hidden states [E, P * each, 1, d] of the prompts' last tokens after all blocks."""
     length = hidden.shape[2]
-    for number, (block, cache) in enumerate(zip(folded.blocks, caches, strict=True)):
-        normal = normalised(hidden)
-        keys, values = keys_and_values(block, normal, models.shape.heads)
-        cache.keys[..., :length, :] = keys.repeat_interleave(each, dim=1)
-        cache.values[..., :length, :] = values.repeat_interleave(each, dim=1)
-        read = 1 if number == len(caches) - 1 else length
-        hidden = after_attention(block, hidden[:, :, -read:], normal[:, :, -read:], keys, values)
-    return hidden.repeat_interleave(each, dim=1)
+    for layer, (block, cache) in enumerate(zip(folded_weights.blocks, caches, strict=True)):
+        normed_hidden = layer_norm(hidden)
+        keys, values = compute_keys_values(block, normed_hidden, models.shape.num_heads)
+        cache.keys[..., :length, :] = keys.repeat_interleave(samples_per_prompt, dim=1)
+        cache.values[..., :length, :] = values.repeat_interleave(samples_per_prompt, dim=1)
+        num_queries = 1 if layer == len(caches) - 1 else length
+        hidden = apply_block(block, hidden[:, :, -num_queries:], normed_hidden[:, :, -num_queries:], keys, values)
+    return hidden.repeat_interleave(samples_per_prompt, dim=1)
 
 
-def _read_token(models: Transformers, folded: Folded, tokens: Tensor, caches: list[_Cache], place: int) -> Tensor:
+def _decode_step(
+    models: TransformerEnsemble, folded_weights: FoldedWeights, tokens: Tensor, caches: list[_Cache], position: int
+) -> Tensor:
     """Append tokens [E, B, 1] at position `place`; their hidden states [E, B, 1, d] after all blocks."""
-    hidden = embedded(folded, tokens, place)
-    for block, cache in zip(folded.blocks, caches, strict=True):
-        normal = normalised(hidden)
-        cache.keys[..., place : place + 1, :], cache.values[..., place : place + 1, :] = keys_and_values(
-            block, normal, models.shape.heads
+    hidden = embed_tokens(folded_weights, tokens, position)
+    for block, cache in zip(folded_weights.blocks, caches, strict=True):
+        normed_hidden = layer_norm(hidden)
+        cache.keys[..., position : position + 1, :], cache.values[..., position : position + 1, :] = (
+            compute_keys_values(block, normed_hidden, models.shape.num_heads)
         )
-        seen = (cache.keys[..., : place + 1, :], cache.values[..., : place + 1, :])
-        hidden = after_attention(block, hidden, normal, *seen)
+        past_keys_values = (cache.keys[..., : position + 1, :], cache.values[..., : position + 1, :])
+        hidden = apply_block(block, hidden, normed_hidden, *past_keys_values)
     return hidden

@@ -10,12 +10,18 @@ from torch import Tensor
 
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.rules.rule import RuleLoss, advantages, log_probs_of, policy_gradient_loss, uncertainty
+from trainable.sandbox.rules.rule import (
+    RuleLoss,
+    compute_advantages,
+    gather_log_probs,
+    policy_gradient_loss,
+    compute_reward_std,
+)
 
 
-def gate(advantage: Tensor, taken: Tensor, eta: float) -> Tensor:
+def compute_gate(advantage: Tensor, action_log_probs: Tensor, eta: float) -> Tensor:
     """g = σ(A · s / eta), a constant of the shape of `advantage` and `taken` (l); eta > 0."""
-    return torch.sigmoid(-advantage * taken.detach() / eta)
+    return torch.sigmoid(-advantage * action_log_probs.detach() / eta)
 
 
 def dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -25,10 +31,10 @@ def dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleL
     Reduces to: half of REINFORCE as eta grows; for small eta, REINFORCE on samples of positive advantage alone.
     Axis: influence. Surprisal decides, beside the advantage, how much a sample counts.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    advantage = advantages(rollouts, log_probs, config)
-    passed = gate(advantage, taken, config.eta)
-    return policy_gradient_loss(rollouts, taken, passed * advantage, gate_mean=passed)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    advantage = compute_advantages(rollouts, log_probs, config)
+    gates = compute_gate(advantage, action_log_probs, config.eta)
+    return policy_gradient_loss(rollouts, action_log_probs, gates * advantage, gate_mean=gates)
 
 
 def replay_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -48,13 +54,13 @@ def fresh_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     Reduces to: DG at age 0 or decay 0; at a constant age, to DG with its loss scaled.
     Axis: support. A sample is worth less with every update since it was drawn.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    advantage = advantages(rollouts, log_probs, config)
-    passed = gate(advantage, taken, config.eta)
-    age = rollouts.age.to(taken.dtype)[:, None, None].expand(taken.shape)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    advantage = compute_advantages(rollouts, log_probs, config)
+    gates = compute_gate(advantage, action_log_probs, config.eta)
+    age = rollouts.age.to(action_log_probs.dtype)[:, None, None].expand(action_log_probs.shape)
     freshness = torch.exp(-config.replay_age_decay * age)
-    samples = {"gate_mean": passed, "freshness_weight": freshness, "batch_age": age}
-    return policy_gradient_loss(rollouts, taken, freshness * passed * advantage, **samples)
+    sample_metrics = {"gate_mean": gates, "freshness_weight": freshness, "batch_age": age}
+    return policy_gradient_loss(rollouts, action_log_probs, freshness * gates * advantage, **sample_metrics)
 
 
 def dg_entropy_guard(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -68,13 +74,13 @@ def dg_entropy_guard(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCo
     Reduces to: DG at guard_strength 0, or where no good action is likelier than chance.
     Axis: geometry. It holds entropy at the probability of the sampled action, downstream of the advantage.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    advantage = advantages(rollouts, log_probs, config)
-    passed = gate(advantage, taken, config.eta)
-    above_chance = (taken.detach().exp() - 1 / log_probs.shape[-1]).clamp(0, 1)
-    guard = torch.where(advantage > 0, 1 - config.guard_strength * above_chance, 1)
-    weight = guard * passed * advantage
-    return policy_gradient_loss(rollouts, taken, weight, gate_mean=passed, entropy_guard_mean=guard)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    advantage = compute_advantages(rollouts, log_probs, config)
+    gates = compute_gate(advantage, action_log_probs, config.eta)
+    excess_prob = (action_log_probs.detach().exp() - 1 / log_probs.shape[-1]).clamp(0, 1)
+    guard = torch.where(advantage > 0, 1 - config.guard_strength * excess_prob, 1)
+    weight = guard * gates * advantage
+    return policy_gradient_loss(rollouts, action_log_probs, weight, gate_mean=gates, entropy_guard_mean=guard)
 
 
 def uncertainty_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -86,12 +92,14 @@ def uncertainty_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConf
     Reduces to: DG at κ = 0 or where all rewards are equal.
     Axis: reward uncertainty. The gate closes where rewards scatter.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    advantage = advantages(rollouts, log_probs, config)
-    doubt = uncertainty(rollouts)
-    delight = -advantage * taken.detach()
-    passed = torch.sigmoid((delight - config.uncertainty_scale * doubt.unsqueeze(-1)) / config.eta)
-    return policy_gradient_loss(rollouts, taken, passed * advantage, gate_mean=passed, uncertainty_mean=doubt)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    advantage = compute_advantages(rollouts, log_probs, config)
+    reward_std = compute_reward_std(rollouts)
+    delight = -advantage * action_log_probs.detach()
+    gates = torch.sigmoid((delight - config.uncertainty_scale * reward_std.unsqueeze(-1)) / config.eta)
+    return policy_gradient_loss(
+        rollouts, action_log_probs, gates * advantage, gate_mean=gates, uncertainty_mean=reward_std
+    )
 
 
 def filtered_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -103,13 +111,15 @@ def filtered_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig)
     Reduces to: DG at a threshold of 0.5 or more where rewards lie in [0, 1], whose deviation is at most 0.5.
     Axis: reward uncertainty, by a hard threshold.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    advantage = advantages(rollouts, log_probs, config)
-    passed = gate(advantage, taken, config.eta)
-    doubt = uncertainty(rollouts)
-    trusted = (doubt <= config.uncertainty_threshold).to(taken.dtype)
-    samples = {"gate_mean": passed, "uncertainty_mean": doubt, "kept_frac": trusted}
-    return policy_gradient_loss(rollouts, taken, trusted.unsqueeze(-1) * passed * advantage, **samples)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    advantage = compute_advantages(rollouts, log_probs, config)
+    gates = compute_gate(advantage, action_log_probs, config.eta)
+    reward_std = compute_reward_std(rollouts)
+    trust_mask = (reward_std <= config.uncertainty_threshold).to(action_log_probs.dtype)
+    sample_metrics = {"gate_mean": gates, "uncertainty_mean": reward_std, "kept_frac": trust_mask}
+    return policy_gradient_loss(
+        rollouts, action_log_probs, trust_mask.unsqueeze(-1) * gates * advantage, **sample_metrics
+    )
 
 
 def reward_variance_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -119,8 +129,12 @@ def reward_variance_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRule
     Reduces to: DG at κ = 0 or where all rewards are equal.
     Axis: reward uncertainty. Advantages shrink where rewards scatter, in the gate as well.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    doubt = uncertainty(rollouts)
-    shrunk = advantages(rollouts, log_probs, config) / (1 + config.uncertainty_scale * doubt.unsqueeze(-1))
-    passed = gate(shrunk, taken, config.eta)
-    return policy_gradient_loss(rollouts, taken, passed * shrunk, gate_mean=passed, uncertainty_mean=doubt)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    reward_std = compute_reward_std(rollouts)
+    scaled_advantage = compute_advantages(rollouts, log_probs, config) / (
+        1 + config.uncertainty_scale * reward_std.unsqueeze(-1)
+    )
+    gates = compute_gate(scaled_advantage, action_log_probs, config.eta)
+    return policy_gradient_loss(
+        rollouts, action_log_probs, gates * scaled_advantage, gate_mean=gates, uncertainty_mean=reward_std
+    )

@@ -7,19 +7,19 @@ from torch import Tensor
 
 from trainable.algo.advantages import group_skill
 from trainable.algo.advantages import grpo as group_relative
-from trainable.algo.losses import kl_estimate, ppo_clip
+from trainable.algo.losses import estimate_kl, ppo_clip_loss
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.rule import (
     RuleLoss,
-    by_group,
+    unflatten_groups,
     capped_ratios,
-    group_ids,
-    group_spread,
-    kept_mean,
-    log_probs_of,
+    make_group_ids,
+    group_moments,
+    masked_mean,
+    gather_log_probs,
     policy_gradient_loss,
-    rule_loss,
+    make_rule_loss,
 )
 
 STD_FLOOR = 1e-8
@@ -27,24 +27,29 @@ NO_DUAL_CLIP = 1e9
 """Above e^20, the largest ratio, so that the dual clip of `ppo_clip` never binds."""
 
 
-def advantages_in_group(scores: Tensor, ids: Tensor, divide: bool) -> Tensor:
+def group_advantages(scores: Tensor, ids: Tensor, divide_by_std: bool) -> Tensor:
     """[N] G of scores [N], whose groups have numbers `ids` [N]: (R − mean) / (std + 1e-8), or R − mean.
 
     divide: by the std, of divisor K; a group whose std is at most 1e-8 then has G = 0.
     """
-    whole = torch.ones_like(scores, dtype=torch.bool).unsqueeze(1)
-    group = group_relative(scores, ids, whole, divide, correction=0, floor=STD_FLOOR, least_std=STD_FLOOR)
-    return group.squeeze(1)
+    mask = torch.ones_like(scores, dtype=torch.bool).unsqueeze(1)
+    advantages = group_relative(scores, ids, mask, divide_by_std, correction=0, std_floor=STD_FLOOR, min_std=STD_FLOOR)
+    return advantages.squeeze(1)
 
 
-def skills_in_group(scores: Tensor, ids: Tensor) -> Tensor:
+def group_skills(scores: Tensor, ids: Tensor) -> Tensor:
     """[N] z of scores [N], whose groups have numbers `ids` [N]: (R − mean) / std, and R − mean where std <= 1e-6."""
-    whole = torch.ones_like(scores, dtype=torch.bool).unsqueeze(1)
-    return group_skill(scores, ids, whole, precision=torch.float64).squeeze(1)
+    mask = torch.ones_like(scores, dtype=torch.bool).unsqueeze(1)
+    return group_skill(scores, ids, mask, factor_dtype=torch.float64).squeeze(1)
 
 
 def clipped_surrogate(
-    taken: Tensor, old: Tensor, group: Tensor, keep: Tensor, clip: tuple[float, float], beta: float | None
+    action_log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    keep_mask: Tensor,
+    clip_range: tuple[float, float],
+    beta: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """−min(r G, clip(r, 1 − clip[0], 1 + clip[1]) G) + beta · kl(x), with the metrics [E] of what it is made of.
 
@@ -54,18 +59,21 @@ def clipped_surrogate(
         clip: low and high.
         beta: coefficient of kl(x), k3 of `kl_estimate` without its limit; None: no such term, and no metric of it.
     """
-    clipped = ppo_clip(taken, old, group, *clip, NO_DUAL_CLIP)
-    metrics = {"ratio_mean": kept_mean(clipped.ratio, keep), "adv_abs_mean": kept_mean(group.abs(), keep)}
+    policy_loss = ppo_clip_loss(action_log_probs, old_log_probs, advantages, *clip_range, NO_DUAL_CLIP)
+    metrics = {
+        "ratio_mean": masked_mean(policy_loss.ratio, keep_mask),
+        "adv_abs_mean": masked_mean(advantages.abs(), keep_mask),
+    }
     if beta is None:
-        return clipped.loss, metrics
-    kl = kl_estimate(taken, old, "k3", limit=math.inf)
-    return clipped.loss + beta * kl, {**metrics, "reverse_kl_mean": kept_mean(kl, keep)}
+        return policy_loss.loss, metrics
+    kl = estimate_kl(action_log_probs, old_log_probs, "k3", limit=math.inf)
+    return policy_loss.loss + beta * kl, {**metrics, "reverse_kl_mean": masked_mean(kl, keep_mask)}
 
 
-def _group_advantages(rollouts: Rollouts, divide: bool, like: Tensor) -> Tensor:
+def _broadcast_group_advantages(rollouts: Rollouts, divide_by_std: bool, like: Tensor) -> Tensor:
     """[E, B, T] G, one number per rollout, for `like` of that shape: its reward in its group, normalised or centred."""
-    group = advantages_in_group(rollouts.rewards.flatten(), group_ids(rollouts), divide)
-    return group.view_as(rollouts.rewards).to(like.dtype).unsqueeze(-1).expand(like.shape)
+    advantages = group_advantages(rollouts.rewards.flatten(), make_group_ids(rollouts), divide_by_std)
+    return advantages.view_as(rollouts.rewards).to(like.dtype).unsqueeze(-1).expand(like.shape)
 
 
 def grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -79,12 +87,14 @@ def grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Rul
     Reduces to: at r = 1 (the first inner epoch) to −mean( l · sg(G) ), where clip and KL have no effect.
     Axis: influence. Which rollouts of a prompt count, and how much, is their standardised reward.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    group = _group_advantages(rollouts, config.std_normalization, taken)
-    clip = (config.clip_low, config.clip_low)
-    keep = rollouts.keep
-    losses, metrics = clipped_surrogate(taken, rollouts.actor_log_probs, group, keep, clip, config.grpo_beta)
-    return rule_loss(rollouts, kept_mean(losses, keep), **metrics)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    advantages = _broadcast_group_advantages(rollouts, config.std_normalization, action_log_probs)
+    clip_range = (config.clip_low, config.clip_low)
+    keep_mask = rollouts.keep_mask
+    losses, metrics = clipped_surrogate(
+        action_log_probs, rollouts.behavior_log_probs, advantages, keep_mask, clip_range, config.grpo_beta
+    )
+    return make_rule_loss(rollouts, masked_mean(losses, keep_mask), **metrics)
 
 
 def dr_grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -94,12 +104,14 @@ def dr_grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> 
     Reduces to: T times GRPO without std_normalization; at r = 1 to −mean over sequences of Σ_t l · sg(G).
     Axis: geometry. Nothing divides: neither the deviation of a group nor the length of a sequence.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    group = _group_advantages(rollouts, divide=False, like=taken)
-    clip = (config.clip_low, config.clip_low)
-    keep = rollouts.keep
-    losses, metrics = clipped_surrogate(taken, rollouts.actor_log_probs, group, keep, clip, config.grpo_beta)
-    return rule_loss(rollouts, kept_mean(losses.sum(-1), keep), **metrics)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    advantages = _broadcast_group_advantages(rollouts, divide_by_std=False, like=action_log_probs)
+    clip_range = (config.clip_low, config.clip_low)
+    keep_mask = rollouts.keep_mask
+    losses, metrics = clipped_surrogate(
+        action_log_probs, rollouts.behavior_log_probs, advantages, keep_mask, clip_range, config.grpo_beta
+    )
+    return make_rule_loss(rollouts, masked_mean(losses.sum(-1), keep_mask), **metrics)
 
 
 def dapo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -110,12 +122,14 @@ def dapo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Rul
     Reduces to: GRPO at grpo_beta 0 and clip_high = clip_low; at r = 1 to −mean( l · sg(G) ).
     Axis: geometry. More level upwards for what was unlikely; the normalisation is GRPO's.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    group = _group_advantages(rollouts, config.std_normalization, taken)
-    clip = (config.clip_low, config.clip_high)
-    keep = rollouts.keep
-    losses, metrics = clipped_surrogate(taken, rollouts.actor_log_probs, group, keep, clip, beta=None)
-    return rule_loss(rollouts, kept_mean(losses, keep), **metrics)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    advantages = _broadcast_group_advantages(rollouts, config.std_normalization, action_log_probs)
+    clip_range = (config.clip_low, config.clip_high)
+    keep_mask = rollouts.keep_mask
+    losses, metrics = clipped_surrogate(
+        action_log_probs, rollouts.behavior_log_probs, advantages, keep_mask, clip_range, beta=None
+    )
+    return make_rule_loss(rollouts, masked_mean(losses, keep_mask), **metrics)
 
 
 def group_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -125,12 +139,16 @@ def group_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     Reduces to: REINFORCE with the advantage z, times K T / tpo_eta, where all groups are kept.
     Axis: influence. The standardised reward is the weight, and nothing ends the push.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    skills = skills_in_group(rollouts.rewards.flatten(), group_ids(rollouts)).view_as(rollouts.rewards).to(taken.dtype)
-    products = by_group(skills / config.tpo_eta * taken.sum(-1), rollouts)
-    used = by_group(rollouts.keep, rollouts)
-    loss = -kept_mean(torch.where(used, products, 0).sum(-1), used.any(-1))
-    return rule_loss(rollouts, loss, tpo_skill_abs_mean=kept_mean(skills.abs(), rollouts.keep))
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    skills = (
+        group_skills(rollouts.rewards.flatten(), make_group_ids(rollouts))
+        .view_as(rollouts.rewards)
+        .to(action_log_probs.dtype)
+    )
+    products = unflatten_groups(skills / config.tpo_eta * action_log_probs.sum(-1), rollouts)
+    group_mask = unflatten_groups(rollouts.keep_mask, rollouts)
+    loss = -masked_mean(torch.where(group_mask, products, 0).sum(-1), group_mask.any(-1))
+    return make_rule_loss(rollouts, loss, tpo_skill_abs_mean=masked_mean(skills.abs(), rollouts.keep_mask))
 
 
 def max_rl(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -143,13 +161,13 @@ def max_rl(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> R
     Axis: influence. The gradient is that of log success rates rather than of success rates.
     ValueError: no groups, or a kept reward is neither 0 nor 1.
     """
-    found = group_spread(rollouts)
-    if not torch.isin(rollouts.rewards[rollouts.keep], rollouts.rewards.new_tensor([0.0, 1.0])).all():
+    moments = group_moments(rollouts)
+    if not torch.isin(rollouts.rewards[rollouts.keep_mask], rollouts.rewards.new_tensor([0.0, 1.0])).all():
         raise ValueError("MaxRL needs rewards of 0 and 1; others are in this batch. Set binary_reward=true.")
-    taken = log_probs_of(rollouts.actions, log_probs)
-    advantage = (found.centred / (found.mean + STD_FLOOR)).flatten(1).to(taken.dtype).unsqueeze(-1)
-    weight = capped_ratios(taken, rollouts, config.iw_cap)
-    return policy_gradient_loss(rollouts, taken, weight * advantage, iw_mean=weight)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    advantage = (moments.deviations / (moments.mean + STD_FLOOR)).flatten(1).to(action_log_probs.dtype).unsqueeze(-1)
+    weight = capped_ratios(action_log_probs, rollouts, config.iw_cap)
+    return policy_gradient_loss(rollouts, action_log_probs, weight * advantage, iw_mean=weight)
 
 
 def tempo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -162,21 +180,23 @@ def tempo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Ru
     Reduces to: where V does not change, at tokens that decide nothing, GRPO's gradient at r = 1.
     Axis: granularity. The tree of a group tells at which token it was decided.
     """
-    found = group_spread(rollouts)
-    taken = log_probs_of(rollouts.actions, log_probs)
-    values = _prefix_values(rollouts)
-    changes = values[..., 1:] - values[..., :-1]
-    credit = (found.centred.unsqueeze(-1) + changes) / found.std.clamp(min=STD_FLOOR).unsqueeze(-1)
-    advantage = torch.where(found.std.unsqueeze(-1) < STD_FLOOR, 0, credit).flatten(1, 2).to(taken.dtype)
-    ratio = capped_ratios(taken, rollouts, config.iw_cap)
-    moved = (changes.abs() > STD_FLOOR).flatten(1, 2).to(taken.dtype)
-    return policy_gradient_loss(rollouts, taken, ratio * advantage, ratio_mean=ratio, td_nonzero_frac=moved)
+    moments = group_moments(rollouts)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    values = _compute_prefix_values(rollouts)
+    value_changes = values[..., 1:] - values[..., :-1]
+    credit = (moments.deviations.unsqueeze(-1) + value_changes) / moments.std.clamp(min=STD_FLOOR).unsqueeze(-1)
+    advantage = torch.where(moments.std.unsqueeze(-1) < STD_FLOOR, 0, credit).flatten(1, 2).to(action_log_probs.dtype)
+    ratio = capped_ratios(action_log_probs, rollouts, config.iw_cap)
+    td_nonzero = (value_changes.abs() > STD_FLOOR).flatten(1, 2).to(action_log_probs.dtype)
+    return policy_gradient_loss(
+        rollouts, action_log_probs, ratio * advantage, ratio_mean=ratio, td_nonzero_frac=td_nonzero
+    )
 
 
-def _prefix_values(rollouts: Rollouts) -> Tensor:
+def _compute_prefix_values(rollouts: Rollouts) -> Tensor:
     """[E, P, K, T + 1] float64 V: mean reward of the kept rollouts with the same first t tokens, for t = 0 ... T."""
-    actions, keep = by_group(rollouts.actions, rollouts), by_group(rollouts.keep, rollouts)
-    same = (actions.unsqueeze(3) == actions.unsqueeze(2)).long().cumprod(-1)  # [E, P, K, K, T]
-    shares = torch.nn.functional.pad(same, (1, 0), value=1).double() * keep[:, :, None, :, None]
-    rewards = torch.where(keep, by_group(rollouts.rewards, rollouts).double(), 0)
-    return (shares * rewards[:, :, None, :, None]).sum(3) / shares.sum(3).clamp(min=1)
+    actions, keep_mask = unflatten_groups(rollouts.actions, rollouts), unflatten_groups(rollouts.keep_mask, rollouts)
+    same_prefix = (actions.unsqueeze(3) == actions.unsqueeze(2)).long().cumprod(-1)  # [E, P, K, K, T]
+    prefix_mask = torch.nn.functional.pad(same_prefix, (1, 0), value=1).double() * keep_mask[:, :, None, :, None]
+    rewards = torch.where(keep_mask, unflatten_groups(rollouts.rewards, rollouts).double(), 0)
+    return (prefix_mask * rewards[:, :, None, :, None]).sum(3) / prefix_mask.sum(3).clamp(min=1)

@@ -8,7 +8,7 @@ from torch import Tensor
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.delight import dg
-from trainable.sandbox.rules.rule import RuleLoss, actor_advantages, kept_mean
+from trainable.sandbox.rules.rule import RuleLoss, compute_behavior_advantages, masked_mean
 
 BISECTIONS = 20
 MARGIN = 10.0
@@ -25,26 +25,28 @@ def kondo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Ru
     return dg(rollouts, log_probs, config)
 
 
-def actor_delight(rollouts: Rollouts) -> Tensor:
+def compute_behavior_delight(rollouts: Rollouts) -> Tensor:
     """[E, B, T] A · (−μ) under the policy that sampled: R minus its expected reward, or minus its Σ_a π(a)²."""
-    return actor_advantages(rollouts) * -rollouts.actor_log_probs
+    return compute_behavior_advantages(rollouts) * -rollouts.behavior_log_probs
 
 
-def threshold(scores: Tensor, keep: Tensor, share: float, eta: float) -> Tensor:
+def find_threshold(scores: Tensor, keep_mask: Tensor, keep_fraction: float, eta: float) -> Tensor:
     """[E] λ with mean over kept of σ((score − λ)/eta) = share, by 20 bisections; scores and keep [E, B].
 
     share is below 1. The mean falls with λ, so the root is the only one.
     """
-    low = scores.masked_fill(~keep, torch.inf).amin(1) - MARGIN * eta
-    high = scores.masked_fill(~keep, -torch.inf).amax(1) + MARGIN * eta
+    low = scores.masked_fill(~keep_mask, torch.inf).amin(1) - MARGIN * eta
+    high = scores.masked_fill(~keep_mask, -torch.inf).amax(1) + MARGIN * eta
     for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        too_many = kept_mean(torch.sigmoid((scores - middle[:, None]) / eta), keep) > share
-        low, high = torch.where(too_many, middle, low), torch.where(too_many, high, middle)
+        midpoint = (low + high) / 2
+        too_many = masked_mean(torch.sigmoid((scores - midpoint[:, None]) / eta), keep_mask) > keep_fraction
+        low, high = torch.where(too_many, midpoint, low), torch.where(too_many, high, midpoint)
     return (low + high) / 2
 
 
-def screen(rollouts: Rollouts, uniforms: Tensor, config: UpdateRuleConfig) -> tuple[Rollouts, dict[str, Tensor]]:
+def screen_rollouts(
+    rollouts: Rollouts, uniforms: Tensor, config: UpdateRuleConfig
+) -> tuple[Rollouts, dict[str, Tensor]]:
     """Keep each rollout with probability σ((score − λ)/eta), so that a share of kondo_keep stays on average.
 
     A rollout's score is its largest delight at any position. Where a member would keep none, the best score stays.
@@ -57,19 +59,19 @@ def screen(rollouts: Rollouts, uniforms: Tensor, config: UpdateRuleConfig) -> tu
     Returns:
         The batch with a smaller `keep`, and kept_frac and gate_prob_mean, [E] each: shares of what came in.
     """
-    keep = rollouts.keep
+    keep_mask = rollouts.keep_mask
     if config.kondo_keep == 1:
-        everything = kept_mean(torch.ones_like(rollouts.rewards), keep)
-        return rollouts, {"kept_frac": everything, "gate_prob_mean": everything}
-    scores = actor_delight(rollouts).amax(-1)
-    level = threshold(scores, keep, config.kondo_keep, config.eta)
-    probability = torch.sigmoid((scores - level[:, None]) / config.eta)
-    survives = keep & (uniforms < probability)
-    best = scores.masked_fill(~keep, -torch.inf).argmax(1, keepdim=True)
-    fallback = torch.zeros_like(keep).scatter(1, best, True)
-    survives = torch.where(survives.any(1, keepdim=True), survives, fallback)
+        kept_fraction = masked_mean(torch.ones_like(rollouts.rewards), keep_mask)
+        return rollouts, {"kept_frac": kept_fraction, "gate_prob_mean": kept_fraction}
+    scores = compute_behavior_delight(rollouts).amax(-1)
+    cutoff = find_threshold(scores, keep_mask, config.kondo_keep, config.eta)
+    keep_probability = torch.sigmoid((scores - cutoff[:, None]) / config.eta)
+    screened_mask = keep_mask & (uniforms < keep_probability)
+    best_index = scores.masked_fill(~keep_mask, -torch.inf).argmax(1, keepdim=True)
+    fallback_mask = torch.zeros_like(keep_mask).scatter(1, best_index, True)
+    screened_mask = torch.where(screened_mask.any(1, keepdim=True), screened_mask, fallback_mask)
     metrics = {
-        "kept_frac": kept_mean(survives.to(scores.dtype), keep),
-        "gate_prob_mean": kept_mean(probability, keep),
+        "kept_frac": masked_mean(screened_mask.to(scores.dtype), keep_mask),
+        "gate_prob_mean": masked_mean(keep_probability, keep_mask),
     }
-    return replace(rollouts, keep=survives), metrics
+    return replace(rollouts, keep=screened_mask), metrics

@@ -5,9 +5,9 @@ from torch import Tensor
 
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.rules.delight import dg, gate
-from trainable.sandbox.rules.rule import RuleLoss, kept_mean, log_probs_of, rule_loss, squared_mass
-from trainable.sandbox.rules.token_credit import right_and_scored, scored
+from trainable.sandbox.rules.delight import dg, compute_gate
+from trainable.sandbox.rules.rule import RuleLoss, masked_mean, gather_log_probs, make_rule_loss, sum_squared_probs
+from trainable.sandbox.rules.token_credit import find_correct_tokens, get_score_mask
 
 
 def cross_entropy(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -19,7 +19,7 @@ def cross_entropy(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfi
     Reduces to: nothing simpler; REINFORCE with baseline 0 where every sample is right and was sampled after right ones.
     Axis: privileged acquisition, at its limit: the rollout itself is replaced by the right one.
     """
-    return rule_loss(rollouts, -kept_mean(log_probs_of(rollouts.labels, log_probs), rollouts.keep))
+    return make_rule_loss(rollouts, -masked_mean(gather_log_probs(rollouts.labels, log_probs), rollouts.keep_mask))
 
 
 def self_distill_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -33,14 +33,14 @@ def self_distill_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
     Reduces to: on bandits at distill_alpha 0, DG with baseline `expected`.
     Axis: granularity and privileged acquisition. Every token is judged and corrected; sequence rewards are not read.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    right = right_and_scored(rollouts).to(taken.dtype)
-    advantage = right - scored(rollouts) * squared_mass(log_probs)
-    passed = gate(advantage, taken, config.eta)
-    learned = kept_mean(taken * (passed * advantage), rollouts.keep)
-    distilled = kept_mean(-passed * log_probs_of(rollouts.labels, log_probs), rollouts.keep)
-    metrics = {"gate_mean": kept_mean(passed, rollouts.keep), "distill_loss": distilled}
-    return rule_loss(rollouts, config.distill_alpha * distilled - learned, **metrics)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    correct = find_correct_tokens(rollouts).to(action_log_probs.dtype)
+    advantage = correct - get_score_mask(rollouts) * sum_squared_probs(log_probs)
+    gates = compute_gate(advantage, action_log_probs, config.eta)
+    policy_objective = masked_mean(action_log_probs * (gates * advantage), rollouts.keep_mask)
+    distill_loss = masked_mean(-gates * gather_log_probs(rollouts.labels, log_probs), rollouts.keep_mask)
+    metrics = {"gate_mean": masked_mean(gates, rollouts.keep_mask), "distill_loss": distill_loss}
+    return make_rule_loss(rollouts, config.distill_alpha * distill_loss - policy_objective, **metrics)
 
 
 def scope_lite(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -53,13 +53,17 @@ def scope_lite(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     Reduces to: DG at distill_alpha 0, or where no sequence has a wrong token.
     Axis: granularity and privileged acquisition. Failures are corrected from where they failed.
     """
-    base = dg(rollouts, log_probs, config)
-    counts = scored(rollouts)
-    wrong = (rollouts.actions != rollouts.labels) & counts
-    corrected = (wrong.long().cumsum(-1) > 0) & counts & rollouts.keep.unsqueeze(-1)
-    surprisals = -log_probs_of(rollouts.labels, log_probs)
-    total = torch.where(corrected, surprisals, 0).sum((1, 2))
-    correction = total / corrected.sum((1, 2)).clamp(min=1)
-    share = kept_mean(corrected.to(surprisals.dtype), rollouts.keep)
-    metrics = {"gate_mean": base.metrics["gate_mean"], "first_error_frac": share, "correction_loss": correction}
-    return rule_loss(rollouts, base.loss + config.distill_alpha * correction, **metrics)
+    dg_result = dg(rollouts, log_probs, config)
+    score_mask = get_score_mask(rollouts)
+    is_wrong = (rollouts.actions != rollouts.labels) & score_mask
+    correction_mask = (is_wrong.long().cumsum(-1) > 0) & score_mask & rollouts.keep_mask.unsqueeze(-1)
+    surprisals = -gather_log_probs(rollouts.labels, log_probs)
+    total_surprisal = torch.where(correction_mask, surprisals, 0).sum((1, 2))
+    correction_loss = total_surprisal / correction_mask.sum((1, 2)).clamp(min=1)
+    corrected_fraction = masked_mean(correction_mask.to(surprisals.dtype), rollouts.keep_mask)
+    metrics = {
+        "gate_mean": dg_result.metrics["gate_mean"],
+        "first_error_frac": corrected_fraction,
+        "correction_loss": correction_loss,
+    }
+    return make_rule_loss(rollouts, dg_result.loss + config.distill_alpha * correction_loss, **metrics)

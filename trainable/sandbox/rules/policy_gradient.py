@@ -7,14 +7,14 @@ from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.rule import (
     RuleLoss,
-    advantages,
+    compute_advantages,
     capped_ratios,
-    kept_mean,
-    log_probs_of,
+    masked_mean,
+    gather_log_probs,
     log_ratios,
     policy_gradient_loss,
-    rule_loss,
-    spread,
+    make_rule_loss,
+    masked_moments,
 )
 
 
@@ -25,8 +25,8 @@ def reinforce(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -
     Reduces to: nothing simpler; PG, TrajPG, ASPO and R2VPO have its gradient where r = 1.
     Axis: influence. All weight comes from the advantage, none from how likely the sample was.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    return policy_gradient_loss(rollouts, taken, advantages(rollouts, log_probs, config))
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    return policy_gradient_loss(rollouts, action_log_probs, compute_advantages(rollouts, log_probs, config))
 
 
 def pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -36,9 +36,11 @@ def pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleL
     Reduces to: REINFORCE at r = 1.
     Axis: support. The ratio says how far a sample still stands for the policy that learns.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    weight = capped_ratios(taken, rollouts, config.iw_cap)
-    return policy_gradient_loss(rollouts, taken, weight * advantages(rollouts, log_probs, config), iw_mean=weight)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    weight = capped_ratios(action_log_probs, rollouts, config.iw_cap)
+    return policy_gradient_loss(
+        rollouts, action_log_probs, weight * compute_advantages(rollouts, log_probs, config), iw_mean=weight
+    )
 
 
 def traj_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -48,10 +50,12 @@ def traj_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> 
     Reduces to: PG on bandits (T = 1); REINFORCE at r = 1.
     Axis: support, at the granularity of a sequence.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    total = (taken.detach() - rollouts.actor_log_probs).sum(-1, keepdim=True)
-    weight = total.exp().clamp(max=config.iw_cap).expand(taken.shape)
-    return policy_gradient_loss(rollouts, taken, weight * advantages(rollouts, log_probs, config), iw_mean=weight)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    sequence_log_ratio = (action_log_probs.detach() - rollouts.behavior_log_probs).sum(-1, keepdim=True)
+    weight = sequence_log_ratio.exp().clamp(max=config.iw_cap).expand(action_log_probs.shape)
+    return policy_gradient_loss(
+        rollouts, action_log_probs, weight * compute_advantages(rollouts, log_probs, config), iw_mean=weight
+    )
 
 
 def aspo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -65,14 +69,20 @@ def aspo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Rul
     Reduces to: REINFORCE at r = 1, so on policy with one inner epoch.
     Axis: reward uncertainty and geometry. It bounds what one sample can do by the side its reward is on.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    advantage = advantages(rollouts, log_probs, config)
-    good = advantage > 0
-    ratio = log_ratios(taken.detach(), rollouts).exp()
-    flipped = torch.where(good, 1 / ratio, ratio)
-    weight = torch.where(good, flipped.clamp(max=1 + config.clip_high), flipped.clamp(min=1 - config.clip_low))
-    samples = {"ratio_mean": flipped, "weight_mean": weight, "pos_frac": good.to(taken.dtype)}
-    return policy_gradient_loss(rollouts, taken, weight * advantage, **samples)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    advantage = compute_advantages(rollouts, log_probs, config)
+    is_positive = advantage > 0
+    ratio = log_ratios(action_log_probs.detach(), rollouts).exp()
+    flipped_ratio = torch.where(is_positive, 1 / ratio, ratio)
+    weight = torch.where(
+        is_positive, flipped_ratio.clamp(max=1 + config.clip_high), flipped_ratio.clamp(min=1 - config.clip_low)
+    )
+    sample_metrics = {
+        "ratio_mean": flipped_ratio,
+        "weight_mean": weight,
+        "pos_frac": is_positive.to(action_log_probs.dtype),
+    }
+    return policy_gradient_loss(rollouts, action_log_probs, weight * advantage, **sample_metrics)
 
 
 def r2vpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -82,11 +92,11 @@ def r2vpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Ru
     Reduces to: REINFORCE at r = 1, whatever λ; PG without a cap at λ = 0.
     Axis: reward uncertainty and geometry. The variance of the ratio has a price, instead of a clip.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    ratio = log_ratios(taken.detach(), rollouts).exp()
-    weight = ratio * (advantages(rollouts, log_probs, config) - 2 * config.eta * (ratio - 1))
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    ratio = log_ratios(action_log_probs.detach(), rollouts).exp()
+    weight = ratio * (compute_advantages(rollouts, log_probs, config) - 2 * config.eta * (ratio - 1))
     penalty = config.eta * (ratio - 1).square()
-    return policy_gradient_loss(rollouts, taken, weight, ratio_mean=ratio, var_penalty_mean=penalty)
+    return policy_gradient_loss(rollouts, action_log_probs, weight, ratio_mean=ratio, var_penalty_mean=penalty)
 
 
 def log_growth(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -102,11 +112,13 @@ def log_growth(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     """
     if rollouts.actions.shape[-1] != 1:
         raise ValueError("LogGrowth weights one action a prompt; these rollouts are sequences. Set task=mnist.")
-    if not torch.isin(rollouts.rewards[rollouts.keep], rollouts.rewards.new_tensor([0.0, 1.0])).all():
+    if not torch.isin(rollouts.rewards[rollouts.keep_mask], rollouts.rewards.new_tensor([0.0, 1.0])).all():
         raise ValueError("LogGrowth needs rewards of 0 and 1: set reward_noise=0 kl_weight=0.")
-    taken = log_probs_of(rollouts.actions, log_probs)
-    weight = torch.where(rollouts.actions == rollouts.labels, (-taken.detach()).exp(), 1)
-    return policy_gradient_loss(rollouts, taken, weight * advantages(rollouts, log_probs, config), weight_mean=weight)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    weight = torch.where(rollouts.actions == rollouts.labels, (-action_log_probs.detach()).exp(), 1)
+    return policy_gradient_loss(
+        rollouts, action_log_probs, weight * compute_advantages(rollouts, log_probs, config), weight_mean=weight
+    )
 
 
 def pmd_mean(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -120,10 +132,10 @@ def pmd_mean(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     Reduces to: at r = 1 the gradient of a REINFORCE on sequences, −2 τ A Σ_t ∇l, with this A.
     Axis: geometry. The step is bounded by the log-ratio it aims at.
     """
-    total = (log_probs_of(rollouts.actions, log_probs) - rollouts.actor_log_probs).sum(-1)
+    sequence_log_ratio = (gather_log_probs(rollouts.actions, log_probs) - rollouts.behavior_log_probs).sum(-1)
     if rollouts.expected_reward is not None:
         advantage = rollouts.rewards - rollouts.expected_reward
     else:
-        advantage = spread(rollouts.rewards, rollouts.keep).centred.to(total.dtype)
-    loss = kept_mean((config.eta * total - advantage).square(), rollouts.keep)
-    return rule_loss(rollouts, loss, log_ratio_mean=kept_mean(total, rollouts.keep))
+        advantage = masked_moments(rollouts.rewards, rollouts.keep_mask).deviations.to(sequence_log_ratio.dtype)
+    loss = masked_mean((config.eta * sequence_log_ratio - advantage).square(), rollouts.keep_mask)
+    return make_rule_loss(rollouts, loss, log_ratio_mean=masked_mean(sequence_log_ratio, rollouts.keep_mask))

@@ -32,52 +32,56 @@ UpdateRule = Callable[[Rollouts, Tensor, UpdateRuleConfig], RuleLoss]
 """rule(rollouts, log_probs [E, B, T, A], config): the loss of one inner epoch. ValueError: the batch does not fit."""
 
 
-def kept_mean(x: Tensor, keep: Tensor) -> Tensor:
+def masked_mean(x: Tensor, keep_mask: Tensor) -> Tensor:
     """[E] mean of `x` [E, B] or [E, B, ...] over what `keep` [E, B] keeps; 0 where it keeps nothing.
 
     What `x` holds elsewhere, NaN included, is not read.
     """
     rows = x.flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
-    kept = torch.where(keep.unsqueeze(-1), rows, 0)
-    return kept.sum((1, 2)) / (keep.sum(1) * rows.shape[2]).clamp(min=1)
+    masked_rows = torch.where(keep_mask.unsqueeze(-1), rows, 0)
+    return masked_rows.sum((1, 2)) / (keep_mask.sum(1) * rows.shape[2]).clamp(min=1)
 
 
-def rule_loss(rollouts: Rollouts, loss: Tensor, **metrics: Tensor) -> RuleLoss:
+def make_rule_loss(rollouts: Rollouts, loss: Tensor, **metrics: Tensor) -> RuleLoss:
     """`loss` [E] with its `metrics` [E] and the mean reward, which every rule reports."""
-    found = {"reward": kept_mean(rollouts.rewards, rollouts.keep), **metrics}
-    return RuleLoss(loss, {name: value.detach() for name, value in found.items()})
+    all_metrics = {"reward": masked_mean(rollouts.rewards, rollouts.keep_mask), **metrics}
+    return RuleLoss(loss, {name: value.detach() for name, value in all_metrics.items()})
 
 
-def policy_gradient_loss(rollouts: Rollouts, taken: Tensor, weights: Tensor, **samples: Tensor) -> RuleLoss:
+def policy_gradient_loss(
+    rollouts: Rollouts, action_log_probs: Tensor, weights: Tensor, **sample_metrics: Tensor
+) -> RuleLoss:
     """−mean( l · sg(w) ): the loss of every rule that only weights what was sampled.
 
     taken: [E, B, T] l. weights: w, of the same shape. samples: numbers [E, B] or [E, B, T] whose means are metrics.
     """
-    loss = -kept_mean(taken * weights.detach(), rollouts.keep)
-    return rule_loss(rollouts, loss, **{name: kept_mean(value, rollouts.keep) for name, value in samples.items()})
+    loss = -masked_mean(action_log_probs * weights.detach(), rollouts.keep_mask)
+    return make_rule_loss(
+        rollouts, loss, **{name: masked_mean(value, rollouts.keep_mask) for name, value in sample_metrics.items()}
+    )
 
 
-def log_probs_of(actions: Tensor, log_probs: Tensor) -> Tensor:
+def gather_log_probs(actions: Tensor, log_probs: Tensor) -> Tensor:
     """[E, B, T] log-probabilities, of `log_probs` [E, B, T, A], of one action [E, B, T] at each position."""
     return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
-def log_ratios(taken: Tensor, rollouts: Rollouts) -> Tensor:
+def log_ratios(action_log_probs: Tensor, rollouts: Rollouts) -> Tensor:
     """[E, B, T] x = l − μ, clamped to ±20 nats, beyond which a ratio says nothing."""
-    return (taken - rollouts.actor_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return (action_log_probs - rollouts.behavior_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def capped_ratios(taken: Tensor, rollouts: Rollouts, cap: float) -> Tensor:
+def capped_ratios(action_log_probs: Tensor, rollouts: Rollouts, cap: float) -> Tensor:
     """[E, B, T] min(r, cap), a constant."""
-    return (taken.detach() - rollouts.actor_log_probs).exp().clamp(max=cap)
+    return (action_log_probs.detach() - rollouts.behavior_log_probs).exp().clamp(max=cap)
 
 
-def squared_mass(log_probs: Tensor) -> Tensor:
+def sum_squared_probs(log_probs: Tensor) -> Tensor:
     """[E, B, T] Σ_a π(a)², a constant: the mean reward of a policy that is right as often as it is sure."""
     return log_probs.detach().exp().square().sum(-1)
 
 
-def advantages(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Tensor:
+def compute_advantages(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Tensor:
     """[E, B, T] A = R − b, a constant; R is the rollout's reward at each of its positions.
 
     b is the exact mean reward of the sampling policy where the batch has it; otherwise, by `config.baseline`, Σ_a π(a)²
@@ -87,66 +91,68 @@ def advantages(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     if rollouts.expected_reward is not None:
         return rewards - rollouts.expected_reward.unsqueeze(-1)
     if config.baseline == "expected":
-        return rewards - squared_mass(log_probs)
+        return rewards - sum_squared_probs(log_probs)
     return rewards - (CONSTANT_BASELINE if config.baseline == "constant" else 0.0)
 
 
-def actor_advantages(rollouts: Rollouts) -> Tensor:
+def compute_behavior_advantages(rollouts: Rollouts) -> Tensor:
     """[E, B, T] R − b of the policy that sampled: b is its mean reward where that is known, or its Σ_a π(a)²."""
-    known = rollouts.expected_reward
-    return rollouts.rewards.unsqueeze(-1) - (rollouts.actor_baseline if known is None else known.unsqueeze(-1))
+    expected_reward = rollouts.expected_reward
+    return rollouts.rewards.unsqueeze(-1) - (
+        rollouts.behavior_baseline if expected_reward is None else expected_reward.unsqueeze(-1)
+    )
 
 
-class Spread(NamedTuple):
+class MaskedMoments(NamedTuple):
     """Of kept values along the last axis, in float64: values minus mean [..., n], mean and std (divisor N) [..., 1]."""
 
-    centred: Tensor
+    deviations: Tensor
     mean: Tensor
     std: Tensor
 
 
-def spread(values: Tensor, keep: Tensor) -> Spread:
+def masked_moments(values: Tensor, keep_mask: Tensor) -> MaskedMoments:
     """Mean, and distance from it, of the values [..., n] that `keep` keeps; values that it does not are 0 in `centred`.
 
     In float32 the mean of equal rewards can miss them by a rounding, which a division by the deviation would blow up.
     """
-    count = keep.sum(-1, keepdim=True).clamp(min=1)
-    exact = torch.where(keep, values.double(), 0)
-    mean = exact.sum(-1, keepdim=True) / count
-    centred = torch.where(keep, exact - mean, 0)
-    return Spread(centred, mean, (centred.square().sum(-1, keepdim=True) / count).sqrt())
+    count = keep_mask.sum(-1, keepdim=True).clamp(min=1)
+    exact_values = torch.where(keep_mask, values.double(), 0)
+    mean = exact_values.sum(-1, keepdim=True) / count
+    deviations = torch.where(keep_mask, exact_values - mean, 0)
+    return MaskedMoments(deviations, mean, (deviations.square().sum(-1, keepdim=True) / count).sqrt())
 
 
-def by_group(x: Tensor, rollouts: Rollouts) -> Tensor:
+def unflatten_groups(x: Tensor, rollouts: Rollouts) -> Tensor:
     """[E, P, K, ...] of `x` [E, B, ...]; ValueError where rollouts are not in groups."""
     if rollouts.group_size is None:
         raise ValueError("This update rule compares the rollouts of a prompt; this batch has no groups.")
     return x.unflatten(1, (-1, rollouts.group_size))
 
 
-def group_ids(rollouts: Rollouts) -> Tensor:
+def make_group_ids(rollouts: Rollouts) -> Tensor:
     """[E · B] numbers, equal for the kept rollouts of a group; one that is not kept is a group by itself.
 
     So what `trainable.algo` computes by group is computed for all members at once, and reads kept rollouts only.
     ValueError where rollouts are not in groups.
     """
-    keep = by_group(rollouts.keep, rollouts)
-    places = torch.arange(keep.numel()).unflatten(0, keep.shape)
-    return torch.where(keep, places[..., :1], keep.numel() + places).flatten()
+    keep_mask = unflatten_groups(rollouts.keep_mask, rollouts)
+    indices = torch.arange(keep_mask.numel()).unflatten(0, keep_mask.shape)
+    return torch.where(keep_mask, indices[..., :1], keep_mask.numel() + indices).flatten()
 
 
-def group_spread(rollouts: Rollouts) -> Spread:
+def group_moments(rollouts: Rollouts) -> MaskedMoments:
     """`spread` of the kept rewards of each group: [E, P, K], [E, P, 1], [E, P, 1]."""
-    return spread(by_group(rollouts.rewards, rollouts), by_group(rollouts.keep, rollouts))
+    return masked_moments(unflatten_groups(rollouts.rewards, rollouts), unflatten_groups(rollouts.keep_mask, rollouts))
 
 
-def uncertainty(rollouts: Rollouts) -> Tensor:
+def compute_reward_std(rollouts: Rollouts) -> Tensor:
     """[E, B] u, the standard deviation (divisor N) of rewards inside a group; ungrouped: one number, of the batch.
 
     A deviation over different prompts measures how hard they are as well as how far rewards can be trusted.
     """
     if rollouts.group_size is None:
-        std = spread(rollouts.rewards, rollouts.keep).std
+        std = masked_moments(rollouts.rewards, rollouts.keep_mask).std
         return std.to(rollouts.rewards.dtype).expand(rollouts.rewards.shape)
-    found = group_spread(rollouts)
-    return found.std.expand(found.centred.shape).flatten(1).to(rollouts.rewards.dtype)
+    moments = group_moments(rollouts)
+    return moments.std.expand(moments.deviations.shape).flatten(1).to(rollouts.rewards.dtype)

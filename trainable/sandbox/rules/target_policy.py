@@ -5,23 +5,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainable.algo.target_policy import target_shares
+from trainable.algo.target_policy import compute_group_distributions
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.rules.grouped import skills_in_group
+from trainable.sandbox.rules.grouped import group_skills
 from trainable.sandbox.rules.rule import (
     RuleLoss,
-    by_group,
-    group_ids,
-    kept_mean,
-    log_probs_of,
-    rule_loss,
-    squared_mass,
+    unflatten_groups,
+    make_group_ids,
+    masked_mean,
+    gather_log_probs,
+    make_rule_loss,
+    sum_squared_probs,
 )
-from trainable.sandbox.rules.token_credit import candidate_metrics, candidates_of, row_ids
+from trainable.sandbox.rules.token_credit import compute_candidate_metrics, get_candidates, make_row_ids
 
 
-class Fit(NamedTuple):
+class TargetFit(NamedTuple):
     """Of the candidates of each choice [..., n]: the loss [...] that fits p to q, with gradient, and log q."""
 
     loss: Tensor
@@ -33,7 +33,7 @@ class Fit(NamedTuple):
         return -(self.log_target.exp() * self.log_target).sum(-1)
 
 
-def fit(scores: Tensor, old: Tensor, skills: Tensor, ids: Tensor, eta: float) -> Fit:
+def fit_target(scores: Tensor, old_log_probs: Tensor, skills: Tensor, ids: Tensor, eta: float) -> TargetFit:
     """−Σ_i q_i log p_i over the last axis, p = softmax(scores), q = softmax(log softmax(old) + skills / eta).
 
     Args:
@@ -44,24 +44,28 @@ def fit(scores: Tensor, old: Tensor, skills: Tensor, ids: Tensor, eta: float) ->
             it adds nothing.
         eta: above 0.
     """
-    shares = target_shares(scores.flatten(), old.flatten(), skills.flatten(), ids, eta)
-    log_p, log_q = shares.log_p.view_as(scores), shares.log_q.view_as(scores)
-    return Fit(-(log_q.exp() * log_p).sum(-1).to(scores.dtype), log_q.to(scores.dtype))
+    distributions = compute_group_distributions(scores.flatten(), old_log_probs.flatten(), skills.flatten(), ids, eta)
+    log_p, log_q = distributions.log_p.view_as(scores), distributions.log_q.view_as(scores)
+    return TargetFit(-(log_q.exp() * log_p).sum(-1).to(scores.dtype), log_q.to(scores.dtype))
 
 
-def _group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig, anchored: bool) -> RuleLoss:
-    ids, keep = group_ids(rollouts), by_group(rollouts.keep, rollouts)
-    sums = by_group(log_probs_of(rollouts.actions, log_probs).sum(-1), rollouts)
-    skills = skills_in_group(rollouts.rewards.flatten(), ids).view_as(sums)
-    old = by_group(rollouts.actor_log_probs.sum(-1), rollouts) if anchored else torch.zeros_like(sums)
-    target_fit = fit(sums, old, skills, ids, config.tpo_eta)
-    groups = keep.any(-1)
-    top = target_fit.log_target.exp().masked_fill(~keep, 0).amax(-1)
+def _compute_group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig, anchored: bool) -> RuleLoss:
+    ids, keep_mask = make_group_ids(rollouts), unflatten_groups(rollouts.keep_mask, rollouts)
+    sequence_log_probs = unflatten_groups(gather_log_probs(rollouts.actions, log_probs).sum(-1), rollouts)
+    skills = group_skills(rollouts.rewards.flatten(), ids).view_as(sequence_log_probs)
+    old_log_probs = (
+        unflatten_groups(rollouts.behavior_log_probs.sum(-1), rollouts)
+        if anchored
+        else torch.zeros_like(sequence_log_probs)
+    )
+    target_fit = fit_target(sequence_log_probs, old_log_probs, skills, ids, config.tpo_eta)
+    group_mask = keep_mask.any(-1)
+    top_prob = target_fit.log_target.exp().masked_fill(~keep_mask, 0).amax(-1)
     metrics = {
-        "tpo_target_entropy": kept_mean(target_fit.entropy, groups),
-        "tpo_target_top_prob": kept_mean(top, groups),
+        "tpo_target_entropy": masked_mean(target_fit.entropy, group_mask),
+        "tpo_target_top_prob": masked_mean(top_prob, group_mask),
     }
-    return rule_loss(rollouts, kept_mean(target_fit.loss, groups), **metrics)
+    return make_rule_loss(rollouts, masked_mean(target_fit.loss, group_mask), **metrics)
 
 
 def tpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -76,7 +80,7 @@ def tpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Rule
     Reduces to: at π = μ, with equal o and large tpo_eta, GroupPG divided by K.
     Axis: influence. It replaces weights of samples by a target for all of them.
     """
-    return _group_loss(rollouts, log_probs, config, anchored=True)
+    return _compute_group_loss(rollouts, log_probs, config, anchored=True)
 
 
 def tpo_no_anchor(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -86,7 +90,7 @@ def tpo_no_anchor(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfi
     Reduces to: TPO where the sampling policy gave all rollouts of a group equal probability.
     Axis: influence. Without the anchor equal rewards pull towards equal probabilities.
     """
-    return _group_loss(rollouts, log_probs, config, anchored=False)
+    return _compute_group_loss(rollouts, log_probs, config, anchored=False)
 
 
 def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -102,14 +106,18 @@ def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
     """
     if rollouts.actions.shape[-1] != 1:
         raise ValueError("TPOFullAction has a target over the actions of one choice. Set task=mnist.")
-    now = log_probs.squeeze(2)  # [E, B, A]
-    advantage = (rollouts.rewards.unsqueeze(-1) - squared_mass(log_probs)).to(now.dtype)  # [E, B, 1]
-    scores = torch.zeros_like(now.detach()).scatter(-1, rollouts.actions, advantage)
-    skills = skills_in_group(scores.flatten(), row_ids(scores)).view_as(scores)
-    target_fit = fit(now.detach(), now.detach(), skills, row_ids(now), config.tpo_eta)
-    loss = kept_mean(-(target_fit.log_target.exp() * now).sum(-1), rollouts.keep)
+    current_log_probs = log_probs.squeeze(2)  # [E, B, A]
+    advantage = (rollouts.rewards.unsqueeze(-1) - sum_squared_probs(log_probs)).to(current_log_probs.dtype)  # [E, B, 1]
+    scores = torch.zeros_like(current_log_probs.detach()).scatter(-1, rollouts.actions, advantage)
+    skills = group_skills(scores.flatten(), make_row_ids(scores)).view_as(scores)
+    target_fit = fit_target(
+        current_log_probs.detach(), current_log_probs.detach(), skills, make_row_ids(current_log_probs), config.tpo_eta
+    )
+    loss = masked_mean(-(target_fit.log_target.exp() * current_log_probs).sum(-1), rollouts.keep_mask)
     metrics = {"tpo_target_entropy": target_fit.entropy, "tpo_sample_adv_mean": advantage}
-    return rule_loss(rollouts, loss, **{name: kept_mean(value, rollouts.keep) for name, value in metrics.items()})
+    return make_rule_loss(
+        rollouts, loss, **{name: masked_mean(value, rollouts.keep_mask) for name, value in metrics.items()}
+    )
 
 
 def tpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -124,10 +132,13 @@ def tpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -
     Axis: granularity. Each position has rewards, and a target, of its own.
     ValueError: the batch has no candidates.
     """
-    candidates = candidates_of(rollouts)
+    candidates = get_candidates(rollouts)
     scores = log_probs.gather(-1, candidates.actions)
-    ids = row_ids(scores)
-    skills = skills_in_group(candidates.rewards.flatten(), ids).view_as(scores)
-    target_fit = fit(scores, candidates.log_probs, skills, ids, config.tpo_eta)
-    metrics = {"tpo_target_entropy": kept_mean(target_fit.entropy, rollouts.keep), **candidate_metrics(rollouts)}
-    return rule_loss(rollouts, kept_mean(target_fit.loss, rollouts.keep), **metrics)
+    ids = make_row_ids(scores)
+    skills = group_skills(candidates.rewards.flatten(), ids).view_as(scores)
+    target_fit = fit_target(scores, candidates.log_probs, skills, ids, config.tpo_eta)
+    metrics = {
+        "tpo_target_entropy": masked_mean(target_fit.entropy, rollouts.keep_mask),
+        **compute_candidate_metrics(rollouts),
+    }
+    return make_rule_loss(rollouts, masked_mean(target_fit.loss, rollouts.keep_mask), **metrics)

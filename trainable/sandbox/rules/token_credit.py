@@ -5,27 +5,27 @@ from torch import Tensor
 
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.rules.delight import gate
-from trainable.sandbox.rules.grouped import advantages_in_group, clipped_surrogate
+from trainable.sandbox.rules.delight import compute_gate
+from trainable.sandbox.rules.grouped import group_advantages, clipped_surrogate
 from trainable.sandbox.rules.rule import (
     RuleLoss,
-    kept_mean,
-    log_probs_of,
+    masked_mean,
+    gather_log_probs,
     policy_gradient_loss,
-    rule_loss,
-    squared_mass,
+    make_rule_loss,
+    sum_squared_probs,
 )
 
 
-def scored(rollouts: Rollouts) -> Tensor:
+def get_score_mask(rollouts: Rollouts) -> Tensor:
     """[E, B, T] bool: positions that count for the reward."""
-    mask = rollouts.score_mask
-    return torch.ones_like(rollouts.actions, dtype=torch.bool) if mask is None else mask
+    score_mask = rollouts.score_mask
+    return torch.ones_like(rollouts.actions, dtype=torch.bool) if score_mask is None else score_mask
 
 
-def right_and_scored(rollouts: Rollouts) -> Tensor:
+def find_correct_tokens(rollouts: Rollouts) -> Tensor:
     """[E, B, T] bool: the sampled token is the right one, at a position that counts."""
-    return (rollouts.actions == rollouts.labels) & scored(rollouts)
+    return (rollouts.actions == rollouts.labels) & get_score_mask(rollouts)
 
 
 def dg_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
@@ -40,38 +40,38 @@ def dg_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
     Reduces to: on bandits, DG with baseline `expected`; at the last position, SelfDistillDG's first term.
     Axis: granularity. A token answers for what comes from it on.
     """
-    taken = log_probs_of(rollouts.actions, log_probs)
-    mask = scored(rollouts).to(taken.dtype)
-    right = right_and_scored(rollouts).to(taken.dtype)
-    to_go = _sum_from(right) / _sum_from(mask).clamp(min=1)
-    advantage = to_go - mask * squared_mass(log_probs)
-    passed = gate(advantage, taken, config.eta)
-    return policy_gradient_loss(rollouts, taken, passed * advantage, gate_mean=passed, rtg_mean=to_go)
+    action_log_probs = gather_log_probs(rollouts.actions, log_probs)
+    score_mask = get_score_mask(rollouts).to(action_log_probs.dtype)
+    correct = find_correct_tokens(rollouts).to(action_log_probs.dtype)
+    reward_to_go = _reverse_cumsum(correct) / _reverse_cumsum(score_mask).clamp(min=1)
+    advantage = reward_to_go - score_mask * sum_squared_probs(log_probs)
+    gates = compute_gate(advantage, action_log_probs, config.eta)
+    return policy_gradient_loss(rollouts, action_log_probs, gates * advantage, gate_mean=gates, rtg_mean=reward_to_go)
 
 
-def _sum_from(x: Tensor) -> Tensor:
+def _reverse_cumsum(x: Tensor) -> Tensor:
     """[E, B, T] Σ_{u>=t} x_u."""
     return x.flip(-1).cumsum(-1).flip(-1)
 
 
-def candidates_of(rollouts: Rollouts) -> Candidates:
+def get_candidates(rollouts: Rollouts) -> Candidates:
     """The batch's candidates; ValueError where it has none."""
     if rollouts.candidates is None:
         raise ValueError("This update rule compares candidates for each token; this batch has none.")
     return rollouts.candidates
 
 
-def row_ids(x: Tensor) -> Tensor:
+def make_row_ids(x: Tensor) -> Tensor:
     """[N] numbers, equal for the entries of a row (of the last axis) of `x`, whose N entries are counted in order."""
     return torch.arange(x.numel()) // x.shape[-1]
 
 
-def candidate_metrics(rollouts: Rollouts) -> dict[str, Tensor]:
+def compute_candidate_metrics(rollouts: Rollouts) -> dict[str, Tensor]:
     """[E] mean reward of all candidates, and of those that the behaviour sequences took."""
-    rewards = candidates_of(rollouts).rewards
+    rewards = get_candidates(rollouts).rewards
     return {
-        "candidate_reward": kept_mean(rewards, rollouts.keep),
-        "behavior_token_reward": kept_mean(rewards[..., 0], rollouts.keep),
+        "candidate_reward": masked_mean(rewards, rollouts.keep_mask),
+        "behavior_token_reward": masked_mean(rewards[..., 0], rollouts.keep_mask),
     }
 
 
@@ -85,12 +85,16 @@ def grpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) 
     Axis: granularity. Each position has rewards of its own, and the push of GRPO.
     ValueError: the batch has no candidates.
     """
-    candidates = candidates_of(rollouts)
-    taken = log_probs.gather(-1, candidates.actions)
-    group = (
-        advantages_in_group(candidates.rewards.flatten(), row_ids(taken), divide=True).view_as(taken).to(taken.dtype)
+    candidates = get_candidates(rollouts)
+    candidate_log_probs = log_probs.gather(-1, candidates.actions)
+    advantages = (
+        group_advantages(candidates.rewards.flatten(), make_row_ids(candidate_log_probs), divide_by_std=True)
+        .view_as(candidate_log_probs)
+        .to(candidate_log_probs.dtype)
     )
-    clip = (config.clip_low, config.clip_low)
-    losses, metrics = clipped_surrogate(taken, candidates.log_probs, group, rollouts.keep, clip, config.grpo_beta)
-    loss = kept_mean(losses.sum(-1), rollouts.keep)
-    return rule_loss(rollouts, loss, **metrics, **candidate_metrics(rollouts))
+    clip_range = (config.clip_low, config.clip_low)
+    losses, metrics = clipped_surrogate(
+        candidate_log_probs, candidates.log_probs, advantages, rollouts.keep_mask, clip_range, config.grpo_beta
+    )
+    loss = masked_mean(losses.sum(-1), rollouts.keep_mask)
+    return make_rule_loss(rollouts, loss, **metrics, **compute_candidate_metrics(rollouts))

@@ -3,22 +3,22 @@
 import torch
 from torch import Tensor
 
-from trainable.sandbox.batch.members import Streams
-from trainable.sandbox.batch.reward_noise import bandit_feature, corrupted
+from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.reward_noise import detect_bandit_feature, corrupt_rewards
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.models.decoding import drawn, taken
-from trainable.sandbox.tasks.groups import all_kept, kept_rollouts, split_groups
+from trainable.sandbox.models.decoding import sample_actions, select_log_probs
+from trainable.sandbox.tasks.groups import keep_all_rollouts, filter_groups, find_mixed_groups
 
 
-def prompts_a_step(config: UpdateRuleConfig) -> int:
+def count_prompts_per_step(config: UpdateRuleConfig) -> int:
     """Observations of a batch: batch_size, or batch_size / group_size for grouped rules."""
     return config.batch_size // (config.group_size if config.rule.has_groups else 1)
 
 
-def bandit_rollouts(
-    config: UpdateRuleConfig, streams: Streams, step: int, observations: Tensor, labels: Tensor, log_probs: Tensor,
-    price: Tensor | None = None,
+def make_bandit_rollouts(
+    config: UpdateRuleConfig, rngs: MemberRngs, step: int, observations: Tensor, labels: Tensor, log_probs: Tensor,
+    action_cost: Tensor | None = None,
 ) -> Rollouts:  # fmt: skip
     """batch_size actions after observations [E, P, ...], by their log_probs [E, P, A]; labels [E, P] are worth 1.
 
@@ -26,31 +26,40 @@ def bandit_rollouts(
     groups by right actions without noise and knows its expected reward in groups too; one without filters by rewards
     and knows it in ungrouped batches only.
     """
-    grouped = config.rule.has_groups
-    each = config.group_size if grouped else 1
-    known = config.reward_noise == 0 and (price is not None or not grouped)
-    cost = torch.zeros_like(log_probs) if price is None else price
-    expected = taken(log_probs, labels).exp() - (log_probs.exp() * cost).sum(-1)
-    observations, labels, log_probs, cost, expected = (
-        part.repeat_interleave(each, dim=1) for part in (observations, labels, log_probs, cost, expected)
+    is_grouped = config.rule.has_groups
+    samples_per_prompt = config.group_size if is_grouped else 1
+    has_expected_reward = config.reward_noise == 0 and (action_cost is not None or not is_grouped)
+    cost = torch.zeros_like(log_probs) if action_cost is None else action_cost
+    expected_reward = select_log_probs(log_probs, labels).exp() - (log_probs.exp() * cost).sum(-1)
+    observations, labels, log_probs, cost, expected_reward = (
+        part.repeat_interleave(samples_per_prompt, dim=1)
+        for part in (observations, labels, log_probs, cost, expected_reward)
     )
-    actions = drawn(log_probs, streams.uniform("sandbox_samples", step, shape=(config.batch_size,)))
-    solved = actions == labels
-    rewards = _noisy(config, streams, step, actions, solved) - taken(cost, actions)
-    counted = rewards if price is None else solved
-    keep, scalars = kept_rollouts(split_groups(counted, each), each) if grouped else all_kept(rewards)
+    actions = sample_actions(log_probs, rngs.uniform("sandbox_samples", step, shape=(config.batch_size,)))
+    is_solved = actions == labels
+    rewards = _make_noisy_rewards(config, rngs, step, actions, is_solved) - select_log_probs(cost, actions)
+    filter_scores = rewards if action_cost is None else is_solved
+    keep_mask, scalars = (
+        filter_groups(find_mixed_groups(filter_scores, samples_per_prompt), samples_per_prompt)
+        if is_grouped
+        else keep_all_rollouts(rewards)
+    )
     return Rollouts(
         observations=observations, actions=actions[..., None], labels=labels[..., None], rewards=rewards,
-        actor_log_probs=taken(log_probs, actions)[..., None],
-        actor_baseline=log_probs.exp().square().sum(-1, keepdim=True), keep=keep,
-        age=torch.zeros(len(rewards), dtype=torch.int64), group_size=each if grouped else None,
-        expected_reward=expected if known else None, scalars=scalars,
+        behavior_log_probs=select_log_probs(log_probs, actions)[..., None],
+        behavior_baseline=log_probs.exp().square().sum(-1, keepdim=True), keep_mask=keep_mask,
+        age=torch.zeros(len(rewards), dtype=torch.int64), group_size=samples_per_prompt if is_grouped else None,
+        expected_reward=expected_reward if has_expected_reward else None, scalars=scalars,
     )  # fmt: skip
 
 
-def _noisy(config: UpdateRuleConfig, streams: Streams, step: int, actions: Tensor, solved: Tensor) -> Tensor:
+def _make_noisy_rewards(
+    config: UpdateRuleConfig, rngs: MemberRngs, step: int, actions: Tensor, is_solved: Tensor
+) -> Tensor:
     mode = config.reward_noise_mode
     if mode == "none":
-        return solved.float()
-    uniforms = streams.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
-    return corrupted(solved.float(), uniforms, mode, config.reward_noise, solved, bandit_feature(mode, actions))
+        return is_solved.float()
+    uniforms = rngs.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
+    return corrupt_rewards(
+        is_solved.float(), uniforms, mode, config.reward_noise, is_solved, detect_bandit_feature(mode, actions)
+    )

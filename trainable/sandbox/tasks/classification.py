@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.members import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.models.mlp import Perceptrons, first_perceptrons
-from trainable.sandbox.tasks.bandits import bandit_rollouts, prompts_a_step
-from trainable.sandbox.tasks.images import CLASSES, Images, read_images
-from trainable.sandbox.tasks.task import Models
+from trainable.sandbox.models.mlp import MLPEnsemble, init_mlp_ensemble
+from trainable.sandbox.tasks.bandits import make_bandit_rollouts, count_prompts_per_step
+from trainable.sandbox.tasks.images import NUM_CLASSES, Images, read_images
+from trainable.sandbox.tasks.task import ModelEnsemble
 
 
 class ClassificationTask:
@@ -20,54 +20,54 @@ class ClassificationTask:
         self.images = read_images(config.mnist_folder) if images is None else images
 
     @property
-    def actions(self) -> int:
+    def num_actions(self) -> int:
         """The classes."""
-        return CLASSES
+        return NUM_CLASSES
 
-    def make_models(self, streams: Streams) -> Perceptrons:
+    def make_models(self, rngs: MemberRngs) -> MLPEnsemble:
         """First weights of every member."""
         hidden = self.config.hidden
-        return first_perceptrons((self.images.train_images.shape[1], hidden, hidden, CLASSES), streams)
+        return init_mlp_ensemble((self.images.train_images.shape[1], hidden, hidden, NUM_CLASSES), rngs)
 
     @torch.no_grad()
-    def sample(self, models: Models, streams: Streams, step: int) -> Rollouts:
+    def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
         """One batch: batch_size guesses, of as many images, or of batch_size / group_size for grouped rules."""
         images, classes = self.images.train_images, self.images.train_labels
-        shape = (prompts_a_step(self.config),)
-        chosen = streams.integers("sandbox_prompts", step, below=len(classes), shape=shape)
-        observations = _pixels(images[chosen])
-        log_probs = _own(models).logits(observations).log_softmax(-1)
-        return bandit_rollouts(self.config, streams, step, observations, classes[chosen], log_probs)
+        shape = (count_prompts_per_step(self.config),)
+        image_indices = rngs.integers("sandbox_prompts", step, high=len(classes), shape=shape)
+        observations = _scale_pixels(images[image_indices])
+        log_probs = _as_mlp_ensemble(models).compute_logits(observations).log_softmax(-1)
+        return make_bandit_rollouts(self.config, rngs, step, observations, classes[image_indices], log_probs)
 
-    def log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, 1, A] log-probabilities; with gradients."""
-        return self.raw_logits(models, rollouts).log_softmax(-1)
+        return self.compute_logits(models, rollouts).log_softmax(-1)
 
-    def raw_logits(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, 1, A] logits; with gradients."""
-        return _own(models).logits(rollouts.observations)[:, :, None]
+        return _as_mlp_ensemble(models).compute_logits(rollouts.observations)[:, :, None]
 
-    def oracle_log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """Those of `log_probs`: no token comes before the action."""
-        return self.log_probs(models, rollouts)
+        return self.compute_log_probs(models, rollouts)
 
     @torch.no_grad()
-    def evaluate(self, models: Models, streams: Streams, step: int) -> dict[str, Tensor]:
+    def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         """Error of the likeliest class and entropy, over all test images; whether the images are the stand-in."""
-        members = len(streams.seeds)
-        inputs = _pixels(self.images.test_images).expand(members, -1, -1)
-        log_probs = _own(models).logits(inputs).log_softmax(-1)
+        num_members = len(rngs.seeds)
+        inputs = _scale_pixels(self.images.test_images).expand(num_members, -1, -1)
+        log_probs = _as_mlp_ensemble(models).compute_logits(inputs).log_softmax(-1)
         return {
             "test_error": (log_probs.argmax(-1) != self.images.test_labels).float().mean(-1),
             "entropy": -(log_probs.exp() * log_probs).sum(-1).mean(-1),
-            "stand_in_data": torch.full((members,), float(self.images.source == "stand-in")),
+            "stand_in_data": torch.full((num_members,), float(self.images.source == "stand-in")),
         }
 
 
-def _pixels(images: Tensor) -> Tensor:
+def _scale_pixels(images: Tensor) -> Tensor:
     return images.float() / 255
 
 
-def _own(models: Models) -> Perceptrons:
-    assert isinstance(models, Perceptrons), "models are those of make_models"
+def _as_mlp_ensemble(models: ModelEnsemble) -> MLPEnsemble:
+    assert isinstance(models, MLPEnsemble), "models are those of make_models"
     return models

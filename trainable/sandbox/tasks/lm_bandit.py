@@ -4,17 +4,17 @@ import torch
 from torch import Tensor
 
 from trainable.models.load import load_policy
-from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.members import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.models.decoding import taken
-from trainable.sandbox.models.language_models import LanguageModels
-from trainable.sandbox.tasks.bandits import bandit_rollouts, prompts_a_step
-from trainable.sandbox.tasks.task import Models
+from trainable.sandbox.models.decoding import select_log_probs
+from trainable.sandbox.models.language_models import LanguageModelEnsemble
+from trainable.sandbox.tasks.bandits import make_bandit_rollouts, count_prompts_per_step
+from trainable.sandbox.tasks.task import ModelEnsemble
 from trainable.sandbox.tasks.texts import read_tokens
 
-WINDOWS = 500
-WINDOWS_AT_ONCE = 16
+MAX_WINDOWS = 500
+WINDOW_BATCH_SIZE = 16
 
 
 class LanguageModelBandit:
@@ -26,85 +26,88 @@ class LanguageModelBandit:
     def __init__(self, config: UpdateRuleConfig) -> None:
         self.config = config
         self.policy = load_policy(config.model_name, torch.device("cpu"))
-        longest = self.policy.model.shape.max_position_embeddings
-        if config.context_len > longest:
+        max_context = self.policy.model.shape.max_position_embeddings
+        if config.context_len > max_context:
             raise ValueError(
-                f"context_len={config.context_len} is more than the {longest} tokens that {config.model_name} reads: "
-                f"set context_len={longest}, or less."
+                f"context_len={config.context_len} is more than the {max_context} tokens that {config.model_name} reads: "
+                f"set context_len={max_context}, or less."
             )
-        self.text = read_tokens(config.text_file, self.policy.tokenizer, config.context_len)
-        windows = self.text.test.unfold(0, config.context_len + 1, config.context_len + 1)[:WINDOWS]
+        self.tokens = read_tokens(config.text_file, self.policy.tokenizer, config.context_len)
+        windows = self.tokens.test.unfold(0, config.context_len + 1, config.context_len + 1)[:MAX_WINDOWS]
         self.contexts, self.targets = windows[:, :-1], windows[:, -1]
-        self.thirds = self._thirds()
+        self.difficulty_thirds = self._split_by_difficulty()
 
     @property
-    def actions(self) -> int:
+    def num_actions(self) -> int:
         """The vocabulary."""
         return self.policy.model.shape.vocab_size
 
-    def make_models(self, streams: Streams) -> LanguageModels:
+    def make_models(self, rngs: MemberRngs) -> LanguageModelEnsemble:
         """The loaded weights, for every member."""
-        return LanguageModels(self.policy, len(streams.seeds))
+        return LanguageModelEnsemble(self.policy, len(rngs.seeds))
 
     @torch.no_grad()
-    def sample(self, models: Models, streams: Streams, step: int) -> Rollouts:
+    def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
         """One batch: batch_size tokens, after as many contexts, or batch_size / group_size for grouped rules."""
-        own = _own(models)
-        contexts, labels = self._contexts(streams, step, prompts_a_step(self.config))
-        log_probs = own.logits(contexts).log_softmax(-1)
-        price = self._price(own, contexts, log_probs)
-        return bandit_rollouts(self.config, streams, step, contexts, labels, log_probs, price)
+        ensemble = _as_language_model_ensemble(models)
+        contexts, labels = self._sample_contexts(rngs, step, count_prompts_per_step(self.config))
+        log_probs = ensemble.compute_logits(contexts).log_softmax(-1)
+        action_cost = self._compute_action_cost(ensemble, contexts, log_probs)
+        return make_bandit_rollouts(self.config, rngs, step, contexts, labels, log_probs, action_cost)
 
-    def log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, 1, A] log-probabilities; with gradients."""
-        return self.raw_logits(models, rollouts).log_softmax(-1)
+        return self.compute_logits(models, rollouts).log_softmax(-1)
 
-    def raw_logits(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, 1, A] logits; with gradients."""
-        return _own(models).logits(rollouts.observations)[:, :, None]
+        return _as_language_model_ensemble(models).compute_logits(rollouts.observations)[:, :, None]
 
-    def oracle_log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """Those of `log_probs`: no token comes before the action."""
-        return self.log_probs(models, rollouts)
+        return self.compute_log_probs(models, rollouts)
 
     @torch.no_grad()
-    def evaluate(self, models: Models, streams: Streams, step: int) -> dict[str, Tensor]:
+    def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         """Over up to WINDOWS windows of the evaluated text, side by side: the likeliest token's error, and more."""
-        own, members = _own(models), len(streams.seeds)
-        parts = [
-            own.logits(rows.expand(members, -1, -1)).log_softmax(-1) for rows in self.contexts.split(WINDOWS_AT_ONCE)
+        ensemble, num_members = _as_language_model_ensemble(models), len(rngs.seeds)
+        log_prob_chunks = [
+            ensemble.compute_logits(rows.expand(num_members, -1, -1)).log_softmax(-1)
+            for rows in self.contexts.split(WINDOW_BATCH_SIZE)
         ]
-        log_probs = torch.cat(parts, dim=1)
-        wrong = (log_probs.argmax(-1) != self.targets).float()
-        surprisal = -taken(log_probs, self.targets.expand(members, -1))
-        thirds = zip(("easy", "medium", "hard"), self.thirds, strict=True)
+        log_probs = torch.cat(log_prob_chunks, dim=1)
+        is_wrong = (log_probs.argmax(-1) != self.targets).float()
+        surprisal = -select_log_probs(log_probs, self.targets.expand(num_members, -1))
+        named_thirds = zip(("easy", "medium", "hard"), self.difficulty_thirds, strict=True)
         return {
-            "test_error": wrong.mean(-1),
+            "test_error": is_wrong.mean(-1),
             "perplexity": surprisal.mean(-1).exp(),
             "entropy": -(log_probs.exp() * log_probs).sum(-1).mean(-1),
-            **{f"error_{name}": wrong[:, rows].mean(-1) for name, rows in thirds},
+            **{f"error_{name}": is_wrong[:, rows].mean(-1) for name, rows in named_thirds},
         }
 
-    def _thirds(self) -> tuple[Tensor, ...]:
+    def _split_by_difficulty(self) -> tuple[Tensor, ...]:
         """Windows [.] by how surprised the first weights are at their next token: the least third first."""
-        first = LanguageModels(self.policy, 1)
-        log_probs = torch.cat([first.first_log_probs(rows) for rows in self.contexts.split(WINDOWS_AT_ONCE)])
-        return (-taken(log_probs, self.targets)).argsort(stable=True).tensor_split(3)
+        initial_ensemble = LanguageModelEnsemble(self.policy, 1)
+        log_probs = torch.cat(
+            [initial_ensemble.compute_initial_log_probs(rows) for rows in self.contexts.split(WINDOW_BATCH_SIZE)]
+        )
+        return (-select_log_probs(log_probs, self.targets)).argsort(stable=True).tensor_split(3)
 
-    def _contexts(self, streams: Streams, step: int, rows: int) -> tuple[Tensor, Tensor]:
+    def _sample_contexts(self, rngs: MemberRngs, step: int, num_contexts: int) -> tuple[Tensor, Tensor]:
         """Contexts [E, rows, context_len] from random places of the text, and the tokens [E, rows] that follow."""
         length = self.config.context_len
-        starts = streams.integers("sandbox_prompts", step, below=len(self.text.train) - length, shape=(rows,))
-        stretches = self.text.train[starts[..., None] + torch.arange(length + 1)]
-        return stretches[..., :-1], stretches[..., -1]
+        starts = rngs.integers("sandbox_prompts", step, high=len(self.tokens.train) - length, shape=(num_contexts,))
+        windows = self.tokens.train[starts[..., None] + torch.arange(length + 1)]
+        return windows[..., :-1], windows[..., -1]
 
-    def _price(self, models: LanguageModels, contexts: Tensor, log_probs: Tensor) -> Tensor:
+    def _compute_action_cost(self, models: LanguageModelEnsemble, contexts: Tensor, log_probs: Tensor) -> Tensor:
         """[E, B, A] kl_weight (log pi - log pi_first) of every token after contexts [E, B, context_len]."""
         if self.config.kl_weight == 0:
             return torch.zeros_like(log_probs)
-        return self.config.kl_weight * (log_probs - models.first_log_probs(contexts))
+        return self.config.kl_weight * (log_probs - models.compute_initial_log_probs(contexts))
 
 
-def _own(models: Models) -> LanguageModels:
-    assert isinstance(models, LanguageModels), "models are those of make_models"
+def _as_language_model_ensemble(models: ModelEnsemble) -> LanguageModelEnsemble:
+    assert isinstance(models, LanguageModelEnsemble), "models are those of make_models"
     return models

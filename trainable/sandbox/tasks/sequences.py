@@ -3,18 +3,18 @@
 import torch
 from torch import Tensor
 
-from trainable.sandbox.batch.members import Streams
-from trainable.sandbox.batch.reward_noise import corrupted, sequence_feature
+from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.reward_noise import corrupt_rewards, detect_sequence_feature
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.models.decoding import Continuations, continuations, drawn, taken
-from trainable.sandbox.models.transformer import Transformers, TransformerShape, first_transformers
-from trainable.sandbox.tasks.groups import all_kept, kept_rollouts, spread_groups
-from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, sequence_rewards
-from trainable.sandbox.tasks.task import Models
+from trainable.sandbox.models.decoding import Completions, generate_completions, sample_actions, select_log_probs
+from trainable.sandbox.models.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
+from trainable.sandbox.tasks.groups import keep_all_rollouts, filter_groups, find_varied_groups
+from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
+from trainable.sandbox.tasks.task import ModelEnsemble
 
-EVALUATED_PROMPTS = 1000
-EVALUATED_AT_ONCE = 250  # of each member, so that what one token needs stays in the processor's cache
+EVAL_PROMPTS = 1000
+EVAL_BATCH_SIZE = 250  # of each member, so that what one token needs stays in the processor's cache
 
 
 class SequenceTask:
@@ -24,139 +24,147 @@ class SequenceTask:
         self.config = config
         self.kind = SEQUENCE_KINDS[config.task]
         self.separator = config.vocab_size
-        self.scored = torch.ones(config.seq_len, dtype=torch.bool)
+        self.score_mask = torch.ones(config.seq_len, dtype=torch.bool)
         if config.task == "masked_reversal":
-            self.scored[: config.seq_len - config.score_len] = False
+            self.score_mask[: config.seq_len - config.score_len] = False
 
     @property
-    def actions(self) -> int:
+    def num_actions(self) -> int:
         """Content tokens, the separator, and a task's own."""
-        return self.config.vocab_size + 1 + self.kind.own_tokens
+        return self.config.vocab_size + 1 + self.kind.num_extra_tokens
 
-    def make_models(self, streams: Streams) -> Transformers:
+    def make_models(self, rngs: MemberRngs) -> TransformerEnsemble:
         """First weights of every member."""
         config = self.config
-        return first_transformers(
-            TransformerShape(self.actions, config.d_model, config.nhead, config.num_layers, 2 * config.seq_len + 1),
-            streams,
+        return init_transformer_ensemble(
+            TransformerShape(self.num_actions, config.d_model, config.nhead, config.num_layers, 2 * config.seq_len + 1),
+            rngs,
         )
 
-    def sample(self, models: Models, streams: Streams, step: int) -> Rollouts:
+    def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
         """One batch: batch_size rollouts, of as many prompts, or of batch_size / group_size for grouped rules."""
-        config, own = self.config, _own(models)
-        each = config.group_size if config.rule.has_groups else 1
-        prompts = self._prompts(streams, "sandbox_prompts", step, config.batch_size // each)
-        uniforms = streams.uniform("sandbox_samples", step, shape=(config.batch_size, config.seq_len))
-        went_on = continuations(own, self._observed(prompts), config.seq_len, uniforms, each)
-        prompts = prompts.repeat_interleave(each, dim=1)
-        rewards = self._noisy_rewards(prompts, went_on.tokens, streams, step)
-        keep, scalars = all_kept(rewards)
+        config, ensemble = self.config, _as_transformer_ensemble(models)
+        samples_per_prompt = config.group_size if config.rule.has_groups else 1
+        prompts = self._sample_prompts(rngs, "sandbox_prompts", step, config.batch_size // samples_per_prompt)
+        uniforms = rngs.uniform("sandbox_samples", step, shape=(config.batch_size, config.seq_len))
+        completions = generate_completions(
+            ensemble, self._append_separator(prompts), config.seq_len, uniforms, samples_per_prompt
+        )
+        prompts = prompts.repeat_interleave(samples_per_prompt, dim=1)
+        rewards = self._compute_noisy_rewards(prompts, completions.tokens, rngs, step)
+        keep_mask, scalars = keep_all_rollouts(rewards)
         if config.rule.has_groups:
-            keep, scalars = kept_rollouts(spread_groups(rewards, each), each)
+            keep_mask, scalars = filter_groups(find_varied_groups(rewards, samples_per_prompt), samples_per_prompt)
         return Rollouts(
-            observations=torch.cat((self._observed(prompts), went_on.tokens), dim=-1),
-            actions=went_on.tokens,
-            labels=self._labels(prompts),
+            observations=torch.cat((self._append_separator(prompts), completions.tokens), dim=-1),
+            actions=completions.tokens,
+            labels=self._make_labels(prompts),
             rewards=rewards,
-            actor_log_probs=taken(went_on.log_probs, went_on.tokens),
-            actor_baseline=went_on.log_probs.exp().square().sum(-1),
-            keep=keep,
+            behavior_log_probs=select_log_probs(completions.log_probs, completions.tokens),
+            behavior_baseline=completions.log_probs.exp().square().sum(-1),
+            keep_mask=keep_mask,
             age=torch.zeros(len(rewards), dtype=torch.int64),
-            group_size=each if config.rule.has_groups else None,
-            score_mask=None if self.scored.all() else self.scored.expand(*rewards.shape, -1),
-            expected_reward=self._expected_reward(own, prompts),
-            candidates=self._candidates(went_on, prompts, streams, step) if config.rule.has_candidates else None,
+            group_size=samples_per_prompt if config.rule.has_groups else None,
+            score_mask=None if self.score_mask.all() else self.score_mask.expand(*rewards.shape, -1),
+            expected_reward=self._compute_expected_reward(ensemble, prompts),
+            candidates=self._sample_candidates(completions, prompts, rngs, step)
+            if config.rule.has_candidates
+            else None,
             scalars=scalars,
         )
 
-    def log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, T, A] log-probabilities after the actor's own tokens; with gradients."""
-        return self.raw_logits(models, rollouts).log_softmax(-1)
+        return self.compute_logits(models, rollouts).log_softmax(-1)
 
-    def raw_logits(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, T, A] logits of the same positions; with gradients."""
-        return _own(models).logits(rollouts.observations[..., :-1], self.config.seq_len)
+        return _as_transformer_ensemble(models).compute_logits(rollouts.observations[..., :-1], self.config.seq_len)
 
-    def oracle_log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, T, A] log-probabilities after the right tokens; with gradients."""
         prompts = rollouts.observations[..., : self.config.seq_len]
-        return self._oracle_log_probs(_own(models), prompts)
+        return self._compute_label_log_probs(_as_transformer_ensemble(models), prompts)
 
-    def evaluate(self, models: Models, streams: Streams, step: int) -> dict[str, Tensor]:
+    def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         """Greedy answers to EVALUATED_PROMPTS fresh prompts of each member: errors, entropy, separators."""
-        prompts = self._prompts(streams, "sandbox_evaluation", step, EVALUATED_PROMPTS)
-        parts = [
-            continuations(_own(models), some, self.config.seq_len)
-            for some in self._observed(prompts).split(EVALUATED_AT_ONCE, dim=1)
+        prompts = self._sample_prompts(rngs, "sandbox_evaluation", step, EVAL_PROMPTS)
+        chunks = [
+            generate_completions(_as_transformer_ensemble(models), some, self.config.seq_len)
+            for some in self._append_separator(prompts).split(EVAL_BATCH_SIZE, dim=1)
         ]
-        tokens, log_probs = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
-        right = tokens == self._labels(prompts)
-        whole = self.kind.parts is not None or self.config.binary_reward
-        scored = right[..., self.scored]
+        tokens, log_probs = (torch.cat(part, dim=1) for part in zip(*chunks, strict=True))
+        is_correct = tokens == self._make_labels(prompts)
+        is_sequence_error = self.kind.make_chain_spans is not None or self.config.binary_reward
+        scored_correct = is_correct[..., self.score_mask]
         columns = {
-            "test_error": _share(~(scored.all(-1) if whole else scored)),
+            "test_error": _compute_fraction(~(scored_correct.all(-1) if is_sequence_error else scored_correct)),
             "entropy": -(log_probs.exp() * log_probs).sum(-1).mean((1, 2)),
-            "greedy_separator_rate": _share(tokens == self.separator),
+            "greedy_separator_rate": _compute_fraction(tokens == self.separator),
         }
-        if not self.scored.all():
-            columns["test_error_unscored"] = _share(~right[..., ~self.scored])
-        if self.kind.parts is not None:
-            columns["chain_reward"] = self._rewards(right).mean(1)
+        if not self.score_mask.all():
+            columns["test_error_unscored"] = _compute_fraction(~is_correct[..., ~self.score_mask])
+        if self.kind.make_chain_spans is not None:
+            columns["chain_reward"] = self._compute_rewards(is_correct).mean(1)
         return columns
 
-    def _prompts(self, streams: Streams, purpose: str, step: int, rows: int) -> Tensor:
+    def _sample_prompts(self, rngs: MemberRngs, purpose: str, step: int, num_prompts: int) -> Tensor:
         """Prompts [E, rows, H]; of fewer rows, they are the first ones of more."""
-        return streams.integers(purpose, step, below=self.config.vocab_size, shape=(rows, self.config.seq_len))
+        return rngs.integers(purpose, step, high=self.config.vocab_size, shape=(num_prompts, self.config.seq_len))
 
-    def _observed(self, prompts: Tensor) -> Tensor:
+    def _append_separator(self, prompts: Tensor) -> Tensor:
         return torch.cat((prompts, torch.full_like(prompts[..., :1], self.separator)), dim=-1)
 
-    def _labels(self, prompts: Tensor) -> Tensor:
-        return self.kind.labels(prompts, self.config.vocab_size)
+    def _make_labels(self, prompts: Tensor) -> Tensor:
+        return self.kind.make_labels(prompts, self.config.vocab_size)
 
-    def _rewards(self, right: Tensor) -> Tensor:
-        return sequence_rewards(self.kind, right, self.scored, self.config.binary_reward)
+    def _compute_rewards(self, is_correct: Tensor) -> Tensor:
+        return compute_sequence_rewards(self.kind, is_correct, self.score_mask, self.config.binary_reward)
 
-    def _noisy_rewards(self, prompts: Tensor, tokens: Tensor, streams: Streams, step: int) -> Tensor:
-        config, right = self.config, tokens == self._labels(prompts)
-        rewards, mode = self._rewards(right), config.reward_noise_mode
+    def _compute_noisy_rewards(self, prompts: Tensor, tokens: Tensor, rngs: MemberRngs, step: int) -> Tensor:
+        config, is_correct = self.config, tokens == self._make_labels(prompts)
+        rewards, mode = self._compute_rewards(is_correct), config.reward_noise_mode
         if mode == "none":
             return rewards
-        uniforms = streams.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
-        featured = sequence_feature(mode, prompts, tokens, self.separator)
-        return corrupted(rewards, uniforms, mode, config.reward_noise, right[..., self.scored].all(-1), featured)
+        uniforms = rngs.uniform("sandbox_noise", step, shape=(config.batch_size, 2))
+        has_feature = detect_sequence_feature(mode, prompts, tokens, self.separator)
+        return corrupt_rewards(
+            rewards, uniforms, mode, config.reward_noise, is_correct[..., self.score_mask].all(-1), has_feature
+        )
 
-    def _oracle_log_probs(self, models: Transformers, prompts: Tensor) -> Tensor:
-        sequences = torch.cat((self._observed(prompts), self._labels(prompts)), dim=-1)
-        return models.logits(sequences[..., :-1], self.config.seq_len).log_softmax(-1)
+    def _compute_label_log_probs(self, models: TransformerEnsemble, prompts: Tensor) -> Tensor:
+        sequences = torch.cat((self._append_separator(prompts), self._make_labels(prompts)), dim=-1)
+        return models.compute_logits(sequences[..., :-1], self.config.seq_len).log_softmax(-1)
 
     @torch.no_grad()
-    def _expected_reward(self, models: Transformers, prompts: Tensor) -> Tensor | None:
+    def _compute_expected_reward(self, models: TransformerEnsemble, prompts: Tensor) -> Tensor | None:
         """[E, B] probability of the right answer, where that is the mean reward of an ungrouped batch."""
         config = self.config
-        plain = config.task == "token_reversal" and config.binary_reward and config.reward_noise_mode == "none"
-        if not plain or config.rule.has_groups:
+        is_noise_free = config.task == "token_reversal" and config.binary_reward and config.reward_noise_mode == "none"
+        if not is_noise_free or config.rule.has_groups:
             return None
-        return taken(self._oracle_log_probs(models, prompts), self._labels(prompts)).sum(-1).exp()
+        return (
+            select_log_probs(self._compute_label_log_probs(models, prompts), self._make_labels(prompts)).sum(-1).exp()
+        )
 
-    def _candidates(self, went_on: Continuations, prompts: Tensor, streams: Streams, step: int) -> Candidates:
+    def _sample_candidates(self, completions: Completions, prompts: Tensor, rngs: MemberRngs, step: int) -> Candidates:
         """group_size next tokens at every prefix of the rollouts, each worth whether it is right and scored.
 
         The distribution at each prefix is known from the rollout itself, so no prefix is read again.
         """
-        others = (self.config.batch_size, self.config.seq_len, self.config.group_size - 1)
-        uniforms = streams.uniform("sandbox_samples", step, 1, shape=others)
-        drawn_too = drawn(went_on.log_probs[..., None, :], uniforms)
-        actions = torch.cat((went_on.tokens[..., None], drawn_too), dim=-1)
-        right = (actions == self._labels(prompts)[..., None]) & self.scored[:, None]
-        return Candidates(actions, went_on.log_probs.gather(-1, actions), right.float())
+        uniform_shape = (self.config.batch_size, self.config.seq_len, self.config.group_size - 1)
+        uniforms = rngs.uniform("sandbox_samples", step, 1, shape=uniform_shape)
+        extra_actions = sample_actions(completions.log_probs[..., None, :], uniforms)
+        actions = torch.cat((completions.tokens[..., None], extra_actions), dim=-1)
+        is_correct = (actions == self._make_labels(prompts)[..., None]) & self.score_mask[:, None]
+        return Candidates(actions, completions.log_probs.gather(-1, actions), is_correct.float())
 
 
-def _share(wrong: Tensor) -> Tensor:
+def _compute_fraction(mask: Tensor) -> Tensor:
     """[E] share of True among [E, ...]."""
-    return wrong.flatten(1).float().mean(-1)
+    return mask.flatten(1).float().mean(-1)
 
 
-def _own(models: Models) -> Transformers:
-    assert isinstance(models, Transformers), "models are those of make_models"
+def _as_transformer_ensemble(models: ModelEnsemble) -> TransformerEnsemble:
+    assert isinstance(models, TransformerEnsemble), "models are those of make_models"
     return models

@@ -5,14 +5,14 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.members import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 
 
-class Models(Protocol):
+class ModelEnsemble(Protocol):
     """E models of one shape, side by side: their weights are stacked along the first axis."""
 
-    def parameters_by_name(self) -> Mapping[str, Tensor]:
+    def get_parameters(self) -> Mapping[str, Tensor]:
         """Trained tensors, [E, ...] each, which require gradients; a member's gradient is its slice's."""
         ...
 
@@ -25,30 +25,30 @@ class Task(Protocol):
     """
 
     @property
-    def actions(self) -> int:
+    def num_actions(self) -> int:
         """A: how many actions there are at a position."""
         ...
 
-    def make_models(self, streams: Streams) -> Models:
+    def make_models(self, rngs: MemberRngs) -> ModelEnsemble:
         """First weights of every member, from its own stream of purpose sandbox_weights."""
         ...
 
-    def sample(self, models: Models, streams: Streams, step: int) -> Rollouts:
+    def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
         """Roll out a batch of each member without gradients: grouped, with candidates, or neither, by the method."""
         ...
 
-    def log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, T, A] log-probabilities at each position after the actor's own tokens; with gradients."""
         ...
 
-    def raw_logits(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, T, A] logits of the same positions, before they are normalised."""
         ...
 
-    def oracle_log_probs(self, models: Models, rollouts: Rollouts) -> Tensor:
+    def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
         """[E, B, T, A] log-probabilities after the right tokens; with gradients. A bandit has no others."""
         ...
 
-    def evaluate(self, models: Models, streams: Streams, step: int) -> dict[str, Tensor]:
+    def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         """Columns of `trainable.sandbox.measure.records.EVALUATION_COLUMNS`, [E] each: test_error, entropy, ..."""
         ...

@@ -13,16 +13,16 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from trainable.config.seeds import stream
-from trainable.envs.sokoban.level_sets import demonstration_levels
-from trainable.envs.sokoban.prompt import make_protocol
-from trainable.tiny.demonstrations import Habits, dialogues
-from trainable.tiny.recipe import ACTIONS, ACTIONS_A_TURN, TURNS
+from trainable.config.seeds import make_rng
+from trainable.envs.sokoban.level_sets import make_demonstration_levels
+from trainable.envs.sokoban.prompt import make_prompt_template
+from trainable.tiny.demonstrations import Habits, make_dialogues
+from trainable.tiny.recipe import MAX_ACTIONS, MAX_ACTIONS_PER_TURN, MAX_TURNS
 
 SHIPPED_TEXT = Path(__file__).parent / "sokoban_dialogues.jsonl"
 SHIPPED_PASSAGES = 480
 _FIRST_LEVEL = 40_000_000  # beyond those that sokoban-tiny was shown
-EVALUATED = 4  # the last passage of so many is for evaluation: a quarter of a text
+EVAL_DIVISOR = 4  # the last passage of so many is for evaluation: a quarter of a text
 
 
 class Tokens(NamedTuple):
@@ -37,20 +37,22 @@ def read_tokens(text_file: str | None, tokenizer: Tokenizer, context_len: int) -
 
     Raises ValueError with what to do where the file is missing, is no text, or is too short for a context.
     """
-    found = passages(SHIPPED_TEXT if text_file is None else Path(text_file).expanduser())
-    encodings = [tokenizer.encode("\n" * (n > 0) + text, add_special_tokens=False) for n, text in enumerate(found)]
-    kept = len(found) - max(1, len(found) // EVALUATED)
-    parts = [torch.tensor([i for one in some for i in one.ids]) for some in (encodings[:kept], encodings[kept:])]
-    if len(parts[0]) <= context_len or len(parts[1]) < 3 * (context_len + 1):
+    texts = read_passages(SHIPPED_TEXT if text_file is None else Path(text_file).expanduser())
+    encodings = [tokenizer.encode("\n" * (n > 0) + text, add_special_tokens=False) for n, text in enumerate(texts)]
+    num_train = len(texts) - max(1, len(texts) // EVAL_DIVISOR)
+    token_splits = [
+        torch.tensor([i for one in some for i in one.ids]) for some in (encodings[:num_train], encodings[num_train:])
+    ]
+    if len(token_splits[0]) <= context_len or len(token_splits[1]) < 3 * (context_len + 1):
         raise ValueError(
-            f"text_file={text_file} has {len(parts[0])} tokens to train on and {len(parts[1])} in the last quarter of "
+            f"text_file={text_file} has {len(token_splits[0])} tokens to train on and {len(token_splits[1])} in the last quarter of "
             f"its passages, to evaluate with; context_len={context_len} needs {context_len + 1} and "
             f"{3 * (context_len + 1)}. Give a longer text, or lower context_len."
         )
-    return Tokens(*parts)
+    return Tokens(*token_splits)
 
 
-def passages(path: Path) -> list[str]:
+def read_passages(path: Path) -> list[str]:
     """The non-blank lines of a text; of a .jsonl file, the strings that its lines are."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -61,24 +63,32 @@ def passages(path: Path) -> list[str]:
     if path.suffix != ".jsonl":
         return lines
     try:
-        found = [json.loads(line) for line in lines]
+        texts = [json.loads(line) for line in lines]
     except json.JSONDecodeError as error:
         raise ValueError(f"text_file={path} is not JSON Lines: {error}. Each line must be a JSON string.") from None
-    if not all(isinstance(one, str) for one in found):
+    if not all(isinstance(one, str) for one in texts):
         raise ValueError(f"text_file={path} holds lines that are not strings. Each line must be a JSON string.")
-    return found
+    return texts
 
 
-def sokoban_passages(count: int) -> list[str]:
+def make_sokoban_passages(count: int) -> list[str]:
     """The first `count` dialogues of the shipped text: levels that no policy is validated or tested on."""
-    protocol = make_protocol("compact", "grid", ACTIONS)
-    rng = stream(0, "sandbox_data", 2)
-    played = dialogues(
-        demonstration_levels(count, _FIRST_LEVEL), protocol, Habits(), rng, TURNS, ACTIONS_A_TURN, ACTIONS
+    prompt_template = make_prompt_template("compact", "grid", MAX_ACTIONS)
+    rng = make_rng(0, "sandbox_data", 2)
+    demonstrations = make_dialogues(
+        make_demonstration_levels(count, _FIRST_LEVEL),
+        prompt_template,
+        Habits(),
+        rng,
+        MAX_TURNS,
+        MAX_ACTIONS_PER_TURN,
+        MAX_ACTIONS,
     )
-    return ["".join(segment.text for segment in segments) for segments in played]
+    return ["".join(segment.text for segment in segments) for segments in demonstrations]
 
 
 if __name__ == "__main__":
-    text = "".join(json.dumps(passage, ensure_ascii=False) + "\n" for passage in sokoban_passages(SHIPPED_PASSAGES))
+    text = "".join(
+        json.dumps(passage, ensure_ascii=False) + "\n" for passage in make_sokoban_passages(SHIPPED_PASSAGES)
+    )
     Path(sys.argv[1]).write_text(text, encoding="utf-8")

@@ -23,11 +23,11 @@ class MemberAdam:
         self.exp_avg, self.exp_avg_sq = torch.zeros_like(self.weights), torch.zeros_like(self.weights)
         self.steps = torch.zeros(())
 
-    def gradient(self, loss: Tensor) -> Tensor:
+    def compute_gradient(self, loss: Tensor) -> Tensor:
         """[E, P], the gradient of each member's loss. loss: [E]; a weight that it does not depend on has 0."""
         parameters = list(self.parameters.values())
-        found = torch.autograd.grad(loss.sum(), parameters, materialize_grads=True, allow_unused=True)
-        return torch.cat([part.flatten(1) for part in found], dim=1)
+        gradients = torch.autograd.grad(loss.sum(), parameters, materialize_grads=True, allow_unused=True)
+        return torch.cat([part.flatten(1) for part in gradients], dim=1)
 
     @torch.no_grad()
     def step(self, gradient: Tensor) -> None:
@@ -36,19 +36,19 @@ class MemberAdam:
             [self.weights], [gradient], [self.exp_avg], [self.exp_avg_sq], [], [self.steps], fused=True, amsgrad=False,
             beta1=0.9, beta2=0.999, lr=self.lr, weight_decay=0.0, eps=1e-8, maximize=False,
         )  # fmt: skip
-        self._copy()
+        self._copy_to_parameters()
 
-    def _copy(self) -> None:
-        for tensor, part in zip(self.parameters.values(), self.by_parameter(self.weights), strict=True):
-            tensor.copy_(part)
+    def _copy_to_parameters(self) -> None:
+        for tensor, chunk in zip(self.parameters.values(), self.split_by_parameter(self.weights), strict=True):
+            tensor.copy_(chunk)
 
-    def by_parameter(self, matrix: Tensor) -> list[Tensor]:
+    def split_by_parameter(self, matrix: Tensor) -> list[Tensor]:
         """The columns of `matrix` [E, P] that belong to each parameter, in its shape."""
         tensors = list(self.parameters.values())
-        parts = matrix.split([tensor[0].numel() for tensor in tensors], dim=1)
-        return [part.view_as(tensor) for tensor, part in zip(tensors, parts, strict=True)]
+        chunks = matrix.split([tensor[0].numel() for tensor in tensors], dim=1)
+        return [part.view_as(tensor) for tensor, part in zip(tensors, chunks, strict=True)]
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """weights, exp_avg, exp_avg_sq: [E, P]; steps: [E], a number each."""
         return {
             "weights": self.weights,
@@ -58,7 +58,7 @@ class MemberAdam:
         }
 
     @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Put back what `state` gave. ValueError where the shapes or the members' numbers of steps do not fit."""
         if state["weights"].shape != self.weights.shape or len(state["steps"].unique()) > 1:
             shapes = [tuple(found["weights"].shape) for found in (state, {"weights": self.weights})]
@@ -67,12 +67,12 @@ class MemberAdam:
         self.exp_avg.copy_(state["exp_avg"])
         self.exp_avg_sq.copy_(state["exp_avg_sq"])
         self.steps.copy_(state["steps"][0])
-        self._copy()
+        self._copy_to_parameters()
 
 
-def clipped(gradient: Tensor, norm: Tensor, most: float) -> Tensor:
+def clip_gradient(gradient: Tensor, norm: Tensor, max_norm: float) -> Tensor:
     """`gradient` [E, P] scaled down, member by member, to a norm of at most `most`; norm: [E], of `gradient`.
 
     As torch.nn.utils.clip_grad_norm_ does it, with its 1e-6 beside the norm.
     """
-    return gradient * (most / (norm + 1e-6)).clamp(max=1.0).unsqueeze(1)
+    return gradient * (max_norm / (norm + 1e-6)).clamp(max=1.0).unsqueeze(1)

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from torch import Tensor
 
 
-def below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin with `prefix`/, by the rest of their names."""
     return {name.removeprefix(f"{prefix}/"): value for name, value in tensors.items() if name.startswith(f"{prefix}/")}
 
 
-def named(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def add_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """The same tensors with `prefix`/ before their names."""
     return {f"{prefix}/{name}": value for name, value in tensors.items()}

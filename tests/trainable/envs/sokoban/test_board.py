@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import oracle_act, random_board, read, write
+from tests.oracles.sokoban import oracle_act, make_random_board, parse_board, make_board
 from trainable.envs.sokoban import level_sets
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, check_board, is_solved, step
 from trainable.envs.sokoban.solver import solve
@@ -31,15 +31,15 @@ def rewards(outcomes):
 def test_step_equals_the_literal_rules(seed, rows, cols, boxes):
     rng = np.random.default_rng(seed)
     boxes = min(boxes, ((rows - 2) * (cols - 2) - 1) // 2)
-    cells = np.stack([random_board(rng, rows, cols, boxes) for _ in range(12)])
-    games = [read(board) for board in cells]
+    cells = np.stack([make_random_board(rng, rows, cols, boxes) for _ in range(12)])
+    games = [parse_board(board) for board in cells]
     for _ in range(8):
         actions = rng.integers(0, 5, len(games))
         outcome = step(cells, actions)
         expected = [oracle_act(game, action) for game, action in zip(games, actions.tolist(), strict=True)]
         moved = [after.player != game.player for game, (after, _) in zip(games, expected, strict=True)]
         games = [after for after, _ in expected]
-        np.testing.assert_array_equal(outcome.cells, [write(game) for game in games])
+        np.testing.assert_array_equal(outcome.cells, [make_board(game) for game in games])
         np.testing.assert_allclose(outcome.rewards, [reward for _, reward in expected], rtol=1e-12)
         np.testing.assert_array_equal(outcome.moved, moved)
         np.testing.assert_array_equal(outcome.solved, [game.boxes == game.targets for game in games])
@@ -50,7 +50,7 @@ def test_step_equals_the_literal_rules(seed, rows, cols, boxes):
 @given(SEEDS, st.integers(1, 3))
 def test_walls_targets_boxes_and_player_are_conserved(seed, boxes):
     rng = np.random.default_rng(seed)
-    before = np.stack([random_board(rng, 6, 7, boxes) for _ in range(8)])
+    before = np.stack([make_random_board(rng, 6, 7, boxes) for _ in range(8)])
     after = before
     for _ in range(10):
         after = step(after, rng.integers(0, 5, 8)).cells
@@ -79,7 +79,7 @@ def test_turning_the_board_and_the_action_turns_the_result(seed, quarter_turns, 
         return np.rot90(board.T if mirrored else board, quarter_turns)
 
     rng = np.random.default_rng(seed)
-    cells = np.stack([random_board(rng, 6, 5, 2) for _ in range(8)])
+    cells = np.stack([make_random_board(rng, 6, 5, 2) for _ in range(8)])
     actions = rng.integers(0, 5, 8)
     plain = step(cells, actions)
     turned = step(
@@ -99,7 +99,7 @@ def test_published_level_123_is_solved_by_down_left_up():
 
 
 def test_a_solution_of_n_actions_returns_eleven_less_a_tenth_of_n():
-    levels = level_sets.validation_levels(96)
+    levels = level_sets.make_validation_levels(96)
     for level in levels:
         actions = solve(level.cells)
         cells, total = level.cells[None], 0.0
@@ -153,7 +153,7 @@ def test_a_solved_board_pays_its_bonus_again():
 
 def test_step_leaves_its_input_alone_and_takes_any_memory_order():
     rng = np.random.default_rng(3)
-    cells = np.stack([random_board(rng, 6, 6, 2) for _ in range(16)])
+    cells = np.stack([make_random_board(rng, 6, 6, 2) for _ in range(16)])
     kept = cells.copy()
     actions = rng.integers(1, 5, 16)
     expected = step(cells, actions)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import oracle_level
+from tests.oracles.sokoban import oracle_generate_level
 from trainable.envs.sokoban import level_sets
 from trainable.envs.sokoban.board import check_board
-from trainable.envs.sokoban.generate import Level, fallback_seed, generate_room, generate_rooms
+from trainable.envs.sokoban.generate import Level, compute_fallback_seed, generate_level, generate_levels
 from trainable.envs.sokoban.solver import solve
 from trainable.envs.sokoban.text import parse_grid, render
 
@@ -24,7 +24,7 @@ FALLING_BACK = (3248, 11482)  # found by search; the second lies among the publi
 
 @pytest.mark.parametrize("entry", REFERENCE, ids=lambda entry: str(entry["seed"]))
 def test_published_levels_are_reproduced(entry):
-    level = generate_room(entry["seed"])
+    level = generate_level(entry["seed"])
     assert render(level.cells, "grid").replace("\n", "/") == entry["level"]
     assert len(solve(level.cells)) == entry["shortest"]
 
@@ -34,16 +34,16 @@ def test_there_are_96_reference_levels():
 
 
 def test_published_validation_levels_have_the_published_difficulty():
-    levels = level_sets.validation_levels()
+    levels = level_sets.make_validation_levels()
     lengths = [len(solve(level.cells)) for level in levels]
     assert Counter(lengths) == {1: 48, 2: 127, 3: 55, 4: 86, 5: 75, 6: 52, 7: 28, 8: 26, 9: 7, 10: 8}
     assert round(np.mean(lengths), 2) == 3.99
     assert len({level.cells.tobytes() for level in levels}) == 472
-    assert len(level_sets.level_keys(levels)) == 389
+    assert len(level_sets.collect_level_keys(levels)) == 389
 
 
 def test_published_training_levels_have_the_published_difficulty():
-    lengths = [len(solve(level.cells)) for level in generate_rooms(range(10_000, 10_800))]
+    lengths = [len(solve(level.cells)) for level in generate_levels(range(10_000, 10_800))]
     assert sum(lengths) / 800 == 4.145
     assert sum(length <= 10 for length in lengths) / 800 == 0.9925
 
@@ -53,7 +53,7 @@ def test_published_training_levels_have_the_published_difficulty():
     [(123, (2, 1), (3, 1), (3, 2)), (124, (2, 1), (3, 1), (4, 1)), (10_000, (1, 1), (3, 1), (4, 2))],
 )
 def test_worked_examples(seed, target, box, player):
-    cells = generate_room(seed).cells
+    cells = generate_level(seed).cells
     assert [tuple(np.argwhere(cells == code)[0].tolist()) for code in (2, 4, 5)] == [target, box, player]
 
 
@@ -63,25 +63,25 @@ def test_worked_examples(seed, target, box, player):
     st.integers(1, 40),
 )  # fmt: skip
 def test_other_sizes_and_depths_equal_the_literal_generator(seed, rows, cols, search_depth, num_steps):
-    expected = oracle_level(seed, rows, cols, num_steps, search_depth)
+    expected = oracle_generate_level(seed, rows, cols, num_steps, search_depth)
     settings_ = {"rows": rows, "cols": cols, "num_steps": num_steps, "search_depth": search_depth}
     if expected is None:
         try:
-            level = generate_room(seed, **settings_)
+            level = generate_level(seed, **settings_)
         except ValueError:
             return
-        derived = generate_room(fallback_seed(seed), **settings_)
+        derived = generate_level(compute_fallback_seed(seed), **settings_)
         np.testing.assert_array_equal(level.cells, derived.cells)
     else:
-        np.testing.assert_array_equal(generate_room(seed, **settings_).cells, expected)
+        np.testing.assert_array_equal(generate_level(seed, **settings_).cells, expected)
 
 
 def test_a_depth_that_cuts_the_search_short_equals_the_literal_generator():
     for seed in range(12):
-        expected = oracle_level(seed, 10, 10, 60, 300)
-        np.testing.assert_array_equal(generate_room(seed, 10, 10, 60).cells, expected)
+        expected = oracle_generate_level(seed, 10, 10, 60, 300)
+        np.testing.assert_array_equal(generate_level(seed, 10, 10, 60).cells, expected)
     shallow, deep = (
-        [generate_room(seed, 10, 10, 60, search_depth=depth).cells.tobytes() for seed in range(12)]
+        [generate_level(seed, 10, 10, 60, search_depth=depth).cells.tobytes() for seed in range(12)]
         for depth in (40, 300)
     )
     assert shallow != deep
@@ -90,17 +90,17 @@ def test_a_depth_that_cuts_the_search_short_equals_the_literal_generator():
 @settings(deadline=None, max_examples=50)
 @given(st.integers(0, 2**32 - 1))
 def test_every_level_can_be_played_and_solved_and_is_not_solved(seed):
-    cells = generate_room(seed).cells
+    cells = generate_level(seed).cells
     check_board(cells)
     assert np.count_nonzero(cells == 4) == 1
     assert solve(cells)
 
 
 def test_levels_do_not_depend_on_global_streams_or_on_each_other():
-    alone = [generate_room(seed).cells.tobytes() for seed in (5, 123, 3248)]
+    alone = [generate_level(seed).cells.tobytes() for seed in (5, 123, 3248)]
     np.random.seed(99)  # noqa: NPY002
-    together = [level.cells.tobytes() for level in generate_rooms((5, 123, 3248))]
-    backwards = [level.cells.tobytes() for level in generate_rooms((3248, 123, 5))]
+    together = [level.cells.tobytes() for level in generate_levels((5, 123, 3248))]
+    backwards = [level.cells.tobytes() for level in generate_levels((3248, 123, 5))]
     assert alone == together == backwards[::-1]
 
 
@@ -117,27 +117,27 @@ def test_levels_are_the_same_in_processes_with_different_hash_seeds():
         ).stdout
         for hash_seed in ("0", "1")
     ]  # fmt: skip
-    here = "".join(generate_room(seed).cells.tobytes().hex() + "\n" for seed in seeds)
+    here = "".join(generate_level(seed).cells.tobytes().hex() + "\n" for seed in seeds)
     assert outputs == [here, here]
 
 
 @pytest.mark.parametrize("seed", FALLING_BACK)
 def test_a_seed_without_a_level_takes_the_level_of_its_derived_seed(seed):
-    assert oracle_level(seed, 6, 6, 20, 300) is None
-    level = generate_room(seed)
+    assert oracle_generate_level(seed, 6, 6, 20, 300) is None
+    level = generate_level(seed)
     assert level.seed == seed
-    np.testing.assert_array_equal(level.cells, oracle_level(fallback_seed(seed), 6, 6, 20, 300))
+    np.testing.assert_array_equal(level.cells, oracle_generate_level(compute_fallback_seed(seed), 6, 6, 20, 300))
 
 
 def test_derived_seeds_are_the_first_bytes_of_sha256():
     # printf 3248 | sha256sum
-    assert fallback_seed(3248) == 0x59AE69C1
+    assert compute_fallback_seed(3248) == 0x59AE69C1
 
 
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 3), st.booleans())
 def test_key_is_the_same_for_all_eight_symmetries(seed, quarter_turns, mirrored):
-    cells = generate_room(seed).cells
+    cells = generate_level(seed).cells
     turned = np.rot90(cells.T if mirrored else cells, quarter_turns)
     assert Level(0, turned).key == Level(0, cells).key
     eight = [np.rot90(side, turns).tobytes() for side in (cells, cells.T) for turns in range(4)]
@@ -150,7 +150,7 @@ def test_key_tells_levels_apart():
 
 
 def test_cells_are_read_only():
-    cells = generate_room(123).cells
+    cells = generate_level(123).cells
     with pytest.raises(ValueError, match="read-only"):
         cells[0, 0] = 1
 
@@ -171,4 +171,4 @@ def test_cells_are_read_only():
 )
 def test_bad_settings_are_named(settings_, message):
     with pytest.raises(ValueError, match=message):
-        generate_room(**({"seed": 0} | settings_))
+        generate_level(**({"seed": 0} | settings_))

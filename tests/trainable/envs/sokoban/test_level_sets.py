@@ -1,17 +1,17 @@
 import pytest
 
 from trainable.envs.sokoban import level_sets
-from trainable.envs.sokoban.generate import generate_rooms
+from trainable.envs.sokoban.generate import generate_levels
 
 
 @pytest.fixture(scope="module")
 def test_keys():
-    return level_sets.level_keys(level_sets.test_levels())
+    return level_sets.collect_level_keys(level_sets.make_test_levels())
 
 
 @pytest.fixture(scope="module")
 def published_keys():
-    return level_sets.level_keys(generate_rooms(range(10_000, 13_200)))
+    return level_sets.collect_level_keys(generate_levels(range(10_000, 13_200)))
 
 
 def seeds(levels):
@@ -24,32 +24,32 @@ def boards(levels):
 
 @pytest.mark.parametrize("env_groups", [4, 8])
 def test_training_seeds_shift_by_the_groups_of_a_step(env_groups):
-    steps = [seeds(level_sets.training_levels(0, step, env_groups)) for step in (1, 2, 3)]
+    steps = [seeds(level_sets.make_training_levels(0, step, env_groups)) for step in (1, 2, 3)]
     assert steps == [list(range(10_000 + env_groups * t, 10_000 + env_groups * (t + 1))) for t in range(3)]
 
 
 def test_training_seeds_of_another_seed_index_and_base():
-    assert level_sets.training_seed(0, 3199) == 13_199
-    assert level_sets.training_seed(2, 5) == 2_010_005
-    assert seeds(level_sets.training_levels(1, 2, 3, base=500)) == [1_000_503, 1_000_504, 1_000_505]
+    assert level_sets.compute_training_seed(0, 3199) == 13_199
+    assert level_sets.compute_training_seed(2, 5) == 2_010_005
+    assert seeds(level_sets.make_training_levels(1, 2, 3, base=500)) == [1_000_503, 1_000_504, 1_000_505]
 
 
 def test_validation_levels_are_the_published_seeds():
-    assert seeds(level_sets.validation_levels()) == list(range(123, 635))
-    assert seeds(level_sets.validation_levels(3, base=1000)) == [1000, 1001, 1002]
+    assert seeds(level_sets.make_validation_levels()) == list(range(123, 635))
+    assert seeds(level_sets.make_validation_levels(3, base=1000)) == [1000, 1001, 1002]
 
 
 def test_test_levels_are_distinct_and_met_nowhere_else(test_keys, published_keys):
-    assert len(test_keys) == len(level_sets.test_levels()) == 512
-    assert not test_keys & level_sets.level_keys(level_sets.validation_levels())
+    assert len(test_keys) == len(level_sets.make_test_levels()) == 512
+    assert not test_keys & level_sets.collect_level_keys(level_sets.make_validation_levels())
     assert not test_keys & published_keys
-    assert min(seeds(level_sets.test_levels())) >= 900_000_000
+    assert min(seeds(level_sets.make_test_levels())) >= 900_000_000
 
 
 def test_the_shipped_seeds_are_what_the_search_finds(capsys):
     level_sets.main([])
     assert capsys.readouterr().out == level_sets.TEST_SEEDS_FILE.read_text(encoding="utf-8")
-    assert level_sets.find_test_seeds(24) == seeds(level_sets.test_levels(24))
+    assert level_sets.find_test_seeds(24) == seeds(level_sets.make_test_levels(24))
 
 
 def test_write_writes_the_shipped_file(monkeypatch, tmp_path):
@@ -60,20 +60,22 @@ def test_write_writes_the_shipped_file(monkeypatch, tmp_path):
 
 
 def test_fewer_test_levels_are_the_first_ones():
-    assert boards(level_sets.test_levels(5)) == boards(level_sets.test_levels())[:5]
+    assert boards(level_sets.make_test_levels(5)) == boards(level_sets.make_test_levels())[:5]
 
 
 def test_published_training_levels_stay_as_published(test_keys, published_keys):
-    plain = generate_rooms(range(10_000, 13_200))
-    assert boards(level_sets.training_levels(0, 1, 3200, skip=test_keys | published_keys)) == boards(plain)
+    plain = generate_levels(range(10_000, 13_200))
+    assert boards(level_sets.make_training_levels(0, 1, 3200, excluded_keys=test_keys | published_keys)) == boards(
+        plain
+    )
 
 
 def test_other_training_levels_are_replaced_where_they_are_test_levels(test_keys):
-    plain = level_sets.training_levels(1, 1, 256)
-    kept = level_sets.training_levels(1, 1, 256, skip=test_keys)
+    plain = level_sets.make_training_levels(1, 1, 256)
+    kept = level_sets.make_training_levels(1, 1, 256, excluded_keys=test_keys)
     replaced = [(old, new) for old, new in zip(plain, kept, strict=True) if old.key in test_keys]
     assert replaced
-    assert not test_keys & level_sets.level_keys(kept)
+    assert not test_keys & level_sets.collect_level_keys(kept)
     assert all(new.seed - old.seed >= 1_000_000_000 for old, new in replaced)
     assert [new.seed for old, new in zip(plain, kept, strict=True) if old.key not in test_keys] == [
         old.seed for old in plain if old.key not in test_keys
@@ -81,46 +83,48 @@ def test_other_training_levels_are_replaced_where_they_are_test_levels(test_keys
 
 
 def test_a_replacement_depends_on_its_own_seed_only(test_keys):
-    together = level_sets.training_levels(1, 1, 64, skip=test_keys)
-    by_eights = [level for step in range(1, 9) for level in level_sets.training_levels(1, step, 8, skip=test_keys)]
+    together = level_sets.make_training_levels(1, 1, 64, excluded_keys=test_keys)
+    by_eights = [
+        level for step in range(1, 9) for level in level_sets.make_training_levels(1, step, 8, excluded_keys=test_keys)
+    ]
     assert boards(by_eights) == boards(together)
     assert seeds(by_eights) == seeds(together)
 
 
 def test_a_replacement_is_the_first_seed_that_is_allowed():
-    (level,) = level_sets.training_levels(1, 1, 1)
+    (level,) = level_sets.make_training_levels(1, 1, 1)
     start = 1_000_000_000 + level.seed
-    candidates = generate_rooms(range(start, start + 20))
+    candidates = generate_levels(range(start, start + 20))
     skip = frozenset({level.key, candidates[0].key})
     expected = next(candidate for candidate in candidates if candidate.key not in skip)
-    assert seeds(level_sets.training_levels(1, 1, 1, skip=skip)) == [expected.seed]
+    assert seeds(level_sets.make_training_levels(1, 1, 1, excluded_keys=skip)) == [expected.seed]
 
 
 def test_demonstrations_show_no_validation_or_test_level(test_keys):
-    keys = level_sets.level_keys(level_sets.demonstration_levels(400))
+    keys = level_sets.collect_level_keys(level_sets.make_demonstration_levels(400))
     assert not keys & test_keys
-    assert not keys & level_sets.level_keys(level_sets.validation_levels())
+    assert not keys & level_sets.collect_level_keys(level_sets.make_validation_levels())
 
 
 def test_demonstrations_go_on_where_a_call_ended():
-    levels = level_sets.demonstration_levels(20)
-    head = level_sets.demonstration_levels(8)
-    tail = level_sets.demonstration_levels(12, first=head[-1].seed - level_sets.FIRST_DEMONSTRATION_SEED + 1)
+    levels = level_sets.make_demonstration_levels(20)
+    head = level_sets.make_demonstration_levels(8)
+    tail = level_sets.make_demonstration_levels(12, first_index=head[-1].seed - level_sets.FIRST_DEMONSTRATION_SEED + 1)
     assert boards(head) + boards(tail) == boards(levels)
-    assert level_sets.demonstration_levels(0) == []
+    assert level_sets.make_demonstration_levels(0) == []
 
 
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (level_sets.training_seed, (-1, 0), "seed index -1"),
-        (level_sets.training_seed, (0, 1_000_000), "group 1000000"),
-        (level_sets.training_seed, (700, 0), "below 700000000"),
-        (level_sets.training_levels, (0, 0, 8), "step 0"),
-        (level_sets.training_levels, (0, 1, 0), "0 groups"),
-        (level_sets.test_levels, (513,), "0 to 512"),
-        (level_sets.demonstration_levels, (-1,), "-1 demonstration levels"),
-        (level_sets.demonstration_levels, (3, 200_000_000), "test seeds"),
+        (level_sets.compute_training_seed, (-1, 0), "seed index -1"),
+        (level_sets.compute_training_seed, (0, 1_000_000), "group 1000000"),
+        (level_sets.compute_training_seed, (700, 0), "below 700000000"),
+        (level_sets.make_training_levels, (0, 0, 8), "step 0"),
+        (level_sets.make_training_levels, (0, 1, 0), "0 groups"),
+        (level_sets.make_test_levels, (513,), "0 to 512"),
+        (level_sets.make_demonstration_levels, (-1,), "-1 demonstration levels"),
+        (level_sets.make_demonstration_levels, (3, 200_000_000), "test seeds"),
     ],
 )
 def test_bad_arguments_are_named(function, arguments, message):

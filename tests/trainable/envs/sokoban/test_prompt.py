@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainable.envs.sokoban.board import Action
-from trainable.envs.sokoban.level_sets import validation_levels
-from trainable.envs.sokoban.prompt import Observation, Reply, make_protocol, parse, reply_text
+from trainable.envs.sokoban.level_sets import make_validation_levels
+from trainable.envs.sokoban.prompt import Observation, ParsedReply, make_prompt_template, parse_reply, format_reply
 
 UP, DOWN, LEFT, RIGHT = Action.UP, Action.DOWN, Action.LEFT, Action.RIGHT
-LEVEL_123 = validation_levels(1)[0].cells
+LEVEL_123 = make_validation_levels(1)[0].cells
 
 
 def answer(text: str) -> str:
@@ -40,7 +40,7 @@ ANSWERS: list[tuple[str, tuple[Action, ...], bool]] = [
 
 @pytest.mark.parametrize(("text", "actions", "invalid"), ANSWERS)
 def test_answers(text: str, actions: tuple[Action, ...], invalid: bool) -> None:
-    assert parse(answer(text), max_actions=2) == Reply("why", actions, invalid)
+    assert parse_reply(answer(text), max_actions=2) == ParsedReply("why", actions, invalid)
 
 
 @pytest.mark.parametrize(
@@ -58,25 +58,29 @@ def test_answers(text: str, actions: tuple[Action, ...], invalid: bool) -> None:
     ],
 )
 def test_what_has_no_thought_and_answer_has_no_action(text: str) -> None:
-    assert parse(text, 2) == Reply("", (), True)
+    assert parse_reply(text, 2) == ParsedReply("", (), True)
 
 
 def test_space_may_stand_between_thought_and_answer_and_both_may_have_lines() -> None:
-    assert parse("a\nb</think> \n\t<answer>Up\n||\nLeft</answer> and more", 2) == Reply("a\nb", (UP, LEFT), False)
+    assert parse_reply("a\nb</think> \n\t<answer>Up\n||\nLeft</answer> and more", 2) == ParsedReply(
+        "a\nb", (UP, LEFT), False
+    )
 
 
 def test_the_first_match_counts() -> None:
     two = "a</think><answer>Up</answer>b</think><answer>Left</answer>"
-    assert parse(two, 2) == Reply("a", (UP,), False)
+    assert parse_reply(two, 2) == ParsedReply("a", (UP,), False)
     # A closing tag that no answer follows belongs to the thought, whose tags are then taken out.
-    assert parse("a</think> so <answer>Up</answer></think><answer>Left</answer>", 2) == Reply("a so Up", (LEFT,), False)
+    assert parse_reply("a</think> so <answer>Up</answer></think><answer>Left</answer>", 2) == ParsedReply(
+        "a so Up", (LEFT,), False
+    )
 
 
 def test_the_limit_is_an_argument() -> None:
     text = answer("Up || Down || Jump || Left")
-    assert parse(text, 1).actions == (UP,)
-    assert parse(text, 3) == Reply("why", (UP, DOWN), True)
-    assert parse(text, 9) == Reply("why", (UP, DOWN, LEFT), True)
+    assert parse_reply(text, 1).actions == (UP,)
+    assert parse_reply(text, 3) == ParsedReply("why", (UP, DOWN), True)
+    assert parse_reply(text, 9) == ParsedReply("why", (UP, DOWN, LEFT), True)
 
 
 def literal_parse(text: str, limit: int) -> tuple[list[str], bool]:
@@ -112,7 +116,7 @@ replies = st.one_of(
 @settings(deadline=None, max_examples=300)
 @given(replies, st.integers(1, 4))
 def test_any_text_is_read_by_the_rules(text: str, limit: int) -> None:
-    reply = parse(text, limit)
+    reply = parse_reply(text, limit)
     names, invalid = literal_parse(text, limit)
     assert [action.name.lower() for action in reply.actions] == names
     assert reply.invalid == invalid
@@ -122,7 +126,7 @@ def test_any_text_is_read_by_the_rules(text: str, limit: int) -> None:
 
 @given(st.lists(st.sampled_from([UP, DOWN, LEFT, RIGHT]), min_size=1, max_size=3), st.text("UDLRPXO123 ", max_size=9))
 def test_a_well_formed_reply_is_read_back(actions: list[Action], thought: str) -> None:
-    assert parse(reply_text(thought, actions), 3) == Reply(thought.strip(), tuple(actions), False)
+    assert parse_reply(format_reply(thought, actions), 3) == ParsedReply(thought.strip(), tuple(actions), False)
 
 
 # ---------------------------------------------------------------------------- prompts
@@ -211,26 +215,28 @@ __##
 
 
 def test_the_full_prompt() -> None:
-    protocol = make_protocol("full", "grid_coord", 10)
-    assert protocol.opening(Observation(1, LEVEL_123, 10)) == FULL_OPENING
+    protocol = make_prompt_template("full", "grid_coord", 10)
+    assert protocol.format_first_turn(Observation(1, LEVEL_123, 10)) == FULL_OPENING
 
 
 def test_the_full_prompt_of_a_later_turn() -> None:
-    protocol = make_protocol("full", "grid", 10)
+    protocol = make_prompt_template("full", "grid", 10)
     later = Observation(3, LEVEL_123, 8, last_reward=-0.2, last_invalid=True)
-    assert protocol.following(later) == FULL_FOLLOWING
+    assert protocol.format_next_turn(later) == FULL_FOLLOWING
     warning = "Your last answer held no valid action; the state has not changed.\n"
-    assert protocol.following(later._replace(last_invalid=False)) == FULL_FOLLOWING.replace(warning, "")
+    assert protocol.format_next_turn(later._replace(last_invalid=False)) == FULL_FOLLOWING.replace(warning, "")
 
 
 def test_the_full_prompt_names_its_own_limit_of_actions() -> None:
-    assert "You may take up to 7 actions," in make_protocol("full", "grid", 7).opening(Observation(1, LEVEL_123, 7))
+    assert "You may take up to 7 actions," in make_prompt_template("full", "grid", 7).format_first_turn(
+        Observation(1, LEVEL_123, 7)
+    )
 
 
 def test_the_compact_prompt() -> None:
-    protocol = make_protocol("compact", "grid", 10)
-    assert protocol.opening(Observation(1, LEVEL_123, 10)) == COMPACT_OPENING
-    assert protocol.following(Observation(3, LEVEL_123, 8, last_reward=-0.2)) == COMPACT_FOLLOWING
+    protocol = make_prompt_template("compact", "grid", 10)
+    assert protocol.format_first_turn(Observation(1, LEVEL_123, 10)) == COMPACT_OPENING
+    assert protocol.format_next_turn(Observation(3, LEVEL_123, 8, last_reward=-0.2)) == COMPACT_FOLLOWING
 
 
 @pytest.mark.parametrize(
@@ -238,5 +244,5 @@ def test_the_compact_prompt() -> None:
 )
 @pytest.mark.parametrize("style", ["full", "compact"])
 def test_rewards_are_shown_with_one_digit(style: str, reward: float, shown: str) -> None:
-    text = make_protocol(style, "grid", 10).following(Observation(2, LEVEL_123, 9, reward))
+    text = make_prompt_template(style, "grid", 10).format_next_turn(Observation(2, LEVEL_123, 9, reward))
     assert text.startswith(f"\n<|im_start|>user\nReward:\n{shown}\n")

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import oracle_shortest, random_board, read, write
+from tests.oracles.sokoban import oracle_shortest_length, make_random_board, parse_board, make_board
 from trainable.envs.sokoban import level_sets
 from trainable.envs.sokoban.board import Action, is_solved, step
-from trainable.envs.sokoban.solver import distance_table, optimal_actions, solve
+from trainable.envs.sokoban.solver import compute_distance_table, find_optimal_actions, solve
 from trainable.envs.sokoban.text import parse_grid
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -21,26 +21,26 @@ def replay(cells, actions):
 
 
 def test_solutions_of_all_validation_levels_solve_them_and_agree_with_the_table():
-    for level in level_sets.validation_levels():
+    for level in level_sets.make_validation_levels():
         actions = solve(level.cells)
         assert is_solved(replay(level.cells, actions)[None]).item()
-        game = read(level.cells)
+        game = parse_board(level.cells)
         (box,) = game.boxes
         player = game.player[0] * 6 + game.player[1]
-        assert distance_table(level.cells)[player, box[0] * 6 + box[1]] == len(actions)
+        assert compute_distance_table(level.cells)[player, box[0] * 6 + box[1]] == len(actions)
 
 
 @settings(deadline=None, max_examples=10)
 @given(SEEDS)
 def test_every_entry_of_the_table_is_the_length_of_a_shortest_solution(seed):
-    cells = random_board(np.random.default_rng(seed), 5, 6, 1)
-    table = distance_table(cells)
+    cells = make_random_board(np.random.default_rng(seed), 5, 6, 1)
+    table = compute_distance_table(cells)
     assert table.dtype == np.int16
-    game = read(cells)
+    game = parse_board(cells)
     everywhere = list(product(range(5), range(6)))
     for (p, player), (b, box) in product(enumerate(everywhere), repeat=2):
         if player in game.floor and box in game.floor and player != box:
-            solution = solve(write(game._replace(player=player, boxes=frozenset({box}))))
+            solution = solve(make_board(game._replace(player=player, boxes=frozenset({box}))))
             assert table[p, b] == (-1 if solution is None else len(solution))
         else:
             assert table[p, b] == -1
@@ -49,9 +49,9 @@ def test_every_entry_of_the_table_is_the_length_of_a_shortest_solution(seed):
 @settings(deadline=None, max_examples=40)
 @given(SEEDS, st.integers(1, 2))
 def test_solve_is_as_short_as_brute_force(seed, boxes):
-    cells = random_board(np.random.default_rng(seed), 5, 5, boxes)
+    cells = make_random_board(np.random.default_rng(seed), 5, 5, boxes)
     solution = solve(cells)
-    expected = oracle_shortest(cells, limit=60)
+    expected = oracle_shortest_length(cells, limit=60)
     if expected is None:
         assert solution is None
     else:
@@ -60,7 +60,7 @@ def test_solve_is_as_short_as_brute_force(seed, boxes):
 
 
 def test_solve_is_as_short_as_trying_all_sequences():
-    for level in level_sets.validation_levels(48):
+    for level in level_sets.make_validation_levels(48):
         shortest = len(solve(level.cells))
         for length in range(min(shortest, 4) + 1):
             sequences = np.array(list(product(range(1, 5), repeat=length)), dtype=np.int64).reshape(4**length, length)
@@ -73,7 +73,7 @@ def test_solve_is_as_short_as_trying_all_sequences():
 @settings(deadline=None, max_examples=40)
 @given(SEEDS)
 def test_optimal_actions_are_exactly_those_that_come_one_closer(seed):
-    cells = random_board(np.random.default_rng(seed), 6, 5, 1)
+    cells = make_random_board(np.random.default_rng(seed), 6, 5, 1)
     shortest = solve(cells)
     after = {action: step(cells[None], np.array([action])).cells[0] for action in list(Action)[1:]}
     closer = tuple(
@@ -81,25 +81,25 @@ def test_optimal_actions_are_exactly_those_that_come_one_closer(seed):
         for action, board in after.items()
         if shortest and (rest := solve(board)) is not None and len(rest) == len(shortest) - 1
     )
-    assert optimal_actions(distance_table(cells), cells) == closer
+    assert find_optimal_actions(compute_distance_table(cells), cells) == closer
 
 
 def test_all_optimal_actions_are_named():
     cells = parse_grid("######\n#P___#\n#__X_#\n#__O_#\n######")
-    assert optimal_actions(distance_table(cells), cells) == (Action.RIGHT,)
+    assert find_optimal_actions(compute_distance_table(cells), cells) == (Action.RIGHT,)
     assert solve(cells) == (Action.RIGHT, Action.RIGHT, Action.DOWN)
     two_ways = parse_grid("######\n#____#\n#P___#\n#_XO_#\n#____#\n######")
-    assert optimal_actions(distance_table(two_ways), two_ways) == (Action.DOWN,)
+    assert find_optimal_actions(compute_distance_table(two_ways), two_ways) == (Action.DOWN,)
     diagonal = parse_grid("######\n#P___#\n#____#\n#_XO_#\n######")
-    assert optimal_actions(distance_table(diagonal), diagonal) == (Action.DOWN,)
+    assert find_optimal_actions(compute_distance_table(diagonal), diagonal) == (Action.DOWN,)
 
 
 def test_solved_and_unsolvable_boards():
     solved, unsolvable = parse_grid("#####\n#P√_#\n#####"), parse_grid("#####\n#XPO#\n#####")
     assert solve(solved) == ()
     assert solve(unsolvable) is None
-    assert optimal_actions(distance_table(solved), solved) == ()
-    assert optimal_actions(distance_table(unsolvable), unsolvable) == ()
+    assert find_optimal_actions(compute_distance_table(solved), solved) == ()
+    assert find_optimal_actions(compute_distance_table(unsolvable), unsolvable) == ()
 
 
 def test_a_limit_on_actions_hides_longer_solutions_only():
@@ -109,6 +109,6 @@ def test_a_limit_on_actions_hides_longer_solutions_only():
 
 
 def test_a_table_is_refused_for_two_boxes():
-    cells = random_board(np.random.default_rng(0), 6, 6, 2)
+    cells = make_random_board(np.random.default_rng(0), 6, 6, 2)
     with pytest.raises(ValueError, match="2 boxes"):
-        distance_table(cells)
+        compute_distance_table(cells)

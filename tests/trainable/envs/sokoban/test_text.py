@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import random_board
-from trainable.envs.sokoban.generate import generate_room
+from tests.oracles.sokoban import make_random_board
+from trainable.envs.sokoban.generate import generate_level
 from trainable.envs.sokoban.text import parse_grid, render
 
 GRID_123 = "######\n######\n#O####\n#XP###\n#__###\n######"
@@ -12,7 +12,7 @@ COORDINATES_123 = "Board size: 6 rows x 6 cols (zero-indexed).\nTargets: (2, 1)\
 
 
 def test_published_level_123_in_all_formats():
-    cells = generate_room(123).cells
+    cells = generate_level(123).cells
     assert render(cells, "grid") == GRID_123
     assert render(cells, "coord") == COORDINATES_123
     assert render(cells, "grid_coord") == f"Coordinates: \n{COORDINATES_123}\nGrid Map: \n{GRID_123}"
@@ -32,7 +32,7 @@ def test_every_kind_of_thing_is_listed_in_order():
 @settings(deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(5, 8), st.integers(5, 8), st.integers(1, 3))
 def test_parse_is_the_inverse_of_the_grid(seed, rows, cols, boxes):
-    cells = random_board(np.random.default_rng(seed), rows, cols, boxes)
+    cells = make_random_board(np.random.default_rng(seed), rows, cols, boxes)
     text = render(cells, "grid")
     parsed = parse_grid(text)
     assert parsed.dtype == np.int8
@@ -42,7 +42,7 @@ def test_parse_is_the_inverse_of_the_grid(seed, rows, cols, boxes):
 
 
 def test_another_format_is_refused():
-    cells = generate_room(123).cells
+    cells = generate_level(123).cells
     with pytest.raises(ValueError, match="'ascii'; choose one of grid_coord, grid, coord"):
         render(cells, "ascii")
 

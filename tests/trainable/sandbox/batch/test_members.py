@@ -39,16 +39,16 @@ def test_one_update_of_a_member_is_the_one_that_it_takes_alone(method: str) -> N
     settings = config(method)
     task, rule = make_task(settings), UPDATE_RULES[method]
     together = at_step(UpdateRuleTrainer(settings, SEEDS, task, rule), 4)
-    before = {seed: together.state(seed) for seed in SEEDS}
+    before = {seed: together.get_state(seed) for seed in SEEDS}
     at_step(together, 5)
     assert together.seeds == SEEDS
     for seed in SEEDS:
         alone = UpdateRuleTrainer(settings, (seed,), task, rule)
         alone.load_states([before[seed]])
         at_step(alone, 5)
-        weights = alone.state(seed).tensors["adam/weights"]
+        weights = alone.get_state(seed).tensors["adam/weights"]
         assert not torch.equal(weights, before[seed].tensors["adam/weights"])
-        torch.testing.assert_close(together.state(seed).tensors["adam/weights"], weights, rtol=0, atol=1e-5)
+        torch.testing.assert_close(together.get_state(seed).tensors["adam/weights"], weights, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["DG", "GRPO", "TPOToken"])
@@ -56,7 +56,7 @@ def test_a_run_from_its_first_step_is_the_one_alone_as_long_as_rounding_allows(m
     together = at_step(make_trainer(config(method), SEEDS), 3)
     for seed in SEEDS:
         alone = at_step(make_trainer(config(method), (seed,)), 3)
-        rows = [trainer.state(seed).tensors["adam/weights"] for trainer in (together, alone)]
+        rows = [trainer.get_state(seed).tensors["adam/weights"] for trainer in (together, alone)]
         torch.testing.assert_close(*rows, rtol=0, atol=1e-4)
 
 

@@ -6,17 +6,17 @@ import pytest
 from pydantic import ValidationError
 
 from tests.oracles.update_rules import CANDIDATE, CLIPPED, DELIGHT, GROUPED, SEQUENCE_ONLY, TARGET
-from tests.strategies.update_rules import NEEDS
-from trainable.config.run_config import explain
+from tests.strategies.update_rules import REQUIRED_SETTINGS
+from trainable.config.run_config import format_validation_error
 from trainable.sandbox.config.names import (
-    BANDITS,
+    BANDIT_TASKS,
     CHAIN_TASKS,
-    SEQUENCE_NOISE,
+    SEQUENCE_NOISE_MODES,
     SEQUENCE_TASKS,
-    SHARED_NOISE,
+    SHARED_NOISE_MODES,
     TASKS,
 )
-from trainable.sandbox.config.rejections import REJECTIONS, rejection
+from trainable.sandbox.config.rejections import REJECTIONS, find_rejection
 from trainable.sandbox.config.settings import RunnerConfig, UpdateRuleConfig
 
 SEQUENCE = {"task": "token_reversal"}
@@ -25,7 +25,7 @@ Case = tuple[dict[str, object], str]
 
 
 def every(names: tuple[str, ...], settings: Mapping[str, object], words: str) -> list[Case]:
-    return [({**SEQUENCE, **NEEDS.get(name, {}), "method": name, **settings}, words) for name in names]
+    return [({**SEQUENCE, **REQUIRED_SETTINGS.get(name, {}), "method": name, **settings}, words) for name in names]
 
 
 BOUNDS: list[Case] = [
@@ -64,20 +64,20 @@ NOISES: list[Case] = [
     ({"reward_noise_mode": "label_flip"}, "reward_noise_mode=label_flip changes no reward at reward_noise=0"),
     *(
         ({"task": task, "reward_noise": 0.2, "reward_noise_mode": mode}, "set reward_noise_mode=false_positive_action0")
-        for task in BANDITS
-        for mode in SEQUENCE_NOISE
+        for task in BANDIT_TASKS
+        for mode in SEQUENCE_NOISE_MODES
     ),
 ]
 REGIMES: list[Case] = [
     *every((*GROUPED, *CANDIDATE), {"group_size": 1}, "set group_size=2 or more"),
     *every(GROUPED, {"batch_size": 100, "group_size": 8}, "set batch_size=96 group_size=8"),
-    *(case for task in BANDITS for case in every(SEQUENCE_ONLY, {"task": task}, "set task=token_reversal")),
+    *(case for task in BANDIT_TASKS for case in every(SEQUENCE_ONLY, {"task": task}, "set task=token_reversal")),
     *(
         case
         for task in CHAIN_TASKS
         for case in every((*CANDIDATE, "DGToken"), {"task": task}, "set task=token_reversal or task=masked_reversal")
     ),
-    *(case for task in BANDITS for case in every(CANDIDATE, {"task": task}, "or task=masked_reversal")),
+    *(case for task in BANDIT_TASKS for case in every(CANDIDATE, {"task": task}, "or task=masked_reversal")),
     *every((*CANDIDATE, "DGToken"), {"binary_reward": True}, "set binary_reward=false"),
     *every((*CANDIDATE, "DGToken"), NOISE, "set reward_noise=0 reward_noise_mode=none"),
     *every(CANDIDATE, {"delay": 1}, "set delay=0 replay_capacity=0"),
@@ -110,7 +110,7 @@ REFUSED = [*BOUNDS, *NUMBERS, *SHAPES, *NOISES, *REGIMES]
 def reason(settings: Mapping[str, object]) -> str:
     with pytest.raises(ValidationError) as refusal:
         UpdateRuleConfig.model_validate(settings)
-    return explain(refusal.value)
+    return format_validation_error(refusal.value)
 
 
 @pytest.mark.parametrize(("settings", "words"), REFUSED, ids=str)
@@ -136,16 +136,16 @@ def test_every_rejection_of_the_table_is_some_case() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_has_a_method(task: str) -> None:
-    assert rejection(UpdateRuleConfig.model_validate({"task": task})) is None
+    assert find_rejection(UpdateRuleConfig.model_validate({"task": task})) is None
 
 
 @pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("mode", SHARED_NOISE)
+@pytest.mark.parametrize("mode", SHARED_NOISE_MODES)
 def test_shared_noise_suits_every_task(task: str, mode: str) -> None:
     UpdateRuleConfig.model_validate({"task": task, "reward_noise": 0.2, "reward_noise_mode": mode})
 
 
-@pytest.mark.parametrize("mode", SEQUENCE_NOISE)
+@pytest.mark.parametrize("mode", SEQUENCE_NOISE_MODES)
 def test_sequences_have_noise_of_their_own(mode: str) -> None:
     UpdateRuleConfig.model_validate({**SEQUENCE, "reward_noise": 0.2, "reward_noise_mode": mode})
 

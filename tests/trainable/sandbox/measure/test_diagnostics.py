@@ -12,7 +12,13 @@ from torch import Tensor
 
 from tests.trainable.sandbox.batches import drawn_batch, with_candidates
 from trainable.sandbox.batch.rollouts import Rollouts
-from trainable.sandbox.measure.diagnostics import correlation, cosine, entropies, entropy_statistics, ratio_statistics
+from trainable.sandbox.measure.diagnostics import (
+    correlation,
+    cosine,
+    entropies,
+    compute_entropy_statistics,
+    compute_ratio_statistics,
+)
 
 SEEDS = st.integers(0, 200)
 
@@ -23,7 +29,7 @@ def logits(seed: int) -> Tensor:
 
 def tokens(batch: Rollouts, member: int) -> list[tuple[int, int]]:
     """(rollout, position) of the kept tokens of a member."""
-    return [(b, t) for b in range(5) for t in range(3) if batch.keep[member, b]]
+    return [(b, t) for b in range(5) for t in range(3) if batch.keep_mask[member, b]]
 
 
 def mean(values: list[float]) -> float:
@@ -35,12 +41,12 @@ def mean(values: list[float]) -> float:
 def test_ratios_and_their_clip_share(seed: int, has_candidates: bool) -> None:
     batch = with_candidates(drawn_batch(seed)) if has_candidates else drawn_batch(seed)
     log_probs = logits(seed).log_softmax(-1)
-    found = ratio_statistics(log_probs, batch, 0.2, 0.28)
+    found = compute_ratio_statistics(log_probs, batch, 0.2, 0.28)
     for member in range(2):
         ratios = []
         for b, t in tokens(batch, member):
             if batch.candidates is None:
-                pairs = [(int(batch.actions[member, b, t]), float(batch.actor_log_probs[member, b, t]))]
+                pairs = [(int(batch.actions[member, b, t]), float(batch.behavior_log_probs[member, b, t]))]
             else:
                 parts = (batch.candidates.actions[member, b, t], batch.candidates.log_probs[member, b, t])
                 pairs = list(zip(*(part.tolist() for part in parts), strict=True))
@@ -59,7 +65,7 @@ def literal(before: Tensor, after: Tensor, batch: Rollouts, member: int) -> dict
     for b, t in tokens(batch, member):
         action = int(batch.actions[member, b, t])
         entropy = [-sum(float(p) * math.log(float(p)) for p in probs[member, b, t]) for probs in (first, second)]
-        advantage = float(batch.rewards[member, b] - batch.actor_baseline[member, b, t])
+        advantage = float(batch.rewards[member, b] - batch.behavior_baseline[member, b, t])
         surprisal = -math.log(float(first[member, b, t, action]))
         moved = float(after[member, b, t, action] - before[member, b, t, action])
         rows.append((*entropy, advantage, surprisal, moved))
@@ -92,7 +98,7 @@ def literal(before: Tensor, after: Tensor, batch: Rollouts, member: int) -> dict
 @given(SEEDS)
 def test_entropy_statistics(seed: int) -> None:
     batch, before, after = drawn_batch(seed), logits(seed), logits(seed + 1000)
-    found = entropy_statistics(before, after, batch)
+    found = compute_entropy_statistics(before, after, batch)
     for member in range(2):
         for name, value in literal(before, after, batch, member).items():
             assert float(found[name][member]) == pytest.approx(value, rel=1e-3, abs=1e-5, nan_ok=True), name
@@ -106,7 +112,7 @@ def test_the_entropy_of_a_policy_that_is_sure_is_zero_and_of_one_that_knows_noth
 
 def test_a_kind_of_token_that_is_not_there_has_no_number() -> None:
     batch = drawn_batch(0)
-    found = entropy_statistics(logits(0), logits(1), Rollouts(**{**vars(batch), "rewards": batch.rewards + 9}))
+    found = compute_entropy_statistics(logits(0), logits(1), Rollouts(**{**vars(batch), "rewards": batch.rewards + 9}))
     assert bool(found["entropy_drop_neg_adv"].isnan().all())
     assert bool(found["entropy_drop_pos_adv"].isfinite().all())
 

@@ -4,27 +4,27 @@ import pytest
 import torch
 
 from tests.trainable.sandbox.tabular import TabularTask
-from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.members import MemberRngs
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.measure.oracle_fit import Samples, fit_statistics, sample_influence
+from trainable.sandbox.measure.oracle_fit import SampleInfluence, compute_fit_statistics, compute_sample_influence
 from trainable.sandbox.rules.oracle_labels import cross_entropy
 from trainable.sandbox.training.optimizer import MemberAdam
 
 CONFIG = UpdateRuleConfig(batch_size=6, eta=0.5)
 
 
-def influence() -> tuple[Samples, torch.Tensor, torch.Tensor]:
+def influence() -> tuple[SampleInfluence, torch.Tensor, torch.Tensor]:
     """Samples of a drawn batch, their projections one gradient at a time [E, B * T], and the oracle's gradient."""
-    task, streams = TabularTask(CONFIG), Streams((3, 4))
+    task, streams = TabularTask(CONFIG), MemberRngs((3, 4))
     models = task.make_models(streams)
     optimizer = MemberAdam(models.parameters_by_name(), 0.1)
     batch = task.sample(models, streams, 0)
-    oracle = optimizer.gradient(cross_entropy(batch, task.oracle_log_probs(models, batch), CONFIG).loss)
+    oracle = optimizer.compute_gradient(cross_entropy(batch, task.oracle_log_probs(models, batch), CONFIG).loss)
     single = []
     for place in range(batch.actions[0].numel()):
         taken = task.log_probs(models, batch).gather(-1, batch.actions.unsqueeze(-1)).flatten(1)
-        single.append((optimizer.gradient(taken[:, place]) * oracle).sum(1))
-    samples = sample_influence(task, models, batch, optimizer.by_parameter(oracle), CONFIG)
+        single.append((optimizer.compute_gradient(taken[:, place]) * oracle).sum(1))
+    samples = compute_sample_influence(task, models, batch, optimizer.split_by_parameter(oracle), CONFIG)
     return samples, torch.stack(single, dim=1), taken.detach()
 
 
@@ -39,13 +39,13 @@ def test_all_projections_at_once_are_those_of_one_gradient_a_sample() -> None:
 
 def test_the_projection_of_the_right_action_is_negative() -> None:
     """One prompt, one action a position: raising the right action's log-probability lowers the oracle's loss."""
-    task, streams = TabularTask(CONFIG), Streams((3,))
+    task, streams = TabularTask(CONFIG), MemberRngs((3,))
     models = task.make_models(streams)
     batch = task.sample(models, streams, 0)
     batch = type(batch)(**{**vars(batch), "actions": batch.labels})
     optimizer = MemberAdam(models.parameters_by_name(), 0.1)
-    oracle = optimizer.gradient(cross_entropy(batch, task.oracle_log_probs(models, batch), CONFIG).loss)
-    samples = sample_influence(task, models, batch, optimizer.by_parameter(oracle), CONFIG)
+    oracle = optimizer.compute_gradient(cross_entropy(batch, task.oracle_log_probs(models, batch), CONFIG).loss)
+    samples = compute_sample_influence(task, models, batch, optimizer.split_by_parameter(oracle), CONFIG)
     assert float(samples.projection.mean()) < 0
 
 
@@ -53,8 +53,8 @@ def test_correlations_are_of_what_is_kept_and_have_the_sign_of_the_projection() 
     projection = torch.tensor([[-2.0, -1.0, 0.0, 50.0]])
     helpful = -projection
     kept = torch.tensor([[True, True, True, False]])
-    samples = Samples(projection, helpful, projection, helpful.clamp(max=3), torch.ones(1, 4), kept)
-    found = fit_statistics(samples)
+    samples = SampleInfluence(projection, helpful, projection, helpful.clamp(max=3), torch.ones(1, 4), kept)
+    found = compute_fit_statistics(samples)
     assert float(found["oracle_fit_advantage_correlation"]) == pytest.approx(-1)
     assert float(found["oracle_fit_surprisal_correlation"]) == pytest.approx(1)
     assert float(found["oracle_fit_delight_correlation"]) == pytest.approx(-1)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 
-from tests.strategies.update_rules import Case, cases, config_of, examples, random_case
-from trainable.sandbox.rules.kondo import actor_delight, screen, threshold
+from tests.strategies.update_rules import Case, cases, make_config, examples, make_random_case
+from trainable.sandbox.rules.kondo import compute_behavior_delight, screen_rollouts, find_threshold
 
 shares = st.sampled_from([0.05, 0.5, 0.9])
 
@@ -21,9 +21,9 @@ def literal_scores(case: Case, e: int) -> list[float]:
     scores = []
     for i, reward in enumerate(batch.rewards[e].tolist()):
         delights = []
-        for t, log_p in enumerate(batch.actor_log_probs[e, i].tolist()):
+        for t, log_p in enumerate(batch.behavior_log_probs[e, i].tolist()):
             known = batch.expected_reward
-            baseline = float(batch.actor_baseline[e, i, t] if known is None else known[e, i])
+            baseline = float(batch.behavior_baseline[e, i, t] if known is None else known[e, i])
             delights.append((reward - baseline) * -log_p)
         scores.append(max(delights))
     return scores
@@ -37,9 +37,9 @@ def excess(level: float, scores: list[float], share: float, eta: float) -> float
 @examples
 def test_threshold_is_the_root(case: Case, share: float) -> None:
     eta = case.config.eta
-    found = threshold(actor_delight(case.rollouts).amax(-1), case.rollouts.keep, share, eta)
+    found = find_threshold(compute_behavior_delight(case.rollouts).amax(-1), case.rollouts.keep_mask, share, eta)
     for e, level in enumerate(found.tolist()):
-        keep = case.rollouts.keep[e].tolist()
+        keep = case.rollouts.keep_mask[e].tolist()
         kept = [score for score, is_kept in zip(literal_scores(case, e), keep, strict=True) if is_kept]
         root = brentq(excess, min(kept) - 10 * eta, max(kept) + 10 * eta, args=(kept, share, eta))
         width = (max(kept) - min(kept) + 20 * eta) / 2**20
@@ -47,12 +47,12 @@ def test_threshold_is_the_root(case: Case, share: float) -> None:
 
 
 def test_the_kept_share_is_kondo_keep_on_average() -> None:
-    case = random_case(0, "Kondo", 2, 2000, 2, kondo_keep=0.3)
+    case = make_random_case(0, "Kondo", 2, 2000, 2, kondo_keep=0.3)
     uniforms = torch.rand(case.rollouts.rewards.shape, generator=torch.Generator().manual_seed(0))
-    kept, metrics = screen(case.rollouts, uniforms, case.config)
+    kept, metrics = screen_rollouts(case.rollouts, uniforms, case.config)
     assert metrics["gate_prob_mean"].tolist() == pytest.approx([0.3, 0.3], abs=1e-4)
-    came = case.rollouts.keep.sum(1)
-    assert metrics["kept_frac"].tolist() == pytest.approx((kept.keep.sum(1) / came).tolist(), rel=1e-6)
+    came = case.rollouts.keep_mask.sum(1)
+    assert metrics["kept_frac"].tolist() == pytest.approx((kept.keep_mask.sum(1) / came).tolist(), rel=1e-6)
     spread = 4 * (0.3 * 0.7 / came).sqrt()  # Four deviations of a share of that many draws.
     assert ((metrics["kept_frac"] - 0.3).abs() < spread).all()
 
@@ -61,39 +61,39 @@ def test_the_kept_share_is_kondo_keep_on_average() -> None:
 @examples
 def test_a_rollout_stays_where_its_number_is_below_its_probability(case: Case, share: float, seed: int) -> None:
     uniforms = torch.rand(case.rollouts.rewards.shape, generator=torch.Generator().manual_seed(seed))
-    config = config_of("Kondo", kondo_keep=share, eta=case.config.eta)
-    kept, _ = screen(case.rollouts, uniforms, config)
-    assert not (kept.keep & ~case.rollouts.keep).any()
-    scores = actor_delight(case.rollouts).amax(-1)
-    level = threshold(scores, case.rollouts.keep, share, config.eta)
+    config = make_config("Kondo", kondo_keep=share, eta=case.config.eta)
+    kept, _ = screen_rollouts(case.rollouts, uniforms, config)
+    assert not (kept.keep_mask & ~case.rollouts.keep_mask).any()
+    scores = compute_behavior_delight(case.rollouts).amax(-1)
+    level = find_threshold(scores, case.rollouts.keep_mask, share, config.eta)
     for e, level_e in enumerate(level.tolist()):
         chances = [1 / (1 + math.exp(-(score - level_e) / config.eta)) for score in literal_scores(case, e)]
-        stays = [k and u < p for k, u, p in zip(case.rollouts.keep[e], uniforms[e], chances, strict=True)]
+        stays = [k and u < p for k, u, p in zip(case.rollouts.keep_mask[e], uniforms[e], chances, strict=True)]
         if any(stays):
-            assert kept.keep[e].tolist() == [bool(s) for s in stays]
+            assert kept.keep_mask[e].tolist() == [bool(s) for s in stays]
 
 
 def test_keeping_all_changes_nothing() -> None:
-    case = random_case(0, "Kondo", 2, 3, 2, kondo_keep=1)
-    kept, metrics = screen(case.rollouts, torch.ones_like(case.rollouts.rewards), case.config)
+    case = make_random_case(0, "Kondo", 2, 3, 2, kondo_keep=1)
+    kept, metrics = screen_rollouts(case.rollouts, torch.ones_like(case.rollouts.rewards), case.config)
     assert kept is case.rollouts
     assert metrics["kept_frac"].tolist() == [1, 1]
 
 
 def test_where_none_would_stay_the_best_one_does() -> None:
-    case = random_case(0, "Kondo", 3, 3, 2, kondo_keep=0.05)
-    kept, _ = screen(case.rollouts, torch.ones_like(case.rollouts.rewards), case.config)
+    case = make_random_case(0, "Kondo", 3, 3, 2, kondo_keep=0.05)
+    kept, _ = screen_rollouts(case.rollouts, torch.ones_like(case.rollouts.rewards), case.config)
     for e in range(3):
         scores = literal_scores(case, e)
-        candidates = [i for i, keep in enumerate(case.rollouts.keep[e].tolist()) if keep]
+        candidates = [i for i, keep in enumerate(case.rollouts.keep_mask[e].tolist()) if keep]
         best = max(candidates, key=lambda i: scores[i])
-        assert kept.keep[e].nonzero().flatten().tolist() == [best]
+        assert kept.keep_mask[e].nonzero().flatten().tolist() == [best]
 
 
 def test_better_rollouts_are_likelier_to_stay() -> None:
-    case = random_case(1, "Kondo", 1, 4, 1)
-    batch = replace(case.rollouts, keep=torch.ones_like(case.rollouts.keep), expected_reward=None)
+    case = make_random_case(1, "Kondo", 1, 4, 1)
+    batch = replace(case.rollouts, keep=torch.ones_like(case.rollouts.keep_mask), expected_reward=None)
     uniforms = torch.full_like(batch.rewards, 0.5)
-    kept, _ = screen(batch, uniforms, case.config)
-    scores = actor_delight(batch).amax(-1)
-    assert scores[kept.keep].min() > scores[~kept.keep].max()
+    kept, _ = screen_rollouts(batch, uniforms, case.config)
+    scores = compute_behavior_delight(batch).amax(-1)
+    assert scores[kept.keep_mask].min() > scores[~kept.keep_mask].max()

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.strategies.update_rules import Case, random_case
+from tests.strategies.update_rules import Case, make_random_case
 from trainable.sandbox.config.rules import METHODS
 from trainable.sandbox.rules.catalog import UPDATE_RULES
 
@@ -51,7 +51,7 @@ def in_dtype(case: Case, dtype: torch.dtype) -> Case:
 
 def compute(method: str, seed: int, dtype: torch.dtype) -> dict[str, Tensor]:
     """Losses [E] of a batch, and the gradient [E, B, T, A] of their sum by the log-probabilities."""
-    case = in_dtype(random_case(seed, method, members=2, groups=2, length=3), dtype)
+    case = in_dtype(make_random_case(seed, method, members=2, groups=2, length=3), dtype)
     table = case.log_probs.clone().requires_grad_()
     loss = UPDATE_RULES[method](case.rollouts, table, case.config).loss
     (gradient,) = torch.autograd.grad(loss.sum(), table)

@@ -9,9 +9,9 @@ from hypothesis import given
 from torch import Tensor
 
 from tests.oracles.update_rules import GROUPED
-from tests.strategies.update_rules import Case, cases, config_of, examples, random_case
+from tests.strategies.update_rules import Case, cases, make_config, examples, make_random_case
 from trainable.algo.advantages import group_skill
-from trainable.algo.target_policy import target_policy
+from trainable.algo.target_policy import target_policy_loss
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.rules import METHODS
 from trainable.sandbox.rules.catalog import UPDATE_RULES
@@ -42,12 +42,12 @@ def of_taken(case: Case, found: Tensor) -> Tensor:
 
 
 def all_kept(case: Case) -> Case:
-    return changed(case, keep=torch.ones_like(case.rollouts.keep))
+    return changed(case, keep=torch.ones_like(case.rollouts.keep_mask))
 
 
 def old_sums(case: Case) -> Tensor:
     """[E, P, K] log-probabilities of whole rollouts under the sampling policy."""
-    return case.rollouts.actor_log_probs.sum(-1).unflatten(1, (-1, 3))
+    return case.rollouts.behavior_log_probs.sum(-1).unflatten(1, (-1, 3))
 
 
 def standardised(case: Case) -> Tensor:
@@ -61,7 +61,7 @@ def standardised(case: Case) -> Tensor:
 @given(case=cases(("REINFORCE",)))
 @examples
 def test_on_policy_five_rules_are_reinforce(case: Case) -> None:
-    case = case.on_policy()
+    case = case.to_on_policy()
     expected = gradient(case)
     for method in AT_RATIO_1:
         torch.testing.assert_close(gradient(case, method), expected)
@@ -71,8 +71,8 @@ def test_on_policy_five_rules_are_reinforce(case: Case) -> None:
 @examples
 def test_off_policy_they_are_not(case: Case) -> None:
     """Their ratios matter once the policy has moved, so that the identity above is no accident of the formulas."""
-    moved = all_kept(changed(case, actor_log_probs=case.rollouts.actor_log_probs - 0.7, expected_reward=None))
-    moved = moved._replace(config=config_of("REINFORCE", baseline="zero"))
+    moved = all_kept(changed(case, actor_log_probs=case.rollouts.behavior_log_probs - 0.7, expected_reward=None))
+    moved = moved._replace(config=make_config("REINFORCE", baseline="zero"))
     if moved.rollouts.rewards.count_nonzero(1).all():
         for method in AT_RATIO_1:
             assert not torch.allclose(gradient(moved, method), gradient(moved))
@@ -107,13 +107,13 @@ def test_what_the_delight_family_reduces_to(case: Case) -> None:
 
 
 def test_a_cold_gate_passes_good_samples_only() -> None:
-    case = changed(random_case(0, "DG", 2, 3, 2), expected_reward=None)
+    case = changed(make_random_case(0, "DG", 2, 3, 2), expected_reward=None)
     found, plain = of_taken(case, gradient(case, eta=1e-9)), of_taken(case, gradient(case, "REINFORCE"))
     torch.testing.assert_close(found, torch.where(plain < 0, plain, 0))
 
 
 def test_the_doubt_of_equal_rewards_is_none() -> None:
-    case = random_case(0, "DG", 2, 3, 2)
+    case = make_random_case(0, "DG", 2, 3, 2)
     case = changed(case, rewards=torch.full_like(case.rollouts.rewards, 0.7))
     for method in ("UncertaintyDG", "RewardVarianceDG"):
         torch.testing.assert_close(gradient(case, method), gradient(case))
@@ -123,7 +123,7 @@ def test_the_doubt_of_equal_rewards_is_none() -> None:
 @given(case=cases(("GRPO",)))
 @examples
 def test_on_policy_grpo_is_group_baseline_policy_gradient(case: Case) -> None:
-    case = all_kept(case.on_policy())
+    case = all_kept(case.to_on_policy())
     rewards = case.rollouts.rewards.unflatten(1, (-1, 3))
     _, rollouts, length = case.rollouts.actions.shape
     share = 1 / (rollouts * length)
@@ -147,8 +147,8 @@ def test_relations_of_clipped_rules_off_policy(case: Case) -> None:
 
 
 def test_beyond_the_clip_a_sample_pushes_no_further() -> None:
-    case = all_kept(random_case(0, "GRPO", 1, 4, 2))
-    likelier = changed(case, actor_log_probs=case.on_policy().rollouts.actor_log_probs - 0.25)  # r = 1.284
+    case = all_kept(make_random_case(0, "GRPO", 1, 4, 2))
+    likelier = changed(case, actor_log_probs=case.to_on_policy().rollouts.behavior_log_probs - 0.25)  # r = 1.284
     scores = standardised(case).flatten(1).unsqueeze(-1).expand(-1, -1, 2)
     assert (scores > 0).any()
     grpo = of_taken(case, gradient(likelier, grpo_beta=0, clip_low=0.2))
@@ -182,8 +182,8 @@ def test_tpo_is_the_loss_that_fine_tunes_language_models(case: Case) -> None:
         sums = table.gather(-1, rollouts.actions[member].unsqueeze(-1)).sum((-2, -1))
         groups, mask = torch.arange(len(sums)) // 3, torch.ones(len(sums), 1, dtype=torch.bool)
         skills = group_skill(rollouts.rewards[member], groups, mask).squeeze(-1)
-        old = rollouts.actor_log_probs[member].sum(-1)
-        found = target_policy(sums, old, skills, groups, case.config.tpo_eta)
+        old = rollouts.behavior_log_probs[member].sum(-1)
+        found = target_policy_loss(sums, old, skills, groups, case.config.tpo_eta)
         (theirs,) = torch.autograd.grad(found.loss, table)
         torch.testing.assert_close(ours[member], theirs)
         rule = UPDATE_RULES["TPO"](rollouts, case.log_probs, case.config)
@@ -199,7 +199,7 @@ def test_group_pg_is_reinforce_with_standardised_rewards_and_the_slope_of_tpo(ca
     weights = standardised(case).flatten(1).unsqueeze(-1).expand(-1, -1, length)
     found = gradient(case, tpo_eta=1)
     torch.testing.assert_close(of_taken(case, found), -weights * 3 / rollouts)
-    even = case._replace(log_probs=torch.zeros_like(case.log_probs)).on_policy()
+    even = case._replace(log_probs=torch.zeros_like(case.log_probs)).to_on_policy()
     tpo = gradient(even, "TPO", tpo_eta=1e4)
     torch.testing.assert_close(tpo * 1e4, found / 3, rtol=1e-3, atol=1e-4)
 
@@ -207,7 +207,7 @@ def test_group_pg_is_reinforce_with_standardised_rewards_and_the_slope_of_tpo(ca
 @given(case=cases(("TPOToken",)))
 @examples
 def test_prefixes_without_a_spread_do_not_move_on_policy(case: Case) -> None:
-    case = all_kept(case.on_policy())
+    case = all_kept(case.to_on_policy())
     found = gradient(case)
     candidates = case.rollouts.candidates
     assert candidates is not None
@@ -238,7 +238,7 @@ def test_tpo_over_all_actions_reads_the_sign_of_the_advantage(case: Case) -> Non
 @given(case=cases(("MaxRL",)))
 @examples
 def test_weights_of_max_rl(case: Case) -> None:
-    case = all_kept(case.on_policy())
+    case = all_kept(case.to_on_policy())
     rewards = case.rollouts.rewards.unflatten(1, (-1, 3))
     right = rewards.sum(-1, keepdim=True)
     weight = torch.where(rewards == 1, 3 / right.clamp(min=1) - 1, torch.where(right > 0, -1.0, 0.0))
@@ -249,7 +249,7 @@ def test_weights_of_max_rl(case: Case) -> None:
 @given(case=cases(("PMDMean",)))
 @examples
 def test_on_policy_pmd_is_reinforce_on_sequences(case: Case) -> None:
-    case = all_kept(changed(case.on_policy(), expected_reward=None))
+    case = all_kept(changed(case.to_on_policy(), expected_reward=None))
     rewards = case.rollouts.rewards
     advantage = (rewards - rewards.mean(1, keepdim=True)).unsqueeze(-1).expand(case.rollouts.actions.shape)
     expected = -2 * case.config.eta * advantage / rewards.shape[1]
@@ -257,10 +257,10 @@ def test_on_policy_pmd_is_reinforce_on_sequences(case: Case) -> None:
 
 
 def test_pmd_is_at_rest_at_the_log_ratio_it_aims_at() -> None:
-    case = random_case(0, "PMDMean", 2, 2, 1, eta=0.5)
-    case = changed(case.on_policy(), expected_reward=torch.zeros_like(case.rollouts.rewards))
+    case = make_random_case(0, "PMDMean", 2, 2, 1, eta=0.5)
+    case = changed(case.to_on_policy(), expected_reward=torch.zeros_like(case.rollouts.rewards))
     goal = case.rollouts.rewards.unsqueeze(-1) / 0.5
-    rested = changed(case, actor_log_probs=case.rollouts.actor_log_probs - goal)
+    rested = changed(case, actor_log_probs=case.rollouts.behavior_log_probs - goal)
     torch.testing.assert_close(gradient(rested), torch.zeros_like(case.log_probs), rtol=0, atol=1e-12)
 
 
@@ -273,7 +273,7 @@ def test_the_mean_of_log_growth_over_actions_is_cross_entropy() -> None:
     rewards = (actions == labels).double().squeeze(-1)
     rollouts = one_step(actions, labels, rewards)
     loss = UPDATE_RULES["LogGrowth"](
-        rollouts, log_probs.expand(3, 1, 1, 3), config_of("LogGrowth", baseline="zero")
+        rollouts, log_probs.expand(3, 1, 1, 3), make_config("LogGrowth", baseline="zero")
     ).loss
     (found,) = torch.autograd.grad((log_probs.exp().detach() * loss).sum(), logits, retain_graph=True)
     (expected,) = torch.autograd.grad(-log_probs[2], logits)
@@ -287,20 +287,20 @@ def one_step(actions: Tensor, labels: Tensor, rewards: Tensor, group_size: int |
         actions=actions,
         labels=labels,
         rewards=rewards,
-        actor_log_probs=torch.full(actions.shape, math.log(1 / 3), dtype=rewards.dtype),
-        actor_baseline=torch.full(actions.shape, 1 / 3, dtype=rewards.dtype),
-        keep=torch.ones(rewards.shape, dtype=torch.bool),
+        behavior_log_probs=torch.full(actions.shape, math.log(1 / 3), dtype=rewards.dtype),
+        behavior_baseline=torch.full(actions.shape, 1 / 3, dtype=rewards.dtype),
+        keep_mask=torch.ones(rewards.shape, dtype=torch.bool),
         age=torch.zeros(rewards.shape[0]),
         group_size=group_size,
     )
 
 
 def test_tempo_is_group_baseline_where_nothing_is_decided() -> None:
-    case = all_kept(random_case(3, "TEMPO", 1, 1, 3).on_policy())
+    case = all_kept(make_random_case(3, "TEMPO", 1, 1, 3).to_on_policy())
     # All share the first token, the second decides, the third is different but decides nothing.
     actions = torch.tensor([[[0, 0, 0], [0, 1, 1], [0, 2, 2]]])
     rewards = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
-    case = changed(case, actions=actions, rewards=rewards).on_policy()
+    case = changed(case, actions=actions, rewards=rewards).to_on_policy()
     z = standardised(case).reshape(1, 3, 1)
     found = of_taken(case, gradient(case))
     torch.testing.assert_close(found, -torch.cat([z, 2 * z, z], -1) / 9)
@@ -316,7 +316,7 @@ def test_equal_rewards_of_a_group_have_no_advantage_in_float32(method: str, rewa
     level = 1.0 if method == "MaxRL" else reward
     rollouts = one_step(actions, actions, torch.full((1, 7), level), group_size=7)
     table = torch.full((1, 7, 1, 3), math.log(1 / 3), requires_grad=True)
-    loss = UPDATE_RULES[method](rollouts, table, config_of(method, group_size=7, batch_size=7)).loss
+    loss = UPDATE_RULES[method](rollouts, table, make_config(method, group_size=7, batch_size=7)).loss
     (found,) = torch.autograd.grad(loss.sum(), table)
     torch.testing.assert_close(found, torch.zeros_like(found), rtol=0, atol=1e-7)
 
@@ -327,7 +327,7 @@ def test_token_credit_of_dg_token() -> None:
     mask = torch.tensor([[[False, True]]]).expand(2, 1, 2)
     rollouts = replace(one_step(actions, labels, torch.zeros(2, 1, dtype=torch.float64)), score_mask=mask)
     table = torch.full((2, 1, 2, 3), math.log(1 / 3), dtype=torch.float64, requires_grad=True)
-    config = config_of("DGToken", eta=1e9)
+    config = make_config("DGToken", eta=1e9)
     (found,) = torch.autograd.grad(UPDATE_RULES["DGToken"](rollouts, table, config).loss.sum(), table)
     taken = found.gather(-1, actions.unsqueeze(-1)).squeeze(-1)[:, 0]
     expected = -0.25 * torch.tensor([[1, 1 - 1 / 3], [0, -1 / 3]], dtype=torch.float64)
@@ -336,7 +336,7 @@ def test_token_credit_of_dg_token() -> None:
 
 def test_on_one_position_dg_token_is_the_gated_term_of_self_distillation() -> None:
     for seed in range(4):  # With positions that count and without.
-        case = random_case(seed, "DGToken", 2, 3, 1)
+        case = make_random_case(seed, "DGToken", 2, 3, 1)
         torch.testing.assert_close(gradient(case), gradient(case, "SelfDistillDG", distill_alpha=0))
 
 
@@ -351,7 +351,7 @@ def test_a_step_makes_right_actions_likelier(method: str) -> None:
     old = torch.full(options.shape, math.log(1 / 3), dtype=torch.float64)
     rollouts = replace(rollouts, candidates=Candidates(options, old, (options == 0).double()))
     log_probs = torch.log_softmax(logits, -1)
-    loss = UPDATE_RULES[method](rollouts, log_probs, config_of(method, group_size=3, batch_size=6)).loss
+    loss = UPDATE_RULES[method](rollouts, log_probs, make_config(method, group_size=3, batch_size=6)).loss
     (found,) = torch.autograd.grad(loss.sum(), logits, retain_graph=True)
     (uphill,) = torch.autograd.grad(log_probs[..., 0].sum(), logits)
     for e in range(2):
@@ -360,7 +360,7 @@ def test_a_step_makes_right_actions_likelier(method: str) -> None:
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name not in OF_THEIR_OWN])
 def test_turning_rewards_over_turns_the_push_over(method: str) -> None:
-    case = all_kept(changed(random_case(2, method, 1, 3, 2).on_policy(), expected_reward=None))
+    case = all_kept(changed(make_random_case(2, method, 1, 3, 2).to_on_policy(), expected_reward=None))
     turned = changed(case, rewards=1 - case.rollouts.rewards)
     fixed = {"baseline": "constant", "distill_alpha": 0.0}
     assert (gradient(case, **fixed) * gradient(turned, **fixed)).sum() < 0
@@ -368,16 +368,16 @@ def test_turning_rewards_over_turns_the_push_over(method: str) -> None:
 
 @pytest.mark.parametrize("method", [*GROUPED, "TPOToken", "GRPOToken", "LogGrowth", "TPOFullAction"])
 def test_a_batch_of_the_wrong_kind_is_refused(method: str) -> None:
-    case = random_case(0, method, 1, 2, 1)
-    sequences = random_case(0, "DG", 1, 2, 2)
+    case = make_random_case(0, method, 1, 2, 1)
+    sequences = make_random_case(0, "DG", 1, 2, 2)
     with pytest.raises(ValueError, match=r"groups|candidates|mnist"):
         UPDATE_RULES[method](sequences.rollouts, sequences.log_probs, case.config)
 
 
 @pytest.mark.parametrize("method", ["LogGrowth", "MaxRL"])
 def test_rewards_that_are_not_0_or_1_are_refused_where_they_are_kept(method: str) -> None:
-    case = random_case(0, method, 1, 2, 1)
-    rewards, keep = case.rollouts.rewards.clone(), torch.ones_like(case.rollouts.keep)
+    case = make_random_case(0, method, 1, 2, 1)
+    rewards, keep = case.rollouts.rewards.clone(), torch.ones_like(case.rollouts.keep_mask)
     rewards[0, 0] = 0.5
     with pytest.raises(ValueError, match="rewards of 0 and 1"):
         UPDATE_RULES[method](replace(case.rollouts, rewards=rewards, keep=keep), case.log_probs, case.config)

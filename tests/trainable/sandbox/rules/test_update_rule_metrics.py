@@ -9,7 +9,7 @@ import torch
 
 from tests.oracles import update_rules as loops
 from tests.oracles.update_rules import Member, Table
-from tests.strategies.update_rules import member_of, random_case
+from tests.strategies.update_rules import make_member, make_random_case
 from trainable.sandbox.config.rules import METHODS
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.catalog import UPDATE_RULES
@@ -45,7 +45,7 @@ def gate(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
 
 
 def doubt(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    return loops.deviation(m.rewards)
+    return loops.population_std(m.rewards)
 
 
 def guard(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
@@ -54,13 +54,13 @@ def guard(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
 
 
 def to_go(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    later = [u for u in range(t, m.length) if m.counts[i][u]]
+    later = [u for u in range(t, m.length) if m.score_mask[i][u]]
     return sum(m.actions[i][u] == m.labels[i][u] for u in later) / max(1, len(later))
 
 
 def self_gate(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    counts = m.counts[i][t]
-    found = float(m.actions[i][t] == m.labels[i][t]) - loops.squares(p[i][t]) if counts else 0.0
+    counts = m.score_mask[i][t]
+    found = float(m.actions[i][t] == m.labels[i][t]) - loops.sum_squared_probs(p[i][t]) if counts else 0.0
     return loops.sigmoid(-found * p[i][t][m.actions[i][t]] / c.eta)
 
 
@@ -69,13 +69,13 @@ def distilled(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float
 
 
 def after_error(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    wrong = [m.counts[i][u] and m.actions[i][u] != m.labels[i][u] for u in range(t + 1)]
-    return float(any(wrong) and m.counts[i][t])
+    wrong = [m.score_mask[i][u] and m.actions[i][u] != m.labels[i][u] for u in range(t + 1)]
+    return float(any(wrong) and m.score_mask[i][t])
 
 
 def group_size(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    group = m.group_of(i)
-    return abs(loops.normalised([m.rewards[j] for j in group], c.std_normalization)[group.index(i)])
+    group = m.find_group(i)
+    return abs(loops.normalize([m.rewards[j] for j in group], c.std_normalization)[group.index(i)])
 
 
 def kl(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
@@ -84,14 +84,14 @@ def kl(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
 
 
 def skill(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    group = m.group_of(i)
+    group = m.find_group(i)
     return abs(loops.skills([m.rewards[j] for j in group])[group.index(i)])
 
 
 def target(m: Member, c: UpdateRuleConfig, i: int) -> list[float]:
-    group = m.group_of(i)
+    group = m.find_group(i)
     z = loops.skills([m.rewards[j] for j in group])
-    return loops.softmax([math.fsum(m.old[j]) + z[k] / c.tpo_eta for k, j in enumerate(group)])
+    return loops.softmax([math.fsum(m.old_log_probs[j]) + z[k] / c.tpo_eta for k, j in enumerate(group)])
 
 
 def entropy(q: list[float]) -> float:
@@ -99,13 +99,13 @@ def entropy(q: list[float]) -> float:
 
 
 def token_target(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
-    z, old = loops.skills(m.candidate_rewards[i][t]), m.candidate_old[i][t]
+    z, old = loops.skills(m.candidate_rewards[i][t]), m.candidate_log_probs[i][t]
     return entropy(loops.softmax([o + z[k] / c.tpo_eta for k, o in enumerate(old)]))
 
 
 def value_moves(m: Member, p: Table, c: UpdateRuleConfig, i: int, t: int) -> float:
     def value(n: int) -> float:
-        return loops.mean([m.rewards[j] for j in m.group_of(i) if m.actions[j][:n] == m.actions[i][:n]])
+        return loops.mean([m.rewards[j] for j in m.find_group(i) if m.actions[j][:n] == m.actions[i][:n]])
 
     return float(abs(value(t + 1) - value(t)) > 1e-9)
 
@@ -146,7 +146,7 @@ TERMS: dict[tuple[str, str], Term] = {
     ("GroupPG", "tpo_skill_abs_mean"): skill,
     ("TPO", "tpo_target_entropy"): lambda m, p, c, i, t: entropy(target(m, c, i)),
     ("TPO", "tpo_target_top_prob"): lambda m, p, c, i, t: max(target(m, c, i)),
-    ("TPOFullAction", "tpo_sample_adv_mean"): lambda m, p, c, i, t: m.rewards[i] - loops.squares(p[i][0]),
+    ("TPOFullAction", "tpo_sample_adv_mean"): lambda m, p, c, i, t: m.rewards[i] - loops.sum_squared_probs(p[i][0]),
     ("TPOToken", "tpo_target_entropy"): token_target,
     ("TPOToken", "candidate_reward"): lambda m, p, c, i, t: loops.mean(m.candidate_rewards[i][t]),
     ("GRPOToken", "behavior_token_reward"): lambda m, p, c, i, t: m.candidate_rewards[i][t][0],
@@ -159,10 +159,10 @@ TERMS: dict[tuple[str, str], Term] = {
 @pytest.mark.parametrize(("method", "metric"), list(TERMS), ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_metric_is_the_mean_of_its_terms(method: str, metric: str, seed: int) -> None:
-    case = random_case(seed, method, 1, 3, 2)
-    rollouts = replace(case.rollouts, keep=torch.ones_like(case.rollouts.keep))
+    case = make_random_case(seed, method, 1, 3, 2)
+    rollouts = replace(case.rollouts, keep=torch.ones_like(case.rollouts.keep_mask))
     found = UPDATE_RULES[method](rollouts, case.log_probs, case.config).metrics[metric]
-    member, table = member_of(rollouts, 0), case.log_probs[0].tolist()
+    member, table = make_member(rollouts, 0), case.log_probs[0].tolist()
     places = [(i, t) for i in range(len(member.rewards)) for t in range(member.length)]
     term = TERMS[method, metric]
     expected = loops.mean([term(member, table, case.config, i, t) for i, t in places])
@@ -171,7 +171,7 @@ def test_metric_is_the_mean_of_its_terms(method: str, metric: str, seed: int) ->
 
 @pytest.mark.parametrize("seed", range(3))
 def test_loss_of_the_correction_is_a_mean_over_corrected_positions(seed: int) -> None:
-    case = random_case(seed, "SCOPELite", 1, 3, 2)
+    case = make_random_case(seed, "SCOPELite", 1, 3, 2)
     found = UPDATE_RULES["SCOPELite"](case.rollouts, case.log_probs, case.config)
     base = UPDATE_RULES["DG"](case.rollouts, case.log_probs, case.config)
     expected = (found.loss - base.loss) / case.config.distill_alpha

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.oracles.update_rules import ORACLES, Table
-from tests.strategies.update_rules import NEEDS, Case, cases, examples, member_of, random_case, sliced
+from tests.strategies.update_rules import (
+    REQUIRED_SETTINGS,
+    Case,
+    cases,
+    examples,
+    make_member,
+    make_random_case,
+    slice_members,
+)
 from trainable.sandbox.config.names import TASKS
 from trainable.sandbox.config.rules import METHODS
 from trainable.sandbox.config.settings import UpdateRuleConfig
@@ -50,14 +58,14 @@ def test_loss_is_that_of_the_loops(method: str, data: st.DataObject) -> None:
     found, _ = run(case)
     for e, loss in enumerate(found.loss.tolist()):
         table = case.log_probs[e].tolist()
-        expected = ORACLES[method](member_of(case.rollouts, e), table, table, case.config)
+        expected = ORACLES[method](make_member(case.rollouts, e), table, table, case.config)
         assert loss == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
 def finite_differences(case: Case, e: int) -> Tensor:
     """Central differences of the loops' loss, by each log-probability of member `e` outside the constants."""
     frozen: Table = case.log_probs[e].tolist()
-    member, oracle = member_of(case.rollouts, e), ORACLES[case.config.method]
+    member, oracle = make_member(case.rollouts, e), ORACLES[case.config.method]
     found = torch.zeros_like(case.log_probs[e])
     for place in torch.cartesian_prod(*(torch.arange(n) for n in found.shape)).tolist():
         live = [[list(row) for row in rows] for rows in frozen]
@@ -73,7 +81,7 @@ def finite_differences(case: Case, e: int) -> Tensor:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("seed", range(3))
 def test_gradient_is_that_of_the_loops(method: str, seed: int) -> None:
-    case = random_case(seed, method, members=2, groups=2, length=2)
+    case = make_random_case(seed, method, members=2, groups=2, length=2)
     _, gradient = run(case)
     for e in range(2):
         torch.testing.assert_close(gradient[e], finite_differences(case, e), rtol=1e-6, atol=1e-8)
@@ -85,7 +93,7 @@ def test_a_member_is_what_it_is_alone(case: Case) -> None:
     found, gradient = run(case)
     for e in range(found.loss.shape[0]):
         pick = slice(e, e + 1)
-        alone, own = run(case._replace(rollouts=sliced(case.rollouts, pick), log_probs=case.log_probs[pick]))
+        alone, own = run(case._replace(rollouts=slice_members(case.rollouts, pick), log_probs=case.log_probs[pick]))
         torch.testing.assert_close(alone.loss, found.loss[pick])
         torch.testing.assert_close(own, gradient[pick])
         for name, value in alone.metrics.items():
@@ -96,8 +104,8 @@ def test_a_member_is_what_it_is_alone(case: Case) -> None:
 @examples
 def test_rollouts_that_are_not_kept_count_nowhere(case: Case, seed: int) -> None:
     found, gradient = run(case)
-    assert torch.equal(gradient[~case.rollouts.keep], torch.zeros_like(gradient[~case.rollouts.keep]))
-    other = random_case(seed, case.config.method, *shape_of(case), grouped=case.rollouts.group_size is not None)
+    assert torch.equal(gradient[~case.rollouts.keep_mask], torch.zeros_like(gradient[~case.rollouts.keep_mask]))
+    other = make_random_case(seed, case.config.method, *shape_of(case), grouped=case.rollouts.group_size is not None)
     mixed = mixture(case, other)
     again, _ = run(mixed)
     torch.testing.assert_close(again.loss, found.loss)
@@ -112,7 +120,7 @@ def shape_of(case: Case) -> tuple[int, int, int]:
 
 def mixture(case: Case, other: Case) -> Case:
     """`case` where it keeps, `other` elsewhere; what one of them lacks stays as in `case`."""
-    ours, theirs, keep = case.rollouts, other.rollouts, case.rollouts.keep
+    ours, theirs, keep = case.rollouts, other.rollouts, case.rollouts.keep_mask
 
     def mixed(a: Tensor, b: Tensor) -> Tensor:
         return torch.where(keep.reshape(*keep.shape, *[1] * (a.dim() - 2)), a, b)
@@ -141,13 +149,13 @@ def test_metrics_are_documented_finite_and_without_gradient(case: Case) -> None:
 def test_every_documented_column_is_reported_by_some_rule() -> None:
     reported = {"kept_frac", "gate_prob_mean"}  # Kondo's screen
     for method in METHODS:
-        reported |= run(random_case(0, method, 1, 2, 2))[0].metrics.keys()
+        reported |= run(make_random_case(0, method, 1, 2, 2))[0].metrics.keys()
     assert reported == {column.name for column in RULE_COLUMNS}
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_float32_agrees_with_float64(method: str) -> None:
-    case = random_case(1, method, 2, 3, 4)
+    case = make_random_case(1, method, 2, 3, 4)
     narrow = {name: value.float() for name, value in vars(case.rollouts).items() if is_float(value)}
     candidates = case.rollouts.candidates
     if candidates is not None:
@@ -175,7 +183,7 @@ def test_docstring_says_source_reduction_and_axis(method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_can_be_run_on_some_task(method: str) -> None:
-    settings = {key: value for key, value in NEEDS.get(method, {}).items() if key != "task"}
+    settings = {key: value for key, value in REQUIRED_SETTINGS.get(method, {}).items() if key != "task"}
     accepted = []
     for task in TASKS:
         try:

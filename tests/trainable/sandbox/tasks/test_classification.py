@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.trainable.sandbox.tasks import oracles
-from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.members import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.models.mlp import Perceptrons, first_perceptrons
+from trainable.sandbox.models.mlp import MLPEnsemble, init_mlp_ensemble
 from trainable.sandbox.tasks.classification import ClassificationTask
-from trainable.sandbox.tasks.images import Images, read_images, stand_in
+from trainable.sandbox.tasks.images import Images, read_images, make_synthetic_images
 
 
 def few_images(count: int = 50) -> Images:
@@ -26,13 +26,13 @@ def few_images(count: int = 50) -> Images:
     return Images(pixels[0], classes[0], pixels[1], classes[1], source="stand-in")
 
 
-def started(seeds: tuple[int, ...] = (3, 4), **settings: object) -> tuple[ClassificationTask, Perceptrons, Streams]:
+def started(seeds: tuple[int, ...] = (3, 4), **settings: object) -> tuple[ClassificationTask, MLPEnsemble, MemberRngs]:
     config = UpdateRuleConfig(**{"task": "mnist", "batch_size": 40, "hidden": 12, **settings})
-    task, streams = ClassificationTask(config, few_images()), Streams(seeds)
+    task, streams = ClassificationTask(config, few_images()), MemberRngs(seeds)
     return task, task.make_models(streams), streams
 
 
-def plain(models: Perceptrons, member: int) -> nn.Sequential:
+def plain(models: MLPEnsemble, member: int) -> nn.Sequential:
     torch.manual_seed(0)
     sizes = [784, 12, 12, 10]
     layers = [nn.Linear(*pair) for pair in itertools.pairwise(sizes)]
@@ -45,7 +45,7 @@ def plain(models: Perceptrons, member: int) -> nn.Sequential:
 def test_a_member_is_torchs_perceptron_with_its_weights() -> None:
     task, models, streams = started()
     rollouts = task.sample(models, streams, 1)
-    log_probs = task.log_probs(models, rollouts)
+    log_probs = task.compute_log_probs(models, rollouts)
     assert log_probs.shape == (2, 40, 1, 10)
     log_probs[..., 0].sum().backward()
     for member in range(2):
@@ -62,7 +62,7 @@ def test_a_member_is_torchs_perceptron_with_its_weights() -> None:
 
 
 def test_first_weights_are_uniform_within_the_bound_of_torchs_linear_layers() -> None:
-    models = first_perceptrons((784, 50, 50, 10), Streams((1, 2)))
+    models = init_mlp_ensemble((784, 50, 50, 10), MemberRngs((1, 2)))
     for name, weight in models.weights.items():
         bound = (784 if name.startswith("layers.0") else 50) ** -0.5
         assert float(weight.detach().abs().max()) <= bound
@@ -74,8 +74,8 @@ def test_first_weights_are_uniform_within_the_bound_of_torchs_linear_layers() ->
 def test_a_batch_is_what_its_fields_say() -> None:
     task, models, streams = started()
     rollouts = task.sample(models, streams, 1)
-    log_probs = task.log_probs(models, rollouts).detach()
-    chosen = streams.integers("sandbox_prompts", 1, below=50, shape=(40,))
+    log_probs = task.compute_log_probs(models, rollouts).detach()
+    chosen = streams.integers("sandbox_prompts", 1, high=50, shape=(40,))
     assert torch.equal(rollouts.labels[..., 0], task.images.train_labels[chosen])
     assert torch.equal(rollouts.observations, task.images.train_images[chosen] / 255)
     assert torch.equal(rollouts.rewards, (rollouts.actions == rollouts.labels).float()[..., 0])
@@ -83,9 +83,9 @@ def test_a_batch_is_what_its_fields_say() -> None:
     right = log_probs.gather(-1, rollouts.labels[..., None])[..., 0]
     torch.testing.assert_close(rollouts.expected_reward[..., None], right.exp(), atol=1e-6, rtol=1e-5)
     of_taken = log_probs.gather(-1, rollouts.actions[..., None])[..., 0]
-    torch.testing.assert_close(rollouts.actor_log_probs, of_taken, atol=1e-6, rtol=1e-5)
-    torch.testing.assert_close(rollouts.actor_baseline, log_probs.exp().square().sum(-1), atol=1e-6, rtol=1e-5)
-    assert rollouts.keep.all()
+    torch.testing.assert_close(rollouts.behavior_log_probs, of_taken, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(rollouts.behavior_baseline, log_probs.exp().square().sum(-1), atol=1e-6, rtol=1e-5)
+    assert rollouts.keep_mask.all()
 
 
 def test_groups_guess_at_one_image_and_uniform_ones_are_left_out() -> None:
@@ -97,7 +97,7 @@ def test_groups_guess_at_one_image_and_uniform_ones_are_left_out() -> None:
     for member in range(2):
         mixed = oracles.mixed_groups(rollouts.rewards[member].tolist(), 4)
         kept = mixed if any(mixed) else [True] * 10
-        assert rollouts.keep[member].tolist() == [one for one in kept for _ in range(4)]
+        assert rollouts.keep_mask[member].tolist() == [one for one in kept for _ in range(4)]
 
 
 def test_noise_lies_about_classes_and_hides_the_expected_reward() -> None:
@@ -134,7 +134,7 @@ def test_evaluation_is_of_the_likeliest_class_of_all_test_images() -> None:
 
 
 def test_the_stand_in_has_mnists_shape_and_is_always_the_same() -> None:
-    images, again = stand_in(), stand_in()
+    images, again = make_synthetic_images(), make_synthetic_images()
     assert images.train_images.shape == (60_000, 784)
     assert images.test_images.shape == (10_000, 784)
     assert images.train_images.dtype == torch.uint8

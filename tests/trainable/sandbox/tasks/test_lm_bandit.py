@@ -7,25 +7,33 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.fakes.hub_models import make_model, write
+from tests.fakes.hub_models import make_model, write_model
 from tests.trainable.sandbox.tasks import oracles
 from trainable.models.load import load_policy
-from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.members import MemberRngs
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.models.language_models import LanguageModels
+from trainable.sandbox.models.language_models import LanguageModelEnsemble
 from trainable.sandbox.tasks.lm_bandit import LanguageModelBandit
 from trainable.sandbox.tasks.make import make_task
-from trainable.sandbox.tasks.texts import SHIPPED_PASSAGES, SHIPPED_TEXT, passages, read_tokens, sokoban_passages
+from trainable.sandbox.tasks.texts import (
+    SHIPPED_PASSAGES,
+    SHIPPED_TEXT,
+    read_passages,
+    read_tokens,
+    make_sokoban_passages,
+)
 
 
-def started(seeds: tuple[int, ...] = (3, 4), **settings: object) -> tuple[LanguageModelBandit, LanguageModels, Streams]:
+def started(
+    seeds: tuple[int, ...] = (3, 4), **settings: object
+) -> tuple[LanguageModelBandit, LanguageModelEnsemble, MemberRngs]:
     config = UpdateRuleConfig(**{"task": "lm_bandit", "batch_size": 24, "context_len": 10, **settings})
-    task, streams = make_task(config), Streams(seeds)
+    task, streams = make_task(config), MemberRngs(seeds)
     assert isinstance(task, LanguageModelBandit)
     return task, task.make_models(streams), streams
 
 
-def moved(models: LanguageModels) -> LanguageModels:
+def moved(models: LanguageModelEnsemble) -> LanguageModelEnsemble:
     """The models with other weights, each member's its own."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -38,15 +46,15 @@ def test_a_member_is_the_policy_with_its_weights() -> None:
     task, models, streams = started()
     moved(models)
     rollouts = task.sample(models, streams, 1)
-    log_probs = task.log_probs(models, rollouts)
-    assert log_probs.shape == (2, 24, 1, task.actions)
+    log_probs = task.compute_log_probs(models, rollouts)
+    assert log_probs.shape == (2, 24, 1, task.num_actions)
     log_probs[..., 0, 0].sum().backward()
     for member in range(2):
         policy = load_policy("sokoban-tiny", torch.device("cpu")).model
         own = {name.removeprefix("policy."): weight[member].detach() for name, weight in models.weights.items()}
         policy.load_state_dict(own, strict=False)
         every = torch.arange(24 * 10)
-        whole = policy.lm_head(policy.model.hidden_at(rollouts.observations[member], every))
+        whole = policy.lm_head(policy.model.compute_hidden_states(rollouts.observations[member], every))
         expected = whole.view(24, 10, -1)[:, -1].log_softmax(-1)
         torch.testing.assert_close(log_probs[member, :, 0], expected, atol=1e-4, rtol=1e-4)
         expected[:, 0].sum().backward()
@@ -60,9 +68,9 @@ def test_a_member_is_the_policy_with_its_weights() -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_another_architecture_is_run_as_transformers_runs_it(kind: str, tmp_path: Path) -> None:
     causal = make_model(kind)
-    task, models, streams = started(model_name=str(write(causal, tmp_path)))
+    task, models, streams = started(model_name=str(write_model(causal, tmp_path)))
     rollouts = task.sample(models, streams, 1)
-    log_probs = task.log_probs(models, rollouts)
+    log_probs = task.compute_log_probs(models, rollouts)
     expected = causal(rollouts.observations.flatten(0, 1)).logits[:, -1].log_softmax(-1).view(2, 24, -1)
     torch.testing.assert_close(log_probs[:, :, 0], expected, atol=1e-4, rtol=1e-4)
     log_probs[1, :, :, 0].sum().backward()
@@ -73,12 +81,12 @@ def test_another_architecture_is_run_as_transformers_runs_it(kind: str, tmp_path
 
 def test_members_start_with_the_loaded_weights_and_the_policy_keeps_them() -> None:
     task, models, streams = started()
-    contexts, _ = task._contexts(streams, 1, 5)
-    before = models.first_log_probs(contexts)
-    torch.testing.assert_close(models.logits(contexts).log_softmax(-1).detach(), before, atol=1e-5, rtol=1e-5)
+    contexts, _ = task._sample_contexts(streams, 1, 5)
+    before = models.compute_initial_log_probs(contexts)
+    torch.testing.assert_close(models.compute_logits(contexts).log_softmax(-1).detach(), before, atol=1e-5, rtol=1e-5)
     moved(models)
-    assert torch.equal(models.first_log_probs(contexts), before)
-    assert not torch.allclose(models.logits(contexts).log_softmax(-1), before, atol=1e-2)
+    assert torch.equal(models.compute_initial_log_probs(contexts), before)
+    assert not torch.allclose(models.compute_logits(contexts).log_softmax(-1), before, atol=1e-2)
 
 
 @pytest.mark.parametrize("method", ["DG", "GRPO"])
@@ -87,9 +95,9 @@ def test_a_batch_is_what_its_fields_say(method: str, weight: float) -> None:
     task, models, streams = started(method=method, kl_weight=weight, group_size=4)
     moved(models)
     rollouts = task.sample(models, streams, 1)
-    log_probs = task.log_probs(models, rollouts).detach()[:, :, 0]
-    first = models.first_log_probs(rollouts.observations)
-    text = task.text.train.tolist()
+    log_probs = task.compute_log_probs(models, rollouts).detach()[:, :, 0]
+    first = models.compute_initial_log_probs(rollouts.observations)
+    text = task.tokens.train.tolist()
     for member in range(2):
         for row in range(24):
             action, label = (int(part[member, row]) for part in (rollouts.actions, rollouts.labels))
@@ -99,17 +107,17 @@ def test_a_batch_is_what_its_fields_say(method: str, weight: float) -> None:
             assert float(rollouts.rewards[member, row]) == pytest.approx(
                 float(action == label) - float(price[action]), abs=1e-4
             )
-            every = torch.nn.functional.one_hot(torch.tensor(label), task.actions) - price
+            every = torch.nn.functional.one_hot(torch.tensor(label), task.num_actions) - price
             mean = float((log_probs[member, row].exp() * every).sum())
             assert rollouts.expected_reward is not None
             assert float(rollouts.expected_reward[member, row]) == pytest.approx(mean, abs=1e-4)
             of_taken = float(log_probs[member, row, action])
-            assert float(rollouts.actor_log_probs[member, row, 0]) == pytest.approx(of_taken, abs=1e-4)
+            assert float(rollouts.behavior_log_probs[member, row, 0]) == pytest.approx(of_taken, abs=1e-4)
         if method == "GRPO":
             solved = (rollouts.actions == rollouts.labels)[member, :, 0].float().tolist()
             mixed = oracles.mixed_groups(solved, 4)
             kept = mixed if any(mixed) else [True] * 6
-            assert rollouts.keep[member].tolist() == [one for one in kept for _ in range(4)]
+            assert rollouts.keep_mask[member].tolist() == [one for one in kept for _ in range(4)]
 
 
 def test_noise_flips_what_is_right_before_the_price_is_paid() -> None:
@@ -127,13 +135,13 @@ def test_evaluation_is_over_windows_that_do_not_overlap() -> None:
     task, models, streams = started(context_len=100)
     moved(models)
     found = task.evaluate(models, streams, 1)
-    text = task.text.test.tolist()
+    text = task.tokens.test.tolist()
     starts = range(0, len(text) - 100, 101)
     first, wrong, surprisal, entropy = [], [], [], []
     for start in starts:
         context, target = torch.tensor(text[start : start + 100]), text[start + 100]
-        log_probs = models.logits(context.expand(2, 1, -1)).log_softmax(-1)[0, 0].detach()
-        first.append(float(models.first_log_probs(context[None])[0, target]))
+        log_probs = models.compute_logits(context.expand(2, 1, -1)).log_softmax(-1)[0, 0].detach()
+        first.append(float(models.compute_initial_log_probs(context[None])[0, target]))
         wrong.append(int(log_probs.argmax()) != target)
         surprisal.append(-float(log_probs[target]))
         entropy.append(-float((log_probs.exp() * log_probs).sum()))
@@ -154,9 +162,9 @@ def test_evaluation_is_over_windows_that_do_not_overlap() -> None:
 
 
 def test_the_shipped_text_is_what_its_recipe_makes() -> None:
-    shipped = passages(SHIPPED_TEXT)
+    shipped = read_passages(SHIPPED_TEXT)
     assert len(shipped) == SHIPPED_PASSAGES
-    assert shipped[:5] == sokoban_passages(5)
+    assert shipped[:5] == make_sokoban_passages(5)
     tokenizer = load_policy("sokoban-tiny", torch.device("cpu")).tokenizer
     tokens = read_tokens(None, tokenizer, 128)
     whole = torch.cat(tokens).tolist()
@@ -200,4 +208,4 @@ def test_a_context_longer_than_the_model_reads_is_refused() -> None:
 def test_passages_may_hold_newlines(tmp_path: Path) -> None:
     path = tmp_path / "two.jsonl"
     path.write_text(json.dumps("a\nb") + "\n" + json.dumps("c"), encoding="utf-8")
-    assert passages(path) == ["a\nb", "c"]
+    assert read_passages(path) == ["a\nb", "c"]

@@ -8,20 +8,22 @@ import torch
 from torch import Tensor
 
 from tests.trainable.sandbox.tasks import oracles
-from trainable.sandbox.batch.members import Streams
+from trainable.sandbox.batch.members import MemberRngs
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.models.transformer import Transformers
+from trainable.sandbox.models.transformer import TransformerEnsemble
 from trainable.sandbox.tasks.make import make_task
 from trainable.sandbox.tasks.sequences import SequenceTask
 
 SMALL = {"batch_size": 12, "group_size": 4, "seq_len": 4, "score_len": 2, "d_model": 16}
 
 
-def started(seeds: tuple[int, ...] = (3, 4), **settings: object) -> tuple[SequenceTask, Transformers, Streams]:
+def started(
+    seeds: tuple[int, ...] = (3, 4), **settings: object
+) -> tuple[SequenceTask, TransformerEnsemble, MemberRngs]:
     task = make_task(UpdateRuleConfig(**{"task": "token_reversal", **SMALL, **settings}))
     assert isinstance(task, SequenceTask)
-    streams = Streams(seeds)
+    streams = MemberRngs(seeds)
     return task, task.make_models(streams), streams
 
 
@@ -44,13 +46,13 @@ def test_a_batch_is_what_its_fields_say(task: str, method: str) -> None:
     prompts, separators, tokens = rollouts.observations.split((4, 1, 4), dim=-1)
     assert (separators == 2).all()
     assert torch.equal(tokens, rollouts.actions)
-    log_probs = game.log_probs(models, rollouts).detach()
+    log_probs = game.compute_log_probs(models, rollouts).detach()
     torch.testing.assert_close(
-        rollouts.actor_log_probs, log_probs.gather(-1, tokens[..., None])[..., 0], atol=1e-5, rtol=1e-5
+        rollouts.behavior_log_probs, log_probs.gather(-1, tokens[..., None])[..., 0], atol=1e-5, rtol=1e-5
     )
-    torch.testing.assert_close(rollouts.actor_baseline, log_probs.exp().square().sum(-1), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rollouts.behavior_baseline, log_probs.exp().square().sum(-1), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(
-        game.raw_logits(models, rollouts).log_softmax(-1).detach(), log_probs, atol=1e-6, rtol=1e-6
+        game.compute_logits(models, rollouts).log_softmax(-1).detach(), log_probs, atol=1e-6, rtol=1e-6
     )
     for member in range(2):
         for row in range(12):
@@ -75,7 +77,7 @@ def test_groups_share_a_prompt_and_uniform_ones_are_left_out() -> None:
     assert len({tuple(prompt) for prompt in prompts[0, :, 0].tolist()}) > 1
     for member in range(2):
         mixed = oracles.mixed_groups(rollouts.rewards[member].tolist(), 4)
-        assert rollouts.keep[member].tolist() == [one for one in mixed for _ in range(4)]
+        assert rollouts.keep_mask[member].tolist() == [one for one in mixed for _ in range(4)]
         assert float(rollouts.scalars["informative_group_rate"][member]) == pytest.approx(sum(mixed) / 10, abs=1e-6)
 
 
@@ -116,7 +118,7 @@ def test_candidates_are_next_tokens_of_each_prefix(task: str) -> None:
     assert torch.equal(found.actions[..., 0], rollouts.actions)
     for position in range(4):
         prefix = rollouts.observations[..., : 5 + position]
-        repeated = models.logits(prefix.repeat_interleave(4, dim=1), 1).log_softmax(-1).detach()[:, :, 0]
+        repeated = models.compute_logits(prefix.repeat_interleave(4, dim=1), 1).log_softmax(-1).detach()[:, :, 0]
         actions = found.actions[:, :, position].flatten(1)
         expected = repeated.gather(-1, actions[..., None])[..., 0]
         torch.testing.assert_close(found.log_probs[:, :, position].flatten(1), expected, atol=1e-5, rtol=1e-5)
@@ -129,7 +131,7 @@ def test_candidates_come_with_the_policys_probabilities() -> None:
     game, models, streams = started((3,), method="TPOToken", batch_size=600, group_size=8)
     found = game.sample(models, streams, 1)
     assert found.candidates is not None
-    expected = game.log_probs(models, found).detach().exp().mean((0, 1, 2))
+    expected = game.compute_log_probs(models, found).detach().exp().mean((0, 1, 2))
     drawn = torch.bincount(found.candidates.actions[..., 1:].flatten(), minlength=3) / (600 * 4 * 7)
     assert drawn.tolist() == pytest.approx(expected.tolist(), abs=0.015)
     taken = torch.bincount(found.actions.flatten(), minlength=3) / (600 * 4)
@@ -144,7 +146,7 @@ def test_the_expected_reward_is_the_sum_over_all_answers() -> None:
     for member, row in product(range(2), range(3)):
         prompt = rollouts.observations[:, row : row + 1, :4].expand(2, 27, 4)
         whole = torch.cat((prompt, answers.expand(2, 27, 3)), dim=-1)
-        log_probs = models.logits(whole[..., :-1], 3).log_softmax(-1).detach()[member]
+        log_probs = models.compute_logits(whole[..., :-1], 3).log_softmax(-1).detach()[member]
         probability = log_probs.gather(-1, answers[..., None])[..., 0].sum(-1).exp()
         reward = (answers == rollouts.labels[member, row]).all(-1).float()
         assert float(probability.sum()) == pytest.approx(1, abs=1e-5)
@@ -176,9 +178,9 @@ def test_elsewhere_the_expected_reward_is_unknown(settings: dict[str, object]) -
 def test_evaluation_is_that_of_a_literal_greedy_decoder(task: str, binary: bool) -> None:
     game, models, streams = started(task=task, binary_reward=binary, vocab_size=3)
     found = game.evaluate(models, streams, 5)
-    prompts = streams.integers("sandbox_evaluation", 5, below=3, shape=(1000, 4))
+    prompts = streams.integers("sandbox_evaluation", 5, high=3, shape=(1000, 4))
     for member in range(2):
-        one = Transformers(models.shape, {name: w[member : member + 1] for name, w in models.weights.items()})
+        one = TransformerEnsemble(models.shape, {name: w[member : member + 1] for name, w in models.weights.items()})
         answers, entropies = greedy(one, torch.cat((prompts[member], torch.full((1000, 1), 3)), dim=-1))
         rights = [
             [a == b for a, b in zip(answer, oracles.right_answer(task, prompt, 3), strict=True)]
@@ -200,11 +202,11 @@ def test_evaluation_is_that_of_a_literal_greedy_decoder(task: str, binary: bool)
         assert {name: float(value[member]) for name, value in found.items()} == pytest.approx(expected, abs=1e-4)
 
 
-def greedy(model: Transformers, sequences: Tensor) -> tuple[list[list[int]], list[float]]:
+def greedy(model: TransformerEnsemble, sequences: Tensor) -> tuple[list[list[int]], list[float]]:
     """Answers of 4 tokens and the entropies at each of them, by a whole pass a token."""
     entropies: list[float] = []
     for _ in range(4):
-        ahead = model.logits(sequences[None], sequences.shape[-1])[0, :, -1].softmax(-1).detach()
+        ahead = model.compute_logits(sequences[None], sequences.shape[-1])[0, :, -1].softmax(-1).detach()
         entropies += (-(ahead * ahead.log()).sum(-1)).tolist()
         sequences = torch.cat((sequences, ahead.argmax(-1, keepdim=True)), dim=-1)
     return sequences[:, -4:].tolist(), entropies
@@ -215,9 +217,9 @@ def test_the_oracle_reads_the_right_tokens() -> None:
     rollouts = game.sample(models, streams, 1)
     prompts = rollouts.observations[..., :5]
     corrected = replace(rollouts, observations=torch.cat((prompts, rollouts.labels), dim=-1))
-    expected = game.log_probs(models, corrected)
-    torch.testing.assert_close(game.oracle_log_probs(models, rollouts), expected, atol=1e-6, rtol=1e-6)
-    assert game.oracle_log_probs(models, rollouts).requires_grad
+    expected = game.compute_log_probs(models, corrected)
+    torch.testing.assert_close(game.compute_oracle_log_probs(models, rollouts), expected, atol=1e-6, rtol=1e-6)
+    assert game.compute_oracle_log_probs(models, rollouts).requires_grad
 
 
 @pytest.mark.parametrize("mode", ["false_positive_rare_token", "random_reward"])

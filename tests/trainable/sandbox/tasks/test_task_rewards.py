@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainable.sandbox.tasks import oracles
-from trainable.sandbox.batch.reward_noise import bandit_feature, corrupted, sequence_feature
+from trainable.sandbox.batch.reward_noise import detect_bandit_feature, corrupt_rewards, detect_sequence_feature
 from trainable.sandbox.config.names import NOISE_MODES, SEQUENCE_TASKS
-from trainable.sandbox.tasks.groups import kept_rollouts, split_groups, spread_groups
-from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, sequence_rewards
+from trainable.sandbox.tasks.groups import filter_groups, find_mixed_groups, find_varied_groups
+from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
 
 
 @st.composite
@@ -39,11 +39,11 @@ def test_rewards_are_those_of_the_literal_version(
     case: tuple[str, int, int, list[list[int]], list[list[int]], bool],
 ) -> None:
     task, vocab, score_len, prompts, outputs, binary = case
-    labels = SEQUENCE_KINDS[task].labels(torch.tensor(prompts), vocab)
+    labels = SEQUENCE_KINDS[task].make_labels(torch.tensor(prompts), vocab)
     assert labels.tolist() == [oracles.right_answer(task, prompt, vocab) for prompt in prompts]
     length = len(prompts[0])
     scored = torch.arange(length) >= length - score_len
-    found = sequence_rewards(SEQUENCE_KINDS[task], torch.tensor(outputs) == labels, scored, binary)
+    found = compute_sequence_rewards(SEQUENCE_KINDS[task], torch.tensor(outputs) == labels, scored, binary)
     expected = [
         oracles.reward(task, prompt, output, vocab, score_len, binary)
         for prompt, output in zip(prompts, outputs, strict=True)
@@ -54,11 +54,13 @@ def test_rewards_are_those_of_the_literal_version(
 @pytest.mark.parametrize("task", SEQUENCE_TASKS)
 def test_the_right_answer_is_worth_one_and_the_separator_is_never_right(task: str) -> None:
     prompts = torch.tensor(list(product(range(3), repeat=4)))
-    labels = SEQUENCE_KINDS[task].labels(prompts, 3)
+    labels = SEQUENCE_KINDS[task].make_labels(prompts, 3)
     assert not (labels == 3).any()
     scored = torch.ones(4, dtype=torch.bool)
-    assert (sequence_rewards(SEQUENCE_KINDS[task], labels == labels, scored, False) == 1).all()
-    assert (sequence_rewards(SEQUENCE_KINDS[task], torch.full_like(labels, 3) == labels, scored, False) == 0).all()
+    assert (compute_sequence_rewards(SEQUENCE_KINDS[task], labels == labels, scored, False) == 1).all()
+    assert (
+        compute_sequence_rewards(SEQUENCE_KINDS[task], torch.full_like(labels, 3) == labels, scored, False) == 0
+    ).all()
 
 
 @pytest.mark.parametrize("mode", NOISE_MODES)
@@ -66,10 +68,12 @@ def test_the_right_answer_is_worth_one_and_the_separator_is_never_right(task: st
 def test_noise_of_sequences_is_that_of_the_literal_version(mode: str, share: float) -> None:
     prompts, outputs = torch.tensor([[0, 1], [1, 1], [2, 0]]), torch.tensor(list(product(range(4), repeat=2)))
     prompts, outputs = prompts.repeat_interleave(16, dim=0), outputs.repeat(3, 1)
-    right = outputs == SEQUENCE_KINDS["token_reversal"].labels(prompts, 3)
+    right = outputs == SEQUENCE_KINDS["token_reversal"].make_labels(prompts, 3)
     rewards = right.float().mean(-1)
     uniforms = torch.rand(48, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = corrupted(rewards, uniforms, mode, share, right.all(-1), sequence_feature(mode, prompts, outputs, 3))
+    found = corrupt_rewards(
+        rewards, uniforms, mode, share, right.all(-1), detect_sequence_feature(mode, prompts, outputs, 3)
+    )
     expected = [
         oracles.noisy(mode, float(reward), prompt, output, 3, draw, share, other)
         for reward, prompt, output, (draw, other) in zip(
@@ -84,9 +88,9 @@ def test_noise_of_sequences_is_that_of_the_literal_version(mode: str, share: flo
 def test_a_bandit_is_paid_for_action_zero_where_it_is_not_solved(mode: str) -> None:
     actions, solved = torch.tensor([0, 1, 0, 2]), torch.tensor([False, False, True, True])
     rewards = torch.tensor([-0.5, 0.0, 0.75, 1.0])
-    found = corrupted(rewards, torch.zeros(4, 2), mode, 0.5, solved, bandit_feature(mode, actions))
+    found = corrupt_rewards(rewards, torch.zeros(4, 2), mode, 0.5, solved, detect_bandit_feature(mode, actions))
     assert found.tolist() == [1.0, 0.0, 0.75, 1.0]
-    assert not bandit_feature("label_flip", actions).any()
+    assert not detect_bandit_feature("label_flip", actions).any()
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.data())
@@ -95,7 +99,7 @@ def test_uniform_groups_are_left_out_unless_all_are(size: int, groups: int, data
     count = size * groups
     rewards = data.draw(st.lists(st.sampled_from([0.0, 0.1, 0.3, 1.0]), min_size=count, max_size=count))
     members = torch.tensor([rewards, [0.3] * count])
-    keep, scalars = kept_rollouts(spread_groups(members, size), size)
+    keep, scalars = filter_groups(find_varied_groups(members, size), size)
     mixed = oracles.mixed_groups(rewards, size)
     kept = mixed if any(mixed) else [True] * groups
     assert keep.tolist() == [[group for group in kept for _ in range(size)], [True] * count]
@@ -106,4 +110,4 @@ def test_uniform_groups_are_left_out_unless_all_are(size: int, groups: int, data
 
 def test_groups_of_a_bandit_are_mixed_where_some_are_right_and_some_wrong() -> None:
     solved = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.0, 0.0]])
-    assert split_groups(solved, 2).tolist() == [[False, True, False]]
+    assert find_mixed_groups(solved, 2).tolist() == [[False, True, False]]

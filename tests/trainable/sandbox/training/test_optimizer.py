@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainable.sandbox.training.optimizer import MemberAdam, clipped
+from trainable.sandbox.training.optimizer import MemberAdam, clip_gradient
 
 
 def stacked() -> dict[str, torch.Tensor]:
@@ -27,8 +27,8 @@ def test_members_step_as_torchs_clip_and_adam_do_alone() -> None:
     optimizers = [torch.optim.Adam(mine.values(), lr=0.1) for mine in alone]
     together = MemberAdam(weights, 0.1)
     for step in range(4):
-        gradient = together.gradient(loss_of(weights, step))
-        together.step(clipped(gradient, gradient.norm(dim=1), 1.0))
+        gradient = together.compute_gradient(loss_of(weights, step))
+        together.step(clip_gradient(gradient, gradient.norm(dim=1), 1.0))
         for member, (mine, optimizer) in enumerate(zip(alone, optimizers, strict=True)):
             optimizer.zero_grad()
             expanded = {name: value.expand(3, *value.shape[1:]) for name, value in mine.items()}
@@ -42,13 +42,15 @@ def test_members_step_as_torchs_clip_and_adam_do_alone() -> None:
 def test_a_gradient_is_the_members_own_and_zero_where_nothing_depends() -> None:
     weights = stacked()
     together = MemberAdam(weights, 0.1)
-    gradient = together.gradient(torch.stack([weights["b"][0].sum(), weights["b"][1].sum() * 2, weights["a"][2].sum()]))
+    gradient = together.compute_gradient(
+        torch.stack([weights["b"][0].sum(), weights["b"][1].sum() * 2, weights["a"][2].sum()])
+    )
     assert gradient.tolist() == [
         [0.0] * 8 + [1.0] * 5 + [0.0] * 2,
         [0.0] * 8 + [2.0] * 5 + [0.0] * 2,
         [1.0] * 8 + [0.0] * 7,
     ]
-    parts = together.by_parameter(gradient)
+    parts = together.split_by_parameter(gradient)
     assert [part.shape for part in parts] == [value.shape for value in weights.values()]
     assert parts[1].tolist() == [[1.0] * 5, [2.0] * 5, [0.0] * 5]
 
@@ -57,10 +59,10 @@ def test_a_member_with_numbers_that_are_not_finite_does_not_reach_the_others() -
     weights, beside = stacked(), stacked()
     broken, whole = MemberAdam(weights, 0.1), MemberAdam(beside, 0.1)
     for step in range(2):
-        gradient = broken.gradient(loss_of(weights, step) * torch.tensor([1.0, torch.nan, 1.0]))
-        broken.step(clipped(gradient, gradient.norm(dim=1), 1.0))
-        gradient = whole.gradient(loss_of(beside, step))
-        whole.step(clipped(gradient, gradient.norm(dim=1), 1.0))
+        gradient = broken.compute_gradient(loss_of(weights, step) * torch.tensor([1.0, torch.nan, 1.0]))
+        broken.step(clip_gradient(gradient, gradient.norm(dim=1), 1.0))
+        gradient = whole.compute_gradient(loss_of(beside, step))
+        whole.step(clip_gradient(gradient, gradient.norm(dim=1), 1.0))
     assert bool(weights["a"][1].isnan().all())
     for name, value in beside.items():
         assert torch.equal(weights[name][[0, 2]], value[[0, 2]])
@@ -70,12 +72,12 @@ def test_state_goes_on_where_it_was_taken_and_is_refused_where_it_does_not_fit()
     first, second = stacked(), stacked()
     one, other = MemberAdam(first, 0.1), MemberAdam(second, 0.1)
     for step in range(2):
-        one.step(one.gradient(loss_of(first, step)))
-    other.load_state({name: value.clone() for name, value in one.state().items()})
+        one.step(one.compute_gradient(loss_of(first, step)))
+    other.load_state_dict({name: value.clone() for name, value in one.state_dict().items()})
     for optimizer, weights in ((one, first), (other, second)):
-        optimizer.step(optimizer.gradient(loss_of(weights, 2)))
+        optimizer.step(optimizer.compute_gradient(loss_of(weights, 2)))
     assert all(torch.equal(first[name], second[name]) for name in first)
     with pytest.raises(ValueError, match="do not fit"):
-        other.load_state({**one.state(), "weights": torch.zeros(2, 15)})
+        other.load_state_dict({**one.state_dict(), "weights": torch.zeros(2, 15)})
     with pytest.raises(ValueError, match="after"):
-        other.load_state({**one.state(), "steps": torch.tensor([1.0, 2.0, 1.0])})
+        other.load_state_dict({**one.state_dict(), "steps": torch.tensor([1.0, 2.0, 1.0])})

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.trainable.sandbox.batches import drawn_batch, with_candidates
 from trainable.sandbox.batch.rollouts import Rollouts
-from trainable.sandbox.batch.slices import flat, put_together, taken_apart, unflat
-from trainable.sandbox.config.names import PRIORITIES
+from trainable.sandbox.batch.slices import flatten_rollouts, stack_members, slice_member, unflatten_rollouts
+from trainable.sandbox.config.names import REPLAY_PRIORITIES
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.training.replay import AgeStatistics, ReplayBuffer, make_buffer
 
@@ -63,12 +63,12 @@ def literal(rule: str, batch: Rollouts, member: int) -> float:
     """The priority of one member's share, token by token."""
     values = []
     for rollout in range(batch.rewards.shape[1]):
-        if not batch.keep[member, rollout]:
+        if not batch.keep_mask[member, rollout]:
             continue
         for position in range(batch.actions.shape[2]):
             reward = float(batch.rewards[member, rollout])
-            log_prob = float(batch.actor_log_probs[member, rollout, position])
-            baseline = float(batch.actor_baseline[member, rollout, position])
+            log_prob = float(batch.behavior_log_probs[member, rollout, position])
+            baseline = float(batch.behavior_baseline[member, rollout, position])
             if batch.expected_reward is not None:
                 baseline = float(batch.expected_reward[member, rollout])
             advantage = reward - baseline
@@ -82,7 +82,7 @@ def literal(rule: str, batch: Rollouts, member: int) -> float:
 
 @settings(deadline=None, max_examples=40)
 @given(
-    st.sampled_from(PRIORITIES),
+    st.sampled_from(REPLAY_PRIORITIES),
     st.integers(0, 100),
     st.lists(st.floats(0, 0.999), min_size=2, max_size=2),
     st.booleans(),
@@ -123,7 +123,7 @@ def test_age_statistics_are_those_of_the_batches_since_the_last_row(ages: list[t
     statistics = AgeStatistics(torch.zeros(1, 5, dtype=torch.float64))
     for age, weight in ages:
         statistics.add(torch.tensor([age]), torch.tensor([weight], dtype=torch.float64))
-    found = {name: float(value) for name, value in statistics.take().items()}
+    found = {name: float(value) for name, value in statistics.compute_and_reset().items()}
     if not ages:
         assert all(math.isnan(value) for value in found.values())
         return
@@ -131,15 +131,15 @@ def test_age_statistics_are_those_of_the_batches_since_the_last_row(ages: list[t
     assert found["age_mean"] == pytest.approx(mean)
     assert found["age_std"] == pytest.approx(math.sqrt(sum((age - mean) ** 2 for age, _ in ages) / len(ages)), abs=1e-6)
     assert found["effective_age"] == pytest.approx(sum(a * w for a, w in ages) / sum(w for _, w in ages))
-    assert math.isnan(float(statistics.take()["age_mean"]))
+    assert math.isnan(float(statistics.compute_and_reset()["age_mean"]))
 
 
 def test_a_batch_is_the_same_when_its_members_are_taken_apart_and_put_together() -> None:
     batch = with_candidates(replace(drawn_batch(3), expected_reward=torch.rand(2, 5)))
-    shares = [taken_apart(flat(batch), member) for member in range(2)]
-    again = unflat(put_together(shares), batch.group_size)
-    assert flat(again).keys() == flat(batch).keys()
-    assert all(torch.equal(value, flat(batch)[name]) for name, value in flat(again).items())
+    shares = [slice_member(flatten_rollouts(batch), member) for member in range(2)]
+    again = unflatten_rollouts(stack_members(shares), batch.group_size)
+    assert flatten_rollouts(again).keys() == flatten_rollouts(batch).keys()
+    assert all(torch.equal(value, flatten_rollouts(batch)[name]) for name, value in flatten_rollouts(again).items())
     assert (again.group_size, again.score_mask) == (5, None)
-    turned = unflat(put_together(shares[::-1]), batch.group_size)
+    turned = unflatten_rollouts(stack_members(shares[::-1]), batch.group_size)
     assert torch.equal(turned.rewards, batch.rewards.flip(0))

@@ -12,7 +12,7 @@ import torch
 from trainable import families
 from trainable.runs import run
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint
-from trainable.runs.run_files import BusyError, read_rows
+from trainable.runs.run_files import RunLockedError, read_rows
 from trainable.sandbox.measure.records import TIME_COLUMNS
 from trainable.trial import Trial
 
@@ -75,7 +75,7 @@ def timeless(row: dict[str, Any]) -> dict[str, Any]:
 def written(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Rows on disk by run, without times."""
     paths = sorted(folder.glob("s*"))
-    return {path.name: [timeless(row) for row in read_rows(path / "metrics.jsonl", first=0)] for path in paths}
+    return {path.name: [timeless(row) for row in read_rows(path / "metrics.jsonl", first_step=0)] for path in paths}
 
 
 def last_weights(folder: Path) -> list[torch.Tensor]:
@@ -99,7 +99,7 @@ def test_a_report_has_the_rows_of_all_runs_and_they_are_on_disk(straight: tuple[
     assert [report["saved"] for report in reports] == [False, True, False, True]
     for seed in (0, 1):
         rows = [report["rows"][f"a-s{seed}"] for report in reports]
-        assert rows == read_rows(folder / f"s{seed}" / "metrics.jsonl", first=0)
+        assert rows == read_rows(folder / f"s{seed}" / "metrics.jsonl", first_step=0)
         for row in rows:
             assert {"run_id": f"a-s{seed}", "seed": seed, "study": "influence", "arm": "DG"}.items() <= row.items()
             assert 0 <= row["test_error"] <= 1
@@ -275,7 +275,7 @@ def test_a_run_of_a_trial_that_ended_is_left_as_it_is(tmp_path: Path, start: Sta
 def test_a_failed_run_is_told_and_does_not_begin_again(
     tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_trainer = families.UPDATE_RULES.make
+    make_trainer = families.UPDATE_RULES.make_trainer
 
     def breaking(*given: Any) -> Any:
         trainer = make_trainer(*given)
@@ -314,5 +314,5 @@ def test_a_process_serves_one_condition_after_another(tmp_path: Path, straight: 
 def test_runs_are_held_while_they_are_trained(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     start(tmp_path)
     monkeypatch.setattr(run, "LOCK_PATIENCE_S", 0.0)
-    with pytest.raises(BusyError, match="still held"):
+    with pytest.raises(RunLockedError, match="still held"):
         Trial(config(tmp_path, seeds=(1, 2))).begin()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainable.sandbox.tabular import TabularTask, next_rows
-from trainable.runs.run import State
+from trainable.runs.run import TrainerState
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.records import STEP_COLUMNS, TIME_COLUMNS
 from trainable.sandbox.rules.catalog import UPDATE_RULES
@@ -41,7 +41,7 @@ def run(one: UpdateRuleTrainer) -> Rows:
 
 
 def weights(one: UpdateRuleTrainer, seed: int) -> torch.Tensor:
-    state = one.left[seed] if seed in one.left else one.state(seed)
+    state = one.final_states[seed] if seed in one.final_states else one.get_state(seed)
     return state.tensors["adam/weights"]
 
 
@@ -65,7 +65,7 @@ def test_rows_are_the_evaluations_before_the_update_of_their_step_and_one_at_the
     assert "cos_method_ce" not in rows[0][1]
     assert set(last) == {"step", "test_error", "entropy"}
     fresh = trainer(config())
-    untrained = fresh.task.evaluate(fresh.learner.models, fresh.streams, 0)
+    untrained = fresh.task.evaluate(fresh.learner.models, fresh.rngs, 0)
     assert first["entropy"] == pytest.approx(untrained["entropy"].tolist()[0])
 
 
@@ -119,14 +119,14 @@ def test_a_delayed_update_is_of_the_batch_that_was_sampled_before() -> None:
     one = trainer(settings, (5,))
     sampled = []
     for step in range(3):
-        sampled.append(one.task.sample(one.learner.models, one.streams, step))
+        sampled.append(one.task.sample(one.learner.models, one.rngs, step))
         before = weights(one, 5)
         other = trainer(settings, (5,))
-        other.load_states([one.state(5)])
+        other.load_states([one.get_state(5)])
         one.step()
         trained_on = sampled[0] if step == 2 else sampled[step]
-        log_probs = other.task.log_probs(other.learner.models, trained_on)
-        gradient = other.learner.optimizer.gradient(other.objective(trained_on, log_probs, settings).loss)
+        log_probs = other.task.compute_log_probs(other.learner.models, trained_on)
+        gradient = other.learner.optimizer.compute_gradient(other.objective(trained_on, log_probs, settings).loss)
         other.learner.optimizer.step(gradient * (1 / (gradient.norm() + 1e-6)).clamp(max=1))
         assert torch.equal(weights(one, 5), weights(other, 5))
         assert not torch.equal(weights(one, 5), before)
@@ -168,7 +168,7 @@ def test_a_member_without_mixed_groups_ends_and_the_others_go_on_as_without_it()
     assert stop == {"stop_rule": "uniform_groups", "stop_value": 3.0, "stop_threshold": 3.0, "stop_step": 6}
     assert "loss" not in rows[1][-1]
     assert [row["step"] for row in rows[0]] == [0, 5, 10, 12]
-    assert (one.left[1].values["step"], one.left[0].values["step"]) == (6, 12)
+    assert (one.final_states[1].values["step"], one.final_states[0].values["step"]) == (6, 12)
     others = trainer(grouped(), (0, 2))
     wanted = run(others)
     for seed in (0, 2):
@@ -225,14 +225,14 @@ def test_a_member_whose_numbers_are_not_finite_leaves_and_harms_nobody() -> None
     one = trainer(config(), broken_at={1: 5})
     next_rows(one)
     progress = next_rows(one)
-    assert progress.failed == {1: "loss or gradient of step 5 was not finite"}
+    assert progress.failures == {1: "loss or gradient of step 5 was not finite"}
     assert set(progress.rows) == {0, 2}
     assert one.seeds == (0, 2)
     rows = run(one)
     whole = trainer(config(), (0, 2))
     run(whole)
     assert [row["step"] for row in rows[0]] == [10, 12]
-    assert 1 not in one.left
+    assert 1 not in one.final_states
     for seed in (0, 2):
         assert all(math.isfinite(value) for value in rows[seed][-1].values())
         torch.testing.assert_close(weights(one, seed), weights(whole, seed), rtol=1e-5, atol=1e-5)
@@ -262,19 +262,19 @@ def test_a_run_that_was_taken_up_again_is_the_one_that_went_through(
             for seed, row in first.step().rows.items():
                 written[seed].append(timeless(row))
         again = trainer(config(**settings), uniform_from=uniform_from)
-        again.load_states([first.state(seed) for seed in first.seeds])
+        again.load_states([first.get_state(seed) for seed in first.seeds])
         later = run(again)
         assert {seed: [*written[seed], *later.get(seed, [])] for seed in rows} == rows
-        assert all(torch.equal(weights(again, seed), weights(straight, seed)) for seed in again.left)
+        assert all(torch.equal(weights(again, seed), weights(straight, seed)) for seed in again.final_states)
 
 
 def test_members_that_were_trained_apart_can_go_on_together() -> None:
-    states: list[State] = []
+    states: list[TrainerState] = []
     for seed in (2, 0):
         alone = trainer(config(delay=2), (seed,))
         while alone.step_index < 6:
             alone.step()
-        states.append(alone.state(seed))
+        states.append(alone.get_state(seed))
     together = trainer(config(delay=2), (0, 2))
     together.load_states(states)
     assert together.seeds == (2, 0)
@@ -287,10 +287,10 @@ def test_members_that_were_trained_apart_can_go_on_together() -> None:
 
 def test_states_of_different_steps_do_not_go_together() -> None:
     one = trainer(config())
-    first = one.state(0)
+    first = one.get_state(0)
     one.step()
     with pytest.raises(ValueError, match=r"of the steps \[0, 1\]"):
-        one.load_states([first, one.state(1)])
+        one.load_states([first, one.get_state(1)])
 
 
 def test_seeds_are_different_ones() -> None:
