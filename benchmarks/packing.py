@@ -158,7 +158,7 @@ def compare_methods(case: Case, with_gradients: bool, repetitions: int) -> dict[
     order = torch.argsort(case.batch.lengths, stable=True)
     row_groups = split_padded_rows(case.batch) if with_gradients else order.split(NO_GRAD_ROWS)
     return {
-        "padding_share": round(compute_padding_fraction(case.batch, row_groups), 3),
+        "padding_fraction": round(compute_padding_fraction(case.batch, row_groups), 3),
         "seconds": {name: round(statistics.median(those), 4) for name, those in seconds_by_method.items()},
         "packed_over_padded": {"median": round(statistics.median(ratios), 3),
                                "quartiles": [round(cut, 3) for cut in statistics.quantiles(ratios)[::2]]},

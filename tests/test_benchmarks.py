@@ -111,7 +111,7 @@ def test_a_step_of_the_tiny_shape_is_measured_phase_by_phase(dtype: str) -> None
 def test_the_share_is_operations_over_seconds_times_the_rate(
     gpu_step: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_step, "clocked", lambda run, kind: 2.0)
+    monkeypatch.setattr(gpu_step, "time_call", lambda run, kind: 2.0)
     found = gpu_step.measured(gpu_step.Phase(lambda: None, 5e12), torch.device("cpu"), rate=1e13)
     assert found == {"seconds": 2.0, "tflop": 5.0, "utilisation": 0.25, "peak_gib": None}
 
@@ -122,7 +122,7 @@ def test_passes_without_padding_are_measured_beside_padded_ones() -> None:
     found = json.loads(done.stdout)
     for case in ("laptop", "laptop, every token four times"):
         for work in ("update", "reference"):
-            assert 0 < found[case][work]["padding_share"] < 1
+            assert 0 < found[case][work]["padding_fraction"] < 1
             assert found[case][work]["relative_difference"] < 1e-5
 
 

@@ -87,7 +87,7 @@ def sample_std(values: Floats) -> float:
 
 def _compute_welch_test(ours: SampleStats, cell: Cell) -> Estimate:
     theirs = SampleStats(cell.mean, cell.std or cell.min_std, cell.n)
-    return welch_t_test(ours._replace(spread=ours.std or cell.min_std), theirs)
+    return welch_t_test(ours._replace(std=ours.std or cell.min_std), theirs)
 
 
 def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:

@@ -57,7 +57,7 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
 
     Success columns are means over scored runs (completed, or stopped by a rule). `final_val_success` has an interval
     (`final_low`, `final_high`), and so have `gain` (minus the base policy) and `difference` (minus the baseline arm);
-    `basis` says over what. `p_holm` is adjusted over all arms that are compared. `stopped_share` is the share of scored
+    `basis` says over what. `p_holm` is adjusted over all arms that are compared. `stopped_fraction` is the share of scored
     runs that a rule stopped, with Wilson's interval. `final_stopped_as_zero` and `final_survivors` are the sensitivity
     of the mean to how a stopped run is scored: as 0, or left out. Costs are means over the scored runs.
     """
@@ -145,7 +145,7 @@ def _summarize_stops(scored_runs: pd.DataFrame) -> Row:
     is_stopped = scored_runs["status"] == "early_stopped"
     estimate = wilson_interval(int(is_stopped.sum()), len(scored_runs)) if len(scored_runs) else Estimate()
     return {
-        "stopped_share": estimate.value,
+        "stopped_fraction": estimate.value,
         "stopped_low": estimate.low,
         "stopped_high": estimate.high,
         "final_stopped_as_zero": _mean(compute_outcomes(scored_runs).mask(is_stopped, 0.0)),

@@ -113,8 +113,8 @@ def test_vllm_samples_on_every_rank_from_weights_that_are_dealt_out(tmp_path: Pa
     assert len(rows) == 2
     for row in rows:
         assert row["optimizer_steps"] > 0
-        assert row["engine_gap_mean"] < 1e-4
-        assert row["engine_effective_share"] > 0.999
+        assert row["engine_mismatch_mean"] < 1e-4
+        assert row["engine_ess_fraction"] > 0.999
 
 
 def test_a_rank_that_dies_ends_the_trial_with_its_cause_and_the_rows_stay(tmp_path: Path, gpus: None) -> None:

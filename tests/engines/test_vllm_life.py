@@ -31,9 +31,9 @@ for folder in (find_model("sokoban-tiny"), Path(sys.argv[1])):  # of two engines
     with torch.no_grad():
         for weight in model.parameters():
             weight *= 0.9
-        logits = model.lm_head(model.model.hidden_at(tokens[None], torch.arange(19)))
-    sampler.push(model.state_dict().items())
-    found = torch.from_numpy(sampler.logprobs([tokens.tolist()])[0])
+        logits = model.lm_head(model.model.compute_hidden_states(tokens[None], torch.arange(19)))
+    sampler.update_weights(model.state_dict().items())
+    found = torch.from_numpy(sampler.compute_logprobs([tokens.tolist()])[0])
     torch.testing.assert_close(found, logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0], rtol=1e-5, atol=1e-4)
     sampler.close()
     sampler.close()
@@ -59,9 +59,9 @@ torch.distributed.init_process_group("gloo", init_method=f"file://{rendezvous}",
 cpu = torch.device("cpu")
 sampler = VllmSampler(find_model("sokoban-tiny"), EngineSettings(cpu, "float32", 512, kv_cache_memory_bytes=16 << 20))
 if rank == 0:  # the other rank takes no part in what this one samples and is given
-    before = sampler.logprobs([[5, 6, 7]])
-    sampler.push(load_policy("sokoban-tiny", cpu).model.state_dict().items())
-    assert (sampler.logprobs([[5, 6, 7]])[0] == before[0]).all()
+    before = sampler.compute_logprobs([[5, 6, 7]])
+    sampler.update_weights(load_policy("sokoban-tiny", cpu).model.state_dict().items())
+    assert (sampler.compute_logprobs([[5, 6, 7]])[0] == before[0]).all()
 total = torch.ones(1)
 torch.distributed.all_reduce(total)
 assert total.item() == 2

@@ -21,7 +21,7 @@ def test_adapters_reach_vllm_merged(dtype: str) -> None:
         rollout__name="vllm", rollout__max_model_len=256, model__lora_rank=8, model__dtype=dtype, actor__lr=3e-3,
         critic__shared_trunk=True, trainer__total_training_steps=4,
     )  # fmt: skip
-    gaps = [trainer.step().row["engine_gap_mean"] for _ in range(3)]  # of weights that moved twice
+    gaps = [trainer.step().row["engine_mismatch_mean"] for _ in range(3)]  # of weights that moved twice
     assert max(gaps) < (1e-4 if dtype == "float32" else 0.02)
     for _, layer in find_adapters(trainer.model):
         layer.scaling[ADAPTER_NAME] *= -1  # the trainer's own passes; vLLM keeps what it was given
@@ -37,11 +37,13 @@ def test_rows_have_the_agreement_and_old_weights_end_the_run(monkeypatch: pytest
     trainer = make_quiet_trainer(rollout__name="vllm", rollout__max_model_len=256, trainer__total_training_steps=4)
     for _ in range(2):
         row = trainer.step().row
-        assert row["engine_gap_mean"] < 1e-4
-        assert row["engine_effective_share"] > 0.999
-        assert row["seconds_push"] > 0
+        assert row["engine_mismatch_mean"] < 1e-4
+        assert row["engine_ess_fraction"] > 0.999
+        assert row["seconds_sync_weights"] > 0
     saved = trainer.get_state()
-    monkeypatch.setattr(trainer.engine.sampler, "push", lambda weights: list(weights))  # the engine keeps its weights
+    monkeypatch.setattr(
+        trainer.engine.sampler, "update_weights", lambda weights: list(weights)
+    )  # the engine keeps its weights
     for group in trainer.backends["actor"].optimizer.param_groups:  # type: ignore[attr-defined]
         group["lr"] = 0.05
     with pytest.raises(EngineMismatchError, match="samples from other weights"):

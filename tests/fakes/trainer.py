@@ -171,8 +171,8 @@ class Barrier:
         await self.all_arrived.wait()
 
 
-FAKE = replace(families.LANGUAGE_MODEL, make=FakeTrainer)
-PLACED = replace(families.LANGUAGE_MODEL, make=PlacedTrainer)
+FAKE = replace(families.LANGUAGE_MODEL, make_trainer=FakeTrainer)
+PLACED = replace(families.LANGUAGE_MODEL, make_trainer=PlacedTrainer)
 
 
 def make_study(family: str = "FAKE", name: str = "kl") -> Study:

@@ -46,7 +46,9 @@ class Case(NamedTuple):
         candidates = self.rollouts.candidates
         if candidates is not None:
             candidates = replace(candidates, log_probs=self.log_probs.gather(-1, candidates.actions))
-        return self._replace(rollouts=replace(self.rollouts, actor_log_probs=action_log_probs, candidates=candidates))
+        return self._replace(
+            rollouts=replace(self.rollouts, behavior_log_probs=action_log_probs, candidates=candidates)
+        )
 
 
 def make_random_case(

@@ -46,7 +46,7 @@ class ZeroBackend:
         self.weights: Weights = (
             ShardedWeights(networks, world) if trainer.zero_stage == 3 else ReplicatedWeights(networks)
         )
-        self.networks = self.weights.trained
+        self.networks = self.weights.trained_networks
         self.optimizer = make_adamw(self.networks.values(), learning_rates, settings)
         self.engine, *_ = _import_deepspeed().initialize(
             model=_Networks(self.networks), optimizer=self.optimizer, config=_make_deepspeed_config(settings, trainer),

@@ -244,7 +244,7 @@ def _iter_read_dtypes(network: nn.Module) -> Iterator[tuple[nn.Parameter, torch.
     """
     read_dtypes: dict[int, torch.dtype] = {}
     for trunk in network.modules():
-        pass_settings = getattr(trunk, "passes", None)
+        pass_settings = getattr(trunk, "pass_settings", None)
         if isinstance(pass_settings, PassSettings):
             layers = [module for module in trunk.modules() if type(module) is nn.Linear]
             read_dtypes |= {id(weight): pass_settings.dtype for layer in layers for weight in layer.parameters()}

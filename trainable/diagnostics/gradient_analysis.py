@@ -110,7 +110,7 @@ def _probe_batch(trainer: "PPOTrainer", prepared: "PreparedBatch", reward_stds: 
     config = trainer.config
     seed = int(make_rng(config.seed, "gradient_folds", trainer.step_index).integers(2**62))
     # The run's own networks: ranks make unequally many passes, which twins that are dealt out cannot.
-    update = replace(trainer.make_actor_update(), model=trainer.model, head=trainer.value_head)
+    update = replace(trainer.make_actor_update(), model=trainer.model, value_head=trainer.value_head)
     return probe_gradients(
         update, prepared.batch, prepared.targets, reward_stds, config.rollout.gradient_analysis_num_buckets,
         config.rollout.gradient_analysis_bucket_mode, torch.Generator().manual_seed(seed),

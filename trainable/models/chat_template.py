@@ -36,7 +36,7 @@ def read_chat_format(folder: Path, tokenizer: Tokenizer, eos_token_id: int, form
     tokenizer_config = _read_tokenizer_config(folder)
     template = read_template(folder) if format_name == "auto" else None
     if template is None:
-        return replace(CHATML, start=_find_text_prefix(tokenizer) + CHATML.system_prefix)
+        return replace(CHATML, system_prefix=_find_text_prefix(tokenizer) + CHATML.system_prefix)
     try:
         chat = _parse_template(
             _make_renderer(template, tokenizer_config), tokenizer, _read_token(tokenizer, eos_token_id)

@@ -112,11 +112,11 @@ class DistributedTrainer:
 
     def evaluate_final(self) -> tuple[FinalEvaluation, list[Evaluation]]:
         """The measurements at the end of a run (see `PPOTrainer.close`)."""
-        return self._run_on_all_ranks("close", self.trainer.evaluate_final)
+        return self._run_on_all_ranks("evaluate_final", self.trainer.evaluate_final)
 
     def get_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """The whole state, collected from the ranks (see `PPOTrainer.state`)."""
-        return self._run_on_all_ranks("state", self.trainer.get_state)
+        return self._run_on_all_ranks("get_state", self.trainer.get_state)
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Continue from a state of any number of ranks (see `PPOTrainer.load_state`)."""
@@ -127,7 +127,8 @@ class DistributedTrainer:
     def close(self) -> None:
         """Give back what the engines hold, end the other ranks, and leave the group."""
         ray.wait(
-            [other.do.remote("release") for other in self.rank_actors] or [ray.put(None)], timeout=_ERROR_TIMEOUT_S
+            [other.run_method.remote("close") for other in self.rank_actors] or [ray.put(None)],
+            timeout=_ERROR_TIMEOUT_S,
         )
         self.trainer.close()
         self._kill_ranks()
@@ -139,7 +140,7 @@ class DistributedTrainer:
 
     def _run_on_all_ranks(self, method_name: str, call: Callable[[], T]) -> T:
         """`name` on all other ranks and `work` here, at once; an error of another rank is this one's."""
-        self.pending_refs = [other.do.remote(method_name) for other in self.rank_actors]
+        self.pending_refs = [other.run_method.remote(method_name) for other in self.rank_actors]
         is_done = threading.Event()
         threading.Thread(target=_watch_ranks, args=(self.pending_refs, is_done), daemon=True).start()
         try:

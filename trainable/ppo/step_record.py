@@ -147,8 +147,8 @@ class StepTiming:
         """Its columns."""
         return {
             **{f"seconds_{phase}": seconds for phase, seconds in self.phases.items()},
-            **{f"utilisation_{phase}": fraction for phase, fraction in self.mfu.items()},
-            "matrix_rate": self.peak_flops_per_s, "seconds_step": self.seconds_step,
+            **{f"mfu_{phase}": fraction for phase, fraction in self.mfu.items()},
+            "peak_flops_per_s": self.peak_flops_per_s, "seconds_step": self.seconds_step,
             "cpu_seconds_step": self.cpu_seconds_step, "seconds_total": self.seconds_total,
         }  # fmt: skip
 
@@ -177,7 +177,7 @@ class StepRecord:
     def to_row(self) -> dict[str, Number]:
         """The step's columns that have a number."""
         summaries = (self.rollout, self.engine_mismatch, self.filter, self.batch, self.update, self.validation)
-        columns: dict[str, Number] = {"empty_steps_in_a_row": self.consecutive_empty_steps, **self.collapse}
+        columns: dict[str, Number] = {"consecutive_empty_steps": self.consecutive_empty_steps, **self.collapse}
         for summary in summaries:
             columns |= {} if summary is None else asdict(summary)
         columns |= asdict(self.budget) | {f"total_{name}": number for name, number in asdict(self.total_budget).items()}

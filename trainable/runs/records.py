@@ -62,7 +62,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "reward_std_kept", "reward", "reward_std over kept groups; 0 when none", "rollout/chosen_in_group_reward_std"
     ),
     Column(
-        "empty_steps_in_a_row",
+        "consecutive_empty_steps",
         "steps",
         "steps up to this one with nothing kept",
         "rollout/consecutive_empty_after_filter_steps",
@@ -70,16 +70,14 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     # What the update did. Missing in a step with nothing kept.
     Column("batch_size", "sequences", "sequences trained on, copies included", "train/batch_size"),
     Column(
-        "engine_gap_mean",
+        "engine_mismatch_mean",
         "nats",
         "mean difference, without sign, of the trainer's and the engine's log-probs of all "
         "sampled tokens; missing where they share weights",
     ),
-    Column("engine_gap_max", "nats", "largest of these differences"),
+    Column("engine_mismatch_max", "nats", "largest of these differences"),
     Column("engine_kl", "nats", "KL of the engine's distribution from the trainer's a token, k3 estimate"),
-    Column(
-        "engine_effective_share", "share", "effective sample size of the weights exp(trainer - engine), over tokens"
-    ),
+    Column("engine_ess_fraction", "share", "effective sample size of the weights exp(trainer - engine), over tokens"),
     Column("entropy", "nats", "token mean of the sampling policy's entropy over kept episodes", "actor/entropy"),
     Column("pg_loss", "1", "policy loss, mean over micro-batches", "actor/pg_loss"),
     Column("pg_clipfrac", "share", "tokens whose ratio is cut at the clip range", "actor/pg_clipfrac"),
@@ -148,7 +146,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column("sampled_tokens", "tokens", "tokens sampled in this step"),
     Column("trained_tokens", "tokens", "sampled tokens in the trained batch, copies counted"),
     Column(
-        "padding_share",
+        "padding_fraction",
         "share",
         "1 - tokens that a pass reads / (episodes x the longest one's tokens), in the trained batch: not computed, but "
         "by models that run through transformers",
@@ -186,7 +184,7 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
     Column("seconds_collapse_multi_turn", "s", "scoring thoughts of all turns", "timing_s/collapse_multi_turn_step"),
     Column("seconds_values", "s", "critic pass without gradients", "timing_s/values"),
     Column("seconds_reference", "s", "reference pass", "timing_s/ref"),
-    Column("seconds_push", "s", "weights to the engine that samples, where it has its own"),
+    Column("seconds_sync_weights", "s", "weights to the engine that samples, where it has its own"),
     Column("seconds_update_critic", "s", "critic update (with shared_trunk: none)", "timing_s/update_critic"),
     Column("seconds_update_actor", "s", "policy update", "timing_s/update_actor"),
     Column("seconds_gradient_analysis", "s", "gradient analysis", "timing_s/gradient_analysis"),
@@ -198,21 +196,23 @@ DEFAULT_STEP_COLUMNS: tuple[Column, ...] = (
         "processor time of the step in this process, all threads",
     ),
     Column("seconds_total", "s", "seconds_step so far, this run, across restarts", "timing_s/total"),
-    Column("matrix_rate", "1/s", "operations a second of large matrix products, measured once in the run's process"),
     Column(
-        "utilisation_rollout",
-        "share",
-        "operations of the rollout (openings of a group read once) a second, over matrix_rate and the run's ranks",
+        "peak_flops_per_s", "1/s", "operations a second of large matrix products, measured once in the run's process"
     ),
-    Column("utilisation_values", "share", "the same of seconds_values"),
-    Column("utilisation_reference", "share", "the same of seconds_reference"),
     Column(
-        "utilisation_update_critic",
+        "mfu_rollout",
+        "share",
+        "operations of the rollout (openings of a group read once) a second, over peak_flops_per_s and the run's ranks",
+    ),
+    Column("mfu_values", "share", "the same of seconds_values"),
+    Column("mfu_reference", "share", "the same of seconds_reference"),
+    Column(
+        "mfu_update_critic",
         "share",
         "the same of seconds_update_critic; a backward pass counts as two forward ones, with LoRA as one",
     ),
     Column(
-        "utilisation_update_actor",
+        "mfu_update_actor",
         "share",
         "the same of seconds_update_actor; what is computed a second time is not counted",
     ),
@@ -337,7 +337,7 @@ TIME_COLUMNS: frozenset[str] = frozenset(
     {
         column.name
         for column in STEP_COLUMNS
-        if "second" in column.name or column.name.startswith(("utilisation_", "matrix_rate"))
+        if "second" in column.name or column.name.startswith(("mfu_", "peak_flops_per_s"))
     }
     | {"started_at", "ended_at"}
 )

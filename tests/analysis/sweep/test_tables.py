@@ -90,7 +90,7 @@ def test_the_last_validation_of_a_stopped_run_is_what_counts(six: StudyFrames, s
     assert row["difference"] < -0.5
     assert row["final_stopped_as_zero"] == 0
     assert math.isnan(row["final_survivors"])
-    assert (row["stopped_share"], row["stopped_high"]) == (1.0, 1.0)
+    assert (row["stopped_fraction"], row["stopped_high"]) == (1.0, 1.0)
     assert row["outcome"] == "failed regime"
 
 
@@ -146,7 +146,7 @@ def test_a_failed_run_is_named_and_not_scored(seeded: StudyFrames) -> None:
 
 def test_stops_are_a_rate_of_their_own(seeded: StudyFrames) -> None:
     row = row_of(seeded, "1")
-    assert row["stopped_share"] == pytest.approx(1 / 3)
+    assert row["stopped_fraction"] == pytest.approx(1 / 3)
     assert row["final_stopped_as_zero"] < row["final_val_success"] < row["final_survivors"]
     assert row["verdict"].startswith(
         "failed regime in 1 of 3 runs: low_validation_success stopped 1 of 3 runs (step 45: 0.002 < 0.01); "

@@ -37,7 +37,7 @@ def test_it_is_linear_and_a_function_of_its_seed() -> None:
 
 @pytest.mark.parametrize("chunk", [2, sketch.CHUNK_ENTRIES])
 def test_every_entry_is_in_one_place_with_one_sign(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sketch, "CHUNK", chunk)
+    monkeypatch.setattr(sketch, "CHUNK_ENTRIES", chunk)
     places = set()
     for entry in range(5):
         unit = torch.zeros(5).index_fill(0, torch.tensor(entry), 1.0)

@@ -69,7 +69,7 @@ def test_passes_are_cut_as_the_model_reads_them(is_hub: bool, tmp_path: Path, mo
         asked.append(pads)
         return split_by_tokens(lengths, most, pads)
 
-    monkeypatch.setattr(update, "cut_by_tokens", watched)
+    monkeypatch.setattr(update, "split_by_tokens", watched)
     model = {"model__path": str(write_small_model(tmp_path / "llama", template=NO_SYSTEM_TEMPLATE))} if is_hub else {}
     run_steps(make_quiet_trainer(**SMALL, **model), 1)
     assert len(asked) >= 4  # values, reference, and the updates of critic and policy

@@ -51,7 +51,7 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
 
 
 ROUTES = {
-    "reading into a cache": "extend", "scoring a tree after a cache": "branch", "appending to a cache": "extend",
+    "reading into a cache": "extend", "scoring a tree after a cache": "forward_tree", "appending to a cache": "extend",
 }  # fmt: skip
 
 

@@ -75,6 +75,6 @@ def test_utilisation_is_operations_over_time_and_rate() -> None:
 
 def test_rows_have_the_share_of_each_phase() -> None:
     row = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1).step().row
-    assert row["matrix_rate"] == measure_peak_flops("cpu", torch.float32) > 1e8
+    assert row["peak_flops_per_s"] == measure_peak_flops("cpu", torch.float32) > 1e8
     for name in ("rollout", "values", "reference", "update_critic", "update_actor"):
-        assert 0 < row[f"utilisation_{name}"] < 1.5  # a rate of a shared machine moves
+        assert 0 < row[f"mfu_{name}"] < 1.5  # a rate of a shared machine moves

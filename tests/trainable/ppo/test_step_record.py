@@ -45,7 +45,7 @@ def test_fields_are_columns(part: type) -> None:
 def test_a_full_record_has_every_column_but_those_of_phases_and_diagnostics() -> None:
     row = record().to_row()
     assert set(row) <= COLUMNS
-    rest = {name for name in COLUMNS - set(row) if not name.startswith(("seconds_", "utilisation_", "collapse_"))}
+    rest = {name for name in COLUMNS - set(row) if not name.startswith(("seconds_", "mfu_", "collapse_"))}
     assert rest == {"test_success", "test_greedy_success"}  # of the last step, which FinalEvaluation adds
     assert row["tokens_per_second"] == 0.5
 

@@ -127,7 +127,12 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
     trainer = PPOTrainer(settings, diagnostics=DIAGNOSTICS)
     row = trainer.step().row
     row = trainer.evaluate_final()[0].add_to_row(row)
-    engine = {"engine_gap_mean", "engine_gap_max", "engine_kl", "engine_effective_share"}  # torch shares the weights
+    engine = {
+        "engine_mismatch_mean",
+        "engine_mismatch_max",
+        "engine_kl",
+        "engine_ess_fraction",
+    }  # torch shares the weights
     assert {column.name for column in DEFAULT_STEP_COLUMNS} - set(row) == {
         "kl_in_reward_coef", "seconds_gradient_analysis", "tpo_target_entropy", "tpo_target_top_prob", *engine,
     }  # fmt: skip
@@ -155,7 +160,7 @@ def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
         "sampled_tokens": tokens,
         "trained_tokens": tokens,
         "entropy": sum(episode.entropies.sum() for episode in episodes) / tokens,
-        "groups": 2, "groups_kept": 2, "batch_size": 8, "empty_steps_in_a_row": 0, "nonfinite_updates": 0,
+        "groups": 2, "groups_kept": 2, "batch_size": 8, "consecutive_empty_steps": 0, "nonfinite_updates": 0,
     }  # fmt: skip
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
@@ -255,7 +260,7 @@ def test_a_step_with_nothing_kept_trains_and_validates_nothing(random_folder: Pa
     found = [trainer.step() for _ in range(3)]
     for number, (row, evaluations) in enumerate(((step.row, step.evaluations) for step in found), start=1):
         assert (row["groups_kept"], row["kept_ratio"], row["reward_std_kept"], row["zero_std_groups"]) == (0, 0, 0, 2)
-        assert row["empty_steps_in_a_row"] == number
+        assert row["consecutive_empty_steps"] == number
         assert (row["optimizer_steps"], row["trained_tokens"], row["total_trained_tokens"]) == (0, 0, 0)
         assert row["sampled_tokens"] > 0
         assert not {"val_success", "pg_loss", "vf_loss", "batch_size", "entropy"} & set(row)
@@ -268,7 +273,7 @@ def test_a_step_with_nothing_kept_trains_and_validates_nothing(random_folder: Pa
 def test_steps_in_a_row_with_nothing_kept_are_counted_anew_after_one_that_kept_some() -> None:
     trainer = make_quiet_trainer()
     trainer.consecutive_empty_steps = 3
-    assert run_steps(trainer, 1)[0]["empty_steps_in_a_row"] == 0
+    assert run_steps(trainer, 1)[0]["consecutive_empty_steps"] == 0
 
 
 def test_while_the_critic_warms_up_the_policy_stands_still() -> None:

@@ -198,9 +198,9 @@ def test_resumed_equals_straight_through(name: str, stop: int, tmp_path: Path) -
 def test_steps_in_a_row_with_nothing_kept_are_counted_across_a_restart(random_folder: Path) -> None:
     settings = {"model__path": str(random_folder), "filter__rollout_filter_include_zero": False}
     first, second = make_quiet_trainer(**settings), make_quiet_trainer(**settings)
-    assert run_steps(first, 1)[0]["empty_steps_in_a_row"] == 1
+    assert run_steps(first, 1)[0]["consecutive_empty_steps"] == 1
     second.load_state(*first.get_state())
-    assert run_steps(second, 1)[0]["empty_steps_in_a_row"] == 2
+    assert run_steps(second, 1)[0]["consecutive_empty_steps"] == 2
 
 
 def test_a_used_trainer_goes_back_to_a_state_it_loads() -> None:

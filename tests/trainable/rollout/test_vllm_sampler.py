@@ -86,8 +86,8 @@ def test_only_the_models_tensors_pass_once_each(
 
 HOLD = """
 import sys
-from trainable.rollout.vllm_sampler import locked
-with locked(sys.argv[1]):
+from trainable.rollout.vllm_sampler import acquire_lock
+with acquire_lock(sys.argv[1]):
     print("held", flush=True)
     sys.stdin.read()
 """

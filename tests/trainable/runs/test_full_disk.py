@@ -14,7 +14,7 @@ from trainable.runs.run_files import append_json_line, read_rows
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(full_disk, "_PAUSE_S", 0.001)
+    monkeypatch.setattr(full_disk, "_RETRY_INTERVAL_S", 0.001)
 
 
 @pytest.fixture

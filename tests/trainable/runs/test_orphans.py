@@ -91,7 +91,7 @@ def test_one_run_of_several(tmp_path: Path, children: list["subprocess.Popen[str
 def test_what_does_not_listen_is_killed(
     tmp_path: Path, children: list["subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainable.runs.orphans._PATIENCE_S", 0.2)
+    monkeypatch.setattr("trainable.runs.orphans._TERMINATE_TIMEOUT_S", 0.2)
     deaf = start(children, tmp_path, DEAF)
     terminate_orphans(tmp_path)
     assert not psutil.pid_exists(deaf.pid)

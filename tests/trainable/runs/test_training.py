@@ -71,7 +71,7 @@ def test_death_between_row_and_state(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(run, "write_rolling", dies)
+        patched.setattr(run, "write_rolling_checkpoint", dies)
         with pytest.raises(KeyboardInterrupt):
             first.step()
     assert [row["step"] for row in read_rows(tmp_path / "runs" / "r" / "metrics.jsonl")] == [1, 2]
@@ -251,7 +251,7 @@ def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> No
 
 
 def test_no_two_processes_train_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr(run, "LOCK_TIMEOUT_S", 0.0)
     start_trial(tmp_path)
     with pytest.raises(RunLockedError, match=f"runs/r is still held by another process .pid {os.getpid()} on "):
         Trial(make_trial_config(tmp_path)).begin()

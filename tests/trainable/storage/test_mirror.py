@@ -291,7 +291,7 @@ def test_a_checkpoint_that_lacks_a_file_is_not_whole(name: str, tmp_path: Path) 
 def node(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], None]]:
     """Says on which node the next process starts: where its scratch folder is."""
     alive: list[Trial] = []
-    monkeypatch.setattr(mirror, "_HOLD_PATIENCE_S", 0.0)
+    monkeypatch.setattr(mirror, "_LOCK_TIMEOUT_S", 0.0)
 
     def go(name: str, **given: Any) -> Trial:
         monkeypatch.setenv("TUNE_STUDY_SCRATCH", str(tmp_path / name))

@@ -102,7 +102,9 @@ def test_a_reader_of_a_shared_folder_never_sees_half_a_file(tmp_path: Path, monk
     put_bytes(place, b"whole")
     source = tmp_path / "source"
     source.write_bytes(b"new content")
-    monkeypatch.setattr("trainable.storage.remote._settle", lambda place, target: None)  # it dies just before
+    monkeypatch.setattr(
+        "trainable.storage.remote._rename_into_place", lambda place, target: None
+    )  # it dies just before
     put_file(place, source)
     assert get_bytes(place) == b"whole"
     assert sorted(list_files(open_storage(str(tmp_path)).joinpath("a"))) == ["b"]

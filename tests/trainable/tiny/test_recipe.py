@@ -140,7 +140,7 @@ def test_the_command_evaluates_a_policy(
     random_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = {"env.val_env_groups": 4, "env.test_env_groups": 3, "rollout.response_length": 4}
-    monkeypatch.setattr(command, "LAPTOP_GAME", {**command.LAPTOP_OVERRIDES, **small})
+    monkeypatch.setattr(command, "LAPTOP_OVERRIDES", {**command.LAPTOP_OVERRIDES, **small})
     monkeypatch.setattr("sys.argv", ["embedded", "--evaluate", str(random_folder)])
     command.main()
     validation, test = capsys.readouterr().out.splitlines()

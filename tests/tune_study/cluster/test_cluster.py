@@ -337,7 +337,7 @@ def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.
     missing = question._replace(marker=str(tmp_path / "nothing"), models=("Qwen/Qwen2.5-3B",))
     assert inspect_node(missing).marker_error == "it is not there"
     assert "Fetch it with `hf download Qwen/Qwen2.5-3B`" in inspect_node(missing).setup_error
-    stored = question._replace(marker=f"file://{tmp_path}/nothing", stored=f"file://{tmp_path}/study")
+    stored = question._replace(marker=f"file://{tmp_path}/nothing", study_uri=f"file://{tmp_path}/study")
     assert "nothing" in inspect_node(stored).marker_error
     assert inspect_node(stored).free_disk_bytes > 0
 

@@ -36,7 +36,7 @@ def run(plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, study: Study) -
         outputs.write_study(plan)
         return study(plan, suite)
 
-    monkeypatch.setattr(suites, "execute", execute)
+    monkeypatch.setattr(suites, "execute_study", execute)
     console = Console(record=True, width=300)
     code = preflight.start_studies(plans, preflight.LaunchOptions(None, None, None, None, None), (), False, console)
     return code, begun, console.export_text()
@@ -154,7 +154,7 @@ def test_a_study_that_has_come_to_lack_something_by_its_turn_does_not_begin(
         def full(*_: object) -> None:
             raise PlanError("no room")
 
-        monkeypatch.setattr(disk, "check", full)
+        monkeypatch.setattr(disk, "check_budget", full)
         return 0
 
     with pytest.raises(PlanError, match="no room"):
@@ -170,12 +170,12 @@ def test_studies_that_fit_one_by_one_and_not_together_are_refused(
     needed = 0
 
     def tight(*given: object) -> disk.DiskBudget:
-        return measured(*given)._replace(free=needed)  # type: ignore[arg-type]
+        return measured(*given)._replace(free_bytes=needed)  # type: ignore[arg-type]
 
     for plan in two_plans:
         resource_plan = preflight.resources.preflight(plan, None, (), 2, None, is_real=True)
         needed += measured(plan, resource_plan, {}).total_bytes or 0
-    monkeypatch.setattr(disk, "budget", tight)
+    monkeypatch.setattr(disk, "estimate_disk_budget", tight)
     needed -= 1
     with pytest.raises(
         PlanError, match=r"The 2 studies need up to .* more on disk together, and .* free: type --output"

@@ -47,7 +47,7 @@ def _declared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease, "_SETTLING_S", 0.0)
-    monkeypatch.setattr(storage, "_LOOK_S", 0.01)
+    monkeypatch.setattr(storage, "_POLL_S", 0.01)
 
 
 @pytest.fixture(params=["s3", "path"])
@@ -318,7 +318,7 @@ def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> N
         room = disk.estimate_disk_budget(plan, preflight(plan, None, (), 2, None, is_real=True), {})
         assert room.checkpoint_bytes is not None
         assert disk.compute_scratch_bytes(room) == states * room.checkpoint_bytes
-        assert disk.compute_scratch_bytes(room._replace(checkpoint=None)) is None
+        assert disk.compute_scratch_bytes(room._replace(checkpoint_bytes=None)) is None
 
 
 # Through Ray, with its runs on this machine and their storage a folder.

@@ -196,9 +196,9 @@ def test_a_run_that_goes_on_needs_what_is_missing(tmp_path: Path) -> None:
     assert after.total_bytes is not None
     assert after.total_bytes == before.total_bytes
     assert after.written_bytes == pytest.approx(2 * before.checkpoint_bytes, rel=1e-2)
-    check_budget(after._replace(free=after.total_bytes - after.written_bytes))
+    check_budget(after._replace(free_bytes=after.total_bytes - after.written_bytes))
     with pytest.raises(PlanError):
-        check_budget(after._replace(free=after.total_bytes - after.written_bytes - 1))
+        check_budget(after._replace(free_bytes=after.total_bytes - after.written_bytes - 1))
 
 
 def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
     write_status(plan.get_run_dir(plan.runs[2].run_id), RunStatus(plan.runs[2].run_id, "completed"))
     assert (found.concurrent_runs, of(plan).concurrent_runs, of(plan).rolling_checkpoints) == (2, 1, 3)
     write_status(plan.get_run_dir(plan.runs[3].run_id), RunStatus(plan.runs[3].run_id, "completed"))
-    check_budget(of(plan)._replace(free=0))
+    check_budget(of(plan)._replace(free_bytes=0))
     assert format_disk_line(of(plan)).startswith("disk: every run has ended, nothing more is needed; ")
 
 
@@ -252,8 +252,8 @@ def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
         0,
         ("some/model",),
     )
-    check_budget(found._replace(free=0))
-    assert format_disk_line(found._replace(free=52_100_000_000, rows=2_000_000)) == (
+    check_budget(found._replace(free_bytes=0))
+    assert format_disk_line(found._replace(free_bytes=52_100_000_000, row_bytes=2_000_000)) == (
         "disk: 2 runs x (1 rolling + 0 kept) checkpoints + 2 x 2 checkpoints while running + rows 2.0 MB; "
         "the size of a checkpoint is not known: no config.json of a model that can be trained is here for some/model; "
         "52.1 GB free"
@@ -279,28 +279,29 @@ def test_the_line() -> None:
     start = "disk: 6 runs x (1 rolling + 4 kept) x 1.8 MB + 2 x 2 x 1.8 MB while running + rows 1.6 MB = 62.8 MB"
     assert format_disk_line(EXAMPLE) == f"{start}; 52.1 GB free"
     assert (
-        format_disk_line(EXAMPLE._replace(already=3_000_000)) == f"{start}, 3.0 MB of it written already; 52.1 GB free"
+        format_disk_line(EXAMPLE._replace(written_bytes=3_000_000))
+        == f"{start}, 3.0 MB of it written already; 52.1 GB free"
     )
-    assert format_disk_line(EXAMPLE._replace(runs=1)).startswith("disk: 1 run x ")
+    assert format_disk_line(EXAMPLE._replace(remaining_runs=1)).startswith("disk: 1 run x ")
 
 
 def test_exactly_enough_is_enough() -> None:
-    check_budget(EXAMPLE._replace(free=62_800_000))
-    check_budget(EXAMPLE._replace(free=60_000_000, already=2_800_000))
+    check_budget(EXAMPLE._replace(free_bytes=62_800_000))
+    check_budget(EXAMPLE._replace(free_bytes=60_000_000, written_bytes=2_800_000))
     for free, already in ((62_799_999, 0), (59_999_999, 2_800_000)):
         with pytest.raises(PlanError):
-            check_budget(EXAMPLE._replace(free=free, already=already))
+            check_budget(EXAMPLE._replace(free_bytes=free, written_bytes=already))
 
 
 def test_too_little_says_what_is_needed_what_is_free_and_what_to_type() -> None:
     with pytest.raises(PlanError) as caught:
-        check_budget(EXAMPLE._replace(free=12_000_000, already=10_000_000))
+        check_budget(EXAMPLE._replace(free_bytes=12_000_000, written_bytes=10_000_000))
     text = str(caught.value)
     assert "needs up to 52.8 MB more on disk, and /out has 12.0 MB free, 40.8 MB too little" in text
     for way in ("--save-freq with a larger number (-1 keeps none)", "--max-concurrent 1", "--output"):
         assert way in text
     with pytest.raises(PlanError) as caught:
-        check_budget(EXAMPLE._replace(free=0, kept=0, concurrent=1))
+        check_budget(EXAMPLE._replace(free_bytes=0, saved_checkpoints=0, concurrent_runs=1))
     assert "--save-freq" not in str(caught.value)
     assert "--max-concurrent" not in str(caught.value)
     assert "--output" in str(caught.value)

@@ -195,7 +195,7 @@ def test_more_than_the_host_has_is_refused() -> None:
     overrides = SMALL | {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True}
     found = planned(overrides)
     with pytest.raises(PlanError, match=r"runs at once keep .* type --max-concurrent"):
-        check_memory(found._replace(host=2**60), plan_of(overrides), ())
+        check_memory(found._replace(host_bytes=2**60), plan_of(overrides), ())
 
 
 def test_memory_that_others_hold_is_refused_and_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,7 +223,7 @@ def test_two_runs_on_one_card_need_twice_the_memory(tmp_path: Path, monkeypatch:
     found = planned(overrides)
     free = int(1.5 * found.peak / 2**20)
     fake_nvidia_smi(tmp_path, monkeypatch, f"0, GPU-0000, {free}, 81559\n")
-    check_memory(found._replace(a_gpu=1), plan_of(overrides), FOUR[:1])
+    check_memory(found._replace(runs_per_gpu=1), plan_of(overrides), FOUR[:1])
     with pytest.raises(PlanError, match="GPU 0 has"):
         check_memory(found, plan_of(overrides), FOUR[:1])
 

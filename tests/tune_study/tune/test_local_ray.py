@@ -36,7 +36,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield (Daemon("raylet", psutil.Process()),)
         seen.append("down")
 
-    monkeypatch.setattr(local_ray, "started_ray", started_ray)
+    monkeypatch.setattr(local_ray, "start_local_ray", started_ray)
     return seen
 
 
@@ -79,7 +79,7 @@ def test_a_ray_that_died_between_two_studies_is_started_again(
     with with_ray(FIRST, SECOND) as ray:
         with ray.acquire(FIRST, allotment(2)):
             pass
-        monkeypatch.setattr(watchdog, "is_gone", lambda daemon: True)
+        monkeypatch.setattr(watchdog, "has_exited", lambda daemon: True)
         with ray.acquire(SECOND, allotment(2)):
             pass
     assert events == ["up with 2", "down"] * 2
@@ -96,7 +96,7 @@ def test_a_ray_that_could_not_be_ended_is_not_taken_for_one_that_is_there(
             raise OSError("no answer")
 
     started: list[ResourcePlan] = []
-    monkeypatch.setattr(local_ray, "started_ray", started_ray)
+    monkeypatch.setattr(local_ray, "start_local_ray", started_ray)
     ray = with_ray(FIRST, SECOND)
     with ray.acquire(FIRST, allotment(2)):
         pass

@@ -15,8 +15,8 @@ SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "_EVERY_S", 0.01)
-    monkeypatch.setattr(watchdog, "_PAUSE_S", 0.01)
+    monkeypatch.setattr(watchdog, "_CHECK_INTERVAL_S", 0.01)
+    monkeypatch.setattr(watchdog, "_WAIT_INTERVAL_S", 0.01)
 
 
 def test_the_last_will_is_called_once_a_daemon_is_gone() -> None:
@@ -62,7 +62,7 @@ def test_the_driver_waits_while_a_disk_is_full(tmp_path: Path, monkeypatch: pyte
 
 
 def test_its_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "LEAST_FREE", 10**18)
+    monkeypatch.setattr(watchdog, "MIN_FREE_BYTES", 10**18)
     said: list[str] = []
     watch = disk_space(tmp_path, 0.05, said)
     watch.on_step_begin(1, [])
@@ -70,17 +70,17 @@ def test_its_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     watch._next_check = 0.0
     watch.on_step_begin(2, [])
     assert len(said) == 2  # it does not begin to wait again
-    monkeypatch.setattr(watchdog, "LEAST_FREE", 0)
+    monkeypatch.setattr(watchdog, "MIN_FREE_BYTES", 0)
     watch._next_check = 0.0
     watch.on_step_begin(3, [])
-    monkeypatch.setattr(watchdog, "LEAST_FREE", 10**18)
+    monkeypatch.setattr(watchdog, "MIN_FREE_BYTES", 10**18)
     watch._next_check = 0.0
     watch.on_step_begin(4, [])
     assert len(said) == 4  # there was room in between
 
 
 def test_an_interruption_ends_its_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "LEAST_FREE", 10**18)
+    monkeypatch.setattr(watchdog, "MIN_FREE_BYTES", 10**18)
     said: list[str] = []
     watch = disk_space(tmp_path, 600, said)
     watch._interrupt.request()

@@ -74,4 +74,4 @@ def screen_rollouts(
         "kept_frac": masked_mean(screened_mask.to(scores.dtype), keep_mask),
         "gate_prob_mean": masked_mean(keep_probability, keep_mask),
     }
-    return replace(rollouts, keep=screened_mask), metrics
+    return replace(rollouts, keep_mask=screened_mask), metrics

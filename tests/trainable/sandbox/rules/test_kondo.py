@@ -92,7 +92,7 @@ def test_where_none_would_stay_the_best_one_does() -> None:
 
 def test_better_rollouts_are_likelier_to_stay() -> None:
     case = make_random_case(1, "Kondo", 1, 4, 1)
-    batch = replace(case.rollouts, keep=torch.ones_like(case.rollouts.keep_mask), expected_reward=None)
+    batch = replace(case.rollouts, keep_mask=torch.ones_like(case.rollouts.keep_mask), expected_reward=None)
     uniforms = torch.full_like(batch.rewards, 0.5)
     kept, _ = screen_rollouts(batch, uniforms, case.config)
     scores = compute_behavior_delight(batch).amax(-1)

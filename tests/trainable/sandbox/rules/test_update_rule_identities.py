@@ -42,7 +42,7 @@ def of_taken(case: Case, found: Tensor) -> Tensor:
 
 
 def all_kept(case: Case) -> Case:
-    return changed(case, keep=torch.ones_like(case.rollouts.keep_mask))
+    return changed(case, keep_mask=torch.ones_like(case.rollouts.keep_mask))
 
 
 def old_sums(case: Case) -> Tensor:
@@ -71,7 +71,7 @@ def test_on_policy_five_rules_are_reinforce(case: Case) -> None:
 @examples
 def test_off_policy_they_are_not(case: Case) -> None:
     """Their ratios matter once the policy has moved, so that the identity above is no accident of the formulas."""
-    moved = all_kept(changed(case, actor_log_probs=case.rollouts.behavior_log_probs - 0.7, expected_reward=None))
+    moved = all_kept(changed(case, behavior_log_probs=case.rollouts.behavior_log_probs - 0.7, expected_reward=None))
     moved = moved._replace(config=make_config("REINFORCE", baseline="zero"))
     if moved.rollouts.rewards.count_nonzero(1).all():
         for method in AT_RATIO_1:
@@ -82,7 +82,7 @@ def test_off_policy_they_are_not(case: Case) -> None:
 @examples
 def test_relations_of_ratio_rules_off_policy(case: Case) -> None:
     torch.testing.assert_close(gradient(case, "R2VPO", eta=0), gradient(case, "PG", iw_cap=1e6))
-    one = changed(case, **{name: getattr(case.rollouts, name)[..., :1] for name in ("actions", "actor_log_probs")})
+    one = changed(case, **{name: getattr(case.rollouts, name)[..., :1] for name in ("actions", "behavior_log_probs")})
     one = one._replace(log_probs=case.log_probs[:, :, :1])
     torch.testing.assert_close(gradient(one, "TrajPG"), gradient(one))
 
@@ -148,7 +148,7 @@ def test_relations_of_clipped_rules_off_policy(case: Case) -> None:
 
 def test_beyond_the_clip_a_sample_pushes_no_further() -> None:
     case = all_kept(make_random_case(0, "GRPO", 1, 4, 2))
-    likelier = changed(case, actor_log_probs=case.to_on_policy().rollouts.behavior_log_probs - 0.25)  # r = 1.284
+    likelier = changed(case, behavior_log_probs=case.to_on_policy().rollouts.behavior_log_probs - 0.25)  # r = 1.284
     scores = standardised(case).flatten(1).unsqueeze(-1).expand(-1, -1, 2)
     assert (scores > 0).any()
     grpo = of_taken(case, gradient(likelier, grpo_beta=0, clip_low=0.2))
@@ -260,7 +260,7 @@ def test_pmd_is_at_rest_at_the_log_ratio_it_aims_at() -> None:
     case = make_random_case(0, "PMDMean", 2, 2, 1, eta=0.5)
     case = changed(case.to_on_policy(), expected_reward=torch.zeros_like(case.rollouts.rewards))
     goal = case.rollouts.rewards.unsqueeze(-1) / 0.5
-    rested = changed(case, actor_log_probs=case.rollouts.behavior_log_probs - goal)
+    rested = changed(case, behavior_log_probs=case.rollouts.behavior_log_probs - goal)
     torch.testing.assert_close(gradient(rested), torch.zeros_like(case.log_probs), rtol=0, atol=1e-12)
 
 
@@ -380,6 +380,6 @@ def test_rewards_that_are_not_0_or_1_are_refused_where_they_are_kept(method: str
     rewards, keep = case.rollouts.rewards.clone(), torch.ones_like(case.rollouts.keep_mask)
     rewards[0, 0] = 0.5
     with pytest.raises(ValueError, match="rewards of 0 and 1"):
-        UPDATE_RULES[method](replace(case.rollouts, rewards=rewards, keep=keep), case.log_probs, case.config)
+        UPDATE_RULES[method](replace(case.rollouts, rewards=rewards, keep_mask=keep), case.log_probs, case.config)
     keep[0, 0] = False
-    UPDATE_RULES[method](replace(case.rollouts, rewards=rewards, keep=keep), case.log_probs, case.config)
+    UPDATE_RULES[method](replace(case.rollouts, rewards=rewards, keep_mask=keep), case.log_probs, case.config)

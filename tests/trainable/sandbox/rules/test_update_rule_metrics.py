@@ -160,7 +160,7 @@ TERMS: dict[tuple[str, str], Term] = {
 @pytest.mark.parametrize("seed", range(3))
 def test_metric_is_the_mean_of_its_terms(method: str, metric: str, seed: int) -> None:
     case = make_random_case(seed, method, 1, 3, 2)
-    rollouts = replace(case.rollouts, keep=torch.ones_like(case.rollouts.keep_mask))
+    rollouts = replace(case.rollouts, keep_mask=torch.ones_like(case.rollouts.keep_mask))
     found = UPDATE_RULES[method](rollouts, case.log_probs, case.config).metrics[metric]
     member, table = make_member(rollouts, 0), case.log_probs[0].tolist()
     places = [(i, t) for i in range(len(member.rewards)) for t in range(member.length)]

@@ -125,7 +125,7 @@ def mixture(case: Case, other: Case) -> Case:
     def mixed(a: Tensor, b: Tensor) -> Tensor:
         return torch.where(keep.reshape(*keep.shape, *[1] * (a.dim() - 2)), a, b)
 
-    names = ("actions", "labels", "rewards", "actor_log_probs", "actor_baseline")
+    names = ("actions", "labels", "rewards", "behavior_log_probs", "behavior_baseline")
     changed = {name: mixed(getattr(ours, name), getattr(theirs, name)) for name in names}
     if ours.candidates is not None and theirs.candidates is not None:
         rewards = mixed(ours.candidates.rewards, theirs.candidates.rewards)

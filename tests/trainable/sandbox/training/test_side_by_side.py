@@ -291,7 +291,7 @@ def test_a_failed_run_is_told_and_does_not_begin_again(
         trainer.learner = type(trainer.learner)(**{**vars(trainer.learner), "objective": broken})
         return trainer
 
-    monkeypatch.setattr(families, "UPDATE_RULES", replace(families.UPDATE_RULES, make=breaking))
+    monkeypatch.setattr(families, "UPDATE_RULES", replace(families.UPDATE_RULES, make_trainer=breaking))
     reports = to_the_end(start(tmp_path))
     message = "loss or gradient of step 4 was not finite"
     assert [report["failed"] for report in reports] == [{}, {}, *[{"a-s1": message}] * 3]
@@ -313,6 +313,6 @@ def test_a_process_serves_one_condition_after_another(tmp_path: Path, straight: 
 
 def test_runs_are_held_while_they_are_trained(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     start(tmp_path)
-    monkeypatch.setattr(run, "LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr(run, "LOCK_TIMEOUT_S", 0.0)
     with pytest.raises(RunLockedError, match="still held"):
         Trial(config(tmp_path, seeds=(1, 2))).begin()
