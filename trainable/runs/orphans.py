@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 MARK_ENV = "TUNE_STUDY_RUN_DIR"
-"""Set in the process of a run to the run's folder, and in what Ray starts to what `ray_mark` says; whatever such a
+"""Set in the process of a run to the run's folder, and in what Ray starts to what `make_ray_mark` says; whatever such a
 process starts inherits it."""
 
 _DRIVER_PREFIX = "driver "

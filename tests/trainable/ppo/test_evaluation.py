@@ -10,7 +10,7 @@ from trainable.rollout.episode import Episode, StopReason
 def episode(group: int, solved: bool, score: float, turns: int, invalid: int) -> Episode:
     parts = [(2, 1, score if turn == 0 else 0.0) for turn in range(turns)]
     return make_episode(parts, group)._replace(
-        stop=StopReason.SOLVED if solved else StopReason.OUT_OF_TURNS, invalid_turns=invalid
+        stop_reason=StopReason.SOLVED if solved else StopReason.OUT_OF_TURNS, invalid_turns=invalid
     )
 
 

@@ -140,15 +140,15 @@ class Threads:
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, desk: dict[int, Any]) -> None:
         self.rank, self.size, self.barrier, self.desk = rank, size, barrier, desk
 
-    def gather(self, mine: Any) -> list[Any]:
+    def all_gather_object(self, mine: Any) -> list[Any]:
         self.desk[self.rank] = mine
         self.barrier.wait()
         found = [self.desk[rank] for rank in range(self.size)]
         self.barrier.wait()
         return found
 
-    def total(self, part: Tensor) -> Tensor:
-        parts: Sequence[Tensor] = self.gather(part.clone())
+    def all_reduce(self, part: Tensor) -> Tensor:
+        parts: Sequence[Tensor] = self.all_gather_object(part.clone())
         return part.copy_(torch.stack(list(parts)).sum(0))
 
 

@@ -59,8 +59,8 @@ def test_what_ray_started_for_several_studies_belongs_to_each_once_its_driver_is
     tmp_path: Path, children: list["subprocess.Popen[str]"], name: str
 ) -> None:
     code = (
-        "import sys; from pathlib import Path; from trainable.runs.orphans import ray_mark; "
-        "print(ray_mark(map(Path, sys.argv[1:])), end='')"
+        "import sys; from pathlib import Path; from trainable.runs.orphans import make_ray_mark; "
+        "print(make_ray_mark(map(Path, sys.argv[1:])), end='')"
     )
     words = [sys.executable, "-c", code, str(tmp_path / "a"), str(tmp_path / "b")]
     of_the_gone = start(children, subprocess.run(words, capture_output=True, text=True, check=True).stdout)

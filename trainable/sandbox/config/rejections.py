@@ -102,25 +102,25 @@ REJECTIONS: tuple[Rejection, ...] = (
     ),
     Rejection(
         lambda c: c.rule.needs_replay and c.replay_capacity == 0,
-        "method={c.method} without a replay buffer is {c.rule.fresh_form} under another name: set replay_capacity=5, "
-        "or method={c.rule.fresh_form}",
+        "method={c.method} without a replay buffer is {c.rule.on_policy_rule} under another name: set replay_capacity=5, "
+        "or method={c.rule.on_policy_rule}",
     ),
     Rejection(
         lambda c: c.rule.discounts_age and c.replay_capacity == 0 and c.delay == 0,
-        "method={c.method} on batches of age 0 is {c.rule.fresh_form} under another name: set replay_capacity=5 or "
-        "delay=4, or method={c.rule.fresh_form}",
+        "method={c.method} on batches of age 0 is {c.rule.on_policy_rule} under another name: set replay_capacity=5 or "
+        "delay=4, or method={c.rule.on_policy_rule}",
     ),
     Rejection(
         lambda c: c.rule.needs_one_action and c.task not in BANDIT_TASKS,
         "method={c.method} weights by the probability of one action, and task={c.task} has sequences: set task=mnist",
     ),
     Rejection(
-        lambda c: c.rule.needs_plain_rewards and c.kl_weight > 0,
+        lambda c: c.rule.needs_kl_free_rewards and c.kl_weight > 0,
         "method={c.method} is defined without a KL in the reward, and kl_weight={c.kl_weight} puts one there: set "
         "kl_weight=0",
     ),
     Rejection(
-        lambda c: c.rule.needs_true_rewards and c.reward_noise > 0,
+        lambda c: c.rule.needs_noise_free_rewards and c.reward_noise > 0,
         "method={c.method} is derived for rewards that say what is right, and noise breaks that: set reward_noise=0 "
         "reward_noise_mode=none",
     ),

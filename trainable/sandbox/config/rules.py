@@ -29,7 +29,7 @@ class Rule:
     screens_batch: bool = False
     """Has each batch screened by delight once, before its inner epochs."""
     needs_replay: bool = False
-    """Differs from `fresh_form` only by what the replay buffer draws."""
+    """Differs from `on_policy_rule` only by what the replay buffer draws."""
     discounts_age: bool = False
     """Weights a batch by exp(-`replay_age_decay` age)."""
     on_policy_rule: str | None = None

@@ -108,7 +108,7 @@ def test_levels_are_the_same_in_processes_with_different_hash_seeds():
     seeds = (123, *FALLING_BACK)
     script = (
         "from trainable.envs.sokoban.generate import *\n"
-        f"for r in generate_rooms({seeds}): print(r.cells.tobytes().hex())"
+        f"for r in generate_levels({seeds}): print(r.cells.tobytes().hex())"
     )
     outputs = [
         subprocess.run(

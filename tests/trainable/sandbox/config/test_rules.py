@@ -20,11 +20,11 @@ FORMULAS = ("delight", "grouped", "kondo", "oracle_labels", "policy_gradient", "
 PROPERTIES: dict[tuple[str, object], tuple[str, ...]] = {
     ("has_groups", True): GROUPED,
     ("has_candidates", True): CANDIDATE,
-    ("follows_labels", True): ("CE",),
+    ("is_teacher_forced", True): ("CE",),
     ("screens_batch", True): ("Kondo",),
     ("needs_replay", True): ("ReplayDG",),
     ("discounts_age", True): ("FreshDG",),
-    ("fresh_form", "DG"): ("ReplayDG", "FreshDG"),
+    ("on_policy_rule", "DG"): ("ReplayDG", "FreshDG"),
     ("temperature", "gate"): DELIGHT,
     ("temperature", "target"): TARGET,
     ("temperature", "regression"): ("PMDMean",),
@@ -35,8 +35,8 @@ PROPERTIES: dict[tuple[str, object], tuple[str, ...]] = {
     ("needs_one_action", True): ("LogGrowth",),
     ("needs_all_actions", True): ("TPOFullAction",),
     ("needs_success_rate", True): ("MaxRL",),
-    ("needs_true_rewards", True): ("LogGrowth", "MaxRL", "TPOFullAction"),
-    ("needs_plain_rewards", True): ("LogGrowth", "DAPO", "DAPOLite"),
+    ("needs_noise_free_rewards", True): ("LogGrowth", "MaxRL", "TPOFullAction"),
+    ("needs_kl_free_rewards", True): ("LogGrowth", "DAPO", "DAPOLite"),
 }
 
 
