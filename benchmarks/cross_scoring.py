@@ -169,11 +169,11 @@ def main() -> None:
     print(json.dumps({
         "benchmark": "cross_scoring",
         **results,
-        "cpu_seconds_around": round(overhead.cpu, 4),
+        "cpu_seconds_overhead": round(overhead.cpu, 4),
         "cpu_seconds_step": round(step_seconds, 3),
         "seconds_rollout": round(rollout_seconds, 3),
         "compute_freq": COMPUTE_FREQ,
-        "share_of_training": training_fractions,
+        "training_fraction": training_fractions,
         "repetitions": args.repetitions,
         **describe(),
     }, indent=1))  # fmt: skip

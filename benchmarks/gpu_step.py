@@ -219,7 +219,7 @@ def measure_phase(phase: Phase, device: torch.device, peak_flops_per_s: float) -
     return {
         "seconds": round(seconds, 3),
         "tflop": round(phase.flops / 1e12, 4),
-        "utilisation": round(phase.flops / seconds / peak_flops_per_s, 4),
+        "mfu": round(phase.flops / seconds / peak_flops_per_s, 4),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 1) if device.type == "cuda" else None,
     }
 
@@ -264,9 +264,9 @@ def main() -> None:
         "benchmark": "gpu_step", "shape": args.shape, "dtype": dtype, "episodes": len(episodes),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "conversation_tokens": int(batch.lengths.sum()), "trained_tokens": int(batch.mask.sum()),
-        "longest": int(batch.lengths.max()),
+        "max_length": int(batch.lengths.max()),
         "parameters": sum(weight.numel() for weight in networks.policy.parameters()),
-        "matrix_tflops": round(peak_flops_per_s / 1e12, 3), "phases": measurements,
+        "peak_tflops_per_s": round(peak_flops_per_s / 1e12, 3), "phases": measurements,
         "seconds_all_phases": round(sum(row["seconds"] or 0.0 for row in measurements.values()), 3), **describe(),
     }, indent=1))  # fmt: skip
 

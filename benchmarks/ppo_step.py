@@ -64,7 +64,7 @@ def main() -> None:
             },
         }
     trained_tokens = statistics.median(row["trained_tokens"] for row in rows["separate critic"])
-    print(json.dumps({"benchmark": "ppo_step", "trained_tokens_a_step": trained_tokens, "steps": args.steps,
+    print(json.dumps({"benchmark": "ppo_step", "trained_tokens_per_step": trained_tokens, "steps": args.steps,
                       "levels": args.levels, "variants": results, **describe()}, indent=1))  # fmt: skip
 
 

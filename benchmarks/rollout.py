@@ -66,12 +66,12 @@ class GenerateSampler:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
 
-    def converse(
-        self, prompts: Sequence[Sequence[int]], copies: int, params: SamplingParams, uniforms: np.random.Generator
+    def start_conversation(
+        self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
     ) -> Conversation:
         """Open a conversation."""
-        torch.manual_seed(int(uniforms.integers(2**31)))
-        return GenerateConversation(self.model, [list(p) for p in prompts for _ in range(copies)], params)
+        torch.manual_seed(int(rng.integers(2**31)))
+        return GenerateConversation(self.model, [list(p) for p in prompts for _ in range(group_size)], params)
 
 
 def time_rollout(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[float, int]:

@@ -152,7 +152,7 @@ def main() -> None:
         "trl": round(statistics.median(trl_seconds) / TOKENS_PER_BATCH * 1000, 4),
     }
     print(json.dumps({
-        "benchmark": "trl_grpo", "tokens_a_batch": TOKENS_PER_BATCH, "batches": batches, "trl_version": version("trl"),
+        "benchmark": "trl_grpo", "tokens_per_batch": TOKENS_PER_BATCH, "batches": batches, "trl_version": version("trl"),
         "cpu_seconds_per_1000_trained_tokens": seconds_per_thousand,
         "ratio": round(seconds_per_thousand["trl"] / seconds_per_thousand["ours"], 2), **describe(),
     }, indent=1))  # fmt: skip

@@ -58,8 +58,8 @@ def compare_condition(settings: dict[str, object], steps: int, seeds: int) -> di
     sequential_seconds = {name: sum(single[name] for single in single_seconds) for name in ensemble_seconds}
     return {
         "ensemble_seconds": {name: round(value, 2) for name, value in ensemble_seconds.items()},
-        "one_by_one_seconds": {name: round(value, 2) for name, value in sequential_seconds.items()},
-        "one_by_one_over_ensemble": round(sequential_seconds["cpu"] / ensemble_seconds["cpu"], 3),
+        "sequential_seconds": {name: round(value, 2) for name, value in sequential_seconds.items()},
+        "sequential_over_ensemble": round(sequential_seconds["cpu"] / ensemble_seconds["cpu"], 3),
     }
 
 

@@ -104,7 +104,7 @@ def test_a_step_of_the_tiny_shape_is_measured_phase_by_phase(dtype: str) -> None
     assert 16 * 5 <= found["trained_tokens"] <= 16 * 5 * 4
     for row in found["phases"].values():
         assert row["seconds"] > 0
-        assert row["utilisation"] > 0
+        assert row["mfu"] > 0
         assert row["peak_gib"] is None
 
 
@@ -112,8 +112,8 @@ def test_the_share_is_operations_over_seconds_times_the_rate(
     gpu_step: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_step, "time_call", lambda run, kind: 2.0)
-    found = gpu_step.measured(gpu_step.Phase(lambda: None, 5e12), torch.device("cpu"), rate=1e13)
-    assert found == {"seconds": 2.0, "tflop": 5.0, "utilisation": 0.25, "peak_gib": None}
+    found = gpu_step.measure_phase(gpu_step.Phase(lambda: None, 5e12), torch.device("cpu"), peak_flops_per_s=1e13)
+    assert found == {"seconds": 2.0, "tflop": 5.0, "mfu": 0.25, "peak_gib": None}
 
 
 def test_passes_without_padding_are_measured_beside_padded_ones() -> None:
@@ -138,7 +138,7 @@ def test_what_cannot_be_measured_is_refused(options: tuple[str, ...], message: s
 
 @pytest.mark.parametrize(("name", "parameters"), [("tiny", 111_232), ("0.5b", 494_032_768), ("3b", 3_085_938_688)])
 def test_shapes_are_those_of_the_models_they_are_named_for(gpu_step: ModuleType, name: str, parameters: int) -> None:
-    sizes = gpu_step.shape_of(name)
+    sizes = gpu_step.make_shape(name)
     with torch.device("meta"):
         model = gpu_step.Qwen2(sizes)
     assert sum(weight.numel() for weight in model.parameters()) == parameters
@@ -150,4 +150,4 @@ def test_the_sandbox_is_measured_together_and_one_by_one() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert list(found["conditions"]) == ["DG", "GRPO, 4 inner epochs", "TPOToken, 4 inner epochs"]
-    assert all(each["one_by_one_over_ensemble"] > 0 for each in found["conditions"].values())
+    assert all(each["sequential_over_ensemble"] > 0 for each in found["conditions"].values())

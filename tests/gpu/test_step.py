@@ -182,4 +182,4 @@ def test_a_whole_step_of_half_a_billion_parameters_runs() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
     assert found["parameters"] == 494_032_768
-    assert all(0 < row["utilisation"] < 1 for row in found["phases"].values())
+    assert all(0 < row["mfu"] < 1 for row in found["phases"].values())

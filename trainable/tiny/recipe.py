@@ -144,7 +144,7 @@ def _iter_batches(
         loss_mask = np.zeros((batch_size, longest), dtype=bool)
         for row, example in enumerate(batch_examples):
             tokens[row, : len(example.tokens)] = example.tokens
-            loss_mask[row, : len(example.tokens)] = example.learned
+            loss_mask[row, : len(example.tokens)] = example.loss_mask
         rows, columns = np.nonzero(loss_mask)
         yield (
             torch.from_numpy(tokens),

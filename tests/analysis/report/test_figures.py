@@ -67,7 +67,7 @@ def test_a_figure_without_a_table_is_neither_drawn_nor_captioned() -> None:
         raise AssertionError
 
     figure = ReportFigure[str]("a", "somewhere", "what it shows", lambda view: None, refuse)
-    shown = replace(figure, name="b", table=lambda view: pd.DataFrame(), draw=lambda table, view: Figure())
+    shown = replace(figure, name="b", make_table=lambda view: pd.DataFrame(), draw=lambda table, view: Figure())
     gallery = Gallery((figure, replace(shown, caption=lambda view: f"of {view}")), "frames")
     drawn = gallery.draw()
     assert list(drawn) == ["b"]

@@ -74,7 +74,7 @@ def test_the_pull_is_minus_the_gradient(drawn: Rollouts, eta: float) -> None:
     now.requires_grad_()
     found = target_policy_loss(now, *rest, eta)
     (gradient,) = torch.autograd.grad(found.loss, now)
-    torch.testing.assert_close(gradient, -found.pull, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(gradient, -found.sequence_weights, rtol=1e-9, atol=1e-12)
     assert not any(part.requires_grad for part in found[1:])
 
 

@@ -222,7 +222,7 @@ def test_draws_are_those_of_our_own_qwen2() -> None:
         for model in (ours, wrapped_twin(ours))
     ]  # fmt: skip
     for one, other in zip(*told, strict=True):
-        assert one.ids.tolist() == other.ids.tolist()
+        assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)
 
 

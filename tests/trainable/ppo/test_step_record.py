@@ -51,7 +51,9 @@ def test_a_full_record_has_every_column_but_those_of_phases_and_diagnostics() ->
 
 
 def test_what_was_not_measured_is_no_column() -> None:
-    empty = replace(record(), batch=None, update=None, engine=None, validation=None, base=None, collapse={})
+    empty = replace(
+        record(), batch=None, update=None, engine_mismatch=None, validation=None, base_validation=None, collapse={}
+    )
     row = empty.to_row()
     names = {item.name for part in (BatchSummary, Update, EngineMismatch, Validation) for item in fields(part)}
     assert names & set(row) == {"trained_tokens"}  # which the budget has too

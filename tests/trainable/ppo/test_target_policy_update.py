@@ -170,7 +170,7 @@ def test_ranks_that_share_out_a_groups_rollouts_sum_to_the_same_gradient(size: i
         close(torch.stack([found[rank][0][number] for rank in range(size)]).sum(0), gradient)
     for name, value in meter.compute_means().items():
         if name != "actor_grad_norm":  # that of one device, which here has a part of the gradient
-            assert found[0][1].means()[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+            assert found[0][1].compute_means()[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 def test_a_mini_batch_that_splits_a_group_is_refused() -> None:

@@ -150,10 +150,10 @@ def test_two_trainers_write_the_same_rows() -> None:
 
 SCRIPT = """
 import json, sys, torch
-from tests.fakes.scripted import small
+from tests.fakes.scripted import make_small_config
 from trainable.ppo.trainer import PPOTrainer
 torch.set_num_threads(1)
-trainer = PPOTrainer(small())
+trainer = PPOTrainer(make_small_config())
 print(json.dumps([trainer.step().row for _ in range(2)]))
 """
 

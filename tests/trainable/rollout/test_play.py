@@ -219,8 +219,8 @@ def test_a_conversation_that_would_outgrow_the_context_ends() -> None:
     reply = len(ids(said("R")))
     # Room for the second turn's 11 given tokens and 24 new ones, and not for the third's.
     context = prompt + reply + 11 + 24
-    episode = one(*[said("R")] * 5, context=context)
+    episode = one(*[said("R")] * 5, context_length=context)
     assert outcome(episode) == (StopReason.OUT_OF_CONTEXT, -0.2, 2, 2, 0)
     assert len(episode.tokens) <= context
     assert episode.mask[-1]
-    assert outcome(one(*[said("R")] * 5, context=context - 1))[3] == 1
+    assert outcome(one(*[said("R")] * 5, context_length=context - 1))[3] == 1

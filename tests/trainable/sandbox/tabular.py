@@ -22,7 +22,7 @@ class Table:
         shift = torch.zeros(len(logits), ACTIONS)
         self.weights = {"logits": logits.requires_grad_(), "shift": shift.requires_grad_()}
 
-    def parameters_by_name(self) -> Mapping[str, Tensor]:
+    def get_parameters(self) -> Mapping[str, Tensor]:
         return self.weights
 
     def rows(self, prompts: Tensor) -> Tensor:
@@ -48,30 +48,30 @@ class TabularTask:
         self.evaluations = 0
 
     @property
-    def actions(self) -> int:
+    def num_actions(self) -> int:
         return ACTIONS
 
-    def make_models(self, streams: MemberRngs) -> Table:
-        return Table(streams.normal("sandbox_weights", shape=(PROMPTS, POSITIONS, ACTIONS)).float())
+    def make_models(self, rngs: MemberRngs) -> Table:
+        return Table(rngs.normal("sandbox_weights", shape=(PROMPTS, POSITIONS, ACTIONS)).float())
 
-    def sample(self, models: Table, streams: MemberRngs, step: int) -> Rollouts:
+    def sample(self, models: Table, rngs: MemberRngs, step: int) -> Rollouts:
         config = self.config
         each = config.group_size if config.rule.has_groups else 1
-        prompts = streams.integers("sandbox_prompts", step, high=PROMPTS, shape=(config.batch_size // each,))
+        prompts = rngs.integers("sandbox_prompts", step, high=PROMPTS, shape=(config.batch_size // each,))
         prompts = prompts.repeat_interleave(each, dim=1)
         probs = models.rows(prompts).softmax(-1)
-        uniforms = streams.uniform("sandbox_samples", step, shape=(config.batch_size, POSITIONS))
+        uniforms = rngs.uniform("sandbox_samples", step, shape=(config.batch_size, POSITIONS))
         actions = (probs.double().cumsum(-1) <= uniforms.unsqueeze(-1)).sum(-1).clamp(max=ACTIONS - 1)
         labels = right(prompts)
         rewards = (actions == labels).float().mean(-1)
         for seed, broken in self.broken_at.items():
-            if seed in streams.seeds and broken == step:
-                rewards[streams.seeds.index(seed), 0] = torch.nan
+            if seed in rngs.seeds and broken == step:
+                rewards[rngs.seeds.index(seed), 0] = torch.nan
         log_probs = probs.log().gather(-1, actions.unsqueeze(-1)).squeeze(-1)
         everyone = torch.ones_like(rewards, dtype=torch.bool)
         age = torch.zeros(len(prompts), dtype=torch.int64)
         batch = Rollouts(prompts, actions, labels, rewards, log_probs, probs.square().sum(-1), everyone, age)
-        return batch if each == 1 else self._grouped(batch, streams.seeds, step, each)
+        return batch if each == 1 else self._grouped(batch, rngs.seeds, step, each)
 
     def _grouped(self, batch: Rollouts, seeds: Sequence[int], step: int, each: int) -> Rollouts:
         is_uniform = torch.tensor([step >= self.uniform_from.get(seed, 10**9) for seed in seeds])
@@ -82,18 +82,18 @@ class TabularTask:
         }  # fmt: skip
         return replace(batch, group_size=each, scalars=scalars)
 
-    def log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
-        return self.raw_logits(models, rollouts).log_softmax(-1)
+    def compute_log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
+        return self.compute_logits(models, rollouts).log_softmax(-1)
 
-    def raw_logits(self, models: Table, rollouts: Rollouts) -> Tensor:
+    def compute_logits(self, models: Table, rollouts: Rollouts) -> Tensor:
         return models.rows(rollouts.observations)
 
-    def oracle_log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
-        return self.log_probs(models, rollouts)
+    def compute_oracle_log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:
+        return self.compute_log_probs(models, rollouts)
 
-    def evaluate(self, models: Table, streams: MemberRngs, step: int) -> dict[str, Tensor]:
+    def evaluate(self, models: Table, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
         self.evaluations += 1
-        prompts = torch.arange(PROMPTS).expand(len(streams.seeds), PROMPTS)
+        prompts = torch.arange(PROMPTS).expand(len(rngs.seeds), PROMPTS)
         log_probs = models.rows(prompts).log_softmax(-1)
         error = 1 - (log_probs.argmax(-1) == right(prompts)).float().mean((1, 2))
         return {"test_error": error, "entropy": -(log_probs.exp() * log_probs).sum(-1).mean((1, 2))}

@@ -17,12 +17,12 @@ def influence() -> tuple[SampleInfluence, torch.Tensor, torch.Tensor]:
     """Samples of a drawn batch, their projections one gradient at a time [E, B * T], and the oracle's gradient."""
     task, streams = TabularTask(CONFIG), MemberRngs((3, 4))
     models = task.make_models(streams)
-    optimizer = MemberAdam(models.parameters_by_name(), 0.1)
+    optimizer = MemberAdam(models.get_parameters(), 0.1)
     batch = task.sample(models, streams, 0)
-    oracle = optimizer.compute_gradient(cross_entropy(batch, task.oracle_log_probs(models, batch), CONFIG).loss)
+    oracle = optimizer.compute_gradient(cross_entropy(batch, task.compute_oracle_log_probs(models, batch), CONFIG).loss)
     single = []
     for place in range(batch.actions[0].numel()):
-        taken = task.log_probs(models, batch).gather(-1, batch.actions.unsqueeze(-1)).flatten(1)
+        taken = task.compute_log_probs(models, batch).gather(-1, batch.actions.unsqueeze(-1)).flatten(1)
         single.append((optimizer.compute_gradient(taken[:, place]) * oracle).sum(1))
     samples = compute_sample_influence(task, models, batch, optimizer.split_by_parameter(oracle), CONFIG)
     return samples, torch.stack(single, dim=1), taken.detach()
@@ -43,8 +43,8 @@ def test_the_projection_of_the_right_action_is_negative() -> None:
     models = task.make_models(streams)
     batch = task.sample(models, streams, 0)
     batch = type(batch)(**{**vars(batch), "actions": batch.labels})
-    optimizer = MemberAdam(models.parameters_by_name(), 0.1)
-    oracle = optimizer.compute_gradient(cross_entropy(batch, task.oracle_log_probs(models, batch), CONFIG).loss)
+    optimizer = MemberAdam(models.get_parameters(), 0.1)
+    oracle = optimizer.compute_gradient(cross_entropy(batch, task.compute_oracle_log_probs(models, batch), CONFIG).loss)
     samples = compute_sample_influence(task, models, batch, optimizer.split_by_parameter(oracle), CONFIG)
     assert float(samples.projection.mean()) < 0
 
