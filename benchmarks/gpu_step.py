@@ -24,7 +24,7 @@ from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.load import find_model, make_frozen_copy
 from trainable.models.qwen2 import PassSettings, Qwen2, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
-from trainable.ppo.flops import time_call, estimate_forward_flops, measure_peak_flops
+from trainable.ppo.flops import estimate_forward_flops, measure_peak_flops, time_call
 from trainable.ppo.update import ActorUpdate, Targets, TokenFunction, compute_at_trained_tokens, update_critic
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.episode import Episode, StopReason
@@ -103,12 +103,22 @@ def make_episodes(count: int, turn_lengths: TurnLengths, vocabulary: int) -> lis
         tokens = rng.integers(0, vocabulary, sum(segment_lengths))
         tokens[: turn_lengths.opening] = openings[episode_index // GROUP_SIZE]
         zeros = np.zeros(len(tokens), dtype=np.float32)
-        episodes.append(Episode(
-            level_seed=0, group=episode_index // GROUP_SIZE, tokens=tokens, mask=np.repeat([False, True] * TURNS, segment_lengths),
-            logprobs=zeros, entropies=zeros, turns=np.repeat(np.arange(TURNS).repeat(2), segment_lengths),
-            turn_rewards=tuple(rng.normal(size=TURNS)), actions=TURNS, invalid_turns=0,
-            stop_reason=StopReason.OUT_OF_TURNS, texts=("",) * TURNS,
-        ))  # fmt: skip
+        episodes.append(
+            Episode(
+                level_seed=0,
+                group=episode_index // GROUP_SIZE,
+                tokens=tokens,
+                mask=np.repeat([False, True] * TURNS, segment_lengths),
+                logprobs=zeros,
+                entropies=zeros,
+                turns=np.repeat(np.arange(TURNS).repeat(2), segment_lengths),
+                turn_rewards=tuple(rng.normal(size=TURNS)),
+                actions=TURNS,
+                invalid_turns=0,
+                stop_reason=StopReason.OUT_OF_TURNS,
+                texts=("",) * TURNS,
+            )
+        )
     return episodes
 
 

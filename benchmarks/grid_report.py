@@ -20,7 +20,7 @@ from analysis.report.pages import write_report
 
 # The tests are not installed with the project.
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, make_runs, make_study, list_smoke_arms
+from tests.fakes.grid_folders import ALL_TYPES, ONE_TYPE, list_smoke_arms, make_runs, make_study
 from tests.fakes.run_folders import write_study
 
 

@@ -29,8 +29,12 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 def make_trainer(overrides: dict[str, object], steps: int, levels: int) -> PPOTrainer:
     """The laptop preset's KL study at coefficient 0, changed."""
-    run_settings = {"trainer.val_before_train": False, "trainer.test_freq": -1, "trainer.total_training_steps": steps + 1,
-             "env.env_groups": levels}  # fmt: skip
+    run_settings = {
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.total_training_steps": steps + 1,
+        "env.env_groups": levels,
+    }
     settings = {**PRESETS["laptop"], **STUDY.fixed_settings, "actor.kl_loss_coef": 0, **run_settings, **overrides}
     # A learning rate of almost 0 keeps every variant on the same policy, and so on the same lengths.
     config = apply_overrides(RunConfig(), {**settings, "actor.lr": 1e-12, "critic.lr": 1e-12})

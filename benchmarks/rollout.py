@@ -31,7 +31,7 @@ class GenerateConversation:
     def __init__(self, model: torch.nn.Module, prompts: list[list[int]], params: SamplingParams) -> None:
         self.model, self.params, self.histories = model, params, prompts
 
-    def reply(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
+    def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
         """One generate call over the rows that are left."""
         for row, new_ids in zip(rows, new_tokens, strict=True):
             self.histories[row] = [*self.histories[row], *new_ids]
@@ -78,9 +78,15 @@ def time_rollout(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[floa
     """CPU seconds and sampled tokens of one rollout."""
     start_time = time.process_time()
     episodes = roll_out_episodes(
-        trainer.levels[step], trainer.config.env.group_size, sampler, trainer.prompt_template, trainer.codec, trainer.rules,
-        SamplingParams(1.0, 24, trainer.model.shape.eos_token_id), make_rng(0, "sampling", step),
-    )  # fmt: skip
+        trainer.levels[step],
+        trainer.config.env.group_size,
+        sampler,
+        trainer.prompt_template,
+        trainer.codec,
+        trainer.rules,
+        SamplingParams(1.0, 24, trainer.model.shape.eos_token_id),
+        make_rng(0, "sampling", step),
+    )
     return time.process_time() - start_time, sum(episode.response_tokens for episode in episodes)
 
 
@@ -101,13 +107,21 @@ def main() -> None:
                 rates[name].append(tokens / seconds)
     medians = {name: round(statistics.median(values)) for name, values in rates.items()}
     ratios = [ours / theirs for ours, theirs in zip(rates["ours"], rates["generate"], strict=True)]
-    print(json.dumps({
-        "benchmark": "rollout",
-        "sampled_tokens_per_cpu_second": medians,
-        "ratio": {"median": round(statistics.median(ratios), 2), "range": [round(min(ratios), 2), round(max(ratios), 2)]},
-        "repetitions": repetitions,
-        **describe(),
-    }, indent=1))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "rollout",
+                "sampled_tokens_per_cpu_second": medians,
+                "ratio": {
+                    "median": round(statistics.median(ratios), 2),
+                    "range": [round(min(ratios), 2), round(max(ratios), 2)],
+                },
+                "repetitions": repetitions,
+                **describe(),
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -33,9 +33,15 @@ def measure_rollout_rates(policy: Policy, sampler: Sampler, step: int) -> dict[s
     levels = make_training_levels(0, step, NUM_GROUPS)
     cpu, wall = time.process_time(), time.perf_counter()
     episodes = roll_out_episodes(
-        levels, GROUP_SIZE, sampler, make_prompt_template("compact", "grid", 10), make_codec(policy.tokenizer),
-        EpisodeLimits(5, 2, 10, -0.1, MAX_MODEL_LEN), SamplingParams(1.0, MAX_NEW_TOKENS, policy.stop_token), make_rng(0, "sampling", step),
-    )  # fmt: skip
+        levels,
+        GROUP_SIZE,
+        sampler,
+        make_prompt_template("compact", "grid", 10),
+        make_codec(policy.tokenizer),
+        EpisodeLimits(5, 2, 10, -0.1, MAX_MODEL_LEN),
+        SamplingParams(1.0, MAX_NEW_TOKENS, policy.stop_token),
+        make_rng(0, "sampling", step),
+    )
     tokens = sum(episode.response_tokens for episode in episodes)
     return {"cpu": tokens / (time.process_time() - cpu), "wall": tokens / (time.perf_counter() - wall)}
 

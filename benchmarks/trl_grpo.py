@@ -80,12 +80,22 @@ def to_batch(prompts: Sequence[list[int]], replies: Sequence[SampledReply]) -> B
     for row, reply in enumerate(replies):
         prompt = prompts[row // GROUP_SIZE]
         zeros = np.zeros(PROMPT_LENGTH, dtype=np.float32)
-        episodes.append(Episode(
-            level_seed=0, group=row // GROUP_SIZE, tokens=np.array([*prompt, *reply.token_ids]),
-            mask=np.repeat([False, True], [PROMPT_LENGTH, COMPLETION_LENGTH]), logprobs=np.append(zeros, reply.logprobs),
-            entropies=np.append(zeros, reply.entropies), turns=np.zeros(PROMPT_LENGTH + COMPLETION_LENGTH, dtype=np.int64),
-            turn_rewards=(compute_score(row),), actions=0, invalid_turns=0, stop_reason=StopReason.OUT_OF_TURNS, texts=("",),
-        ))  # fmt: skip
+        episodes.append(
+            Episode(
+                level_seed=0,
+                group=row // GROUP_SIZE,
+                tokens=np.array([*prompt, *reply.token_ids]),
+                mask=np.repeat([False, True], [PROMPT_LENGTH, COMPLETION_LENGTH]),
+                logprobs=np.append(zeros, reply.logprobs),
+                entropies=np.append(zeros, reply.entropies),
+                turns=np.zeros(PROMPT_LENGTH + COMPLETION_LENGTH, dtype=np.int64),
+                turn_rewards=(compute_score(row),),
+                actions=0,
+                invalid_turns=0,
+                stop_reason=StopReason.OUT_OF_TURNS,
+                texts=("",),
+            )
+        )
     return collate(episodes)
 
 
@@ -110,12 +120,27 @@ def time_trl_batches(texts: list[str], batches: int, folder: str) -> list[float]
 
     steps = ROWS // MINI_BATCH_SIZE
     config = GRPOConfig(
-        output_dir=folder, use_cpu=True, bf16=False, fp16=False, gradient_checkpointing=False,
-        per_device_train_batch_size=MINI_BATCH_SIZE, gradient_accumulation_steps=1, num_generations=GROUP_SIZE,
-        steps_per_generation=steps, max_completion_length=COMPLETION_LENGTH, temperature=1.0, beta=0.0, learning_rate=1e-6,
-        max_steps=steps * (batches + 1), generation_kwargs={"min_new_tokens": COMPLETION_LENGTH, "top_k": 0},
-        report_to="none", save_strategy="no", logging_steps=10_000, disable_tqdm=True, shuffle_dataset=False,
-    )  # fmt: skip
+        output_dir=folder,
+        use_cpu=True,
+        bf16=False,
+        fp16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=MINI_BATCH_SIZE,
+        gradient_accumulation_steps=1,
+        num_generations=GROUP_SIZE,
+        steps_per_generation=steps,
+        max_completion_length=COMPLETION_LENGTH,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=1e-6,
+        max_steps=steps * (batches + 1),
+        generation_kwargs={"min_new_tokens": COMPLETION_LENGTH, "top_k": 0},
+        report_to="none",
+        save_strategy="no",
+        logging_steps=10_000,
+        disable_tqdm=True,
+        shuffle_dataset=False,
+    )
     model = AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny"), dtype=torch.float32)
     clock = StepClock()
     trainer = GRPOTrainer(
@@ -151,11 +176,20 @@ def main() -> None:
         "ours": round(statistics.median([*ours_before, *ours_after]) / TOKENS_PER_BATCH * 1000, 4),
         "trl": round(statistics.median(trl_seconds) / TOKENS_PER_BATCH * 1000, 4),
     }
-    print(json.dumps({
-        "benchmark": "trl_grpo", "tokens_per_batch": TOKENS_PER_BATCH, "batches": batches, "trl_version": version("trl"),
-        "cpu_seconds_per_1000_trained_tokens": seconds_per_thousand,
-        "ratio": round(seconds_per_thousand["trl"] / seconds_per_thousand["ours"], 2), **describe(),
-    }, indent=1))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "benchmark": "trl_grpo",
+                "tokens_per_batch": TOKENS_PER_BATCH,
+                "batches": batches,
+                "trl_version": version("trl"),
+                "cpu_seconds_per_1000_trained_tokens": seconds_per_thousand,
+                "ratio": round(seconds_per_thousand["trl"] / seconds_per_thousand["ours"], 2),
+                **describe(),
+            },
+            indent=1,
+        )
+    )
 
 
 if __name__ == "__main__":

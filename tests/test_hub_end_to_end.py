@@ -11,7 +11,7 @@ import pytest
 
 import analysis
 from tests.fakes.hub_models import NO_SYSTEM_TEMPLATE, write_small_model
-from tests.fakes.trials import Row, clean_up_trials, find_newest_checkpoint, read_run_files, start_trial, drop_times
+from tests.fakes.trials import Row, clean_up_trials, drop_times, find_newest_checkpoint, read_run_files, start_trial
 from trainable.models.load import load_policy
 from trainable.ppo.trainer import PPOTrainer
 from trainable.trial import Trial

@@ -11,8 +11,8 @@ from analysis.stats.estimates import (
     Estimate,
     area_under_curve,
     difference_over_levels,
-    mean_over_seeds,
     fraction_over_levels,
+    mean_over_seeds,
 )
 
 SCORED_STATUSES = ("completed", "early_stopped")

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 import trainable.sandbox.measure.records as sandbox
-from analysis.data.families import NULLABLE_INT, FAMILIES, FLOAT, TEXT, TIME, Schema, TableFamily, get_family
+from analysis.data.families import FAMILIES, FLOAT, NULLABLE_INT, TEXT, TIME, Schema, TableFamily, get_family
 from trainable.runs.links import atomic_write
 from trainable.runs.records import TIME_COLUMNS
 

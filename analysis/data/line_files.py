@@ -12,7 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from analysis.data.families import INT, NULLABLE_INT, FLOAT, RUN_FILE_SCHEMA, TEXT, TIME, BOOL, Row, TableFamily
+from analysis.data.families import BOOL, FLOAT, INT, NULLABLE_INT, RUN_FILE_SCHEMA, TEXT, TIME, Row, TableFamily
 from analysis.data.frames import SCHEMAS
 from trainable.runs.records import GRADIENT_COLUMNS, STATUSES
 

@@ -8,18 +8,18 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.families import Row, Schema, TableFamily, get_family
-from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, make_setting_column, concat_studies, cast_frame
+from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, cast_frame, concat_studies, make_setting_column
 from analysis.data.line_files import (
+    flatten_config,
     get_analysis_key,
     get_evaluation_key,
-    flatten_config,
+    is_int64,
     make_gradient_rows,
     make_group_rows,
-    is_int64,
+    make_step_key,
     parse_step_row,
     read_json,
     read_jsonl,
-    make_step_key,
 )
 from trainable.runs.records import STOP_COLUMNS
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import AutoLocator, FormatStrFormatter, NullLocator, SymmetricalLogLocator
 
-from analysis.sweep.plots import TEXT_COLOR, STYLE, add_line_legend
+from analysis.sweep.plots import STYLE, TEXT_COLOR, add_line_legend
 
 COMPONENT_COLORS: Mapping[str, str] = {
     "total": "#555555", "regularizer": "#8c6d1f", "task": "#0072b2", "entropy": "#e69f00", "kl": "#009e73",

@@ -17,8 +17,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from analysis.grid.layout import Grid, format_value, shorten_setting, list_panels
-from analysis.sweep.plots import TEXT_COLOR, STOPPED_COLOR, STYLE, make_arm_colors
+from analysis.grid.layout import Grid, format_value, list_panels, shorten_setting
+from analysis.sweep.plots import STOPPED_COLOR, STYLE, TEXT_COLOR, make_arm_colors
 from analysis.sweep.verdicts import format_status
 
 NO_VALUE_COLOR = "#e3e3e3"

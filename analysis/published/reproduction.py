@@ -15,7 +15,7 @@ import pandas as pd
 from analysis.data.compare import SCORED_STATUSES
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
-from analysis.published.cells import NOT_DISTINGUISHABLE, DIFFERS, NEVER_REACHED, NO_EXPECTATION, PER_SEED, POOLED, Cell
+from analysis.published.cells import DIFFERS, NEVER_REACHED, NO_EXPECTATION, NOT_DISTINGUISHABLE, PER_SEED, POOLED, Cell
 from analysis.published.update_rule_sandbox import CELLS
 from analysis.stats.estimates import Estimate, Floats, SampleStats, holm_adjust, welch_t_test
 from analysis.sweep.verdicts import SIGNIFICANCE_LEVEL, format_p_value, format_status

@@ -9,10 +9,10 @@ test between seeds can use it. `expected` and `why` were written down before a r
 from collections.abc import Iterable, Mapping
 
 from analysis.published.cells import (
-    NOT_DISTINGUISHABLE,
     DIFFERS,
     NEVER_REACHED,
     NO_EXPECTATION,
+    NOT_DISTINGUISHABLE,
     POOLED,
     Cell,
     Conditions,

@@ -10,8 +10,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.data.compare import require_single_study
-from analysis.data.frames import StudyFrames, to_records, concat_studies
-from analysis.data.load import load, find_study_folders
+from analysis.data.frames import StudyFrames, concat_studies, to_records
+from analysis.data.load import find_study_folders, load
 from analysis.gradients import tables as gradients
 from analysis.grid import layout
 from analysis.grid import page as grid_page
@@ -21,7 +21,7 @@ from analysis.report import figures
 from analysis.sandbox import figures as sandbox_figures
 from analysis.sandbox import page as sandbox_report
 from analysis.sweep import findings, series, tables, verdicts
-from trainable.runs.links import make_folder, atomic_write
+from trainable.runs.links import atomic_write, make_folder
 
 PERMUTATION_SEED = 0
 

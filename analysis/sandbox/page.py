@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, MIN_SEEDS, list_arms, select_runs
+from analysis.data.compare import MIN_SEEDS, SCORED_STATUSES, list_arms, select_runs
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.html.page import make_settings_rows
@@ -16,10 +16,10 @@ from analysis.sandbox import contrasts, tables
 from analysis.sweep import findings
 from analysis.sweep.verdicts import (
     SIGNIFICANCE_LEVEL,
-    format_p_value,
-    format_signed,
     describe_stops,
     describe_unfinished,
+    format_p_value,
+    format_signed,
 )
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
 

@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from analysis.sandbox.tables import Panel
-from analysis.sweep.plots import TEXT_COLOR, STOPPED_COLOR, STYLE, make_arm_colors
+from analysis.sweep.plots import STOPPED_COLOR, STYLE, TEXT_COLOR, make_arm_colors
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#222222", "#8c6d31", "#7b61c4")
 """Arms are rules, without an order: hues that are told apart without colour vision; the red of stops is left out."""

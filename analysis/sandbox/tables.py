@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import ArrayLike
 
-from analysis.data.compare import SCORED_STATUSES, MIN_SEEDS, list_arms, select_runs, require_single_study
+from analysis.data.compare import MIN_SEEDS, SCORED_STATUSES, list_arms, require_single_study, select_runs
 from analysis.data.families import Row
 from analysis.data.frames import StudyFrames, to_records
 from analysis.published.reproduction import sample_std

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, MIN_SEEDS
+from analysis.data.compare import MIN_SEEDS, SCORED_STATUSES
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import Trend
-from analysis.sweep.verdicts import format_interval, format_p_value, format_fraction, format_signed, format_status
+from analysis.sweep.verdicts import format_fraction, format_interval, format_p_value, format_signed, format_status
 
 MAX_LINE_LENGTH = 120
 _OUTCOME_LABELS = {

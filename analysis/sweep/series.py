@@ -6,8 +6,8 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 
-from analysis.data.compare import SCORED_STATUSES, list_arms, select_runs, require_single_study
-from analysis.data.frames import StudyFrames, to_records, diff_frames
+from analysis.data.compare import SCORED_STATUSES, list_arms, require_single_study, select_runs
+from analysis.data.frames import StudyFrames, diff_frames, to_records
 from analysis.stats.estimates import kaplan_meier
 
 BUDGET_COLUMNS = (

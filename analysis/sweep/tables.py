@@ -8,15 +8,15 @@ import pandas as pd
 
 from analysis.data.compare import (
     SCORED_STATUSES,
-    list_arms,
     compute_auc,
+    compute_outcomes,
     describe_basis,
     estimate_difference,
     estimate_gain,
     estimate_success,
-    compute_outcomes,
-    select_runs,
+    list_arms,
     require_single_study,
+    select_runs,
 )
 from analysis.data.families import Row
 from analysis.data.frames import SCHEMAS, StudyFrames, to_records

@@ -2,7 +2,7 @@
 
 import re
 
-from search_spaces.declaration.family import Family, DisplayColumn, make_value_label
+from search_spaces.declaration.family import DisplayColumn, Family, make_value_label
 from search_spaces.declaration.presets import DEFAULT_SEEDS, PRESETS
 from trainable.config.run_config import RunConfig
 from trainable.config.study_config import BaseRunConfig

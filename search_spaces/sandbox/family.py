@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from search_spaces.declaration.family import Family, Settings, DisplayColumn
+from search_spaces.declaration.family import DisplayColumn, Family, Settings
 from search_spaces.declaration.study import Axis, Contrasts, NameTemplates, Study, keep_settings
 from trainable.sandbox.config.settings import UpdateRuleConfig
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tests.fakes.scripted import make_random_model, make_qwen2_shape
+from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from trainable.backend.meter import Meter
 from trainable.backend.world import connect, disconnect
 from trainable.backend.zero import ZeroBackend

@@ -215,15 +215,15 @@ def test_a_step_that_is_not_finite_is_skipped_by_all(tmp_path: Path, stage: dict
 
 AGAIN = """
 from tests.fakes.scripted import make_small_config
-from tests.fakes.trainers import QUIET
+from tests.fakes.trainers import QUIET_SETTINGS
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.ranks import make_trainer
 for _ in range(2):
-    trainer = make_trainer(make_small_config(**{**QUIET, "trainer__strategy": "deepspeed"}), DIAGNOSTICS)
+    trainer = make_trainer(make_small_config(**{**QUIET_SETTINGS, "trainer__strategy": "deepspeed"}), DIAGNOSTICS)
     assert trainer.step().row["optimizer_steps"] == 2
     trainer.load_state(*trainer.get_state())
     trainer.close()
-    assert not trainer.meeting.exists()
+    assert not trainer.rendezvous_file.exists()
 """
 
 

@@ -27,9 +27,13 @@ pytestmark = [
 ]
 
 SETTINGS = {
-    **SMALL_SETTINGS, **{key.replace("__", "."): value for key, value in QUIET_SETTINGS.items()}, "trainer.total_training_steps": 2,
-    "trainer.n_gpus_per_node": 2, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1,
-}  # fmt: skip
+    **SMALL_SETTINGS,
+    **{key.replace("__", "."): value for key, value in QUIET_SETTINGS.items()},
+    "trainer.total_training_steps": 2,
+    "trainer.n_gpus_per_node": 2,
+    "actor.use_kl_loss": True,
+    "actor.kl_loss_coef": 0.1,
+}
 
 
 @pytest.fixture(scope="module")

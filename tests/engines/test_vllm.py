@@ -113,10 +113,15 @@ def trainers(model: Qwen2, tokens: Sequence[int], mask: Sequence[bool], temperat
 
 def episodes(sampler: Sampler, policy: Policy, temperature: float) -> list[Episode]:
     return roll_out_episodes(
-        make_training_levels(0, 1, 4), 6, sampler, make_prompt_template("compact", "grid", 10), make_codec(policy.tokenizer),
-        EpisodeLimits(5, 2, 10, -0.1, CONTEXT), SamplingParams(temperature, LENGTH, policy.stop_token),
+        make_training_levels(0, 1, 4),
+        6,
+        sampler,
+        make_prompt_template("compact", "grid", 10),
+        make_codec(policy.tokenizer),
+        EpisodeLimits(5, 2, 10, -0.1, CONTEXT),
+        SamplingParams(temperature, LENGTH, policy.stop_token),
         np.random.default_rng(0),
-    )  # fmt: skip
+    )
 
 
 def played(model: Qwen2, found: Sequence[Episode], temperature: float) -> tuple[Tensor, Tensor]:

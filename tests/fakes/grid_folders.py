@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from search_spaces.language_model.smoke import GROUPS_BY_KL_TYPE, GROUPS, make_arms
+from search_spaces.language_model.smoke import GROUPS, GROUPS_BY_KL_TYPE, make_arms
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 COLLAPSE = ("reward_variance_collapse", 0.09, 0.1)

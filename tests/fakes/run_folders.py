@@ -226,8 +226,12 @@ def _make_number_columns(run: FakeRun, step: int, generator: np.random.Generator
         "seconds_total": 1.5 * step,
         "kl_loss": None if run.arm == "0" else 0.01 * step,
     }
-    return {column.name: None if "success" in column.name or column.name.startswith(("base_", "test_", "collapse_"))
-            else fixed_columns.get(column.name, round(float(generator.random()), 6)) for column in STEP_COLUMNS}  # fmt: skip
+    return {
+        column.name: None
+        if "success" in column.name or column.name.startswith(("base_", "test_", "collapse_"))
+        else fixed_columns.get(column.name, round(float(generator.random()), 6))
+        for column in STEP_COLUMNS
+    }
 
 
 def _make_success_columns(
@@ -330,9 +334,11 @@ class FakeAnalysis:
     ) -> dict[str, Any]:
         signal_share, half_width = signal[component] / sum(signal.values()), 0.1 if self.folds >= 3 else None
         return {
-            "share": means[component] / sum(means.values()), "signal_share": signal_share,
-            "signal_share_low": half_width and signal_share - half_width, "signal_share_high": half_width and signal_share + 2 * half_width,
-        }  # fmt: skip
+            "share": means[component] / sum(means.values()),
+            "signal_share": signal_share,
+            "signal_share_low": half_width and signal_share - half_width,
+            "signal_share_high": half_width and signal_share + 2 * half_width,
+        }
 
     def _make_row(self, component: str, signal: float, noise: float, count: int) -> dict[str, Any]:
         norm, snr, tokens = 2 * math.sqrt(signal + noise), signal / noise, 20 * count

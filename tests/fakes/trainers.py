@@ -56,7 +56,12 @@ def replay_step(trainer: PPOTrainer, step: int) -> list[Episode]:
     """The step's episodes, played again with the weights that the trainer has now."""
     env = trainer.config.env
     return roll_out_episodes(
-        trainer.levels[step - 1], env.group_size, trainer.engine.sampler, trainer.prompt_template, trainer.codec,
+        trainer.levels[step - 1],
+        env.group_size,
+        trainer.engine.sampler,
+        trainer.prompt_template,
+        trainer.codec,
         trainer.rules,
-        trainer._make_sampling_params(trainer.config.rollout.temperature), make_rng(trainer.config.seed, "sampling", step),
-    )  # fmt: skip
+        trainer._make_sampling_params(trainer.config.rollout.temperature),
+        make_rng(trainer.config.seed, "sampling", step),
+    )

@@ -30,10 +30,18 @@ def make_trial_config(
         "checkpoint_dir": str(folder / "saved"),
     }  # fmt: skip
     return {
-        **IDENTITY, "seed": seed, "settings": changed_settings, "runs": [run], "side_by_side": False, "finished": finished,
-        "family": "trainable.families:LANGUAGE_MODEL", "stop_rules": list(RULES), "interrupt": interrupt,
-        "storage": None, "storage_patience": 0.0,
-    }  # fmt: skip
+        **IDENTITY,
+        "seed": seed,
+        "settings": changed_settings,
+        "runs": [run],
+        "side_by_side": False,
+        "finished": finished,
+        "family": "trainable.families:LANGUAGE_MODEL",
+        "stop_rules": list(RULES),
+        "interrupt": interrupt,
+        "storage": None,
+        "storage_patience": 0.0,
+    }
 
 
 LIVE_TRIALS: list[Trial] = []

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.scripted import make_random_model, make_qwen2_shape
+from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from trainable.models import packing
 from trainable.models.packing import attend_by_length, causal_attention, pack_rows
 from trainable.models.qwen2 import PassSettings

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.scripted import make_random_model, make_qwen2_shape
+from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from tests.fakes.trainers import make_quiet_trainer
 from trainable.algo.vocabulary import compute_token_statistics
 from trainable.diagnostics.cross_scores import compute_cross_scores

@@ -89,11 +89,17 @@ def compute_contrast(
     seed_differences = [statistics.fmean(each) for each in by_seed.values()]
     pair_means = [round(statistics.fmean(each), 9) for each in by_pair if each]
     expected: dict[str, float] = {
-        "difference": statistics.fmean(seed_differences) if seed_differences else math.nan, "low": math.nan, "high": math.nan,
-        "p": math.nan, "seeds": len(seed_differences), "pairs_used": len(pair_means), "used": sum(map(len, by_pair)),
-        "lower": sum(mean < 0 for mean in pair_means), "higher": sum(mean > 0 for mean in pair_means),
+        "difference": statistics.fmean(seed_differences) if seed_differences else math.nan,
+        "low": math.nan,
+        "high": math.nan,
+        "p": math.nan,
+        "seeds": len(seed_differences),
+        "pairs_used": len(pair_means),
+        "used": sum(map(len, by_pair)),
+        "lower": sum(mean < 0 for mean in pair_means),
+        "higher": sum(mean > 0 for mean in pair_means),
         "equal": sum(mean == 0 for mean in pair_means),
-    }  # fmt: skip
+    }
     if len(seed_differences) < 3:
         return expected
     standard_error = statistics.stdev(round(number, 9) for number in seed_differences) / math.sqrt(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.oracles.algo import aggregate
 from tests.strategies.algo import numbers
-from trainable.algo.losses import entropy_from_logits, full_kl, estimate_kl, ppo_clip_loss
+from trainable.algo.losses import entropy_from_logits, estimate_kl, full_kl, ppo_clip_loss
 
 Vector = Sequence[float]
 

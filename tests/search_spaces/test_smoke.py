@@ -9,7 +9,7 @@ from search_spaces.declaration.study import Study
 from search_spaces.language_model.smoke import SMOKE_STUDY
 from tune_study.folder.outputs import write_study
 from tune_study.folder.study_file import merge_with_folder, plan_from_folder
-from tune_study.plan.study_plan import PlanError, StudyPlan, expand_groups, find_study, make_plan, format_values
+from tune_study.plan.study_plan import PlanError, StudyPlan, expand_groups, find_study, format_values, make_plan
 
 LOW = ["0001", "0003", "001", "003"]
 TOP = ["topk100", "topk80", "topk60", "topk40"]

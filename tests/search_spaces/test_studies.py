@@ -12,7 +12,7 @@ from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
 from search_spaces.sandbox.age_not_capacity import solve_decay
-from trainable.config.run_config import resolve_key, list_field_names, apply_overrides
+from trainable.config.run_config import apply_overrides, list_field_names, resolve_key
 from trainable.config.study_config import BaseRunConfig
 from trainable.runs.stop_rules import RULES
 

@@ -9,12 +9,12 @@ from tests.fakes.scripted import make_small_config
 from tests.fakes.trials import (
     IDENTITY,
     UninterruptedRun,
-    make_trial_config,
+    drop_times,
     find_newest_checkpoint,
     get_rows,
+    make_trial_config,
     read_run_files,
     start_trial,
-    drop_times,
 )
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint

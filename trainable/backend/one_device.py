@@ -13,10 +13,10 @@ from trainable.config.sections import OptimConfig
 from trainable.runs.nonfinite import NamedParameters, find_nonfinite_gradients, find_nonfinite_weights
 from trainable.runs.state import (
     check_shapes,
-    flatten_state,
-    load_flat_state,
     compute_flat_shapes,
+    flatten_state,
     get_trainable_parameters,
+    load_flat_state,
 )
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainable.backend.meter import Meter
-from trainable.backend.one_device import make_adamw, select_below, list_named_parameters
+from trainable.backend.one_device import list_named_parameters, make_adamw, select_below
 from trainable.backend.world import World
 from trainable.backend.zero_weights import MOMENTS, ReplicatedWeights, ShardedWeights, Weights
 from trainable.config.constants import ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS

@@ -16,6 +16,7 @@ from trainable.config.setting_types import (
     Common,
     FilterMetric,
     Finite,
+    Fraction,
     GroupCount,
     KLKind,
     LoraTargets,
@@ -24,7 +25,6 @@ from trainable.config.setting_types import (
     NonNegative,
     ParseNull,
     Positive,
-    Fraction,
     ShareBelowOne,
 )
 from trainable.config.study_config import BaseTrainerConfig

@@ -24,9 +24,9 @@ from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.diagnostics.thoughts import (
     ThoughtPairs,
     Turn,
-    sample_first_turn_pairs,
-    read_turns,
     compute_thought_coverage,
+    read_turns,
+    sample_first_turn_pairs,
     sample_trajectory_pairs,
 )
 from trainable.models.codec import Codec

@@ -21,11 +21,11 @@ from trainable.algo.buckets import assign_fixed_buckets, assign_quantile_buckets
 from trainable.algo.gradient_signal import (
     compute_component_cosines,
     compute_fold_gram,
-    estimate_gradient_signal,
     compute_published_norm,
+    compute_update_fractions,
+    estimate_gradient_signal,
     estimate_signal_fractions,
     split_folds,
-    compute_update_fractions,
 )
 from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.sketch import count_sketch

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging
 
-from trainable.models.hub_config import HubShape, check_parts, read_config, make_refusal_error, make_shape
+from trainable.models.hub_config import HubShape, check_parts, make_refusal_error, make_shape, read_config
 from trainable.models.kv_cache import KVCache
 from trainable.models.qwen2 import LanguageHead, PassSettings, ValueHead
 from trainable.runs.failures import is_out_of_memory

@@ -8,8 +8,8 @@ from torch import nn
 
 from trainable.config.run_config import RunConfig
 from trainable.config.seeds import make_rng
-from trainable.models.load import Policy, freeze, make_frozen_copy, load_policy, make_critic, make_pass_settings
-from trainable.models.lora import add_adapters, make_adapted_policy, make_shared_critic, compute_fingerprint
+from trainable.models.load import Policy, freeze, load_policy, make_critic, make_frozen_copy, make_pass_settings
+from trainable.models.lora import add_adapters, compute_fingerprint, make_adapted_policy, make_shared_critic
 from trainable.models.qwen2 import Qwen2, ValueModel
 
 if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without

@@ -28,24 +28,24 @@ from trainable.models.lora import check_base
 from trainable.models.networks import make_networks
 from trainable.ppo.evaluation import (
     Evaluation,
-    number_classes,
     make_evaluation,
+    number_classes,
     summarise_batch,
     summarise_rollout,
     summarise_validation,
 )
 from trainable.ppo.filtering import Selection, filter_episodes
-from trainable.ppo.flops import measure_peak_flops, estimate_rollout_flops, estimate_training_flops, compute_mfu
+from trainable.ppo.flops import compute_mfu, estimate_rollout_flops, estimate_training_flops, measure_peak_flops
 from trainable.ppo.phases import Clock, PhaseTimer
 from trainable.ppo.schedule import StepPlan, plan_step
 from trainable.ppo.step_record import (
     BatchSummary,
     Budget,
-    StepTiming,
     EngineMismatch,
     FinalEvaluation,
     Number,
     StepRecord,
+    StepTiming,
     Update,
 )
 from trainable.ppo.targets import PreparedBatch, make_targets

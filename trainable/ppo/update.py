@@ -17,7 +17,7 @@ from trainable.algo.batching import split_by_tokens
 from trainable.algo.losses import estimate_kl, ppo_clip_loss, value_clip_loss
 from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.target_policy import target_policy_loss
-from trainable.algo.vocabulary import TokenStatistics, logprobs_from_hidden, compute_token_statistics
+from trainable.algo.vocabulary import TokenStatistics, compute_token_statistics, logprobs_from_hidden
 from trainable.backend.meter import Meter
 from trainable.backend.one_device import Backend
 from trainable.backend.world import SINGLE_PROCESS, World, shard_rows

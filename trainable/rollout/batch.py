@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainable.algo.batching import order_length_stratified, order_by_group
+from trainable.algo.batching import order_by_group, order_length_stratified
 from trainable.rollout.episode import Episode
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from trainable.algo.batching import split_by_tokens
-from trainable.algo.vocabulary import logprobs_from_hidden, compute_token_statistics
+from trainable.algo.vocabulary import compute_token_statistics, logprobs_from_hidden
 from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.config.run_config import RunConfig
 from trainable.models.interface import LanguageModel

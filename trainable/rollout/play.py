@@ -7,7 +7,7 @@ import numpy as np
 
 from trainable.envs.sokoban.board import Action, step
 from trainable.envs.sokoban.generate import Level
-from trainable.envs.sokoban.prompt import Observation, PromptTemplate, ParsedReply, parse_reply
+from trainable.envs.sokoban.prompt import Observation, ParsedReply, PromptTemplate, parse_reply
 from trainable.models.codec import Codec
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams

@@ -20,8 +20,8 @@ from trainable.runs.run_files import (
     LEVELS_FILE,
     METRICS_FILE,
     STATE_FOLDER,
-    append_json_line,
     acquire_lock,
+    append_json_line,
     read_json_lines,
     read_rows,
 )

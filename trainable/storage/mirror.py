@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 
 from trainable.runs.failures import StorageError
 from trainable.runs.full_disk import RetryPolicy, call_with_retry
-from trainable.runs.run_files import PROBES_FILE, STATE_FOLDER, CHECKSUMS_FILE, acquire_lock
+from trainable.runs.run_files import CHECKSUMS_FILE, PROBES_FILE, STATE_FOLDER, acquire_lock
 from trainable.storage.remote import (
     StoragePath,
     file_exists,
+    format_error,
     get_bytes,
     get_file,
     list_files,
     open_storage,
-    format_error,
     put_bytes,
     put_file,
     remove_file,

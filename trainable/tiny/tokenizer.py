@@ -18,8 +18,8 @@ from trainable.envs.sokoban.prompt import (
     END_OF_MESSAGE,
     START_OF_THOUGHT,
     format_actions_left,
-    format_turn_header,
     format_reward,
+    format_turn_header,
 )
 from trainable.envs.sokoban.text import SYMBOLS
 

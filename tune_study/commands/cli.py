@@ -16,7 +16,7 @@ from tune_study.commands import describe
 from tune_study.commands import options as opt
 from tune_study.commands.axis_options import VALUES_OPTION, add_axis_options
 from tune_study.commands.choices import RunOptions, find_studies, plan_from_options
-from tune_study.commands.preflight import LaunchOptions, start_studies, explain_paper_misfit
+from tune_study.commands.preflight import LaunchOptions, explain_paper_misfit, start_studies
 from tune_study.folder import locate, outputs, study_file
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.host.gpus import detect_gpus

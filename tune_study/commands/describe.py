@@ -15,7 +15,7 @@ from trainable.config.run_config import RunConfig
 from trainable.config.setting_types import is_common
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder import outputs
-from tune_study.host.console import print_table, print_line
+from tune_study.host.console import print_line, print_table
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.plan.allotment import ResourcePlan

@@ -23,12 +23,12 @@ from trainable.config.constants import SHIPPED_MODEL
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.setting_types import format_value
 from tune_study.host import machine
-from tune_study.host.console import print_table, print_line
+from tune_study.host.console import print_line, print_table
 from tune_study.host.gpus import Gpu, count_cpus, detect_gpus
 from tune_study.host.machine import CheckResult
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 from tune_study.placement.models import check_model
-from tune_study.placement.resources import make_bundles, choose_preset
+from tune_study.placement.resources import choose_preset, make_bundles
 from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError
 

@@ -95,7 +95,7 @@ def inspect_node(query: NodeQuery) -> NodeReport:
 def _find_marker_error(query: NodeQuery) -> str:
     if query.study_uri is None:
         return "" if os.path.exists(query.marker) else "it is not there"
-    from trainable.storage.remote import get_bytes, open_storage, format_error
+    from trainable.storage.remote import format_error, get_bytes, open_storage
 
     try:
         get_bytes(open_storage(query.marker))

@@ -9,14 +9,14 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from search_spaces.language_model.family import PPO
-from trainable.config.run_config import ConfigError, RunConfig, resolve_key, format_validation_error, apply_overrides
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, format_validation_error, resolve_key
 from trainable.config.sections import EarlyStopConfig
 from trainable.config.setting_types import format_value
 from trainable.runs.run_files import METRICS_FILE, read_rows
-from trainable.runs.stop_rules import RULES, StopDecision, History, Row, parse_finite
+from trainable.runs.stop_rules import RULES, History, Row, StopDecision, parse_finite
 from tune_study.folder.outputs import RunStatus, read_json, read_status
 from tune_study.folder.study_file import read_study
-from tune_study.host.console import print_table, print_line
+from tune_study.host.console import print_line, print_table
 from tune_study.plan.study_plan import PlanError
 
 Outcome = Literal["false alarm", "right", "unknown"]

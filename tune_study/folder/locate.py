@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainable.config.setting_types import format_value
 from trainable.runs.failures import StorageError
-from trainable.storage.uris import join_uri, check_uri, is_uri, split_uri
+from trainable.storage.uris import check_uri, is_uri, join_uri, split_uri
 from tune_study.folder import outputs
 from tune_study.folder.study_file import (
     NO_OVERRIDES,

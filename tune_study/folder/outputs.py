@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from trainable.runs.links import LinkError, check_no_links, open_no_link, atomic_write
-from trainable.runs.run_files import METRICS_FILE, read_rows, fsync_path
+from trainable.runs.links import LinkError, atomic_write, check_no_links, open_no_link
+from trainable.runs.run_files import METRICS_FILE, fsync_path, read_rows
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
-from trainable.config.run_config import ConfigError, format_validation_error, apply_overrides
+from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
 from trainable.config.setting_types import format_value
 from trainable.config.study_config import BaseRunConfig
 from trainable.runs.stop_rules import RULES
@@ -20,11 +20,11 @@ from tune_study.folder.outputs import read_json
 from tune_study.plan.study_plan import (
     PlanError,
     StudyPlan,
-    make_arm_config,
     build_plan,
     find_study,
     flatten_settings,
     format_values,
+    make_arm_config,
 )
 
 Text = Annotated[str, Field(max_length=100_000)]

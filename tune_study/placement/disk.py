@@ -15,8 +15,8 @@ from tune_study.folder.summary import find_finished_runs
 from tune_study.placement.model_size import (
     ModelShape,
     count_policy_parameters,
-    read_model_shape,
     list_trained_tensor_sizes,
+    read_model_shape,
 )
 from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan

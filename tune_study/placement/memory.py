@@ -11,10 +11,10 @@ from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS, ZERO_BUC
 from trainable.config.run_config import RunConfig
 from tune_study.placement.model_size import (
     ModelShape,
-    list_adapted_layers,
     count_linear_parameters,
-    list_linear_layers,
     count_policy_parameters,
+    list_adapted_layers,
+    list_linear_layers,
     list_trained_tensor_sizes,
 )
 

@@ -18,7 +18,7 @@ from tune_study.folder.summary import write_summary
 from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 from tune_study.tune.progress import Progress, format_step, format_stop_reason
-from tune_study.tune.trials import split_rows_by_run, list_run_ids
+from tune_study.tune.trials import list_run_ids, split_rows_by_run
 
 MAX_ATTEMPTS = 3
 """How often a run may fail in a row, without a step between, with what may pass."""

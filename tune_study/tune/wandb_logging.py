@@ -11,7 +11,7 @@ from ray import tune
 from trainable.runs.run_files import GRADIENTS_FILE
 from tune_study.folder.outputs import read_status
 from tune_study.plan.study_plan import RunSpec, StudyPlan
-from tune_study.tune.trials import split_rows_by_run, list_run_ids
+from tune_study.tune.trials import list_run_ids, split_rows_by_run
 from tune_study.tune.wandb_sync import WandbUploader
 
 CLOSE_TIMEOUT_S = 30.0

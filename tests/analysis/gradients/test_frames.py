@@ -95,12 +95,20 @@ def changed(line: dict[str, Any], part: str, name: str, value: object) -> dict[s
 
 ODD = [
     *(without(LATER.make_line(), name) for name in ("step", "source", "prefilter", "rows", "groups")),
-    {**LATER.make_line(), "step": "51"}, {**LATER.make_line(), "step": -1}, {**LATER.make_line(), "step": True},
-    {**LATER.make_line(), "source": "test"}, {**LATER.make_line(), "source": ["train"]}, {**LATER.make_line(), "prefilter": 0},
-    {**LATER.make_line(), "rows": {}}, {**LATER.make_line(), "rows": [1]}, {**LATER.make_line(), "groups": "none"},
-    changed(LATER.make_line(), "rows", "bucket", None), changed(LATER.make_line(), "rows", "component", 3),
-    changed(LATER.make_line(), "rows", "uses_training_batch", None), changed(LATER.make_line(), "groups", "group", 1.5),
-]  # fmt: skip
+    {**LATER.make_line(), "step": "51"},
+    {**LATER.make_line(), "step": -1},
+    {**LATER.make_line(), "step": True},
+    {**LATER.make_line(), "source": "test"},
+    {**LATER.make_line(), "source": ["train"]},
+    {**LATER.make_line(), "prefilter": 0},
+    {**LATER.make_line(), "rows": {}},
+    {**LATER.make_line(), "rows": [1]},
+    {**LATER.make_line(), "groups": "none"},
+    changed(LATER.make_line(), "rows", "bucket", None),
+    changed(LATER.make_line(), "rows", "component", 3),
+    changed(LATER.make_line(), "rows", "uses_training_batch", None),
+    changed(LATER.make_line(), "groups", "group", 1.5),
+]
 
 
 @pytest.mark.parametrize("line", ODD, ids=range(len(ODD)))

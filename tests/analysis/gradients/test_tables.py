@@ -162,8 +162,13 @@ def test_what_the_filter_left_empty_is_in_no_table(tmp_path: Path, generator: np
     pd.testing.assert_frame_equal(
         gradients.select_trained(rows).reset_index(drop=True), gradients.select_trained(alone)
     )
-    for table_of in (gradients.make_analysis_table, gradients.make_signal_table, gradients.make_share_table, gradients.make_signal_lines,
-                     gradients.make_share_lines):  # fmt: skip
+    for table_of in (
+        gradients.make_analysis_table,
+        gradients.make_signal_table,
+        gradients.make_share_table,
+        gradients.make_signal_lines,
+        gradients.make_share_lines,
+    ):
         pd.testing.assert_frame_equal(table_of(rows).reset_index(drop=True), table_of(alone).reset_index(drop=True))
     assert gradients.make_steps_table(rows, [51])["prefilter"].to_list() == [True] * 6
     assert len(gradients.compute_trends(rows, generator)) == len(gradients.compute_trends(alone, generator))

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from analysis.published.cells import NOT_DISTINGUISHABLE, DIFFERS, NEVER_REACHED, NO_EXPECTATION, PER_SEED, POOLED, Cell
+from analysis.published.cells import DIFFERS, NEVER_REACHED, NO_EXPECTATION, NOT_DISTINGUISHABLE, PER_SEED, POOLED, Cell
 from analysis.published.update_rule_sandbox import CELLS, STUDY_SETTINGS, make_conditions
 from search_spaces import STUDIES as OURS
 from trainable.config.run_config import apply_overrides

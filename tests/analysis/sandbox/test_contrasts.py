@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from analysis.data.families import FAMILIES
-from analysis.data.frames import StudyFrames, make_empty_frame, to_records, cast_frame
+from analysis.data.frames import StudyFrames, cast_frame, make_empty_frame, to_records
 from analysis.data.load import load
 from analysis.sandbox import contrasts as module
 from analysis.sandbox import plots as sandbox_plots
 from analysis.sandbox.contrasts import (
     CONTRASTED_COLUMNS,
     EXCLUDED_COLUMNS,
-    compute_seed_differences,
     compute_contrasts,
-    read_contrasts,
     compute_pair_differences,
+    compute_seed_differences,
     format_sentences,
+    read_contrasts,
 )
 from tests.fakes.sandbox_folders import UNIFORM_STOP, FakeRun, FakeStudy, make_seed_runs, write_sandbox
 from tests.oracles.analysis import compute_contrast, holm

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from scipy import stats as scipy_stats
 
-from analysis.data.compare import describe_basis, collect_level_outcomes, find_last_points
+from analysis.data.compare import collect_level_outcomes, describe_basis, find_last_points
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
 from analysis.stats.estimates import detectable_difference, difference_over_levels, holm_adjust

@@ -9,9 +9,9 @@ from tests.strategies.algo import examples
 from trainable.algo.batching import (
     adjust_copy,
     adjust_delete,
-    split_by_tokens,
-    order_length_stratified,
     order_by_group,
+    order_length_stratified,
+    split_by_tokens,
 )
 
 

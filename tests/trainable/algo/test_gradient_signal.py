@@ -16,10 +16,10 @@ from trainable.algo.gradient_signal import (
     GradientSignal,
     compute_component_cosines,
     compute_fold_gram,
-    estimate_gradient_signal,
     compute_published_norm,
-    split_folds,
     compute_update_fractions,
+    estimate_gradient_signal,
+    split_folds,
 )
 from trainable.algo.reductions import compute_loss_weights
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.oracles import algo as oracle
-from trainable.algo.losses import KL_ESTIMATORS, full_kl, estimate_kl
+from trainable.algo.losses import KL_ESTIMATORS, estimate_kl, full_kl
 
 LOGITS = torch.tensor([0.3, -1.2, 0.8, 0.1, -0.4], dtype=torch.float64)
 REF_LOGITS = torch.tensor([-0.5, 0.4, 0.9, -1.0, 0.2], dtype=torch.float64)

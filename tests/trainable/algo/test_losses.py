@@ -10,8 +10,8 @@ from tests.oracles import algo as oracle
 from tests.strategies.algo import examples
 from trainable.algo.losses import (
     entropy_from_logits,
-    full_kl,
     estimate_kl,
+    full_kl,
     logprobs_from_logits,
     ppo_clip_loss,
     value_clip_loss,

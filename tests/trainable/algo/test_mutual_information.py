@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.oracles import mutual_information as oracles
 from tests.strategies.algo import examples, matrix
 from trainable.algo.mutual_information import (
-    compute_mixture_scores,
     compute_information_metrics,
+    compute_mixture_scores,
     compute_retrieval_metrics,
     compute_shuffled_accuracy,
     smooth_zscores,

@@ -10,9 +10,9 @@ from tests.strategies.algo import examples
 from tests.trainable.algo.test_gradient_signal import close, random_vectors
 from trainable.algo.gradient_signal import (
     compute_fold_gram,
+    compute_update_fractions,
     estimate_gradient_signal,
     estimate_signal_fractions,
-    compute_update_fractions,
 )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.oracles import algo as oracle
 from tests.strategies.algo import examples
-from trainable.algo.target_policy import target_policy_loss, compute_group_distributions
+from trainable.algo.target_policy import compute_group_distributions, target_policy_loss
 
 ETAS = st.sampled_from([0.1, 1.0, 7.0])
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.strategies.algo import examples
 from trainable.algo.losses import entropy_from_logits, full_kl, logprobs_from_logits
-from trainable.algo.vocabulary import TokenStatistics, logprobs_from_hidden, compute_token_statistics
+from trainable.algo.vocabulary import TokenStatistics, compute_token_statistics, logprobs_from_hidden
 
 ROWS, HIDDEN, VOCABULARY, TEMPERATURE = 10, 5, 7, 0.8
 

@@ -12,9 +12,9 @@ from trainable.backend.meter import Meter
 from trainable.backend.world import (
     SINGLE_PROCESS,
     SingleProcess,
-    shard_rows,
     chain_blocks,
     compute_local_range,
+    shard_rows,
     skip_child_seeds,
 )
 from trainable.config.seeds import make_rng

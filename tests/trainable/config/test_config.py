@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainable.config.aliases import ALIASES
-from trainable.config.run_config import ConfigError, RunConfig, resolve_key, list_field_names, apply_overrides
+from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
 
 # Every key of the two published documents, as they write it, with its value there and the field that it sets here.
 PUBLISHED = [

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from tests.fakes.scripted import make_small_config
-from tests.fakes.trainers import make_quiet_trainer, replay_step, run_steps, drop_times
+from tests.fakes.trainers import drop_times, make_quiet_trainer, replay_step, run_steps
 from tests.oracles import mutual_information as oracle
 from trainable.config.sections import CollapseDetectionConfig
 from trainable.diagnostics.collapse import Diagnosis, diagnose_episodes, is_due
 from trainable.diagnostics.standard import DIAGNOSTICS
-from trainable.diagnostics.thoughts import ThoughtPairs, sample_first_turn_pairs, read_turns, sample_trajectory_pairs
+from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_first_turn_pairs, sample_trajectory_pairs
 from trainable.envs.sokoban.level_sets import make_training_levels
 from trainable.envs.sokoban.prompt import make_prompt_template
 from trainable.families import LANGUAGE_MODEL
@@ -55,9 +55,15 @@ def rollout() -> Rollout:
     codec = make_codec(policy.tokenizer)
     rules = EpisodeLimits(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
     episodes = roll_out_episodes(
-        make_training_levels(0, 1, 3, 10_000), 6, TorchSampler(policy.model), make_prompt_template("compact", "grid", 10), codec,
-        rules, SamplingParams(1.0, 24, policy.stop_token), np.random.default_rng(0),
-    )  # fmt: skip
+        make_training_levels(0, 1, 3, 10_000),
+        6,
+        TorchSampler(policy.model),
+        make_prompt_template("compact", "grid", 10),
+        codec,
+        rules,
+        SamplingParams(1.0, 24, policy.stop_token),
+        np.random.default_rng(0),
+    )
     return Rollout(policy.model, codec, episodes)
 
 

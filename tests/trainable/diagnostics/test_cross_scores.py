@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fakes.scripted import make_random_model, make_qwen2_shape
+from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from trainable.backend.world import SingleProcess
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.load import load_policy

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.fakes.trainers import make_quiet_trainer, drop_times, copy_weights
+from tests.fakes.trainers import copy_weights, drop_times, make_quiet_trainer
 from tests.trainable.diagnostics.test_gradient_probe import ANALYSIS, GROUPS, SIZE, analysed
 from trainable.config.seeds import make_rng
 from trainable.diagnostics.gradient_analysis import analyse_gradients

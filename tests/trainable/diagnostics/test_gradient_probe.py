@@ -238,8 +238,14 @@ def test_the_kl_gradient_where_policy_and_reference_are_one(kind: str, is_zero: 
 
 @pytest.mark.parametrize("coefficient", [1e-9, 1e3])
 def test_the_coefficient_does_not_decide_what_is_rounding(coefficient: float) -> None:
-    fresh = make_quiet_trainer(**{**ANALYSIS, "trainer__gradient_analysis_mode": False, "actor__kl_loss_type": "low_var_kl",
-                     "actor__kl_loss_coef": coefficient})  # fmt: skip
+    fresh = make_quiet_trainer(
+        **{
+            **ANALYSIS,
+            "trainer__gradient_analysis_mode": False,
+            "actor__kl_loss_type": "low_var_kl",
+            "actor__kl_loss_coef": coefficient,
+        }
+    )
     assert by_name(probed(fresh)[1])["all", "kl"]["snr"] is None
     trained = by_name(probed(analysed(actor__kl_loss_coef=coefficient))[1])["all", "kl"]
     assert trained["snr"] is not None

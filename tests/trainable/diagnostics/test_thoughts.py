@@ -11,9 +11,9 @@ from tests.strategies.algo import examples
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.diagnostics.thoughts import (
     Turn,
-    sample_first_turn_pairs,
-    read_turns,
     compute_thought_coverage,
+    read_turns,
+    sample_first_turn_pairs,
     sample_trajectory_pairs,
 )
 from trainable.envs.sokoban.level_sets import make_training_levels
@@ -52,11 +52,19 @@ def episode(replies: Sequence[str], tokenizer: Tokenizer = TINY, group: int = 0)
     sizes = [len(part) for part in parts]
     zeros = np.zeros(sum(sizes), dtype=np.float32)
     return Episode(
-        level_seed=0, group=group, tokens=np.concatenate([np.array(part, dtype=np.int64) for part in parts]),
-        mask=np.repeat([False, True] * len(replies), sizes), logprobs=zeros, entropies=zeros,
-        turns=np.repeat(np.arange(len(parts)) // 2, sizes), turn_rewards=(0.0,) * len(replies), actions=1,
-        invalid_turns=0, stop_reason=StopReason.OUT_OF_TURNS, texts=tuple(reply.split("<|im_end|>")[0] for reply in replies),
-    )  # fmt: skip
+        level_seed=0,
+        group=group,
+        tokens=np.concatenate([np.array(part, dtype=np.int64) for part in parts]),
+        mask=np.repeat([False, True] * len(replies), sizes),
+        logprobs=zeros,
+        entropies=zeros,
+        turns=np.repeat(np.arange(len(parts)) // 2, sizes),
+        turn_rewards=(0.0,) * len(replies),
+        actions=1,
+        invalid_turns=0,
+        stop_reason=StopReason.OUT_OF_TURNS,
+        texts=tuple(reply.split("<|im_end|>")[0] for reply in replies),
+    )
 
 
 def thoughts(replies: Sequence[str], tokenizer: Tokenizer = TINY) -> list[str]:
@@ -257,9 +265,15 @@ def rollout() -> tuple[list[Episode], Codec]:
     codec = make_codec(policy.tokenizer)
     rules = EpisodeLimits(max_turn=3, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=512)
     episodes = roll_out_episodes(
-        make_training_levels(0, 1, 3, 10_000), 6, TorchSampler(policy.model), make_prompt_template("compact", "grid", 10), codec,
-        rules, SamplingParams(1.0, 24, policy.stop_token), np.random.default_rng(0),
-    )  # fmt: skip
+        make_training_levels(0, 1, 3, 10_000),
+        6,
+        TorchSampler(policy.model),
+        make_prompt_template("compact", "grid", 10),
+        codec,
+        rules,
+        SamplingParams(1.0, 24, policy.stop_token),
+        np.random.default_rng(0),
+    )
     return episodes, codec
 
 

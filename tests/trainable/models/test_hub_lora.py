@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.fakes.hub_models import NO_SYSTEM_TEMPLATE, write_small_model, make_tokens, make_wrapped_model
+from tests.fakes.hub_models import NO_SYSTEM_TEMPLATE, make_tokens, make_wrapped_model, write_small_model
 from tests.fakes.trainers import make_quiet_trainer, run_steps
 from trainable.algo.batching import split_by_tokens
 from trainable.config.sections import ModelConfig
-from trainable.models.lora import make_adapted_policy, iter_hub_weights, list_weight_names, write_adapters
+from trainable.models.lora import iter_hub_weights, list_weight_names, make_adapted_policy, write_adapters
 from trainable.ppo import update
 from trainable.runs.state import flatten_state, load_flat_state
 

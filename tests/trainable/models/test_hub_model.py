@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.fakes.hub_models import ARCHITECTURES, VOCAB_SIZE, make_model, make_tokens, make_wrapped_model, write_model
-from tests.fakes.scripted import make_hub_twin, make_random_model, make_qwen2_shape
+from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.hub_config import make_shape
 from trainable.models.hub_model import HubModel, load_hub_model
-from trainable.models.load import Policy, make_frozen_copy, load_policy, make_critic
+from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy
 from trainable.models.lora import iter_hub_weights
 from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.rollout.sampler import SamplingParams
@@ -160,8 +160,9 @@ def test_greedy_replies_are_those_of_generate(pair: tuple[Any, HubModel]) -> Non
     more = conversation.sample_replies([0, 1], [[50, 51], [52]])
     for prompt, reply, given, next_reply in zip(prompts, replies, [[50, 51], [52]], more, strict=True):
         for told, wanted in (
-            (prompt, reply.token_ids.tolist()), ([*prompt, *reply.token_ids.tolist(), *given], next_reply.token_ids.tolist()),
-        ):  # fmt: skip
+            (prompt, reply.token_ids.tolist()),
+            ([*prompt, *reply.token_ids.tolist(), *given], next_reply.token_ids.tolist()),
+        ):
             made = causal.generate(
                 torch.tensor([told]), attention_mask=torch.ones(1, len(told), dtype=torch.long), do_sample=False,
                 max_new_tokens=12, eos_token_id=2, pad_token_id=0,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.fakes.hub_models import ARCHITECTURES, VOCAB_SIZE, make_model, make_tokens, make_wrapped_model, write_model
-from trainable.models.hub_config import read_config, make_shape
+from trainable.models.hub_config import make_shape, read_config
 from trainable.models.hub_model import check_exact, load_hub_model
 from trainable.models.load import load_policy
 from trainable.models.qwen2 import PassSettings

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.fakes.scripted import make_random_model, make_qwen2_shape
+from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from trainable.models.load import Policy, find_model, load_policy, make_codec, make_critic
 from trainable.models.qwen2 import Qwen2
 from trainable.tiny.tokenizer import write_tokenizer

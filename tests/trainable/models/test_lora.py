@@ -10,29 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.fakes.scripted import make_hub_twin, make_random_model, make_qwen2_shape, make_small_config
+from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model, make_small_config
 from tests.fakes.trainers import (
     Row,
+    copy_weights,
+    has_same_weights,
     is_finite,
     make_quiet_trainer,
     replay_step,
-    has_same_weights,
     run_steps,
-    copy_weights,
 )
 from trainable.config.sections import ModelConfig
 from trainable.config.seeds import make_rng
 from trainable.config.setting_types import LINEAR_LAYERS
 from trainable.diagnostics.gradient_analysis import analyse_gradients
 from trainable.models import load as loading
-from trainable.models.load import freeze, make_frozen_copy, load_policy, make_critic, make_pass_settings
+from trainable.models.load import freeze, load_policy, make_critic, make_frozen_copy, make_pass_settings
 from trainable.models.lora import (
     ADAPTER_NAME,
-    make_adapted_policy,
-    find_adapters,
     check_base,
     compute_fingerprint,
+    find_adapters,
     iter_merged_weights,
+    make_adapted_policy,
     share_parameters,
     write_adapters,
 )

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fakes.scripted import make_hub_twin, make_random_model, make_qwen2_shape
+from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
 from trainable.models.packing import PackedRows, causal_attention, pack_rows
 from trainable.models.qwen2 import PassSettings, ValueModel
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from tests.fakes.scripted import (
     make_hub_twin,
+    make_qwen2_shape,
     make_random_episodes,
     make_random_model,
-    make_qwen2_shape,
     make_small_config,
 )
 from tests.trainable.algo.test_vocabulary import Largest
@@ -23,7 +23,7 @@ from trainable.backend.one_device import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig, ModelConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.diagnostics.gradient_probe import probe_gradients
-from trainable.models.load import Policy, make_frozen_copy, load_policy, make_critic, make_pass_settings
+from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy, make_pass_settings
 from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.ppo import update
 from trainable.ppo.trainer import PPOTrainer

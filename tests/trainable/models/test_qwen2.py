@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.fakes.scripted import make_hub_twin, make_random_model, make_qwen2_shape
+from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
 from trainable.models.qwen2 import Qwen2, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from tests.fakes.scripted import make_episode
-from trainable.ppo.evaluation import number_classes, make_evaluation
+from trainable.ppo.evaluation import make_evaluation, number_classes
 from trainable.rollout.episode import Episode, StopReason
 
 

@@ -4,15 +4,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.fakes.scripted import make_random_model, make_qwen2_shape
+from tests.fakes.scripted import make_qwen2_shape, make_random_model
 from tests.fakes.trainers import make_quiet_trainer
 from trainable.config.seeds import make_rng
 from trainable.ppo.flops import (
+    compute_mfu,
     estimate_forward_flops,
-    measure_peak_flops,
     estimate_rollout_flops,
     estimate_training_flops,
-    compute_mfu,
+    measure_peak_flops,
 )
 
 

@@ -9,12 +9,12 @@ from trainable.ppo.phases import PhaseTimer
 from trainable.ppo.step_record import (
     BatchSummary,
     Budget,
-    RolloutSummary,
-    StepTiming,
     EngineMismatch,
     FilterDecision,
     FinalEvaluation,
+    RolloutSummary,
     StepRecord,
+    StepTiming,
     Update,
     Validation,
 )

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fakes.scripted import make_hub_twin, make_episode, make_random_model, make_qwen2_shape, make_small_config
-from tests.fakes.trainers import is_finite, has_changed, make_quiet_trainer, run_steps, copy_weights
+from tests.fakes.scripted import make_episode, make_hub_twin, make_qwen2_shape, make_random_model, make_small_config
+from tests.fakes.trainers import copy_weights, has_changed, is_finite, make_quiet_trainer, run_steps
 from trainable.algo.target_policy import target_policy_loss
 from trainable.backend.meter import Meter
 from trainable.backend.one_device import TorchBackend

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.fakes.scripted import clone_tensors, make_hub_twin, make_small_config
-from tests.fakes.trainers import Row, is_finite, has_changed, make_quiet_trainer, replay_step, run_steps, copy_weights
+from tests.fakes.trainers import Row, copy_weights, has_changed, is_finite, make_quiet_trainer, replay_step, run_steps
 from tests.oracles import update as oracle
 from trainable.algo.batching import order_length_stratified
 from trainable.config.choices import ADVANTAGE_ESTIMATORS

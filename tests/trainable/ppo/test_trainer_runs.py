@@ -11,7 +11,7 @@ import torch
 
 from search_spaces.declaration.presets import PRESETS
 from tests.fakes.scripted import clone_tensors, make_small_config
-from tests.fakes.trainers import make_quiet_trainer, has_same_weights, run_steps, drop_times
+from tests.fakes.trainers import drop_times, has_same_weights, make_quiet_trainer, run_steps
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.envs.sokoban import level_sets
 from trainable.ppo.evaluation import Evaluation, summarise_validation
@@ -50,10 +50,12 @@ def test_the_base_policy_is_validated_before_the_first_update_only() -> None:
     step = trainer.step()
     assert step.evaluations[:2] == wanted
     assert {name: number for name, number in step.row.items() if name.startswith("base_")} == {
-        "base_val_success": wanted[0].success, "base_val_greedy_success": wanted[1].success,
-        "base_val_success_unseen": wanted[0].compute_success_where(fresh.is_val_unseen), "base_val_reward": wanted[0].score,
+        "base_val_success": wanted[0].success,
+        "base_val_greedy_success": wanted[1].success,
+        "base_val_success_unseen": wanted[0].compute_success_where(fresh.is_val_unseen),
+        "base_val_reward": wanted[0].score,
         "base_val_invalid_turns": wanted[0].invalid_turns,
-    }  # fmt: skip
+    }
     assert not any(name.startswith("base_") for name in trainer.step().row)
     assert PPOTrainer(make_small_config(trainer__val_before_train=False)).step()[1] == []
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.fakes.scripted import make_hub_twin, make_random_episodes, make_random_model, make_qwen2_shape
+from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_episodes, make_random_model
 from tests.oracles import update as oracle
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.reductions import LOSS_AGG_MODES

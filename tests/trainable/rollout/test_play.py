@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from tests.fakes.scripted import ScriptedSampler
 from trainable.envs.sokoban.board import Action
 from trainable.envs.sokoban.level_sets import make_validation_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_prompt_template, format_reply
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, format_reply, make_prompt_template
 from trainable.models.load import make_codec
 from trainable.rollout.batch import place_turn_rewards
 from trainable.rollout.episode import Episode, StopReason

@@ -5,7 +5,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.fakes.scripted import make_hub_twin, make_random_model, make_qwen2_shape
+from tests.fakes.scripted import make_hub_twin, make_qwen2_shape, make_random_model
 from trainable.envs.sokoban.level_sets import make_training_levels
 from trainable.envs.sokoban.prompt import make_prompt_template
 from trainable.models.load import Policy, load_policy, make_codec

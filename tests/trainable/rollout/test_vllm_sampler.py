@@ -17,9 +17,9 @@ from trainable.models.load import find_model, load_policy
 from trainable.rollout.vllm_sampler import (
     EngineSettings,
     VllmSampler,
+    acquire_lock,
     check_weights,
     read_weight_shapes,
-    acquire_lock,
     set_environment,
 )
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from trainable.runs.checkpoint import write_rolling_checkpoint
-from trainable.runs.links import LinkError, check_no_links, make_folder, open_no_link, atomic_write
-from trainable.runs.run_files import append_json_line, acquire_lock
+from trainable.runs.links import LinkError, atomic_write, check_no_links, make_folder, open_no_link
+from trainable.runs.run_files import acquire_lock, append_json_line
 
 
 @pytest.fixture

@@ -5,17 +5,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.trainers import make_quiet_trainer, copy_weights
+from tests.fakes.trainers import copy_weights, make_quiet_trainer
 from tests.fakes.trials import find_newest_checkpoint, get_rows, start_trial
 from trainable.backend.one_device import TorchBackend
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.failures import NON_FINITE, NonFiniteError, RunFailedError, classify_failure
 from trainable.runs.nonfinite import (
+    check_finite,
     find_nonfinite_gradients,
     find_nonfinite_losses,
     find_nonfinite_weights,
-    check_finite,
 )
 
 LAYER = "model.layers.0.mlp.up_proj.weight"

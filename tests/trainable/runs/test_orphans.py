@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from trainable.runs.orphans import MARK_ENV, terminate_orphans, make_ray_mark
+from trainable.runs.orphans import MARK_ENV, make_ray_mark, terminate_orphans
 
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
 QUIET = "import time; print('up', flush=True); time.sleep(600)"

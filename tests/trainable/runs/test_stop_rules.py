@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.oracles.stop_rules import LiveStopRules
 from trainable.config.sections import EarlyStopConfig
-from trainable.runs.stop_rules import RULES, StopDecision, History, evaluate_stop_rules, parse_finite
+from trainable.runs.stop_rules import RULES, History, StopDecision, evaluate_stop_rules, parse_finite
 
 SETTINGS = EarlyStopConfig()
 SMALL = EarlyStopConfig(

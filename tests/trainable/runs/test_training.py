@@ -11,12 +11,12 @@ import pytest
 from tests.fakes.trials import (
     Row,
     UninterruptedRun,
-    make_trial_config,
+    drop_times,
     find_newest_checkpoint,
     get_rows,
+    make_trial_config,
     read_run_files,
     start_trial,
-    drop_times,
 )
 from trainable.runs import run
 from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_checkpoint

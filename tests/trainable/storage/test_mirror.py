@@ -14,19 +14,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fakes.trials import Row, UninterruptedRun, make_trial_config, drop_times
+from tests.fakes.trials import Row, UninterruptedRun, drop_times, make_trial_config
 from trainable.runs.checkpoint import read_checkpoint, write_checkpoint, write_rolling_checkpoint
 from trainable.runs.failures import StorageError
 from trainable.runs.run_files import CHECKSUMS_FILE, append_json_line, read_rows
 from trainable.storage import mirror
 from trainable.storage.mirror import (
     Mirror,
-    fetch_lines,
-    is_checkpoint_intact,
     compute_line_file_sizes,
+    fetch_lines,
+    find_complete_checkpoints,
+    is_checkpoint_intact,
     push_lines,
     upload_checkpoint,
-    find_complete_checkpoints,
 )
 from trainable.storage.remote import StoragePath, get_bytes, list_files, open_storage, put_bytes, put_file
 from trainable.trial import Trial
@@ -112,10 +112,17 @@ def test_a_run_is_copied_after_each_step_and_fetched_elsewhere(uri: str, tmp_pat
         write_step(tmp_path / "a", step)
         (tmp_path / "a" / "run" / "other.json").write_text(str(step))
         here.push()
-    assert names(here.storage_path) == sorted([
-        "metrics.jsonl/000000", "other.json",
-        *(f"state/step_{step}/{name}" for step in (2, 3) for name in (CHECKSUMS_FILE, "state.json", "state.safetensors")),
-    ])  # fmt: skip
+    assert names(here.storage_path) == sorted(
+        [
+            "metrics.jsonl/000000",
+            "other.json",
+            *(
+                f"state/step_{step}/{name}"
+                for step in (2, 3)
+                for name in (CHECKSUMS_FILE, "state.json", "state.safetensors")
+            ),
+        ]
+    )
     there.fetch(with_checkpoint=True)
     run = tmp_path / "b" / "run"
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [1, 2, 3]

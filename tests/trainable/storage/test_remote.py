@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from trainable.runs.failures import StorageError, classify_failure
 from trainable.storage.mirror import call_storage
 from trainable.storage.remote import StoragePath, get_bytes, list_files, open_storage, put_bytes, put_file
-from trainable.storage.uris import join_uri, check_uri, is_same_folder, split_uri
+from trainable.storage.uris import check_uri, is_same_folder, join_uri, split_uri
 
 
 def test_a_path_may_hold_what_means_something_in_a_uri() -> None:

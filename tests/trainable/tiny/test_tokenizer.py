@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 
 from trainable.envs.sokoban.board import Action, Tile, is_solved, step
 from trainable.envs.sokoban.level_sets import make_validation_levels
-from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, make_prompt_template, parse_reply, format_reply
+from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, format_reply, make_prompt_template, parse_reply
 from trainable.envs.sokoban.text import SYMBOLS
 from trainable.tiny.tokenizer import PAD, UNKNOWN, build_tokenizer, format_place, make_vocabulary, write_tokenizer
 

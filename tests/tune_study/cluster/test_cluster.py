@@ -18,18 +18,18 @@ from tests.fakes.trials import drop_times
 from tests.tune_study.cluster.faked_cluster import can_be_elsewhere, faked_cluster
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.run_files import METRICS_FILE, read_json_lines, read_rows
-from trainable.storage.mirror import Mirror, is_checkpoint_intact, find_complete_checkpoints
+from trainable.storage.mirror import Mirror, find_complete_checkpoints, is_checkpoint_intact
 from trainable.storage.remote import list_files, open_storage
 from trainable.trial import Trial
 from tune_study.commands import node_checks, probe
 from tune_study.commands.node_checks import (
-    NodeReport,
     NodeQuery,
-    inspect_node,
+    NodeReport,
     check_capacity,
     check_versions,
     compute_code_hash,
     find_smallest_gpu,
+    inspect_node,
 )
 from tune_study.folder.outputs import read_json, read_status
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan

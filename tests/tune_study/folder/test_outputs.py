@@ -12,10 +12,10 @@ from tune_study.folder.outputs import (
     RunStatus,
     check_writable,
     close_unfinished,
-    read_git_state,
     is_running,
     lock_folder,
     make_timestamp,
+    read_git_state,
     read_json,
     read_status,
     write_json,
@@ -25,13 +25,13 @@ from tune_study.folder.outputs import (
 from tune_study.folder.study_file import check_unchanged, plan_from_folder
 from tune_study.folder.summary import (
     find_finished_runs,
-    parse_skipped_statuses,
     format_run_times,
     format_summary_line,
     format_wall_seconds,
+    parse_skipped_statuses,
     write_summary,
 )
-from tune_study.placement.models import make_absolute, check_model, find_hub_cache
+from tune_study.placement.models import check_model, find_hub_cache, make_absolute
 from tune_study.placement.resources import preflight
 from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan

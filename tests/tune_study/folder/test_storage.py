@@ -105,8 +105,8 @@ def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str) -> None:
 
 
 def test_the_lock_of_a_process_of_this_machine_that_is_gone_holds_nobody(uri: str) -> None:
-    lines = ("from tune_study.folder.lease import Hold", "from trainable.storage.remote import open_place")
-    code = "\n".join([*lines, f"Hold(open_place({uri!r})).take('the study')"])
+    lines = ("from tune_study.folder.lease import Lease", "from trainable.storage.remote import open_storage")
+    code = "\n".join([*lines, f"Lease(open_storage({uri!r})).acquire('the study')"])
     subprocess.run([sys.executable, "-c", code], check=True)
     holder = read_holder(open_storage(uri))
     assert holder is not None

@@ -18,12 +18,12 @@ from trainable.trial import Trial
 from tune_study.folder.outputs import RunStatus, write_status
 from tune_study.placement.disk import (
     DiskBudget,
-    estimate_disk_budget,
     check_budget,
     compute_checkpoint_bytes,
     count_folder_bytes,
-    format_disk_line,
     count_occurrences,
+    estimate_disk_budget,
+    format_disk_line,
 )
 from tune_study.placement.model_size import ModelShape, count_policy_parameters, read_model_shape
 from tune_study.placement.resources import preflight
@@ -46,9 +46,18 @@ VARIANTS: dict[str, Mapping[str, object]] = {
     "rloo, KL loss": {"algorithm.adv_estimator": "rloo", "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.1},
 }
 EXAMPLE = DiskBudget(
-    remaining_runs=6, concurrent_runs=2, is_uniform=True, checkpoint_bytes=1_800_000, saved_checkpoints=4, rolling_checkpoints=10, row_bytes=1_600_000, total_bytes=62_800_000,
-    written_bytes=0, free_bytes=52_100_000_000, folder=Path("/out"),
-)  # fmt: skip
+    remaining_runs=6,
+    concurrent_runs=2,
+    is_uniform=True,
+    checkpoint_bytes=1_800_000,
+    saved_checkpoints=4,
+    rolling_checkpoints=10,
+    row_bytes=1_600_000,
+    total_bytes=62_800_000,
+    written_bytes=0,
+    free_bytes=52_100_000_000,
+    folder=Path("/out"),
+)
 FILES = 10
 """Bytes of a file in a made-up folder."""
 

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd.graph import saved_tensors_hooks
 
-from tests.fakes.scripted import make_random_model
 from tests.fakes.scripted import make_qwen2_shape as torch_shape
+from tests.fakes.scripted import make_random_model
 from tests.fakes.trainers import make_quiet_trainer
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng

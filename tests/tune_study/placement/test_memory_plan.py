@@ -15,13 +15,13 @@ from tune_study.placement.memory import GIB, PHASES, sum_by_phase
 from tune_study.placement.memory_plan import (
     GpuCapacity,
     MemoryPlan,
-    check_memory,
     check_free_memory,
+    check_memory,
     find_gpu_capacity,
     format_memory_plan,
-    plan_memory,
-    make_memory_table,
     format_verdict,
+    make_memory_table,
+    plan_memory,
 )
 from tune_study.placement.resources import preflight
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan

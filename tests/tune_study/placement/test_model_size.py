@@ -16,10 +16,10 @@ from trainable.models.qwen2_shape import Qwen2Shape
 from tune_study.placement.model_size import (
     ModelShape,
     count_critic_parameters,
-    list_critic_tensor_sizes,
     count_head_parameters,
-    list_head_tensor_sizes,
     count_policy_parameters,
+    list_critic_tensor_sizes,
+    list_head_tensor_sizes,
     list_policy_tensor_sizes,
     read_model_shape,
 )

@@ -11,13 +11,13 @@ from tune_study.placement import resources
 from tune_study.placement.resources import (
     VLLM,
     VLLM_CPU,
-    make_bundles,
     check_engines,
     choose_preset,
     format_gpu_label,
+    make_bundles,
+    make_slots,
     parse_gpus,
     preflight,
-    make_slots,
 )
 from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan

@@ -11,10 +11,10 @@ from tune_study.placement.resources import preflight
 from tune_study.placement.time_estimate import (
     GpuRates,
     estimate_forward_flops,
-    find_rates,
     estimate_run_seconds,
     estimate_step_seconds,
     estimate_update_flops,
+    find_rates,
 )
 
 SMALL = ModelShape(

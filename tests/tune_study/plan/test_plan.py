@@ -11,8 +11,8 @@ from trainable.config.run_config import ConfigError, apply_overrides
 from tune_study.plan.study_plan import (
     PlanError,
     StudyPlan,
-    find_changed_settings,
     collect_overrides,
+    find_changed_settings,
     find_study,
     make_plan,
     parse_bool,

@@ -7,18 +7,18 @@ import torch
 from safetensors.torch import save_file
 
 from tests.fakes.hub_models import (
-    DROPS_THOUGHTS_TEMPLATE,
     ARCHITECTURES,
+    DROPS_THOUGHTS_TEMPLATE,
     make_byte_tokenizer,
-    write_tokenizer_config,
     make_config,
     make_model,
     write_model,
+    write_tokenizer_config,
 )
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.models.hub_model import HubModel
-from trainable.models.load import Policy, make_frozen_copy, load_policy, make_critic
+from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy
 from tune_study.placement import memory
 from tune_study.placement.model_size import count_critic_parameters, count_policy_parameters, read_model_shape
 from tune_study.placement.models import check_model

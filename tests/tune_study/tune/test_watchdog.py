@@ -8,7 +8,7 @@ import pytest
 
 from tune_study.host.interrupt import Interrupt
 from tune_study.tune import watchdog
-from tune_study.tune.watchdog import Daemon, DiskSpaceGuard, watch_daemons, has_exited
+from tune_study.tune.watchdog import Daemon, DiskSpaceGuard, has_exited, watch_daemons
 
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 

@@ -74,7 +74,7 @@ def make_validation_levels(count: int = 512, base: int = 123) -> list[Level]:
     return generate_levels(range(base, base + count))
 
 
-def make_test_levels(count: int = TEST_LEVELS) -> list[Level]:  # noqa: PT028 - levels for testing a policy, not a test
+def make_test_levels(count: int = TEST_LEVELS) -> list[Level]:
     """Make the first `count` of the 512 test levels, all distinct up to symmetry, from the shipped seeds."""
     if not 0 <= count <= TEST_LEVELS:
         raise ValueError(f"{count} test levels; there are 0 to {TEST_LEVELS}")

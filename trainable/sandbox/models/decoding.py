@@ -9,10 +9,10 @@ from trainable.sandbox.models.transformer import (
     FoldedWeights,
     TransformerEnsemble,
     apply_block,
-    embed_tokens,
     compute_keys_values,
-    linear,
+    embed_tokens,
     layer_norm,
+    linear,
 )
 
 

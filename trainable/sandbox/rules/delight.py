@@ -13,9 +13,9 @@ from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.rule import (
     RuleLoss,
     compute_advantages,
+    compute_reward_std,
     gather_log_probs,
     policy_gradient_loss,
-    compute_reward_std,
 )
 
 

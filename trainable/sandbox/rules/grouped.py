@@ -12,14 +12,14 @@ from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.rule import (
     RuleLoss,
-    unflatten_groups,
     capped_ratios,
-    make_group_ids,
-    group_moments,
-    masked_mean,
     gather_log_probs,
-    policy_gradient_loss,
+    group_moments,
+    make_group_ids,
     make_rule_loss,
+    masked_mean,
+    policy_gradient_loss,
+    unflatten_groups,
 )
 
 STD_FLOOR = 1e-8

@@ -5,8 +5,8 @@ from torch import Tensor
 
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.rules.delight import dg, compute_gate
-from trainable.sandbox.rules.rule import RuleLoss, masked_mean, gather_log_probs, make_rule_loss, sum_squared_probs
+from trainable.sandbox.rules.delight import compute_gate, dg
+from trainable.sandbox.rules.rule import RuleLoss, gather_log_probs, make_rule_loss, masked_mean, sum_squared_probs
 from trainable.sandbox.rules.token_credit import find_correct_tokens, get_score_mask
 
 

@@ -7,14 +7,14 @@ from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.rule import (
     RuleLoss,
-    compute_advantages,
     capped_ratios,
-    masked_mean,
+    compute_advantages,
     gather_log_probs,
     log_ratios,
-    policy_gradient_loss,
     make_rule_loss,
+    masked_mean,
     masked_moments,
+    policy_gradient_loss,
 )
 
 

@@ -11,12 +11,12 @@ from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.grouped import group_skills
 from trainable.sandbox.rules.rule import (
     RuleLoss,
-    unflatten_groups,
-    make_group_ids,
-    masked_mean,
     gather_log_probs,
+    make_group_ids,
     make_rule_loss,
+    masked_mean,
     sum_squared_probs,
+    unflatten_groups,
 )
 from trainable.sandbox.rules.token_credit import compute_candidate_metrics, get_candidates, make_row_ids
 

@@ -6,13 +6,13 @@ from torch import Tensor
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.rules.delight import compute_gate
-from trainable.sandbox.rules.grouped import group_advantages, clipped_surrogate
+from trainable.sandbox.rules.grouped import clipped_surrogate, group_advantages
 from trainable.sandbox.rules.rule import (
     RuleLoss,
-    masked_mean,
     gather_log_probs,
-    policy_gradient_loss,
     make_rule_loss,
+    masked_mean,
+    policy_gradient_loss,
     sum_squared_probs,
 )
 

@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from trainable.sandbox.batch.members import MemberRngs
-from trainable.sandbox.batch.reward_noise import detect_bandit_feature, corrupt_rewards
+from trainable.sandbox.batch.reward_noise import corrupt_rewards, detect_bandit_feature
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.decoding import sample_actions, select_log_probs
-from trainable.sandbox.tasks.groups import keep_all_rollouts, filter_groups, find_mixed_groups
+from trainable.sandbox.tasks.groups import filter_groups, find_mixed_groups, keep_all_rollouts
 
 
 def count_prompts_per_step(config: UpdateRuleConfig) -> int:

@@ -7,7 +7,7 @@ from trainable.sandbox.batch.members import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.mlp import MLPEnsemble, init_mlp_ensemble
-from trainable.sandbox.tasks.bandits import make_bandit_rollouts, count_prompts_per_step
+from trainable.sandbox.tasks.bandits import count_prompts_per_step, make_bandit_rollouts
 from trainable.sandbox.tasks.images import NUM_CLASSES, Images, read_images
 from trainable.sandbox.tasks.task import ModelEnsemble
 

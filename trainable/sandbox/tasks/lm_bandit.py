@@ -9,7 +9,7 @@ from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.decoding import select_log_probs
 from trainable.sandbox.models.language_models import LanguageModelEnsemble
-from trainable.sandbox.tasks.bandits import make_bandit_rollouts, count_prompts_per_step
+from trainable.sandbox.tasks.bandits import count_prompts_per_step, make_bandit_rollouts
 from trainable.sandbox.tasks.task import ModelEnsemble
 from trainable.sandbox.tasks.texts import read_tokens
 

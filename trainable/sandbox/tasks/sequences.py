@@ -9,7 +9,7 @@ from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.decoding import Completions, generate_completions, sample_actions, select_log_probs
 from trainable.sandbox.models.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
-from trainable.sandbox.tasks.groups import keep_all_rollouts, filter_groups, find_varied_groups
+from trainable.sandbox.tasks.groups import filter_groups, find_varied_groups, keep_all_rollouts
 from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards
 from trainable.sandbox.tasks.task import ModelEnsemble
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
-from trainable.sandbox.measure.diagnostics import cosine, compute_entropy_statistics, compute_ratio_statistics
+from trainable.sandbox.measure.diagnostics import compute_entropy_statistics, compute_ratio_statistics, cosine
 from trainable.sandbox.measure.oracle_fit import compute_fit_statistics, compute_sample_influence
 from trainable.sandbox.rules.oracle_labels import cross_entropy
 from trainable.sandbox.rules.rule import RuleLoss, UpdateRule

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import oracle_act, make_random_board, parse_board, make_board
+from tests.oracles.sokoban import make_board, make_random_board, oracle_act, parse_board
 from trainable.envs.sokoban import level_sets
 from trainable.envs.sokoban.board import DIRECTIONS, Action, Tile, check_board, is_solved, step
 from trainable.envs.sokoban.solver import solve

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from trainable.envs.sokoban.board import Action
 from trainable.envs.sokoban.level_sets import make_validation_levels
-from trainable.envs.sokoban.prompt import Observation, ParsedReply, make_prompt_template, parse_reply, format_reply
+from trainable.envs.sokoban.prompt import Observation, ParsedReply, format_reply, make_prompt_template, parse_reply
 
 UP, DOWN, LEFT, RIGHT = Action.UP, Action.DOWN, Action.LEFT, Action.RIGHT
 LEVEL_123 = make_validation_levels(1)[0].cells

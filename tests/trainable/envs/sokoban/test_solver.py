@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracles.sokoban import oracle_shortest_length, make_random_board, parse_board, make_board
+from tests.oracles.sokoban import make_board, make_random_board, oracle_shortest_length, parse_board
 from trainable.envs.sokoban import level_sets
 from trainable.envs.sokoban.board import Action, is_solved, step
 from trainable.envs.sokoban.solver import compute_distance_table, find_optimal_actions, solve

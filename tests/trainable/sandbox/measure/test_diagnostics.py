@@ -13,11 +13,11 @@ from torch import Tensor
 from tests.trainable.sandbox.batches import drawn_batch, with_candidates
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.measure.diagnostics import (
+    compute_entropy_statistics,
+    compute_ratio_statistics,
     correlation,
     cosine,
     entropies,
-    compute_entropy_statistics,
-    compute_ratio_statistics,
 )
 
 SEEDS = st.integers(0, 200)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import brentq
 
-from tests.strategies.update_rules import Case, cases, make_config, examples, make_random_case
-from trainable.sandbox.rules.kondo import compute_behavior_delight, screen_rollouts, find_threshold
+from tests.strategies.update_rules import Case, cases, examples, make_config, make_random_case
+from trainable.sandbox.rules.kondo import compute_behavior_delight, find_threshold, screen_rollouts
 
 shares = st.sampled_from([0.05, 0.5, 0.9])
 

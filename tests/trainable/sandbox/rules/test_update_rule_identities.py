@@ -9,7 +9,7 @@ from hypothesis import given
 from torch import Tensor
 
 from tests.oracles.update_rules import GROUPED
-from tests.strategies.update_rules import Case, cases, make_config, examples, make_random_case
+from tests.strategies.update_rules import Case, cases, examples, make_config, make_random_case
 from trainable.algo.advantages import group_skill
 from trainable.algo.target_policy import target_policy_loss
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts

@@ -16,7 +16,7 @@ from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.mlp import MLPEnsemble, init_mlp_ensemble
 from trainable.sandbox.tasks.classification import ClassificationTask
-from trainable.sandbox.tasks.images import Images, read_images, make_synthetic_images
+from trainable.sandbox.tasks.images import Images, make_synthetic_images, read_images
 
 
 def few_images(count: int = 50) -> Images:

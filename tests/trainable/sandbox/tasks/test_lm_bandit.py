@@ -18,9 +18,9 @@ from trainable.sandbox.tasks.make import make_task
 from trainable.sandbox.tasks.texts import (
     SHIPPED_PASSAGES,
     SHIPPED_TEXT,
+    make_sokoban_passages,
     read_passages,
     read_tokens,
-    make_sokoban_passages,
 )
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainable.sandbox.tasks import oracles
-from trainable.sandbox.batch.reward_noise import detect_bandit_feature, corrupt_rewards, detect_sequence_feature
+from trainable.sandbox.batch.reward_noise import corrupt_rewards, detect_bandit_feature, detect_sequence_feature
 from trainable.sandbox.config.names import NOISE_MODES, SEQUENCE_TASKS
 from trainable.sandbox.tasks.groups import filter_groups, find_mixed_groups, find_varied_groups
 from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, compute_sequence_rewards

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.trainable.sandbox.batches import drawn_batch, with_candidates
 from trainable.sandbox.batch.rollouts import Rollouts
-from trainable.sandbox.batch.slices import flatten_rollouts, stack_members, slice_member, unflatten_rollouts
+from trainable.sandbox.batch.slices import flatten_rollouts, slice_member, stack_members, unflatten_rollouts
 from trainable.sandbox.config.names import REPLAY_PRIORITIES
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.training.replay import AgeStatistics, ReplayBuffer, make_buffer
