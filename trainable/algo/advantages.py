@@ -1,7 +1,7 @@
-"""Advantages of trained tokens: GAE (plain and bi-level) from a critic, and group baselines without one.
+"""Advantages of trained tokens: GAE (plain and bi-level) with a critic, and group baselines without one.
 
-Shapes: B sequences, T tokens. `mask` is True where a token is trained; the others (observations, padding) are skipped
-in time as if they were not there. Every result is a constant (no gradient) and 0 where `mask` is False.
+Shapes: B sequences, T tokens. `mask` is True where a token is trained. All other tokens (observations, padding) are
+skipped in time, as if they did not exist. Every result is a constant (no gradient) and 0 where `mask` is False.
 """
 
 from typing import NamedTuple
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainable.algo.reductions import masked_whiten
 
-STD_FLOOR = 1e-6
-SKILL_STD_FLOOR = 1e-6
+STD_FLOOR = 1e-6  # verl 0.6.1 adds this to the std of a group
+SKILL_STD_FLOOR = 1e-6  # up to this std, the scores of a group count as equal
 
 
 class AdvantagesReturns(NamedTuple):
@@ -25,7 +25,9 @@ class AdvantagesReturns(NamedTuple):
 
 @torch.no_grad()
 def conserve_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Move each reward on an untrained token to the last trained token before it, or else to the first after it.
+    """Move each reward on an untrained token to the last trained token before it, or else to the first one after it.
+
+    The published GAE silently drops rewards on untrained tokens.
 
     Args:
         rewards: (B, T).
@@ -34,10 +36,15 @@ def conserve_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     Returns:
         (B, T), zero where `mask` is False. The sum of a row is conserved.
 
-    The published GAE drops rewards on untrained tokens without a word.
-    Degenerate: a row without a trained token has nowhere to put its reward and becomes zero.
+    Example:
+        >>> mask = torch.tensor([[False, True, False, True]])
+        >>> conserve_rewards(torch.tensor([[1.0, 0.0, 2.0, 4.0]]), mask).tolist()
+        [[0.0, 3.0, 0.0, 4.0]]
+
+    Degenerate: a row without a trained token has no place for its reward and becomes zero.
     """
     positions = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    # The running maximum is the last trained position so far, and -1 before the first one.
     last_trained = torch.where(mask, positions, -1).cummax(dim=1).values
     first_trained = mask.int().argmax(dim=1, keepdim=True)
     target_positions = torch.where(last_trained >= 0, last_trained, first_trained)
@@ -54,16 +61,25 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     where t counts trained tokens only and V after the last one is 0 (the episode has ended).
 
     Args:
-        rewards: (B, T); a reward on an untrained token is moved by `conserve_rewards`, never lost.
+        rewards: (B, T); `conserve_rewards` moves a reward on an untrained token, so that none is lost.
         values: (B, T) V of the state before each token; not read where `mask` is False.
         mask: (B, T) bool.
-        gamma: discount γ a trained token.
+        gamma: discount γ per trained token.
         lam: λ, 1 for Monte-Carlo returns, 0 for one-step temporal differences.
 
-    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16; skipping of observations as in the published code (verl
-    0.6.1 `compute_gae_advantage_return`), which whitens afterwards: here `masked_whiten` is the caller's step.
+    Example:
+        The token in the middle is an observation. With λ = γ = 1, both returns are the final reward.
+
+        >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]])
+        >>> result = gae(rewards, values, torch.tensor([[True, False, True]]), gamma=1.0, lam=1.0)
+        >>> result.advantages.tolist(), result.returns.tolist()
+        ([[0.5, 0.0, 0.75]], [[1.0, 0.0, 1.0]])
+
+    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16; observations are skipped as in the published code (verl
+    0.6.1 `compute_gae_advantage_return`). That code whitens at the end; here the caller applies `masked_whiten`.
     Degenerate: a row without a trained token is zero.
     """
+    # With the trained tokens moved to the front, the recursion over time has no gaps.
     order = _order_trained_first(mask)
     is_trained = mask.gather(1, order)
     compact_values = values.gather(1, order).masked_fill(~is_trained, 0)
@@ -95,22 +111,33 @@ def bi_level_gae(
         rewards: (B, T); moved by `conserve_rewards` first, so the reward of a turn may sit on the observation after it.
         values: (B, T); not read where `mask` is False.
         mask: (B, T) bool.
-        turn_ids: (B, T) int; a turn is a run of trained tokens of one id. Not read where `mask` is False.
-        gamma: discount γ a token, inside a turn.
-        lam: λ, of both levels.
-        high_level_gamma: discount γ_H a turn.
+        turn_ids: (B, T) int; consecutive trained tokens with the same id are one turn. Not read where `mask` is False.
+        gamma: discount γ per token, within a turn.
+        lam: λ, for both levels.
+        high_level_gamma: discount γ_H per turn.
 
-    Source: published code (`compute_bi_level_gae_advantage_return`), which takes every position of non-zero reward for
-    a turn end, so that a turn of reward 0 joins the next one; given turn ids depart from that rule.
-    Degenerate: a row without a trained token is zero; one turn a row is `gae`, one token a turn is `gae` at γ_H.
+    Example:
+        The first turn has two tokens and the second turn one. With V = 0 and γ_H = 1/2, the reward of the second turn
+        counts half in the first.
+
+        >>> rewards, values = torch.tensor([[0.0, 0.0, 1.0]]), torch.zeros(1, 3)
+        >>> mask, turn_ids = torch.ones(1, 3, dtype=torch.bool), torch.tensor([[0, 0, 1]])
+        >>> bi_level_gae(rewards, values, mask, turn_ids, gamma=1.0, lam=1.0, high_level_gamma=0.5).advantages.tolist()
+        [[0.5, 0.5, 1.0]]
+
+    Source: published code (`compute_bi_level_gae_advantage_return`), which takes every position with a non-zero reward
+    for the end of a turn, so that a turn with reward 0 is merged with the next one. Explicit turn ids avoid that.
+    Degenerate: a row without a trained token is zero; one turn per row is `gae`, one token per turn is `gae` at γ_H.
     """
     order = _order_trained_first(mask)
     is_trained = mask.gather(1, order)
     compact_values = values.gather(1, order).masked_fill(~is_trained, 0)
     compact_ids = turn_ids.gather(1, order)
+    # True where the next token is trained too and belongs to the same turn.
     same_turn = F.pad(compact_ids[:, 1:] == compact_ids[:, :-1], (0, 1)) & _shift_left(is_trained)
     turn_ends = is_trained & ~same_turn
 
+    # With the ends of turns as the mask, `gae` treats each turn as one token.
     turn_rewards = _sum_to_next_end(conserve_rewards(rewards, mask).gather(1, order), turn_ends)
     turn_returns = gae(turn_rewards, compact_values, turn_ends, high_level_gamma, lam).returns
     advantages = _compute_gae(turn_returns, compact_values, same_turn, gamma, lam)
@@ -123,12 +150,12 @@ def _order_trained_first(mask: Tensor) -> Tensor:
 
 
 def _shift_left(x: Tensor) -> Tensor:
-    """x_{t+1}, and zero (False) after the last."""
+    """x_{t+1}, and zero (False) after the last position."""
     return F.pad(x[:, 1:], (0, 1))
 
 
 def _compute_gae(rewards: Tensor, values: Tensor, is_continued: Tensor, gamma: float, lam: float) -> Tensor:
-    """A_t = r_t + γ c_t V_{t+1} − V_t + γλ c_t A_{t+1}, with c = `goes_on` (B, T) True where t+1 follows on t."""
+    """A_t = r_t + γ c_t V_{t+1} − V_t + γλ c_t A_{t+1}; c = `is_continued` (B, T) is True where t+1 continues t."""
     continuation = is_continued.to(values.dtype)
     deltas = rewards + gamma * continuation * _shift_left(values) - values
     return _compute_discounted_sums(deltas, gamma * lam * continuation)
@@ -137,9 +164,10 @@ def _compute_gae(rewards: Tensor, values: Tensor, is_continued: Tensor, gamma: f
 def _compute_discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
     """y_t = x_t + d_t y_{t+1} along time, for x and discount d of shape (B, T).
 
-    Each pass doubles how far ahead y_t has summed, so log2(T) passes replace a loop over T.
+    Each pass doubles the number of steps that y_t has summed, so log2(T) passes replace a loop over T.
     """
     offset = 1
+    # Here y_t holds the sum of `offset` steps, and d_t the discount over that many.
     while offset < x.shape[1]:
         x = x + discount * F.pad(x[:, offset:], (0, offset))
         discount = discount * F.pad(discount[:, offset:], (0, offset))
@@ -148,7 +176,7 @@ def _compute_discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
 
 
 def _sum_to_next_end(rewards: Tensor, is_end: Tensor) -> Tensor:
-    """Add up `rewards` (B, T) on the next position, itself included, where `ends` is True."""
+    """Move each reward (B, T) to the next position where `is_end` is True, which may be its own, and sum there."""
     last_index = is_end.shape[1] - 1
     positions = torch.arange(last_index + 1, device=is_end.device).expand_as(is_end)
     next_end = torch.where(is_end, positions, last_index).flip(1).cummin(dim=1).values.flip(1)
@@ -170,10 +198,11 @@ class _GroupStats(NamedTuple):
 
 
 def _compute_group_stats(scores: Tensor, group_ids: Tensor, correction: int = 1) -> _GroupStats:
-    """Scores (B,) beside those of their group; the std's divisor is G − `correction`."""
+    """Compare scores (B,) with those of their group; the std's divisor is G − `correction`."""
     _, group_index = torch.unique(group_ids, return_inverse=True)
     size = torch.bincount(group_index)  # (P,)
-    # In float32 the mean of equal scores can miss them by a rounding, which a division by the std would blow up.
+    # In float32 the mean of equal scores can differ from them by a rounding error, which a division by the tiny std
+    # would magnify.
     scores64 = scores.double()
     group_sums = scores64.new_zeros(len(size))
     centred = scores64 - (group_sums.index_add(0, group_index, scores64) / size)[group_index]
@@ -182,34 +211,49 @@ def _compute_group_stats(scores: Tensor, group_ids: Tensor, correction: int = 1)
 
 
 def _broadcast_to_tokens(advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """One advantage a sequence (B,) on each of its trained tokens, (B, T)."""
+    """Put the advantage of each sequence (B,) on each of its trained tokens, (B, T)."""
     return torch.where(mask, advantages.to(dtype)[:, None], 0)
 
 
 @torch.no_grad()
 def grpo(
-    scores: Tensor, group_ids: Tensor, mask: Tensor, norm_by_std: bool, *,
-    correction: int = 1, std_floor: float = STD_FLOOR, min_std: float = 0.0,
-) -> Tensor:  # fmt: skip
+    scores: Tensor,
+    group_ids: Tensor,
+    mask: Tensor,
+    norm_by_std: bool,
+    *,
+    correction: int = 1,
+    std_floor: float = STD_FLOOR,
+    min_std: float = 0.0,
+) -> Tensor:
     """Group-relative advantage, one number per sequence, on each of its trained tokens (B, T).
 
-        A_i = (R_i − mean_g R) / (std_g R + floor)        without `norm_by_std`: A_i = R_i − mean_g R
-        where std_g R <= least_std: 0
+        A_i = (R_i − mean_g R) / (std_g R + std_floor)        without `norm_by_std`: A_i = R_i − mean_g R
+        where std_g R <= min_std: 0
 
     Args:
         scores: (B,) score R of each sequence.
         group_ids: (B,) int, equal for the rollouts of one prompt. A duplicated sequence counts twice.
         mask: (B, T) bool.
         norm_by_std: divide by the group's standard deviation; False is Dr. GRPO.
-        correction: the standard deviation has the divisor G − correction.
-        floor: what is added to it.
-        least_std: a deviation up to this is one of rounding, and the group has no advantage.
+        correction: the divisor of the variance is G − correction.
+        std_floor: added to the standard deviation, so that the division is safe.
+        min_std: a standard deviation up to this one counts as rounding error, and the group gets no advantage.
 
-    The defaults are those of language models (verl 0.6.1 `compute_grpo_outcome_advantage`); the published sandbox of
-    update rules has correction 0, floor 1e-8 and least_std 1e-8.
+    The defaults are those for language models (verl 0.6.1 `compute_grpo_outcome_advantage`). The published sandbox of
+    update rules uses correction 0, std_floor 1e-8 and min_std 1e-8.
+
+    Example:
+        >>> scores, group_ids = torch.tensor([2.0, 0.0]), torch.tensor([7, 7])
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> grpo(scores, group_ids, mask, norm_by_std=False).tolist()
+        [[1.0, 1.0], [-1.0, 0.0]]
+        >>> grpo(scores, group_ids, mask, norm_by_std=True).double().round(decimals=4).tolist()  # std is √2
+        [[0.7071, 0.7071], [-0.7071, 0.0]]
+
     Source: Shao et al. 2024, arXiv:2402.03300, sec. 4.1.2; Liu et al. 2025, arXiv:2503.20783 (Dr. GRPO).
-    Degenerate: a group of one, or of equal scores, has advantage 0. The published code gives a group of one its raw
-    score.
+    Degenerate: a group of one, or of equal scores, has advantage 0. In the published code the advantage of a group of
+    one is its raw score.
     """
     stats = _compute_group_stats(scores, group_ids, correction)
     if not norm_by_std:
@@ -226,18 +270,25 @@ def group_skill(
 
         z_i = (R_i − mean_g R) / std_g R        where std_g R ≤ 1e-6: z_i = R_i − mean_g R
 
+    The std has the divisor G, unlike that of `grpo` by default, and nothing is added to it.
+
     Args:
         scores: (B,) score R of each sequence.
         group_ids: (B,) int, equal for the rollouts of one prompt.
         mask: (B, T) bool.
-        precision: of the factor that turns the divisor G − 1 into G. float32 as language models are trained, whose z is
-            rounded to that anyway; float64 in the sandbox of update rules, which loops check to 1e-9.
+        factor_dtype: type of the factor that turns the divisor G − 1 into G. float32 for language models, whose z is
+            rounded to float32 anyway; float64 in the sandbox of update rules, where tests compare with loops to 1e-9.
 
-    The std has the divisor G, unlike that of `grpo` by default, and nothing is added to it.
+    Example:
+        >>> scores, group_ids, mask = torch.tensor([3.0, 1.0]), torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.bool)
+        >>> group_skill(scores, group_ids, mask).double().round(decimals=4).tolist()  # mean 2, std 1
+        [[1.0], [-1.0]]
+
     Source: target policy optimisation (jeankaddour/tpo), as the published sandbox of update rules has it.
     Degenerate: a group of one, or of equal scores, has skill 0.
     """
     stats = _compute_group_stats(scores, group_ids)
+    # From the divisor G − 1 to the divisor G.
     std = stats.std * ((stats.size - 1).to(factor_dtype) / stats.size).sqrt()
     return _broadcast_to_tokens(stats.centred / torch.where(std > SKILL_STD_FLOOR, std, 1.0), mask, scores.dtype)
 
@@ -253,6 +304,11 @@ def rloo(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
         group_ids: (B,) int, equal for the rollouts of one prompt.
         mask: (B, T) bool.
 
+    Example:
+        >>> mask = torch.ones(3, 1, dtype=torch.bool)
+        >>> rloo(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0, 0, 0]), mask).tolist()  # 3 − 1.5, 1 − 2.5, 2 − 2
+        [[1.5], [-1.5], [0.0]]
+
     Source: Ahmadian et al. 2024, arXiv:2402.14740.
     Degenerate: a group of one has no other rollout and advantage 0.
     """
@@ -262,17 +318,24 @@ def rloo(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reinforce_plus_plus(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted reward to go over trained tokens, whitened over the batch, (B, T).
+    """Discounted return from each trained token on, whitened over the batch, (B, T).
 
         G_t = Σ_{l>=0} γ^l r_{t+l},    A = whiten(G)
 
     Args:
-        rewards: (B, T), with any KL penalty already in them; moved by `conserve_rewards` first.
+        rewards: (B, T), with any KL penalty already subtracted; moved by `conserve_rewards` first.
         mask: (B, T) bool.
-        gamma: discount γ a trained token.
+        gamma: discount γ per trained token.
 
-    Source: Hu 2025, arXiv:2501.03262. The published code sets the sum to 0 at each untrained token, so a turn does not
-    see the rewards of later turns; here untrained tokens are skipped, as in `gae`.
+    Example:
+        The returns are 0.5 and 1, with mean 0.75 and std √(1/8).
+
+        >>> advantages = reinforce_plus_plus(torch.tensor([[0.0, 1.0]]), torch.tensor([[True, True]]), gamma=0.5)
+        >>> advantages.double().round(decimals=4).tolist()
+        [[-0.7071, 0.7071]]
+
+    Source: Hu 2025, arXiv:2501.03262. The published code resets the sum to 0 at each untrained token, so a turn does
+    not see the rewards of later turns; here untrained tokens are skipped, as in `gae`.
     Degenerate: see `masked_whiten`.
     """
     zero_values = torch.zeros_like(rewards)
@@ -290,8 +353,15 @@ def reinforce_plus_plus_baseline(scores: Tensor, group_ids: Tensor, mask: Tensor
         group_ids: (B,) int, equal for the rollouts of one prompt.
         mask: (B, T) bool.
 
+    Example:
+        Centred on the group's mean, the scores are −1 and 1, with mean 0 and std √2.
+
+        >>> scores, group_ids, mask = torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.bool)
+        >>> reinforce_plus_plus_baseline(scores, group_ids, mask).double().round(decimals=4).tolist()
+        [[-0.7071], [0.7071]]
+
     Source: Hu 2025, arXiv:2501.03262 (the variant with a group baseline).
-    Degenerate: a group of one enters the whitening with 0; if every group has equal scores all advantages are 0.
+    Degenerate: a group of one enters the whitening with 0; if every group has equal scores, all advantages are 0.
     """
     centred = _compute_group_stats(scores, group_ids).centred
     return masked_whiten(_broadcast_to_tokens(centred, mask, scores.dtype), mask)

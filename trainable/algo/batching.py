@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def order_length_stratified(lengths: Tensor) -> Tensor:
-    """Order (B,) of the sequences, short to long and back to short, so that a mini-batch holds similar lengths.
+    """Order (B,) of the sequences, from short to long and back to short, so that neighbours have similar lengths.
 
         sort by (length, index); then ranks 0, 2, 4, … upwards followed by ranks …, 5, 3, 1 downwards
 
@@ -15,6 +15,11 @@ def order_length_stratified(lengths: Tensor) -> Tensor:
     Returns:
         (B,) int64, a permutation.
 
+    Example:
+        >>> order = order_length_stratified(torch.tensor([30, 10, 20, 40]))
+        >>> order.tolist()  # lengths 10, 30, 40, 20
+        [1, 0, 3, 2]
+
     Source: published code (verl 0.6.1 `balance_batch`).  Degenerate: equal lengths give 0, 2, 4, …, 5, 3, 1.
     """
     indices = torch.sort(lengths, stable=True).indices
@@ -22,18 +27,22 @@ def order_length_stratified(lengths: Tensor) -> Tensor:
 
 
 def order_by_group(lengths: Tensor, group_ids: Tensor) -> Tensor:
-    """Order (B,) of the sequences in which each group stands together, groups of similar length side by side.
+    """Order (B,) of the sequences in which each group is contiguous and groups of similar length are neighbours.
 
-        the groups in `length_stratified_order` of their tokens; a group's sequences in order of their index
+        the groups in `order_length_stratified` of their tokens; a group's sequences in order of their index
 
     Args:
         lengths: (B,) tokens of each sequence.
         group_ids: (B,) int, equal for the rollouts of one prompt.
 
     Returns:
-        (B,) int64, a permutation. Where groups have G sequences each, pieces of k G of them hold k whole groups.
+        (B,) int64, a permutation. Where every group has G sequences, slices of k G sequences are k complete groups.
 
-    Source: definition.  Degenerate: groups of one give `length_stratified_order`, if their ids ascend.
+    Example:
+        >>> order_by_group(torch.tensor([4, 1, 4, 1]), group_ids=torch.tensor([7, 3, 7, 3])).tolist()
+        [1, 3, 0, 2]
+
+    Source: definition.  Degenerate: groups of one give `order_length_stratified`, if their ids ascend.
     """
     _, group_index = torch.unique(group_ids, return_inverse=True)
     group_tokens = lengths.new_zeros(int(group_index.max()) + 1).index_add(0, group_index, lengths)
@@ -42,27 +51,33 @@ def order_by_group(lengths: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = False) -> list[Tensor]:
-    """Indices of the sequences of each pass: neighbours in length, of at most `most` tokens together.
+    """Split the sequences into passes: neighbours in length, with at most `max_tokens` tokens in total.
 
         sort by (length, index); a pass takes sequences until the next one would not fit
 
     Args:
-        lengths: (B,) tokens of each sequence, on the processor.
-        most: tokens of a pass; a sequence that is longer makes a pass of its own.
-        pads: every sequence of a pass counts as its longest one, which whoever pads them reads.
+        lengths: (B,) tokens of each sequence, on the CPU.
+        max_tokens: tokens of a pass; a sequence that is longer is a pass by itself.
+        needs_padding: the model pads, so every sequence of a pass counts as much as the longest one.
 
     Returns:
-        int64 indices of each pass, short sequences first; every sequence is in one pass.
+        int64 indices of each pass, short sequences first; every sequence is in exactly one pass.
 
-    Source: definition.  Degenerate: no sequences make no pass.
+    Example:
+        >>> passes = split_by_tokens(torch.tensor([5, 2, 3, 9]), max_tokens=6)
+        >>> [indices.tolist() for indices in passes]  # 2 + 3 tokens, 5 tokens, 9 tokens
+        [[1, 2], [0], [3]]
+
+    Source: definition.  Degenerate: no sequences give no pass.
     """
     if max_tokens < 1:
-        raise ValueError(f"a pass of at most {max_tokens} tokens; it must be at least 1.")
+        raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1, such as 16384.")
     sorted_lengths = torch.sort(lengths, stable=True)
     sizes: list[int] = []
-    pass_tokens = 0  # by the pass under way, with the sequence at hand
+    pass_tokens = 0  # of the current pass, with the sequence under consideration
     for length in sorted_lengths.values.tolist():
         if sizes:
+            # Lengths ascend, so the newest sequence is the one that all others are padded to.
             pass_tokens = (sizes[-1] + 1) * length if needs_padding else pass_tokens + length
         if not sizes or pass_tokens > max_tokens:
             sizes.append(0)
@@ -72,36 +87,47 @@ def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = Fals
 
 
 def adjust_copy(n: int, multiple: int, generator: torch.Generator) -> Tensor:
-    """Indices (n',) of n sequences followed by random duplicates, n' the next multiple of `multiple`.
+    """Indices (n',) of n sequences followed by random duplicates; n' is n rounded up to a multiple of `multiple`.
 
     Args:
-        n: sequences.
-        multiple: what the number must be divisible by.
+        n: number of sequences.
+        multiple: n' is divisible by this number.
         generator: CPU generator that draws the duplicates.
 
     Returns:
-        int64: 0 … n − 1 in order, then the duplicates, distinct among themselves while fewer than n are needed; beyond
-        that each sequence is repeated as evenly as possible.
+        int64: 0 … n − 1 in order, then the duplicates. They are distinct while fewer than n are needed; beyond that
+        each sequence is repeated as evenly as possible.
+
+    Example:
+        >>> indices = adjust_copy(3, 4, torch.Generator().manual_seed(0))
+        >>> indices[:3].tolist(), len(indices)
+        ([0, 1, 2], 4)
 
     Source: published code (RAGEN `adjust_batch`, mode copy, which cannot draw more than n).
-    Degenerate: n = 0, or n divisible already, adds nothing.
+    Degenerate: nothing is added for n = 0, or for n divisible already.
     """
     _check_multiple(n, multiple)
-    target_count = -(-n // multiple) * multiple
+    target_count = -(-n // multiple) * multiple  # rounded up
     indices = torch.arange(n)
     while len(indices) < target_count:
+        # A permutation repeats no sequence before every other one has been drawn.
         duplicates = torch.randperm(n, generator=generator)
         indices = torch.cat([indices, duplicates[: target_count - len(indices)]])
     return indices
 
 
 def adjust_delete(n: int, multiple: int, generator: torch.Generator) -> Tensor:
-    """Indices (n',) of n sequences less random ones, n' the last multiple of `multiple`, in order.
+    """Indices (n',) of n sequences without a random few, in order; n' is n rounded down to a multiple of `multiple`.
 
     Args:
-        n: sequences.
-        multiple: what the number must be divisible by.
-        generator: CPU generator that draws the dropped ones.
+        n: number of sequences.
+        multiple: n' is divisible by this number.
+        generator: CPU generator that draws the sequences to drop.
+
+    Example:
+        >>> indices = adjust_delete(5, 4, torch.Generator().manual_seed(0))
+        >>> len(indices), indices.tolist() == sorted(set(indices.tolist()))
+        (4, True)
 
     Source: published code (RAGEN `adjust_batch`, mode delete).
     Degenerate: fewer than `multiple` sequences leave none.
@@ -113,6 +139,4 @@ def adjust_delete(n: int, multiple: int, generator: torch.Generator) -> Tensor:
 
 def _check_multiple(n: int, multiple: int) -> None:
     if n < 0 or multiple < 1:
-        raise ValueError(
-            f"{n} sequences to a multiple of {multiple}; the first must be at least 0, the second at least 1."
-        )
+        raise ValueError(f"n is {n} and multiple is {multiple}; n must be at least 0 and multiple at least 1.")

@@ -1,6 +1,6 @@
-"""Which prompt groups a training step keeps: a score for each group, and a rule that selects by score.
+"""Filters of prompt groups: a score for each group, and a rule that decides by score which groups a step keeps.
 
-Shapes: P prompts (groups), G rollouts in a group. Each rule is one function of the candidates' scores; `select_groups`
+Shapes: P prompts (groups), G rollouts per group. Each rule is one function of the candidates' scores; `select_groups`
 is the published pipeline around them: float32 scores, optional removal of zero scores, then the rule.
 """
 
@@ -12,20 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Both from the published code (RAGEN `rollout_filter`).
 ZERO_SCORE = 1e-10
 MIN_P_SLACK = 1e-10
 
 
 @dataclass(frozen=True)
 class TopP:
-    """Keep the best groups that together hold a `mass` of the total score; 1 keeps every candidate."""
+    """Keep the best groups that together reach a fraction `mass` of the total score; 1 keeps every candidate."""
 
     mass: float
-    """Share of the total to reach, in (0, 1]."""
+    """Fraction of the total score to reach, in (0, 1]."""
     prob_mode: str = "softmax"
-    """`softmax`: shares are softmax(score). `linear`: shares are score / Σ score."""
+    """`softmax`: a group counts softmax(score). `linear`: a group counts score / Σ score."""
     eps: float = 0.01
-    """Linear mode only: subtracted from the score to reach, so a batch of near-zero scores is rejected whole."""
+    """Linear mode only: subtracted from the score to reach, so that a batch of near-zero scores is rejected."""
 
     def __post_init__(self) -> None:
         _require(0 < self.mass <= 1, "top_p mass", self.mass, "above 0 and at most 1, such as 0.9; 1 keeps all groups")
@@ -38,7 +39,7 @@ class TopK:
     """Keep a fraction of all groups, counted before zero scores are dropped; at least one."""
 
     fraction: float
-    """Share of the groups, in (0, 1]."""
+    """Fraction of the groups, in (0, 1]."""
 
     def __post_init__(self) -> None:
         _require(
@@ -59,10 +60,10 @@ class TopKAbs:
 
 @dataclass(frozen=True)
 class MinP:
-    """Keep the groups whose score is within a `ratio` of the best one."""
+    """Keep the groups whose score is at least `ratio` times the best one."""
 
     ratio: float
-    """Share of the best score, in [0, 1]; 1 keeps only ties with the best."""
+    """Fraction of the best score, in [0, 1]; 1 keeps only ties with the best."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.ratio <= 1, "min_p ratio", self.ratio, "between 0 and 1, such as 0.1")
@@ -82,17 +83,23 @@ def _parse_count(value: float) -> int:
 
 
 def parse_rule(strategy: str, value: float, prob_mode: str = "softmax", eps: float = 0.01) -> Rule:
-    """Turn a strategy's name and its one number into the rule that holds only its own knobs.
+    """Turn the name of a strategy and its value into a rule, which has only the settings that apply to it.
 
         top_p → TopP(mass)    top_k, top_f → TopK(fraction)    top_k_abs → TopKAbs(count)    min_p → MinP(ratio)
 
     Args:
-        strategy: a name above. `top_f` is the older name of the fraction.
+        strategy: a name above. `top_f` is an older name of `top_k`.
         value: the mass, fraction, count or ratio.
-        prob_mode: of top_p, `softmax` or `linear`.
-        eps: of top_p in linear mode.
+        prob_mode: for top_p, `softmax` or `linear`.
+        eps: for top_p in linear mode.
 
-    Source: published code (RAGEN `rollout_filter`). A count must be whole, where the published code truncates it.
+    Example:
+        >>> parse_rule("top_k", 0.25)
+        TopK(fraction=0.25)
+        >>> parse_rule("top_k_abs", 4.0)
+        TopKAbs(count=4)
+
+    Source: published code (RAGEN `rollout_filter`). A count must be a whole number; the published code truncates it.
     """
     rules: dict[str, Callable[[], Rule]] = {
         "top_p": lambda: TopP(value, prob_mode, eps),
@@ -113,13 +120,20 @@ def compute_group_scores(
         reward_variance, reward_std     std_i R (divisor G − 1)     reward  mean_i R     reward_sum  Σ_i R
         entropy_variance, entropy_std   std_i H (divisor G − 1)     entropy mean_i H     length      mean_i length
 
-    `reward_variance` is the published name of what is a standard deviation: it scales as the rewards do.
+    Despite its published name, `reward_variance` is a standard deviation: it scales as the rewards do.
 
     Args:
         metric: a name above.
         rewards: (P, G) score R of each rollout.
         entropies: (P, G) token-mean entropy H of each rollout, in nats.
         lengths: (P, G) response tokens of each rollout.
+
+    Example:
+        >>> rewards = torch.tensor([[0.0, 2.0], [1.0, 1.0]])
+        >>> compute_group_scores("reward", rewards).tolist()
+        [1.0, 1.0]
+        >>> compute_group_scores("reward_std", rewards).double().round(decimals=4).tolist()
+        [1.4142, 0.0]
 
     Source: published code (RAGEN `rollout_filter`).
     Degenerate: the standard deviation of a group of one is 0 (published: NaN).
@@ -164,9 +178,16 @@ def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero
         largest: prefer high scores; False prefers low ones.
         include_zero: False removes groups with |score| <= 1e-10 before the rule sees them.
 
+    Example:
+        >>> scores = torch.tensor([0.0, 1.0, 3.0])
+        >>> select_groups(scores, TopKAbs(1)).tolist()
+        [False, False, True]
+        >>> select_groups(scores, TopP(1.0), include_zero=False).tolist()
+        [False, True, True]
+
     Source: published code (RAGEN `rollout_filter`). Ties go to the lower index. Sums run over the sorted scores, so a
     permutation of the groups permutes the answer.
-    Degenerate: no candidate left keeps nothing.
+    Degenerate: nothing is kept where no candidate is left.
     """
     scores = scores.float()
     if not torch.isfinite(scores).all():
@@ -180,12 +201,14 @@ def select_groups(scores: Tensor, rule: Rule, largest: bool = True, include_zero
 
 def _apply_rule(rule: Rule, scores: Tensor, largest: bool, num_groups: int) -> Tensor:
     match rule:
+        # Mass 1 keeps every candidate by definition; linear mode would drop scores that are not positive.
         case TopP(mass=1):
             return torch.ones_like(scores, dtype=torch.bool)
         case TopP(prob_mode="softmax"):
             return top_p_softmax(scores, rule.mass, largest)
         case TopP():
             return top_p_linear(scores, rule.mass, rule.eps, largest)
+        # A fraction of all groups, not only of the candidates.
         case TopK():
             return top_k(scores, int(rule.fraction * num_groups), largest)
         case TopKAbs():
@@ -199,13 +222,21 @@ def top_p_softmax(scores: Tensor, mass: float, largest: bool = True) -> Tensor:
 
         p = softmax(s) (softmax(−s) for the smallest),  k = min{k : p_(1) + … + p_(k) >= mass}
 
+    The scale of the scores matters: nearly equal scores keep about mass · P groups, while scores that differ by several
+    units keep only the few best.
+
     Args:
         scores: (P,) float32, P >= 1.
         mass: in (0, 1].
         largest: rank high scores first.
 
-    The scale of the scores matters: nearly equal scores keep about mass · P groups, scores that differ by several
-    units keep the few best.  Degenerate: if rounding keeps the sum below `mass`, all groups are kept.
+    Example:
+        >>> top_p_softmax(torch.tensor([1.0, 1.0, 1.0, 1.0]), mass=0.5).tolist()  # probability 1/4 each
+        [True, True, False, False]
+        >>> top_p_softmax(torch.tensor([0.0, 0.0, 0.0, 9.0]), mass=0.5).tolist()
+        [False, False, False, True]
+
+    Degenerate: if rounding leaves the sum below `mass`, all groups are kept.
     """
     sorted_scores, order = torch.sort(scores, descending=largest, stable=True)
     probabilities = torch.softmax(sorted_scores if largest else -sorted_scores, dim=0)
@@ -224,14 +255,19 @@ def top_p_linear(scores: Tensor, mass: float, eps: float, largest: bool = True) 
         eps: slack, in units of the score.
         largest: rank high scores first.
 
-    Degenerate: nothing is kept where the target is not positive (near-zero scores: the batch is rejected) or cannot be
-    reached before the first score that is not positive.
+    Example:
+        >>> top_p_linear(torch.tensor([1.0, 2.0, 5.0]), mass=0.75, eps=0.0).tolist()  # 5 + 2 reach 6
+        [False, True, True]
+
+    Degenerate: nothing is kept where the target is not positive (near-zero scores: the batch is rejected) or where the
+    positive scores do not reach it.
     """
     sorted_scores, order = torch.sort(scores, descending=largest, stable=True)
     target = mass * sorted_scores.sum() - eps
-    # prefix_sums[k] is the sum of the k best; in float64, then float32, as the published loop compares them.
+    # prefix_sums[k] is the sum of the k best: added in float64 and compared in float32, as in the published loop.
     prefix_sums = F.pad(sorted_scores.double().cumsum(dim=0), (1, 0)).float()
     is_reached = prefix_sums >= target
+    # argmax of a mask is its first True.
     count = int(is_reached.int().argmax())
     is_possible = bool(is_reached.any()) and bool((sorted_scores[:count] > 0).all())
     return _make_prefix_mask(order, count if is_possible else 0)
@@ -244,6 +280,10 @@ def top_k(scores: Tensor, count: int, largest: bool = True) -> Tensor:
         scores: (P,) float32, P >= 1.
         count: groups to keep.
         largest: prefer high scores.
+
+    Example:
+        >>> top_k(torch.tensor([1.0, 3.0, 2.0]), count=2).tolist()
+        [False, True, True]
     """
     order = torch.sort(scores, descending=largest, stable=True).indices
     return _make_prefix_mask(order, max(count, 1))
@@ -257,9 +297,13 @@ def min_p(scores: Tensor, ratio: float, largest: bool = True) -> Tensor:
     Args:
         scores: (P,) float32, P >= 1. In float32 a ratio of 1 keeps the minimum itself; in float64 it would not.
         ratio: in [0, 1].
-        largest: compare with the highest score.
+        largest: compare with the highest score; False compares with the lowest.
 
-    Degenerate: negative scores can leave nothing, as ratio · max lies above max.
+    Example:
+        >>> min_p(torch.tensor([1.0, 2.0, 4.0]), ratio=0.5).tolist()
+        [False, True, True]
+
+    Degenerate: with negative scores nothing may be kept, as ratio · max is above max.
     """
     if largest:
         return scores >= scores.max() * ratio - MIN_P_SLACK
@@ -267,6 +311,7 @@ def min_p(scores: Tensor, ratio: float, largest: bool = True) -> Tensor:
 
 
 def _make_prefix_mask(order: Tensor, count: int) -> Tensor:
+    """True for the first `count` entries of `order` (P,)."""
     is_kept = torch.zeros_like(order, dtype=torch.bool)
     is_kept[order[:count]] = True
     return is_kept
@@ -275,12 +320,16 @@ def _make_prefix_mask(order: Tensor, count: int) -> Tensor:
 def compute_filter_loss_scale(mode: str, num_kept: int, num_groups: int) -> float:
     """Factor on the advantages of the groups that a filter kept.
 
-        none: 1        linear: kept / total        sqrt: sqrt(kept / total)
+        none: 1        linear: num_kept / num_groups        sqrt: sqrt(num_kept / num_groups)
 
     Args:
         mode: a name above.
-        kept: groups kept.
-        total: groups before the filter.
+        num_kept: groups kept.
+        num_groups: groups before the filter.
+
+    Example:
+        >>> compute_filter_loss_scale("sqrt", num_kept=1, num_groups=4)
+        0.5
 
     Source: published code (RAGEN `filter_loss_scaling`).  Degenerate: nothing kept gives 0, except for `none`.
     """

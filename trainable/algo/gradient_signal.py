@@ -1,18 +1,18 @@
 """How much of a gradient is signal: unbiased squared norm, noise and components, from folds of the prompts.
 
-The norm of a sampled gradient is biased upwards, E|G|² = |E G|² + noise, so that a bucket without any signal still
-shows a gradient. Prompts are independent, so a bucket is cut into folds by prompt, and products between different
-folds have the noise averaged out of them. Whitened advantages tie prompts weakly together, through one mean and std
-over the batch: the estimates take these two as fixed.
+The norm of a sampled gradient is biased upwards, E|G|² = |E G|² + noise, so a bucket without any signal still shows a
+gradient. Prompts are independent. A bucket is therefore split into folds by prompt: in products between different
+folds the noise averages out. Whitened advantages couple prompts weakly, through one mean and std over the batch; the
+estimates treat these two as fixed.
 
 Shapes: K folds, C components (task, entropy, KL). x_{k,c} is the mean gradient of component c in fold k, and the
 bucket's mean gradient is G_c = Σ_k w_k x_{k,c} with w_k = n_k / Σ n. n_k, the `counts`, is what fold k adds to the
 divisor of the mean: its trained tokens (token-mean) or its sequences. Without counts all w_k are 1 / K; that is
 right for equal folds, and for x_{k,c} = K · (fold k's sum of weighted gradients), where the divisor is a constant.
 
-All is read off the Gram matrix gram[k, c, l, d] = <x_{k,c}, x_{l,d}>, (K, C, K, C) in float64: the gradients
-themselves are needed only a block of parameters at a time. `gram[:, c, :, c]` is the (K, K) matrix of one component,
-`gram.sum(dim=(1, 3))` that of the whole update, the sum of the components.
+Everything is computed from the Gram matrix gram[k, c, l, d] = <x_{k,c}, x_{l,d}>, (K, C, K, C) in float64, so the
+gradients themselves are needed only one block of parameters at a time. `gram[:, c, :, c]` is the (K, K) matrix of one
+component, `gram.sum(dim=(1, 3))` that of the update, which is the sum of the components.
 """
 
 import math
@@ -23,30 +23,36 @@ import torch
 from torch import Tensor
 
 NAN = float("nan")
-# A difference of squares that is a smaller share of them than this is rounding, of float32 gradients at the latest.
+# A difference of squares that is a smaller fraction of the squares than this is rounding error, of float32 gradients at
+# the latest.
 ROUNDING_TOLERANCE = 1e-12
 
 
 def split_folds(group_ids: Tensor, num_folds: int, generator: torch.Generator) -> Tensor:
-    """Fold of each entry of `group_ids`, at random; entries of one group share a fold.
+    """Assign each entry of `group_ids` to a fold at random; entries of one group share a fold.
 
-        K = min(folds, P);   each fold has floor(P / K) or ceil(P / K) of the P groups
+        K = min(num_folds, P);   each fold has floor(P / K) or ceil(P / K) of the P groups
 
     Args:
         group_ids: (P,) or (B,) group of each entry; P is the number of distinct ones.
-        folds: how many at most, at least 1.
-        generator: source of the random order of the groups, on the processor.
+        num_folds: number of folds at most, at least 1.
+        generator: CPU generator that draws the order of the groups.
 
     Returns:
         int64, shape of `group_ids`, from 0 to K − 1; no fold is empty.
 
     Raises:
-        ValueError: `folds` is below 1.
+        ValueError: `num_folds` is below 1.
+
+    Example:
+        >>> folds = split_folds(torch.tensor([5, 5, 9]), 2, torch.Generator().manual_seed(0)).tolist()
+        >>> folds[0] == folds[1], sorted(set(folds))
+        (True, [0, 1])
 
     Source: definition.  Degenerate: no entry gives an empty result.
     """
     if num_folds < 1:
-        raise ValueError(f"{num_folds} folds; it must be at least 1, and at least 3 for an interval.")
+        raise ValueError(f"num_folds is {num_folds}; it must be at least 1, and at least 3 for an interval.")
     groups, group_index = torch.unique(group_ids, return_inverse=True)
     order = torch.randperm(len(groups), generator=generator).to(group_index.device)
     return order[group_index] % max(1, min(num_folds, len(groups)))
@@ -59,9 +65,15 @@ def compute_fold_gram(blocks: Iterable[Tensor]) -> Tensor:
 
     Args:
         blocks: at least one tensor (K, C, ...) of any float type: the gradients with respect to some of the
-            parameters. One block at a time is held in float64.
+            parameters. Only one block at a time is copied to float64.
 
-    Source: definition.  Degenerate: gradients that are not finite give products that are not.
+    Example:
+        Two folds of one component, x_0 = (1, 0) and x_1 = (1, 2).
+
+        >>> compute_fold_gram([torch.tensor([[[1.0, 0.0]], [[1.0, 2.0]]])])[:, 0, :, 0].tolist()
+        [[1.0, 1.0], [1.0, 5.0]]
+
+    Source: definition.  Degenerate: gradients that are not finite give products that are not finite.
     """
     products = []
     for block in blocks:
@@ -93,27 +105,34 @@ def estimate_gradient_signal(
         noise  = Σ_k w_k |x_k − G|² / (K − 1)
         signal = |G|² − noise                           with w = 1/K: mean of <x_k, x_l> over k ≠ l
         snr    = signal / noise
-        snr_k  = signal_k / ((1 − w_k) noise_k)         without fold k; its noise carried over to all folds
+        snr_k  = signal_k / ((1 − w_k) noise_k)         without fold k; its noise scaled to that of all folds
         interval: snr ± t_{K−1} sqrt((K − 1)/K · Σ_k (snr_k − mean snr_k)²)
 
     With equal folds, signal is the mean of <g_A, g_B> and noise that of |g_A − g_B|²/4 over all splits into halves.
     Both are unbiased for independent folds with one mean and variance proportional to 1 / n_k. The ratio is not:
-    1 + snr is too large by about ν / (ν − 2), where ν is K − 1 times the number of directions that hold the noise. The
-    interval is centred on the ratio as it is, and approximate.
+    1 + snr is too large by a factor of about ν / (ν − 2), where ν is K − 1 times the number of directions with noise.
+    The interval is approximate, and centred on the ratio without a correction for this bias.
 
     Args:
         gram: (K, K) products of the fold gradients.
-        counts: (K,) above 0, what each fold adds to the divisor of the mean; None is equal folds.
-        level: of the interval, in (0, 1).
+        counts: (K,) above 0, what each fold adds to the divisor of the mean; None for equal folds.
+        confidence_level: of the interval, in (0, 1).
 
     Raises:
         ValueError: the shapes do not fit, or a count is not above 0.
 
+    Example:
+        Folds x_0 = (1, 0) and x_1 = (1, 2) have mean (1, 1), so |G|² = 2, and differ from it by (0, ∓1).
+
+        >>> result = estimate_gradient_signal(torch.tensor([[1.0, 1.0], [1.0, 5.0]]))
+        >>> round(result.norm, 4), result.signal, result.noise, result.snr
+        (1.4142, 1.0, 1.0, 1.0)
+
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1 (two batch sizes) in its K-fold form; jackknife:
     Efron and Stein 1981.
     Degenerate: K = 1 gives the norm and NaN for the rest. Noise of at most 1e-12 of the mean |x_k|² is rounding and
-    becomes 0: the ratio and its interval are then NaN. K < 3, or folds that without one of them have no noise, give
-    a NaN interval.
+    becomes 0: the ratio and its interval are then NaN. The interval is NaN for K < 3, and where the folds have no noise
+    once one of them is left out.
     """
     if gram.dim() != 2 or len(gram) != gram.shape[1]:
         raise ValueError(f"gram has shape {tuple(gram.shape)}; it must be (K, K), such as gram[:, c, :, c].")
@@ -137,11 +156,18 @@ def compute_component_cosines(gram: Tensor, counts: Tensor | None = None) -> Ten
         cos_{c,d} = <G_c, G_d> / (|G_c| |G_d|)
 
     Args:
-        gram: (K, C, K, C) as `fold_gram` gives it.
-        counts: (K,) above 0, as in `gradient_signal`.
+        gram: (K, C, K, C) from `compute_fold_gram`.
+        counts: (K,) above 0, as in `estimate_gradient_signal`.
+
+    Example:
+        One fold of two components, (1, 0) and (3, 4).
+
+        >>> gram = compute_fold_gram([torch.tensor([[[1.0, 0.0], [3.0, 4.0]]])])
+        >>> compute_component_cosines(gram).round(decimals=4).tolist()
+        [[1.0, 0.6], [0.6, 1.0]]
 
     Source: definition.
-    Degenerate: NaN beside a mean gradient of zero, that is with |G_c|² at most 1e-12 of the mean |x_{k,c}|².
+    Degenerate: NaN with a mean gradient of zero, that is with |G_c|² at most 1e-12 of the mean |x_{k,c}|².
     """
     weights, mean_products = _compute_fold_weights(counts, len(gram), gram), _compute_mean_products(gram, counts)
     mean_squares = torch.einsum("k,kckc->c", weights, gram.double())
@@ -151,16 +177,23 @@ def compute_component_cosines(gram: Tensor, counts: Tensor | None = None) -> Ten
 
 
 def compute_update_fractions(gram: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Signed share (C,) of each component in the update as it was sampled; the shares sum to 1.
+    """Signed fraction (C,) of each component in the update as it was sampled; the fractions sum to 1.
 
-        share_c = <G_c, G> / |G|²,   G = Σ_c G_c
+        fraction_c = <G_c, G> / |G|²,   G = Σ_c G_c
 
-    A share below 0 pulls against the update, one above 1 is partly undone by the others. |G|² holds the noise as well,
-    so that the noisiest component has the largest share: `signal_shares` are those in the expected update.
+    A component with a fraction below 0 pulls against the update; one above 1 is partly undone by the others. |G|²
+    includes the noise, so the noisiest component has the largest fraction. `estimate_signal_fractions` has the
+    fractions of the expected update.
 
     Args:
-        gram: (K, C, K, C) as `fold_gram` gives it.
-        counts: (K,) above 0, as in `gradient_signal`.
+        gram: (K, C, K, C) from `compute_fold_gram`.
+        counts: (K,) above 0, as in `estimate_gradient_signal`.
+
+    Example:
+        Components (1, 0) and (3, 4) sum to (4, 4): 4 / 32 and 28 / 32 of the update.
+
+        >>> compute_update_fractions(compute_fold_gram([torch.tensor([[[1.0, 0.0], [3.0, 4.0]]])])).tolist()
+        [0.125, 0.875]
 
     Source: definition.  Degenerate: NaN where the components cancel, |G|² at most 1e-12 of Σ_c |G_c|².
     """
@@ -172,12 +205,12 @@ def compute_update_fractions(gram: Tensor, counts: Tensor | None = None) -> Tens
 
 
 class SignalFractions(NamedTuple):
-    """Each component's part in the expected update, (C,) each, float64. Unit of `products`: that of |G|²."""
+    """Contribution of each component to the expected update, (C,) each, float64. `products` has the unit of |G|²."""
 
     products: Tensor
     """Unbiased estimates of <E G_c, E G>, which sum to the signal of G; negative where noise alone would give more."""
     fraction: Tensor
-    """products / their sum; the shares sum to 1."""
+    """products / their sum; the fractions sum to 1."""
     low: Tensor
     high: Tensor
 
@@ -185,41 +218,56 @@ class SignalFractions(NamedTuple):
 def estimate_signal_fractions(
     gram: Tensor, counts: Tensor | None = None, confidence_level: float = 0.95
 ) -> SignalFractions:
-    """Signed share of each component in the expected update, with a delete-one-fold jackknife interval.
+    """Signed fraction of each component in the expected update, with a delete-one-fold jackknife interval.
 
-        noise_c   = Σ_k w_k <x_{k,c} − G_c, x_k − G> / (K − 1),   x_k = Σ_c x_{k,c},   G = Σ_c G_c
-        product_c = <G_c, G> − noise_c              with w = 1/K: mean of <x_{k,c}, x_l> over k ≠ l
-        share_c   = product_c / Σ_d product_d
-        interval: share_c ± t_{K−1} sqrt((K − 1)/K · Σ_k (share_{c,k} − mean_k share_{c,k})²),   k: without fold k
+        noise_c    = Σ_k w_k <x_{k,c} − G_c, x_k − G> / (K − 1),   x_k = Σ_c x_{k,c},   G = Σ_c G_c
+        product_c  = <G_c, G> − noise_c              with w = 1/K: mean of <x_{k,c}, x_l> over k ≠ l
+        fraction_c = product_c / Σ_d product_d
+        interval: fraction_c ± t_{K−1} sqrt((K − 1)/K · Σ_k (fraction_{c,k} − mean_k fraction_{c,k})²)
 
-    Numerator and denominator are unbiased as `gradient_signal` is; their ratio is not, and is worth reading only where
-    the denominator, the update's signal, stands well above its own error.
+    where the index k means without fold k.
+
+    Numerator and denominator are unbiased, as in `estimate_gradient_signal`. Their ratio is not, and is meaningful only
+    where the denominator, the signal of the update, is well above its own error.
 
     Args:
-        gram: (K, C, K, C) as `fold_gram` gives it.
-        counts: (K,) above 0, as in `gradient_signal`.
-        level: of the interval, in (0, 1).
+        gram: (K, C, K, C) from `compute_fold_gram`.
+        counts: (K,) above 0, as in `estimate_gradient_signal`.
+        confidence_level: of the interval, in (0, 1).
 
-    Source: definition, with the products of `gradient_signal`; jackknife: Efron and Stein 1981.
-    Degenerate: an update has no signal where the products' sum is at most 1e-12 of its terms. Shares are NaN where it
-    has none, or has none without one of its folds: they would be quotients of noise. K = 2 gives no interval, K = 1 NaN
-    for all.
+    Example:
+        Component a is 1 in both folds, component b is 2 and then 0. As sampled they contribute equally; the products of
+        different folds, (1·1 + 1·3) / 2 and (2·1 + 0·3) / 2, discount the noise of b.
+
+        >>> gram = compute_fold_gram([torch.tensor([[[1.0], [2.0]], [[1.0], [0.0]]])])
+        >>> compute_update_fractions(gram).tolist()
+        [0.5, 0.5]
+        >>> result = estimate_signal_fractions(gram)
+        >>> result.products.tolist(), result.fraction.round(decimals=4).tolist()
+        ([2.0, 1.0], [0.6667, 0.3333])
+
+    Source: definition, with the products of `estimate_gradient_signal`; jackknife: Efron and Stein 1981.
+    Degenerate: an update has no signal where the sum of the products is at most 1e-12 of its terms. Fractions are NaN
+    where there is no signal, or none once a fold is left out: they would be ratios of noise. K = 2 gives no interval,
+    K = 1 gives NaN throughout.
     """
     weights = _compute_fold_weights(counts, len(gram), gram)
     products = gram.double().sum(dim=3)  # (K, C, K): <x_{k,c}, x_l>
     estimates, fractions = _estimate_products(products, weights[None])
+    # Without one of two folds a single one is left, which has no products of different folds.
     if len(weights) < 3:
         return SignalFractions(
             estimates[0], fractions[0], *torch.full((2, len(fractions[0])), NAN, dtype=torch.float64)
         )
     _, jackknife_fractions = _estimate_products(products, _make_jackknife_weights(weights))
     half_width = _t_quantile(confidence_level, len(weights) - 1) * _jackknife_variance(jackknife_fractions).sqrt()
+    # No signal without one of the folds: then the fractions of all folds are not reported either.
     centre = torch.where(half_width.isnan(), NAN, fractions[0])
     return SignalFractions(estimates[0], centre, low=centre - half_width, high=centre + half_width)
 
 
 class PublishedNorm(NamedTuple):
-    """The published number for a bucket, and the same over its sequences and over its trained tokens."""
+    """The published number for a bucket, and the same per sequence and per trained token."""
 
     norm: float
     per_sample: float
@@ -229,19 +277,27 @@ class PublishedNorm(NamedTuple):
 def compute_published_norm(
     norms: Tensor, sequences: Tensor, tokens: int, mini_batch_size: int, micro_batch_size: int
 ) -> PublishedNorm:
-    """Mean over a bucket's M mini-batches of the norm of each one's gradient; a short one is divided as if whole.
+    """Mean over a bucket's M mini-batches of the gradient's norm; a short mini-batch is divided as if it were full.
 
         norm = (1/M) Σ_m |g_m| · ceil(n_m / micro) / (mini / micro)
         per_sample = norm / Σ n_m,   per_token = norm / tokens
 
-    It grows with the noise of a mini-batch, and falls when the last mini-batch is short.
+    It grows with the noise of a mini-batch, and shrinks when the last mini-batch is short.
 
     Args:
-        norms: (M,) norm of the gradient of each mini-batch's loss, weighted by `loss_weights` with `micro_batch_size`.
+        norms: (M,) norm of the gradient of each mini-batch's loss, weighted by `compute_loss_weights` with
+            `micro_batch_size`.
         sequences: (M,) n_m, sequences in each mini-batch.
         tokens: trained tokens in the bucket.
-        mini_batch_size: sequences in a whole mini-batch, a multiple of `micro_batch_size`.
+        mini_batch_size: sequences in a full mini-batch, a multiple of `micro_batch_size`.
         micro_batch_size: sequences in a micro-batch.
+
+    Example:
+        The second mini-batch has one micro-batch of two: its norm 4 counts as 2.
+
+        >>> result = compute_published_norm(torch.tensor([2.0, 4.0]), torch.tensor([4, 2]), 40, 4, 2)
+        >>> [round(number, 4) for number in result]
+        [2.0, 0.3333, 0.05]
 
     Source: published code (RAGEN gradient analysis: verl's division by the configured number of accumulation steps).
     Degenerate: NaN without a mini-batch; per_token is NaN without a trained token.
@@ -254,13 +310,13 @@ def compute_published_norm(
 
 
 def _compute_fold_weights(counts: Tensor | None, num_folds: int, reference: Tensor) -> Tensor:
-    """Weight (K,) of each fold in the mean, float64, beside `like`."""
+    """Weight (K,) of each fold in the mean, float64, on the device of `reference`."""
     if counts is None:
         return torch.full((num_folds,), 1 / num_folds, dtype=torch.float64, device=reference.device)
     if counts.shape != (num_folds,) or not bool((counts > 0).all()):
         raise ValueError(
-            f"counts are {counts.tolist()} for {num_folds} folds; there must be one above 0 for each: "
-            "leave a fold without trained tokens out of the Gram matrix."
+            f"counts are {counts.tolist()} for {num_folds} folds; there must be one above 0 for each. "
+            "Leave a fold without trained tokens out of the Gram matrix."
         )
     counts64 = counts.to(reference.device, torch.float64)
     return counts64 / counts64.sum()
@@ -274,9 +330,11 @@ def _compute_mean_products(gram: Tensor, counts: Tensor | None) -> Tensor:
 
 def _estimate_norm_and_noise(gram: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """|G|² and the noise of G, both (R,), for each row of `weights` (R, K); a weight of 0 leaves the fold out."""
+    # |G|² >= 0 but for rounding, and its square root is taken.
     squared_norm = ((weights @ gram) * weights).sum(dim=1).clamp(min=0)
     mean_square = weights @ gram.diagonal()
     num_folds = (weights > 0).sum(dim=1)
+    # Σ_k w_k |x_k − G|² = Σ_k w_k |x_k|² − |G|²
     noise = torch.where(num_folds > 1, (mean_square - squared_norm) / (num_folds - 1), NAN)
     return squared_norm, torch.where(noise <= ROUNDING_TOLERANCE * mean_square, 0, noise)
 
@@ -286,39 +344,42 @@ def _divide_by_noise(signal: Tensor, noise: Tensor) -> Tensor:
 
 
 def _compute_half_width(gram: Tensor, weights: Tensor, confidence_level: float) -> float:
-    """Half of the jackknife interval's width; NaN with fewer than 3 folds, where one left out leaves no noise."""
+    """Half of the jackknife interval's width; NaN with fewer than 3 folds, or if leaving one out leaves no noise."""
     num_folds = len(weights)
     if num_folds < 3:
         return NAN
     squared_norm, noise = _estimate_norm_and_noise(gram, _make_jackknife_weights(weights))
+    # 1 − w_k scales the noise of the mean without fold k to that of the mean of all folds.
     ratios = _divide_by_noise(squared_norm - noise, (1 - weights) * noise)
     return _t_quantile(confidence_level, num_folds - 1) * math.sqrt(_jackknife_variance(ratios).item())
 
 
 def _make_jackknife_weights(weights: Tensor) -> Tensor:
-    """Weights (K, K) of the folds in the mean: row k without fold k."""
+    """Weights (K, K) of the folds in the mean: row k leaves out fold k."""
     weights_left = weights * (1 - torch.eye(len(weights), dtype=torch.float64, device=weights.device))
     return weights_left / weights_left.sum(dim=1, keepdim=True)
 
 
 def _jackknife_variance(values: Tensor) -> Tensor:
-    """Variance of a statistic, (...), from its values (K, ...) without one fold each."""
+    """Variance of a statistic, (...), from its values (K, ...) with one fold left out each."""
     return (len(values) - 1) / len(values) * (values - values.mean(dim=0)).square().sum(dim=0)
 
 
 def _estimate_products(products: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """`SignalShares.products` and `.share`, (R, C) each, for each row of `weights` (R, K); products (K, C, K)."""
+    """`SignalFractions.products` and `.fraction`, (R, C) each, for each row of `weights` (R, K); products (K, C, K)."""
     mean_products = torch.einsum("rk,kcl,rl->rc", weights, products, weights)
     fold_products = torch.einsum("rk,kck->rc", weights, products)
     num_folds = (weights > 0).sum(dim=1, keepdim=True)
     estimates = torch.where(num_folds > 1, mean_products - (fold_products - mean_products) / (num_folds - 1), NAN)
+    # NaN where the terms of the total cancel: a fraction of it would be a ratio of rounding errors.
     total = estimates.sum(dim=1, keepdim=True)
     terms = mean_products.abs().sum(dim=1, keepdim=True)
     return estimates, estimates / torch.where(total > ROUNDING_TOLERANCE * terms, total, NAN)
 
 
 def _t_quantile(confidence_level: float, df: int) -> float:
-    """The t >= 0 with P(|T| <= t) = level for Student's T with `df` degrees of freedom, by bisection of its angle."""
+    """The t >= 0 with P(|T| <= t) = `confidence_level` for Student's T with `df` degrees of freedom, by bisection."""
+    # The angle θ = atan(t / sqrt(df)) is bounded, unlike t; 60 halvings exhaust the digits of a double.
     low, high = 0.0, math.pi / 2
     for _ in range(60):
         middle = (low + high) / 2

@@ -1,7 +1,7 @@
-"""Losses as elementwise functions: policy, value, KL estimators; and the numbers they need from logits.
+"""Losses as elementwise functions: policy, value, KL estimators; and the statistics of logits that they need.
 
 Every function maps tensors of one shape, flat (N,) over trained tokens or (B, T), to a tensor of that shape. The caller
-reduces: `(loss_weights(mask, mode) * loss).sum()`. Shapes: N tokens, V vocabulary entries.
+reduces: `(compute_loss_weights(mask, mode) * loss).sum()`. Shapes: N tokens, V vocabulary entries.
 """
 
 from collections.abc import Callable
@@ -11,20 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# Both in nats, from the published code (verl 0.6.1).
 LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0
 
 
 class PolicyLoss(NamedTuple):
-    """Policy loss of each token, with what its diagnostics need; all of one shape."""
+    """Policy loss of each token, and the quantities that its diagnostics need; all of one shape."""
 
     loss: Tensor
     ratio: Tensor
     """π(a|s) / π_old(a|s), without gradient."""
     clipped: Tensor
-    """bool: the clipped term is the larger one. Its token mean is `pg_clipfrac`."""
+    """bool: whether the clipped term is the larger one. Its token mean is `pg_clipfrac`."""
     clipped_lower: Tensor
-    """bool: the dual clip's bound is the smaller one. Its token mean is `pg_clipfrac_lower`."""
+    """bool: whether the bound of the dual clip applies. Its token mean is `pg_clipfrac_lower`."""
 
 
 def ppo_clip_loss(
@@ -41,7 +42,17 @@ def ppo_clip_loss(
         advantages: A.
         clip_low: ε_low, in [0, 1).
         clip_high: ε_high, >= 0.
-        clip_c: c > 1, the most that a token of negative advantage may cost, in units of |A|.
+        clip_c: c > 1, the largest loss of a token with a negative advantage, in units of |A|.
+
+    Example:
+        Ratios 1.5 (clipped to 1.2), 0.5 (not clipped, as A > 0) and 5 (stopped by the dual clip at c = 3).
+
+        >>> logprobs, advantages = torch.tensor([1.5, 0.5, 5.0]).log(), torch.tensor([1.0, 1.0, -1.0])
+        >>> result = ppo_clip_loss(logprobs, torch.zeros(3), advantages, clip_low=0.2, clip_high=0.2, clip_c=3.0)
+        >>> result.loss.double().round(decimals=4).tolist()
+        [-1.2, -0.5, 3.0]
+        >>> result.clipped.tolist(), result.clipped_lower.tolist()
+        ([True, False, False], [False, False, True])
 
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; asymmetric clip: Yu et al. 2025, arXiv:2503.14476 (DAPO);
     dual clip: Ye et al. 2020, arXiv:1912.09729; the clamp at 20 nats: published code (verl 0.6.1).
@@ -65,7 +76,7 @@ def ppo_clip_loss(
 
 
 class ValueLoss(NamedTuple):
-    """Value loss of each token, and where the clipped error was the larger one (bool); its mean is `vf_clipfrac`."""
+    """Value loss of each token, and whether the clipped error was the larger one (bool); its mean is `vf_clipfrac`."""
 
     loss: Tensor
     clipped: Tensor
@@ -81,6 +92,14 @@ def value_clip_loss(values: Tensor, old_values: Tensor, returns: Tensor, clipran
         old_values: V at the start of the update.
         returns: R.
         cliprange: ε > 0, in units of the return.
+
+    Example:
+        The first value moved by more than ε, so it is clipped to 0.5 and its error counts as 1.5 instead of 1.
+
+        >>> values, old_values, returns = torch.tensor([1.0, 2.0]), torch.tensor([0.0, 2.0]), torch.tensor([2.0, 1.0])
+        >>> result = value_clip_loss(values, old_values, returns, cliprange=0.5)
+        >>> result.loss.tolist(), result.clipped.tolist()
+        ([1.125, 0.5], [True, False])
 
     Source: published code (PPO implementations since OpenAI baselines; verl 0.6.1 `compute_value_loss`).
     Degenerate: where clipping makes the error larger the gradient is 0, elsewhere it is V − R.
@@ -124,20 +143,27 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float 
         kl, k1 = d        abs = |d|        mse, k2 = d²/2        low_var_kl, k3 = exp(−d) + d − 1
         any of them with a `+`: its value, with the gradient of k2
 
-    Used as a loss on samples of π, only the gradient matters, and each estimator has its own:
+    Used as a loss on samples of π, only the gradient matters, and each estimator has a different one:
 
         E ∇k1 = 0        E ∇k2 = ∇KL(π‖π_ref)        E ∇k3 = ∇KL(π_ref‖π)        E ∇abs = E sign(d) ∇logπ
 
-    so k1 as a loss does not hold π near π_ref at all, although E k1 = E k3 = KL(π‖π_ref).
+    so k1 as a loss does not keep π near π_ref at all, although E k1 = E k3 = KL(π‖π_ref).
 
     Args:
         logprobs: log π of the sampled tokens, nats.
         ref_logprobs: log π_ref of the same tokens.
         kind: a name above.
         limit: k3 is clamped to ± this, nats. 10 as published for language models (verl 0.6.1 `kl_penalty`); infinite
-            as the published sandbox of update rules has it.
+            in the published sandbox of update rules.
 
-    Source: Schulman 2020, "Approximating KL divergence"; −d of k3 is clamped to ±20 as published (both of the above).
+    Example:
+        >>> logprobs, ref_logprobs = torch.tensor([-1.0, -2.0]), torch.tensor([-2.0, -2.0])
+        >>> estimate_kl(logprobs, ref_logprobs, "k1").tolist(), estimate_kl(logprobs, ref_logprobs, "k2").tolist()
+        ([1.0, 0.0], [0.5, 0.0])
+        >>> estimate_kl(logprobs, ref_logprobs, "k3").double().round(decimals=4).tolist()  # 1/e + 1 − 1
+        [0.3679, 0.0]
+
+    Source: Schulman 2020, "Approximating KL divergence"; −d of k3 is clamped to ±20, as in both published codes.
     The gradients are proved by enumeration in the tests.
     Degenerate: at π = π_ref every value is 0; the gradient of k2 and k3 is 0, that of k1 is ∇logπ.
     """
@@ -145,13 +171,14 @@ def estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, kind: str, limit: float 
     if base_kind not in KL_ESTIMATORS:
         raise ValueError(
             f"kl_loss_type is {kind!r}; it must be one of {', '.join(KL_ESTIMATORS)}, each also with a + at its end "
-            "(the exact sum over the vocabulary is the function full_kl, which takes logits)."
+            "(the exact sum over the vocabulary is computed by full_kl, which takes logits)."
         )
     d = logprobs - ref_logprobs
     estimator = KL_ESTIMATORS[base_kind]
     value = estimator(d).clamp(-limit, limit) if estimator is _k3 else estimator(d)
     if kind == base_kind:
         return value
+    # The bracket is 0 and has the gradient of k2.
     surrogate = _k2(d)
     return value.detach() + (surrogate - surrogate.detach())
 
@@ -164,6 +191,11 @@ def full_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     Args:
         logits: (N, V) of the policy, divided by the sampling temperature.
         ref_logits: (N, V) of the reference, likewise.
+
+    Example:
+        >>> logits, ref_logits = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+        >>> full_kl(logits, ref_logits).double().round(decimals=4).tolist()  # (log 2 + log 2/3) / 2
+        [0.1438]
 
     Source: definition.  Degenerate: equal logits give 0 with zero gradient. Logits must be finite.
     """
@@ -179,6 +211,10 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     Args:
         logits: (N, V), divided by the sampling temperature.
 
+    Example:
+        >>> entropy_from_logits(torch.zeros(1, 4)).double().round(decimals=4).tolist()  # log 4
+        [1.3863]
+
     Source: definition.  Degenerate: equal logits give log V with zero gradient. Logits must be finite.
     """
     logprobs = _log_softmax(logits)
@@ -193,6 +229,11 @@ def logprobs_from_logits(logits: Tensor, tokens: Tensor) -> Tensor:
     Args:
         logits: (N, V), divided by the sampling temperature.
         tokens: (N,) int64, the token a of each row.
+
+    Example:
+        >>> logits = torch.tensor([[1.0, 3.0]]).log()  # probabilities 1/4 and 3/4
+        >>> logprobs_from_logits(logits, torch.tensor([1])).exp().double().round(decimals=4).tolist()
+        [0.75]
 
     Source: definition.  Degenerate: no row gives an empty result.
     """

@@ -1,10 +1,10 @@
-"""How much of what a policy thinks depends on what it was asked: the collapse diagnostics, from cross log-probs.
+"""The collapse diagnostics: how much of a policy's thought depends on the prompt, from cross log-probs.
 
 Shapes: N thoughts (rows), M prompts (columns). L is (N, M), the log-prob of thought i after prompt j summed over its
-|z_i| tokens, in nats, and ℓ = L / |z|. `own` is the column that a thought really followed. Metrics come as a dict under
-their published names. The published code takes the mixture over prompts of length-normalised scores ℓ; the paper
-divides after the mixture of L. Names that end in `_paper` are the paper's. Both are estimates on the batch's own
-prompts, each as likely as the other.
+|z_i| tokens, in nats, and ℓ = L / |z|. `own_columns` has the column of the prompt that each thought really followed.
+Metrics are returned as a dict under their published names. The published code takes the mixture over prompts of the
+length-normalised scores ℓ; the paper divides after the mixture of L. Names that end in `_paper` are the paper's. Both
+are estimates on the batch's own prompts, all of them taken as equally likely.
 """
 
 import math
@@ -14,16 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# All three from the published code (RAGEN `collapse_metrics`).
 STD_EPS = 1e-3
 EMA_DECAY = 0.9
 TOP_K = (2, 4, 8)
 
-# Suffix of a normalisation's std and z-scores -> the name of its information.
+# For each normalisation: suffix of its std and z-score columns -> column of its mutual information.
 _INFORMATION_NAMES = {"": "mi_estimate", "_seq": "mi_seq_estimate", "_paper": "mi_estimate_paper"}
 
 
 class MixtureScores(NamedTuple):
-    """Log-probs (N,) of each thought: after its own prompt, and under the mixture of all."""
+    """Log-probs (N,) of each thought: after its own prompt, and under the mixture of all prompts."""
 
     matched_logprobs: Tensor
     marginal_logprobs: Tensor
@@ -51,11 +52,19 @@ def compute_mixture_scores(scores: Tensor, own_columns: Tensor) -> MixtureScores
 
     Args:
         scores: (N, M) log-probs s, summed (L) or length-normalised (ℓ).
-        own: (N,) int64, column of each row's own prompt.
+        own_columns: (N,) int64, column of each row's own prompt.
 
     Returns:
         matched and marginal, (N,) each. matched − marginal is at most log M, and reaches it where every other prompt
         makes the thought impossible.
+
+    Example:
+        >>> scores = torch.tensor([[0.5, 0.1], [0.2, 0.4]]).log()
+        >>> result = compute_mixture_scores(scores, own_columns=torch.tensor([0, 1]))
+        >>> result.matched_logprobs.exp().double().round(decimals=4).tolist()
+        [0.5, 0.4]
+        >>> result.marginal_logprobs.exp().double().round(decimals=4).tolist()
+        [0.3, 0.3]
 
     Source: published code (RAGEN `collapse_metrics`).
     Degenerate: equal columns give matched = marginal; with one column both are the score.
@@ -65,7 +74,7 @@ def compute_mixture_scores(scores: Tensor, own_columns: Tensor) -> MixtureScores
 
 
 def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_columns: Tensor) -> dict[str, float]:
-    """Mutual information of prompts and thoughts, both entropies, and how far a thought stands from its mixture.
+    """Mutual information of prompts and thoughts, both entropies, and how far thoughts are above their mixture.
 
         published   m_i = ℓ_i,own        g_i = logsumexp_j ℓ_ij − log M
         sequence    m_i = L_i,own        g_i = logsumexp_j L_ij − log M
@@ -73,10 +82,12 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
 
         I(X; Z) = mean (m − g)    H(Z|X) = −mean m    H(Z) = −mean g    z-score = mean (m − g) / (std g + 1e-3)
 
+    H(Z) = I + H(Z|X) holds by construction and validates nothing. The published estimate is never below the paper's.
+
     Args:
-        sums: (N, M) log-probs L.
+        logprob_sums: (N, M) log-probs L.
         lengths: (N,) tokens |z|, at least 1 each.
-        own: (N,) int64, column of each row's own prompt.
+        own_columns: (N,) int64, column of each row's own prompt.
 
     Returns:
         `mi_estimate`, `mi_seq_estimate`, `mi_upper_bound` (log M, of both), `matched_log_prob_mean`,
@@ -84,12 +95,20 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
         `reasoning_entropy_seq_est`, `marginal_std`, `marginal_std_seq`, `mi_zscore`, `mi_zscore_seq`; and
         `mi_estimate_paper`, `mi_upper_bound_paper` (mean log M / |z|), `marginal_log_prob_mean_paper`,
         `reasoning_entropy_est_paper`, `marginal_std_paper`, `mi_zscore_paper`. The paper's matched term is the
-        published one. Nats a token, except `_seq`: nats a thought. std is the population's (divisor N).
+        published one. Nats per token, except `_seq`: nats per thought. std is the population's (divisor N).
 
-    H(Z) = I + H(Z|X) holds by construction and validates nothing. The published estimate is never below the paper's.
+    Raises:
+        ValueError: fewer than 2 prompts, no thought, or scores that are not finite.
+
+    Example:
+        Two thoughts of one token: the information is (log 5/3 + log 4/3) / 2, of at most log 2.
+
+        >>> logprob_sums, lengths = torch.tensor([[0.5, 0.1], [0.2, 0.4]]).log(), torch.tensor([1, 1])
+        >>> metrics = compute_information_metrics(logprob_sums, lengths, own_columns=torch.tensor([0, 1]))
+        >>> round(metrics["mi_estimate"], 4), round(metrics["mi_upper_bound"], 4)
+        (0.3993, 0.6931)
 
     Source: published code (RAGEN `collapse_metrics`); RAGEN-2, arXiv 2604.06268, for the paper's.
-    Raises ValueError for fewer than 2 prompts, no thought, or scores that are not finite.
     Degenerate: one thought, or thoughts equally likely under the mixture, have std 0 and a z-score of I / 1e-3.
     """
     _check_scores(logprob_sums, own_columns)
@@ -98,6 +117,7 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
         compute_mixture_scores(logprob_sums64 / lengths64[:, None], own_columns),
         compute_mixture_scores(logprob_sums64, own_columns),
     )
+    # The paper divides after the logarithm of the mixture, the published code before it.
     per_token_paper = MixtureScores(
         per_sequence.matched_logprobs / lengths64, per_sequence.marginal_logprobs / lengths64
     )
@@ -127,17 +147,24 @@ def compute_information_metrics(logprob_sums: Tensor, lengths: Tensor, own_colum
 def smooth_zscores(
     metrics: Mapping[str, float], averages: Mapping[str, float] | None
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """One step of the moving average of the marginals' std, and the z-scores by it.
+    """One step of the moving average of the marginals' std, and the z-scores computed with it.
 
         std_1 = first std        std_t = 0.9 std_t−1 + 0.1 std        z = I / (std_t + 1e-3)
 
     Args:
-        metrics: what `mutual_information` gave at this step.
-        state: the second result of the step before, of the same kind of sample; None at the first.
+        metrics: result of `compute_information_metrics` at this step.
+        averages: second result of the previous step, for the same kind of sample; None at the first step.
 
     Returns:
-        `marginal_std_ema`, `mi_zscore_ema`, each also with `_seq` and `_paper`; and the next state, plain numbers
-        that a checkpoint can hold.
+        `marginal_std_ema`, `mi_zscore_ema`, each also with `_seq` and `_paper`; and the next averages, plain numbers
+        that a checkpoint can store.
+
+    Example:
+        >>> stds = {"marginal_std": 1.0, "marginal_std_seq": 1.0, "marginal_std_paper": 1.0}
+        >>> metrics = {**stds, "mi_estimate": 0.5, "mi_seq_estimate": 0.5, "mi_estimate_paper": 0.5}
+        >>> smoothed, averages = smooth_zscores(metrics, averages=dict.fromkeys(stds, 2.0))
+        >>> round(averages["marginal_std"], 4), round(smoothed["mi_zscore_ema"], 4)  # 0.9·2 + 0.1·1, 0.5 / 1.901
+        (1.9, 0.263)
 
     Source: published code (RAGEN `collapse_metrics`).
     """
@@ -152,22 +179,33 @@ def smooth_zscores(
 
 
 def compute_retrieval_metrics(logprob_sums: Tensor, own_columns: Tensor, classes: Tensor) -> dict[str, float]:
-    """How often a thought's own prompt is the one, or among the k, that make it likeliest.
+    """How often a thought is most likely after its own prompt, or its own prompt is among the best k.
 
-        accuracy@k = share of rows with a column of the own class among the k best
+        accuracy@k = fraction of rows with a column of the row's own class among the k best
         chance = mean_i (columns of the class of own(i)) / M        chance@k = min(1, k · chance)
 
     Args:
-        sums: (N, M) log-probs; dividing a row by its length changes nothing.
-        own: (N,) int64, column of each row's own prompt.
+        logprob_sums: (N, M) log-probs; dividing a row by its length changes nothing.
+        own_columns: (N,) int64, column of each row's own prompt.
         classes: (M,) int64 from 0; columns of identical prompts share a class, and either is right.
 
     Returns:
         `retrieval_accuracy`, `retrieval_chance_level`, `retrieval_above_chance`, and each with `@2`, `@4`, `@8`.
 
-    Source: published code (RAGEN `collapse_metrics`). Equal scores rank by column, where the published order is open.
-    Raises ValueError for fewer than 2 prompts, no thought, or scores that are not finite.
-    Degenerate: k beyond M counts all columns; chance@k is a bound where classes hold several columns.
+    Raises:
+        ValueError: fewer than 2 prompts, no thought, or scores that are not finite.
+
+    Example:
+        Both thoughts are most likely after the first prompt, which only the first one followed.
+
+        >>> logprob_sums = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
+        >>> metrics = compute_retrieval_metrics(logprob_sums, own_columns=torch.arange(2), classes=torch.arange(2))
+        >>> metrics["retrieval_accuracy"], metrics["retrieval_chance_level"], metrics["retrieval_accuracy@2"]
+        (0.5, 0.5, 1.0)
+
+    Source: published code (RAGEN `collapse_metrics`). Equal scores rank by column; the published code leaves their
+    order undefined.
+    Degenerate: k beyond M counts all columns; chance@k is an upper bound where classes have several columns.
     """
     _check_scores(logprob_sums, own_columns)
     is_correct = classes[_rank_columns(logprob_sums)] == classes[own_columns][:, None]
@@ -184,20 +222,29 @@ def compute_retrieval_metrics(logprob_sums: Tensor, own_columns: Tensor, classes
 def compute_shuffled_accuracy(
     logprob_sums: Tensor, own_columns: Tensor, classes: Tensor, generator: torch.Generator, num_shuffles: int = 100
 ) -> float:
-    """Retrieval accuracy when the thoughts' prompts are dealt out anew: the control that must sit at chance.
+    """Retrieval accuracy with the prompts shuffled among the thoughts: the control, which must be at chance.
 
-        mean over permutations π of the share of rows whose best column is of the class of own(π(i))
+        mean over permutations π of the fraction of rows whose best column is of the class of own(π(i))
+
+    Its expectation is Σ_c (fraction of rows retrieved as c) · (fraction of rows that are c). That is the chance level
+    where every column has equally many rows and no twin, and close to it otherwise.
 
     Args:
-        sums, own, classes: as for `retrieval`.
-        generator: what draws the permutations.
-        shuffles: permutations, at least 1.
+        logprob_sums, own_columns, classes: as for `compute_retrieval_metrics`.
+        generator: CPU generator that draws the permutations.
+        num_shuffles: number of permutations, at least 1.
 
-    Its expectation is Σ_c (share of rows retrieved as c) · (share of rows that are c). That is the chance level where
-    every column has equally many rows and no twin, and close to it otherwise.
+    Raises:
+        ValueError: fewer than 2 prompts, no thought, or scores that are not finite.
 
-    Raises ValueError for fewer than 2 prompts, no thought, or scores that are not finite.
-    Degenerate: one thought is never dealt another prompt, and gives its own accuracy.
+    Example:
+        Every permutation gives the first prompt to one of the two thoughts, and both are retrieved as the first.
+
+        >>> logprob_sums, columns = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]]), torch.arange(2)
+        >>> compute_shuffled_accuracy(logprob_sums, columns, columns, torch.Generator().manual_seed(0))
+        0.5
+
+    Degenerate: a single thought always keeps its prompt, and gives its own accuracy.
     """
     _check_scores(logprob_sums, own_columns)
     retrieved_classes, true_classes = classes[_rank_columns(logprob_sums)[:, 0]], classes[own_columns]
@@ -216,8 +263,8 @@ def _rank_columns(logprob_sums: Tensor) -> Tensor:
 def _check_scores(logprob_sums: Tensor, own_columns: Tensor) -> None:
     if logprob_sums.shape[1] < 2 or not len(own_columns):
         raise ValueError(
-            f"{len(own_columns)} thoughts against {logprob_sums.shape[1]} prompts: telling thoughts apart needs at least 1 thought and "
-            f"2 prompts. Leave the diagnostics of this sample out, or sample more groups or turns."
+            f"{len(own_columns)} thoughts and {logprob_sums.shape[1]} prompts: a comparison needs at least 1 thought "
+            "and 2 prompts. Leave the diagnostics of this sample out, or sample more groups or turns."
         )
     if not torch.isfinite(logprob_sums).all():
-        raise ValueError("the cross log-probs hold numbers that are not finite; check the policy's weights.")
+        raise ValueError("The cross log-probs have entries that are not finite; check the policy's weights.")

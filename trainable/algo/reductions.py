@@ -1,13 +1,13 @@
 """Every reduction of per-token numbers to one number: masked mean, whitening, and loss aggregation as weights.
 
-A loss aggregation is linear in the loss, so it is a weight for each token, and the loss to minimise is
+A loss aggregation is linear in the loss. It is therefore a weight for each token, and the loss to minimise is
 `(weights * loss).sum()`. Shapes: B sequences, T tokens. `mask` is True where a token is trained.
 """
 
 import torch
 from torch import Tensor
 
-VARIANCE_FLOOR = 1e-8
+VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -20,7 +20,11 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
         x: any shape.
         mask: bool, shape of `x`.
 
-    Degenerate: an empty mask gives 0 with zero gradient. What `x` holds outside the mask, NaN included, is not read.
+    Example:
+        >>> masked_mean(torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False])).item()
+        2.0
+
+    Degenerate: an empty mask gives 0 with zero gradient. Values of `x` outside the mask, NaN included, are not read.
     """
     return torch.where(mask, x, 0).sum() / mask.sum().clamp(min=1)
 
@@ -34,10 +38,15 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
         x: any shape.
         mask: bool, shape of `x`.
 
+    Example:
+        >>> x, mask = torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False])
+        >>> masked_whiten(x, mask).double().round(decimals=4).tolist()  # mean 2, var 2
+        [-0.7071, 0.7071, 0.0]
+
     Source: published code (verl 0.6.1 `masked_whiten`).
     Degenerate: one trained token gives its centred value 0 and none gives zeros, where the published code raises.
     """
-    # In float32 the mean of many similar numbers is off by an amount that a small spread would magnify.
+    # In float32 the mean of many similar numbers has an error that the division by a small std would magnify.
     x64 = x.double()
     centred = torch.where(mask, x64 - masked_mean(x64, mask), 0)
     variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
@@ -54,8 +63,8 @@ def compute_loss_weights(
         seq-mean-token-mean      mean over sequences of Σ_t m L / Σ_t m       GRPO
         seq-mean-token-sum-norm  Σ m L / padded_length                        a sum over sequences, not a mean
 
-    With `micro_batch_size` each run of that many consecutive sequences is aggregated by itself and the results are
-    averaged: token-mean is then a mean of micro-batch means, not a mean over all tokens.
+    With `micro_batch_size`, every micro-batch of that many consecutive sequences is aggregated by itself and the
+    results are averaged: token-mean is then a mean of micro-batch means, not a mean over all tokens.
 
     Args:
         mask: (B, T) bool, the trained tokens.
@@ -63,12 +72,21 @@ def compute_loss_weights(
         micro_batch_size: sequences in a micro-batch; None aggregates all B at once.
         padded_length: divisor of seq-mean-token-sum-norm, in tokens; None is T.
 
+    Example:
+        >>> mask = torch.tensor([[True, True], [True, False]])
+        >>> compute_loss_weights(mask, "seq-mean-token-mean").tolist()
+        [[0.25, 0.25], [0.5, 0.0]]
+        >>> compute_loss_weights(mask, "token-mean").double().round(decimals=4).tolist()
+        [[0.3333, 0.3333], [0.3333, 0.0]]
+        >>> compute_loss_weights(mask, "token-mean", micro_batch_size=1).tolist()
+        [[0.25, 0.25], [0.5, 0.0]]
+
     Source: published code (verl 0.6.1 `agg_loss`, and its division by the number of accumulation steps).
     The last micro-batch may be short: it counts as much as a full one, as in a mean over ceil(B / micro_batch_size)
     micro-batches. The published divisor is the configured mini-batch over the micro-batch, the same whenever that
     divides B, as it does after `adjust_copy`.
     Degenerate: the two sequence means leave sequences without a trained token out of their mean; a micro-batch
-    without one keeps its place in the divisor; an empty mask gives zero weights.
+    without a trained token still counts in the divisor; an empty mask gives zero weights.
     """
     if mode not in LOSS_AGG_MODES:
         raise ValueError(f"loss_agg_mode is {mode!r}; it must be one of {', '.join(LOSS_AGG_MODES)}.")
@@ -84,7 +102,7 @@ def compute_loss_weights(
 
 
 def _compute_micro_batch_weights(float_mask: Tensor, mode: str, padded_length: int | None) -> Tensor:
-    """Weights (B, T) of one micro-batch; `trained` is its mask as 0.0 and 1.0."""
+    """Weights (B, T) of one micro-batch, whose mask `float_mask` is 0.0 and 1.0."""
     if mode == "token-mean":
         return float_mask / float_mask.sum().clamp(min=1)
     if mode == "seq-mean-token-sum-norm":

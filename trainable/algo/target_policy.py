@@ -1,4 +1,4 @@
-"""Target policy optimisation: a group's rollouts as one distribution, moved towards a better one of the same rollouts.
+"""Target policy optimisation: the rollouts of a group as one distribution, moved towards a better one over them.
 
 Shapes: B sequences in P groups.
 """
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class TargetPolicyLoss(NamedTuple):
-    """Loss over P groups, a scalar, with what the update and its diagnostics need, without gradient."""
+    """Loss over P groups, a scalar, and what the update and its diagnostics need, without gradient."""
 
     loss: Tensor
     sequence_weights: Tensor
-    """(B,) −∂loss/∂c: what a sequence's summed log-prob is multiplied with in a loss of the same gradient, negated."""
+    """(B,) −∂loss/∂c: the loss −Σ_i weight_i c_i has the same gradient."""
     entropy: Tensor
     """Mean over groups of the target's entropy, in nats: log G where it is uniform."""
     top_prob: Tensor
@@ -22,7 +22,7 @@ class TargetPolicyLoss(NamedTuple):
 
 
 class GroupDistributions(NamedTuple):
-    """Of each rollout (B,), float64: the logarithms of its shares of its group, and where its group is."""
+    """For each rollout (B,), float64: log-probabilities within its group, and the index of the group."""
 
     log_p: Tensor
     """log p, with gradient."""
@@ -37,27 +37,35 @@ class GroupDistributions(NamedTuple):
 def compute_group_distributions(
     logprobs: Tensor, old_logprobs: Tensor, skills: Tensor, group_ids: Tensor, eta: float
 ) -> GroupDistributions:
-    """Policy and target as distributions over each group's rollouts: what the loss of `target_policy` is made of.
+    """Policy and target as distributions over the rollouts of each group, from which `target_policy_loss` is computed.
 
         p = softmax(c),   q = softmax(log softmax(o) + z / η)
 
-    A caller with a mean of its own takes −Σ_i q_i log p_i of each group.
+    A caller that averages differently takes −Σ_i q_i log p_i of each group.
 
     Args:
         logprobs: (B,) c, nats; the gradient flows through it.
         old_logprobs: (B,) o, nats; zeros for a target that does not start from the policy that sampled.
         skills: (B,) z.
-        group_ids: (B,) int, equal for the rollouts of one prompt, or for candidates of one choice.
+        group_ids: (B,) int, equal for the rollouts of one prompt, or for the candidates of one choice.
         eta: η > 0.
 
-    Source: that of `target_policy`, whose published sandbox also has the variant without the old policy.
+    Example:
+        A skill of log 3 makes the first of two equally likely rollouts three times as likely as the second.
+
+        >>> skills, group_ids = torch.tensor([3.0, 1.0]).log(), torch.tensor([0, 0])
+        >>> result = compute_group_distributions(torch.zeros(2), torch.zeros(2), skills, group_ids, eta=1.0)
+        >>> result.log_p.exp().round(decimals=4).tolist(), result.log_q.exp().round(decimals=4).tolist()
+        ([0.5, 0.5], [0.75, 0.25])
+
+    Source: as for `target_policy_loss`, whose published sandbox also has the variant without the old policy.
     Degenerate: a group of one has p = q = 1, so no loss and no gradient.
     """
     if not eta > 0:
         raise ValueError(f"tpo_eta is {eta}; it must be above 0, such as 1.0.")
     _, group_index = torch.unique(group_ids, return_inverse=True)
     num_groups = int(group_index.max()) + 1
-    # Sums of hundreds of nats leave float32 too few digits for the small differences that p − q is made of.
+    # For sums of hundreds of nats, float32 has too few digits left for the small differences in p − q.
     log_p = _group_log_softmax(logprobs.double(), group_index, num_groups)
     with torch.no_grad():
         log_q = _group_log_softmax(
@@ -78,15 +86,21 @@ def target_policy_loss(
 
     with softmax over the rollouts of a group. The target q is a constant.
 
+    The sums are over complete sequences, so their differences grow with length: among long rollouts p and q put nearly
+    all of the mass on one rollout, whatever the skills, unless η is small against those differences.
+
     Args:
         logprobs: (B,) c, sum of log π over the trained tokens of each sequence, nats; the gradient flows through it.
         old_logprobs: (B,) o, the same under the policy that sampled.
         skills: (B,) z, such as `advantages.group_skill` before it is put on tokens.
-        group_ids: (B,) int, equal for the rollouts of one prompt. Every group must be whole.
+        group_ids: (B,) int, equal for the rollouts of one prompt. Every group must be complete.
         eta: η > 0; a gain of η in skill multiplies a rollout's probability, relative to others, by e.
 
-    The sums are over whole sequences, so their differences grow with length: among long rollouts p and q put nearly
-    all on one of them, whatever the skills, unless η is small against those differences.
+    Example:
+        >>> skills, group_ids = torch.tensor([3.0, 1.0]).log(), torch.tensor([0, 0])
+        >>> result = target_policy_loss(torch.zeros(2), torch.zeros(2), skills, group_ids, eta=1.0)
+        >>> round(result.loss.item(), 4), result.sequence_weights.round(decimals=4).tolist()  # log 2, q − p
+        (0.6931, [0.25, -0.25])
 
     Source: target policy optimisation (jeankaddour/tpo), as the published sandbox of update rules has it.
     Degenerate: a group of one has gradient 0; equal skills give q = softmax(o), a pull back to the old policy that is 0
@@ -102,7 +116,8 @@ def target_policy_loss(
 
 
 def _group_log_softmax(x: Tensor, group_index: Tensor, num_groups: int) -> Tensor:
-    """log softmax of `x` (B,) over the members of each of `count` groups."""
+    """Log softmax of `x` (B,) over the members of each of `num_groups` groups."""
+    # The maximum cancels in the result; it keeps exp from underflowing for every member of a group.
     group_max = x.new_full((num_groups,), -torch.inf).scatter_reduce(0, group_index, x.detach(), "amax")
     shifted_x = x - group_max[group_index]
     return shifted_x - x.new_zeros(num_groups).index_add(0, group_index, shifted_x.exp()).log()[group_index]

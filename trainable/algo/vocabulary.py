@@ -1,8 +1,9 @@
-"""Numbers of a token that need the whole vocabulary, from hidden states, with a bound on the logits held at once.
+"""Token statistics that need the full vocabulary, from hidden states, with a bound on the logits in memory.
 
-Shapes: N tokens, h hidden channels, V vocabulary entries. Where all N rows fit the bound, logits are made whole and
-autograd keeps what it likes. Else rows are worked on in chunks, and each chunk is made again in the backward pass.
-Products are in the type of the hidden states, everything after them in float32 or better.
+Shapes: N tokens, h hidden channels, V vocabulary entries. Where the logits of all N rows fit the bound, they are
+computed at once and autograd saves what it needs. Otherwise rows are processed in chunks, and the logits of each chunk
+are recomputed in the backward pass. Products are in the type of the hidden states, everything after them in float32 or
+better.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,11 +16,11 @@ from torch import Tensor
 from trainable.algo.losses import entropy_from_logits, full_kl, logprobs_from_logits
 
 LogitsFunction = Callable[[Tensor, slice], Tensor]
-"""A number of each row (n,) from its logits (n, V); the slice says which of the N rows these are."""
+"""Maps logits (n, V) to one number per row (n,); the slice says which of the N rows these are."""
 
 
 class TokenStatistics(NamedTuple):
-    """What the policy's loss needs of each token (N,), in nats; full_kl is None where no reference was given."""
+    """The statistics of each token (N,) that the policy's loss needs, in nats; full_kl is None without a reference."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -38,7 +39,13 @@ def logprobs_from_hidden(
         weight: (V, h), W of the language-model head.
         tokens: (N,) int64, the token a of each row.
         temperature: τ > 0 of the sampling distribution.
-        elements: logits held at once, one row at least; None for all of them. Changes memory, not values.
+        chunk_elements: logits in memory at once, at least one row; None for all of them. Changes memory, not values.
+
+    Example:
+        >>> hidden, weight = torch.ones(1, 1), torch.tensor([[3.0], [1.0]]).log()  # probabilities 3/4 and 1/4
+        >>> logprobs = logprobs_from_hidden(hidden, weight, tokens=torch.tensor([0]), temperature=1.0)
+        >>> logprobs.exp().double().round(decimals=4).tolist()
+        [0.75]
 
     Source: definition.  Degenerate: no row gives an empty result.
     """
@@ -47,17 +54,28 @@ def logprobs_from_hidden(
 
 
 def compute_token_statistics(
-    hidden: Tensor, weight: Tensor, tokens: Tensor, temperature: float, entropy_gradient: bool = True,
-    reference: tuple[Tensor, Tensor] | None = None, chunk_elements: int | None = None,
-) -> TokenStatistics:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    entropy_gradient: bool = True,
+    reference: tuple[Tensor, Tensor] | None = None,
+    chunk_elements: int | None = None,
+) -> TokenStatistics:
     """Log-probability, entropy and exact KL of each row (N,) from one product with the head.
 
         z = W x / τ,   log π(a) = z_a − logsumexp(z),   H = −Σ_v π_v logπ_v,   KL = Σ_v π_v (logπ_v − logπ_ref,v)
 
     Args:
-        hidden, weight, tokens, temperature, elements: as for `logprobs_from_hidden`.
+        hidden, weight, tokens, temperature, chunk_elements: as for `logprobs_from_hidden`.
         entropy_gradient: whether gradients flow through H.
-        reference: hidden states (N, h') and head (V, h') of the reference, which no gradient reaches; None: no KL.
+        reference: hidden states (N, h') and head (V, h') of the reference, which receive no gradient; None: no KL.
+
+    Example:
+        >>> hidden, weight = torch.ones(1, 1), torch.zeros(4, 1)  # four equally likely tokens
+        >>> result = compute_token_statistics(hidden, weight, tokens=torch.tensor([0]), temperature=1.0)
+        >>> result.entropies.double().round(decimals=4).tolist(), result.full_kl  # log 4
+        ([1.3863], None)
 
     Source: definitions.  Degenerate: equal logits give H = log V with zero gradient; π = π_ref gives KL = 0 with zero
     gradient. Logits must be finite.
@@ -94,9 +112,9 @@ def _compute_logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
 def _apply_to_logits(
     functions: Sequence[LogitsFunction], hidden: Tensor, weight: Tensor, temperature: float, chunk_elements: int | None
 ) -> tuple[Tensor, ...]:
-    """Each function (N,) of the tempered logits."""
+    """Apply each function to the tempered logits; each result is (N,)."""
     if chunk_elements is not None and chunk_elements < 1:
-        raise ValueError(f"elements is {chunk_elements}; at least 1 logit is held at once. Give {2**27}, say.")
+        raise ValueError(f"chunk_elements is {chunk_elements}; it must be at least 1 logit, such as {2**27}.")
     chunk_rows = len(hidden) if chunk_elements is None else max(1, chunk_elements // len(weight))
     if len(hidden) > chunk_rows:
         return _ChunkedLogits.apply(functions, chunk_rows, temperature, hidden, weight)
@@ -109,10 +127,10 @@ def _make_slices(count: int, chunk_rows: int) -> Iterator[slice]:
 
 
 class _ChunkedLogits(torch.autograd.Function):
-    """`_of_logits` over chunks of rows.
+    """`_apply_to_logits` over chunks of rows.
 
-    The head's gradient is summed over chunks in its own type, float32: autograd would sum what chunks give in the type
-    of their product, and in bfloat16 a sum of dozens loses what each of them adds.
+    The head's gradient is accumulated over chunks in the head's own type, float32. Autograd would accumulate it in the
+    type of the product, and in bfloat16 a sum over dozens of chunks loses the digits that each one adds.
     """
 
     @staticmethod
@@ -126,6 +144,7 @@ class _ChunkedLogits(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.functions, ctx.rows, ctx.temperature = functions, chunk_rows, temperature
         ctx.save_for_backward(hidden, weight)
+        # An output that no loss uses has the gradient None in `backward`, and costs nothing there.
         ctx.set_materialize_grads(False)
         head = weight.to(hidden.dtype)
         outputs: list[list[Tensor]] = [[] for _ in functions]
@@ -145,6 +164,7 @@ class _ChunkedLogits(torch.autograd.Function):
         hidden_grad = torch.zeros_like(hidden)
         weight_grad = torch.zeros_like(weight) if ctx.needs_input_grad[4] else None
         for chunk in _make_slices(len(hidden), ctx.rows) if active_functions else ():
+            # Only the logits were recomputed: the product with the head is differentiated by hand below.
             logits = _compute_logits(hidden[chunk], head, ctx.temperature).requires_grad_()
             with torch.enable_grad():
                 outputs = [function(logits, chunk) for function, _ in active_functions]

@@ -86,7 +86,7 @@ def test_passes_by_hand() -> None:
 
 
 def test_a_pass_of_no_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="at most 0 tokens; it must be at least 1"):
+    with pytest.raises(ValueError, match="max_tokens is 0; it must be at least 1"):
         split_by_tokens(torch.tensor([3]), 0)
 
 
@@ -137,7 +137,7 @@ def test_the_global_generator_is_left_alone() -> None:
 
 def test_a_multiple_of_zero_is_refused() -> None:
     generator = seeded()
-    with pytest.raises(ValueError, match=r"5 sequences to a multiple of 0; .* at least 1"):
+    with pytest.raises(ValueError, match=r"n is 5 and multiple is 0; .* multiple at least 1"):
         adjust_copy(5, 0, generator)
-    with pytest.raises(ValueError, match="-1 sequences to a multiple of 4"):
+    with pytest.raises(ValueError, match="n is -1 and multiple is 4; n must be at least 0"):
         adjust_delete(-1, 4, generator)

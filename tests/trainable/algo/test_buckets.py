@@ -34,5 +34,5 @@ def test_fixed_edges_open_to_the_right() -> None:
 
 
 def test_no_bucket_is_refused() -> None:
-    with pytest.raises(ValueError, match="0 buckets"):
+    with pytest.raises(ValueError, match="max_buckets is 0; it must be at least 1"):
         assign_quantile_buckets(torch.zeros(3), 0)

@@ -373,7 +373,7 @@ def test_every_split_of_the_groups_comes_up_and_the_generator_decides() -> None:
 def test_no_groups_give_no_folds_and_no_fold_is_refused() -> None:
     generator = torch.Generator()
     assert split_folds(torch.zeros(0, dtype=torch.long), 4, generator).tolist() == []
-    with pytest.raises(ValueError, match="0 folds; it must be at least 1"):
+    with pytest.raises(ValueError, match="num_folds is 0; it must be at least 1"):
         split_folds(torch.arange(3), 0, generator)
 
 

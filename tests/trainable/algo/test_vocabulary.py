@@ -210,5 +210,5 @@ def test_nothing_larger_than_the_bound_is_made(elements: int) -> None:
 
 
 def test_a_bound_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="elements is 0; at least 1 logit"):
+    with pytest.raises(ValueError, match="chunk_elements is 0; it must be at least 1 logit"):
         Case().numbers(0)
