@@ -1,4 +1,4 @@
-"""Which backend a run's networks get."""
+"""Choose the backend of a run's networks: torch on one device, or DeepSpeed over ranks."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +13,8 @@ from trainable.config.sections import OptimConfig, TrainerConfig
 def make_backends(
     config: RunConfig, world: World, policy: nn.Module, head: nn.Module | None, critic: nn.Module | None
 ) -> dict[str, Backend]:
-    """Who owns the optimizers of a run: `actor`, with the value head on its trunk, and `critic`, one of its own."""
+    """Backends by name: `actor` for the policy and a value head on its trunk, and `critic` for a separate critic."""
+    # A head on the policy's trunk is trained by the policy's optimizer, with the critic's learning rate.
     networks = {"actor": policy, **({} if head is None else {"head": head})}
     learning_rates = (config.actor.lr, config.critic.lr)[: len(networks)]
     backends = {
@@ -28,14 +29,25 @@ def make_backends(
 
 
 def _make_backend(
-    trainer: TrainerConfig, world: World, name: str, networks: Mapping[str, nn.Module], learning_rates: Sequence[float],
+    trainer: TrainerConfig,
+    world: World,
+    name: str,
+    networks: Mapping[str, nn.Module],
+    learning_rates: Sequence[float],
     settings: OptimConfig,
-) -> Backend:  # fmt: skip
-    """DeepSpeed where this process is a rank among others (or made one by itself), else torch on one device.
+) -> Backend:
+    """DeepSpeed if this process is a rank of a distributed world (which may have one rank), else torch on one device.
 
-    name: of the optimizer in checkpoints. networks: by name. rates: learning rate of each of them.
+    Args:
+        trainer: ZeRO stage and offloading.
+        world: the ranks of the run.
+        name: name of the optimizer in checkpoints.
+        networks: the networks by name.
+        learning_rates: learning rate of each network.
+        settings: betas, weight decay and gradient clipping.
     """
     if isinstance(world, DistributedWorld):
+        # Imported here because it needs an optional package.
         from trainable.backend.zero import ZeroBackend
 
         return ZeroBackend(name, networks, learning_rates, settings, trainer, world)

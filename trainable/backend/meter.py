@@ -1,4 +1,4 @@
-"""Sums of one update, over mini-batches and over tokens."""
+"""Running sums of one update, over mini-batches and over tokens, and their means."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from trainable.runs.nonfinite import find_nonfinite_losses
 
 @dataclass
 class Meter:
-    """Sums of one update: weighted losses a mini-batch, and plain sums over tokens."""
+    """Running sums of one update: loss terms per mini-batch, and sums over tokens."""
 
     optimizer_steps: int = 0
     skipped_steps: int = 0
@@ -24,7 +24,7 @@ class Meter:
         self.nonfinite_losses: list[str] = []
 
     def add(self, tokens: int, loss_terms: dict[str, Tensor], token_sums: dict[str, Tensor]) -> None:
-        """Add one pass: `weighted` are shares of a mini-batch's loss, `counted` are sums over `tokens`."""
+        """Add one pass: its parts of a mini-batch's loss, and sums over its `tokens` tokens."""
         self.tokens += tokens
         self.nonfinite_losses += find_nonfinite_losses(loss_terms)
         for sums, terms in ((self.step_sums, loss_terms), (self.token_sums, token_sums)):
@@ -32,20 +32,21 @@ class Meter:
                 sums[name] = sums.get(name, 0.0) + float(value)
 
     def record_step(self, grad_norm: Tensor | float, column: str) -> None:
-        """Count one mini-batch whose gradient norm was `norm`."""
+        """Count one mini-batch and its optimizer step; `column` is the column of its gradient norm."""
         self.optimizer_steps += 1
+        # A loss that was not finite is reported only if the step was skipped.
         self.nonfinite_losses = []
         self.grad_norm_sums[column] = self.grad_norm_sums.get(column, 0.0) + float(grad_norm)
 
     def record_skipped_step(self, nonfinite_gradients: list[str]) -> None:
-        """Count one mini-batch that made no step, and name what was not finite in it: losses, and `gradients`."""
+        """Count one mini-batch whose step was skipped, and record which losses and gradients were not finite."""
         self.optimizer_steps += 1
         self.skipped_steps += 1
         self.nonfinite_names += [*self.nonfinite_losses, *nonfinite_gradients]
         self.nonfinite_losses = []
 
     def all_reduce(self, world: World) -> "Meter":
-        """This meter with the sums of all ranks; steps and norms are every rank's own and the same."""
+        """This meter with the sums of all ranks. Step counts and gradient norms are already equal on all ranks."""
         if world.size == 1:
             return self
         total = Meter(self.optimizer_steps, self.skipped_steps)
@@ -58,11 +59,12 @@ class Meter:
             ):
                 for name, value in rank_sums.items():
                     total_sums[name] = total_sums.get(name, 0.0) + value
+        # Each rank has the norm of the gradient over all ranks, so norms are not added.
         total.grad_norm_sums = self.grad_norm_sums
         return total
 
     def compute_means(self) -> dict[str, float]:
-        """Means over mini-batches, over tokens, and of gradient norms over the steps that were made."""
+        """Means over mini-batches, over tokens, and of gradient norms over the steps that were applied."""
         applied_steps = self.optimizer_steps - self.skipped_steps
         sums_and_counts = (
             (self.step_sums, self.optimizer_steps),

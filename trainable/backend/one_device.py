@@ -1,4 +1,4 @@
-"""Who owns the optimizer of some networks: what an update needs of it, and plain torch on one device."""
+"""The interface of a backend, which owns the optimizer of some networks, and the backend of torch on one device."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,25 +25,28 @@ T = TypeVar("T")
 class Backend(Protocol):
     """Owns the optimizer of some networks, whose gradients are summed over the ranks of `world`.
 
-    networks: those that updates are made with, by name. Where weights are dealt out to ranks they are twins of those
-    that the run itself holds, which have weights only within `whole`.
+    networks: the networks that updates use, by name. With sharded weights these are copies of the run's own networks,
+    which have weights only within `gather_weights`.
     """
 
     networks: Mapping[str, nn.Module]
     world: World
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
-        """Add the gradient of the loss that `work` computes; is_last: nothing is added before the next `step`."""
+        """Add the gradient of the loss that `compute_loss` returns; is_last: it is the last one before a `step`."""
         ...
 
     def step(self, meter: Meter, norm_column: str) -> None:
-        """Clip and step, or skip the step where a loss or the gradient is not finite; `norm` names its column."""
+        """Clip the gradient and step, or skip the step where a loss or the gradient is not finite.
+
+        norm_column: column of the gradient norm in `meter`.
+        """
         ...
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """While it lasts the run's networks can be read: passes outside of updates are made within it.
+        """Context in which the run's networks have all their weights: passes outside of updates are made within it.
 
-        Ranks come into it and leave it together; inside, each makes passes of its own.
+        All ranks enter and leave it together; inside, each rank makes its own passes.
         """
         ...
 
@@ -52,23 +55,26 @@ class Backend(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Networks and optimizer as tensors by name, the same ones for every backend and number of ranks."""
+        """Networks and optimizer as tensors by name, with the same names for every backend and number of ranks."""
         ...
 
     def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
-        """ValueError unless `shapes` holds those of what `state` gives; nothing is changed."""
+        """Raise ValueError unless `shapes` are those of `state_dict`; nothing is changed."""
         ...
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave; every rank asks `tensors` for the same ones, in the same order."""
+        """Load the tensors of `state_dict`; every rank reads the same ones from `tensors`, in the same order."""
         ...
 
 
 class TorchBackend:
     """An optimizer in torch on one device.
 
-    name: of the optimizer in checkpoints. networks: by name, whose parameters it has, in their order. clip: largest
-    total norm of a gradient.
+    Args:
+        name: name of the optimizer in checkpoints.
+        networks: the networks by name; their parameters, in this order, are those of the optimizer.
+        optimizer: the optimizer of these parameters.
+        max_grad_norm: gradients are clipped to this total norm.
     """
 
     def __init__(
@@ -82,7 +88,7 @@ class TorchBackend:
         compute_loss().backward()
 
     def step(self, meter: Meter, norm_column: str) -> None:
-        """Clip and step, or skip (see `Backend.step`; published: where the gradient is not finite)."""
+        """Clip and step, or skip (see `Backend.step`). Published: skip where the gradient is not finite."""
         named_weights = list_named_parameters(self.networks)
         weights = [weight for _, weight in named_weights]
         grad_norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
@@ -95,14 +101,18 @@ class TorchBackend:
         self.optimizer.zero_grad(set_to_none=True)
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Weights are always there (see `Backend.whole`)."""
+        """Nothing to do: this process has all weights (see `Backend.gather_weights`)."""
         return nullcontext()
 
     def find_nonfinite_weights(self) -> list[str]:
-        """Of all networks (see `Backend.bad_weights`)."""
-        return find_nonfinite_weights([
-            (f"{name}.{key}", weight) for name, network in self.networks.items() for key, weight in get_trainable_parameters(network)
-        ])  # fmt: skip
+        """Check all networks (see `Backend.find_nonfinite_weights`)."""
+        return find_nonfinite_weights(
+            [
+                (f"{name}.{key}", weight)
+                for name, network in self.networks.items()
+                for key, weight in get_trainable_parameters(network)
+            ]
+        )
 
     def state_dict(self) -> dict[str, Tensor]:
         """The live tensors: write or clone them before the next step."""
@@ -113,9 +123,10 @@ class TorchBackend:
         }
 
     def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
-        """ValueError unless they fit (see `Backend.check_fits`); an optimizer without moments has made no step."""
+        """Raise ValueError for other shapes (see `Backend.check_state_shapes`)."""
         for name, stateful in self._get_stateful().items():
             saved_shapes = select_below(name, shapes)
+            # An optimizer saved before its first step has no tensors, and fits any other.
             check_shapes(
                 name,
                 compute_flat_shapes(stateful) if saved_shapes or isinstance(stateful, nn.Module) else {},
@@ -123,7 +134,7 @@ class TorchBackend:
             )
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back (see `Backend.load_state`)."""
+        """Load the tensors (see `Backend.load_state_dict`)."""
         for name, stateful in self._get_stateful().items():
             load_flat_state(stateful, select_below(name, tensors))
 
@@ -134,7 +145,7 @@ class TorchBackend:
 def make_adamw(
     networks: Iterable[nn.Module], learning_rates: Sequence[float], settings: OptimConfig
 ) -> torch.optim.AdamW:
-    """AdamW with a constant rate for each network."""
+    """AdamW with a constant learning rate for each network."""
     groups = [
         {"params": [weight for _, weight in get_trainable_parameters(network)], "lr": learning_rate}
         for network, learning_rate in zip(networks, learning_rates, strict=True)
@@ -143,14 +154,15 @@ def make_adamw(
 
 
 def list_named_parameters(networks: Mapping[str, nn.Module]) -> NamedParameters:
-    """All trained parameters; those of the first network by their own names, of others behind their network's."""
+    """All trained parameters. Names of networks other than the first are prefixed with the name of the network."""
     first_network = next(iter(networks))
     return [
         (key if name == first_network else f"{name}.{key}", weight)
-        for name, network in networks.items() for key, weight in get_trainable_parameters(network)
-    ]  # fmt: skip
+        for name, network in networks.items()
+        for key, weight in get_trainable_parameters(network)
+    ]
 
 
 def select_below(prefix: str, tensors: Mapping[str, T]) -> dict[str, T]:
-    """The tensors of one part, or what there is to say of them, by their names in it."""
+    """Entries whose name starts with `<prefix>/`, without this prefix."""
     return {key.removeprefix(f"{prefix}/"): value for key, value in tensors.items() if key.startswith(f"{prefix}/")}

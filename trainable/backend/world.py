@@ -1,4 +1,4 @@
-"""The ranks of a run: processes that all run the same program, each on its share of episodes."""
+"""The ranks of a run: processes that run the same program, each on its shard of the episodes."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ from trainable.runs.state import LazyTensors
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""How long a rank waits for the others: one may play long episodes while the others have ended theirs."""
+"""How long a rank waits for the others: one may still play long episodes when the others have finished theirs."""
 
 
 class World(Protocol):
-    """All ranks of a run, seen from one of them. Every method is called by all ranks, in the same order."""
+    """All ranks of a run, seen from one of them. All ranks call every method, in the same order."""
 
     @property
     def rank(self) -> int:
@@ -34,42 +34,42 @@ class World(Protocol):
         ...
 
     def all_gather_object(self, local_object: T) -> list[T]:
-        """The objects of all ranks, in the order of ranks."""
+        """The objects of all ranks, in rank order. None is not allowed."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over ranks of a tensor of one shape."""
+        """The sum over ranks of a tensor, which has the same shape on each."""
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The ranks' parts, all of one shape (n,), one behind the other."""
+        """The tensors of all ranks, all of one shape (n,), concatenated in rank order."""
         ...
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """Rank 0's tensors by name, on the processor; the others give None.
+        """Rank 0's tensors by name, on the CPU; the other ranks pass None.
 
-        Several ranks get each one when they ask for it: all of them for the same ones, in the same order.
+        A tensor is sent when it is read. If several ranks read tensors, all must read the same ones in the same order.
         """
         ...
 
 
 @dataclass(frozen=True)
 class SingleProcess:
-    """A run of one process."""
+    """A world of one process."""
 
     rank: int = 0
     size: int = 1
 
     def all_gather_object(self, local_object: T) -> list[T]:
-        """What this rank has."""
+        """A list of the one object."""
         return [local_object]
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The part itself."""
+        """The tensor itself."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The part itself."""
+        """The tensor itself."""
         return tensor
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
@@ -79,16 +79,16 @@ class SingleProcess:
 
 @dataclass(frozen=True)
 class DistributedWorld:
-    """Ranks of torch's default process group, which has been set up."""
+    """The ranks of torch's default process group, which must have been initialised."""
 
     rank: int
     size: int
 
     def all_gather_object(self, local_object: T) -> list[T]:
-        """All ranks' objects. They travel as pickles between the processes of one run, through its own sockets."""
+        """The objects of all ranks, which travel as pickles through sockets between the processes of this run."""
         gathered_objects: list[T | None] = [None] * self.size
         torch.distributed.all_gather_object(gathered_objects, local_object)
-        return [entry for entry in gathered_objects if entry is not None]
+        return [entry for entry in gathered_objects if entry is not None]  # all are set: this narrows the type
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place."""
@@ -96,13 +96,13 @@ class DistributedWorld:
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Gathered on the device that `part` is on."""
+        """The concatenated tensors, on the device of `tensor`."""
         gathered_tensor = tensor.new_empty(self.size * tensor.numel())
         torch.distributed.all_gather_into_tensor(gathered_tensor, tensor.contiguous())
         return gathered_tensor
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
-        """Rank 0's tensors, of which a rank holds one after the other."""
+        """Rank 0's tensors; a receiving rank has one of them in memory at a time."""
         local_tensors = tensors or {}
         tensor_specs = self.all_gather_object(
             {name: (value.shape, value.dtype) for name, value in local_tensors.items()}
@@ -123,14 +123,21 @@ SINGLE_PROCESS = SingleProcess()
 def connect(
     rank: int, world_size: int, rendezvous_file: Path, on_wait: Callable[[], object] | None = None
 ) -> DistributedWorld:
-    """Join the ranks that meet at a file of this machine: no port is opened for it, so none can be taken.
+    """Initialise the process group of ranks on this machine, with a file as their rendezvous.
 
-    Sockets between ranks stay on the loopback device. meeting: a file that no other run uses; it must stay while the
-    ranks are connected, since NCCL reads it again. wait: called again and again until all ranks have come, so that who
-    knows of one that never will can raise; None: those that have come wait for `PATIENCE`.
+    A file needs no port, so there is none that another process could take. Sockets between ranks use the loopback
+    device.
+
+    Args:
+        rank: number of this process, from 0.
+        world_size: number of ranks.
+        rendezvous_file: a file that no other run uses. It must stay while the ranks are connected: NCCL reads it again.
+        on_wait: called repeatedly until all ranks have arrived. It can raise, if it knows that one will never arrive.
+            None: the ranks wait for each other for at most `COLLECTIVE_TIMEOUT`.
     """
     if world_size == 1 and torch.distributed.is_initialized():
-        return DistributedWorld(rank, world_size)  # of an earlier run in this process
+        return DistributedWorld(rank, world_size)  # the group of an earlier run in this process
+    # All ranks are on this machine; a user's own choice of a device has precedence.
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     store = FileStore(str(rendezvous_file), world_size)
@@ -141,15 +148,16 @@ def connect(
     torch.distributed.init_process_group(
         backends, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT
     )
-    if torch.cuda.is_available():  # NCCL connects at its first call: better now than in the middle of a step
+    if torch.cuda.is_available():
+        # NCCL connects at its first collective: better now than in the middle of a step.
         torch.distributed.all_reduce(torch.zeros(1, device="cuda"))
     return DistributedWorld(rank, world_size)
 
 
 def disconnect(rendezvous_file: Path) -> None:
-    """End this process's part in a group of several, and delete the file.
+    """Leave a process group of several ranks, and delete the rendezvous file.
 
-    A group of one stays: DeepSpeed keeps what it made of it, and the next run of this process goes on with that.
+    A group of one rank is kept: DeepSpeed caches what it derived from it, and the next run of this process reuses it.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         torch.distributed.destroy_process_group()
@@ -157,14 +165,14 @@ def disconnect(rendezvous_file: Path) -> None:
 
 
 def compute_local_range(num_items: int, world: World) -> range:
-    """Which of `count` things in a row this rank takes: consecutive ones, as equally many as can be."""
+    """The consecutive items, of `num_items`, that this rank takes; ranks differ by at most one item."""
     base_size, remainder = divmod(num_items, world.size)
     start = world.rank * base_size + min(world.rank, remainder)
     return range(start, start + base_size + (world.rank < remainder))
 
 
 def skip_child_seeds(rng: np.random.Generator, num_skipped: int) -> np.random.Generator:
-    """`draws`, whose next children are those after the first `count`: as if other ranks' had been spawned here."""
+    """Return `rng` after skipping its next `num_skipped` children, as if those of other ranks had been spawned here."""
     seed_sequence = rng.bit_generator.seed_seq
     assert isinstance(seed_sequence, np.random.SeedSequence)
     seed_sequence.spawn(num_skipped)
@@ -172,18 +180,27 @@ def skip_child_seeds(rng: np.random.Generator, num_skipped: int) -> np.random.Ge
 
 
 def shard_rows(lengths: Tensor, ranks: int) -> list[Tensor]:
-    """The rows of a mini-batch that each rank works on, so that ranks have nearly as many rows, and tokens.
+    """Shard the rows of a mini-batch so that ranks have nearly equal numbers of rows and tokens.
 
-    lengths: (N,) tokens of each row. Returns int64 indices in their order, for every rank; they may be none. Rows are
-    dealt back and forth, the longest first. Source: definition.
+        longest row first, to ranks 0, 1, …, R − 1, R − 1, …, 1, 0, 0, 1, …
+
+    Args:
+        lengths: (N,) tokens of each row.
+        ranks: number of ranks R.
+
+    Returns:
+        int64 row indices of each rank, ascending; a rank may have none.
+
+    Source: definition.
     """
     order = torch.argsort(lengths.cpu(), descending=True, stable=True)
     rank_cycle = [*range(ranks), *reversed(range(ranks))]
+    # Back and forth, so that the rank with the longest row of one round has the shortest of the next.
     assigned_ranks = (rank_cycle * -(-len(order) // len(rank_cycle)))[: len(order)]
     owner_ranks = torch.tensor(assigned_ranks, dtype=torch.long, device=order.device)
     return [order[owner_ranks == rank].sort().values for rank in range(ranks)]
 
 
 def chain_blocks(blocks: Sequence[Sequence[T]]) -> Iterator[T]:
-    """What ranks hold in blocks, as one row of things."""
+    """Iterate over the items of all blocks, in order."""
     return (entry for block in blocks for entry in block)

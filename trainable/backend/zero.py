@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: optimizer states, gradients from stage 2 on, and weights in stage 3, are dealt out to the ranks."""
+"""DeepSpeed's ZeRO: shards optimizer states over ranks, from stage 2 on also gradients, and in stage 3 also weights."""
 
 import logging
 import os
@@ -19,27 +19,32 @@ from trainable.runs.state import check_shapes, compute_flat_shapes, get_trainabl
 
 
 class _Networks(nn.Module):
-    """Networks as one module, whose forward pass is whatever work is done with them."""
+    """Networks as one module, whose forward pass computes whatever loss it is given."""
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         super().__init__()
         self.networks = nn.ModuleDict(dict(networks))
 
     def forward(self, compute_loss: Callable[[], Tensor]) -> Tensor:
-        """Do the work."""
+        """Compute the loss."""
         return compute_loss()
 
 
 class ZeroBackend:
-    """AdamW under DeepSpeed (see `Backend`). Needs torch's default process group to be set up.
+    """AdamW under DeepSpeed (see `Backend`). torch's default process group must have been initialised.
 
-    Weights and moments are float32, as in `OneDevice`; networks compute in what they compute in.
+    Weights and moments are float32, as in `TorchBackend`; each network computes in the type of its passes.
     """
 
     def __init__(
-        self, name: str, networks: Mapping[str, nn.Module], learning_rates: Sequence[float], settings: OptimConfig,
-        trainer: TrainerConfig, world: World,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        networks: Mapping[str, nn.Module],
+        learning_rates: Sequence[float],
+        settings: OptimConfig,
+        trainer: TrainerConfig,
+        world: World,
+    ) -> None:
         self.name, self.world = name, world
         self.shapes = {network_name: compute_flat_shapes(network) for network_name, network in networks.items()}
         self.moment_shapes = compute_flat_shapes(make_adamw(networks.values(), learning_rates, settings))
@@ -49,20 +54,22 @@ class ZeroBackend:
         self.networks = self.weights.trained_networks
         self.optimizer = make_adamw(self.networks.values(), learning_rates, settings)
         self.engine, *_ = _import_deepspeed().initialize(
-            model=_Networks(self.networks), optimizer=self.optimizer, config=_make_deepspeed_config(settings, trainer),
+            model=_Networks(self.networks),
+            optimizer=self.optimizer,
+            config=_make_deepspeed_config(settings, trainer),
             dist_init_required=False,
-        )  # fmt: skip
+        )
         self.weights.attach_engine(self.engine)
 
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
-        """Add a gradient (see `Backend.backward`). DeepSpeed takes the mean over ranks, and the loss is a sum."""
+        """Add a gradient (see `Backend.backward`). The loss is a sum over ranks, of which DeepSpeed takes the mean."""
         self.engine.set_gradient_accumulation_boundary(is_last)
         self.engine.backward(self.engine(compute_loss) * self.world.size)
 
     def step(self, meter: Meter, norm_column: str) -> None:
         """Clip and step, or skip (see `Backend.step`) where the gradient over all ranks is not finite.
 
-        A loss alone is not looked at: other ranks would not know of it.
+        A loss that is not finite does not skip the step by itself: only its own rank would know of it.
         """
         self.engine.step()
         if self.engine.was_step_applied():
@@ -73,15 +80,15 @@ class ZeroBackend:
         self.engine.zero_grad()
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """Nothing to do below stage 3 (see `Backend.whole`)."""
+        """Gather weights in stage 3; below it, there is nothing to do (see `Backend.gather_weights`)."""
         return self.weights.gather_weights()
 
     def find_nonfinite_weights(self) -> list[str]:
-        """Of all ranks (see `Backend.bad_weights`)."""
+        """Check the weights of all ranks (see `Backend.find_nonfinite_weights`)."""
         return self.weights.find_nonfinite()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors on the processor (see `Backend.state`), collected from the ranks; rank 0 keeps them."""
+        """Full tensors on the CPU (see `Backend.state_dict`), gathered from the ranks; only rank 0 keeps them."""
         tensors: dict[str, Tensor] = {}
         for name, network in self.networks.items():
             for key, weight in get_trainable_parameters(network):
@@ -104,18 +111,19 @@ class ZeroBackend:
         return max((int(state["step"]) for state in self.optimizer.state.values() if "step" in state), default=0)
 
     def check_state_shapes(self, shapes: Mapping[str, torch.Size]) -> None:
-        """ValueError unless they fit (see `Backend.check_fits`)."""
+        """Raise ValueError for other shapes (see `Backend.check_state_shapes`)."""
         for name, expected_shapes in self.shapes.items():
             check_shapes(name, expected_shapes, select_below(name, shapes))
         moment_shapes = select_below(self.name, shapes)
         check_shapes(self.name, self.moment_shapes if moment_shapes else {}, moment_shapes)
 
     def load_state_dict(self, tensors: Mapping[str, Tensor]) -> None:
-        """Put back (see `Backend.load_state`), one tensor after the other; each rank keeps its part."""
+        """Load the tensors one after the other (see `Backend.load_state_dict`); each rank keeps its shard."""
         for name, network in self.networks.items():
             for key, weight in get_trainable_parameters(network):
                 self.weights.write_full(weight, None, tensors[f"{name}/{key}"])
         has_stepped = f"{self.name}/0/step" in tensors
+        # If only the checkpoint has moments, make some to write to; if only this optimizer has, set them to 0.
         if has_stepped and not self._count_steps():
             self.weights.make_moments()
         has_moments = has_stepped or bool(self._count_steps())
@@ -129,29 +137,36 @@ class ZeroBackend:
 
 
 def _make_deepspeed_config(settings: OptimConfig, trainer: TrainerConfig) -> dict[str, Any]:
-    """DeepSpeed's configuration. Batches are cut by the update: DeepSpeed is told of one at a time."""
+    """DeepSpeed's configuration. The update splits batches into passes, so DeepSpeed is given one pass at a time."""
     zero_config: dict[str, Any] = {"stage": trainer.zero_stage}
     if trainer.zero_stage == 3:
+        # A persistence threshold of 0: small weights are sharded too.
         zero_config |= {
-            "reduce_bucket_size": ZERO_BUCKET_SIZE, "stage3_max_live_parameters": ZERO_MAX_LIVE_PARAMETERS,
+            "reduce_bucket_size": ZERO_BUCKET_SIZE,
+            "stage3_max_live_parameters": ZERO_MAX_LIVE_PARAMETERS,
             "stage3_max_reuse_distance": ZERO_MAX_LIVE_PARAMETERS,
-            "stage3_param_persistence_threshold": 0, "memory_efficient_linear": False,
-        }  # fmt: skip
+            "stage3_param_persistence_threshold": 0,
+            "memory_efficient_linear": False,
+        }
     if trainer.offload_optimizer:
         zero_config["offload_optimizer"] = {"device": "cpu"}
     if trainer.offload_parameters:
         zero_config["offload_param"] = {"device": "cpu"}
     return {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "zero_optimization": zero_config,
-        "gradient_clipping": settings.grad_clip, "steps_per_print": 2**31,
-        # torch's AdamW: DeepSpeed's own has to be compiled first.
-        "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": zero_config,
+        "gradient_clipping": settings.grad_clip,
+        "steps_per_print": 2**31,  # never
+        # torch's AdamW: DeepSpeed's own one would have to be compiled first.
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
 
 
 def _import_deepspeed() -> Any:
-    """The package, which on a machine without a GPU is kept from compiling what it has a plain form of."""
-    os.environ["LOCAL_RANK"] = "0"  # a rank sees its own GPU only, whatever started it
+    """Import DeepSpeed, and keep it from compiling operators on a machine without a GPU."""
+    os.environ["LOCAL_RANK"] = "0"  # a rank sees only its own GPU, whichever process started it
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -159,8 +174,8 @@ def _import_deepspeed() -> Any:
         from deepspeed.utils import logger
     except ModuleNotFoundError:
         raise ValueError(
-            "DeepSpeed is not installed: type `pip install deepspeed==0.19.8`, or --set trainer.strategy=torch and one "
-            "GPU a run."
+            "DeepSpeed is not installed: type `pip install deepspeed==0.19.8`, or use --set trainer.strategy=torch "
+            "and one GPU per run."
         ) from None
     logger.setLevel(logging.WARNING)
     if not torch.cuda.is_available():

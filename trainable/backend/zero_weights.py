@@ -1,4 +1,4 @@
-"""Where the weights of networks under DeepSpeed are: whole on every rank, or in parts of which each rank has one."""
+"""Weights of networks under DeepSpeed: replicated on every rank, or sharded over the ranks."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,7 +18,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Weights(Protocol):
-    """The weights of some networks, and the moments of their optimizer. Every method is called by all ranks."""
+    """The weights of some networks, and the moments of their optimizer. All ranks call every method."""
 
     @property
     def trained_networks(self) -> Mapping[str, nn.Module]:
@@ -26,27 +26,27 @@ class Weights(Protocol):
         ...
 
     def attach_engine(self, engine: Any) -> None:
-        """DeepSpeed has been given them, and made `engine` of them."""
+        """Store the engine that DeepSpeed made of `trained_networks`."""
         ...
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """While it lasts the run's own networks have all of their weights on this rank (see `Backend.whole`)."""
+        """Context in which the run's networks have all their weights on this rank (see `Backend.gather_weights`)."""
         ...
 
     def read_full(self, weight: nn.Parameter, moment: str | None) -> Tensor:
-        """A weight of `trained` as float32, or one of its moments, whole."""
+        """A full weight of `trained_networks` in float32, or one of its moments."""
         ...
 
     def write_full(self, weight: nn.Parameter, moment: str | None, value: Tensor | None) -> None:
-        """Set what `get` gives; None: to 0."""
+        """Set what `read_full` reads; None sets it to 0."""
         ...
 
     def make_moments(self) -> None:
-        """Make moments of 0: the optimizer has none before its first step."""
+        """Create moments of 0: the optimizer has none before its first step."""
         ...
 
     def after_step(self) -> None:
-        """The optimizer has made a step."""
+        """Called after each step of the optimizer."""
         ...
 
     def find_nonfinite(self) -> list[str]:
@@ -55,22 +55,22 @@ class Weights(Protocol):
 
 
 class ReplicatedWeights:
-    """Stages 1 and 2: every rank has all weights; DeepSpeed deals out the float32 copy that it updates."""
+    """Stages 1 and 2: every rank has all weights; DeepSpeed shards the float32 copy that it updates."""
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         self.trained_networks = networks
         self.has_linked_moments = False
 
     def attach_engine(self, engine: Any) -> None:
-        """Keep the engine."""
+        """Store the engine."""
         self.engine = engine
 
     def gather_weights(self) -> AbstractContextManager[None]:
-        """They always are."""
+        """Nothing to do: every rank has all weights."""
         return nullcontext()
 
     def read_full(self, weight: nn.Parameter, moment: str | None) -> Tensor:
-        """Collected from the ranks (see `Weights.get`)."""
+        """Gathered from the ranks (see `Weights.read_full`)."""
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         tensor: Tensor = (
@@ -79,18 +79,19 @@ class ReplicatedWeights:
         return tensor
 
     def write_full(self, weight: nn.Parameter, moment: str | None, value: Tensor | None) -> None:
-        """Each rank keeps its part, and of weights the whole too (see `Weights.put`)."""
+        """Each rank keeps its shard, and of weights the full tensor too (see `Weights.write_full`)."""
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
         value = torch.zeros_like(weight) if value is None else value.to(weight.device)
         if moment is not None:
             safe_set_full_optimizer_state(weight, value, moment)
             return
+        # The optimizer's copy first, then the one that passes read.
         safe_set_full_fp32_param(weight, value)
         weight.data.copy_(value)
 
     def make_moments(self) -> None:
-        """A step of rate 0 along a gradient of 0."""
+        """Make a step with learning rate 0 along a gradient of 0."""
         groups = self.engine.optimizer.optimizer.param_groups
         learning_rates = [group["lr"] for group in groups]
         for group in groups:
@@ -104,7 +105,7 @@ class ReplicatedWeights:
             group["lr"] = learning_rate
 
     def after_step(self) -> None:
-        """Link every group's moments to its weights: DeepSpeed 0.19 does it when the first group alone has any."""
+        """Link the moments of every group to its weights: DeepSpeed 0.19 does so once the first group has any."""
         zero_optimizer = self.engine.optimizer
         if not self.has_linked_moments and len(zero_optimizer.optimizer.param_groups) > 1:
             zero_optimizer._hp_optimizer_states_linked = False
@@ -112,36 +113,36 @@ class ReplicatedWeights:
         self.has_linked_moments = True
 
     def find_nonfinite(self) -> list[str]:
-        """Of weights that are the same on all ranks."""
+        """Check the weights, which are the same on all ranks."""
         return find_nonfinite_weights(_list_named_weights(self.trained_networks))
 
 
 class ShardedWeights:
-    """Stage 3: a rank has a part of every weight, in its own or the host's memory.
+    """Stage 3: each rank has a shard of every weight, in GPU or host memory.
 
-    DeepSpeed's forward and backward passes gather one block's weights after the other, which needs all ranks to make
-    equally many passes. Only updates do. So DeepSpeed is given twins of the run's networks, and trains those; the
-    networks themselves, which all other passes read, hold weights within `whole` alone.
+    DeepSpeed's forward and backward passes gather the weights of one block at a time, which requires the same number of
+    passes on all ranks. Only updates can promise that. DeepSpeed is therefore given copies of the run's networks, and
+    trains those; the run's own networks, which all other passes read, have weights only within `gather_weights`.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module], world: World) -> None:
         self.networks, self.world = networks, world
         self.trained_networks = {name: _copy_sharing_memory(network) for name, network in networks.items()}
         self.read_dtypes = {
-            id(weight): dtype for part in networks.values() for weight, dtype in _iter_read_dtypes(part)
+            id(weight): dtype for network in networks.values() for weight, dtype in _iter_read_dtypes(network)
         }
         self.gather_depth = 0
 
     def attach_engine(self, engine: Any) -> None:
-        """Keep the engine; DeepSpeed has cut up the twins, and what they shared with the networks is let go."""
+        """Store the engine. DeepSpeed has sharded the copies by now, so the memory that they shared is freed."""
         self.engine = engine
         self._free_weights()
 
     @contextmanager
     def gather_weights(self) -> Iterator[None]:
-        """Gather at the start and let go at the end (see `Weights.whole`); within itself it does nothing.
+        """Gather on entry and free on exit (see `Weights.gather_weights`); nested calls do nothing.
 
-        The linear layers of blocks are gathered in the type that passes compute in, to which a pass would round them.
+        Linear layers of blocks are gathered in the type of the passes, to which a pass would round them anyway.
         """
         if self.gather_depth == 0:
             self._gather()
@@ -166,47 +167,49 @@ class ShardedWeights:
                 weight.data = weight.data.new_empty(0)
 
     def _all_gather(self, weight: Any, shard: Tensor, dtype: torch.dtype) -> Tensor:
-        """The ranks' parts of a tensor of a weight's shape; the last one is filled up."""
+        """The full tensor, from a shard of each rank; the last shard is padded."""
         full_tensor = self.world.all_gather(shard.detach().to(weight.device, dtype))
         return full_tensor[: weight.ds_numel].view(weight.ds_shape)
 
     def read_full(self, weight: Any, moment: str | None) -> Tensor:
-        """Joined of the ranks' parts (see `Weights.get`)."""
+        """Concatenated from the shards of the ranks (see `Weights.read_full`)."""
         return self._all_gather(weight, self._get_optimizer_shard(weight, moment), torch.float32)
 
     def write_full(self, weight: Any, moment: str | None, value: Tensor | None) -> None:
-        """Each rank keeps its part (see `Weights.put`): of weights both of DeepSpeed's copies."""
+        """Each rank keeps its shard (see `Weights.write_full`). DeepSpeed has two copies of a weight; both are set."""
         shard = self._get_optimizer_shard(weight, moment)
         start = self.world.rank * shard.numel()
         local_values = shard.new_zeros(shard.shape) if value is None else value.flatten()[start : start + shard.numel()]
+        # The last shard is padded, so its slice of the tensor may be shorter or empty.
         shard[: len(local_values)].copy_(local_values)
         if moment is None:
             weight.ds_tensor.data[: len(local_values)].copy_(local_values)
 
     def _get_unpadded_shard(self, weight: Any) -> nn.Parameter:
-        """This rank's part of a weight, without what fills it up, which may be anything."""
+        """This rank's shard of a weight without its padding, which has arbitrary values."""
         shard = _get_shard(weight)
+        # 0 for ranks behind the end of a tensor that has fewer entries than there are ranks.
         length = max(0, weight.ds_numel - self.world.rank * shard.numel())
         return nn.Parameter(shard.detach()[:length], requires_grad=False)
 
     def _get_optimizer_shard(self, weight: Any, moment: str | None) -> Tensor:
-        """This rank's part of what the optimizer holds: a view, since DeepSpeed's public form is a copy on a GPU."""
+        """This rank's shard of the optimizer's copy, as a view: DeepSpeed's public function copies it on a GPU."""
         shard, _ = self.engine.optimizer._get_fp32_opt_state_partition(weight, True, moment)
         detached_shard: Tensor = shard.detach()
         return detached_shard
 
     def make_moments(self) -> None:
-        """As torch's AdamW makes them at its first step."""
+        """Create them as torch's AdamW does at its first step."""
         zero_optimizer = self.engine.optimizer
         for weight in zero_optimizer.fp32_partitioned_groups_flat:
             moments = {moment: torch.zeros_like(weight.detach()) for moment in MOMENTS}
             zero_optimizer.optimizer.state[weight] = {"step": torch.tensor(0.0), **moments}
 
     def after_step(self) -> None:
-        """Moments are found by DeepSpeed's own tables."""
+        """Nothing to do: in stage 3, moments are looked up in DeepSpeed's own tables."""
 
     def find_nonfinite(self) -> list[str]:
-        """Of the ranks' parts."""
+        """Check the shards of all ranks."""
         local_shards = [
             (name, self._get_unpadded_shard(weight)) for name, weight in _list_named_weights(self.trained_networks)
         ]
@@ -217,7 +220,7 @@ class ShardedWeights:
 
 
 def _get_shard(weight: Any) -> nn.Parameter:
-    """This rank's part of a weight, as passes use it: flat."""
+    """This rank's shard of a weight as passes use it, flat."""
     return nn.Parameter(weight.ds_tensor.detach(), requires_grad=False)
 
 
@@ -230,7 +233,7 @@ def _list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn
 
 
 def _copy_sharing_memory(network: nn.Module) -> nn.Module:
-    """A copy with parameters of its own on the same memory."""
+    """A copy with separate parameters on the same memory."""
     memo: dict[int, Any] = {
         id(weight): nn.Parameter(weight.detach(), weight.requires_grad) for weight in network.parameters()
     }
@@ -238,9 +241,10 @@ def _copy_sharing_memory(network: nn.Module) -> nn.Module:
 
 
 def _iter_read_dtypes(network: nn.Module) -> Iterator[tuple[nn.Parameter, torch.dtype]]:
-    """Each parameter with the type in which passes without an optimizer read it; heads, embedding, norms stay float32.
+    """Each parameter with the type in which passes outside of updates read it.
 
-    A linear layer casts its weights to the type of the passes, so they may as well be gathered in it.
+    A linear layer casts its weights to the type of the passes, so they may as well be gathered in it. Heads, embeddings
+    and norms stay float32.
     """
     read_dtypes: dict[int, torch.dtype] = {}
     for trunk in network.modules():

@@ -71,9 +71,14 @@ def is_due(step: int, settings: CollapseDetectionConfig) -> bool:
 
 
 def diagnose_episodes(
-    model: LanguageModel, codec: Codec, episodes: Sequence[Episode], settings: CollapseDetectionConfig,
-    averages: Mapping[str, MovingAverages], rng: np.random.Generator, world: World = SINGLE_PROCESS,
-) -> Diagnosis:  # fmt: skip
+    model: LanguageModel,
+    codec: Codec,
+    episodes: Sequence[Episode],
+    settings: CollapseDetectionConfig,
+    averages: Mapping[str, MovingAverages],
+    rng: np.random.Generator,
+    world: World = SINGLE_PROCESS,
+) -> Diagnosis:
     """Diagnose a step: all of its episodes, before the filter, under the policy that played them.
 
     Args:
@@ -126,9 +131,14 @@ def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[st
     rng = make_rng(config.seed, "collapse", step)
     with trainer.backends["actor"].gather_weights():
         diagnosis = diagnose_episodes(
-            trainer.model, trainer.codec, episodes, config.collapse_detection, trainer.collapse_averages, rng,
+            trainer.model,
+            trainer.codec,
+            episodes,
+            config.collapse_detection,
+            trainer.collapse_averages,
+            rng,
             trainer.world,
-        )  # fmt: skip
+        )
     trainer.collapse_averages = diagnosis.averages
     return diagnosis.row
 
@@ -171,8 +181,11 @@ def _compute_quantities(
     generator = torch.Generator().manual_seed(int(sample.rng.integers(2**62)))
     shuffled_accuracy = compute_shuffled_accuracy(scores.logprob_sums, own_columns, classes, generator)
     return {
-        **metrics, **smoothed_metrics, **compute_retrieval_metrics(scores.logprob_sums, own_columns, classes), "retrieval_shuffled": shuffled_accuracy,
-    }, next_averages  # fmt: skip
+        **metrics,
+        **smoothed_metrics,
+        **compute_retrieval_metrics(scores.logprob_sums, own_columns, classes),
+        "retrieval_shuffled": shuffled_accuracy,
+    }, next_averages
 
 
 def _drop_overlong(pairs: ThoughtPairs, context: int) -> ThoughtPairs:

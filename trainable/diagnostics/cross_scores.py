@@ -49,9 +49,12 @@ class ThoughtTree(NamedTuple):
 
 
 def compute_cross_scores(
-    model: LanguageModel, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]],
-    max_tokens: int | None = None, world: World = SINGLE_PROCESS,
-) -> CrossScores:  # fmt: skip
+    model: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    thoughts: Sequence[Sequence[int]],
+    max_tokens: int | None = None,
+    world: World = SINGLE_PROCESS,
+) -> CrossScores:
     """Score every one of N thoughts after every one of M prompts, without gradients.
 
     Equal prompts are scored once, and so are equal thoughts.
@@ -157,9 +160,14 @@ def _make_tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device:
     state_index[run_nodes] = 1 + np.arange(len(run_nodes))
     depths = is_visible.sum(axis=1) - 1
     arrays = (
-        np.array(rows), is_visible[end_nodes].astype(np.float64), tokens, state_index[parents], tokens[run_nodes], depths[run_nodes],
+        np.array(rows),
+        is_visible[end_nodes].astype(np.float64),
+        tokens,
+        state_index[parents],
+        tokens[run_nodes],
+        depths[run_nodes],
         is_visible[np.ix_(run_nodes, run_nodes)],
-    )  # fmt: skip
+    )
     return ThoughtTree(*(torch.from_numpy(np.ascontiguousarray(array)).to(device) for array in arrays))
 
 

@@ -50,12 +50,17 @@ def analyse_gradients(
     stds = compute_group_scores("reward_std", reshape_by_group([episode.score for episode in episodes], group_size))
     selection = filter_episodes(episodes, config.filter, group_size)
     context_columns = {
-        "source_env_groups": num_groups, "source_group_size": group_size, "source_batch_size": num_groups * group_size,
-        "uses_training_batch": uses_step_episodes, "bucket_mode": config.rollout.gradient_analysis_bucket_mode,
-        "sketch": config.trainer.gradient_analysis_sketch, "overrides": overrides, "empty_after_filter": 0,
+        "source_env_groups": num_groups,
+        "source_group_size": group_size,
+        "source_batch_size": num_groups * group_size,
+        "uses_training_batch": uses_step_episodes,
+        "bucket_mode": config.rollout.gradient_analysis_bucket_mode,
+        "sketch": config.trainer.gradient_analysis_sketch,
+        "overrides": overrides,
+        "empty_after_filter": 0,
         "analysis_only": int(source == "probe" or config.trainer.gradient_analysis_only),
         **{f"source_{name}": getattr(selection.decision, name) for name in FILTER_COLUMNS},
-    }  # fmt: skip
+    }
     reward_stds, lines = dict(enumerate(stds.tolist())), []
     if config.trainer.gradient_analysis_log_prefilter:
         lines.append(_make_line(trainer, True, episodes, num_groups, reward_stds, context_columns))
@@ -64,9 +69,13 @@ def analyse_gradients(
 
 
 def _make_line(
-    trainer: "PPOTrainer", prefilter: bool, episodes: Sequence[Episode], groups_kept: int,
-    reward_stds: Mapping[int, float], context_columns: Row,
-) -> Row:  # fmt: skip
+    trainer: "PPOTrainer",
+    prefilter: bool,
+    episodes: Sequence[Episode],
+    groups_kept: int,
+    reward_stds: Mapping[int, float],
+    context_columns: Row,
+) -> Row:
     """What a line says of one batch: prefilter, rows and groups. about: what all of its rows say of the analysis."""
     terms = _describe_terms(trainer.config)
     if not episodes:
@@ -112,13 +121,20 @@ def _probe_batch(trainer: "PPOTrainer", prepared: "PreparedBatch", reward_stds: 
     # The run's own networks: ranks make unequally many passes, which twins that are dealt out cannot.
     update = replace(trainer.make_actor_update(), model=trainer.model, value_head=trainer.value_head)
     return probe_gradients(
-        update, prepared.batch, prepared.targets, reward_stds, config.rollout.gradient_analysis_num_buckets,
-        config.rollout.gradient_analysis_bucket_mode, torch.Generator().manual_seed(seed),
-        config.trainer.gradient_analysis_sketch, config.model.dtype,
-    )  # fmt: skip
+        update,
+        prepared.batch,
+        prepared.targets,
+        reward_stds,
+        config.rollout.gradient_analysis_num_buckets,
+        config.rollout.gradient_analysis_bucket_mode,
+        torch.Generator().manual_seed(seed),
+        config.trainer.gradient_analysis_sketch,
+        config.model.dtype,
+    )
 
 
 def _replace_nonfinite(row: Row) -> Row:
     """JSON has no NaN: a number that could not be estimated is missing."""
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in row.items()}  # fmt: skip
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }

@@ -51,9 +51,16 @@ class ProbeResult(NamedTuple):
 
 
 def probe_gradients(
-    update: ActorUpdate, batch: Batch, targets: Targets, reward_stds: Mapping[int, float], max_buckets: int, bucket_mode: str,
-    generator: torch.Generator, sketch_size: int | None = None, dtype: str = "float32",
-) -> ProbeResult:  # fmt: skip
+    update: ActorUpdate,
+    batch: Batch,
+    targets: Targets,
+    reward_stds: Mapping[int, float],
+    max_buckets: int,
+    bucket_mode: str,
+    generator: torch.Generator,
+    sketch_size: int | None = None,
+    dtype: str = "float32",
+) -> ProbeResult:
     """Measure the gradients of `batch`, the buckets in order and `all` last.
 
     Args:
@@ -167,8 +174,9 @@ class _Probe:
     def make_rows(self, bucket: str, episode_indices: Tensor, sums: _FoldSums, stds: Tensor) -> list[Row]:
         """The rows of one bucket; members (N,) its episodes in the order of their mini-batches."""
         common_columns = self._count_members(episode_indices, stds) | {
-            "bucket": bucket, "weight": float(sums.counts.sum() / self._compute_divisors().sum()),
-        }  # fmt: skip
+            "bucket": bucket,
+            "weight": float(sums.counts.sum() / self._compute_divisors().sum()),
+        }
         published_rows, signal_rows = self._measure_published(episode_indices), _measure_signal(sums)
         for name in self._find_rounded(sums, signal_rows):
             signal_rows[name] |= _make_rounding_row(signal_rows[name])
@@ -229,9 +237,11 @@ class _Probe:
                 torch.tensor(values), sequences, tokens, mini_batch_size, micro_batch_size
             )
             published_rows[name] = {
-                "norm": bucket_norm.norm, "norm_per_sample": bucket_norm.per_sample, "norm_per_token": bucket_norm.per_token,
+                "norm": bucket_norm.norm,
+                "norm_per_sample": bucket_norm.per_sample,
+                "norm_per_token": bucket_norm.per_token,
                 "loss": losses[name] / num_micro_batches,
-            }  # fmt: skip
+            }
         return published_rows
 
     def _measure_mini_batch(self, index: Tensor) -> dict[str, tuple[float, float]]:
@@ -267,11 +277,13 @@ class _Probe:
         terms = self.update.compute_loss_terms(inputs, Meter())
         parameters, last_number = self._parameters, len(terms) - 1
         gradients = {
-            name: self._compress_gradient(torch.autograd.grad(
-                term, parameters, retain_graph=number < last_number, allow_unused=True, materialize_grads=True
-            ))
+            name: self._compress_gradient(
+                torch.autograd.grad(
+                    term, parameters, retain_graph=number < last_number, allow_unused=True, materialize_grads=True
+                )
+            )
             for number, (name, term) in enumerate(terms.items())
-        }  # fmt: skip
+        }
         return gradients, {name: float(term.detach()) for name, term in terms.items()}
 
     def _compress_gradient(self, gradient: Sequence[Tensor]) -> list[Tensor]:
@@ -383,11 +395,17 @@ def _measure_signal(sums: _FoldSums) -> dict[str, Row]:
                 column: float(values[number]) for column, values in zip(fraction_columns, component_values, strict=True)
             }
         rows[name] = {
-            "mean_norm": signal.norm, "signal": signal.signal, "noise": signal.noise, "snr": signal.snr,
-            "snr_low": signal.low, "snr_high": signal.high, **fraction_columns, "fold_count": len(counts),
+            "mean_norm": signal.norm,
+            "signal": signal.signal,
+            "noise": signal.noise,
+            "snr": signal.snr,
+            "snr_low": signal.low,
+            "snr_high": signal.high,
+            **fraction_columns,
+            "fold_count": len(counts),
             **{
                 f"cosine_{other}": float(cosines[number, names.index(other)]) if other in names else None
                 for other in ("task", "entropy", "kl")
             },
-        }  # fmt: skip
+        }
     return rows

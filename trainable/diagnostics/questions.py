@@ -49,13 +49,17 @@ def score_tokens(trainer: PPOTrainer, episodes: Sequence[Episode]) -> list[list[
     return [
         [
             ScoredToken(
-                int(episode.turns[place]), int(episode.tokens[place]), text, float(logprobs[number, place]),
-                float(episode.entropies[place]), None if values is None else float(values[number, place]),
+                int(episode.turns[place]),
+                int(episode.tokens[place]),
+                text,
+                float(logprobs[number, place]),
+                float(episode.entropies[place]),
+                None if values is None else float(values[number, place]),
             )
             for place, text in _list_sampled_tokens(episode, trainer.codec)
         ]
         for number, episode in enumerate(episodes)
-    ]  # fmt: skip
+    ]
 
 
 def _list_sampled_tokens(episode: Episode, codec: Codec) -> list[tuple[int, str]]:

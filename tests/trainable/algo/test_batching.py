@@ -81,8 +81,11 @@ def test_passes_of_who_pads_are_rectangles_within_the_bound(lengths: list[int], 
 
 def test_passes_by_hand() -> None:
     assert [cut.tolist() for cut in split_by_tokens(torch.tensor([50, 10, 40, 90, 20, 30]), 60)] == [
-        [1, 4, 5], [2], [0], [3]
-    ]  # fmt: skip
+        [1, 4, 5],
+        [2],
+        [0],
+        [3],
+    ]
 
 
 def test_a_pass_of_no_tokens_is_refused() -> None:

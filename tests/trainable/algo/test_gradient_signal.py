@@ -228,8 +228,10 @@ def test_component_gradients_of_the_folds_add_up_to_the_gradient_of_the_whole_lo
     weights = compute_loss_weights(torch.ones(1, 7, dtype=torch.bool), "token-mean")[0].double()
     (whole,) = torch.autograd.grad((weights @ losses).sum(), theta, retain_graph=True)
     counts = torch.bincount(fold_of)
-    parts = [[torch.autograd.grad(losses[fold_of == k, c].mean(), theta, retain_graph=True)[0] for c in range(3)]
-             for k in range(3)]  # fmt: skip
+    parts = [
+        [torch.autograd.grad(losses[fold_of == k, c].mean(), theta, retain_graph=True)[0] for c in range(3)]
+        for k in range(3)
+    ]
     x = torch.stack([torch.stack(part) for part in parts])
     gram = compute_fold_gram([x])
     means = mean_gradients(x, counts)

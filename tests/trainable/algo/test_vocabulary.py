@@ -45,9 +45,10 @@ class Case:
         logs = (hidden @ weight.T / TEMPERATURE).log_softmax(-1)
         others = (ref_hidden.double() @ ref_weight.double().T / TEMPERATURE).log_softmax(-1)
         return TokenStatistics(
-            logs.gather(-1, self.tokens[:, None])[:, 0], -(logs.exp() * logs).sum(-1),
+            logs.gather(-1, self.tokens[:, None])[:, 0],
+            -(logs.exp() * logs).sum(-1),
             (logs.exp() * (logs - others)).sum(-1),
-        )  # fmt: skip
+        )
 
     def gradients(self, numbers: TokenStatistics) -> list[Tensor]:
         """Of a random weighting of all numbers, by hidden states and head."""

@@ -398,9 +398,11 @@ def kept(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
     columns = [number for number, prompt in enumerate(pairs.prompts) if len(prompt) + longest <= context]
     rows = [row for row, column in enumerate(pairs.own_columns.tolist()) if column in columns]
     return ThoughtPairs(
-        tuple(pairs.prompts[column] for column in columns), tuple(pairs.thoughts[row] for row in rows),
-        np.array([columns.index(pairs.own_columns[row]) for row in rows]), pairs.classes[columns],
-    )  # fmt: skip
+        tuple(pairs.prompts[column] for column in columns),
+        tuple(pairs.thoughts[row] for row in rows),
+        np.array([columns.index(pairs.own_columns[row]) for row in rows]),
+        pairs.classes[columns],
+    )
 
 
 def test_prompts_without_room_for_the_longest_thought_are_left_out_with_their_own(rollout: Rollout) -> None:

@@ -20,9 +20,13 @@ Tokens = list[list[int]]
 
 def layout(heads: int, kv_heads: int, tied: bool, layers: int, theta: float) -> Qwen2:
     sizes = make_qwen2_shape(
-        hidden_size=32, num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
-        num_hidden_layers=layers, rope_theta=theta,
-    )  # fmt: skip
+        hidden_size=32,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=tied,
+        num_hidden_layers=layers,
+        rope_theta=theta,
+    )
     return make_random_model(sizes, seed=heads + kv_heads, std=0.3)
 
 

@@ -17,8 +17,11 @@ def test_rows_say_what_was_measured_and_how() -> None:
     trainer = analysed(actor__kl_loss_type="mse", trainer__gradient_analysis_sketch=1024)
     rows = {row["component"]: row for row in analyse_gradients(trainer, [])[0]["rows"]}
     assert {name: (row["form"], row["coefficient"]) for name, row in rows.items()} == {
-        "task": ("gae", 1.0), "entropy": (None, 0.1), "kl": ("mse", 0.5), "total": (None, None),
-    }  # fmt: skip
+        "task": ("gae", 1.0),
+        "entropy": (None, 0.1),
+        "kl": ("mse", 0.5),
+        "total": (None, None),
+    }
     assert {(row["bucket_mode"], row["sketch"]) for row in rows.values()} == {("quantile", 1024)}
 
 
@@ -52,8 +55,9 @@ def test_training_is_the_same_with_and_without_it() -> None:
 def test_the_lines_have_the_columns_and_no_number_that_json_lacks() -> None:
     lines = make_quiet_trainer(**ANALYSIS).step().gradients
     assert [(line["step"], line["source"], line["prefilter"]) for line in lines] == [
-        (1, "train", True), (1, "train", False),
-    ]  # fmt: skip
+        (1, "train", True),
+        (1, "train", False),
+    ]
     columns = {column.name for column in GRADIENT_COLUMNS} - {"source", "prefilter"}
     for line in lines:
         for row in line["rows"]:
@@ -100,7 +104,7 @@ def test_it_is_due_at_the_first_step_and_every_so_many(every: int, expected: lis
 def test_measuring_only_trains_nothing_and_ends_after_the_first() -> None:
     trainer = make_quiet_trainer(
         **ANALYSIS, trainer__gradient_analysis_only=True, trainer__exit_after_gradient_analysis=True
-    )  # fmt: skip
+    )
     assert trainer.config.trainer.total_training_steps == 1
     before = copy_weights(trainer)
     found = trainer.step()

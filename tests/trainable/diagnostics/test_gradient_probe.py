@@ -22,11 +22,16 @@ from trainable.ppo.update import make_passes, make_weighted_passes
 
 GROUPS, SIZE = 7, 4
 ANALYSIS: dict[str, object] = {
-    "trainer__gradient_analysis_mode": True, "trainer__gradient_analysis_every": 2,
-    "trainer__gradient_analysis_env_groups": GROUPS, "trainer__gradient_analysis_group_size": SIZE,
+    "trainer__gradient_analysis_mode": True,
+    "trainer__gradient_analysis_every": 2,
+    "trainer__gradient_analysis_env_groups": GROUPS,
+    "trainer__gradient_analysis_group_size": SIZE,
     "trainer__gradient_analysis_log_prefilter": True,
-    "actor__use_kl_loss": True, "actor__kl_loss_coef": 0.5, "actor__entropy_coeff": 0.1, "env__group_size": SIZE,
-}  # fmt: skip
+    "actor__use_kl_loss": True,
+    "actor__kl_loss_coef": 0.5,
+    "actor__entropy_coeff": 0.1,
+    "env__group_size": SIZE,
+}
 
 
 def analysed(**overrides: object) -> PPOTrainer:
@@ -83,9 +88,10 @@ def test_the_whole_batch_is_its_plain_gradient_and_the_sum_of_its_buckets(mode: 
         assert rows["all", component]["mean_norm"] == pytest.approx(float(whole.norm()), rel=1e-4)
         summed = torch.zeros_like(whole)
         for bucket, index in members.items():
-            alone = gradient(
-                trainer, make_weighted_passes(batch, ready.targets, index, whole_weights[index]), component
-            ) / rows[bucket, component]["weight"]  # fmt: skip
+            alone = (
+                gradient(trainer, make_weighted_passes(batch, ready.targets, index, whole_weights[index]), component)
+                / rows[bucket, component]["weight"]
+            )
             assert rows[bucket, component]["mean_norm"] == pytest.approx(float(alone.norm()), rel=1e-4)
             summed += rows[bucket, component]["weight"] * alone
         assert float((summed - whole).norm()) < 1e-5 * float(whole.norm())
