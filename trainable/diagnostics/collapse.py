@@ -1,7 +1,7 @@
-"""The collapse diagnostics of one training step: how much the policy's thoughts depend on what it was asked.
+"""The collapse diagnostics of one training step: how much the policy's thoughts depend on their prompts.
 
-Two samples of the step's episodes are scored, every thought after every prompt: `first_turn`, thoughts of first turns
-after the openings of their groups, and `trajectory`, thoughts of all turns after each other's prompts.
+Two samples of the step's episodes are scored, every thought after every prompt. `first_turn` pairs the thoughts of
+first turns with the openings of their groups; `trajectory` pairs the thoughts of all turns with each other's prompts.
 """
 
 import time
@@ -43,9 +43,9 @@ _EXTRA_NAMES = frozenset(quantity.name for quantity in EXTRA_QUANTITIES)
 
 
 class Diagnosis(NamedTuple):
-    """row: the step's `collapse_...` and `seconds_collapse_...` columns, those that have a number.
+    """row: the step's `collapse_...` and `seconds_collapse_...` columns that have a value.
 
-    averages: moving averages of the marginals' std, by sample, for the next diagnosis; JSON can hold them.
+    averages: moving averages of the marginals' std by sample, for the next diagnosis; they can be stored as JSON.
     """
 
     row: dict[str, float]
@@ -53,7 +53,7 @@ class Diagnosis(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """Pairs that were drawn, the names of the sample and of the column of its time, and the rest of its randomness."""
+    """The thought pairs of a sample, its name, the column of its duration, and its random generator."""
 
     name: str
     seconds_column: str
@@ -64,7 +64,7 @@ class _Sample(NamedTuple):
 def is_due(step: int, settings: CollapseDetectionConfig) -> bool:
     """Whether training step `step` (the first is 1) is diagnosed: step 1, and every `compute_freq`-th.
 
-    Source: published code (RAGEN `CollapseDetector`).  Degenerate: with both samples off, never.
+    Source: published code (RAGEN `CollapseDetector`).  Degenerate: never, if both samples are off.
     """
     is_on = settings.first_turn_enabled or settings.multi_turn_enabled
     return is_on and (step == 1 or step % settings.compute_freq == 0)
@@ -81,24 +81,25 @@ def diagnose_episodes(
 ) -> Diagnosis:
     """Diagnose a step: all of its episodes, before the filter, under the policy that played them.
 
+    A sample without a thought, without two different prompts (the published code also scores two groups with one
+    opening), or with a score that is not finite has no quantities, and its averages stay unchanged. Prompts after which
+    the sample's longest thought would exceed the model's context are left out, together with the thoughts that followed
+    them. This is rare: `roll_out_episodes` leaves enough context for a full reply after every prompt except an opening.
+
     Args:
-        model: the policy before the step's update. Weights, gradients and mode are left alone; no gradient is kept.
-        codec: the policy's, which tells where a thought ends.
+        model: the policy before the step's update. Its weights, gradients and mode are unchanged.
+        codec: the policy's codec, which finds the end of a thought.
         episodes: at least one, as they were played.
-        settings: which samples are drawn, of how many thoughts, and which of their quantities are told.
-        averages: those of the diagnosis before, {} at the first; not changed.
-        rng: gives each sample a stream of its own, so that switching one off leaves the other's numbers as they are.
-        world: ranks with the same episodes, which score some prompts each.
+        settings: which samples to draw, with how many thoughts, and which of their quantities to report.
+        averages: those of the previous diagnosis, {} at the first; not changed.
+        rng: each sample draws from a separate child of it, so that switching one sample off leaves the other unchanged.
+        world: ranks with the same episodes, which score some of the prompts each.
 
     Returns:
-        How many turns have a thought; and for each sample the quantities of `mutual_information`, `smoothed_zscores`
-        and `retrieval`, without `all_quantities` only the taught ones (`trainable.runs.collapse_quantities`),
-        `retrieval_shuffled`, and its seconds. Log-probs are in nats, at temperature 1.
-
-    A sample's quantities are missing and its averages stay where it has no thought, fewer than two different prompts
-    (the published code scores two groups of one opening too), or a score that is not finite. Prompts that leave the
-    model's context no room for the sample's longest thought are left out, and with them the thoughts that followed
-    them; `play` keeps room for a whole reply after every prompt but an opening, so this is rare.
+        The number of turns with a thought; and for each sample the quantities of `compute_information_metrics`,
+        `smooth_zscores` and `compute_retrieval_metrics` (without `all_quantities` only the main ones, see
+        `trainable.runs.collapse_quantities`), `retrieval_shuffled`, and its duration. Log-probs are in nats, at
+        temperature 1.
 
     Source: published code (RAGEN `CollapseDetector.compute_collapse_metrics`).
     """
@@ -108,7 +109,7 @@ def diagnose_episodes(
         start = time.perf_counter()
         measurement = _compute_quantities(model, sample, averages.get(sample.name), world)
         if measurement is not None:
-            # All are made from the scores in milliseconds; leaving some out is for whoever reads the rows.
+            # All are computed in milliseconds once there are scores; some are left out only to keep the rows short.
             quantities, next_averages[sample.name] = measurement
             logged_quantities = {
                 key: value for key, value in quantities.items() if settings.all_quantities or key not in _EXTRA_NAMES
@@ -121,9 +122,9 @@ def diagnose_episodes(
 
 
 def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[str, float]:
-    """The columns of `diagnose` for the trainer's step, under the policy that played `episodes`; {} where none is due.
+    """The columns of `diagnose_episodes` for the trainer's step; {} if the step is not due.
 
-    The trainer keeps the moving averages, which are in its state.
+    The policy must be the one that played `episodes`. The trainer stores the moving averages, in its checkpoints too.
     """
     config, step = trainer.config, trainer.step_index
     if not is_due(step, config.collapse_detection):
@@ -144,7 +145,7 @@ def diagnose_step(trainer: "PPOTrainer", episodes: Sequence[Episode]) -> dict[st
 
 
 def _compute_coverage(turns: Sequence[Sequence[Turn]], settings: CollapseDetectionConfig) -> dict[str, float]:
-    """How many turns have a thought; first turns are counted where their sample is on (published)."""
+    """How many turns have a thought; first turns are counted only if their sample is on (published)."""
     columns = {name.replace("/", "_"): value for name, value in compute_thought_coverage(turns).items()}
     if settings.first_turn_enabled:
         return columns
@@ -154,7 +155,7 @@ def _compute_coverage(turns: Sequence[Sequence[Turn]], settings: CollapseDetecti
 def _draw_samples(
     turns: Sequence[Sequence[Turn]], groups: Sequence[int], settings: CollapseDetectionConfig, rng: np.random.Generator
 ) -> Iterator[_Sample]:
-    """The samples that are on."""
+    """Draw the samples that are on."""
     first_rng, trajectory_rng = rng.spawn(2)
     if settings.first_turn_enabled:
         pairs = sample_first_turn_pairs(turns, groups, settings.num_samples, first_rng)
@@ -167,14 +168,15 @@ def _draw_samples(
 def _compute_quantities(
     model: LanguageModel, sample: _Sample, averages: MovingAverages | None, world: World
 ) -> tuple[dict[str, float], MovingAverages] | None:
-    """The sample's quantities under their published names, and its next averages; None where it cannot be measured."""
+    """The sample's quantities under their published names, and its next averages; None if it cannot be measured."""
     pairs = _drop_overlong(sample.pairs, model.shape.max_position_embeddings)
     if not len(pairs.own_columns) or len(np.unique(pairs.classes)) < 2:
         return None
+    # compute_cross_scores takes lists of ints.
     prompts, thoughts = ([tokens.tolist() for tokens in sequences] for sequences in (pairs.prompts, pairs.thoughts))
     scores = compute_cross_scores(model, prompts, thoughts, world=world)
     if not torch.isfinite(scores.logprob_sums).all():
-        return None  # A diagnosis stops nothing: sampler and update watch the policy's numbers.
+        return None  # A diagnosis does not stop a run: sampler and update check the policy's numbers themselves.
     own_columns, classes = torch.from_numpy(pairs.own_columns), torch.from_numpy(pairs.classes)
     metrics = compute_information_metrics(scores.logprob_sums, scores.lengths, own_columns)
     smoothed_metrics, next_averages = smooth_zscores(metrics, averages)
@@ -189,13 +191,13 @@ def _compute_quantities(
 
 
 def _drop_overlong(pairs: ThoughtPairs, context: int) -> ThoughtPairs:
-    """`pairs` less the prompts after which not every thought fits into `context` tokens, and less their thoughts."""
+    """Drop prompts after which not every thought fits into `context` tokens, and the thoughts that followed them."""
     longest_thought = max((len(thought) for thought in pairs.thoughts), default=0)
     is_fitting = np.array([len(prompt) + longest_thought <= context for prompt in pairs.prompts], dtype=bool)
     columns, rows = np.flatnonzero(is_fitting), np.flatnonzero(is_fitting[pairs.own_columns])
     return ThoughtPairs(
         tuple(pairs.prompts[column] for column in columns),
         tuple(pairs.thoughts[row] for row in rows),
-        (np.cumsum(is_fitting) - 1)[pairs.own_columns[rows]],
+        (np.cumsum(is_fitting) - 1)[pairs.own_columns[rows]],  # new index of each column that is left
         pairs.classes[columns],
     )

@@ -1,8 +1,8 @@
 """Log-probs of every thought after every prompt, with each prompt read once.
 
-The thoughts form trees in which those that begin alike share their beginning. A prompt's keys and values are kept and
-a whole tree is scored after it as one row whose tokens see the prompt and their own ancestors: no key is copied for a
-thought, and the last token of a thought, whose own hidden state nobody asks for, is not run at all.
+Thoughts are merged into trees in which common beginnings are shared. The keys and values of a prompt are cached, and a
+full tree is scored after it as one row, whose tokens attend to the prompt and to their own ancestors: no key is copied
+per thought. The last token of a thought is not run at all, because nothing needs its hidden state.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,15 +16,16 @@ from trainable.backend.world import SINGLE_PROCESS, World
 from trainable.config.constants import CHUNK_ELEMENTS
 from trainable.models.interface import LanguageModel
 
-TREE_TOKENS = 256  # of one tree: what its tokens see of each other grows with the square
+TREE_TOKENS = 256  # at most in one tree: the mask of what its tokens attend to grows with the square
 PASS_TOKENS, PASS_TOKENS_CUDA = 2048, 2**16
-"""Rows times length of a pass: few fit a processor's caches; a GPU reads all weights once a pass, so it takes many."""
+"""Rows times length of a pass: small enough for a CPU's caches; large on a GPU, which reads all weights per pass."""
 
 
 class CrossScores(NamedTuple):
-    """sums: (N, M) float64 log-prob of thought i after prompt j, summed over its tokens, in nats, at temperature 1.
+    """Scores of N thoughts after M prompts, on the CPU.
 
-    lengths: (N,) int64 tokens of each thought. Both are on the processor.
+    logprob_sums: (N, M) float64 log-prob of thought i after prompt j, summed over its tokens, in nats, at temperature
+    1. lengths: (N,) int64 tokens of each thought.
     """
 
     logprob_sums: Tensor
@@ -32,11 +33,12 @@ class CrossScores(NamedTuple):
 
 
 class ThoughtTree(NamedTuple):
-    """Some of the thoughts as a tree of T tokens, of which the F that have children are run.
+    """Some of the thoughts as a tree of T tokens. The model runs only the F tokens that have children.
 
-    rows: (R,) which thoughts. on_path: (R, T) float64, 1 where a token is part of the thought. tokens: (T,).
-    parents: (T,) index of the state that predicts a token: 0 is the prompt's last, 1 + f that of run token f.
-    run, depths: (F,) tokens and their depths. sees: (F, F) bool, itself and its ancestors.
+    thought_rows: (R,) indices of the thoughts. is_on_path: (R, T) float64, 1 where a token is part of the thought.
+    tokens: (T,). parents: (T,) index of the state that predicts a token: 0 is the prompt's last state, 1 + f that of
+    run token f. run_tokens, run_depths: (F,) tokens and their depths. run_visibility: (F, F) bool, True for a token
+    itself and its ancestors.
     """
 
     thought_rows: Tensor
@@ -55,19 +57,20 @@ def compute_cross_scores(
     max_tokens: int | None = None,
     world: World = SINGLE_PROCESS,
 ) -> CrossScores:
-    """Score every one of N thoughts after every one of M prompts, without gradients.
+    """Score each of N thoughts after each of M prompts, without gradients.
 
     Equal prompts are scored once, and so are equal thoughts.
 
     Args:
-        model: what scores, on its own device; its weights and mode are left alone.
+        model: the model that scores, on its own device; its weights and mode are unchanged.
         prompts, thoughts: token ids, at least one of each; lengths may differ.
-        max_tokens: rows times length of a pass at most, when prompts are read and when trees are scored: a bound on
-            memory. One prompt, and one thought after one prompt, make a pass whatever their length. None:
-            `PASS_TOKENS`, on a GPU `PASS_TOKENS_CUDA`.
+        max_tokens: bound on rows times length of a pass, for reading prompts and for scoring trees: it limits memory.
+            One prompt, and one thought after one prompt, are a pass whatever their length. None: `PASS_TOKENS`, on a
+            GPU `PASS_TOKENS_CUDA`.
         world: ranks that all call this with the same arguments; each scores some prompts, and all get all sums.
 
-    Raises ValueError for an empty prompt or thought, and where a prompt and a thought outgrow the model's context.
+    Raises:
+        ValueError: a prompt or thought is empty, or a prompt and a thought together exceed the model's context.
     """
     device = model.lm_head.weight.device
     if max_tokens is None:
@@ -78,11 +81,13 @@ def compute_cross_scores(
     trees = list(_make_trees(unique_thoughts, min(TREE_TOKENS, max_tokens), device))
     logprob_sums = torch.zeros((len(unique_thoughts), len(unique_prompts)), dtype=torch.float64, device=device)
     with torch.inference_mode():
+        # A pass has one row per prompt, as long as the prompt when it is read and as the tree when that is scored.
         longest_tree = max(len(tree.run_tokens) for tree in trees)
         for batch in _make_batches([max(len(prompt), longest_tree) for prompt in unique_prompts], max_tokens, world):
             logprob_sums[:, batch] = _score_after_prompts(
                 model, [unique_prompts[number] for number in batch], trees, len(unique_thoughts)
             )
+    # Columns of other ranks are 0 so far.
     logprob_sums = world.all_reduce(logprob_sums)
     return CrossScores(logprob_sums[row_of][:, column_of].cpu(), torch.tensor([len(thought) for thought in thoughts]))
 
@@ -96,42 +101,42 @@ def _check_inputs(
         lengths = [len(tokens) for tokens in sequences]
         if min(lengths, default=0) == 0:
             problem = f"{name} {lengths.index(0)} is empty" if lengths else f"there is no {name}"
-            raise ValueError(f"{problem}: scoring needs at least one {name}, each of one token or more. Leave it out.")
-    longest_prompt, longest_thought = (
-        max(range(len(given)), key=lambda n: len(given[n])) for given in (prompts, thoughts)
-    )
-    needed_tokens, context = (
-        len(prompts[longest_prompt]) + len(thoughts[longest_thought]),
-        model.shape.max_position_embeddings,
-    )
-    if needed_tokens > context:
+            raise ValueError(
+                f"{problem}: scoring needs at least one {name}, each with at least one token. Leave it out."
+            )
+    prompt_lengths, thought_lengths = ([len(tokens) for tokens in sequences] for sequences in (prompts, thoughts))
+    longest_prompt, longest_thought = max(prompt_lengths), max(thought_lengths)
+    context = model.shape.max_position_embeddings
+    if longest_prompt + longest_thought > context:
         raise ValueError(
-            f"prompt {longest_prompt} has {len(prompts[longest_prompt])} tokens and thought {longest_thought} has {len(thoughts[longest_thought])}, "
-            f"{needed_tokens} together; the model's context has {context}. Leave the longest ones out."
+            f"prompt {prompt_lengths.index(longest_prompt)} has {longest_prompt} tokens and "
+            f"thought {thought_lengths.index(longest_thought)} has {longest_thought}, "
+            f"{longest_prompt + longest_thought} together; the model's context has {context}. "
+            "Leave the longest ones out."
         )
 
 
 def _deduplicate(sequences: Sequence[Sequence[int]]) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The different sequences, in the order in which they first come, and for each given one its number."""
+    """The distinct sequences, in order of first occurrence, and the index of each given sequence among them."""
     index_of: dict[tuple[int, ...], int] = {}
     indices = [index_of.setdefault(tuple(np.asarray(tokens).tolist()), len(index_of)) for tokens in sequences]
     return list(index_of), indices
 
 
 def _make_batches(lengths: Sequence[int], max_tokens: int, world: World) -> Iterator[list[int]]:
-    """This rank's rows that are run together, short ones first, so that little is padding."""
+    """Batches of this rank's rows, short ones first, so that there is little padding."""
     batch: list[int] = []
     for number in np.argsort(lengths, kind="stable")[world.rank :: world.size].tolist():
         if batch and (len(batch) + 1) * lengths[number] > max_tokens:
             yield batch
             batch = []
         batch.append(number)
-    if batch:  # a rank may have none
+    if batch:  # a rank may have no rows
         yield batch
 
 
 def _make_trees(thoughts: Sequence[tuple[int, ...]], max_tokens: int, device: torch.device) -> Iterator[ThoughtTree]:
-    """Trees of thoughts that have at most `size` tokens, or of one; neighbours in sorted order share most."""
+    """Trees of at most `max_tokens` tokens, or of one thought; in sorted order, neighbours share long prefixes."""
     rows: list[int] = []
     for row in sorted(range(len(thoughts)), key=lambda row: thoughts[row]):
         if rows and sum(len(thoughts[other]) for other in [*rows, row]) > max_tokens:
@@ -143,7 +148,7 @@ def _make_trees(thoughts: Sequence[tuple[int, ...]], max_tokens: int, device: to
 
 def _make_tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device: torch.device) -> ThoughtTree:
     """The tree of the thoughts at `rows`."""
-    nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node; -1 is the prompt's end
+    nodes: dict[tuple[int, int], int] = {}  # (parent, token) -> node; parent -1 is the end of the prompt
     end_nodes = []
     for row in rows:
         node = -1
@@ -155,8 +160,9 @@ def _make_tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device:
     for node, parent in enumerate(parents.tolist()):  # a parent comes before its children
         if parent >= 0:
             is_visible[node] |= is_visible[parent]
+    # A node without children is the end of a thought: no token is predicted from its state, so it is not run.
     run_nodes = np.unique(parents[parents >= 0])
-    state_index = np.zeros(len(nodes) + 1, dtype=np.int64)  # the last one stands for parent -1
+    state_index = np.zeros(len(nodes) + 1, dtype=np.int64)  # the last entry is that of parent -1
     state_index[run_nodes] = 1 + np.arange(len(run_nodes))
     depths = is_visible.sum(axis=1) - 1
     arrays = (
@@ -174,8 +180,9 @@ def _make_tree(thoughts: Sequence[tuple[int, ...]], rows: Sequence[int], device:
 def _score_after_prompts(
     model: LanguageModel, prompts: Sequence[Sequence[int]], trees: Sequence[ThoughtTree], num_thoughts: int
 ) -> Tensor:
-    """Sums (thoughts, B) after B prompts, which are read here."""
+    """Read B prompts, and return the sums (thoughts, B) after them."""
     device = model.lm_head.weight.device
+    # Padding is on the left, so that the last state of every row predicts the first token of a thought.
     longest_prompt = max(len(prompt) for prompt in prompts)
     padded_tokens = torch.tensor(
         [[0] * (longest_prompt - len(prompt)) + list(prompt) for prompt in prompts], device=device
@@ -186,6 +193,7 @@ def _score_after_prompts(
     last_hidden = model.model.extend(padded_tokens, positions.clamp_min(0), positions >= 0, cache)
     logprob_sums = torch.zeros((num_thoughts, len(prompts)), dtype=torch.float64, device=device)
     for tree in trees:
+        # State 0 is that of the prompt; the states of the tree's run tokens follow.
         hidden = last_hidden[:, None]
         if len(tree.run_tokens):
             tree_hidden = model.model.forward_tree(
@@ -202,7 +210,7 @@ def _compute_token_logprobs(model: LanguageModel, hidden: Tensor, tree: ThoughtT
     chunk_states = max(1, min(hidden.shape[1], CHUNK_ELEMENTS // model.shape.vocab_size))
     chunk_prompts = max(1, CHUNK_ELEMENTS // (chunk_states * model.shape.vocab_size))
     for first_state in range(0, hidden.shape[1], chunk_states):
-        # The tokens that these states predict: each token has one parent.
+        # The tokens that these states predict. Each token has one parent, so it is in one chunk.
         token_indices = (
             ((tree.parents >= first_state) & (tree.parents < first_state + chunk_states)).nonzero().squeeze(-1)
         )

@@ -1,4 +1,4 @@
-"""On which batch gradients are analysed: the step's own, or a larger one that is played for it."""
+"""Gradient analysis of a training step: chooses the batch, calls the probe, and returns lines for gradients.jsonl."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -22,24 +22,30 @@ if TYPE_CHECKING:
     from trainable.ppo.trainer import PPOTrainer
 
 LEVEL_SEED_OFFSET = 500_000
-"""Levels of analyses lie this far behind a run's first training level: it would train on them after as many groups."""
+"""Seeds of analysis levels start this far above those of training, which reaches them only after as many groups."""
 
 FILTER_COLUMNS = ("groups_kept", "kept_ratio", "zero_std_groups", "reward_std", "reward_std_kept")
-"""What the filter decided of an analysis batch: columns of a step, here with `source_` before them."""
+"""Columns of a step about the filter, which an analysis row has with the prefix `source_`."""
 
 
 def analyse_gradients(
     trainer: "PPOTrainer", episodes: list[Episode], source: str = "train", overrides: str | None = None
 ) -> list[Row]:
-    """Analyse the gradients of the trainer's policy; nothing of the trainer is changed.
+    """Analyse the gradients of the trainer's policy; the trainer is not changed.
 
-    The batch is played for it where trainer.gradient_analysis_env_groups and _group_size are set, else it is the
-    step's own `episodes`. Values and advantages are made anew, for both batches by the critic as it is now.
-    overrides: what a probe has set otherwise than the run, as text.
+    The batch is rolled out for the analysis if trainer.gradient_analysis_env_groups and _group_size are set; otherwise
+    it is the step's own `episodes`. Values and advantages are computed anew, for both batches with the current critic.
 
-    Returns the lines for gradients.jsonl: before the filter (where trainer.gradient_analysis_log_prefilter is on), then
-    after it; each has step, source, prefilter, rows (`records.GRADIENT_COLUMNS`) and groups (bucket, group,
-    reward_std). Where the filter kept nothing the second has no groups, and one row that says so.
+    Args:
+        trainer: its policy is analysed, and its critic and settings are used.
+        episodes: the step's own episodes.
+        source: `train`, or `probe` if a command analyses a finished run.
+        overrides: settings that a probe has changed from those of the run, as text.
+
+    Returns:
+        The lines for gradients.jsonl: before the filter (if trainer.gradient_analysis_log_prefilter is on), then after
+        it. Each has step, source, prefilter, rows (`records.GRADIENT_COLUMNS`) and groups (bucket, group, reward_std).
+        If the filter kept nothing, the second has no groups, and one row that says so.
     """
     config = trainer.config
     num_groups, group_size = config.trainer.gradient_analysis_env_groups, config.trainer.gradient_analysis_group_size
@@ -76,7 +82,7 @@ def _make_line(
     reward_stds: Mapping[int, float],
     context_columns: Row,
 ) -> Row:
-    """What a line says of one batch: prefilter, rows and groups. about: what all of its rows say of the analysis."""
+    """The line of one batch: prefilter, rows and groups. context_columns: columns with one value in all of its rows."""
     terms = _describe_terms(trainer.config)
     if not episodes:
         counts = {"sample_count": 0, "group_count": 0, "adjusted_batch_size": 0, "empty_after_filter": 1}
@@ -84,19 +90,19 @@ def _make_line(
         return {"prefilter": prefilter, "rows": [empty_row], "groups": []}
     rng = make_rng(trainer.config.seed, "gradient_duplicates", trainer.step_index, int(prefilter))
     prepared = trainer.prepare_batch(episodes, groups_kept, int(context_columns["source_env_groups"]), rng)
-    findings = _probe_batch(trainer, prepared, reward_stds)
+    result = _probe_batch(trainer, prepared, reward_stds)
     context_columns = {
         **context_columns,
         "adjusted_batch_size": len(prepared.batch.lengths),
         "form": None,
         "coefficient": None,
     }
-    rows = [_replace_nonfinite({**row, **context_columns, **terms.get(row["component"], {})}) for row in findings.rows]
-    return {"prefilter": prefilter, "rows": rows, "groups": findings.groups}
+    rows = [_replace_nonfinite({**row, **context_columns, **terms.get(row["component"], {})}) for row in result.rows]
+    return {"prefilter": prefilter, "rows": rows, "groups": result.groups}
 
 
 def _describe_terms(config: RunConfig) -> dict[str, Row]:
-    """What each component of the loss is, and what it is multiplied with."""
+    """Form and coefficient of each component of the loss."""
     actor = config.actor
     return {
         "task": {"form": config.algorithm.adv_estimator, "coefficient": 1.0},
@@ -106,7 +112,9 @@ def _describe_terms(config: RunConfig) -> dict[str, Row]:
 
 
 def _roll_out_batch(trainer: "PPOTrainer", num_groups: int, group_size: int) -> list[Episode]:
+    """Roll out a batch for this analysis, on levels that training and tests do not use."""
     config, step = trainer.config, trainer.step_index
+    # Number of this analysis, from 1; before the first step, the one of the first step.
     analysis_index = (max(1, step) - 1) // config.trainer.gradient_analysis_every + 1
     first_seed = config.env.seed_train + LEVEL_SEED_OFFSET
     levels = make_training_levels(
@@ -118,7 +126,7 @@ def _roll_out_batch(trainer: "PPOTrainer", num_groups: int, group_size: int) -> 
 def _probe_batch(trainer: "PPOTrainer", prepared: "PreparedBatch", reward_stds: Mapping[int, float]) -> ProbeResult:
     config = trainer.config
     seed = int(make_rng(config.seed, "gradient_folds", trainer.step_index).integers(2**62))
-    # The run's own networks: ranks make unequally many passes, which twins that are dealt out cannot.
+    # The run's own networks: ranks make different numbers of passes, which sharded copies do not allow.
     update = replace(trainer.make_actor_update(), model=trainer.model, value_head=trainer.value_head)
     return probe_gradients(
         update,
@@ -134,7 +142,7 @@ def _probe_batch(trainer: "PPOTrainer", prepared: "PreparedBatch", reward_stds: 
 
 
 def _replace_nonfinite(row: Row) -> Row:
-    """JSON has no NaN: a number that could not be estimated is missing."""
+    """Replace numbers that could not be estimated by None: JSON has no NaN."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
     }

@@ -1,11 +1,13 @@
-"""Gradients of each term of the policy's loss, in each bucket of groups by reward spread. No optimizer step is made.
+"""Gradients of each term of the policy's loss, per bucket of groups with similar reward spread, without a step.
 
-Two readings of one batch. The published one is a mean over mini-batches of the norm of each one's gradient, with the
-weights that training gives the tokens. The other one is of mean gradients: every token has its weight in a loss over
-the whole batch, so that the buckets' gradients, each with its weight, sum to the batch's own; and prompts are dealt
-into folds, from which signal and noise are told apart (`algo.gradient_signal`). A bucket's groups are dealt anew for
-its own numbers: with the folds of the whole batch some would be empty. Those of the batch are not made of the buckets'
-folds: folds that all have as many groups of each spread differ less than independent ones, and would hide noise.
+There are two measurements of one batch. The published one is a mean over mini-batches of the norm of each gradient,
+with the token weights of training. The other one is of mean gradients. Every token has its weight in a loss over the
+full batch, so that the weighted gradients of the buckets sum to the gradient of the batch; and prompts are assigned to
+folds, which separate signal from noise (`algo.gradient_signal`).
+
+A bucket's groups are assigned to folds anew: with the folds of the full batch some folds of a bucket would be empty.
+Conversely, the folds of the batch are not put together from those of the buckets: folds with equally many groups of
+each spread differ less than independent ones, which would hide noise.
 """
 
 import math
@@ -37,14 +39,15 @@ from trainable.runs.run import Row
 
 FOLDS = 8
 ROUNDING_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
-"""By what the passes compute in: a gradient is rounding where, before its coefficient, it is at most so many times that
-of the task with every advantage 1. In such units k3 where policy and reference agree measured 7e-8 and 2e-4."""
+"""By the type of the passes: a gradient counts as rounding error if, divided by its coefficient, its norm is at most
+this fraction of the norm of the task's gradient with every advantage 1. For k3 with policy and reference equal, 7e-8
+and 2e-4 of it were measured."""
 ComponentGradients = dict[str, list[Tensor]]
-"""Of each component, one tensor a parameter of the model; where gradients are sketched, one tensor in all."""
+"""For each component one tensor per parameter of the model, or a single tensor if gradients are sketched."""
 
 
 class ProbeResult(NamedTuple):
-    """rows: one a bucket and component (`records.GRADIENT_COLUMNS`). groups: one a group, with its bucket."""
+    """rows: one per bucket and component (`records.GRADIENT_COLUMNS`). groups: one per group, with its bucket."""
 
     rows: list[Row]
     groups: list[Row]
@@ -61,24 +64,25 @@ def probe_gradients(
     sketch_size: int | None = None,
     dtype: str = "float32",
 ) -> ProbeResult:
-    """Measure the gradients of `batch`, the buckets in order and `all` last.
+    """Measure the gradients of `batch`, bucket by bucket, with `all` last.
 
     Args:
-        update: the policy's update; its model is read, and neither weights, `.grad` nor optimizer are touched.
-        batch, targets: B episodes; what the losses aim at was made for the whole batch, whitening included.
+        update: the policy's update; its model is only read: weights, `.grad` and optimizer stay unchanged.
+        batch, targets: B episodes; the targets were computed for the full batch, whitening included.
         reward_stds: group id -> standard deviation of the group's scores.
-        buckets, mode: how many buckets at most; quantile, or fixed_rv (then empty ones are left out).
-        generator: deals the groups into folds.
-        sketch: entries of the sketch that stands for each gradient (`algo.sketch`); None keeps gradients whole.
-        dtype: what the model's passes compute in, a key of `ROUNDING`.
+        max_buckets: number of buckets at most.
+        bucket_mode: `quantile`, or `fixed_rv`, in which empty buckets are left out.
+        generator: assigns the groups to folds.
+        sketch_size: entries of the sketch that replaces each gradient (`algo.sketch`); None keeps full gradients.
+        dtype: type in which the model's passes compute, a key of `ROUNDING_TOLERANCE`.
 
-    Held at once on the model's device, whole: (2 x folds x components + 3 x components + 2) copies of its parameters in
-    float32, and (folds x components) of its largest one in float64. Sketched: one gradient, and (2 x folds x
-    components + 3 x components + 2) sketches in float64. Time: three passes over the batch, each with a backward pass a
-    component, and one with a single backward pass. The ranks of the update's backend, all with the same batch, make
-    some of the passes each and put together what they sum.
+    Memory on the model's device with full gradients: (2 x folds x components + 3 x components + 2) copies of its
+    parameters in float32, and (folds x components) copies of its largest parameter in float64. With sketches: one
+    gradient, and (2 x folds x components + 3 x components + 2) sketches in float64. Time: three passes over the batch,
+    each with one backward pass per component, and one with a single backward pass. The ranks of the update's backend,
+    all with the same batch, make some of the passes each and combine their sums.
     """
-    # Indices stay on the processor: a batch on any device can be indexed by them.
+    # Indices stay on the CPU: they can index a batch on any device.
     groups, group_index = torch.unique(batch.group_ids.cpu(), return_inverse=True)
     stds = torch.tensor([reward_stds[int(group)] for group in groups], dtype=torch.float32)
     bucket_numbers = (
@@ -109,16 +113,17 @@ def probe_gradients(
 
 
 def _assign_folds(group_index: Tensor, is_chosen: Tensor, generator: torch.Generator) -> Tensor:
-    """Fold (B,) of each episode: the groups `where` (B,) of the `chosen` ones (B,) at random, 0 for all others."""
+    """Fold (B,) of each chosen episode, at random by `group_index` (B,); 0 where `is_chosen` (B,) is False."""
     folds = torch.zeros_like(group_index)
     folds[is_chosen] = split_folds(group_index[is_chosen], FOLDS, generator)
     return folds
 
 
 class _FoldSums(NamedTuple):
-    """blocks: per kept tensor the summed gradients (K, C, ...). counts: (K,) what each fold adds to the divisor.
+    """Sums of gradients by fold, over some episodes.
 
-    score: per kept tensor the summed gradient (...) of the task with every advantage 1, over all folds.
+    gradient_sums: per stored tensor the summed gradients (K, C, ...). score_sums: per stored tensor the summed gradient
+    (...) of the task with every advantage 1, over all folds. counts: (K,) what each fold adds to the divisor.
     """
 
     components: tuple[str, ...]
@@ -143,7 +148,8 @@ class _FoldSums(NamedTuple):
         return float(torch.nn.utils.get_total_norm(self.score_sums) / self.counts.sum())
 
     def compute_gram(self) -> tuple[Tensor, Tensor]:
-        """Products of the folds' mean gradients with `total` as the last component, (K, C + 1, K, C + 1); counts."""
+        """Products of the folds' mean gradients, (K, C + 1, K, C + 1), with `total` as last component; and counts."""
+        # A fold without trained tokens has no mean.
         is_used = self.counts > 0
         counts = self.counts[is_used]
         gram = compute_fold_gram(_average_folds(block[is_used], counts) for block in self.gradient_sums)
@@ -152,7 +158,7 @@ class _FoldSums(NamedTuple):
 
 
 def _average_folds(block: Tensor, counts: Tensor) -> Tensor:
-    """Sums (K, C, ...) as means over each fold's share of the divisor."""
+    """Divide the sums (K, C, ...) of each fold by its part of the divisor."""
     return block / counts.to(block).view(-1, *[1] * (block.dim() - 1))
 
 
@@ -172,7 +178,7 @@ class _Probe:
         return [weight for weight in self.update.model.parameters() if weight.requires_grad]
 
     def make_rows(self, bucket: str, episode_indices: Tensor, sums: _FoldSums, stds: Tensor) -> list[Row]:
-        """The rows of one bucket; members (N,) its episodes in the order of their mini-batches."""
+        """The rows of one bucket; episode_indices (N,) are its episodes in the order of their mini-batches."""
         common_columns = self._count_members(episode_indices, stds) | {
             "bucket": bucket,
             "weight": float(sums.counts.sum() / self._compute_divisors().sum()),
@@ -180,6 +186,7 @@ class _Probe:
         published_rows, signal_rows = self._measure_published(episode_indices), _measure_signal(sums)
         for name in self._find_rounded(sums, signal_rows):
             signal_rows[name] |= _make_rounding_row(signal_rows[name])
+            # The direction of a rounding error has no meaning in the rows of other components either.
             for row in signal_rows.values():
                 row |= {f"cosine_{name}": None} if f"cosine_{name}" in row else {}
         return [
@@ -188,7 +195,7 @@ class _Probe:
         ]
 
     def _find_rounded(self, sums: _FoldSums, signal_rows: Mapping[str, Row]) -> list[str]:
-        """The components that are rounding, and total where all are. A gradient that is not finite is none of them."""
+        """Components whose gradient is rounding error, and total if all are. One that is not finite never is."""
         settings, min_norm = self.update.settings, self.rounding_tolerance * sums.compute_score_norm()
         factors = {"entropy": settings.entropy_coeff, "kl": settings.kl_loss_coef, "value": self.update.value_weight}
         rounded_names = [
@@ -215,21 +222,19 @@ class _Probe:
         mini_batch_size, micro_batch_size = settings.ppo_mini_batch_size, settings.ppo_micro_batch_size_per_gpu
         norms: dict[str, list[float]] = {}
         losses: dict[str, float] = {}
-        mini_batch_indices, world = (
-            list(split_mini_batches(episode_indices, mini_batch_size)),
-            self.update.backend.world,
-        )
+        mini_batch_indices = list(split_mini_batches(episode_indices, mini_batch_size))
+        world = self.update.backend.world
+        # Rank r measures mini-batches r, r + world.size, …
         rank_results = world.all_gather_object(
             [self._measure_mini_batch(index) for index in mini_batch_indices[world.rank :: world.size]]
         )
         for number, index in enumerate(mini_batch_indices):
             for name, (mini_batch_norm, loss) in rank_results[number % world.size][number // world.size].items():
                 norms.setdefault(name, []).append(mini_batch_norm)
+                # The loss of a mini-batch is a mean over its micro-batches, of which the last may be short.
                 losses[name] = losses.get(name, 0.0) + loss * -(-len(index) // micro_batch_size)
-        tokens, sequences = (
-            int(self.batch.mask[episode_indices].sum()),
-            torch.tensor([len(index) for index in mini_batch_indices]),
-        )
+        tokens = int(self.batch.mask[episode_indices].sum())
+        sequences = torch.tensor([len(index) for index in mini_batch_indices])
         num_micro_batches = sum(-(-len(index) // micro_batch_size) for index in mini_batch_indices)
         published_rows: dict[str, Row] = {"total": {"loss": sum(losses.values()) / num_micro_batches}}
         for name, values in norms.items():
@@ -245,7 +250,7 @@ class _Probe:
         return published_rows
 
     def _measure_mini_batch(self, index: Tensor) -> dict[str, tuple[float, float]]:
-        """Norm of the gradient, and value, of each term of one mini-batch's loss."""
+        """Gradient norm and value of each term of one mini-batch's loss."""
         settings, padded_length = self.update.settings, self.batch.tokens.shape[1]
         micro_batch_size = settings.ppo_micro_batch_size_per_gpu
         needs_padding = self.update.model.model.needs_padding
@@ -269,14 +274,16 @@ class _Probe:
                 )
                 losses[name] = losses.get(name, 0.0) + terms[name]
         return {
-            name: (float(torch.nn.utils.get_total_norm(parts)), losses[name]) for name, parts in gradient_sums.items()
+            name: (float(torch.nn.utils.get_total_norm(tensors)), losses[name])
+            for name, tensors in gradient_sums.items()
         }
 
     def _compute_gradients(self, inputs: PassInputs) -> tuple[ComponentGradients, dict[str, float]]:
-        """Gradient and value of each term in one pass. `.grad` stays as it is."""
+        """Gradient and value of each term in one pass. `.grad` is not changed."""
         terms = self.update.compute_loss_terms(inputs, Meter())
         parameters, last_number = self._parameters, len(terms) - 1
         gradients = {
+            # The graph is kept for the terms that follow.
             name: self._compress_gradient(
                 torch.autograd.grad(
                     term, parameters, retain_graph=number < last_number, allow_unused=True, materialize_grads=True
@@ -287,7 +294,7 @@ class _Probe:
         return gradients, {name: float(term.detach()) for name, term in terms.items()}
 
     def _compress_gradient(self, gradient: Sequence[Tensor]) -> list[Tensor]:
-        """What is kept of a gradient: itself in float32, or its sketch."""
+        """The stored form of a gradient: itself in float32, or its sketch."""
         if self.sketch_size is None:
             return [tensor.float() for tensor in gradient]
         return [count_sketch(gradient, self.sketch_size, self.seed)]
@@ -295,12 +302,12 @@ class _Probe:
     # ------------------------------------------------------------------ the mean gradient
 
     def _compute_divisors(self) -> Tensor:
-        """What each episode (B,) adds to the divisor of the batch's loss: its trained tokens, or itself."""
+        """What each episode (B,) adds to the divisor of the batch's loss: its trained tokens, or 1."""
         tokens = self.batch.mask.sum(1)
         return (tokens if self.update.settings.loss_agg_mode == "token-mean" else (tokens > 0)).double()
 
     def make_empty_sums(self) -> _FoldSums:
-        """Nothing in any fold of any term of the loss."""
+        """Zeros for every fold and every active term of the loss."""
         settings = self.update.settings
         is_active = {"task": True, "entropy": settings.entropy_coeff != 0, "kl": settings.use_kl_loss}
         names = tuple(
@@ -319,15 +326,16 @@ class _Probe:
     def compute_fold_sums(
         self, is_chosen: Tensor, bucket_folds: Tensor, batch_folds: Tensor, batch_sums: _FoldSums
     ) -> _FoldSums:
-        """Summed gradients of the episodes `chosen` (B,) by their `own` fold (B,); added to `whole` by `folds` (B,).
+        """Sum the gradients of the chosen episodes (B,) by `bucket_folds` (B,), and by `batch_folds` in `batch_sums`.
 
-        Of all ranks; what is added to `whole` is this rank's part.
+        The result is summed over ranks. `batch_sums` receives only the part of this rank.
 
-        Sums over all episodes of the batch are gradients that add up to that of the batch's whole loss, times the
-        divisor. Each pair of folds is worked on apart, so that every gradient is made once.
+        The sums over all episodes of the batch are the gradient of the batch's loss, times the divisor. Each pair of
+        folds is processed separately, so that every gradient is computed once.
         """
         divisors, bucket_sums, world = self._compute_divisors(), self.make_empty_sums(), self.update.backend.world
         weights = divisors.sum() * compute_loss_weights(self.batch.mask, self.update.settings.loss_agg_mode)
+        # A cell is a pair of folds; episodes that are not chosen are in none.
         cells = torch.where(is_chosen, bucket_folds * FOLDS + batch_folds, -1)
         for cell in sorted(set(cells[is_chosen].tolist()))[world.rank :: world.size]:
             index = (cells == cell).nonzero().squeeze(-1)
@@ -343,7 +351,7 @@ class _Probe:
         return bucket_sums
 
     def _compute_score_gradient(self, inputs: PassInputs) -> list[Tensor]:
-        """The task's gradient with every advantage 1: how far the policy's log-probs can pull, whatever the rewards."""
+        """The task's gradient with every advantage 1: the scale of the gradient of log-probs, whatever the rewards."""
         unit_targets = inputs.targets._replace(advantages=torch.ones_like(inputs.targets.advantages))
         task_loss = self.update.compute_loss_terms(inputs._replace(targets=unit_targets), Meter())["task"]
         return self._compress_gradient(
@@ -352,9 +360,9 @@ class _Probe:
 
 
 def _make_rounding_row(row: Row) -> Row:
-    """The trusted numbers of a component whose gradient is rounding: those of 0, and no ratio or direction.
+    """Signal columns of a component whose gradient is rounding error: those of 0, without ratios and directions.
 
-    row: its numbers. It has no share in a step without signal either.
+    row: the measured columns. In a step without signal the component has no fraction of it either.
     """
     has_fraction = row["signal_share"] is not None and math.isfinite(row["signal_share"])
     fraction_columns = ("signal_share", "signal_share_low", "signal_share_high") if has_fraction else ()
@@ -366,17 +374,16 @@ def _make_rounding_row(row: Row) -> Row:
 
 
 def _measure_signal(sums: _FoldSums) -> dict[str, Row]:
-    """Norm, signal, noise, cosines and shares of each component's mean gradient, `total` included."""
+    """Norm, signal, noise, cosines and fractions of each component's mean gradient, `total` included."""
     gram, counts = sums.compute_gram()
     names = (*sums.components, "total")
     cosines, component_gram = compute_component_cosines(gram, counts), gram[:, :-1, :, :-1]
-    update_fractions, signal_fractions = (
-        compute_update_fractions(component_gram, counts),
-        estimate_signal_fractions(component_gram, counts),
-    )
+    update_fractions = compute_update_fractions(component_gram, counts)
+    signal_fractions = estimate_signal_fractions(component_gram, counts)
     rows: dict[str, Row] = {}
     for number, name in enumerate(names):
         signal = estimate_gradient_signal(gram[:, number, :, number], counts)
+        # The total is all of itself, unless the update has no signal of which it could be a fraction.
         total_fraction = 1.0 if bool(signal_fractions.fraction.isfinite().all()) else None
         fraction_columns: Row = {
             "share": 1.0,
@@ -385,6 +392,7 @@ def _measure_signal(sums: _FoldSums) -> dict[str, Row]:
             "signal_share_high": total_fraction,
         }
         if name != "total":
+            # In the order of the columns above.
             component_values = (
                 update_fractions,
                 signal_fractions.fraction,

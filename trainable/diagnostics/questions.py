@@ -1,4 +1,4 @@
-"""What can be asked of a policy that is not trained any more: what it said, how sure it was, what it expected."""
+"""Questions to a trained policy: transcripts of episodes, and log-prob, entropy and value of each sampled token."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,8 +15,8 @@ from trainable.rollout.episode import Episode
 class ScoredToken(NamedTuple):
     """One sampled token of an episode.
 
-    logprob: nats, under the policy as it is now, at the training temperature. entropy: nats, of the distribution that
-    it was sampled from. value: what the critic expects of the rest, in reward; None without a critic.
+    logprob: nats, under the current policy, at the training temperature. entropy: nats, of the distribution from which
+    the token was sampled. value: the critic's estimate of the remaining reward; None without a critic.
     """
 
     turn: int
@@ -28,7 +28,7 @@ class ScoredToken(NamedTuple):
 
 
 def format_transcript(episode: Episode, codec: Codec) -> str:
-    """The episode as it was read and sampled, with how it ended: one text for a person."""
+    """The episode as text for a person: how it ended, its prompts and its replies."""
     (text,) = codec.decode([episode.tokens])
     rewards = ", ".join(f"{reward:g}" for reward in episode.turn_rewards)
     return (
@@ -38,25 +38,23 @@ def format_transcript(episode: Episode, codec: Codec) -> str:
 
 
 def score_tokens(trainer: PPOTrainer, episodes: Sequence[Episode]) -> list[list[ScoredToken]]:
-    """The sampled tokens of each episode, asked of the trainer's policy and critic; nothing is changed."""
+    """The sampled tokens of each episode, scored by the trainer's policy and critic; the trainer is not changed."""
     batch = Batch(*(tensor.to(trainer.device) for tensor in collate(episodes)))
     rows_per_pass = trainer.config.rollout.log_prob_micro_batch_size_per_gpu
     logprob_function = TokenFunction.for_logprobs(trainer.model, trainer.config.rollout.temperature)
-    logprobs, values = (
-        compute_at_trained_tokens(batch, rows_per_pass, logprob_function).cpu(),
-        trainer.compute_values(batch),
-    )
+    logprobs = compute_at_trained_tokens(batch, rows_per_pass, logprob_function).cpu()
+    values = trainer.compute_values(batch)
     return [
         [
             ScoredToken(
-                int(episode.turns[place]),
-                int(episode.tokens[place]),
+                int(episode.turns[position]),
+                int(episode.tokens[position]),
                 text,
-                float(logprobs[number, place]),
-                float(episode.entropies[place]),
-                None if values is None else float(values[number, place]),
+                float(logprobs[number, position]),
+                float(episode.entropies[position]),
+                None if values is None else float(values[number, position]),
             )
-            for place, text in _list_sampled_tokens(episode, trainer.codec)
+            for position, text in _list_sampled_tokens(episode, trainer.codec)
         ]
         for number, episode in enumerate(episodes)
     ]
@@ -64,4 +62,5 @@ def score_tokens(trainer: PPOTrainer, episodes: Sequence[Episode]) -> list[list[
 
 def _list_sampled_tokens(episode: Episode, codec: Codec) -> list[tuple[int, str]]:
     positions = torch.from_numpy(episode.mask).nonzero().squeeze(-1).tolist()
-    return list(zip(positions, codec.decode([[int(episode.tokens[place])] for place in positions]), strict=True))
+    texts = codec.decode([[int(episode.tokens[position])] for position in positions])
+    return list(zip(positions, texts, strict=True))

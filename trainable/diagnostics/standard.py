@@ -1,4 +1,4 @@
-"""The diagnostics that a run hands to its trainer: what the settings switch on is measured, and nothing else."""
+"""The diagnostics that a run passes to its trainer; each measures only if the settings switch it on."""
 
 from trainable.diagnostics.collapse import diagnose_step
 from trainable.diagnostics.gradient_analysis import analyse_gradients

@@ -1,6 +1,6 @@
-"""Episodes as pairs of what was read and what was thought: prompts, thoughts, and the two ways to sample them.
+"""Prompts and thoughts of episodes, and the two ways to sample pairs of them.
 
-A turn's prompt is all of the conversation up to and including the forced `<think>`; its thought is what was sampled
+A turn's prompt is the complete conversation up to and including the forced `<think>`; its thought is the text sampled
 before `</think>`. Both are the tokens of the episode itself, not encoded again.
 """
 
@@ -18,7 +18,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class Turn(NamedTuple):
-    """A turn's prompt (T,) and thought (N,); an invalid turn has a thought of no tokens."""
+    """A turn's prompt (T,) and thought (N,); an invalid turn has a thought without tokens."""
 
     prompt: Tokens
     thought: Tokens
@@ -32,7 +32,8 @@ class Turn(NamedTuple):
 class ThoughtPairs(NamedTuple):
     """N thoughts (rows) to be scored after M prompts (columns).
 
-    own: (N,) column of the prompt that each thought followed. classes: (M,) columns with the same tokens share one.
+    own_columns: (N,) column of the prompt that each thought followed. classes: (M,) equal for columns with equal
+    tokens.
     """
 
     prompts: tuple[Tokens, ...]
@@ -42,10 +43,10 @@ class ThoughtPairs(NamedTuple):
 
 
 def read_turns(episodes: Sequence[Episode], codec: Codec) -> list[list[Turn]]:
-    """The turns of each episode, in their order.
+    """The turns of each episode, in order.
 
-    The thought is made of the sampled tokens that lie wholly before the first `</think>`, less blank ones at both ends;
-    a token that holds the end of a thought and the start of the tag (such as `.</`) is left out.
+    The thought consists of the sampled tokens that end before the first `</think>`, without blank ones at both ends. A
+    token that spans the end of a thought and the start of the tag (such as `.</`) is left out.
 
     Source: published code (RAGEN), which encodes the stripped text of the thought again.
     Degenerate: a thought that is empty, blank or not closed has no tokens.
@@ -55,7 +56,7 @@ def read_turns(episodes: Sequence[Episode], codec: Codec) -> list[list[Turn]]:
 
 
 def _decode_tokens(episodes: Sequence[Episode], codec: Codec) -> dict[int, str]:
-    """Text of each token that was sampled."""
+    """Text of each sampled token."""
     ids = np.unique(np.concatenate([episode.tokens[episode.mask] for episode in episodes]))
     return dict(zip(ids.tolist(), codec.decode([[token] for token in ids.tolist()]), strict=True))
 
@@ -69,8 +70,9 @@ def _make_turn(episode: Episode, turn: int, pieces: dict[int, str]) -> Turn:
 
 
 def _extract_thought(reply: Tokens, pieces: Sequence[str]) -> Tokens:
-    """The tokens of the thought in a reply (N,) whose tokens read `pieces`."""
+    """The tokens of the thought in a reply (N,) whose tokens have the texts `pieces`."""
     thought_end = "".join(pieces).find(END_OF_THOUGHT)
+    # Not found: -1, which no token ends at or before.
     is_inside = np.cumsum([len(piece) for piece in pieces]) <= thought_end
     thought_positions = np.flatnonzero(is_inside & [bool(piece.strip()) for piece in pieces])
     return reply[thought_positions[0] : thought_positions[-1] + 1] if len(thought_positions) else reply[:0]
@@ -94,16 +96,16 @@ def compute_thought_coverage(turns: Sequence[Sequence[Turn]]) -> dict[str, float
 def sample_first_turn_pairs(
     turns: Sequence[Sequence[Turn]], groups: Sequence[int], num_samples: int, rng: np.random.Generator
 ) -> ThoughtPairs:
-    """Thoughts of first turns against the opening of every group that is present among them.
+    """Thoughts of first turns, and the openings of all groups that occur among them.
 
-    Up to `num_samples` of the episodes whose first turn is valid, without replacement; a column a group, in the order
-    of the groups' numbers.
+    Up to `num_samples` of the episodes whose first turn is valid, without replacement; one column per group, in the
+    order of the groups' numbers.
 
     Args:
         turns: by episode, then by turn.
-        groups: group of each episode; the episodes of a group have one opening.
+        groups: group of each episode; the episodes of a group have the same opening.
         num_samples: rows at most.
-        rng: what draws; nothing is drawn where every valid episode fits.
+        rng: draws the episodes; nothing is drawn if every valid episode fits.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no valid first turn gives no rows and no columns.
     """
@@ -111,6 +113,7 @@ def sample_first_turn_pairs(
     chosen_episodes = (
         rng.choice(valid_episodes, num_samples, replace=False) if num_samples < len(valid_episodes) else valid_episodes
     )
+    # first_rows: for each group, the first of its rows, which has the group's opening.
     _, first_rows, own_columns = np.unique(np.asarray(groups)[chosen_episodes], return_index=True, return_inverse=True)
     prompts = [turns[number][0].prompt for number in chosen_episodes[first_rows]]
     return _make_pairs(prompts, [turns[number][0].thought for number in chosen_episodes], own_columns)
@@ -119,7 +122,7 @@ def sample_first_turn_pairs(
 def sample_trajectory_pairs(
     turns: Sequence[Sequence[Turn]], num_samples: int, rng: np.random.Generator
 ) -> ThoughtPairs:
-    """Thoughts of all turns, every one against the prompt of every other: a row and a column a draw.
+    """Thoughts of all turns, each with the prompt of every other: one row and one column per draw.
 
     min(num_samples, valid turns) draws, each of an episode and then of one of its valid turns, uniformly and with
     replacement; a draw of an episode without a valid turn is lost.
@@ -127,13 +130,14 @@ def sample_trajectory_pairs(
     Args:
         turns: by episode, then by turn.
         num_samples: draws at most.
-        rng: what draws.
+        rng: draws episodes and turns.
 
     Source: published code (RAGEN `collapse_metrics`).  Degenerate: no valid turn gives no rows and no columns.
     """
     valid_turns = [[turn for turn in episode if turn.is_valid] for episode in turns]
     num_draws = min(num_samples, sum(len(episode) for episode in valid_turns))
     chosen_turns = []
+    # The episode is drawn first, so turns of short episodes are more likely to be drawn (published).
     for _ in range(num_draws):
         episode = valid_turns[rng.integers(len(valid_turns))]
         if episode:
