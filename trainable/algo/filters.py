@@ -24,7 +24,7 @@ class TopP:
     mass: float
     """Fraction of the total score to reach, in (0, 1]."""
     prob_mode: str = "softmax"
-    """`softmax`: a group counts softmax(score). `linear`: a group counts score / Σ score."""
+    """`softmax`: a group's fraction of the total is softmax(score). `linear`: it is score / Σ score."""
     eps: float = 0.01
     """Linear mode only: subtracted from the score to reach, so that a batch of near-zero scores is rejected."""
 
@@ -60,7 +60,7 @@ class TopKAbs:
 
 @dataclass(frozen=True)
 class MinP:
-    """Keep the groups whose score is at least `ratio` times the best one."""
+    """Keep the groups whose score is within a factor `ratio` of the best one."""
 
     ratio: float
     """Fraction of the best score, in [0, 1]; 1 keeps only ties with the best."""
@@ -259,8 +259,8 @@ def top_p_linear(scores: Tensor, mass: float, eps: float, largest: bool = True) 
         >>> top_p_linear(torch.tensor([1.0, 2.0, 5.0]), mass=0.75, eps=0.0).tolist()  # 5 + 2 reach 6
         [False, True, True]
 
-    Degenerate: nothing is kept where the target is not positive (near-zero scores: the batch is rejected) or where the
-    positive scores do not reach it.
+    Degenerate: nothing is kept where the target is not positive (near-zero scores: the batch is rejected) or is not
+    reached before the first score that is not positive.
     """
     sorted_scores, order = torch.sort(scores, descending=largest, stable=True)
     target = mass * sorted_scores.sum() - eps

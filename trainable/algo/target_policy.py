@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class TargetPolicyLoss(NamedTuple):
-    """Loss over P groups, a scalar, and what the update and its diagnostics need, without gradient."""
+    """Loss over P groups, a scalar, and quantities for the update and its diagnostics, without gradient."""
 
     loss: Tensor
     sequence_weights: Tensor

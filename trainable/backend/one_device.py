@@ -92,6 +92,7 @@ class TorchBackend:
         named_weights = list_named_parameters(self.networks)
         weights = [weight for _, weight in named_weights]
         grad_norm = nn.utils.get_total_norm([weight.grad for weight in weights if weight.grad is not None])
+        # Checked before the clip: a norm of NaN would make every gradient NaN, and the report names only the bad ones.
         if torch.isfinite(grad_norm) and not meter.nonfinite_losses:
             nn.utils.clip_grads_with_norm_(weights, self.max_grad_norm, grad_norm)
             self.optimizer.step()

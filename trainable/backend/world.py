@@ -103,6 +103,7 @@ class DistributedWorld:
 
     def broadcast(self, tensors: Mapping[str, Tensor] | None) -> Mapping[str, Tensor]:
         """Rank 0's tensors; a receiving rank has one of them in memory at a time."""
+        # Shapes and types are sent at once, a tensor when it is read.
         local_tensors = tensors or {}
         tensor_specs = self.all_gather_object(
             {name: (value.shape, value.dtype) for name, value in local_tensors.items()}

@@ -89,6 +89,7 @@ class ZeroBackend:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Full tensors on the CPU (see `Backend.state_dict`), gathered from the ranks; only rank 0 keeps them."""
+        # Reading is a collective operation, so all ranks read every tensor.
         tensors: dict[str, Tensor] = {}
         for name, network in self.networks.items():
             for key, weight in get_trainable_parameters(network):

@@ -92,6 +92,7 @@ class ReplicatedWeights:
 
     def make_moments(self) -> None:
         """Make a step with learning rate 0 along a gradient of 0."""
+        # At rate 0 the step changes no weight: AdamW's weight decay is multiplied by the rate too.
         groups = self.engine.optimizer.optimizer.param_groups
         learning_rates = [group["lr"] for group in groups]
         for group in groups:
@@ -105,7 +106,10 @@ class ReplicatedWeights:
             group["lr"] = learning_rate
 
     def after_step(self) -> None:
-        """Link the moments of every group to its weights: DeepSpeed 0.19 does so once the first group has any."""
+        """Link the moments of every group to its weights.
+
+        DeepSpeed 0.19 does so when only the first group has any.
+        """
         zero_optimizer = self.engine.optimizer
         if not self.has_linked_moments and len(zero_optimizer.optimizer.param_groups) > 1:
             zero_optimizer._hp_optimizer_states_linked = False
@@ -216,6 +220,7 @@ class ShardedWeights:
         bad_names = {
             name for names in self.world.all_gather_object(find_nonfinite_weights(local_shards)) for name in names
         }
+        # In the order of the weights, whichever ranks found them: the list is the same on all ranks.
         return [f"weight {name}" for name, _ in local_shards if f"weight {name}" in bad_names]
 
 
@@ -234,6 +239,7 @@ def _list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn
 
 def _copy_sharing_memory(network: nn.Module) -> nn.Module:
     """A copy with separate parameters on the same memory."""
+    # deepcopy takes every object in `memo` for copied already, so only the modules around the parameters are copied.
     memo: dict[int, Any] = {
         id(weight): nn.Parameter(weight.detach(), weight.requires_grad) for weight in network.parameters()
     }

@@ -97,9 +97,9 @@ def diagnose_episodes(
 
     Returns:
         The number of turns with a thought; and for each sample the quantities of `compute_information_metrics`,
-        `smooth_zscores` and `compute_retrieval_metrics` (without `all_quantities` only the main ones, see
-        `trainable.runs.collapse_quantities`), `retrieval_shuffled`, and its duration. Log-probs are in nats, at
-        temperature 1.
+        `smooth_zscores` and `compute_retrieval_metrics`, `retrieval_shuffled`, and its duration. Without
+        `all_quantities`, those in `trainable.runs.collapse_quantities.EXTRA_QUANTITIES` are left out. Log-probs are in
+        nats, at temperature 1.
 
     Source: published code (RAGEN `CollapseDetector.compute_collapse_metrics`).
     """
@@ -156,6 +156,7 @@ def _draw_samples(
     turns: Sequence[Sequence[Turn]], groups: Sequence[int], settings: CollapseDetectionConfig, rng: np.random.Generator
 ) -> Iterator[_Sample]:
     """Draw the samples that are on."""
+    # Both are spawned in any case, so that the numbers of one sample do not depend on whether the other is on.
     first_rng, trajectory_rng = rng.spawn(2)
     if settings.first_turn_enabled:
         pairs = sample_first_turn_pairs(turns, groups, settings.num_samples, first_rng)
@@ -172,7 +173,6 @@ def _compute_quantities(
     pairs = _drop_overlong(sample.pairs, model.shape.max_position_embeddings)
     if not len(pairs.own_columns) or len(np.unique(pairs.classes)) < 2:
         return None
-    # compute_cross_scores takes lists of ints.
     prompts, thoughts = ([tokens.tolist() for tokens in sequences] for sequences in (pairs.prompts, pairs.thoughts))
     scores = compute_cross_scores(model, prompts, thoughts, world=world)
     if not torch.isfinite(scores.logprob_sums).all():

@@ -1,4 +1,4 @@
-"""Gradients of each term of the policy's loss, per bucket of groups with similar reward spread, without a step.
+"""Gradients of each term of the policy's loss, for buckets of groups by reward spread, without an optimizer step.
 
 There are two measurements of one batch. The published one is a mean over mini-batches of the norm of each gradient,
 with the token weights of training. The other one is of mean gradients. Every token has its weight in a loss over the
@@ -90,6 +90,7 @@ def probe_gradients(
     )
     is_trained = batch.mask.any(dim=1).cpu()
     folds = _assign_folds(group_index, is_trained, generator)
+    # One seed for all sketches: only sketches with the same random projection can be added and multiplied.
     seed = int(torch.randint(2**62, (1,), generator=generator))
     probe = _Probe(update, batch, targets, sketch_size, seed, ROUNDING_TOLERANCE[dtype])
     order = order_length_stratified(batch.lengths.cpu())
@@ -304,6 +305,7 @@ class _Probe:
     def _compute_divisors(self) -> Tensor:
         """What each episode (B,) adds to the divisor of the batch's loss: its trained tokens, or 1."""
         tokens = self.batch.mask.sum(1)
+        # The sequence means leave out episodes without a trained token (see `compute_loss_weights`).
         return (tokens if self.update.settings.loss_agg_mode == "token-mean" else (tokens > 0)).double()
 
     def make_empty_sums(self) -> _FoldSums:

@@ -72,7 +72,7 @@ def _make_turn(episode: Episode, turn: int, pieces: dict[int, str]) -> Turn:
 def _extract_thought(reply: Tokens, pieces: Sequence[str]) -> Tokens:
     """The tokens of the thought in a reply (N,) whose tokens have the texts `pieces`."""
     thought_end = "".join(pieces).find(END_OF_THOUGHT)
-    # Not found: -1, which no token ends at or before.
+    # An unclosed thought has the end -1, and no token is inside.
     is_inside = np.cumsum([len(piece) for piece in pieces]) <= thought_end
     thought_positions = np.flatnonzero(is_inside & [bool(piece.strip()) for piece in pieces])
     return reply[thought_positions[0] : thought_positions[-1] + 1] if len(thought_positions) else reply[:0]
