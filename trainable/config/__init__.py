@@ -1,1 +1,1 @@
-"""every setting: typed, bounded, documented; one way to override them."""
+"""All settings of a run, typed, bounded and documented, and the only way to override them."""

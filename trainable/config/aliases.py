@@ -1,4 +1,4 @@
-"""Keys as the published documents write them, and the field each one is here."""
+"""Keys of the published documents (RAGEN, verl), and the setting that each one sets here."""
 
 ALIASES: dict[str, str] = {
     "model_path": "model.path",

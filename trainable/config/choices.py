@@ -1,7 +1,7 @@
-"""What a configuration, a plan and a trainer have to know of each named choice; the formulas are in `trainable.algo`.
+"""A registry of the named choices (estimators, losses, filters) and what each needs; `trainable.algo` has the formulas.
 
-Whoever asks what a choice needs reads a field of its record and never compares its name. Free of torch, since plans and
-memory estimates read it too.
+Code that asks what a choice needs reads a field of its record and never compares its name. Free of torch, since plans
+and memory estimates read it too.
 """
 
 from collections.abc import Mapping
@@ -11,8 +11,11 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """needs_critic: whether it reads values. has_turn_level: whether it has a form that goes over turns first
-    (bi_level_gae). is_skill: whether its numbers are skills, which a target policy aims at."""
+    """What an advantage estimator needs and is.
+
+    needs_critic: whether it reads values. has_turn_level: whether it has a form over turns (bi_level_gae). is_skill:
+    whether it gives skills, which a target policy fits.
+    """
 
     needs_critic: bool = False
     has_turn_level: bool = False
@@ -29,15 +32,17 @@ ADVANTAGE_ESTIMATORS: Mapping[str, AdvantageEstimator] = MappingProxyType(
         "group_skill": AdvantageEstimator(is_skill=True),
     }
 )
-"""algorithm.adv_estimator -> what it needs; its formula, of `trainable.algo.advantages`, is called in
-`trainable.ppo.targets`."""
+"""algorithm.adv_estimator -> its record; `trainable.ppo.targets` calls the formula in `trainable.algo.advantages`."""
 
 
 @dataclass(frozen=True)
 class PolicyLossKind:
-    """keeps_groups: whether it is a loss of whole groups, which mini-batches then must not split and whose rollouts
-    must not be copied. reads_before_each_step: whether a pass without gradients precedes each optimizer step. knobs:
-    settings of `actor` that it alone reads."""
+    """What a policy loss needs.
+
+    needs_whole_groups: whether it is a loss of whole groups, which mini-batches then must not split and whose rollouts
+    must not be copied. needs_pass_before_step: whether a forward pass without gradients precedes each optimizer step.
+    settings: settings of `actor` that only this loss reads.
+    """
 
     needs_whole_groups: bool = False
     needs_pass_before_step: bool = False
@@ -50,13 +55,16 @@ POLICY_LOSSES: Mapping[str, PolicyLossKind] = MappingProxyType(
         "tpo": PolicyLossKind(needs_whole_groups=True, needs_pass_before_step=True, settings=("tpo_eta",)),
     }
 )
-"""actor.policy_loss -> what it needs."""
+"""actor.policy_loss -> its record."""
 
 
 @dataclass(frozen=True)
 class FilterStrategy:
-    """counts_groups: whether rollout_filter_value is a whole number of groups instead of a share in (0, 1]. knobs:
-    settings of `filter` that it alone reads."""
+    """What a filter strategy reads.
+
+    counts_groups: whether rollout_filter_value is a whole number of groups instead of a number in (0, 1]. settings:
+    settings of `filter` that only this strategy reads.
+    """
 
     counts_groups: bool = False
     settings: tuple[str, ...] = ()
@@ -71,11 +79,11 @@ FILTER_STRATEGIES: Mapping[str, FilterStrategy] = MappingProxyType(
         "min_p": FilterStrategy(),
     }
 )
-"""filter.rollout_filter_strategy -> what its number is; its rule is the one of `trainable.algo.filters.parse_rule`."""
+"""filter.rollout_filter_strategy -> its record; `trainable.algo.filters.parse_rule` makes its rule."""
 
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
-"""Estimators of a KL from sampled tokens, those of `trainable.algo.losses.KL_ESTIMATORS`."""
+"""Estimators of a KL from sampled tokens: the keys of `trainable.algo.losses.KL_ESTIMATORS`."""
 
 EXACT_KL = "full"
 """The exact KL, over the whole vocabulary."""
@@ -84,5 +92,6 @@ EXACT_KL = "full"
 def find_unused_settings(
     choices: Mapping[str, PolicyLossKind] | Mapping[str, FilterStrategy], choice_name: str
 ) -> frozenset[str]:
-    """The settings that no one reads where `chosen` of `choices` is: those of the others."""
-    return frozenset(knob for choice in choices.values() for knob in choice.settings) - {*choices[choice_name].settings}
+    """The settings that nothing reads when `choice_name` is chosen: those that only other `choices` read."""
+    all_settings = frozenset(setting for choice in choices.values() for setting in choice.settings)
+    return all_settings - {*choices[choice_name].settings}

@@ -1,8 +1,7 @@
-"""One configuration of a run, and the one path by which its settings are overridden; `sections.py` has the settings.
+"""The configuration of a PPO run and the only code that overrides its settings; `sections.py` has the settings.
 
-Names are those that users of the published sweeps know; `aliases.py` maps each key as those documents write it to the
-field here. Defaults are the published ones (paper scale); what another scale changes stands in
-`search_spaces/declaration/presets.py`.
+Settings are named as in the published sweeps; `aliases.py` maps each key of those documents to the field here. Defaults
+are the published ones (paper scale); `search_spaces/declaration/presets.py` has the changes for other scales.
 """
 
 import difflib
@@ -13,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from trainable.config.aliases import ALIASES
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
@@ -35,25 +35,34 @@ C = TypeVar("C", bound=BaseRunConfig)
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be used; the message says what was given, what is allowed and what to type."""
+    """An invalid setting; the message says what was given, what is allowed and what to type."""
 
 
 class RunConfig(BaseRunConfig):
-    """One configuration; with its seed, one run."""
+    """The settings of a PPO run: one configuration and one seed are one run."""
 
     aliases: ClassVar[Mapping[str, str]] = ALIASES
     unhashed_settings: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         {
-            # What is logged and kept of a run, and where it is placed.
+            # Logging, checkpoints and placement: a study can be continued with other values of these.
             "trainer": (
-                "logger", "ray_num_cpus", "resume_every", "save_freq", "disk_patience",
-                "device", "n_gpus_per_node", "strategy", "zero_stage", "offload_optimizer", "offload_parameters",
+                "logger",
+                "ray_num_cpus",
+                "resume_every",
+                "save_freq",
+                "disk_patience",
+                "device",
+                "n_gpus_per_node",
+                "strategy",
+                "zero_stage",
+                "offload_optimizer",
+                "offload_parameters",
             ),
             "rollout": ("gpu_memory_utilization", "enforce_eager", "free_cache_engine"),
         }
-    )  # fmt: skip
+    )
 
-    seed: int = Field(0, ge=0, le=400, description="0: the published streams; k: the k-th paired repetition")
+    seed: int = Field(0, ge=0, le=400, description="0: the published random streams; k: the k-th paired repetition")
     model: ModelConfig = ModelConfig()
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -69,21 +78,25 @@ class RunConfig(BaseRunConfig):
     def _check_tiny_model_prompt(self) -> "RunConfig":
         if self.model.path == "sokoban-tiny" and self.model.prompt_style == "full":
             raise ValueError(
-                "sokoban-tiny knows the compact prompt only: use the laptop preset, or model.prompt_style=compact"
+                "model.path=sokoban-tiny knows the compact prompt only: use the laptop preset, or set "
+                "model.prompt_style=compact"
             )
         return self
 
     @model_validator(mode="after")
     def _check_critic_warmup(self) -> "RunConfig":
         if self.critic.shared_trunk and self.trainer.critic_warmup > 1:
-            raise ValueError("critic.shared_trunk has one update for policy and critic: set trainer.critic_warmup=0")
+            raise ValueError(
+                "critic.shared_trunk=True has one update for policy and critic, so the critic cannot start first: set "
+                "trainer.critic_warmup=0"
+            )
         return self
 
     @model_validator(mode="after")
     def _check_lora_zero_stage(self) -> "RunConfig":
         if self.model.lora_rank and self.trainer.zero_stage == 3:
             raise ValueError(
-                "model.lora_rank trains adapters over one frozen base, which is not dealt out: set trainer.zero_stage=2"
+                "model.lora_rank trains adapters over a frozen base, which is not sharded: set trainer.zero_stage=2"
             )
         return self
 
@@ -96,8 +109,9 @@ class RunConfig(BaseRunConfig):
         return self
 
     def dump_for_hash(self) -> dict[str, Any]:
-        """Every setting that can change a result, the seed and the knobs of choices that were not chosen left out."""
+        """Every setting that can change a result, without the seed and without settings of choices not made."""
         settings = super().dump_for_hash()
+        # Left out while off, so that runs without adapters keep the hash that they had before there were any.
         if not self.model.lora_rank:
             for setting in ("lora_rank", "lora_alpha", "lora_target_modules"):
                 del settings["model"][setting]
@@ -111,33 +125,30 @@ class RunConfig(BaseRunConfig):
 
 
 def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
-    """Whether each setting that actor.policy_loss=tpo cannot have is there, and what is said of it."""
+    """For each conflict with actor.policy_loss=tpo, whether `config` has it and how the message continues."""
     actor, algorithm, trainer, group_size = config.actor, config.algorithm, config.trainer, config.env.group_size
-    common_multiple, mini_batch_size = (
-        math.lcm(group_size, actor.ppo_micro_batch_size_per_gpu),
-        actor.ppo_mini_batch_size,
+    mini_batch_size = actor.ppo_mini_batch_size
+    # A mini-batch consists of whole groups and of whole micro-batches.
+    valid_multiple = math.lcm(group_size, actor.ppo_micro_batch_size_per_gpu)
+    wrong_size = (
+        f"is a loss of whole groups, and actor.ppo_mini_batch_size={mini_batch_size} is not a multiple of "
+        f"env.group_size={group_size}: set actor.ppo_mini_batch_size={valid_multiple}, or a multiple of that"
     )
-    wrong_size = f"is a loss of whole groups, and actor.ppo_mini_batch_size {mini_batch_size} is no multiple of env.group_size {group_size}"
-    estimator = "aims at the skill of each rollout in its group: set algorithm.adv_estimator=group_skill"
-    scaling = "aims at skills, which are no factors of a loss: set actor.filter_loss_scaling=none"
-    zero_advantage = (
-        "without skills is an anchor at the old policy, not nothing: set algorithm.zero_task_advantage=false"
-    )
+    estimator = "fits the skill of each rollout in its group: set algorithm.adv_estimator=group_skill"
+    scaling = "fits skills, which do not scale the loss: set actor.filter_loss_scaling=none"
+    zero_advantage = "still pulls towards the old policy when all skills are 0: set algorithm.zero_task_advantage=false"
     importance_weights = (
-        "weighs sequences, and truncated importance weights are of tokens: set actor.tis_imp_ratio_cap=null"
+        "weights sequences, while truncated importance weights are per token: set actor.tis_imp_ratio_cap=null"
     )
-    sharded_weights = "reads the policy before each optimizer step, on every rank by itself: set trainer.zero_stage=2"
+    sharded_weights = "runs the policy on each rank alone before each optimizer step: set trainer.zero_stage=2"
     gradient_analysis = (
-        "couples the rollouts of a group, and a gradient analysis adds up those of single rollouts: set "
+        "couples the rollouts of a group, while gradient analysis sums the gradients of single rollouts: set "
         "trainer.gradient_analysis_mode=false"
     )
     return [
         (group_size < 2, "compares the rollouts of a group: set env.group_size=2 or more"),
         (not algorithm.estimator.is_skill, estimator),
-        (
-            mini_batch_size % group_size != 0,
-            f"{wrong_size}: set actor.ppo_mini_batch_size={common_multiple}, or a multiple of that",
-        ),
+        (mini_batch_size % group_size != 0, wrong_size),
         (actor.filter_loss_scaling != "none", scaling),
         (algorithm.zero_task_advantage, zero_advantage),
         (actor.tis_imp_ratio_cap is not None, importance_weights),
@@ -147,7 +158,7 @@ def _find_target_policy_conflicts(config: RunConfig) -> list[tuple[bool, str]]:
 
 
 def list_field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[str]:
-    """All dotted keys that `with_overrides` takes, in order of declaration."""
+    """All dotted keys that `apply_overrides` takes, in order of declaration."""
     names: list[str] = []
     for name, field in section.model_fields.items():
         field_type = field.annotation
@@ -159,10 +170,10 @@ def list_field_names(section: type[BaseModel] = RunConfig, prefix: str = "") -> 
 
 
 def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
-    """The dotted field of a configuration of this kind that `key` names, or ConfigError with the nearest ones.
+    """The dotted field of `config_type` that `key` names; ConfigError with the nearest names if there is none.
 
     `key` is a field (`actor.kl_loss_coef`), a key of the published documents (`actor_rollout_ref.actor.kl_loss_coef`),
-    or a field's last part where only one section has it (`kl_loss_coef`).
+    or the last part of a field that only one section has (`kl_loss_coef`).
     """
     fields, aliases = list_field_names(config_type), config_type.aliases
     if key in fields:
@@ -176,6 +187,7 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
         raise ConfigError(
             f"`{format_value(key)}` is a setting of several sections: type one of {', '.join(matching_fields)}."
         )
+    # Two searches: the whole key catches a wrong section, its last part a misspelt setting in any section.
     field_by_suffix = {name.rsplit(".", 1)[-1]: name for name in fields}
     nearest = difflib.get_close_matches(key, [*fields, *aliases], n=3, cutoff=0.5)
     nearest += [
@@ -189,25 +201,25 @@ def resolve_key(key: str, config_type: type[BaseRunConfig] = RunConfig) -> str:
     hint = f" Nearest: {', '.join(dict.fromkeys(nearest))}." if nearest else ""
     hint += f" The section has: {', '.join(section_fields)}." if section_fields else ""
     raise ConfigError(
-        f"There is no setting `{format_value(key)}`.{hint} `python -m tune_study {config_type.list_command} --all` lists all with their "
-        "meaning."
+        f"There is no setting `{format_value(key)}`.{hint} `python -m tune_study {config_type.list_command} --all` "
+        "lists all with their meaning."
     )
 
 
 def _parse_list(value: object) -> object:
-    """Text from a command line as the list it spells, else unchanged: pydantic converts numbers and booleans."""
+    """Text such as `[a, b]` as a list, anything else unchanged: pydantic converts numbers and booleans."""
     if isinstance(value, str) and value.strip().startswith("["):
         try:
             return json.loads(value.replace("'", '"'))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError):  # Bare words, such as [console,wandb], are no JSON.
             return [word.strip() for word in value.strip().strip("[]").split(",")]
     return value
 
 
 def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
-    """`config` with dotted keys replaced, checked as a whole; the one override path of command line, spaces and Python.
+    """`config` with settings replaced by dotted key, validated as a whole; command line, studies and Python use this.
 
-    Raises ConfigError naming each bad key or value (the first ten of them) and its bounds.
+    Raises ConfigError for an unknown key, and for bad values with each value (the first ten of them) and its bounds.
     """
     settings = config.model_dump()
     for key, value in overrides.items():
@@ -223,18 +235,18 @@ def apply_overrides(config: C, overrides: Mapping[str, object]) -> C:
 
 
 def format_validation_error(error: ValidationError, max_errors: int = 10) -> str:
-    """One sentence for each bad value, of the first `most`."""
-    sentences = []
-    for item in error.errors()[:max_errors]:
-        location = format_value(".".join(str(part) for part in item["loc"]))
-        message = item["msg"].removeprefix("Value error, ")
-        value = item["input"] if not isinstance(item["input"], Mapping) else None
-        setting = (
-            f"`{location}={format_value(value)}`"
-            if value is not None
-            else f"`{location}`"
-            if location
-            else "This combination"
-        )
-        sentences.append(f"{setting} cannot be used: {message[0].lower()}{message[1:]}.")
-    return " ".join(sentences)
+    """One sentence `setting=value: what is allowed.` for each bad value, at most `max_errors` of them."""
+    return " ".join(_format_error_item(item) for item in error.errors()[:max_errors])
+
+
+def _format_error_item(item: ErrorDetails) -> str:
+    location = format_value(".".join(str(key) for key in item["loc"]))
+    message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
+    message = message[0].lower() + message[1:]
+    if not location:  # a validator of the whole configuration, whose message names its settings
+        return f"{message}."
+    if not isinstance(item["input"], Mapping):
+        return f"{location}={format_value(item['input'])}: {message}."
+    # The validator of a section names the setting, `name=value: ...`, but not the section. Other errors name none.
+    names_setting = "=" in message.split(" ", 1)[0]
+    return f"{location}.{message}." if names_setting else f"{location}: {message}."

@@ -1,4 +1,4 @@
-"""A part of the settings."""
+"""The base class of a section of settings."""
 
 from typing import Self
 
@@ -8,7 +8,7 @@ from trainable.config.setting_types import MAX_INTEGER, format_value
 
 
 class Section(BaseModel):
-    """A part of the settings: frozen, and closed to unknown keys."""
+    """A group of settings: frozen, and closed to unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -17,5 +17,5 @@ class Section(BaseModel):
         for name in type(self).model_fields:
             value = getattr(self, name)
             if isinstance(value, int) and abs(value) > MAX_INTEGER:
-                raise ValueError(f"{name} {format_value(value)} is beyond {MAX_INTEGER}, the largest number")
+                raise ValueError(f"{name}={format_value(value)}: must be between -{MAX_INTEGER} and {MAX_INTEGER}")
         return self

@@ -1,4 +1,7 @@
-"""The sections of a run's settings: every one typed, bounded, documented, frozen. Defaults are the published ones."""
+"""The settings of a PPO run by section, with types, bounds and descriptions. Defaults are the published ones.
+
+Descriptions are printed by `python -m tune_study settings`.
+"""
 
 from typing import Annotated, Literal, Self
 
@@ -17,6 +20,7 @@ from trainable.config.setting_types import (
     FilterMetric,
     Finite,
     Fraction,
+    FractionBelowOne,
     GroupCount,
     KLKind,
     LoraTargets,
@@ -25,133 +29,156 @@ from trainable.config.setting_types import (
     NonNegative,
     ParseNull,
     Positive,
-    ShareBelowOne,
 )
 from trainable.config.study_config import BaseTrainerConfig
 
 
 class ModelConfig(Section):
-    """The policy and how it is spoken to."""
+    """The policy model, its prompts, its precision and its LoRA adapters."""
 
-    path: Common[ModelPath] = Field("Qwen/Qwen2.5-3B", description="hub id, local folder, or `sokoban-tiny` (shipped)")
+    path: Common[ModelPath] = Field(
+        "Qwen/Qwen2.5-3B", description="Hugging Face id, local folder, or sokoban-tiny (shipped)"
+    )
     prompt_style: Literal["full", "compact"] = Field(
-        "full", description="published prompt, or its compact form for the shipped tiny model"
+        "full", description="the published prompt, or a compact one for the shipped model"
     )
     chat_format: Literal["auto", "chatml"] = Field(
-        "auto", description="the tokenizer's chat template, ChatML where it has none; or ChatML in any case"
+        "auto", description="auto: the tokenizer's chat template, or ChatML if it has none; chatml: always ChatML"
     )
     dtype: Literal["float32", "bfloat16"] = Field(
-        "bfloat16", description="what passes compute in; weights, optimizer and sums are float32"
+        "bfloat16", description="precision of forward and backward passes; weights, optimizer and sums stay float32"
     )
-    enable_gradient_checkpointing: bool = Field(True, description="recompute each block in the backward pass")
-    lora_rank: int = Field(0, ge=0, le=1024, description="adapters of this rank learn, beside frozen weights; 0: off")
-    lora_alpha: Positive = Field(16, description="an adapter counts alpha / rank times")
+    enable_gradient_checkpointing: bool = Field(
+        True, description="recompute each block in the backward pass: less memory, slower"
+    )
+    lora_rank: int = Field(
+        0, ge=0, le=1024, description="rank of the LoRA adapters over frozen weights; 0: full fine-tuning"
+    )
+    lora_alpha: Positive = Field(16, description="LoRA alpha: adapters are scaled by alpha / rank")
     lora_target_modules: LoraTargets = Field(
-        "all-linear", description="layers of a block with an adapter, such as [q_proj,v_proj]; all-linear: every one"
+        "all-linear", description="linear layers that get an adapter, such as [q_proj,v_proj]; all-linear: all of them"
     )
 
 
 class EnvConfig(Section):
-    """Levels, groups and the protocol's limits (published environment `CoordSokoban`: 6x6, one box)."""
+    """Levels, groups and the limits of an episode (published environment `CoordSokoban`: 6x6, one box)."""
 
-    env_groups: Common[GroupCount] = Field(8, description="P: training prompts (levels) a step")
-    group_size: Common[int] = Field(16, ge=1, description="G: rollouts of each training level")
-    val_env_groups: Common[GroupCount] = Field(512, description="validation levels; the same ones every time")
-    val_group_size: int = Field(1, ge=1, description="rollouts of each validation level")
-    test_env_groups: int = Field(512, ge=0, le=512, description="test levels, evaluated once at the end; 0: none")
-    seed_train: int = Field(
-        10_000, ge=0, le=200_000_000, description="first level seed of training (run seed k adds 1,000,000 k)"
+    env_groups: Common[GroupCount] = Field(8, description="P: training prompts (levels) per step")
+    group_size: Common[int] = Field(16, ge=1, description="G: rollouts per training prompt")
+    val_env_groups: Common[GroupCount] = Field(512, description="validation levels, the same at every validation")
+    val_group_size: int = Field(1, ge=1, description="rollouts per validation level")
+    test_env_groups: int = Field(
+        512, ge=0, le=512, description="test levels, evaluated once after the last step; 0: none"
     )
-    seed_val: int = Field(123, ge=0, le=200_000_000, description="first level seed of validation")
-    max_turn: Common[int] = Field(5, ge=1, description="replies an episode")
-    max_actions_per_turn: int = Field(2, ge=1, description="actions executed of one reply")
-    max_actions_per_traj: int = Field(10, ge=1, description="actions executed in an episode")
+    seed_train: int = Field(
+        10_000, ge=0, le=200_000_000, description="seed of the first training level (run seed k adds 1,000,000 k)"
+    )
+    seed_val: int = Field(123, ge=0, le=200_000_000, description="seed of the first validation level")
+    max_turn: Common[int] = Field(5, ge=1, description="maximum turns (replies) per episode")
+    max_actions_per_turn: int = Field(2, ge=1, description="maximum actions executed per turn")
+    max_actions_per_traj: int = Field(10, ge=1, description="maximum actions executed per episode")
     format_penalty: Annotated[float, Field(le=0, allow_inf_nan=False)] = Field(
-        -0.1, description="added to the episode's score once for each turn with an invalid or empty answer"
+        -0.1, description="added to the episode's score for each turn with an invalid or empty answer"
     )
     observation_format: Literal["grid_coord", "grid", "coord"] = Field(
-        "grid_coord", description="how the full prompt shows a level; the compact prompt has one form"
+        "grid_coord", description="how the full prompt shows a level; ignored by the compact prompt"
     )
 
 
 class RolloutConfig(Section):
-    """Sampling."""
+    """Sampling and the inference engine."""
 
-    name: Literal["torch", "vllm"] = Field("vllm", description="the engine that samples")
+    name: Literal["torch", "vllm"] = Field("vllm", description="inference engine for sampling")
     temperature: Common[Positive] = Field(
-        1.0, description="training; log-probs are of the tempered distribution everywhere"
+        1.0, description="sampling temperature in training; every log-prob is of the tempered distribution"
     )
-    val_temperature: NonNegative = Field(0.5, description="sampled validation and test; 0 is greedy")
-    response_length: Common[int] = Field(400, ge=1, description="new tokens a turn at most")
-    log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1, description="longest sequences a pass without gradients")
-    ref_log_prob_micro_batch_size_per_gpu: int = Field(8, ge=1, description="longest sequences a reference pass")
-    gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="share of the device given to vLLM")
-    enforce_eager: bool = Field(True, description="vLLM without CUDA graphs: starts faster, samples slower")
-    free_cache_engine: bool = Field(True, description="vLLM's weights and cache leave the device during the update")
+    val_temperature: NonNegative = Field(0.5, description="temperature of sampled validation and test; 0: greedy")
+    response_length: Common[int] = Field(400, ge=1, description="maximum new tokens per turn")
+    log_prob_micro_batch_size_per_gpu: int = Field(
+        8, ge=1, description="max sequences per no-grad forward pass (counted at the longest length)"
+    )
+    ref_log_prob_micro_batch_size_per_gpu: int = Field(
+        8, ge=1, description="max sequences per forward pass of the reference (counted at the longest length)"
+    )
+    gpu_memory_utilization: float = Field(0.5, gt=0, le=1, description="fraction of GPU memory reserved for vLLM")
+    enforce_eager: bool = Field(True, description="run vLLM without CUDA graphs: starts faster, samples slower")
+    free_cache_engine: bool = Field(True, description="free vLLM's weights and KV cache on the GPU during updates")
     max_model_len: Annotated[int | None, ParseNull] = Field(
-        3600, ge=1, description="tokens of a conversation at most; null: the model's own context"
+        3600, ge=1, description="maximum tokens per conversation; null: the model's context length"
     )
     logprob_tolerance: Positive = Field(
-        0.05, description="mean difference of vLLM's and the trainer's log-probs, in nats, that ends a run"
+        0.05, description="fail the run if vLLM's and the trainer's log-probs differ by more on average (nats)"
     )
     gradient_analysis_num_buckets: int = Field(
-        6, ge=1, description="buckets of groups by reward spread, where quantile"
+        6, ge=1, description="number of buckets of groups by reward std, for bucket mode quantile"
     )
     gradient_analysis_bucket_mode: Literal["quantile", "fixed_rv"] = Field(
-        "quantile", description="equally many groups a bucket, or edges at a reward std of 1, 2, 3, 4, 5"
+        "quantile", description="quantile: equally many groups per bucket; fixed_rv: edges at reward std 1, 2, 3, 4, 5"
     )
 
 
 class FilterConfig(Section):
-    """Which groups of a step are trained on: the reward-variance filter."""
+    """The reward-variance filter: which groups of a step are trained on."""
 
     rollout_filter_strategy: Common[Literal[tuple(FILTER_STRATEGIES)]] = Field(  # type: ignore[valid-type]
-        "top_p", description="mass of scores, fraction (top_k, top_f), count of groups, or ratio to the best score"
+        "top_p", description="keep groups by score mass (top_p), fraction (top_k, top_f), count (top_k_abs), or min_p"
     )
     rollout_filter_value: Common[Positive] = Field(
-        1.0, description="mass (top_p), fraction (top_k, top_f), count, or ratio"
+        1.0,
+        description="score mass (top_p), fraction of groups (top_k, top_f), group count (top_k_abs), or minimum score "
+        "relative to the best (min_p)",
     )
-    rollout_filter_type: Literal["largest", "smallest"] = Field("largest", description="which scores are kept")
+    rollout_filter_type: Literal["largest", "smallest"] = Field(
+        "largest", description="keep the groups with the largest or the smallest scores"
+    )
     rollout_filter_metric: Common[FilterMetric] = Field(
-        "reward_variance", description="score of a group; the published name, the number is a standard deviation"
+        "reward_variance",
+        description="score of a group; reward_variance is in fact the standard deviation, as published",
     )
     rollout_filter_include_zero: Common[bool] = Field(
-        True, description="False drops groups of zero score before the strategy"
+        True, description="False: drop groups with score 0 before the strategy is applied"
     )
     rollout_filter_top_p_prob_mode: Literal["softmax", "linear"] = Field(
-        "linear", description="mass of softmax(scores), which depends on their scale, or of the scores themselves"
+        "linear", description="top_p mass of softmax(scores), which depends on their scale, or of the scores"
     )
-    rollout_filter_selection_eps: NonNegative = Field(0.01, description="slack of the linear top_p threshold")
+    rollout_filter_selection_eps: NonNegative = Field(
+        0.01, description="slack of the linear top_p threshold, in units of the score"
+    )
 
     @model_validator(mode="after")
     def _check_filter_value(self) -> "FilterConfig":
         value, strategy = self.rollout_filter_value, self.rollout_filter_strategy
         if FILTER_STRATEGIES[strategy].counts_groups:
             if value < 1 or value != int(value):
-                raise ValueError(f"rollout_filter_value {value} is not a count of groups; top_k_abs takes 1, 2, 3, ...")
+                raise ValueError(
+                    f"rollout_filter_value={value}: must be a whole number of groups (1, 2, 3, ...) for {strategy}"
+                )
         elif value > 1:
-            raise ValueError(f"rollout_filter_value {value} is above 1; {strategy} takes a value in (0, 1]")
+            raise ValueError(
+                f"rollout_filter_value={value}: must be in (0, 1] for {strategy} "
+                "(try --set filter.rollout_filter_value=0.9)"
+            )
         return self
 
 
 class OptimConfig(Section):
-    """What actor and critic share: AdamW and the cut of a step into mini-batches."""
+    """Optimizer settings that actor and critic both have: AdamW and mini-batches."""
 
-    betas: tuple[ShareBelowOne, ShareBelowOne] = Field(
-        (0.9, 0.999), description="AdamW's decay of first and second moments"
+    betas: tuple[FractionBelowOne, FractionBelowOne] = Field(
+        (0.9, 0.999), description="AdamW betas: decay of the first and second moments"
     )
-    weight_decay: NonNegative = Field(0.01, description="AdamW's, decoupled")
-    grad_clip: Positive = Field(1.0, description="largest total gradient norm")
-    ppo_epochs: int = Field(1, ge=1, description="passes over a step's batch")
-    ppo_mini_batch_size: Common[int] = Field(32, ge=1, description="sequences an optimizer step")
-    ppo_micro_batch_size_per_gpu: int = Field(4, ge=1, description="sequences whose loss is averaged together")
+    weight_decay: NonNegative = Field(0.01, description="AdamW weight decay (decoupled)")
+    grad_clip: Positive = Field(1.0, description="clip the global gradient norm at this value")
+    ppo_epochs: int = Field(1, ge=1, description="epochs over each step's batch")
+    ppo_mini_batch_size: Common[int] = Field(32, ge=1, description="sequences per optimizer step")
+    ppo_micro_batch_size_per_gpu: int = Field(4, ge=1, description="micro-batch size: sequences per loss average")
 
     @model_validator(mode="after")
     def _check_micro_batch_size(self) -> "OptimConfig":
         if self.ppo_mini_batch_size % self.ppo_micro_batch_size_per_gpu:
             raise ValueError(
-                f"ppo_micro_batch_size_per_gpu {self.ppo_micro_batch_size_per_gpu} does not divide "
-                f"ppo_mini_batch_size {self.ppo_mini_batch_size}"
+                f"ppo_micro_batch_size_per_gpu={self.ppo_micro_batch_size_per_gpu}: does not divide "
+                f"ppo_mini_batch_size={self.ppo_mini_batch_size}"
             )
         return self
 
@@ -159,183 +186,227 @@ class OptimConfig(Section):
 class ActorConfig(OptimConfig):
     """The policy's losses and optimizer."""
 
-    lr: Common[Positive] = Field(1e-6, description="AdamW's, constant")
+    lr: Common[Positive] = Field(1e-6, description="learning rate (constant)")
     policy_loss: Common[Literal[tuple(POLICY_LOSSES)]] = Field(  # type: ignore[valid-type]
-        "ppo_clip", description="clipped ratios of tokens, or target policy optimisation over the rollouts of a group"
+        "ppo_clip",
+        description="PPO with clipped token ratios, or target policy optimisation over the rollouts of a group",
     )
     tpo_eta: Positive = Field(
-        1.0, description="tpo: a skill of so much makes a rollout e times as likely in the target"
+        1.0, description="tpo temperature: the skill that makes a rollout e times as likely in the target"
     )
-    clip_ratio_low: Common[ShareBelowOne] = Field(0.2, description="the ratio is cut below 1 - this")
-    clip_ratio_high: Common[NonNegative] = Field(0.28, description="the ratio is cut above 1 + this")
+    clip_ratio_low: Common[FractionBelowOne] = Field(
+        0.2, description="lower clip range: ratios are clipped to >= 1 - this"
+    )
+    clip_ratio_high: Common[NonNegative] = Field(
+        0.28, description="upper clip range: ratios are clipped to <= 1 + this"
+    )
     clip_ratio_c: Annotated[float, Field(gt=1, allow_inf_nan=False)] = Field(
-        3.0, description="dual clip: bound for negative advantages"
+        3.0, description="dual clip: upper bound of the ratio for negative advantages"
     )
-    loss_agg_mode: LossAggMode = Field("token-mean", description="how tokens' losses become a micro-batch's loss")
+    loss_agg_mode: LossAggMode = Field("token-mean", description="how token losses are aggregated in a micro-batch")
     entropy_coeff: Common[Finite] = Field(
-        0.0, description="weight of the entropy bonus (full vocabulary, response tokens)"
+        0.0, description="entropy bonus coefficient (full vocabulary, response tokens); 0: none"
     )
-    entropy_from_logits_with_chunking: bool = Field(True, description="bound its memory; changes no number")
-    use_kl_loss: Common[bool] = Field(False, description="penalise KL to the frozen reference in the actor loss")
-    kl_loss_coef: Common[NonNegative] = Field(0.001, description="weight of that penalty; 0 switches use_kl_loss off")
+    entropy_from_logits_with_chunking: bool = Field(
+        True, description="compute the entropy in chunks to bound memory; changes no number"
+    )
+    use_kl_loss: Common[bool] = Field(
+        False, description="add a penalty on the KL to the frozen reference to the actor loss"
+    )
+    kl_loss_coef: Common[NonNegative] = Field(0.001, description="coefficient of the KL loss; 0: turns use_kl_loss off")
     kl_loss_type: Common[KLKind] = Field(  # type: ignore[valid-type]
-        "kl", description="estimator; the published `kl` has no anchoring gradient as a loss"
+        "kl", description="KL estimator of the loss; kl, the published one, does not pull towards the reference"
     )
     tis_imp_ratio_cap: Annotated[float | None, ParseNull] = Field(
         None,
         ge=1,
         allow_inf_nan=False,
-        description="truncated importance sampling of vLLM's tokens: largest weight of one, such as 2; null: off",
+        description="truncated importance sampling: cap of a vLLM token's importance weight, such as 2; null: off",
     )
     filter_loss_scaling: Literal["none", "linear", "sqrt"] = Field(
-        "none", description="scale advantages by the kept share of groups, or its square root"
+        "none", description="scale advantages by the fraction of groups kept (linear) or its square root (sqrt)"
     )
 
     @property
     def loss(self) -> PolicyLossKind:
-        """What the policy loss needs."""
+        """The record of the policy loss: what it needs from a run."""
         return POLICY_LOSSES[self.policy_loss]
 
     @model_validator(mode="after")
     def _disable_zero_kl_loss(self) -> Self:
         if self.kl_loss_coef == 0:
-            self.__dict__["use_kl_loss"] = False  # Frozen for others; nobody has seen it yet.
+            # The model is frozen; bypass it here, before the instance is shared. KL loss 0 then runs no reference.
+            self.__dict__["use_kl_loss"] = False
         return self
 
 
 class CriticConfig(OptimConfig):
     """The value function's loss and optimizer."""
 
-    lr: Common[Positive] = Field(1e-5, description="AdamW's, constant; with shared_trunk, of the head alone")
-    cliprange_value: Positive = Field(0.5, description="how far a value may move from the one before the update")
-    shared_trunk: bool = Field(False, description="value head on the policy's own trunk: one network, one update")
+    lr: Common[Positive] = Field(
+        1e-5, description="learning rate (constant); with shared_trunk, of the value head alone"
+    )
+    cliprange_value: Positive = Field(
+        0.5, description="clip range of the value loss: how far a value may move from its old one"
+    )
+    shared_trunk: bool = Field(False, description="put the value head on the policy's trunk: one network, one update")
 
 
 class KLControl(Section):
-    """Coefficient of the KL penalty in the reward (use_kl_in_reward)."""
+    """The coefficient of the KL penalty in the reward (use_kl_in_reward)."""
 
-    type: Literal["fixed", "adaptive"] = Field("fixed", description="keep kl_coef, or steer it to target_kl")
-    kl_coef: NonNegative = Field(0.0, description="weight of the penalty (first weight, where adaptive)")
-    target_kl: Positive = Field(0.1, description="nats a token, where adaptive")
+    type: Literal["fixed", "adaptive"] = Field(
+        "fixed", description="fixed: constant kl_coef; adaptive: adjust it towards target_kl"
+    )
+    kl_coef: NonNegative = Field(
+        0.0, description="coefficient of the KL penalty in the reward (adaptive: initial value); 0: none"
+    )
+    target_kl: Positive = Field(0.1, description="target KL for adaptive, in nats per token")
     horizon: Positive = Field(10_000.0, description="sequences over which an error of 1 doubles the weight")
 
 
 class AlgorithmConfig(Section):
-    """Advantages."""
+    """Advantage estimation and the KL penalty in the reward."""
 
     adv_estimator: Common[Literal[tuple(ADVANTAGE_ESTIMATORS)]] = Field(  # type: ignore[valid-type]
-        "gae", description="gae needs the critic, the others use none"
+        "gae", description="advantage estimator; gae trains a critic, the others need none"
     )
-    gamma: Common[Fraction] = Field(1.0, description="discount a token")
-    lam: Common[Fraction] = Field(1.0, description="lambda of GAE")
-    bi_level_gae: bool = Field(False, description="GAE over turns first, then over each turn's tokens")
-    high_level_gamma: Fraction = Field(0.95, description="discount a turn, for bi_level_gae")
-    norm_adv_by_std_in_grpo: bool = Field(True, description="divide by the group's standard deviation (off: Dr. GRPO)")
-    zero_task_advantage: Common[bool] = Field(False, description="advantages 0: only KL and entropy move the policy")
-    use_kl_in_reward: Common[bool] = Field(False, description="subtract the KL penalty from each token's reward")
-    kl_penalty: KLKind = Field("kl", description="estimator of that penalty")  # type: ignore[valid-type]
+    gamma: Common[Fraction] = Field(1.0, description="discount factor per token")
+    lam: Common[Fraction] = Field(1.0, description="GAE lambda")
+    bi_level_gae: bool = Field(False, description="gae: first over turns, then over the tokens of each turn")
+    high_level_gamma: Fraction = Field(0.95, description="discount factor per turn, for bi_level_gae")
+    norm_adv_by_std_in_grpo: bool = Field(
+        True, description="grpo: divide by the group's standard deviation (False: Dr. GRPO)"
+    )
+    zero_task_advantage: Common[bool] = Field(
+        False, description="set advantages to 0, so that only KL and entropy move the policy"
+    )
+    use_kl_in_reward: Common[bool] = Field(False, description="subtract a KL penalty from each token's reward")
+    kl_penalty: KLKind = Field("kl", description="KL estimator of the penalty in the reward")  # type: ignore[valid-type]
     kl_ctrl: KLControl = KLControl()
 
     @property
     def estimator(self) -> AdvantageEstimator:
-        """What the advantage estimator needs."""
+        """The record of the advantage estimator: what it needs from a run."""
         return ADVANTAGE_ESTIMATORS[self.adv_estimator]
 
     @model_validator(mode="after")
     def _check_estimator(self) -> "AlgorithmConfig":
         if self.bi_level_gae and not self.estimator.has_turn_level:
-            raise ValueError(f"bi_level_gae needs adv_estimator=gae, not {self.adv_estimator}")
+            raise ValueError(f"bi_level_gae=True: needs adv_estimator=gae, not {self.adv_estimator}")
         if self.use_kl_in_reward and self.kl_penalty == "full":
-            raise ValueError("kl_penalty=full needs whole distributions; in the reward use kl, abs, mse or low_var_kl")
+            raise ValueError("kl_penalty=full: needs whole distributions; in the reward use kl, abs, mse or low_var_kl")
         return self
 
 
 class TrainerConfig(BaseTrainerConfig):
-    """Length, rhythm and place of a run."""
+    """The length of a run, its schedule of validations, checkpoints and analyses, and its hardware."""
 
-    total_training_steps: Common[int] = Field(400, ge=1, le=100_000, description="steps of a run")
+    total_training_steps: Common[int] = Field(400, ge=1, le=100_000, description="training steps per run")
     test_freq: Common[int] = Field(
-        10, description="validate every so many steps and at the last; <= 0: never in between"
+        10, description="validate every N steps and after the last; <= 0: only the final evaluation"
     )
-    val_before_train: bool = Field(True, description="validate the base policy first")
-    save_freq: Common[int] = Field(-1, description="keep a global_step_<N> folder every so many steps; -1: none")
-    resume_every: Common[int] = Field(25, ge=1, description="steps between rolling states for recovery")
+    val_before_train: bool = Field(True, description="validate the untrained policy before step 1")
+    save_freq: Common[int] = Field(-1, description="keep a checkpoint (folder global_step_<N>) every N steps; -1: none")
+    resume_every: Common[int] = Field(25, ge=1, description="write the rolling checkpoint for recovery every N steps")
     nonfinite_patience: int = Field(
-        3, ge=1, description="steps in a row with an update skipped for non-finite numbers that fail the run"
+        3, ge=1, description="fail the run after N consecutive steps that skip an update for non-finite numbers"
     )
     disk_patience: NonNegative = Field(
-        600.0, description="seconds that a run waits for room on a full disk, or for its storage"
+        600.0, description="seconds to wait while the disk is full or the storage does not answer"
     )
-    critic_warmup: int = Field(0, ge=0, description="first step that updates the policy, if above 1")
-    gradient_analysis_mode: bool = Field(False, description="measure the gradients of each bucket of groups")
-    gradient_analysis_every: int = Field(50, ge=1, description="at step 1 and every so many steps after it")
+    critic_warmup: int = Field(
+        0, ge=0, description="first step that updates the policy (earlier ones train the critic only); 0 or 1: all do"
+    )
+    gradient_analysis_mode: bool = Field(False, description="analyse the gradients of buckets of groups")
+    gradient_analysis_every: int = Field(50, ge=1, description="analyse gradients at step 1 and every N steps after it")
     gradient_analysis_env_groups: Annotated[int | None, ParseNull] = Field(
-        None, ge=1, description="groups played for the analysis; null, for this or the next: the step's own batch"
+        None, ge=1, description="groups sampled for the analysis; null here or for the group size: use the step's batch"
     )
     gradient_analysis_group_size: Annotated[int | None, ParseNull] = Field(
-        None, ge=2, description="rollouts of each of them"
+        None, ge=2, description="rollouts per group sampled for the analysis"
     )
     gradient_analysis_sketch: Annotated[int | None, ParseNull] = Field(
-        2**18, ge=2**8, le=2**24, description="entries that stand for a gradient; null: all of it, dozens of times"
+        2**18,
+        ge=2**8,
+        le=2**24,
+        description="sketch size: entries per gradient; null: whole gradients, dozens of model copies",
     )
-    gradient_analysis_log_prefilter: bool = Field(False, description="analyse the batch before the filter as well")
-    gradient_analysis_only: bool = Field(False, description="update neither policy nor critic: measure only")
-    exit_after_gradient_analysis: bool = Field(False, description="the first analysis is the run's last step")
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU where one is visible")
-    n_gpus_per_node: Common[NonNegative] = Field(1, le=64, description="GPUs a trial: a fraction, or a whole number")
+    gradient_analysis_log_prefilter: bool = Field(False, description="also analyse the batch before the filter")
+    gradient_analysis_only: bool = Field(False, description="update neither policy nor critic: only analyse")
+    exit_after_gradient_analysis: bool = Field(False, description="end the run after the first analysis")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: the GPU if one is visible, else the CPU")
+    n_gpus_per_node: Common[NonNegative] = Field(
+        1, le=64, description="GPUs per trial: a fraction of one, or a whole number"
+    )
     strategy: Literal["auto", "torch", "deepspeed"] = Field(
-        "auto", description="who updates; auto: torch on one device, DeepSpeed over several"
+        "auto", description="training backend; auto: torch on one device, DeepSpeed on several"
     )
-    zero_stage: int = Field(2, ge=1, le=3, description="what DeepSpeed deals out: 1 optimizer, 2 gradients, 3 weights")
-    offload_optimizer: bool = Field(False, description="DeepSpeed keeps the optimizer in the host's memory")
-    offload_parameters: bool = Field(False, description="and between updates the weights, with zero_stage 3")
-    ray_num_cpus: int = Field(16, ge=1, description="CPUs that Ray may use")
+    zero_stage: int = Field(
+        2, ge=1, le=3, description="ZeRO stage of DeepSpeed: shards 1 optimizer, 2 also gradients, 3 also weights"
+    )
+    offload_optimizer: bool = Field(False, description="DeepSpeed: keep the optimizer state in CPU memory")
+    offload_parameters: bool = Field(
+        False, description="DeepSpeed with zero_stage=3: keep the weights in CPU memory between updates"
+    )
+    ray_num_cpus: int = Field(16, ge=1, description="CPUs given to Ray")
     logger: tuple[Literal["console", "wandb", "tensorboard"], ...] = Field(
-        ("console", "tensorboard"), description="naming wandb logs to it offline; the other two are always on"
+        ("console", "tensorboard"), description="add wandb to log to it offline; console and tensorboard are always on"
     )
 
     def is_gradient_analysis_step(self, step: int) -> bool:
-        """Whether gradients are analysed at `step`, from 1: at the first, and every so many after it."""
+        """Whether gradients are analysed at `step`, counted from 1: at step 1 and every N steps after it."""
         return self.gradient_analysis_mode and (step - 1) % self.gradient_analysis_every == 0
 
     @model_validator(mode="after")
     def _stop_after_first_analysis(self) -> Self:
         if self.gradient_analysis_mode and self.exit_after_gradient_analysis:
-            self.__dict__["total_training_steps"] = 1  # Frozen for others; nobody has seen it yet.
+            # The model is frozen; bypass it here, before the instance is shared. Step 1 has the first analysis.
+            self.__dict__["total_training_steps"] = 1
         return self
 
     @model_validator(mode="after")
     def _check_parameter_offload(self) -> Self:
         if self.offload_parameters and self.zero_stage != 3:
             raise ValueError(
-                f"offload_parameters True needs zero_stage=3, where each rank keeps a part of the weights; zero_stage "
-                f"is {self.zero_stage}"
+                f"offload_parameters=True: needs zero_stage=3, which shards the weights over the ranks, not zero_stage="
+                f"{self.zero_stage}"
             )
         return self
 
 
 class CollapseDetectionConfig(Section):
-    """The mutual information of prompts and thoughts: a diagnosis, which stops nothing."""
+    """The mutual information of prompts and thoughts: diagnostics, which stop no run."""
 
     first_turn_enabled: Common[bool] = Field(
-        True, description="thoughts of first turns against the openings of all groups"
+        True, description="score first-turn thoughts against the first prompts of all groups"
     )
-    multi_turn_enabled: Common[bool] = Field(True, description="thoughts of all turns against each other's prompts")
-    compute_freq: Common[int] = Field(5, ge=1, description="at step 1 and every so many steps")
-    num_samples: int = Field(64, ge=2, description="thoughts that are scored")
+    multi_turn_enabled: Common[bool] = Field(
+        True, description="score thoughts of all turns against each other's prompts"
+    )
+    compute_freq: Common[int] = Field(5, ge=1, description="diagnose step 1 and every N-th step")
+    num_samples: int = Field(64, ge=2, description="maximum number of thoughts scored per diagnosis")
     all_quantities: bool = Field(
-        False, description="also write the 28 quantities of a sample that are for comparison with published logs"
+        False, description="also write the 28 quantities per sample that serve comparison with published logs"
     )
 
 
 class EarlyStopConfig(Section):
-    """The published stop rules' numbers."""
+    """The numbers of the published stop rules."""
 
-    variance_baseline_steps: int = Field(10, ge=1, description="non-empty steps whose mean is the baseline")
-    variance_window: int = Field(10, ge=1, description="latest non-empty steps that must all be below")
-    variance_ratio: Common[NonNegative] = Field(0.1, description="share of the baseline")
-    success_threshold: Common[NonNegative] = Field(
-        0.01, description="validation success that counts as a failure below it"
+    variance_baseline_steps: int = Field(
+        10, ge=1, description="the first N non-empty steps, whose mean reward std is the baseline"
     )
-    success_patience: int = Field(5, ge=1, description="validations in a row below the threshold")
-    empty_stop_steps: Common[int] = Field(5, description="steps in a row with nothing kept; <= 0: rule off")
+    variance_window: int = Field(
+        10, ge=1, description="stop when the last N non-empty steps are all below the threshold"
+    )
+    variance_ratio: Common[NonNegative] = Field(
+        0.1, description="threshold of the reward std, as a fraction of the baseline"
+    )
+    success_threshold: Common[NonNegative] = Field(
+        0.01, description="validation success below this counts as a failure"
+    )
+    success_patience: int = Field(5, ge=1, description="stop after N consecutive validations below the threshold")
+    empty_stop_steps: Common[int] = Field(
+        5, description="stop after N consecutive steps with no group kept; <= 0: never"
+    )

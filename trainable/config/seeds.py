@@ -1,7 +1,8 @@
-"""Named random streams: every draw of a run comes from (seed, purpose, indices), never from a global generator."""
+"""Random number generators by purpose: each draw depends on (seed, purpose, indices), never on a global generator."""
 
 import numpy as np
 
+# The numbers are part of every random stream: never change or reuse one, add new ones at the end.
 PURPOSES = {
     "sampling": 1,
     "validation": 2,
@@ -27,9 +28,9 @@ PURPOSES = {
 
 
 def make_rng(seed: int, purpose: str, *indices: int) -> np.random.Generator:
-    """The generator of one purpose of one run.
+    """The random generator for one purpose in one run.
 
-    seed: the run's seed. purpose: a key of PURPOSES. indices: what tells this draw from others of its purpose,
-    such as the step. Equal arguments give equal streams in any process.
+    seed: the run's seed. purpose: a key of PURPOSES. indices: numbers such as the step, which distinguish draws with
+    the same purpose. Equal arguments give equal streams in any process.
     """
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, PURPOSES[purpose], *indices])))

@@ -1,4 +1,4 @@
-"""What a single setting may hold: bounds and choices with a name."""
+"""Types of single settings: named bounds, choices and parsers."""
 
 import unicodedata
 from typing import Annotated, Literal, TypeVar
@@ -20,7 +20,7 @@ def is_common(field: FieldInfo) -> bool:
 
 
 KLKind = Literal[(*KL_KINDS, EXACT_KL, *(f"{kind}+" for kind in KL_KINDS))]  # type: ignore[valid-type]
-"""An estimator from sampled tokens, the exact KL, or an estimator with the gradient of k2 (`+`)."""
+"""A KL estimator from sampled tokens, the exact KL, or an estimator with the gradient of k2 (`+`)."""
 FilterMetric = Literal[
     "reward_variance", "reward_std", "reward", "reward_sum", "entropy", "entropy_variance", "entropy_std", "length"
 ]
@@ -29,12 +29,12 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-ShareBelowOne = Annotated[float, Field(ge=0, lt=1)]
+FractionBelowOne = Annotated[float, Field(ge=0, lt=1)]
 MAX_INTEGER = 2**31 - 1
 
 
 def _sum_groups(value: object) -> object:
-    """Accept the documents' `n_groups=[8]` (one entry an environment kind) for a count of groups."""
+    """Accept `n_groups=[8]` as in the documents (one entry per kind of environment) for a count of groups."""
     if isinstance(value, list | tuple) and value and all(isinstance(entry, int) for entry in value):
         return sum(value)
     return value
@@ -44,16 +44,16 @@ GroupCount = Annotated[int, BeforeValidator(_sum_groups), Field(ge=1)]
 
 
 LINEAR_LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""The linear layers of a block, in their order."""
+"""The linear layers of a block, in order."""
 
 
 def _parse_layers(value: object) -> object:
-    """`all-linear`, or names of layers: each once, in the order of LINEAR_LAYERS, so that equal choices are equal."""
+    """`all-linear`, or layer names, each once and in the order of LINEAR_LAYERS: equal choices compare equal."""
     names = value.replace(",", " ").split() if isinstance(value, str) else value
     if names in (["all-linear"], ("all-linear",)):
         return "all-linear"
     if not isinstance(names, list | tuple) or not names or not set(map(str, names)) <= set(LINEAR_LAYERS):
-        raise ValueError(f"it is all-linear, or a list of some of {', '.join(LINEAR_LAYERS)}")
+        raise ValueError(f"must be all-linear, or a list of some of {', '.join(LINEAR_LAYERS)}")
     return tuple(name for name in LINEAR_LAYERS if name in names)
 
 
@@ -61,7 +61,7 @@ LoraTargets = Annotated[Literal["all-linear"] | tuple[str, ...], BeforeValidator
 
 
 def _parse_null(value: object) -> object:
-    """Accept `null` and `None`, as they are typed, for no value."""
+    """Accept the words `null` and `None` for no value."""
     return None if isinstance(value, str) and value.strip().lower() in ("null", "none") else value
 
 
@@ -69,9 +69,9 @@ ParseNull = BeforeValidator(_parse_null)
 
 
 def _check_printable(path: str) -> str:
-    """`path`, which names folders and stands in logs; ValueError where it is empty or holds control characters."""
-    if not path.strip() or any(unicodedata.category(sign) == "Cc" for sign in path):
-        raise ValueError("it is empty or holds control characters")
+    """`path`; ValueError if it is empty or has control characters, since it names folders and is written to logs."""
+    if not path.strip() or any(unicodedata.category(character) == "Cc" for character in path):
+        raise ValueError("must not be empty or contain control characters")
     return path
 
 
@@ -79,10 +79,10 @@ ModelPath = Annotated[str, Field(max_length=1024), AfterValidator(_check_printab
 
 
 def format_value(value: object, max_length: int = 80) -> str:
-    """`value` as a message quotes it: one line, without control characters, cut after `most` characters."""
+    """`value` for a message: one line, without control characters, cut after `max_length` characters."""
     try:
         text = str(value)
     except (ValueError, RecursionError):  # A number of thousands of digits, a list in a list in a list ...
         return f"<{type(value).__name__} too long to show>"
     short_text = text if len(text) <= max_length else f"{text[:max_length]}..."
-    return "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in short_text)
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in short_text)

@@ -1,4 +1,4 @@
-"""What every configuration of a run has, whatever it trains: what the driver needs to plan, place and name runs."""
+"""Base class of the configurations of all study families: what the driver needs to plan, place and name runs."""
 
 import hashlib
 import json
@@ -10,12 +10,12 @@ from trainable.config.section import Section
 
 
 class BaseTrainerConfig(Section):
-    """The section `trainer` of a configuration, as far as all have it: length, rhythm and place of a run.
+    """The settings of the section `trainer` that all families have.
 
-    total_training_steps: steps of a run. test_freq: steps between two evaluations. save_freq: steps between two
-    checkpoints to keep, -1 for none. resume_every: steps between two states for recovery. disk_patience: seconds that a
-    run waits for room on a full disk. device: auto, cpu or cuda. n_gpus_per_node: GPUs a trial. ray_num_cpus: CPUs that
-    Ray may use. logger: where rows go beside their files.
+    total_training_steps: steps per run. test_freq: steps between two evaluations. save_freq: steps between two saved
+    checkpoints, -1 for none. resume_every: steps between two rolling checkpoints. disk_patience: seconds that a run
+    waits while the disk is full. device: auto, cpu or cuda. n_gpus_per_node: GPUs per trial. ray_num_cpus: CPUs given
+    to Ray. logger: where rows are logged in addition to their files.
     """
 
     total_training_steps: int
@@ -32,9 +32,9 @@ class BaseTrainerConfig(Section):
 class BaseRunConfig(Section):
     """All settings of a run.
 
-    aliases: keys of documents -> dotted fields. listed: the command that lists its settings. without_result: section ->
-    settings that cannot change a row. first_row: the step of a run's first row: 1 where rows are of steps that were
-    trained, 0 where weights are measured before they are trained.
+    aliases: keys of the published documents -> dotted fields. list_command: the command that lists the settings.
+    unhashed_settings: section -> settings that cannot change a row. first_row_step: the step of a run's first row: 1 if
+    rows describe trained steps, 0 if weights are measured before they are trained.
     """
 
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})
@@ -47,11 +47,11 @@ class BaseRunConfig(Section):
     trainer: BaseTrainerConfig
 
     def get_row_steps(self, step: int) -> range:
-        """The steps of the rows that a run has once `step` steps are trained."""
+        """The steps of the rows that a run has after `step` training steps."""
         return range(1, step + 1)
 
     def dump_for_hash(self) -> dict[str, Any]:
-        """Every setting that can change a result, the seed left out."""
+        """Every setting that can change a result, without the seed."""
         dumped_settings = self.model_dump(mode="json", exclude={"seed"})
         for section, settings in self.unhashed_settings.items():
             for setting in settings:
@@ -59,9 +59,9 @@ class BaseRunConfig(Section):
         return dumped_settings
 
     def compute_hash(self) -> str:
-        """Twelve hex digits that name the configuration: every setting that can change a result, the seed left out.
+        """Twelve hex digits that identify the configuration: a hash of every setting that can change a result.
 
-        Where a run is placed changes the order of its sums, and so a row in its last digits: a study can go on with
-        other GPUs than it was started with.
+        Neither the seed nor the placement of a run is hashed. Placement changes the order of floating-point sums, so
+        the last digits of a row, but a study can be continued on other GPUs than it was started with.
         """
         return hashlib.sha256(json.dumps(self.dump_for_hash(), sort_keys=True).encode()).hexdigest()[:12]

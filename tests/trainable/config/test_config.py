@@ -68,8 +68,8 @@ PUBLISHED = [
 
 def get(config: RunConfig, field: str) -> object:
     value: object = config
-    for part in field.split("."):
-        value = getattr(value, part)
+    for name in field.split("."):
+        value = getattr(value, name)
     return value
 
 
@@ -135,11 +135,11 @@ def test_an_unknown_key_of_a_section_lists_the_section() -> None:
         ("gamma", 1.5, "less than or equal to 1"),
         ("clip_ratio_low", 1, "less than 1"),
         ("group_size", "many", "valid integer"),
-        ("rollout_filter_value", 1.5, "in (0, 1]"),
+        ("rollout_filter_value", 1.5, "filter.rollout_filter_value=1.5: must be in (0, 1] for top_p (try --set"),
         ("rollout_filter_strategy", "best", "'top_p', 'top_k'"),
-        ("actor.ppo_micro_batch_size_per_gpu", 5, "does not divide"),
+        ("actor.ppo_micro_batch_size_per_gpu", 5, "actor.ppo_micro_batch_size_per_gpu=5: does not divide"),
         ("trainer.zero_stage", 4, "3"),
-        ("trainer.offload_parameters", True, "needs zero_stage=3"),
+        ("trainer.offload_parameters", True, "trainer.offload_parameters=True: needs zero_stage=3"),
         ("test_env_groups", 513, "less than or equal to 512"),
         ("rollout_filter_include_zero", "perhaps", "boolean"),
     ],
