@@ -106,15 +106,20 @@ def _make_renderer(template: str, tokenizer_config: Mapping[str, Any]) -> Callab
     environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
     special_tokens = {
         name: value["content"] if isinstance(value, dict) else value
-        for name, value in tokenizer_config.items() if name.endswith("_token") and isinstance(value, str | dict)
-    }  # fmt: skip
+        for name, value in tokenizer_config.items()
+        if name.endswith("_token") and isinstance(value, str | dict)
+    }
 
     def render(messages: Messages) -> str:
         try:
             return environment.from_string(template).render(
-                messages=messages, add_generation_prompt=True, tools=None, documents=None, raise_exception=refuse,
+                messages=messages,
+                add_generation_prompt=True,
+                tools=None,
+                documents=None,
+                raise_exception=refuse,
                 **special_tokens,
-            )  # fmt: skip
+            )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise UnusableTemplateError(f"does not take such a conversation ({error})") from error
 

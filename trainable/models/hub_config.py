@@ -104,10 +104,18 @@ def make_shape(causal_lm: Any, folder: Path) -> HubShape:
     layer_count = int(text_config.num_hidden_layers)
     attention_size = int(text_config.num_attention_heads * _read_head_dim(text_config))
     return HubShape(
-        vocab_size=head_weight.shape[0], hidden_size=head_weight.shape[1], num_hidden_layers=layer_count,
-        max_position_embeddings=_read_context_length(text_config, folder), eos_token_id=_read_eos_token_id(causal_lm, folder), attention_size=attention_size,
-        block_weights=(_count_multiplied_weights(causal_lm.base_model, getattr(text_config, "num_experts_per_tok", None)) // layer_count, 0),
-    )  # fmt: skip
+        vocab_size=head_weight.shape[0],
+        hidden_size=head_weight.shape[1],
+        num_hidden_layers=layer_count,
+        max_position_embeddings=_read_context_length(text_config, folder),
+        eos_token_id=_read_eos_token_id(causal_lm, folder),
+        attention_size=attention_size,
+        block_weights=(
+            _count_multiplied_weights(causal_lm.base_model, getattr(text_config, "num_experts_per_tok", None))
+            // layer_count,
+            0,
+        ),
+    )
 
 
 def check_config(folder: Path) -> None:
@@ -123,8 +131,13 @@ def read_sizes(folder: Path) -> Sizes:
     check_parts(causal_lm, folder)
     text_config, head_weight = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings().weight
     is_tied = any(weight is head_weight for weight in causal_lm.base_model.parameters())
-    linear_sizes = {id(weight): weight.numel() for part in causal_lm.modules() if isinstance(part, nn.Linear)
-              for weight in part.parameters() if weight is not head_weight or not is_tied}  # fmt: skip
+    linear_sizes = {
+        id(weight): weight.numel()
+        for part in causal_lm.modules()
+        if isinstance(part, nn.Linear)
+        for weight in part.parameters()
+        if weight is not head_weight or not is_tied
+    }
     head_count = int(text_config.num_attention_heads)
     intermediate_size = (
         getattr(text_config, "intermediate_size", None)
@@ -132,11 +145,17 @@ def read_sizes(folder: Path) -> Sizes:
         or 4 * head_weight.shape[1]
     )
     return Sizes(
-        hidden_size=head_weight.shape[1], intermediate_size=int(intermediate_size), num_hidden_layers=int(text_config.num_hidden_layers),
-        num_attention_heads=head_count, num_key_value_heads=int(getattr(text_config, "num_key_value_heads", None) or head_count),
-        head_size=_read_head_dim(text_config), vocab_size=head_weight.shape[0], tie_word_embeddings=is_tied,
-        trunk=tuple(weight.numel() for weight in causal_lm.base_model.parameters()), linear=sum(linear_sizes.values()),
-    )  # fmt: skip
+        hidden_size=head_weight.shape[1],
+        intermediate_size=int(intermediate_size),
+        num_hidden_layers=int(text_config.num_hidden_layers),
+        num_attention_heads=head_count,
+        num_key_value_heads=int(getattr(text_config, "num_key_value_heads", None) or head_count),
+        head_size=_read_head_dim(text_config),
+        vocab_size=head_weight.shape[0],
+        tie_word_embeddings=is_tied,
+        trunk=tuple(weight.numel() for weight in causal_lm.base_model.parameters()),
+        linear=sum(linear_sizes.values()),
+    )
 
 
 def _format_name(config: Any) -> str:

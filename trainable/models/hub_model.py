@@ -132,9 +132,12 @@ class HubTrunk(nn.Module):
         """Hidden states (B, q, hidden) of tokens (B, q) over a cache, under `bias` (B, q, used + q)."""
         with self._autocast(tokens.device):
             hidden: Tensor = self.base(
-                input_ids=tokens, position_ids=positions, attention_mask=bias[:, None], past_key_values=cache_view,
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=bias[:, None],
+                past_key_values=cache_view,
                 use_cache=True,
-            ).last_hidden_state  # fmt: skip
+            ).last_hidden_state
         return hidden.to(self._get_output_dtype(hidden))
 
 
@@ -204,9 +207,14 @@ def load_hub_model(folder: Path, file_names: Iterable[str]) -> HubModel:
     config = read_config(folder)
     with _silence_transformers():
         causal_lm, loading_info = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=torch.float32, local_files_only=True, trust_remote_code=False,
-            use_safetensors=True, output_loading_info=True,
-        )  # fmt: skip
+            folder,
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     missing_names = sorted(loading_info["missing_keys"]) + sorted(
         str(entry[0]) for entry in loading_info["mismatched_keys"]
     )

@@ -131,16 +131,21 @@ def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Pa
     layers = find_adapters(policy)
     weights = {
         f"base_model.model.{policy.to_module_name(name)}.{part}.weight": getattr(layer, part)[ADAPTER_NAME].weight
-        for name, layer in layers for part in ("lora_A", "lora_B")
-    }  # fmt: skip
+        for name, layer in layers
+        for part in ("lora_A", "lora_B")
+    }
     folder.mkdir(parents=True, exist_ok=True)
     cpu_weights = {name: weight.detach().cpu().contiguous() for name, weight in weights.items()}
     save_file(cpu_weights, folder / "adapter_model.safetensors")
     LoraConfig(
-        r=settings.lora_rank, lora_alpha=settings.lora_alpha, lora_dropout=0.0, task_type="CAUSAL_LM",
-        target_modules=sorted({name.rsplit(".", 1)[-1] for name, _ in layers}), inference_mode=True,
+        r=settings.lora_rank,
+        lora_alpha=settings.lora_alpha,
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+        target_modules=sorted({name.rsplit(".", 1)[-1] for name, _ in layers}),
+        inference_mode=True,
         base_model_name_or_path=settings.path,
-    ).save_pretrained(str(folder))  # fmt: skip
+    ).save_pretrained(str(folder))
 
 
 def compute_fingerprint(folder: Path) -> str:

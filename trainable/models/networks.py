@@ -48,9 +48,11 @@ def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device)
     if critic is not None and not config.critic.shared_trunk:
         add_adapters(critic.model, settings, make_rng(config.seed, "adapters", 1))
     return Networks(
-        replace(policy, model=model), base if _needs_reference(config) else None,
-        *_split_critic(config, critic), compute_fingerprint(policy.folder),
-    )  # fmt: skip
+        replace(policy, model=model),
+        base if _needs_reference(config) else None,
+        *_split_critic(config, critic),
+        compute_fingerprint(policy.folder),
+    )
 
 
 def _split_critic(

@@ -55,8 +55,10 @@ class Attention(nn.Module):
     def __init__(self, shape: Qwen2Shape) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = (
-            shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim,
-        )  # fmt: skip
+            shape.num_attention_heads,
+            shape.num_key_value_heads,
+            shape.head_dim,
+        )
         hidden, kv = shape.hidden_size, self.kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, hidden)
         self.k_proj = nn.Linear(hidden, kv)

@@ -47,11 +47,15 @@ def evaluate(path: str) -> None:
     torch.set_num_threads(1)
     trainer = PPOTrainer(apply_overrides(RunConfig(), {**LAPTOP_OVERRIDES, "model.path": path}))
     sampled_evaluation, (final_evaluation, _) = trainer.evaluate("val", "sampled"), trainer.evaluate_final()
-    print(f"{find_model(path).name}: {trainer.config.env.val_env_groups} validation levels, "
-          f"sampled {sampled_evaluation.success:.3f}, greedy {final_evaluation.val_greedy_success:.3f}, "
-          f"invalid turns {sampled_evaluation.invalid_turns:.3f}")  # fmt: skip
-    print(f"{len(trainer.test_levels)} test levels, "
-          f"sampled {final_evaluation.test_success:.3f}, greedy {final_evaluation.test_greedy_success:.3f}")  # fmt: skip
+    print(
+        f"{find_model(path).name}: {trainer.config.env.val_env_groups} validation levels, "
+        f"sampled {sampled_evaluation.success:.3f}, greedy {final_evaluation.val_greedy_success:.3f}, "
+        f"invalid turns {sampled_evaluation.invalid_turns:.3f}"
+    )
+    print(
+        f"{len(trainer.test_levels)} test levels, "
+        f"sampled {final_evaluation.test_success:.3f}, greedy {final_evaluation.test_greedy_success:.3f}"
+    )
 
 
 if __name__ == "__main__":

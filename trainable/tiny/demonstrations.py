@@ -66,9 +66,14 @@ def make_dialogue(
 
 
 def make_dialogues(
-    levels: Sequence[Level], template: PromptTemplate, habits: Habits, rng: np.random.Generator, max_turns: int, max_actions_per_turn: int,
+    levels: Sequence[Level],
+    template: PromptTemplate,
+    habits: Habits,
+    rng: np.random.Generator,
+    max_turns: int,
+    max_actions_per_turn: int,
     max_actions: int,
-) -> Iterator[list[Segment]]:  # fmt: skip
+) -> Iterator[list[Segment]]:
     """One dialogue a level, each level turned or mirrored at random."""
     for level in levels:
         cells = np.rot90(level.cells, int(rng.integers(4)))

@@ -57,10 +57,18 @@ def make_shape() -> Qwen2Shape:
     """Sizes of sokoban-tiny; head size 32 is the smallest that vLLM serves."""
     pieces = make_vocabulary()
     return Qwen2Shape(
-        vocab_size=len(pieces), hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=512, rope_theta=10_000.0, rms_norm_eps=1e-6,
-        tie_word_embeddings=True, eos_token_id=pieces.index(END_OF_MESSAGE),
-    )  # fmt: skip
+        vocab_size=len(pieces),
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        rope_theta=10_000.0,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        eos_token_id=pieces.index(END_OF_MESSAGE),
+    )
 
 
 def make_model(folder: Path, recipe: Recipe, log: Callable[[str], None]) -> None:

@@ -58,10 +58,17 @@ def test_a_knob_of_another_choice_changes_no_hash() -> None:
         ({"trainer__critic_warmup": 3}, 2, {"critic", "values"}),
         ({"algorithm__adv_estimator": "grpo"}, 1, {"policy"}),
         ({"critic__shared_trunk": True}, 1, {"policy", "values"}),
-        ({"trainer__gradient_analysis_mode": True, "trainer__gradient_analysis_only": True,
-          "trainer__gradient_analysis_every": 1}, 1, {"values", "analysis"}),
+        (
+            {
+                "trainer__gradient_analysis_mode": True,
+                "trainer__gradient_analysis_only": True,
+                "trainer__gradient_analysis_every": 1,
+            },
+            1,
+            {"values", "analysis"},
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_due(settings: dict[str, object], step: int, due: set[str]) -> None:
     config: RunConfig = make_small_config(**{"trainer__total_training_steps": 9, "trainer__test_freq": 0, **settings})
     assert {name for name, is_due in plan_step(step, config)._asdict().items() if is_due} == due

@@ -12,10 +12,13 @@ from trainable.config.run_config import ConfigError, RunConfig, apply_overrides
 @pytest.mark.parametrize(
     ("typed", "wanted"),
     [
-        ("all-linear", "all-linear"), ("['all-linear']", "all-linear"), ("q_proj", ("q_proj",)),
-        ("[v_proj,q_proj,v_proj]", ("q_proj", "v_proj")), (["down_proj", "o_proj"], ("o_proj", "down_proj")),
+        ("all-linear", "all-linear"),
+        ("['all-linear']", "all-linear"),
+        ("q_proj", ("q_proj",)),
+        ("[v_proj,q_proj,v_proj]", ("q_proj", "v_proj")),
+        (["down_proj", "o_proj"], ("o_proj", "down_proj")),
     ],
-)  # fmt: skip
+)
 def test_layers_are_chosen_by_name(typed: object, wanted: object) -> None:
     for key in ("model.lora_target_modules", "actor_rollout_ref.model.target_modules", "lora.target_modules"):
         assert apply_overrides(RunConfig(), {key: typed}).model.lora_target_modules == wanted

@@ -18,9 +18,12 @@ from trainable.ppo import update
 from trainable.runs.state import flatten_state, load_flat_state
 
 SMALL = {
-    "rollout__response_length": 8, "env__max_turn": 2, "actor__use_kl_loss": True, "actor__kl_loss_coef": 0.01,
+    "rollout__response_length": 8,
+    "env__max_turn": 2,
+    "actor__use_kl_loss": True,
+    "actor__kl_loss_coef": 0.01,
     "model__lora_rank": 2,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma"])

@@ -164,9 +164,13 @@ def test_greedy_replies_are_those_of_generate(pair: tuple[Any, HubModel]) -> Non
             ([*prompt, *reply.token_ids.tolist(), *given], next_reply.token_ids.tolist()),
         ):
             made = causal.generate(
-                torch.tensor([told]), attention_mask=torch.ones(1, len(told), dtype=torch.long), do_sample=False,
-                max_new_tokens=12, eos_token_id=2, pad_token_id=0,
-            )  # fmt: skip
+                torch.tensor([told]),
+                attention_mask=torch.ones(1, len(told), dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=12,
+                eos_token_id=2,
+                pad_token_id=0,
+            )
             assert made[0, len(told) :].tolist() == wanted
 
 
@@ -218,10 +222,11 @@ def test_a_qwen2_through_transformers_is_our_own(tied: bool) -> None:
 def test_draws_are_those_of_our_own_qwen2() -> None:
     ours = make_random_model(make_qwen2_shape())
     told = [
-        TorchSampler(model).start_conversation([[5, 6], [7]], 3, SamplingParams(1.0, 8, 2), np.random.default_rng(4))
+        TorchSampler(model)
+        .start_conversation([[5, 6], [7]], 3, SamplingParams(1.0, 8, 2), np.random.default_rng(4))
         .sample_replies(range(6), [[]] * 6)
         for model in (ours, wrapped_twin(ours))
-    ]  # fmt: skip
+    ]
     for one, other in zip(*told, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=1e-4, atol=1e-5)

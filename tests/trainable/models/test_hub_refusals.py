@@ -20,18 +20,30 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "scaled logits": ("granite", SMALL | {"logits_scaling": 4.0}, r"logits are not its head's output"),
     "a head's bias": ("phi", SMALL, r"is a PhiForCausalLM, and its head has a bias"),
     "positions from the mask": (
-        "bloom", {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4}, r"BloomForCausalLM, and",
+        "bloom",
+        {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        r"BloomForCausalLM, and",
     ),
     "recurrent state": ("mamba", SMALL | {"state_size": 4}, r"MambaForCausalLM, and"),
     "looking ahead": ("bert", SMALL | {"is_decoder": False}, r"BertLMHeadModel, and"),
     "layers of two kinds": (
         "qwen3_next",
-        SMALL | {"num_hidden_layers": 4, "head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2,
-                 "linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1,
-                 "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+        SMALL
+        | {
+            "num_hidden_layers": 4,
+            "head_dim": 8,
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 8,
+            "shared_expert_intermediate_size": 8,
+        },
         r"Qwen3NextForCausalLM, and",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", list(REFUSED))
@@ -51,8 +63,10 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
 
 
 ROUTES = {
-    "reading into a cache": "extend", "scoring a tree after a cache": "forward_tree", "appending to a cache": "extend",
-}  # fmt: skip
+    "reading into a cache": "extend",
+    "scoring a tree after a cache": "forward_tree",
+    "appending to a cache": "extend",
+}
 
 
 @pytest.mark.parametrize("name", list(ROUTES))
@@ -102,11 +116,21 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
         ("llama", {}, 640),
         ("mistral", {"sliding_window": 64}, 64),
         ("phi3", {"sliding_window": 100}, 100),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4,
-                                       "original_max_position_embeddings": 128}}, 128),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "factor": 2.0,
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 128,
+                }
+            },
+            128,
+        ),
         ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, 640),
     ],
-)  # fmt: skip
+)
 def test_the_context_is_what_every_layer_sees_whole(kind: str, changes: dict[str, Any], context: int) -> None:
     assert make_shape(make_model(kind, ARCHITECTURES[kind] | changes), Path()).max_position_embeddings == context
 

@@ -122,9 +122,11 @@ def test_an_adapter_adds_its_product_times_alpha_over_rank() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(
-    rank=st.integers(1, 9), alpha=st.sampled_from([0.5, 8.0, 32.0]), tied=st.booleans(),
+    rank=st.integers(1, 9),
+    alpha=st.sampled_from([0.5, 8.0, 32.0]),
+    tied=st.booleans(),
     targets=st.lists(st.sampled_from(LINEAR_LAYERS), min_size=1),
-)  # fmt: skip
+)
 def test_merged_weights_compute_what_adapters_do(rank: int, alpha: float, tied: bool, targets: list[str]) -> None:
     model = made(lora(rank, alpha, targets), tie_word_embeddings=tied)
     assert dict(iter_merged_weights(model)).keys() == Qwen2(model.shape).state_dict().keys()
@@ -342,9 +344,11 @@ def test_states_with_and_without_adapters_are_not_exchanged() -> None:
 
 def test_gradients_are_analysed_of_adapters_alone() -> None:
     analysis = {
-        "trainer__gradient_analysis_mode": True, "trainer__gradient_analysis_env_groups": 6,
-        "trainer__gradient_analysis_group_size": 4, "env__group_size": 4,
-    }  # fmt: skip
+        "trainer__gradient_analysis_mode": True,
+        "trainer__gradient_analysis_env_groups": 6,
+        "trainer__gradient_analysis_group_size": 4,
+        "env__group_size": 4,
+    }
     for more in ({}, {"trainer__gradient_analysis_sketch": 4096}):
         trainer = tuned(**analysis, **more)
         moved(trainer.model)

@@ -38,8 +38,11 @@ def padded(rows: Rows, filler: int = 0) -> tuple[Tensor, Tensor]:
 
 def row_by_row(rows: Rows, tokens: Tensor) -> Tensor:
     """Hidden states of the asked positions by transformers, each row alone and without padding."""
-    found = [TWIN(input_ids=tokens[row : row + 1, :length]).last_hidden_state[0, places]
-             for row, (length, places) in enumerate(rows) if places]  # fmt: skip
+    found = [
+        TWIN(input_ids=tokens[row : row + 1, :length]).last_hidden_state[0, places]
+        for row, (length, places) in enumerate(rows)
+        if places
+    ]
     return torch.cat(found) if found else TWIN.embed_tokens(tokens[0, :0])
 
 

@@ -285,9 +285,12 @@ def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeyp
     for name in ("trainable.ppo.update.CHUNK_ELEMENTS", "trainable.diagnostics.cross_scores.CHUNK_ELEMENTS"):
         monkeypatch.setattr(name, BOUND)
     settings = ActorConfig(
-        **{**CUT, "ppo_mini_batch_size": 16}, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="full",
+        **{**CUT, "ppo_mini_batch_size": 16},
+        entropy_coeff=0.1,
+        use_kl_loss=True,
+        kl_loss_type="full",
         entropy_from_logits_with_chunking=chunking,
-    )  # fmt: skip
+    )
     order = order_length_stratified(batch.lengths)
     function = TokenFunction.for_logprobs(reference, 1.0)
     with Largest() as largest:
@@ -305,9 +308,9 @@ def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeyp
 
 
 def test_settings_reach_every_network_of_a_run() -> None:
-    trainer = PPOTrainer(make_small_config(
-        model__dtype="bfloat16", model__enable_gradient_checkpointing=True, actor__use_kl_loss=True
-    ))  # fmt: skip
+    trainer = PPOTrainer(
+        make_small_config(model__dtype="bfloat16", model__enable_gradient_checkpointing=True, actor__use_kl_loss=True)
+    )
     assert trainer.critic is not None
     assert trainer.reference is not None
     wanted = PassSettings(torch.bfloat16, True)

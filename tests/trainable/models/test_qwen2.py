@@ -23,9 +23,14 @@ LAYOUTS = [
 
 def layout(heads: int, kv_heads: int, tied: bool, layers: int, theta: float) -> Qwen2:
     sizes = make_qwen2_shape(
-        hidden_size=32, num_attention_heads=heads, num_key_value_heads=kv_heads, tie_word_embeddings=tied,
-        num_hidden_layers=layers, rope_theta=theta, rms_norm_eps=1e-5,
-    )  # fmt: skip
+        hidden_size=32,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        tie_word_embeddings=tied,
+        num_hidden_layers=layers,
+        rope_theta=theta,
+        rms_norm_eps=1e-5,
+    )
     return make_random_model(sizes, seed=heads + kv_heads, std=0.3)
 
 
@@ -226,11 +231,21 @@ def test_nothing_is_made_on_another_device_than_the_tokens(grouped: Qwen2) -> No
 
 def write_config(folder: Path, **changes: object) -> Path:
     config = {
-        "architectures": ["Qwen2ForCausalLM"], "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24,
-        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 128,
-        "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "eos_token_id": 2, "rope_theta": 10_000.0, "extra": 1,
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 23,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+        "rope_theta": 10_000.0,
+        "extra": 1,
         **changes,
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
     return folder
 

@@ -42,9 +42,15 @@ def replayed(
     replies = [tokenizer.encode(segment.text).ids for segment in segments if segment.is_trained]
     stop = tokenizer.token_to_id(END_OF_MESSAGE)
     (episode,) = roll_out_episodes(
-        [level], 1, ScriptedSampler([replies]), PROTOCOL, make_codec(tokenizer), EpisodeLimits(*limits, -0.1, 512),
-        SamplingParams(1.0, 24, stop), np.random.default_rng(0),
-    )  # fmt: skip
+        [level],
+        1,
+        ScriptedSampler([replies]),
+        PROTOCOL,
+        make_codec(tokenizer),
+        EpisodeLimits(*limits, -0.1, 512),
+        SamplingParams(1.0, 24, stop),
+        np.random.default_rng(0),
+    )
     return episode
 
 

@@ -141,7 +141,7 @@ def test_the_command_evaluates_a_policy(
 ) -> None:
     small = {"env.val_env_groups": 4, "env.test_env_groups": 3, "rollout.response_length": 4}
     monkeypatch.setattr(command, "LAPTOP_OVERRIDES", {**command.LAPTOP_OVERRIDES, **small})
-    monkeypatch.setattr("sys.argv", ["embedded", "--evaluate", str(random_folder)])
+    monkeypatch.setattr("sys.argv", ["trainable.tiny", "--evaluate", str(random_folder)])
     command.main()
     validation, test = capsys.readouterr().out.splitlines()
     assert validation.startswith(f"{random_folder.name}: 4 validation levels, sampled 0.000, greedy 0.000, invalid")
@@ -152,7 +152,7 @@ def test_the_command_does_not_write_into_a_folder_that_holds_something(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    monkeypatch.setattr("sys.argv", ["embedded", "--output", str(tmp_path)])
+    monkeypatch.setattr("sys.argv", ["trainable.tiny", "--output", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
         command.main()
     assert "is not empty; name a new folder with --output" in capsys.readouterr().err

@@ -59,9 +59,12 @@ def test_worked_examples(seed, target, box, player):
 
 @settings(deadline=None, max_examples=25)
 @given(
-    st.integers(0, 2**32 - 1), st.integers(4, 9), st.integers(4, 9), st.sampled_from((2, 5, 30, 100, 300)),
+    st.integers(0, 2**32 - 1),
+    st.integers(4, 9),
+    st.integers(4, 9),
+    st.sampled_from((2, 5, 30, 100, 300)),
     st.integers(1, 40),
-)  # fmt: skip
+)
 def test_other_sizes_and_depths_equal_the_literal_generator(seed, rows, cols, search_depth, num_steps):
     expected = oracle_generate_level(seed, rows, cols, num_steps, search_depth)
     settings_ = {"rows": rows, "cols": cols, "num_steps": num_steps, "search_depth": search_depth}
@@ -112,11 +115,15 @@ def test_levels_are_the_same_in_processes_with_different_hash_seeds():
     )
     outputs = [
         subprocess.run(
-            [sys.executable, "-c", script], env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
-            cwd=ROOT, check=True, capture_output=True, text=True,
+            [sys.executable, "-c", script],
+            env=os.environ | {"PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
         for hash_seed in ("0", "1")
-    ]  # fmt: skip
+    ]
     here = "".join(generate_level(seed).cells.tobytes().hex() + "\n" for seed in seeds)
     assert outputs == [here, here]
 
