@@ -1,1 +1,1 @@
-"""Qwen2, models of the hub, LoRA, KV cache, chat templates, loading."""
+"""Language models: Qwen2, models of the Hugging Face hub, LoRA, KV cache, chat templates, loading."""

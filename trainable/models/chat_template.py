@@ -1,8 +1,8 @@
-"""The format of a model's conversations, from the chat template that its tokenizer comes with.
+"""Read a model's conversation format from the chat template of its tokenizer.
 
-A template makes a text of a whole conversation. Here conversations grow turn by turn, as exact tokens, so the template
-is rendered once with marks for contents and cut into what stands between them. Whether putting these parts together
-turn by turn gives what the template gives of the whole is checked, in text and in tokens.
+A template renders a whole conversation as one text. Here conversations grow turn by turn, as exact tokens, so the
+template is rendered once with marks in place of contents and cut into the text between the marks. Joining these parts
+turn by turn must give the same text and the same tokens as the template does for the whole conversation; this is checked.
 """
 
 import json
@@ -20,18 +20,18 @@ from trainable.envs.chat import CHATML, ChatFormat
 Messages = Sequence[Mapping[str, str]]
 SYSTEM_MARK, REPLY_MARK = "what-the-system-says", "<think>what-it-thinks</think><answer>what-it-answers</answer>"
 USER_MARKS = ("what-user-one-says", "what-user-two-says", "what-user-three-says")
-MESSAGE_SEPARATOR = "\n\n"  # what the system says and the user's message, where they are one
+MESSAGE_SEPARATOR = "\n\n"  # between system and user text, for templates without a system role
 
 
 class UnusableTemplateError(Exception):
-    """Why a template cannot be cut."""
+    """A template that cannot be cut into parts, and why."""
 
 
 def read_chat_format(folder: Path, tokenizer: Tokenizer, eos_token_id: int, format_name: str = "auto") -> ChatFormat:
-    """The format of the model in `folder`: that of its template; ChatML where it has none, or `wanted` is chatml.
+    """The chat format of the model in `folder`: from its template, or ChatML if it has none or `format_name` is chatml.
 
-    eos_token_id: ends a reply where the template ends it with no token of its own. ChatML begins with what the
-    tokenizer puts before every text, if it puts anything. ValueError for a template that cannot be built turn by turn.
+    eos_token_id: ends a reply if the template ends it with no token. ChatML begins with the tokens that the tokenizer
+    puts before every text, such as <s>. ValueError for a template that cannot be built turn by turn.
     """
     tokenizer_config = _read_tokenizer_config(folder)
     template = read_template(folder) if format_name == "auto" else None
@@ -44,14 +44,14 @@ def read_chat_format(folder: Path, tokenizer: Tokenizer, eos_token_id: int, form
         _check_tokens(chat, tokenizer)
     except UnusableTemplateError as error:
         raise ValueError(
-            f"The chat template of the model in {folder} {error}. Conversations grow turn by turn here, and what was "
-            f"said stays as it was. Type --set model.chat_format=chatml to speak ChatML with it instead."
+            f"The chat template of the model in {folder} {error}. Conversations grow turn by turn here, and earlier turns "
+            f"must not change. To use ChatML instead, type --set model.chat_format=chatml."
         ) from None
     return chat
 
 
 def check_template(folder: Path) -> None:
-    """ValueError where the model in `folder` has a chat template that cannot be built turn by turn."""
+    """ValueError if the model in `folder` has a chat template that cannot be built turn by turn."""
     if read_template(folder) is not None:
         read_chat_format(folder, Tokenizer.from_file(str(folder / "tokenizer.json")), 0)
 
@@ -63,9 +63,9 @@ def _read_tokenizer_config(folder: Path) -> dict[str, Any]:
 
 
 def read_template(folder: Path) -> str | None:
-    """The template of the model in `folder`, None where it has none.
+    """The chat template of the model in `folder`, None if it has none.
 
-    From its own file or from tokenizer_config.json, where it may be one of several by name.
+    It is a file, or an entry of tokenizer_config.json, where it may be the default of several templates.
     """
     file = folder / "chat_template.jinja"
     if file.is_file():
@@ -77,7 +77,7 @@ def read_template(folder: Path) -> str | None:
 
 
 def _find_text_prefix(tokenizer: Tokenizer) -> str:
-    """The tokens that the tokenizer puts before a text of itself, such as <s>."""
+    """The tokens that the tokenizer puts before every text, such as <s>."""
     plain_ids = tokenizer.encode("a", add_special_tokens=False).ids
     full_ids = tokenizer.encode("a").ids
     return "".join(_read_token(tokenizer, number) for number in full_ids[: max(0, _find_start(full_ids, plain_ids))])
@@ -94,8 +94,11 @@ def _find_start(sequence: Sequence[int], subsequence: Sequence[int]) -> int:
 
 
 def _make_renderer(template: str, tokenizer_config: Mapping[str, Any]) -> Callable[[Messages], str]:
-    """`messages -> text up to the next reply`; it knows no clock, so that a template that tells the date is the same
-    every day, and sees nothing but messages and the names of special tokens."""
+    """A function from messages to the text up to the next reply.
+
+    It has no clock, so that a template with a date gives the same text every day, and sees only the messages and the
+    special tokens. The template is code from a download: it runs in jinja2's sandbox.
+    """
 
     def refuse(reason: str) -> NoReturn:
         raise TemplateError(reason)
@@ -121,13 +124,13 @@ def _make_renderer(template: str, tokenizer_config: Mapping[str, Any]) -> Callab
                 **special_tokens,
             )
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
-            raise UnusableTemplateError(f"does not take such a conversation ({error})") from error
+            raise UnusableTemplateError(f"does not accept such a conversation ({error})") from error
 
     return render
 
 
 def _parse_template(render: Callable[[Messages], str], tokenizer: Tokenizer, eos: str) -> ChatFormat:
-    """The parts of a template. What the system says opens the first user message where it has no place of its own."""
+    """The parts of a template. If it has no system role, the system text opens the first user message."""
     separate_messages = [{"role": "system", "content": SYSTEM_MARK}, {"role": "user", "content": USER_MARKS[0]}]
     merged_messages = [{"role": "user", "content": SYSTEM_MARK + MESSAGE_SEPARATOR + USER_MARKS[0]}]
     try:
@@ -139,57 +142,56 @@ def _parse_template(render: Callable[[Messages], str], tokenizer: Tokenizer, eos
 def _parse_parts(
     render: Callable[[Messages], str], first_messages: Messages, tokenizer: Tokenizer, eos: str
 ) -> ChatFormat:
-    """The parts of a template whose conversations begin with `first`, checked over three turns."""
+    """The parts of a template whose conversations begin with `first_messages`, checked over three turns."""
     opening = render(first_messages)
     start, system_mark, remainder = opening.partition(SYSTEM_MARK)
     to_user, user_mark, to_reply = remainder.partition(USER_MARKS[0])
     if not (system_mark and user_mark):
-        raise UnusableTemplateError("does not show a message as it is")
+        raise UnusableTemplateError("changes or hides the text of a message")
     messages = [*first_messages]
     for user_text in USER_MARKS[1:]:
         messages += [{"role": "assistant", "content": REPLY_MARK}, {"role": "user", "content": user_text}]
     full_text = render(messages)
-    blank, reply_mark, remainder = full_text.removeprefix(opening).partition(
-        REPLY_MARK
-    )  # a blank may stand before a reply
+    # A blank may stand before a reply; it becomes part of the text before the reply.
+    blank, reply_mark, remainder = full_text.removeprefix(opening).partition(REPLY_MARK)
     if not (full_text.startswith(opening) and reply_mark) or blank.strip():
         raise UnusableTemplateError(
-            "tells a conversation's beginning otherwise once it goes on, as one that drops thoughts does"
+            "changes earlier turns when a conversation continues, for example by dropping thoughts"
         )
     between, user_mark, remainder = remainder.partition(USER_MARKS[1])
     if not user_mark or remainder != to_reply + blank + REPLY_MARK + between + USER_MARKS[2] + to_reply:
-        raise UnusableTemplateError("does not put the same text round every turn")
+        raise UnusableTemplateError("does not put the same text around every turn")
     end, next_user = _parse_end_token(between, tokenizer, eos)
     return ChatFormat(start, to_user, to_reply + blank, end, next_user, _strips_blanks(render, first_messages))
 
 
 def _parse_end_token(between: str, tokenizer: Tokenizer, eos: str) -> tuple[str, str]:
-    """The special token that `between` begins with, which ends a reply, and what is left of `between`.
+    """The special token that `between` begins with, which ends a reply, and the rest of `between`.
 
-    The model's own end where there is none. A token that takes the blanks after it to itself leaves none of them.
+    If there is none, the model's end-of-text token. A token that strips the blanks after it leaves none of them.
     """
     for token in tokenizer.get_added_tokens_decoder().values():
         if token.special and between.startswith(token.content):
             remainder = between.removeprefix(token.content)
             return token.content, remainder.lstrip() if token.rstrip else remainder
     stripped_text = between.lstrip()
-    if eos and stripped_text.startswith(eos):  # a blank stands before it: the model's own end takes the place of both
+    if eos and stripped_text.startswith(eos):  # a blank stands before the end token, which replaces both
         return eos, stripped_text.removeprefix(eos)
     return eos, between
 
 
 def _strips_blanks(render: Callable[[Messages], str], first_messages: Sequence[Mapping[str, str]]) -> bool:
-    """Whether the template takes the blanks round a message away."""
+    """Whether the template strips the blanks around a message."""
     plain_text, content = render(first_messages), first_messages[-1]["content"]
     padded_content = f"\n{content}\n"
     padded_text = render([*first_messages[:-1], {"role": "user", "content": padded_content}])
     if padded_text not in (plain_text, plain_text.replace(content, padded_content)):
-        raise UnusableTemplateError("changes the blanks round a message in a way of its own")
+        raise UnusableTemplateError("changes the blanks around a message, but does not strip them")
     return padded_text == plain_text
 
 
 def _check_tokens(chat: ChatFormat, tokenizer: Tokenizer) -> None:
-    """Unusable unless a turn has the same tokens alone, as it is given to the model, and inside the conversation."""
+    """UnusableTemplateError unless a turn has the same tokens alone, as the model gets it, as in the whole conversation."""
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -200,4 +202,4 @@ def _check_tokens(chat: ChatFormat, tokenizer: Tokenizer) -> None:
         f"{chat.format_first_turn('Play.', 'Turn 1:')}<think>Up</think><answer>Up</answer>{chat.end_marker}{turn}"
     )
     if len(encode(chat.end_marker)) != 1 or conversation_tokens[-len(turn_tokens) :] != turn_tokens:
-        raise UnusableTemplateError("and its tokenizer cut a turn into other tokens alone than inside the conversation")
+        raise UnusableTemplateError("and its tokenizer give a turn other tokens alone than inside the conversation")

@@ -1,4 +1,4 @@
-"""Text to token ids and back, as rollouts ask for it."""
+"""Batched encoding and decoding of text, as rollouts need it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Codec:
-    """Text to token ids and back, many at a time."""
+    """Functions from texts to token ids and back, for many texts at a time."""
 
     encode: Callable[[Sequence[str]], list[list[int]]]
     decode: Callable[[Sequence[Sequence[int] | np.ndarray]], list[str]]

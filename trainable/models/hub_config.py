@@ -1,4 +1,4 @@
-"""What the config.json of a model of any architecture says of it, without its weights. Importing this loads torch."""
+"""Read sizes and limits of a hub model of any architecture from its config.json alone. Importing this loads torch."""
 
 import json
 import warnings
@@ -11,10 +11,10 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
 SUPPORTED_MODELS = (
-    "The torch engine runs decoder-only causal LMs of transformers whose logits are the head's products with the last "
-    "hidden state (Llama, Mistral, Qwen2, Qwen3, Gemma, Phi3, GPT-NeoX, GPT-2 and the like): give one with --model."
+    "The torch engine runs decoder-only causal LMs of transformers whose logits are a linear head on the last hidden "
+    "state (Llama, Mistral, Qwen2, Qwen3, Gemma, Phi3, GPT-NeoX, GPT-2 and similar): choose one with --model."
 )
-_GROWING_ROPE = ("dynamic", "longrope")  # whose angles depend on how long the sequence is
+_GROWING_ROPE = ("dynamic", "longrope")  # rotary angles depend on the sequence length
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,10 @@ class HubShape:
 
 
 class Sizes(NamedTuple):
-    """What memory depends on: the config's widths, and elements of every parameter of all but the head.
+    """Sizes that determine memory use.
 
-    head_size: channels of one attention head. linear: elements of linear layers, less a head that is the embedding.
+    head_size: channels of one attention head. trunk: elements of each parameter except the head. linear: elements of
+    all linear layers, without a head that is tied to the embedding.
     """
 
     hidden_size: int
@@ -49,56 +50,57 @@ class Sizes(NamedTuple):
 
 
 def make_refusal_error(folder: Path, model_name: str, reason: str) -> ValueError:
-    """The one sentence for a model that is not run, and what is."""
+    """The error for a model that is not supported: why, and which models are."""
     return ValueError(f"The model in {folder} is {model_name}, and {reason}. {SUPPORTED_MODELS}")
 
 
 def read_config(folder: Path) -> Any:
-    """The configuration of the model in `folder`, with every dropout at 0: passes draw no random numbers.
+    """The transformers configuration of the model in `folder`, with every dropout at 0: passes draw no random numbers.
 
-    ValueError for what is no decoder-only causal LM of transformers, or needs code or weights of another kind.
+    ValueError for anything but a decoder-only causal LM of transformers with unquantised weights and no code to run.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, KeyError, TypeError, AttributeError) as error:
         raise make_refusal_error(
-            folder, "of no kind that transformers knows", f"code from its folder is not run ({_format_error(error)})"
+            folder, "of a kind unknown to transformers", f"code from its folder is not run ({_format_error(error)})"
         ) from None
     model_name = _format_name(config)
     if config.is_encoder_decoder:
-        raise make_refusal_error(folder, model_name, "has an encoder beside its decoder")
+        raise make_refusal_error(folder, model_name, "has an encoder in addition to its decoder")
     if getattr(config, "quantization_config", None):
-        raise make_refusal_error(folder, model_name, "its weights are quantised, while training needs them in full")
+        raise make_refusal_error(folder, model_name, "its weights are quantised, while training needs full precision")
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise make_refusal_error(folder, model_name, "has no causal LM in transformers")
-    for config_part in (config, config.get_text_config()):
-        for name, value in config_part.to_dict().items():
+    # Architectures name their dropouts differently (attn_pdrop, hidden_dropout, ...), some in a nested text config.
+    for section in (config, config.get_text_config()):
+        for name, value in section.to_dict().items():
             if "drop" in name and isinstance(value, float):
-                setattr(config_part, name, 0.0)
+                setattr(section, name, 0.0)
     return config
 
 
 def make_empty_model(folder: Path) -> Any:
-    """The model of `folder` on torch's meta device: every tensor's shape, and no number."""
+    """The model of `folder` on torch's meta device: shapes of all tensors, no memory for them."""
     config = read_config(folder)
     try:
         with torch.device("meta"), warnings.catch_warnings(action="ignore"):
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, ImportError, TypeError, AttributeError, RuntimeError, KeyError) as error:
-        raise make_refusal_error(folder, _format_name(config), f"cannot be made ({_format_error(error)})") from None
+        raise make_refusal_error(folder, _format_name(config), f"cannot be built ({_format_error(error)})") from None
 
 
 def check_parts(causal_lm: Any, folder: Path) -> None:
-    """ValueError unless `causal` is a trunk and a head that is one matrix."""
+    """ValueError unless `causal_lm` is a trunk with a linear head without bias."""
     model_name, head = _format_name(causal_lm.config), causal_lm.get_output_embeddings()
     if causal_lm.base_model is causal_lm or not isinstance(head, nn.Linear):
-        raise make_refusal_error(folder, model_name, "its head is no linear layer on its trunk")
+        raise make_refusal_error(folder, model_name, "its head is not a linear layer on its trunk")
     if head.bias is not None:
         raise make_refusal_error(folder, model_name, "its head has a bias")
 
 
 def make_shape(causal_lm: Any, folder: Path) -> HubShape:
-    """The sizes of a model; its context is no longer than what all layers see whole."""
+    """The sizes of a model; its context length is the longest that every layer sees in full."""
     text_config = causal_lm.config.get_text_config()
     head_weight = causal_lm.get_output_embeddings().weight
     layer_count = int(text_config.num_hidden_layers)
@@ -119,26 +121,28 @@ def make_shape(causal_lm: Any, folder: Path) -> HubShape:
 
 
 def check_config(folder: Path) -> None:
-    """ValueError where the config.json alone tells that the model is not run; its weights may tell more."""
+    """ValueError if config.json alone shows that the model is not supported; its weights may still show it later."""
     causal_lm = make_empty_model(folder)
     check_parts(causal_lm, folder)
     make_shape(causal_lm, folder)
 
 
 def read_sizes(folder: Path) -> Sizes:
-    """What memory depends on, from config.json alone: exact counts of parameters."""
+    """The sizes that determine memory use, from config.json alone; counts of parameters are exact."""
     causal_lm = make_empty_model(folder)
     check_parts(causal_lm, folder)
     text_config, head_weight = causal_lm.config.get_text_config(), causal_lm.get_output_embeddings().weight
     is_tied = any(weight is head_weight for weight in causal_lm.base_model.parameters())
+    # By identity, so that a weight that two layers share counts once.
     linear_sizes = {
         id(weight): weight.numel()
-        for part in causal_lm.modules()
-        if isinstance(part, nn.Linear)
-        for weight in part.parameters()
+        for module in causal_lm.modules()
+        if isinstance(module, nn.Linear)
+        for weight in module.parameters()
         if weight is not head_weight or not is_tied
     }
     head_count = int(text_config.num_attention_heads)
+    # Names of the feed-forward width: most architectures; GPT-2, whose n_inner may be None for 4 x hidden.
     intermediate_size = (
         getattr(text_config, "intermediate_size", None)
         or getattr(text_config, "n_inner", None)
@@ -172,11 +176,11 @@ def _read_head_dim(text_config: Any) -> int:
 
 
 def _read_context_length(text_config: Any, folder: Path) -> int:
-    """Tokens that every layer sees whole: no more than a sliding window, nor than rotary angles that stay the same."""
+    """Tokens that every layer sees in full: at most a sliding window, and at most where rotary angles start to change."""
     max_positions = getattr(text_config, "max_position_embeddings", None)
     if max_positions is None:
         raise make_refusal_error(
-            folder, _format_name(text_config), "does not say how long its context is (max_position_embeddings)"
+            folder, _format_name(text_config), "its config.json has no context length (max_position_embeddings)"
         )
     limits = [
         max_positions,
@@ -184,16 +188,17 @@ def _read_context_length(text_config: Any, folder: Path) -> int:
         getattr(text_config, "attention_chunk_size", None),
     ]
     rope_parameters = getattr(text_config, "rope_parameters", None) or {}
+    # One dictionary, or one per kind of layer.
     limits += [
-        part.get("original_max_position_embeddings")
-        for part in (rope_parameters, *(value for value in rope_parameters.values() if isinstance(value, dict)))
-        if part.get("rope_type") in _GROWING_ROPE
+        rope.get("original_max_position_embeddings")
+        for rope in (rope_parameters, *(value for value in rope_parameters.values() if isinstance(value, dict)))
+        if rope.get("rope_type") in _GROWING_ROPE
     ]
     return min(int(limit) for limit in limits if limit)
 
 
 def _read_eos_token_id(causal_lm: Any, folder: Path) -> int:
-    """The first id of those that end a text."""
+    """The end-of-text token, the first one if there are several."""
     eos = causal_lm.config.get_text_config().eos_token_id
     file = folder / "generation_config.json"
     if eos is None and file.is_file():
@@ -201,14 +206,17 @@ def _read_eos_token_id(causal_lm: Any, folder: Path) -> int:
     if eos is not None:
         return int(eos[0] if isinstance(eos, list) else eos)
     raise make_refusal_error(
-        folder, _format_name(causal_lm.config), "its config.json names no eos_token_id, which ends a text"
+        folder, _format_name(causal_lm.config), "its config.json names no eos_token_id (end-of-text token)"
     )
 
 
 def _count_multiplied_weights(trunk: nn.Module, experts_per_token: int | None) -> int:
-    """Weights that a token is multiplied with: all matrices but tables that are looked up, and `experts` of a mixture's
-    (E, a, b)."""
-    tables = {id(part.weight) for part in trunk.modules() if isinstance(part, nn.Embedding)}
+    """Weights that one token is multiplied with, for FLOP counts.
+
+    All matrices except embedding tables, which are looked up; of a mixture's weights (E, a, b), `experts_per_token`
+    of the E experts.
+    """
+    tables = {id(module.weight) for module in trunk.modules() if isinstance(module, nn.Embedding)}
     weights = [weight for weight in trunk.parameters() if weight.dim() > 1 and id(weight) not in tables]
     return sum(
         weight.numel() * experts_per_token // len(weight) if experts_per_token and weight.dim() == 3 else weight.numel()

@@ -169,15 +169,15 @@ COUNTS_TURNS = PLAIN.replace(
 )
 LAST_IS_OTHER = PLAIN.replace("{{ m['content'] }}", "{{ m['content'] }}{% if loop.last %}!{% endif %}")
 REFUSED = {
-    "drops thoughts": (DROPS_THOUGHTS_TEMPLATE, "tells a conversation's beginning otherwise once it goes on"),
-    "opens thoughts": (OPENS_THOUGHTS, "tells a conversation's beginning otherwise once it goes on"),
-    "counts turns": (COUNTS_TURNS, "does not put the same text round every turn"),
-    "last is other": (LAST_IS_OTHER, "tells a conversation's beginning otherwise once it goes on"),
-    "refuses replies": ("{{ raise_exception('never') }}", r"does not take such a conversation \(never\)"),
-    "hides users": ("hello", "does not show a message as it is"),
-    "wrong syntax": ("{% for %}", "does not take such a conversation"),
-    "strips one side": (PLAIN.replace("m['content']", "m['content'].lstrip()"), "changes the blanks round a message"),
-    "reaches out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "does not take such a conversation"),
+    "drops thoughts": (DROPS_THOUGHTS_TEMPLATE, "changes earlier turns when a conversation continues"),
+    "opens thoughts": (OPENS_THOUGHTS, "changes earlier turns when a conversation continues"),
+    "counts turns": (COUNTS_TURNS, "does not put the same text around every turn"),
+    "last is other": (LAST_IS_OTHER, "changes earlier turns when a conversation continues"),
+    "refuses replies": ("{{ raise_exception('never') }}", r"does not accept such a conversation \(never\)"),
+    "hides users": ("hello", "changes or hides the text of a message"),
+    "wrong syntax": ("{% for %}", "does not accept such a conversation"),
+    "strips one side": (PLAIN.replace("m['content']", "m['content'].lstrip()"), "changes the blanks around a message"),
+    "reaches out": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "does not accept such a conversation"),
 }
 
 
@@ -193,7 +193,7 @@ def test_a_tokenizer_that_cuts_turns_otherwise_is_refused(tmp_path: Path) -> Non
     tokenizer = make_byte_tokenizer()
     # A blank before every text, though not before every part of one.
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="_", prepend_scheme="first")
-    with pytest.raises(ValueError, match="cut a turn into other tokens alone than inside the conversation"):
+    with pytest.raises(ValueError, match="give a turn other tokens alone than inside the conversation"):
         cut(tmp_path, NO_MARKS, tokenizer)
 
 

@@ -97,7 +97,7 @@ def test_a_full_memory_is_not_taken_for_another_architecture(monkeypatch: pytest
 
 def test_an_encoder_beside_the_decoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}')
-    with pytest.raises(ValueError, match="T5ForConditionalGeneration, and has an encoder beside its decoder"):
+    with pytest.raises(ValueError, match="T5ForConditionalGeneration, and has an encoder in addition to its decoder"):
         read_config(tmp_path)
 
 
@@ -106,7 +106,7 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
         '{"model_type": "of_my_own", "architectures": ["Mine"], "auto_map": {"AutoConfig": "mine.Config"}}'
     )
     (tmp_path / "mine.py").write_text("raise SystemExit('the code was run')")
-    with pytest.raises(ValueError, match="of no kind that transformers knows, and code from its folder is not run"):
+    with pytest.raises(ValueError, match="of a kind unknown to transformers, and code from its folder is not run"):
         read_config(tmp_path)
 
 
