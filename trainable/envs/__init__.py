@@ -1,1 +1,1 @@
-"""the games, and how a conversation about them is written."""
+"""Environments, and the chat format of conversations about them."""

@@ -1,4 +1,4 @@
-"""How a system message, user messages and replies become one text: ChatML, or any format of the same parts."""
+"""Chat formats: how a system message, user messages and replies become one text, in ChatML or a similar format."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 class ChatFormat:
     """The text between the contents of messages, for conversations that grow turn by turn.
 
-    start: before the system message. to_user: from it to the first user message. to_reply: from a user message to the
-    reply. end: what ends a reply; one token, which the model samples. next_user: from there to the next user message.
-    strips: whether contents lose blanks at both ends.
+    system_prefix: before the system message. first_user_prefix: from it to the first user message. reply_prefix: from a
+    user message to the reply. end_marker: ends a reply; one token, which the model samples. next_user_prefix: from
+    there to the next user message. strips_content: whether blanks at both ends of contents are stripped.
     """
 
     system_prefix: str
@@ -21,10 +21,11 @@ class ChatFormat:
 
     def format_first_turn(self, system: str, user: str) -> str:
         """The conversation up to its first reply."""
-        return f"{self.system_prefix}{self._format_content(system)}{self.first_user_prefix}{self._format_content(user)}{self.reply_prefix}"
+        opening = f"{self.system_prefix}{self._format_content(system)}{self.first_user_prefix}"
+        return f"{opening}{self._format_content(user)}{self.reply_prefix}"
 
     def format_next_turn(self, user: str) -> str:
-        """What is said between a reply's end and the next reply."""
+        """The text between the end of a reply and the next reply."""
         return f"{self.next_user_prefix}{self._format_content(user)}{self.reply_prefix}"
 
     def _format_content(self, text: str) -> str:
@@ -38,4 +39,4 @@ CHATML = ChatFormat(
     end_marker="<|im_end|>",
     next_user_prefix="\n<|im_start|>user\n",
 )
-"""What Qwen models expect, and what models get that have no template of their own."""
+"""The format that Qwen models expect; also used for models without a chat template."""

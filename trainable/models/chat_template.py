@@ -2,7 +2,7 @@
 
 A template renders a whole conversation as one text. Here conversations grow turn by turn, as exact tokens, so the
 template is rendered once with marks in place of contents and cut into the text between the marks. Joining these parts
-turn by turn must give the same text and the same tokens as the template does for the whole conversation; this is checked.
+turn by turn must give the text and the tokens that the template gives for the whole conversation; this is checked.
 """
 
 import json
@@ -44,8 +44,8 @@ def read_chat_format(folder: Path, tokenizer: Tokenizer, eos_token_id: int, form
         _check_tokens(chat, tokenizer)
     except UnusableTemplateError as error:
         raise ValueError(
-            f"The chat template of the model in {folder} {error}. Conversations grow turn by turn here, and earlier turns "
-            f"must not change. To use ChatML instead, type --set model.chat_format=chatml."
+            f"The chat template of the model in {folder} {error}. Conversations grow turn by turn here, and earlier "
+            f"turns must not change. To use ChatML instead, type --set model.chat_format=chatml."
         ) from None
     return chat
 
@@ -191,7 +191,7 @@ def _strips_blanks(render: Callable[[Messages], str], first_messages: Sequence[M
 
 
 def _check_tokens(chat: ChatFormat, tokenizer: Tokenizer) -> None:
-    """UnusableTemplateError unless a turn has the same tokens alone, as the model gets it, as in the whole conversation."""
+    """UnusableTemplateError unless a turn has the same tokens alone, as the model gets it, and in the conversation."""
 
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False).ids)

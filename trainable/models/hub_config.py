@@ -176,7 +176,7 @@ def _read_head_dim(text_config: Any) -> int:
 
 
 def _read_context_length(text_config: Any, folder: Path) -> int:
-    """Tokens that every layer sees in full: at most a sliding window, and at most where rotary angles start to change."""
+    """Tokens that every layer sees in full: up to a sliding window, and up to where rotary angles start to change."""
     max_positions = getattr(text_config, "max_position_embeddings", None)
     if max_positions is None:
         raise make_refusal_error(

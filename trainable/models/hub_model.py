@@ -1,7 +1,7 @@
-"""Any causal LM of transformers, with the interface of `trainable.models.interface`.
+"""Wrap any causal LM of transformers in the interface of `trainable.models.interface`.
 
-Passes over whole sequences are the architecture's own. Sampling and scoring give it explicit additive masks, positions
-and a cache that is ours. That this gives the numbers of the model's own forward is checked when a model is loaded.
+Whole sequences run through the architecture's own forward. Sampling and scoring pass explicit additive masks, positions
+and our own cache to it. When a model is loaded, the results are checked against those of its own forward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,19 +31,19 @@ class _AppendCache(DynamicCache):  # type: ignore[misc]  # transformers is untyp
         self.cache, self.dtype = cache, dtype
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """Keep a layer's new keys and values; all of them."""
+        """Store a layer's new keys and values; return all of them."""
         return self.cache.write(layer_idx, key_states.to(self.dtype), value_states.to(self.dtype))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots used."""
+        """Number of used slots."""
         return self.cache.used_slots
 
 
 class _ReadOnlyCache(_AppendCache):
-    """Our cache while tokens branch off: it stays as it is."""
+    """Our cache while a tree of tokens is scored: it is not changed."""
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
-        """A layer's keys and values, and the new ones after them."""
+        """A layer's keys and values, followed by the new ones, which are not stored."""
         stores = self.cache.keys[layer_idx], self.cache.values[layer_idx]
         return tuple(
             torch.cat((store[:, :, : self.cache.used_slots], new.to(self.dtype)), dim=2)
@@ -59,34 +59,34 @@ class HubTrunk(nn.Module):
         self.shape = shape
         self.pass_settings = PassSettings()
         self.base = base.eval()
-        self.blocks: list[Any] = [part for part in base.modules() if isinstance(part, GradientCheckpointingLayer)]
-        for block in self.blocks:  # they recompute in training mode only: see `_recomputing`
+        self.blocks: list[Any] = [module for module in base.modules() if isinstance(module, GradientCheckpointingLayer)]
+        for block in self.blocks:  # they recompute in training mode only: see `_enable_recompute`
             block.gradient_checkpointing = True
             block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 
     @property
     def embed_tokens(self) -> nn.Embedding:
-        """The table of the tokens' embeddings."""
+        """The token embedding table."""
         table: nn.Embedding = self.base.get_input_embeddings()
         return table
 
     @property
     def needs_padding(self) -> bool:
-        """Rows are read as a rectangle."""
+        """True: rows are padded to a rectangle."""
         return True
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """What every pass runs under: nothing, where it computes in the type of its weights."""
+        """The autocast context of every pass; none if passes compute in the type of the weights."""
         dtype = self.pass_settings.dtype
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
 
     def train(self, mode: bool = True) -> Self:
-        """Stay in evaluation mode, whatever wraps the model: nothing is dropped, and caches are kept."""
+        """Stay in evaluation mode, even if a wrapper asks for training mode: no dropout, and caches work."""
         return self
 
     @contextmanager
     def _enable_recompute(self) -> Iterator[None]:
-        """Blocks in training mode, in which they keep their input only, where passes ask for it; nothing is dropped."""
+        """Put blocks in training mode if passes recompute: they then keep only their input. Dropout stays 0."""
         for block in self.blocks:
             block.training = self.pass_settings.recompute and torch.is_grad_enabled()
         try:
@@ -96,17 +96,17 @@ class HubTrunk(nn.Module):
                 block.training = False
 
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Hidden states (N, hidden) at flat positions `where` (N,) of right-padded sequences `tokens` (B, T)."""
+        """Hidden states (N, hidden) at `flat_positions` (N,) of right-padded sequences `tokens` (B, T)."""
         with self._enable_recompute(), self._autocast(tokens.device):
             hidden: Tensor = self.base(input_ids=tokens, use_cache=False).last_hidden_state
         return hidden.flatten(0, 1)[flat_positions].to(self._get_output_dtype(hidden))
 
     def _get_output_dtype(self, hidden: Tensor) -> torch.dtype:
-        """What hidden states are given in: the type of the passes, or that of the weights where they are wider."""
+        """The type of returned states: that of the passes; for float32 passes that of `hidden`, which may be wider."""
         return hidden.dtype if self.pass_settings.dtype == torch.float32 else self.pass_settings.dtype
 
     def make_cache(self, rows: int, slots: int) -> KVCache:
-        """An empty cache of `rows` rows, with room for `slots` tokens of each."""
+        """An empty cache of `rows` rows with `slots` slots each."""
         return KVCache(rows, slots, self.embed_tokens.weight)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
@@ -121,7 +121,7 @@ class HubTrunk(nn.Module):
     def forward_tree(
         self, tokens: Tensor, depths: Tensor, tree_mask: Tensor, lengths: Tensor, cache: KVCache
     ) -> Tensor:
-        """Hidden states of a tree after every row (see `trainable.models.interface.Trunk.branch`)."""
+        """Hidden states of a tree after every row (see `trainable.models.interface.Trunk.forward_tree`)."""
         rows = len(lengths)
         cache_view = _ReadOnlyCache(cache, self._get_output_dtype(self.embed_tokens.weight))
         return self._forward_cached(
@@ -142,9 +142,9 @@ class HubTrunk(nn.Module):
 
 
 class HubModel(nn.Module):
-    """Trunk and language-model head (see `trainable.models.interface.LanguageModel`) of a model of transformers.
+    """Trunk and language-model head (see `trainable.models.interface.LanguageModel`) of a transformers model.
 
-    causal: the model, whose weights it shares. names: those that its files give to the model's weights.
+    causal_lm: the model, whose weights are shared. file_names: the names of the weights in the model's files.
     """
 
     def __init__(self, causal_lm: Any, shape: HubShape, file_names: Iterable[str] = ()) -> None:
@@ -158,16 +158,16 @@ class HubModel(nn.Module):
         self._prefix = causal_lm.base_model_prefix
 
     def to_module_name(self, name: str) -> str:
-        """What transformers calls the module `name` of the trunk."""
+        """The name that transformers gives to the module `name` of the trunk."""
         return f"{self._prefix}.{name.removeprefix('model.base.')}"
 
     def to_hub_name(self, name: str) -> str:
-        """What the model's files call the weight `name`; a tied head has a name of its own."""
+        """The name of the weight `name` in the model's files; a tied head has its own name."""
         return self._hub_names[name]
 
 
 class HubValueModel(nn.Module):
-    """A trunk with a head of one output: the critic."""
+    """The critic: a trunk with a value head."""
 
     def __init__(self, trunk: HubTrunk) -> None:
         super().__init__()
@@ -176,15 +176,15 @@ class HubValueModel(nn.Module):
         self.score = ValueHead(trunk.shape.hidden_size, 1)
 
     def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Values (N,) at flat positions `where` (N,) of `tokens` (B, T)."""
+        """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""
         values: Tensor = self.score(self.model.compute_hidden_states(tokens, flat_positions))
         return values.squeeze(-1)
 
 
 def _map_hub_names(causal_lm: Any, model: HubModel, file_names: set[str]) -> dict[str, str]:
-    """For each name of `model`'s state what the files call it: with the trunk's prefix, or, as of GPT-2, without."""
+    """Names of `model`'s weights -> names in its files, which have the trunk's prefix, or, as for GPT-2, none."""
     prefix = f"{causal_lm.base_model_prefix}."
-    head = next(name for name, part in causal_lm.named_modules() if part is causal_lm.get_output_embeddings())
+    head = next(name for name, module in causal_lm.named_modules() if module is causal_lm.get_output_embeddings())
     hub_names = {}
     for name in model.state_dict():
         full_name = f"{head}.weight" if name == "lm_head.weight" else prefix + name.removeprefix("model.base.")
@@ -192,17 +192,17 @@ def _map_hub_names(causal_lm: Any, model: HubModel, file_names: set[str]) -> dic
         hub_names[name] = short_name if short_name in file_names and full_name not in file_names else full_name
     unmatched_names = file_names - set(hub_names.values())
     is_tied = causal_lm.get_output_embeddings().weight is causal_lm.get_input_embeddings().weight
-    if (
-        not is_tied and len(unmatched_names) == 1 and hub_names["lm_head.weight"] not in file_names
-    ):  # GPT-NeoX's files name it otherwise
+    # GPT-NeoX's files have another name for the head: it is the one name that is left over.
+    if not is_tied and len(unmatched_names) == 1 and hub_names["lm_head.weight"] not in file_names:
         hub_names["lm_head.weight"] = unmatched_names.pop()
     return hub_names
 
 
 def load_hub_model(folder: Path, file_names: Iterable[str]) -> HubModel:
-    """The model in `folder`, in float32, whose safetensors files hold `names`; ValueError where it is not run exactly.
+    """Load the model in `folder` in float32; ValueError if our passes would not reproduce its own forward.
 
-    Only safetensors are read; no code of the folder is run, nothing is fetched.
+    file_names: the names of the weights in its files. Only safetensors are read, no code of the folder is run, and
+    nothing is downloaded.
     """
     config = read_config(folder)
     with _silence_transformers():
@@ -221,12 +221,12 @@ def load_hub_model(folder: Path, file_names: Iterable[str]) -> HubModel:
     if missing_names:
         examples = ", ".join(missing_names[:3]) + (", ..." if len(missing_names) > 3 else "")
         raise ValueError(
-            f"The model in {folder} is not whole: {len(missing_names)} of its tensors are missing from its safetensors files "
-            f"or have another shape ({examples}). Fetch it again."
+            f"The model in {folder} is incomplete: {len(missing_names)} of its tensors are missing from its "
+            f"safetensors files or have another shape ({examples}). Download it again."
         )
     check_parts(causal_lm, folder)
     for weight in causal_lm.parameters():
-        weight.data = weight.data.clone()  # they may be a map of the file, which could change under a run
+        weight.data = weight.data.clone()  # it may be memory-mapped from a file that could change during a run
     model = HubModel(causal_lm.eval(), make_shape(causal_lm, folder), file_names)
     check_exact(causal_lm, model, folder)
     return model
@@ -234,7 +234,7 @@ def load_hub_model(folder: Path, file_names: Iterable[str]) -> HubModel:
 
 @contextmanager
 def _silence_transformers() -> Iterator[None]:
-    """Without transformers' progress bar and its report of what it loaded, which is raised here where it matters."""
+    """Silence transformers' progress bar and loading report: `load_hub_model` raises for problems that matter."""
     was_shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -246,21 +246,23 @@ def _silence_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-# ---------------------------------------------------------------------------- whether it is exact
+# ---------------------------------------------------------------------------- exactness
 
 TOLERANCE = 1e-3
-"""Largest difference of hidden states over their largest entry: float32 passes that are one differ by about 1e-6."""
+"""Allowed difference of hidden states, relative to their largest entry. Equal float32 passes differ by about 1e-6."""
 
 
 @torch.no_grad()
 def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
-    """ValueError unless our three ways through the model give what its own forward gives, on a few tokens.
+    """ValueError unless our three routes through the model agree with its own forward on a few tokens.
 
-    The head's output, replaced by large numbers, has to come out as the logits: no cap and no scale is after it. What
-    the head reads in the model's own forward has to be what `hidden_at`, `extend` and `branch` give.
+    The head's output is replaced by large numbers, which must come out as the logits: no cap or scale follows the head.
+    The head's input in the model's own forward must be the result of `compute_hidden_states`, `extend` and
+    `forward_tree`.
     """
     model_name = f"a {type(causal_lm).__name__}"
     device = model.lm_head.weight.device
+    # Two rows of seven tokens, all different in a usual vocabulary.
     tokens = (torch.arange(1, 15, device=device).view(2, 7) * 37 + 5) % model.shape.vocab_size
     try:
         logits, expected_hidden = _run_planted_forward(causal_lm, tokens)
@@ -274,22 +276,22 @@ def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
                     folder, model_name, f"{name} does not give the hidden states of its own forward"
                 )
     except (TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-        if is_out_of_memory(error):
+        if is_out_of_memory(error):  # a RuntimeError that says nothing about the architecture
             raise
         raise make_refusal_error(
             folder,
             model_name,
-            f"does not take masks, positions and a cache from outside ({type(error).__name__}: {error})",
+            f"does not accept masks, positions and a cache from its caller ({type(error).__name__}: {error})",
         ) from error
 
 
 def _make_planted_logits(logits: Tensor) -> Tensor:
-    """Numbers of the size of large logits, by place."""
+    """Distinct numbers as large as large logits, in the shape of `logits`."""
     return torch.linspace(-300.0, 300.0, logits.numel(), device=logits.device).view(logits.shape)
 
 
 def _run_planted_forward(causal_lm: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits (B, T, V) of a forward whose head gives planted numbers, and what the head read (B, T, hidden)."""
+    """The logits (B, T, V) of a forward whose head outputs planted numbers, and the head's input (B, T, hidden)."""
     head_inputs: list[Tensor] = []
 
     def plant(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -305,18 +307,19 @@ def _run_planted_forward(causal_lm: Any, tokens: Tensor) -> tuple[Tensor, Tensor
 
 
 def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Each route's name, its hidden states, and those wanted: a pass; a cache with fillers; a tree after it."""
+    """Each route's name, its hidden states and the expected ones: full pass, cache with fillers, tree after it."""
     trunk, device = model.model, tokens.device
-    # With what follows a token changed: a forward that looks ahead would see it.
+    # Change the tokens after the positions asked for: a forward that looks ahead would give other numbers.
     flat_positions = torch.tensor([0, 3, 7, 12], device=device)
     changed_tokens = tokens.clone()
     changed_tokens[:, 6:] = 1
     yield (
-        "a pass over other tokens after those asked about",
+        "a pass with other tokens after the positions asked for",
         trunk.compute_hidden_states(changed_tokens, flat_positions),
         expected_hidden.flatten(0, 1)[flat_positions],
     )
     cache = trunk.make_cache(2, 2)
+    # The second row begins with a filler, so that both rows end in the same slot.
     first_tokens = tokens[:, :4].clone()
     first_tokens[1] = torch.cat((tokens[1, :1] * 0, tokens[1, :3]))
     valid = torch.tensor([[True] * 4, [False] + [True] * 3], device=device)
@@ -327,6 +330,7 @@ def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Ite
         trunk.extend(first_tokens, positions, valid, cache),
         expected_hidden[rows, lengths - 1],
     )
+    # Two children of one token; the wrong one comes first, so that the right one must not see it.
     tree_mask = torch.tensor([[True, False, False], [True, True, False], [True, False, True]], device=device)
     depths = torch.tensor([0, 1, 1], device=device)
     tree_tokens = torch.stack((tokens[0, 4], tokens[0, 5] * 0, tokens[0, 5]))
@@ -337,5 +341,5 @@ def _run_routes(model: HubModel, tokens: Tensor, expected_hidden: Tensor) -> Ite
 
 
 def _is_close(actual: Tensor, expected: Tensor) -> bool:
-    """Whether they differ by `TOLERANCE` of the largest entry at most; numbers that are not finite do not agree."""
+    """Whether they differ by at most `TOLERANCE` of the largest entry; non-finite numbers never agree."""
     return bool((actual - expected).abs().max() <= TOLERANCE * expected.abs().max())

@@ -1,7 +1,7 @@
-"""What sampling, training and scoring ask of a causal language model, whatever its architecture.
+"""The interface of a causal language model that sampling, training and scoring use, for any architecture.
 
-Two kinds give it: `trainable.models.qwen2.Qwen2`, written for these uses, and `trainable.models.hub_model.HubModel`,
-round any other architecture of transformers.
+Two classes implement it: `trainable.models.qwen2.Qwen2`, written for these uses, and
+`trainable.models.hub_model.HubModel`, a wrapper around any other architecture of transformers.
 """
 
 from collections.abc import Iterator
@@ -16,9 +16,9 @@ from trainable.models.qwen2 import LanguageHead, PassSettings
 class Shape(Protocol):
     """Sizes of a model.
 
-    max_position_embeddings: tokens of a conversation at most. eos_token_id: what the model ends a text with.
-    attention_size: channels of all query heads. block_weights: weights that one block multiplies a token with, before
-    its attention and after it; the last block does what is after it only where a hidden state is asked for.
+    max_position_embeddings: maximum tokens per conversation. eos_token_id: the end-of-text token. attention_size:
+    channels of all query heads. block_weights: weights that one block multiplies a token with, before its attention and
+    after it; the last block computes the second part only where a hidden state is asked for.
     """
 
     @property
@@ -38,27 +38,27 @@ class Shape(Protocol):
 
 
 class Trunk(Protocol):
-    """Tokens to hidden states, which are in the type of `passes`."""
+    """Tokens to hidden states, which are in the type of `pass_settings`."""
 
     pass_settings: PassSettings
 
     @property
     def needs_padding(self) -> bool:
-        """Whether `hidden_at` reads every row of a pass as far as the longest one."""
+        """Whether `compute_hidden_states` pads every row of a pass to the longest one."""
         ...
 
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Hidden states (N, hidden) at flat positions `where` (N,) of right-padded sequences `tokens` (B, T)."""
+        """Hidden states (N, hidden) at `flat_positions` (N,) of right-padded sequences `tokens` (B, T)."""
         ...
 
     def make_cache(self, rows: int, slots: int) -> KVCache:
-        """An empty cache of `rows` rows, with room for `slots` tokens of each."""
+        """An empty cache of `rows` rows with `slots` slots each."""
         ...
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens (B, q) to the cache's first B rows; hidden states (B, hidden) of the last ones.
 
-        positions, valid: (B, q); fillers (valid False) stand on the left.
+        positions, valid: (B, q); fillers (valid False) are on the left.
         """
         ...
 
@@ -67,18 +67,18 @@ class Trunk(Protocol):
     ) -> Tensor:
         """Hidden states (B, F, hidden) of one tree of tokens (F,) after every row of the cache, which is only read.
 
-        depths: (F,), 0 for a token right after the row. sees: (F, F) bool, True at a token's own column and its
-        ancestors'. lengths: (B,) tokens of each row.
+        depths: (F,), 0 for a token right after the row. tree_mask: (F, F) bool, True in the columns of a token and of
+        its ancestors. lengths: (B,) tokens per row.
         """
         ...
 
 
 class LanguageModel(Protocol):
-    """A trunk and the head that makes logits of its hidden states."""
+    """A trunk and a head that maps its hidden states to logits."""
 
     @property
     def shape(self) -> Shape:
-        """Its sizes."""
+        """The model's sizes."""
         ...
 
     @property
@@ -96,12 +96,12 @@ class LanguageModel(Protocol):
         ...
 
     def to_hub_name(self, name: str) -> str:
-        """What the hub's files call the weight `name` of its state; a tied head has a name of its own."""
+        """The name of the weight `name` in the hub's files; a tied head has its own name."""
         ...
 
 
 class Critic(Protocol):
-    """A trunk with a head of one output."""
+    """A trunk with a value head."""
 
     @property
     def model(self) -> Trunk:
@@ -109,5 +109,5 @@ class Critic(Protocol):
         ...
 
     def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Values (N,) at flat positions `where` (N,) of `tokens` (B, T)."""
+        """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""
         ...

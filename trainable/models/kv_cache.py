@@ -1,4 +1,4 @@
-"""The key-value cache of a conversation's rows, which share slots whatever the architecture of the model."""
+"""The key-value cache of a batch of conversations, whose rows share slots; for any architecture."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from torch.nn import functional as F
 class KVCache:
     """Keys and values of every layer, `(rows, kv_heads, slots, head_dim)`; rows that grow together share slots.
 
-    A slot may be a filler for a row; `bias` (rows, slots) is 0 where the row has a token and -inf where it does not.
-    Keys and values are made when they are first written, in the type that the network computes in. angles: a network's
-    own table of rotary positions, kept here since it is as long as the cache.
+    A slot may be a filler for a row: `bias` (rows, slots) is 0 where the row has a token and -inf where it has none.
+    Keys and values are allocated by the first write, in the type that the network computes in. angles: the network's
+    table of rotary positions, stored here because it is as long as the cache.
     """
 
     def __init__(self, rows: int, slots: int, like: Tensor) -> None:
@@ -21,10 +21,10 @@ class KVCache:
         self.angles: tuple[Tensor, Tensor] | None = None
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Fill a layer's next q slots with `k`, `v` (B, kv_heads, q, D); all of its first B rows (..., used + q, D)."""
+        """Fill a layer's next q slots with `k`, `v` (B, kv_heads, q, D); return its first B rows (..., used + q, D)."""
         if layer == len(self.keys):
             size = (self.bias.shape[0], k.shape[1], self.bias.shape[1], k.shape[3])
-            # Zeros, since memory never written may hold a NaN, which no bias hides.
+            # Zeros, since uninitialised memory may hold a NaN, which no bias can mask.
             self.keys.append(k.new_zeros(size))
             self.values.append(v.new_zeros(size))
         end = self.used_slots + k.shape[2]
@@ -34,18 +34,20 @@ class KVCache:
         return keys[:, :, :end], values[:, :, :end]
 
     def reserve(self, slots: int) -> None:
-        """Make room for `slots` more."""
+        """Grow the cache, if necessary, to hold `slots` more."""
         missing_slots = self.used_slots + slots - self.bias.shape[1]
         if missing_slots > 0:
+            # At least half as many again, so that a growing conversation copies the cache only a few times.
             extra_slots = max(missing_slots, self.bias.shape[1] // 2)
             self.keys = [F.pad(keys, (0, 0, 0, extra_slots)) for keys in self.keys]
             self.values = [F.pad(values, (0, 0, 0, extra_slots)) for values in self.values]
             self.bias = F.pad(self.bias, (0, extra_slots), value=-torch.inf)
 
     def append_slots(self, valid: Tensor) -> Tensor:
-        """Make room for `valid` (B, q) new tokens, fillers False, in the first B rows; their bias (B, 1 or q, slots).
+        """Reserve slots for q new tokens of the first B rows; return the attention bias (B, 1 or q, slots).
 
-        Slots are those used and the q new ones, which count as used once the network has written them.
+        valid: (B, q), False for fillers. The slots are the used ones and the q new ones, which count as used once the
+        network has written them.
         """
         batch, new_slots = valid.shape
         self.reserve(new_slots)
@@ -53,13 +55,13 @@ class KVCache:
         self.bias[:batch, self.used_slots : end] = torch.where(valid, 0.0, -torch.inf)
         bias = self.bias[:batch, None, :end]
         if new_slots > 1:
-            # The finite floor keeps a filler's own row of scores from being all -inf, which softmax turns into NaN.
+            # A finite floor: a filler's row of scores would otherwise be all -inf, which softmax turns into NaN.
             causal_bias = torch.full((new_slots, new_slots), -torch.inf, device=valid.device).triu(1)
             bias = (bias + F.pad(causal_bias, (self.used_slots, 0))).clamp_min(-1e30)
         return bias
 
     def make_tree_bias(self, tree_mask: Tensor, rows: int) -> Tensor:
-        """The bias (rows, F, used + F) of F tokens that see the row and, of each other, `sees` (F, F) bool."""
+        """The bias (rows, F, used + F) of F tokens that see the whole row and each other by `tree_mask` (F, F) bool."""
         prefix_bias = self.bias[:, None, : self.used_slots].expand(-1, len(tree_mask), -1)
         return torch.cat(
             (prefix_bias, torch.where(tree_mask, 0.0, -torch.inf).expand(rows, -1, -1).to(prefix_bias.dtype)), dim=-1
@@ -72,7 +74,7 @@ class KVCache:
         self.bias = self.bias.index_select(0, rows)
 
     def pack(self) -> None:
-        """Move each row's tokens into its first slots, so that fillers cost no attention."""
+        """Move each row's tokens to its first slots, so that attention does not compute fillers."""
         filler_mask = self.bias != 0
         slots = torch.argsort(filler_mask, dim=1, stable=True)
         self.keys = [_gather_slots(keys, slots) for keys in self.keys]

@@ -1,4 +1,4 @@
-"""A policy on disk or on the hub, made ready: model, tokenizer, critic."""
+"""Load a policy from disk or the hub cache (model, tokenizer, chat format) and make a critic or reference from it."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from trainable.models.codec import Codec
 from trainable.models.qwen2 import PassSettings, Qwen2, Qwen2Trunk, ValueHead, ValueModel
 from trainable.models.qwen2_shape import Qwen2Shape
 
-if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
+if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
     from trainable.models.hub_model import HubModel, HubValueModel
 
 M = TypeVar("M", bound="Qwen2 | HubModel")
@@ -31,7 +31,7 @@ DEFAULT_PASS_SETTINGS = PassSettings()
 
 @dataclass(frozen=True)
 class Policy:
-    """A language model with its tokenizer, the folder that its files are in, and how conversations with it read."""
+    """A language model with its tokenizer, the folder of its files and its chat format."""
 
     model: "Qwen2 | HubModel"
     tokenizer: Tokenizer
@@ -40,7 +40,10 @@ class Policy:
 
     @property
     def stop_token(self) -> int:
-        """What ends a reply: the chat's marker, which base models have but do not name as their end, or their end."""
+        """The token that ends a reply: the chat format's end marker, or the end-of-text token if that is no token.
+
+        Base models have the marker, but do not name it as their end-of-text token.
+        """
         marker: int | None = self.tokenizer.token_to_id(self.chat_format.end_marker)
         return self.model.shape.eos_token_id if marker is None else marker
 
@@ -48,7 +51,7 @@ class Policy:
 def find_model(path: str) -> Path:
     """The local folder of a model: the shipped one, a folder, or a hub id in the local cache.
 
-    Raises ValueError with the command that fetches a hub model that is not there. Nothing is downloaded.
+    Nothing is downloaded: the ValueError for a model that is not there has the command that downloads it.
     """
     if path == SHIPPED_MODEL:
         return SHIPPED_MODEL_FOLDER
@@ -56,7 +59,7 @@ def find_model(path: str) -> Path:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ValueError(
-                f"{path} is not a model: it holds no config.json. Give a model's folder, or {SHIPPED_MODEL}."
+                f"{path} is not a model: it has no config.json. Give the folder of a model, or {SHIPPED_MODEL}."
             )
         return folder
     from huggingface_hub import snapshot_download
@@ -66,7 +69,7 @@ def find_model(path: str) -> Path:
         return Path(snapshot_download(path, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         raise ValueError(
-            f"{path} is neither a folder nor in the local hub cache. Fetch it with `hf download {path}`, or give "
+            f"{path} is neither a folder nor in the local hub cache. Fetch it with `hf download {path}`, or type "
             f"--model {SHIPPED_MODEL}."
         ) from None
 
@@ -74,10 +77,10 @@ def find_model(path: str) -> Path:
 def load_policy(
     path: str, device: torch.device, pass_settings: PassSettings = DEFAULT_PASS_SETTINGS, format_name: str = "auto"
 ) -> Policy:
-    """Model (float32 weights, whose passes are computed as `passes` says) and tokenizer at `path`, on `device`.
+    """Load the model at `path` on `device`, with float32 weights, and its tokenizer.
 
-    A Qwen2 without scaled rotary positions is run by our own implementation, any other model by transformers'. chat:
-    see `model.chat_format`.
+    pass_settings: how its passes are computed. format_name: see `model.chat_format`. Our own implementation runs a
+    Qwen2 without scaled rotary positions, transformers any other model.
     """
     folder = find_model(path)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -88,7 +91,7 @@ def load_policy(
 
 
 def _is_plain_qwen2(folder: Path) -> bool:
-    """Whether the model in `folder` is a Qwen2 as our own implementation has it: full attention, plain positions."""
+    """Whether our own implementation can run the model in `folder`: a Qwen2 with full attention and plain positions."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     rope = (config.get("rope_parameters") or {}) | (config.get("rope_scaling") or {})
     is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
@@ -97,12 +100,13 @@ def _is_plain_qwen2(folder: Path) -> bool:
 
 
 def _load_qwen2(folder: Path) -> Qwen2:
-    with torch.device("meta"):  # no weight is drawn only to be replaced
+    with torch.device("meta"):  # draw no random weights that are replaced at once
         model = Qwen2(Qwen2Shape.read(folder))
     weights = read_weights(folder)
     if model.shape.tie_word_embeddings:
         weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
     model.load_state_dict(weights, assign=True)
+    # `assign` gave head and embedding a tensor each: tie them again.
     if model.shape.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     return model
@@ -121,12 +125,12 @@ def _load_hub_model(folder: Path) -> "HubModel":
 def _find_weight_files(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise ValueError(f"{folder} holds no .safetensors file; other weight formats are not read.")
+        raise ValueError(f"{folder} has no .safetensors file; other weight formats are not supported.")
     return files
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the folder's safetensors files, in float32 and in memory of their own."""
+    """All tensors of the folder's safetensors files, in float32 and copied to memory."""
     weights: dict[str, torch.Tensor] = {}
     for file in _find_weight_files(folder):
         with safe_open(os.fspath(file), framework="pt") as tensors:
@@ -135,7 +139,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) -> "ValueModel | HubValueModel":
-    """A critic whose trunk is a copy of the policy's, passes included, and whose head is from N(0, 0.02), bias 0."""
+    """A critic with a copy of the policy's trunk and its pass settings, and a head from N(0, 0.02) with bias 0."""
     critic = make_value_model(policy.model, deepcopy(policy.model.model), device)
     init_value_head(critic.score, rng)
     return critic.to(device)
@@ -143,15 +147,15 @@ def make_critic(policy: Policy, rng: np.random.Generator, device: torch.device) 
 
 @torch.no_grad()
 def init_value_head(head: ValueHead, rng: np.random.Generator) -> None:
-    """Set a value head's weights from N(0, 0.02), and its bias to 0."""
+    """Draw a value head's weights from N(0, 0.02) and set its bias to 0."""
     head.weight.copy_(torch.from_numpy(rng.normal(0.0, 0.02, head.weight.shape)))
     head.bias.zero_()
 
 
 def make_value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.device) -> "ValueModel | HubValueModel":
-    """A critic of the model's kind with `trunk` as its own, and a head that holds anything."""
+    """A critic of the model's kind with `trunk` as its trunk and an uninitialised head."""
     if isinstance(model, Qwen2):
-        with torch.device("meta"):  # the trunk that it makes is thrown away: it takes no memory
+        with torch.device("meta"):  # its own trunk is replaced below and should take no memory
             critic = ValueModel(model.shape)
         critic.model = cast(Qwen2Trunk, trunk)
         critic.score.to_empty(device=device)
@@ -162,7 +166,7 @@ def make_value_model(model: "Qwen2 | HubModel", trunk: nn.Module, device: torch.
 
 
 def make_codec(tokenizer: Tokenizer) -> Codec:
-    """Batch encoding without added tokens, and decoding to text without special tokens."""
+    """Batched encoding without added special tokens, and decoding that skips special tokens."""
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
@@ -174,20 +178,20 @@ def make_codec(tokenizer: Tokenizer) -> Codec:
 
 
 def make_pass_settings(settings: ModelConfig) -> PassSettings:
-    """How the networks of a run compute."""
+    """The pass settings of a run's networks: precision and recomputation."""
     return PassSettings(getattr(torch, settings.dtype), settings.enable_gradient_checkpointing)
 
 
 def make_frozen_copy(model: M) -> M:
-    """A copy of `model` on its device that no gradient reaches: the reference."""
+    """A frozen copy of `model` on the same device: the reference."""
     return freeze(deepcopy(model))
 
 
 def freeze(model: M) -> M:
-    """`model` itself, which no gradient reaches any more.
+    """Freeze `model` in place and return it.
 
-    Its linear layers hold their weights in the type that passes compute in, which gives the same numbers to the last
-    bit, since that is what a pass would make of them. Embedding and norms, which passes read in float32, keep it.
+    Its linear layers are cast to the type that passes compute in. Results stay the same to the last bit, since every
+    pass would cast them. Embedding and norms, which passes read in float32, stay in float32.
     """
     model.requires_grad_(False)
     for layer in model.modules():
@@ -197,7 +201,7 @@ def freeze(model: M) -> M:
 
 
 def pick_device(device_name: str, gpus: float) -> torch.device:
-    """The device of a run: `auto` is the GPU where the run reserves one and one is visible, else the processor."""
+    """The device of a run: `auto` is the GPU if the run reserves one and one is visible, else the CPU."""
     if device_name == "auto":
         return torch.device("cuda" if gpus > 0 and torch.cuda.is_available() else "cpu")
     return torch.device(device_name)

@@ -1,9 +1,9 @@
-"""Low-rank adapters beside frozen weights, so that policy, critic and reference hold one base between them.
+"""LoRA: low-rank adapters over frozen weights, so that policy, critic and reference share one base model.
 
     y = W x + (α / r) B A x,   A (r, in) random, B (out, r) = 0 at first
 
-W is the base's, in the type that passes compute in, and is never written to: a network's adapters are all that it
-learns. Without them it is the base again, which is what the reference is. Source: Hu et al. 2021, arXiv:2106.09685;
+W belongs to the base, is in the type that passes compute in, and is never changed: only the adapters are trained.
+Without adapters a network is the base again, which serves as the reference. Source: Hu et al. 2021, arXiv:2106.09685;
 the layers are peft's.
 """
 
@@ -23,22 +23,22 @@ from trainable.config.setting_types import LINEAR_LAYERS
 from trainable.models.load import init_value_head, make_value_model
 from trainable.models.qwen2 import Qwen2, Qwen2Trunk, ValueModel
 
-if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
+if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
     from trainable.models.hub_model import HubModel, HubTrunk, HubValueModel
 
 N = TypeVar("N", bound=nn.Module)
 M = TypeVar("M", bound="Qwen2 | HubModel")
 ADAPTER_NAME = "default"
-"""peft's name of a layer's first adapter; here there is one."""
+"""peft's name of a layer's first adapter; here each layer has one."""
 
 
 def share_parameters(network: N) -> N:
-    """A network of modules of its own whose parameters are those of `network`: no tensor is copied."""
+    """A copy of the modules of `network` that shares its parameters: no tensor is copied."""
     return deepcopy(network, {id(weight): weight for weight in network.parameters()})
 
 
 def make_adapted_policy(base: M, settings: ModelConfig, rng: np.random.Generator) -> M:
-    """A policy over the frozen tensors of `base`, whose adapters are all that it learns; at first it is the base."""
+    """A policy of trainable adapters over the frozen tensors of `base`; before training it equals the base."""
     model: M = share_parameters(base)
     add_adapters(model.model, settings, rng)
     return model
@@ -47,17 +47,17 @@ def make_adapted_policy(base: M, settings: ModelConfig, rng: np.random.Generator
 def make_shared_critic(
     base: "Qwen2 | HubModel", rng: np.random.Generator, device: torch.device
 ) -> "ValueModel | HubValueModel":
-    """A critic whose trunk has the frozen tensors of `base`, and whose head, drawn from `rng`, is its own."""
+    """A critic whose trunk shares the frozen tensors of `base`; its head is drawn from `rng`."""
     critic = make_value_model(base, share_parameters(base.model), device)
     init_value_head(critic.score, rng)
     return critic
 
 
 def add_adapters(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.random.Generator) -> None:
-    """Put an adapter beside the linear layers of `trunk` that settings.lora_target_modules names; freeze all else.
+    """Add adapters to the linear layers of `trunk` named in settings.lora_target_modules and freeze everything else.
 
     A is drawn from U(-1/sqrt(in), 1/sqrt(in)), as peft does, but from `rng`. Adapters are float32, whatever the type of
-    the weights beside them. ValueError for a name that no layer has.
+    the frozen weights. ValueError for a name that no layer has.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -66,19 +66,19 @@ def add_adapters(trunk: "Qwen2Trunk | HubTrunk", settings: ModelConfig, rng: np.
         LoraConfig(r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules=names, lora_dropout=0.0), trunk
     )
     for _, layer in find_adapters(trunk):
-        layer.cast_input_dtype_enabled = False  # autocast does it, without a float32 copy of the input
+        layer.cast_input_dtype_enabled = False  # autocast casts, without a float32 copy of the input
         for projection in (layer.lora_A, layer.lora_B):
-            projection.float()  # peft gives them the type of the weights beside them
+            projection.float()  # peft makes them in the type of the frozen weights
         weight = layer.lora_A[ADAPTER_NAME].weight
         with torch.no_grad():
             weight.copy_(torch.from_numpy(rng.uniform(-1.0, 1.0, weight.shape) / weight.shape[1] ** 0.5))
 
 
 def _find_target_layers(trunk: "Qwen2Trunk | HubTrunk", target_modules: str | tuple[str, ...]) -> list[str]:
-    """Full names of the linear layers to adapt; all of the trunk's, which has no head, for `all-linear`."""
-    linear_names = [name for name, part in trunk.named_modules() if isinstance(part, nn.Linear)]
+    """Full names of the linear layers to adapt; `all-linear`: all of the trunk, which does not include the head."""
+    linear_names = [name for name, module in trunk.named_modules() if isinstance(module, nn.Linear)]
     if not linear_names:
-        raise ValueError("This model has no linear layer that an adapter could stand beside: set model.lora_rank=0.")
+        raise ValueError("This model has no linear layer to adapt: set model.lora_rank=0.")
     if target_modules == "all-linear":
         return linear_names
     suffixes = {name.rsplit(".", 1)[-1] for name in linear_names}
@@ -95,14 +95,14 @@ def _find_target_layers(trunk: "Qwen2Trunk | HubTrunk", target_modules: str | tu
 
 def find_adapters(network: nn.Module) -> list[tuple[str, Any]]:
     """Name and module of every layer that has an adapter."""
-    return [(name, part) for name, part in network.named_modules() if hasattr(part, "lora_A")]
+    return [(name, module) for name, module in network.named_modules() if hasattr(module, "lora_A")]
 
 
 @torch.no_grad()
 def iter_merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its name without adapters: W + (α / r) B A in float32 where there is an adapter.
+    """Every weight under its name without adapters: W + (α / r) B A in float32 where there is an adapter.
 
-    Such a sum is made when it is asked for and not kept. Networks without adapters give their own tensors.
+    A sum is computed when it is asked for and not stored. Networks without adapters give their own tensors.
     """
     layers = dict(find_adapters(network))
     for name, value in network.state_dict().items():
@@ -115,12 +115,12 @@ def iter_merged_weights(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def iter_hub_weights(model: "Qwen2 | HubModel") -> Iterator[tuple[str, Tensor]]:
-    """Every weight, adapters merged, under the name that the hub's files give it; a tied head too."""
+    """Every weight under its name in the hub's files, with adapters merged; includes a tied head."""
     return ((model.to_hub_name(name), weight) for name, weight in iter_merged_weights(model))
 
 
 def list_weight_names(model: "Qwen2 | HubModel") -> set[str]:
-    """The names of what `hub_weights` gives."""
+    """The names that `iter_hub_weights` gives."""
     return {model.to_hub_name(name.replace(".base_layer.", ".")) for name in model.state_dict() if ".lora_" not in name}
 
 
@@ -149,7 +149,7 @@ def write_adapters(policy: "Qwen2 | HubModel", settings: ModelConfig, folder: Pa
 
 
 def compute_fingerprint(folder: Path) -> str:
-    """SHA-256 of the weight files of the model in `folder`: adapters mean nothing beside other weights."""
+    """SHA-256 of the weight files of the model in `folder`: adapters fit only the weights they were trained over."""
     digest = hashlib.sha256()
     for file in sorted(folder.glob("*.safetensors")):
         with file.open("rb") as stream:
@@ -158,12 +158,15 @@ def compute_fingerprint(folder: Path) -> str:
 
 
 def check_base(checkpoint_base: str | None, run_base: str | None) -> None:
-    """ValueError where a state's adapters were trained over another base than ours; None: no adapters."""
+    """ValueError if a checkpoint's adapters were trained over another base than this run's.
+
+    checkpoint_base, run_base: fingerprints of the base; None without adapters.
+    """
     if checkpoint_base != run_base:
         checkpoint_text, run_text = (
-            "no adapters" if each is None else f"adapters of the base {each[:12]}"
-            for each in (checkpoint_base, run_base)
+            "no adapters" if fingerprint is None else f"adapters of the base {fingerprint[:12]}"
+            for fingerprint in (checkpoint_base, run_base)
         )
         raise ValueError(
-            f"it holds {checkpoint_text}, and this run has {run_text} (SHA-256 of its weights); give the very same model."
+            f"it holds {checkpoint_text}, and this run has {run_text} (SHA-256 of its weights); give the same model."
         )

@@ -1,4 +1,4 @@
-"""The networks of one run: policy, critic, reference; each with weights of its own, or adapters over one base."""
+"""Make the networks of a run: policy, critic and reference, with separate weights or as adapters over one base."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,15 +12,16 @@ from trainable.models.load import Policy, freeze, load_policy, make_critic, make
 from trainable.models.lora import add_adapters, compute_fingerprint, make_adapted_policy, make_shared_critic
 from trainable.models.qwen2 import Qwen2, ValueModel
 
-if TYPE_CHECKING:  # it loads transformers, which a Qwen2 does without
+if TYPE_CHECKING:  # it imports transformers, which a Qwen2 does not need
     from trainable.models.hub_model import HubModel, HubValueModel
 
 
 class Networks(NamedTuple):
-    """policy: what is trained and sampled from. reference: the model as it was loaded; None where nothing needs it.
+    """The networks of a run.
 
-    critic: a value model with a trunk of its own, or head: a value head on the policy's; without GAE neither. base:
-    which frozen weights adapters stand beside; None without adapters.
+    policy: is trained and sampled from. reference: the model as loaded; None if no KL needs it. critic: a value model
+    with its own trunk. value_head: a value head on the policy's trunk instead of a critic; without GAE both are None.
+    base_fingerprint: identifies the frozen weights under the adapters; None without adapters.
     """
 
     policy: Policy
@@ -41,7 +42,7 @@ def make_networks(config: RunConfig, device: torch.device) -> Networks:
 
 
 def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device) -> Networks:
-    """Policy and critic with adapters of their own; base and reference are one."""
+    """Policy and critic with separate adapters; the base is also the reference."""
     base, settings = freeze(policy.model), config.model
     model = make_adapted_policy(base, settings, make_rng(config.seed, "adapters", 0))
     critic = make_shared_critic(base, make_rng(config.seed, "critic"), device) if _needs_critic(config) else None
@@ -58,7 +59,7 @@ def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device)
 def _split_critic(
     config: RunConfig, critic: "ValueModel | HubValueModel | None"
 ) -> tuple["ValueModel | HubValueModel | None", nn.Module | None]:
-    """The critic, or of it the head alone where that stands on the policy's trunk."""
+    """(critic, None), or with critic.shared_trunk (None, the critic's head), which goes on the policy's trunk."""
     return (None, critic.score) if critic is not None and config.critic.shared_trunk else (critic, None)
 
 

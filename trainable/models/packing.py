@@ -1,4 +1,4 @@
-"""Rows of unequal length as one stream of tokens, so that no padding is computed: layout, and attention over it."""
+"""Pack rows of unequal length into one stream of tokens, so that no padding is computed, and attend over it."""
 
 from collections.abc import Callable
 from functools import cache
@@ -12,11 +12,11 @@ from torch.nn import functional as F
 
 
 class PackedRows(NamedTuple):
-    """Rows of tokens laid end to end, short rows first, each up to its last position that is asked for.
+    """Rows of tokens laid end to end, short rows first, each up to the last position that is asked for.
 
-    source: (N,) flat index into the padded rows, (B, T), of each token of the stream. positions: (N,) of each in its
-    own row. asked: (n,) places in the stream of what is asked for. bounds: (R + 1,) int32, where each of R rows begins,
-    and N. groups: (rows, length) of consecutive rows that are equally long.
+    source_indices: (N,) flat index into the padded rows (B, T) of each token of the stream. positions: (N,) position of
+    each token in its row. output_indices: (n,) indices into the stream of the positions asked for. cu_seqlens: (R + 1,)
+    int32, where each of R rows begins, and N. length_groups: (rows, length) of consecutive rows of equal length.
     """
 
     source_indices: Tensor
@@ -27,11 +27,11 @@ class PackedRows(NamedTuple):
 
 
 def pack_rows(shape: tuple[int, int], flat_positions: Tensor) -> PackedRows:
-    """Lay rows of tokens end to end, which are padded on the right to `shape` (B, T).
+    """Pack rows of tokens, padded on the right to `shape` (B, T), into one stream.
 
-    where: (n,) flat indices into B * T of the positions that are asked for. Attention is causal, so a row is cut
-    after the last of them, and left out where there is none. The stream has one token at least: the ranks of a run
-    must all make a gradient of every weight, also in a pass that asks for nothing.
+    flat_positions: (n,) flat indices into B * T of the positions that are asked for. Attention is causal, so a row is
+    cut after the last of them, and left out if it has none. The stream has at least one token: all ranks of a run must
+    have a gradient of every weight, even in a pass that asks for nothing.
     """
     (rows, width), device = shape, flat_positions.device
     row_of_position, column_of_position = flat_positions // width, flat_positions % width
@@ -70,7 +70,7 @@ def _can_use_varlen(q: Tensor) -> bool:
 
 @cache
 def _import_varlen_attn() -> Callable[..., Any] | None:
-    """torch's kernel, where this torch has one. Its module takes longer to import than the model: only where used."""
+    """torch's kernel, None if this torch has none. Imported late: its module takes longer to import than the model."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:  # torch before 2.10
@@ -79,7 +79,7 @@ def _import_varlen_attn() -> Callable[..., Any] | None:
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Tensor:
-    """`causal_attention` in one call."""
+    """`causal_attention` in one call of torch's kernel."""
     cu_seqlens, max_length, varlen_attn = packed.cu_seqlens, packed.length_groups[-1][1], _import_varlen_attn()
     assert varlen_attn is not None
     attention_output = varlen_attn(
@@ -90,11 +90,11 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Tenso
 
 
 def attend_by_length(q: Tensor, k: Tensor, v: Tensor, packed: PackedRows) -> Tensor:
-    """`causal_attention` in a call for each group of equally long rows: views of the stream, nothing is padded."""
+    """`causal_attention` with one call per group of equally long rows: views of the stream, without padding."""
     sizes = [rows * length for rows, length in packed.length_groups]
     outputs = []
     for group, *qkv in zip(packed.length_groups, q.split(sizes), k.split(sizes), v.split(sizes), strict=True):
-        heads = [part.view(*group, *part.shape[1:]).transpose(1, 2) for part in qkv]
+        heads = [tensor.view(*group, *tensor.shape[1:]).transpose(1, 2) for tensor in qkv]
         output = F.scaled_dot_product_attention(
             heads[0], heads[1], heads[2], is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )

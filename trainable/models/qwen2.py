@@ -1,7 +1,7 @@
-"""The Qwen2 architecture in plain torch, with the hub's parameter names, for two uses a general forward does badly.
+"""Qwen2 in plain torch, with the hub's parameter names, for two uses that a general forward serves badly.
 
-`hidden_at` runs whole sequences without padding and finishes the last layer only where a token is trained; `extend`
-grows a key-value cache whose slots all rows share. Both give the numbers of transformers' Qwen2ForCausalLM.
+`compute_hidden_states` runs whole sequences without padding and finishes the last layer only at trained tokens;
+`extend` grows a key-value cache whose slots all rows share. Both agree with transformers' Qwen2ForCausalLM.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from trainable.models.qwen2_shape import Qwen2Shape, compute_rotary
 
 
 class PassSettings(NamedTuple):
-    """How a network's passes are computed; its weights are float32 whatever they say.
+    """How a network's passes are computed; its weights are float32 in any case.
 
-    dtype: of products; in bfloat16, under torch.autocast, residuals, norms and rotary positions stay float32.
-    recompute: in passes with gradients keep each block's input only, and run the block again in the backward pass.
+    dtype: type of matrix products; with bfloat16 (torch.autocast), residuals, norms and rotary positions stay float32.
+    recompute: gradient checkpointing: keep only each block's input and run the block again in the backward pass.
     """
 
     dtype: torch.dtype = torch.float32
@@ -40,7 +40,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`x` (..., size) over its root mean square, times the gain."""
         output = F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        device_type = x.device.type  # what autocast's products want is cast once here, and not for each of them
+        device_type = x.device.type  # under autocast, cast once here instead of once per product
         return output.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else output
 
 
@@ -82,14 +82,14 @@ class Attention(nn.Module):
         return causal_attention(*self.project_heads(x, cos, sin), packed)
 
     def attend_cached(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
-        """Attention of `x` (B, q, hidden) over the cache, whose next q slots it fills; `bias` (B, q, used + q)."""
+        """Attention of `x` (B, q, hidden) over the cache, filling its next q slots; `bias` (B, q, used + q)."""
         batch, new_tokens, _ = x.shape
         q, k, v = self.project(x, cos, sin)
         keys, values = cache.write(layer, k, v)
         groups = self.heads // self.kv_heads
-        # Queries of the heads that share a key head become rows of one product: no key is copied.
+        # Queries of the heads that share a key head become rows of one product, so that no key is copied.
         folded_queries = q.reshape(batch, self.kv_heads, groups * new_tokens, self.head_dim)
-        if q.dtype == torch.bfloat16:  # whose scores only the fused attention keeps in float32
+        if q.dtype == torch.bfloat16:  # only the fused attention keeps scores in float32
             return self._attend_fused(folded_queries, keys, values, bias)
         scores = folded_queries @ keys.transpose(-1, -2) * self.head_dim**-0.5
         scores = scores.view(batch, self.kv_heads, groups, new_tokens, -1) + bias[:, None, None]
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         return attention_output.transpose(1, 2).reshape(batch, new_tokens, -1)
 
     def attend_tree(self, x: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, layer: int, bias: Tensor) -> Tensor:
-        """Attention of `x` (B, q, hidden) over the cache, which stays as it is, and itself; `bias` (B, q, used + q)."""
+        """Attention of `x` (B, q, hidden) over itself and the cache, which is not changed; `bias` (B, q, used + q)."""
         batch, new_tokens, _ = x.shape
         q, k, v = self.project(x, cos, sin)
         keys = torch.cat((cache.keys[layer][:, :, : cache.used_slots], k), dim=2)
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         )
 
     def _attend_fused(self, folded_queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        """Attention of queries folded as in `cached` under `bias` (B, q, slots): `(B, q, hidden)`."""
+        """Attention of queries folded as in `attend_cached` under `bias` (B, q, slots): `(B, q, hidden)`."""
         batch, new_tokens, _ = bias.shape
         mask = bias.repeat(1, self.heads // self.kv_heads, 1)[:, None].to(folded_queries.dtype)
         attention_output = F.scaled_dot_product_attention(folded_queries, keys, values, attn_mask=mask)
@@ -145,7 +145,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
 
     def forward_packed(self, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows, is_last: bool) -> Tensor:
-        """The block over the rows of a stream `x` (N, hidden), finished only where it is asked for if `is_last`."""
+        """The block over the rows of a stream `x` (N, hidden); if `is_last`, finished only at positions asked for."""
         attention_output = self.self_attn.attend_causal(self.input_layernorm(x), cos, sin, packed)
         if is_last:
             x, attention_output = (
@@ -161,7 +161,7 @@ class Layer(nn.Module):
 
 
 class Qwen2Trunk(nn.Module):
-    """Embedding, blocks and final norm: tokens to hidden states, which are in the type of `passes`."""
+    """Embedding, blocks and final norm: tokens to hidden states, which are in the type of `pass_settings`."""
 
     def __init__(self, shape: Qwen2Shape) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Qwen2Trunk(nn.Module):
 
     @property
     def needs_padding(self) -> bool:
-        """Rows are read without padding."""
+        """False: rows are packed without padding."""
         return False
 
     @property
@@ -182,18 +182,18 @@ class Qwen2Trunk(nn.Module):
         return cast(list[Layer], list(self.layers))
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """What every pass runs under: nothing, where it computes in the type of its weights."""
+        """The autocast context of every pass; none if passes compute in the type of the weights."""
         dtype = self.pass_settings.dtype
-        # A pass uses each weight once: casts that are kept for a second use would only hold memory.
+        # A pass uses each weight once: cached casts would only take memory.
         return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype, cache_enabled=False)
 
     def _run_layer(
         self, layer: Layer, x: Tensor, cos: Tensor, sin: Tensor, packed: PackedRows, is_last: bool
     ) -> Tensor:
-        """`layer.whole`, of which a pass with gradients keeps only the input where blocks are recomputed."""
+        """`layer.forward_packed`, with gradient checkpointing if blocks are recomputed and gradients are on."""
         if not (self.pass_settings.recompute and torch.is_grad_enabled()):
             return layer.forward_packed(x, cos, sin, packed, is_last)
-        # No block draws random numbers, so their state need not be kept.
+        # Blocks draw no random numbers, so the generator's state need not be saved.
         return checkpoint(
             layer.forward_packed, x, cos, sin, packed, is_last, use_reentrant=False, preserve_rng_state=False
         )
@@ -201,14 +201,14 @@ class Qwen2Trunk(nn.Module):
     def compute_hidden_states(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
         """Hidden states at chosen positions of whole sequences.
 
-        tokens: (B, T) from position 0 on, right-padded with anything. where: (N,) flat indices into B * T, none of
-        them padding. Returns (N, hidden). Tokens after a row's last chosen position are not run, and the last block is
-        finished at `where` only: neither changes a number.
+        tokens: (B, T) from position 0 on, right-padded with anything. flat_positions: (N,) flat indices into B * T,
+        none of them padding. Returns (N, hidden). Tokens after a row's last chosen position are not computed, and the
+        last block is finished only at `flat_positions`: neither changes a number.
         """
         packed = pack_rows((tokens.shape[0], tokens.shape[1]), flat_positions)
         last_layer = len(self.layers) - 1
         angles = compute_rotary(torch.arange(packed.length_groups[-1][1], device=tokens.device), self.shape)
-        cos, sin = (part.index_select(0, packed.positions) for part in angles)
+        cos, sin = (table.index_select(0, packed.positions) for table in angles)
         with self._autocast(tokens.device):
             x = self.embed_tokens(tokens.flatten().index_select(0, packed.source_indices))
             for layer_index, layer in enumerate(self.blocks):
@@ -216,13 +216,13 @@ class Qwen2Trunk(nn.Module):
             return self.norm(x)
 
     def make_cache(self, rows: int, slots: int) -> KVCache:
-        """An empty cache of `rows` rows, with room for `slots` tokens of each."""
+        """An empty cache of `rows` rows with `slots` slots each."""
         return KVCache(rows, slots, self.embed_tokens.weight)
 
     def extend(self, tokens: Tensor, positions: Tensor, valid: Tensor, cache: KVCache) -> Tensor:
         """Append tokens to the cache's first B rows; hidden state of the last one.
 
-        tokens, positions, valid: (B, q); fillers (valid False) stand on the left. Returns (B, hidden). Rows beyond the
+        tokens, positions, valid: (B, q); fillers (valid False) are on the left. Returns (B, hidden). Rows beyond the
         first B get a filler.
         """
         bias = cache.append_slots(valid)
@@ -241,10 +241,10 @@ class Qwen2Trunk(nn.Module):
             return self.norm(x)
 
     def _get_angles(self, positions: Tensor, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of positions, from the cache's table, which is made as long as the cache has become."""
+        """Cosines and sines of positions, from the cache's table, which is recomputed when the cache has grown."""
         slots = cache.bias.shape[1]
         if cache.angles is None or len(cache.angles[0]) < slots:
-            # A row's positions are below its slots, packed or not: the table reaches all of them.
+            # A row's positions are below its number of slots, packed or not: the table covers all of them.
             cache.angles = compute_rotary(torch.arange(slots, device=positions.device), self.shape)
         return cache.angles[0][positions], cache.angles[1][positions]
 
@@ -253,8 +253,8 @@ class Qwen2Trunk(nn.Module):
     ) -> Tensor:
         """Hidden states of one tree of tokens after every row of the cache, which is only read.
 
-        tokens: (F,). depths: (F,), 0 for a token right after the row. sees: (F, F) bool, True at a token's own column
-        and its ancestors'. lengths: (B,) tokens of each row. Returns (B, F, hidden).
+        tokens: (F,). depths: (F,), 0 for a token right after the row. tree_mask: (F, F) bool, True in the columns of a
+        token and of its ancestors. lengths: (B,) tokens per row. Returns (B, F, hidden).
         """
         rows = len(lengths)
         bias = cache.make_tree_bias(tree_mask, rows)
@@ -272,7 +272,7 @@ class LanguageHead(nn.Linear):
     """Hidden states to the vocabulary, in the type of the hidden states."""
 
     def forward(self, hidden: Tensor, head_function: Callable[[Tensor, Tensor], Any] | None = None) -> Any:
-        """Logits (..., V) of `hidden` (..., h); or `of(hidden, weight)`, which need not make them whole."""
+        """Logits (..., V) of `hidden` (..., h); or head_function(hidden, weight), which may avoid whole logits."""
         return (
             F.linear(hidden, self.weight.to(hidden.dtype))
             if head_function is None
@@ -281,7 +281,7 @@ class LanguageHead(nn.Linear):
 
 
 class ValueHead(nn.Linear):
-    """Hidden states to one value each, in float32: it costs nothing, and returns are not rounded."""
+    """Hidden states to one value each, in float32: this costs almost nothing and does not round returns."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Values (..., 1) of `hidden` (..., h)."""
@@ -289,7 +289,7 @@ class ValueHead(nn.Linear):
 
 
 class Qwen2(nn.Module):
-    """Trunk and language-model head; parameters named as the hub names them."""
+    """Trunk and language-model head, with the hub's parameter names."""
 
     def __init__(self, shape: Qwen2Shape) -> None:
         super().__init__()
@@ -300,16 +300,16 @@ class Qwen2(nn.Module):
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def to_hub_name(self, name: str) -> str:
-        """The weight `name` as the hub calls it: by that name."""
+        """The hub's name of the weight `name`: the same."""
         return name
 
     def to_module_name(self, name: str) -> str:
-        """The module `name` as transformers calls it: by that name."""
+        """The name that transformers gives to the module `name`: the same."""
         return name
 
 
 class ValueModel(nn.Module):
-    """A trunk with a head of one output: the critic."""
+    """The critic: a trunk with a value head."""
 
     def __init__(self, shape: Qwen2Shape) -> None:
         super().__init__()
@@ -318,5 +318,5 @@ class ValueModel(nn.Module):
         self.score = ValueHead(shape.hidden_size, 1)
 
     def compute_values(self, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-        """Values (N,) at flat positions `where` (N,) of `tokens` (B, T)."""
+        """Values (N,) at `flat_positions` (N,) of `tokens` (B, T)."""
         return self.score(self.model.compute_hidden_states(tokens, flat_positions)).squeeze(-1)

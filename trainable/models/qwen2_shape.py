@@ -1,4 +1,4 @@
-"""Sizes of a Qwen2 model as its config.json gives them, and the rotary positions that follow from them."""
+"""Sizes of a Qwen2 model, from its config.json, and its rotary position embedding."""
 
 import json
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from trainable.config.constants import QWEN2_ARCHITECTURE
 
 @dataclass(frozen=True)
 class Qwen2Shape:
-    """Sizes of a model, as its config.json names them."""
+    """Sizes of a model, named as in its config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -38,25 +38,26 @@ class Qwen2Shape:
 
     @property
     def block_weights(self) -> tuple[int, int]:
-        """Weights of one block's products: before its attention, and after it, where the last block is finished."""
+        """Weights that one block multiplies a token with, before and after its attention (see `interface.Shape`)."""
         hidden, kv = self.hidden_size, self.num_key_value_heads * self.head_dim
         return hidden * (hidden + 2 * kv), hidden * (hidden + 3 * self.intermediate_size)
 
     @staticmethod
     def read(folder: Path) -> "Qwen2Shape":
-        """The shape of the model in `folder`; ValueError for another architecture, naming it."""
+        """The shape of the model in `folder`; ValueError that names the architecture if it is another."""
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         architecture = (config.get("architectures") or [config.get("model_type")])[0]
         if architecture != QWEN2_ARCHITECTURE:
             raise ValueError(
-                f"The model in {folder} is a {architecture}; the torch engine runs {QWEN2_ARCHITECTURE} (Qwen2 and Qwen2.5). "
-                f"Give a Qwen2 model with --model."
+                f"The model in {folder} is a {architecture}; the torch engine runs {QWEN2_ARCHITECTURE} (Qwen2 and "
+                f"Qwen2.5). Choose a Qwen2 model with --model."
             )
+        # transformers 5 writes rope_parameters; earlier versions wrote rope_theta and rope_scaling.
         rope = config.get("rope_parameters") or {}
         rope_type = rope.get("rope_type") or (config.get("rope_scaling") or {}).get("rope_type") or "default"
         if rope_type != "default":
             raise ValueError(
-                f"The model in {folder} scales its rotary positions ({rope_type}); the torch engine does not."
+                f"The model in {folder} scales its rotary positions ({rope_type}), which the torch engine cannot do."
             )
         eos = config["eos_token_id"]
         return Qwen2Shape(

@@ -1,1 +1,1 @@
-"""sokoban-tiny: its weights, its tokenizer and the recipe that makes it."""
+"""sokoban-tiny, the shipped policy: its weights, its tokenizer and the recipe that makes them."""

@@ -1,4 +1,4 @@
-"""Make sokoban-tiny again: `python -m trainable.tiny --output DIR` (a few CPU minutes)."""
+"""Rebuild sokoban-tiny: `python -m trainable.tiny --output DIR` (a few CPU minutes)."""
 
 import argparse
 from pathlib import Path
@@ -24,26 +24,26 @@ LAPTOP_OVERRIDES = {
 
 
 def main() -> None:
-    """Make the model, or with --evaluate play the validation and test levels with one that is there."""
+    """Make the model and evaluate it, or with --evaluate only evaluate an existing model."""
     parser = argparse.ArgumentParser(
         prog="python -m trainable.tiny",
-        description="Make the shipped tiny policy again from solver demonstrations, or evaluate a policy.",
+        description="Rebuild the shipped tiny policy from solver demonstrations, or evaluate a policy.",
         epilog="Example: python -m trainable.tiny --output my-sokoban-tiny",
     )
-    parser.add_argument("--output", type=Path, default=Path("sokoban_tiny"), help="folder to write (new or empty)")
-    parser.add_argument("--evaluate", metavar="MODEL", help="evaluate this model (sokoban-tiny, or a folder) instead")
+    parser.add_argument("--output", type=Path, default=Path("sokoban_tiny"), help="folder for the model (new or empty)")
+    parser.add_argument("--evaluate", metavar="MODEL", help="only evaluate this model (sokoban-tiny, or a folder)")
     arguments = parser.parse_args()
     if arguments.evaluate:
         evaluate(arguments.evaluate)
         return
     if arguments.output.exists() and any(arguments.output.iterdir()):
-        parser.error(f"{arguments.output} is not empty; name a new folder with --output")
+        parser.error(f"{arguments.output} is not empty: choose a new folder with --output")
     make_model(arguments.output, Recipe(), lambda line: print(line, flush=True))
     evaluate(str(arguments.output))
 
 
 def evaluate(path: str) -> None:
-    """Print sampled and greedy success of an untrained policy on validation and test levels."""
+    """Print the sampled and greedy success of the policy at `path` on validation and test levels, without training."""
     torch.set_num_threads(1)
     trainer = PPOTrainer(apply_overrides(RunConfig(), {**LAPTOP_OVERRIDES, "model.path": path}))
     sampled_evaluation, (final_evaluation, _) = trainer.evaluate("val", "sampled"), trainer.evaluate_final()

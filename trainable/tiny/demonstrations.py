@@ -1,4 +1,4 @@
-"""Dialogues in which a solver plays Sokoban in the compact protocol, with habits that reinforcement can mend."""
+"""Demonstrations for supervised training: a solver plays Sokoban in the compact prompt, with habits that RL can fix."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ _MOVES = tuple(PLAN_LETTERS)
 
 @dataclass(frozen=True)
 class Habits:
-    """How the demonstrator strays: shares of turns, drawn independently.
+    """The demonstrator's bad habits: fractions of turns, drawn independently.
 
-    detour: the plan begins with a legal move that leaves the level solvable but brings it no nearer.
-    careless: the thought is right, the answer's actions are drawn at random.
-    unfinished: the reply ends after its thought, which is malformed.
+    detour: the plan begins with a legal move that leaves the level solvable but brings it no nearer to its solution.
+    careless: the thought is right, but the actions of the answer are random.
+    unfinished: the reply ends after its thought and is malformed.
     """
 
     detour: float = 0.0
@@ -35,7 +35,7 @@ class Habits:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a dialogue: its text, and whether the model is to learn it."""
+    """A segment of a dialogue: its text, and whether the model is trained on it."""
 
     text: str
     is_trained: bool
@@ -50,7 +50,7 @@ def make_dialogue(
     max_actions_per_turn: int,
     max_actions: int,
 ) -> list[Segment]:
-    """One episode played by the demonstrator under the protocol's limits: given and replied text in turn."""
+    """One episode of the demonstrator under the limits of an episode: prompt and reply segments in turn."""
     cells, table = level.cells, compute_distance_table(level.cells)
     segments = [Segment(template.format_first_turn(Observation(1, cells, max_actions)), False)]
     actions_left = max_actions
@@ -74,7 +74,7 @@ def make_dialogues(
     max_actions_per_turn: int,
     max_actions: int,
 ) -> Iterator[list[Segment]]:
-    """One dialogue a level, each level turned or mirrored at random."""
+    """One dialogue per level, each level rotated or mirrored at random."""
     for level in levels:
         cells = np.rot90(level.cells, int(rng.integers(4)))
         if rng.integers(2):
@@ -101,23 +101,23 @@ def _make_reply(
 
 
 def _find_cell(cells: Cells, tiles: tuple[Tile, ...]) -> int:
-    """Flat place of the one thing that is any of `tiles`."""
+    """Flat index of the one cell whose tile is one of `tiles`."""
     return next(spot for spot, tile in enumerate(cells.ravel().tolist()) if tile in tiles)
 
 
 def _plan_actions(
     player: int, box: int, cols: int, table: Distances, rng: np.random.Generator, has_detour: bool
 ) -> list[Action]:
-    """A shortest plan with ties drawn at random, after a detour if one is asked for and there is one.
+    """A shortest plan with random tie-breaking, after a detour if `has_detour` and a detour exists.
 
-    The table alone tells where a move leads: a place with a distance of 0 or more can be stood on.
+    The table alone decides which moves are legal: cells with a distance of 0 or more can be entered.
     """
     plan: list[Action] = []
     while (distance := int(table[player, box])) > 0:
         moves = [(action, *_move(player, box, action, cols)) for action in _MOVES]
         is_detour = has_detour and not plan
-        candidates = [way for way in moves if _is_candidate(int(table[way[1], way[2]]), distance, is_detour)]
-        if is_detour and not candidates:
+        candidates = [move for move in moves if _is_candidate(int(table[move[1], move[2]]), distance, is_detour)]
+        if is_detour and not candidates:  # every other move is blocked, solves the level or makes it unsolvable
             has_detour = False
             continue
         action, player, box = candidates[rng.integers(len(candidates))]
@@ -132,12 +132,12 @@ def _move(player: int, box: int, action: Action, cols: int) -> tuple[int, int]:
 
 
 def _is_candidate(next_distance: int, distance: int, is_detour: bool) -> bool:
-    """On the shortest path; or, straying, off it with the level unsolved and still solvable."""
+    """Whether a move is on a shortest path; for a detour, off it, with the level unsolved and still solvable."""
     return next_distance > 0 and next_distance != distance - 1 if is_detour else next_distance == distance - 1
 
 
 def _play_actions(cells: Cells, actions: Sequence[Action]) -> tuple[Cells, float, bool, int]:
-    """The level after `actions`, their summed reward, whether it is solved, and how many were played."""
+    """The level after `actions`, their summed reward, whether it is solved, and how many actions were executed."""
     reward, solved, action_count = 0.0, False, 0
     for action in actions:
         outcome = step(cells[None], np.array([action]))

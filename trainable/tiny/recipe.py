@@ -1,7 +1,7 @@
-"""How sokoban-tiny is made: a solver's demonstrations, first clean ones, then ones with habits that PPO can mend.
+"""Train sokoban-tiny on a solver's demonstrations: first clean ones, then ones with bad habits that PPO can fix.
 
-The clean stage teaches the game. The second stage teaches to waste moves (visible in greedy play) and to be careless
-now and then (visible in sampled play only), so that the shipped policy knows more than it shows.
+The first stage teaches the game. The second stage teaches the policy to waste moves (visible in greedy play) and to be
+careless at times (visible only in sampled play), so that the shipped policy knows more than it shows.
 """
 
 import json
@@ -29,7 +29,7 @@ from trainable.tiny.tokenizer import PAD, build_tokenizer, make_vocabulary, writ
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of supervised training: dialogues shown once each, learning rate falling linearly to `last_lr`."""
+    """A stage of supervised training: one epoch over `dialogues`, the learning rate decaying linearly to `last_lr`."""
 
     dialogues: int
     lr: float
@@ -39,7 +39,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that the shipped weights depend on."""
+    """Everything that the shipped weights depend on."""
 
     seed: int = 0
     batch: int = 32
@@ -49,8 +49,8 @@ class Recipe:
     )
 
 
-MAX_TURNS, MAX_ACTIONS_PER_TURN, MAX_ACTIONS = 5, 2, 10
-STAGE_LEVEL_STRIDE = 10_000_000  # so that no stage reaches the levels of the next
+MAX_TURNS, MAX_ACTIONS_PER_TURN, MAX_ACTIONS = 5, 2, 10  # the defaults of env.max_turn and its neighbours
+STAGE_LEVEL_STRIDE = 10_000_000  # so that no stage reaches the level seeds of the next
 
 
 def make_shape() -> Qwen2Shape:
@@ -81,13 +81,13 @@ def make_model(folder: Path, recipe: Recipe, log: Callable[[str], None]) -> None
         examples = make_examples(stage, number * STAGE_LEVEL_STRIDE, rng)
         log(f"stage {number + 1}: {len(examples)} dialogues, {time.process_time() - start_time:.0f} s")
         loss = train(model, examples, stage, recipe.batch, rng)
-        log(f"stage {number + 1}: loss {loss:.3f} nats a token, {time.process_time() - start_time:.0f} s")
+        log(f"stage {number + 1}: loss {loss:.3f} nats per token, {time.process_time() - start_time:.0f} s")
     write_model(model, folder)
     (folder / "recipe.json").write_text(json.dumps(asdict(recipe), indent=1) + "\n", encoding="utf-8")
 
 
 def make_initial_model(seed: int) -> Qwen2:
-    """Random weights of the tiny shape: normal, standard deviation 0.02 times the usual scale of small models."""
+    """Random normal weights: standard deviation 0.02 for the embedding, 0.5 / sqrt(inputs) for matrices; biases 0."""
     model = Qwen2(make_shape())
     generator = torch.Generator().manual_seed(int(make_rng(seed, "weights").integers(2**62)))
     for name, weight in model.named_parameters():
@@ -101,16 +101,16 @@ def make_initial_model(seed: int) -> Qwen2:
 
 @dataclass(frozen=True)
 class Example:
-    """A dialogue as tokens (T,), and which of them (T,) the model is to predict."""
+    """A dialogue as tokens (T,), and a mask (T,) of the tokens that the model is trained to predict."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
 
 
-def make_examples(stage: Stage, first_level: int, rng: np.random.Generator) -> list[Example]:
-    """The stage's dialogues on demonstration levels `first_level`, `first_level` + 1, ..., each level once."""
+def make_examples(stage: Stage, first_index: int, rng: np.random.Generator) -> list[Example]:
+    """The stage's dialogues on demonstration levels from `first_index` on, each level once."""
     template = make_prompt_template("compact", "grid", MAX_ACTIONS)
-    levels = make_demonstration_levels(stage.dialogues, first_level)
+    levels = make_demonstration_levels(stage.dialogues, first_index)
     tokenizer = build_tokenizer()
     demonstrations = make_dialogues(levels, template, stage.habits, rng, MAX_TURNS, MAX_ACTIONS_PER_TURN, MAX_ACTIONS)
     return [_encode(tokenizer, segments) for segments in demonstrations]
@@ -118,12 +118,12 @@ def make_examples(stage: Stage, first_level: int, rng: np.random.Generator) -> l
 
 def _encode(tokenizer: Tokenizer, segments: Sequence[Segment]) -> Example:
     ids = [encoding.ids for encoding in tokenizer.encode_batch([segment.text for segment in segments])]
-    loss_masks = [np.full(len(part), segment.is_trained) for part, segment in zip(ids, segments, strict=True)]
-    return Example(np.concatenate([np.array(part) for part in ids]), np.concatenate(loss_masks))
+    loss_masks = [np.full(len(tokens), segment.is_trained) for tokens, segment in zip(ids, segments, strict=True)]
+    return Example(np.concatenate([np.array(tokens) for tokens in ids]), np.concatenate(loss_masks))
 
 
 def train(model: Qwen2, examples: Sequence[Example], stage: Stage, batch_size: int, rng: np.random.Generator) -> float:
-    """One pass over the examples; the mean loss of the last tenth."""
+    """Train for one epoch over the examples; returns the mean loss of the last tenth of steps, in nats per token."""
     steps = len(examples) // batch_size
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01)
     losses: list[float] = []
@@ -143,8 +143,9 @@ def train(model: Qwen2, examples: Sequence[Example], stage: Stage, batch_size: i
 def _iter_batches(
     examples: Sequence[Example], batch_size: int, rng: np.random.Generator
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Tokens (B, T), the flat positions (N,) from which a learned token is predicted, and those tokens (N,)."""
+    """Tokens (B, T), the flat positions (N,) that predict a trained token, and those tokens (N,)."""
     order = rng.permutation(len(examples))
+    # A last, smaller batch is dropped.
     for start in range(0, len(order) - batch_size + 1, batch_size):
         batch_examples = [examples[index] for index in order[start : start + batch_size]]
         longest = max(len(example.tokens) for example in batch_examples)
@@ -156,13 +157,13 @@ def _iter_batches(
         rows, columns = np.nonzero(loss_mask)
         yield (
             torch.from_numpy(tokens),
-            torch.from_numpy(rows * longest + columns - 1),
+            torch.from_numpy(rows * longest + columns - 1),  # a token is predicted at the position before it
             torch.from_numpy(tokens[rows, columns]),
         )
 
 
 def write_model(model: Qwen2, folder: Path) -> None:
-    """Write the model and its tokenizer as the hub does: config.json, model.safetensors, tokenizer files."""
+    """Write the model and its tokenizer in the hub's layout: config.json, model.safetensors, tokenizer files."""
     shape, pieces = model.shape, make_vocabulary()
     folder.mkdir(parents=True, exist_ok=True)
     config = {

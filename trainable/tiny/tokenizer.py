@@ -1,8 +1,8 @@
-"""The tokenizer of sokoban-tiny: a few hundred pieces of the compact protocol's text, in the hub's file format.
+"""The tokenizer of sokoban-tiny: a few hundred pieces of the compact prompt's text, in the hub's file format.
 
-Two neighbouring cells of a level are one token, as a byte-pair tokenizer trained on this text would have it, and so is
-each fixed stretch of the template. Pieces are matched longest first at each place, and every symbol that a level or a
-reply can hold is also a piece of its own, so that any text of the protocol is restored to the letter from its tokens.
+Two neighbouring cells of a level are one token, as in a byte-pair tokenizer trained on this text, and so is each fixed
+part of the template. The longest matching piece wins. Every symbol of a level or a reply is also a piece by itself, so
+that decoding restores any text of the prompts and replies exactly.
 """
 
 import itertools
@@ -26,17 +26,17 @@ from trainable.envs.sokoban.text import SYMBOLS
 PAD = "<|endoftext|>"
 UNKNOWN = "<|unknown|>"
 PLAN_LETTERS: dict[Action, str] = {action: action.name[0] for action in Action if action != Action.NONE}
-ACTIONS_SHOWN = 10
+ACTIONS_SHOWN = 10  # as many actions and turns as an episode has by default: env.max_actions_per_traj, env.max_turn
 TURNS_SHOWN = 5
 
 
 def format_place(symbol: str, row: int, col: int) -> str:
-    """How a thought names where a thing stands: "P32 " is the player at row 3, column 2."""
+    """How a thought writes a position: "P32 " is the player at row 3, column 2."""
     return f"{symbol}{row}{col} "
 
 
 def _can_neighbour(first: str, second: str) -> bool:
-    """Whether a one-box level can hold both: one player, one box and one target at most."""
+    """Whether a one-box level can contain both: at most one player, one box and one target."""
     contents = {"O": "target", "√": "target box", "X": "box", "P": "player", "S": "player target"}
     return not set(contents.get(first, "").split()) & set(contents.get(second, "").split())
 
@@ -45,7 +45,7 @@ def make_vocabulary() -> list[str]:
     """All pieces, in the order of their ids."""
     cells = [SYMBOLS[tile] for tile in Tile]
     pairs = [a + b for a, b in itertools.product(cells, cells) if _can_neighbour(a, b)]
-    inner_range = range(1, 5)
+    inner_range = range(1, 5)  # rows and columns of a 6x6 level without its walls
     turn_end = CHATML.reply_prefix + START_OF_THOUGHT
     return list(
         dict.fromkeys(
@@ -86,12 +86,12 @@ def make_vocabulary() -> list[str]:
 
 
 def build_tokenizer() -> Tokenizer:
-    """The tokenizer as the hub's fast format."""
+    """The tokenizer in the format of Hugging Face's fast tokenizers."""
     pieces = make_vocabulary()
     tokenizer = Tokenizer(models.WordLevel({piece: number for number, piece in enumerate(pieces)}, unk_token=UNKNOWN))
     tokenizer.decoder = decoders.Fuse()
-    # Added tokens are matched leftmost and longest, before any rule of the model type: transformers gives every Qwen2
-    # model its own byte-pair rules, whatever class the files name, and would cut these pieces apart.
+    # Added tokens are matched leftmost and longest, before any rule of the model type. Otherwise transformers would
+    # apply byte-pair rules, which it gives to every Qwen2 model whatever class the files name, and split these pieces.
     special_pieces = [END_OF_MESSAGE, PAD, UNKNOWN]
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in pieces if piece not in special_pieces])
     tokenizer.add_special_tokens([AddedToken(piece, normalized=False, special=True) for piece in special_pieces])
@@ -99,7 +99,7 @@ def build_tokenizer() -> Tokenizer:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Write tokenizer.json and tokenizer_config.json, as AutoTokenizer reads them."""
+    """Write tokenizer.json and tokenizer_config.json, which AutoTokenizer reads."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(

@@ -57,7 +57,10 @@ def test_a_run_without_adapters_keeps_the_name_that_it_had_before_there_were_any
 
 
 def test_a_run_without_adapters_does_not_import_peft() -> None:
-    code = "import sys; from tests.fakes.trainers import make_quiet_trainer; make_quiet_trainer().step(); print('peft' in sys.modules)"
+    code = (
+        "import sys; from tests.fakes.trainers import make_quiet_trainer; make_quiet_trainer().step(); "
+        "print('peft' in sys.modules)"
+    )
     root = Path(__file__).parents[3]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -300,5 +300,7 @@ def test_a_tensor_that_the_files_lack_is_named(tmp_path: Path) -> None:
     weights = causal.state_dict()
     weights.pop("model.norm.weight")
     causal.save_pretrained(tmp_path, state_dict=weights)
-    with pytest.raises(ValueError, match=r"is not whole: 1 of its tensors .* \(model\.norm\.weight\)\. Fetch it again"):
+    with pytest.raises(
+        ValueError, match=r"is incomplete: 1 of its tensors .* \(model\.norm\.weight\)\. Download it again"
+    ):
         load_hub_model(tmp_path, [])

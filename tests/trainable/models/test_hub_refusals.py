@@ -58,7 +58,7 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
     causal, model = make_wrapped_model("llama")
     for layer in causal.model.layers:
         layer.self_attn.is_causal = False
-    with pytest.raises(ValueError, match="a pass over other tokens after those asked about does not give"):
+    with pytest.raises(ValueError, match="a pass with other tokens after the positions asked for does not give"):
         check_exact(causal, model, Path())
 
 

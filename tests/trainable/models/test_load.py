@@ -65,14 +65,14 @@ def test_the_shipped_model_is_found_by_its_name() -> None:
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is not a model: it holds no config\.json\. .*sokoban-tiny"):
+    with pytest.raises(ValueError, match=r"is not a model: it has no config\.json\. .*sokoban-tiny"):
         find_model(str(tmp_path))
 
 
 def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
     write(make_random_model(make_qwen2_shape()), tmp_path)
     (tmp_path / "model-00001-of-00001.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"holds no \.safetensors file"):
+    with pytest.raises(ValueError, match=r"has no \.safetensors file"):
         load_policy(str(tmp_path), CPU)
 
 

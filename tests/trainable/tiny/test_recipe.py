@@ -155,7 +155,7 @@ def test_the_command_does_not_write_into_a_folder_that_holds_something(
     monkeypatch.setattr("sys.argv", ["trainable.tiny", "--output", str(tmp_path)])
     with pytest.raises(SystemExit, match="2"):
         command.main()
-    assert "is not empty; name a new folder with --output" in capsys.readouterr().err
+    assert "is not empty: choose a new folder with --output" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 

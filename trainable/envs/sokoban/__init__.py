@@ -1,1 +1,1 @@
-"""Sokoban: board, published levels, solver, text, prompt."""
+"""Sokoban: board, published levels, solver, text rendering, prompts."""

@@ -1,4 +1,4 @@
-"""The game on a batch of boards: tiles, actions, and what one action does to each board."""
+"""The rules of Sokoban on a batch of boards: tiles, actions, and one step."""
 
 from enum import IntEnum
 from functools import lru_cache
@@ -16,10 +16,10 @@ REWARD_SOLVED = 10.0
 
 
 class Tile(IntEnum):
-    """What one cell of a board holds.
+    """The content of one cell of a board.
 
     The published code writes 5 for every player and keeps the targets in a second array. Here a player on a target
-    has a code of its own, so that one array is the whole board.
+    has a separate code, so that one array is the whole board.
     """
 
     WALL = 0
@@ -32,9 +32,9 @@ class Tile(IntEnum):
 
 
 class Action(IntEnum):
-    """What a board is asked to do; the codes 1 to 4 are the published ones and all four of them push.
+    """An action; the codes 1 to 4 are the published ones, and all four can push a box.
 
-    NONE is ours: the board does nothing and is paid nothing, so that finished boards can stay in a batch.
+    NONE is ours: it changes nothing and has reward 0, so that finished boards can stay in a batch.
     """
 
     NONE = 0
@@ -53,7 +53,7 @@ DIRECTIONS: dict[Action, tuple[int, int]] = {
 
 
 class Outcome(NamedTuple):
-    """What one action did to each of B boards.
+    """The result of one action on each of B boards.
 
     cells: int8 (B, R, C), the boards afterwards, a new array.
     rewards: float64 (B,).
@@ -68,15 +68,15 @@ class Outcome(NamedTuple):
 
 
 def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
-    """Do one action on each board.
+    """Execute one action on each board.
 
-    The player moves one cell if that cell is free, or holds a box and the cell behind the box is free; the box then
-    moves along. Free is floor or an empty target. Anything else leaves the board as it was.
+    The player moves one cell if that cell is free, or if it has a box and the cell behind the box is free; the box then
+    moves along. Floor and empty targets are free. Any other action leaves the board unchanged.
 
     reward = -0.1  +1 if a box came onto a target  -1 if one left a target  +10 if all targets are covered,
-    and 0 for Action.NONE. A blocked action costs its -0.1. What stood on a target before the action pays nothing
-    (the published code pays +1 for it on the first action). A board that is solved already pays the +10 again for
-    a further action, as published: whoever plays ends an episode at `solved`.
+    and 0 for Action.NONE. A blocked action costs -0.1. A box that was on a target before the action earns nothing
+    (in the published code it earns +1 on the first action). On a solved board every further action earns the +10
+    again, as published: the caller must end the episode at `solved`.
 
     cells: int8 (B, R, C), each board with a border of walls, one player, and as many boxes as targets
         (see `check_board`; the border is not checked here).
@@ -101,7 +101,7 @@ def step(cells: Cells, actions: npt.NDArray[np.integer]) -> Outcome:
 
 
 def is_solved(cells: Cells) -> npt.NDArray[np.bool_]:
-    """Say of each board whether every box stands on a target.
+    """Whether every box is on a target, for each board.
 
     cells: int8 (B, R, C). Returns bool (B,). A board without boxes counts as solved.
     """
@@ -111,12 +111,12 @@ def is_solved(cells: Cells) -> npt.NDArray[np.bool_]:
 
 
 def check_board(cells: Cells) -> None:
-    """Raise ValueError unless `cells` (R, C) is a board that `step` can play.
+    """Raise ValueError unless `step` can play the board `cells` (R, C).
 
     It needs a border of walls, exactly one player, and as many boxes as targets.
     """
     if cells.ndim != 2 or min(cells.shape) < 3:
-        raise ValueError(f"a board of shape {cells.shape}; a board has two axes of at least 3 cells each")
+        raise ValueError(f"board of shape {cells.shape}: must have two axes of at least 3 cells each")
     inner = cells[1:-1, 1:-1]
     if np.count_nonzero(cells) != np.count_nonzero(inner):
         raise ValueError("the border of a board must be all walls; surround the level with walls (#)")
@@ -131,7 +131,7 @@ def check_board(cells: Cells) -> None:
 
 def _check_actions(actions: npt.NDArray[np.integer], batch: int) -> None:
     if actions.shape != (batch,):
-        raise ValueError(f"actions of shape {actions.shape} for {batch} boards; pass one action a board: ({batch},)")
+        raise ValueError(f"actions of shape {actions.shape} for {batch} boards; pass one action per board: ({batch},)")
     if batch and not (actions.min() >= 0 and actions.max() <= _LAST_ACTION):
         raise ValueError(
             f"actions from {actions.min()} to {actions.max()}; the codes are 0 to {_LAST_ACTION} (`Action`)"
@@ -140,7 +140,7 @@ def _check_actions(actions: npt.NDArray[np.integer], batch: int) -> None:
 
 @lru_cache(maxsize=16)
 def _make_offsets(cols: int) -> npt.NDArray[np.intp]:
-    """Flat offsets (action, 3) from the player to itself, to the cell ahead, and to the cell behind that one."""
+    """Flat offsets (action, 3) from the player to its own cell, to the cell ahead, and to the cell behind that one."""
     ahead = np.zeros(len(Action), dtype=np.intp)
     for action, (row_step, col_step) in DIRECTIONS.items():
         ahead[action] = row_step * cols + col_step
@@ -150,7 +150,7 @@ def _make_offsets(cols: int) -> npt.NDArray[np.intp]:
 
 
 class _Tables(NamedTuple):
-    """What happens, for each triple (player, cell ahead, cell behind it) of tile codes, by triple @ _CODE_WEIGHTS."""
+    """Results for each triple of tile codes (player, cell ahead, cell behind it), indexed by triple @ _CODE_WEIGHTS."""
 
     tiles: Cells  # (triples, 3)
     rewards: npt.NDArray[np.float64]  # (triples,), without the bonus for a solved board
@@ -163,7 +163,7 @@ def _build_tables() -> _Tables:
     moved = np.zeros(len(triples), dtype=np.bool_)
     for row, (player, ahead, behind) in enumerate(triples.tolist()):
         if ahead >= Tile.PLAYER:
-            rewards[row] = 0.0  # the cell ahead is the player's own: only Action.NONE has no direction
+            rewards[row] = 0.0  # the cell ahead is the player's own cell, which happens only for Action.NONE
         elif player >= Tile.PLAYER and _is_free(ahead, behind):
             triples[row] = _advance(player, ahead, behind)
             rewards[row] += _compute_box_reward(ahead, behind)
@@ -193,7 +193,7 @@ def _compute_box_reward(ahead: int, behind: int) -> float:
     return 0.0
 
 
-# Plain integers: numpy widens an int8 array to compare it with a member of an IntEnum, and that is slow.
+# Plain integers: to compare an int8 array with an IntEnum member, numpy first widens the array, which is slow.
 _NONE = int(Action.NONE)
 _LAST_ACTION = int(max(Action))
 _BOX = int(Tile.BOX)

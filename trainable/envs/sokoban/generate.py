@@ -1,4 +1,4 @@
-"""Levels from seeds: the published generator, seed for seed, over integers instead of arrays."""
+"""Generate levels from seeds: the published generator, equal seed for seed, but on integers instead of arrays."""
 
 import hashlib
 import random
@@ -13,7 +13,7 @@ import numpy.typing as npt
 from trainable.envs.sokoban.board import Cells, Tile
 
 MAX_SEED = 2**32 - 1
-# Above this side the published search stops at its 300,000 states, which this one does not count.
+# On larger boards the published search stops after 300,000 states, a limit that is not implemented here.
 MIN_SIDE, MAX_SIDE = 4, 20
 MAX_FALLBACKS = 100
 
@@ -27,14 +27,14 @@ _STAMPS = (
     ((0, -1), (0, 0), (1, -1), (1, 0)),
     ((0, 0), (0, 1), (1, 0)),
 )
-_BACKTRACK = -1  # on the stack of the search: all below a state has been searched
+_BACKTRACK = -1  # on the stack of the search: all successors of a state have been searched
 
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """A start board and the seed it was asked for with. Levels compare by identity: compare `cells` or `key`.
+    """A start board and the seed that it was requested with. Levels compare by identity: compare `cells` or `key`.
 
-    seed: the seed given, also where a derived one made the level (see `fallback_seed`).
+    seed: the requested seed, even if the level was made from a derived one (see `compute_fallback_seed`).
     cells: int8 (R, C), read-only.
     """
 
@@ -59,20 +59,21 @@ def generate_level(
     tries: int = 4,
     search_depth: int = 300,
 ) -> Level:
-    """Make the published level of a seed.
+    """Generate the published level of a seed.
 
     1. Carve: a walk of `num_steps` steps, which turns with probability `p_change_directions`, stamps one of five
        3x3 shapes of floor at each step.
     2. Place the player, then a target with the box on it, on random floor.
     3. Pull: search depth-first (up, down, left, right; `search_depth` states deep) and keep the first state with the
-       largest Manhattan distance between box and target. Is that 0: back to 1, `tries` carvings in all.
+       largest Manhattan distance between box and target. If it is 0, start again at 1, up to `tries` times in total.
     4. With probability 0.5 (0.8 if that distance is 1) walk the player 1 to 3 steps away.
 
-    A seed that carves fewer than 3 cells of floor, or whose tries all fail, is replaced by `fallback_seed(seed)`.
+    A seed that carves fewer than 3 cells of floor, or whose tries all fail, is replaced by its
+    `compute_fallback_seed(seed)`.
 
     seed: 0 to 2**32 - 1. rows, cols: 4 to 20, the border included. num_boxes: only 1.
     Source: published code; its two random streams (Python's and NumPy's legacy one) are local here.
-    Raises ValueError for settings out of range, or if no level comes out after 100 derived seeds.
+    Raises ValueError for settings out of range, or if 100 derived seeds give no level.
     """
     return generate_levels((seed,), rows, cols, num_steps, p_change_directions, num_boxes, tries, search_depth)[0]
 
@@ -87,7 +88,7 @@ def generate_levels(
     tries: int = 4,
     search_depth: int = 300,
 ) -> list[Level]:
-    """Make the level of each seed, as `generate_room` does, faster than one by one (one NumPy stream, reseeded)."""
+    """Generate the level of each seed, as `generate_level` does, but faster: one NumPy stream is reseeded."""
     settings = _Settings(rows, cols, num_steps, p_change_directions, tries, search_depth)
     _check_settings(settings, num_boxes)
     numpy_rng = np.random.RandomState(0)
@@ -95,9 +96,9 @@ def generate_levels(
 
 
 def compute_fallback_seed(seed: int) -> int:
-    """The seed that stands in for one that makes no level: the first 4 bytes (big-endian) of SHA-256 of its decimals.
+    """The replacement of a seed that gives no level: the first 4 bytes (big-endian) of SHA-256 of its decimal digits.
 
-    The published code takes Python's `hash` of the same string, which differs from process to process.
+    The published code uses Python's `hash` of the same string, which differs between processes.
     """
     return int.from_bytes(hashlib.sha256(str(seed).encode()).digest()[:4], "big")
 
@@ -113,13 +114,13 @@ class _Settings(NamedTuple):
 
 def _check_settings(settings: _Settings, num_boxes: int) -> None:
     if num_boxes != 1:
-        raise ValueError(f"num_boxes is {num_boxes}; levels are made with one box only: pass num_boxes=1")
+        raise ValueError(f"num_boxes is {num_boxes}; levels have exactly one box: pass num_boxes=1")
     for name in ("rows", "cols"):
         side = getattr(settings, name)
         if not MIN_SIDE <= side <= MAX_SIDE:
-            raise ValueError(f"{name} is {side}; a level has {MIN_SIDE} to {MAX_SIDE} {name}, the border included")
+            raise ValueError(f"{name} is {side}; it must be {MIN_SIDE} to {MAX_SIDE}, the border included")
     if not 0 <= settings.p_change_directions <= 1:
-        raise ValueError(f"p_change_directions is {settings.p_change_directions}; a probability lies in 0 to 1")
+        raise ValueError(f"p_change_directions is {settings.p_change_directions}; it must be between 0 and 1")
     for name, minimum in (("num_steps", 1), ("tries", 1), ("search_depth", 2)):
         value = getattr(settings, name)
         if value < minimum:
@@ -128,7 +129,7 @@ def _check_settings(settings: _Settings, num_boxes: int) -> None:
 
 def _generate_board(seed: int, numpy_rng: np.random.RandomState, settings: _Settings) -> Cells:
     if not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"seed is {seed}; a level's seed lies in 0 to {MAX_SEED} (2**32 - 1)")
+        raise ValueError(f"seed is {seed}; it must be between 0 and {MAX_SEED} (2**32 - 1)")
     candidate = seed
     for _ in range(MAX_FALLBACKS + 1):
         numpy_rng.seed(candidate)
@@ -136,11 +137,14 @@ def _generate_board(seed: int, numpy_rng: np.random.RandomState, settings: _Sett
         if cells is not None:
             return cells
         candidate = compute_fallback_seed(candidate)
-    raise ValueError(f"seed {seed} and {MAX_FALLBACKS} seeds derived from it make no level with {settings}; carve more")
+    raise ValueError(
+        f"seed {seed} and {MAX_FALLBACKS} seeds derived from it give no level with {settings}: raise num_steps, so "
+        "that more floor is carved"
+    )
 
 
 def _try_generate(python_rng: random.Random, numpy_rng: np.random.RandomState, settings: _Settings) -> Cells | None:
-    """Carve, place and pull until the box stands away from its target; None where the seed makes no level."""
+    """Carve, place and pull until the box is away from its target; None if the seed gives no level."""
     grid = _make_grid(settings.rows, settings.cols)
     for _ in range(settings.tries):
         floor_mask = _carve(python_rng, settings, grid)
@@ -158,9 +162,10 @@ def _try_generate(python_rng: random.Random, numpy_rng: np.random.RandomState, s
 
 
 def _carve(python_rng: random.Random, settings: _Settings, grid: "_Grid") -> int:
-    """Walk at random and stamp floor; returns the inner cells that became floor, as a bit mask."""
+    """Walk at random and stamp floor; returns a bit mask of the inner cells that became floor."""
     height, width = settings.rows - 2, settings.cols - 2
     row_step, col_step = python_rng.choice(_WALK_DIRECTIONS)
+    # As published, the walk may start on the far border; the first step moves it inside.
     row = python_rng.randint(1, settings.rows - 1)
     col = python_rng.randint(1, settings.cols - 1)
     floor_mask = 0
@@ -174,7 +179,7 @@ def _carve(python_rng: random.Random, settings: _Settings, grid: "_Grid") -> int
 
 
 def _pull(grid: "_Grid", floor: list[int], player: int, target: int, search_depth: int) -> tuple[int, int, int]:
-    """Play backwards from the box on its target; returns (score, box, player) of the first best state."""
+    """Pull the box backwards from its target; returns (score, box, player) of the first state with the best score."""
     walls = bytearray(b"\x01" * grid.size)
     for cell in floor:
         walls[cell] = 0
@@ -186,11 +191,11 @@ def _pull(grid: "_Grid", floor: list[int], player: int, target: int, search_dept
 
 
 def _search(start: int, closed: bytearray, pulls: tuple[tuple[int, ...], ...], search_depth: int) -> list[int]:
-    """List the states in the order in which a recursive depth-first search enters them.
+    """The states in the order in which a recursive depth-first search enters them.
 
     start: index of a state into `closed` and `pulls`.
-    closed: one byte a state, 1 where the player would stand in a wall; filled on the way.
-    pulls: for each state `_LEAVE`, then its successors, the one to search first last.
+    closed: one byte per state, 1 where the player would be in a wall; visited states are set to 1.
+    pulls: for each state `_BACKTRACK`, then its successors in reverse order, since the stack pops the last one first.
     """
     visited_states: list[int] = []
     stack = [start]
@@ -210,7 +215,7 @@ def _search(start: int, closed: bytearray, pulls: tuple[tuple[int, ...], ...], s
 def _walk_player(
     python_rng: random.Random, grid: "_Grid", free_cells: set[int], player: int, probability: float
 ) -> int:
-    """Walk the player 1 to 3 steps over free cells, never back, so that it does not always stand at the box."""
+    """With `probability`, walk the player 1 to 3 steps over free cells, never back, away from the box."""
     if python_rng.random() > probability:
         return player
     free_cells = free_cells - {player}
@@ -239,8 +244,8 @@ def _make_board(grid: "_Grid", floor: list[int], player: int, box: int, target: 
 class _Grid(NamedTuple):
     """Look-up tables of one board size. Cells are the inner ones, numbered row by row.
 
-    A state of the backward game is (moved * size + box) * size + player: the published search tells a box that was
-    never pulled (moved = 0) from one that was, even on the same cell.
+    A state of the backward search is (moved * size + box) * size + player: the published search distinguishes a box
+    that was never pulled (moved = 0) from one that was, even on the same cell.
     """
 
     rows: int
@@ -281,12 +286,13 @@ def _make_grid(rows: int, cols: int) -> _Grid:
 
 
 def _make_pull_table(steps: tuple[tuple[int | None, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Successors of each state on a board without inner walls; `_search` says in which form."""
+    """Successors of each state on a board without inner walls, in the form that `_search` describes."""
     size = len(steps)
     table: list[tuple[int, ...]] = []
     for moved in range(2):
         for box in range(size):
             for player, neighbours in enumerate(steps):
+                # The opposite neighbour of each direction: a box there can be pulled along.
                 behind = (neighbours[1], neighbours[0], neighbours[3], neighbours[2])
                 successors = [
                     (size + player) * size + ahead if back == box else (moved * size + box) * size + ahead
@@ -300,8 +306,8 @@ def _make_pull_table(steps: tuple[tuple[int | None, ...], ...]) -> tuple[tuple[i
 @lru_cache(maxsize=64)
 def _compute_scores(rows: int, cols: int, target: int) -> bytes:
     """The score of each state: the Manhattan distance of box and target."""
-    # The published score is 0 where the player covers the target. With one box that changes no level: the search
-    # comes to such a state from one that scores as much (the player walked) or more (the box was pulled closer).
+    # The published score is 0 where the player covers the target. With one box this changes no level: the search
+    # reaches such a state from one with the same score (the player walked) or a higher one (the box came closer).
     grid = _make_grid(rows, cols)
     row, col = grid.coordinates[target]
     distances = (abs(row - i) + abs(col - j) for i, j in grid.coordinates)
@@ -310,7 +316,7 @@ def _compute_scores(rows: int, cols: int, target: int) -> bytes:
 
 @lru_cache(maxsize=8)
 def _make_symmetries(rows: int, cols: int) -> npt.NDArray[np.intp]:
-    """Flat indices (8, R*C): the four quarter turns of the board, then those of its mirror image."""
+    """Flat indices (8, R*C) of the four rotations of the board, then of its mirror image."""
     index = np.arange(rows * cols).reshape(rows, cols)
     turned_indices = [np.rot90(side, turns).reshape(-1) for side in (index, index.T) for turns in range(4)]
     return np.array(turned_indices)

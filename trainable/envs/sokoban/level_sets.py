@@ -1,4 +1,4 @@
-"""Which levels are for training, validation, test and demonstration, and that test levels are met nowhere else.
+"""The level sets for training, validation, test and demonstrations; test levels are in no other set.
 
 Set            Seeds                                          Shares no level with
 training       10000 + 1,000,000 k + counter                  test (outside the published 10000..13199 by replacement)
@@ -7,8 +7,8 @@ demonstration  700,000,000 and up, some left out              validation, test
 test           512 of 900,000,000 and up, shipped as a file   validation, published training, demonstration, itself
 replacement    1,000,000,000 and up, some left out            test
 
-"Shares no level" is meant up to the eight symmetries of the square (`Level.key`): seeds alone do not keep levels apart.
-Run as a module it prints the file of test seeds; with --write it writes it.
+Levels are compared up to the eight symmetries of the square (`Level.key`): different seeds can give equal levels.
+Run as a module, this prints the file of test seeds; with --write it writes the file.
 """
 
 import argparse
@@ -33,20 +33,20 @@ FIRST_REPLACEMENT_SEED = 1_000_000_000
 TEST_LEVELS = 512
 TEST_SEEDS_FILE = Path(__file__).with_name("test_seeds.json")
 
-_BLOCK_SIZE = 64
+_BLOCK_SIZE = 64  # levels generated at a time
 
 
 def compute_training_seed(seed_index: int, group_counter: int, base: int = 10_000) -> int:
     """The seed of one training level: base + 1,000,000 * seed_index + group_counter.
 
-    seed_index: which of the seeds of a study, from 0 (the published stream).
-    group_counter: groups handed out before this one; env_groups * (t - 1) + i for group i of the 1-based step t.
+    seed_index: the run's seed, from 0 (the published stream).
+    group_counter: number of groups before this one; env_groups * (t - 1) + i for group i of the 1-based step t.
     """
     seed = base + SEEDS_PER_RUN * seed_index + group_counter
     if seed_index < 0 or not 0 <= group_counter < SEEDS_PER_RUN or not 0 <= seed < FIRST_DEMONSTRATION_SEED:
         raise ValueError(
-            f"no training level for seed index {seed_index}, group {group_counter}, base {base}: an index is 0 or "
-            f"more, a group 0 to {SEEDS_PER_RUN - 1}, and their seed below {FIRST_DEMONSTRATION_SEED}"
+            f"no training level for seed index {seed_index}, group {group_counter}, base {base}: the index must be at "
+            f"least 0, the group 0 to {SEEDS_PER_RUN - 1}, and their level seed below {FIRST_DEMONSTRATION_SEED}"
         )
     return seed
 
@@ -56,15 +56,15 @@ def make_training_levels(
 ) -> list[Level]:
     """Make the levels of one training step, one for each group.
 
-    A level whose key is in `skip` is replaced, unless it is a published one (seeds 10000..13199, which share no level
-    with the test set): seed s by the first of 1,000,000,000 + s, 1,000,000,001 + s, ... whose key is not in `skip`.
-    So what a seed becomes depends on nothing but the seed and `skip`.
+    A level whose key is in `excluded_keys` is replaced, unless it is a published one (seeds 10000..13199, which share
+    no level with the test set): seed s by the first of 1,000,000,000 + s, 1,000,000,001 + s, ... whose key is not
+    excluded. So the level of a seed depends only on the seed and `excluded_keys`.
 
-    seed_index: see `training_seed`. step: from 1. env_groups: groups a step. base: first seed of index 0.
-    skip: keys of the test levels, `level_keys(test_levels())`.
+    seed_index: see `compute_training_seed`. step: from 1. env_groups: groups per step. base: first seed of index 0.
+    excluded_keys: keys of the test levels, `collect_level_keys(make_test_levels())`.
     """
     if step < 1 or env_groups < 1:
-        raise ValueError(f"step {step} with {env_groups} groups; both are at least 1")
+        raise ValueError(f"step {step} with {env_groups} groups; both must be at least 1")
     seeds = [compute_training_seed(seed_index, env_groups * (step - 1) + group, base) for group in range(env_groups)]
     return [_replace_if_excluded(level, excluded_keys) for level in generate_levels(seeds)]
 
@@ -77,19 +77,19 @@ def make_validation_levels(count: int = 512, base: int = 123) -> list[Level]:
 def make_test_levels(count: int = TEST_LEVELS) -> list[Level]:
     """Make the first `count` of the 512 test levels, all distinct up to symmetry, from the shipped seeds."""
     if not 0 <= count <= TEST_LEVELS:
-        raise ValueError(f"{count} test levels; there are 0 to {TEST_LEVELS}")
+        raise ValueError(f"{count} test levels; the count must be between 0 and {TEST_LEVELS}")
     seeds: list[int] = json.loads(TEST_SEEDS_FILE.read_text(encoding="utf-8"))["seeds"]
     return generate_levels(seeds[:count])
 
 
 def make_demonstration_levels(count: int, first_index: int = 0) -> list[Level]:
-    """Make levels to show a policy how to play: none of them is a validation or test level.
+    """Make levels for demonstrations: none of them is a validation or test level.
 
-    They come in the order of their seeds from 700,000,000 + first on. To go on after a call, pass
-    `first=levels[-1].seed - FIRST_DEMONSTRATION_SEED + 1`. Levels may repeat among themselves.
+    They are in the order of their seeds from 700,000,000 + first_index on. To continue after a call, pass
+    `first_index=levels[-1].seed - FIRST_DEMONSTRATION_SEED + 1`. Levels can repeat within the set.
     """
     if count < 0 or first_index < 0:
-        raise ValueError(f"{count} demonstration levels from {first_index} on; both are at least 0")
+        raise ValueError(f"{count} demonstration levels from {first_index} on; both must be at least 0")
     held_out_keys = _collect_held_out_keys()
     start = FIRST_DEMONSTRATION_SEED + first_index
     levels = list(islice((level for level in _iter_levels(start) if level.key not in held_out_keys), count))
@@ -99,10 +99,10 @@ def make_demonstration_levels(count: int, first_index: int = 0) -> list[Level]:
 
 
 class RunLevels(NamedTuple):
-    """The levels of one run, made ahead: a step never waits for one.
+    """The levels of one run, generated in advance, so that no step waits for them.
 
-    training: of each step, a level for each group. is_unseen: of each validation level, whether no training level of
-    the run is equal to it up to symmetry.
+    training: for each step, one level per group. unseen_mask: for each validation level, whether no training level of
+    the run equals it up to symmetry.
     """
 
     training: list[list[Level]]
@@ -114,10 +114,8 @@ class RunLevels(NamedTuple):
 def make_run_levels(config: RunConfig) -> RunLevels:
     """The levels of the run of `config`, its seed included; no training level is a test level."""
     env = config.env
-    test_set, validation = (
-        make_test_levels(env.test_env_groups),
-        make_validation_levels(env.val_env_groups, env.seed_val),
-    )
+    test_set = make_test_levels(env.test_env_groups)
+    validation = make_validation_levels(env.val_env_groups, env.seed_val)
     excluded_keys = collect_level_keys(test_set)
     training = [
         make_training_levels(config.seed, step, env.env_groups, env.seed_train, excluded_keys=excluded_keys)
@@ -128,14 +126,14 @@ def make_run_levels(config: RunConfig) -> RunLevels:
 
 
 def collect_level_keys(levels: Iterable[Level]) -> frozenset[bytes]:
-    """Collect the levels' keys (each level up to the eight symmetries)."""
+    """The keys of the levels, which are equal for levels that are equal up to symmetry."""
     return frozenset(level.key for level in levels)
 
 
 def find_test_seeds(count: int = TEST_LEVELS) -> list[int]:
-    """Search the first `count` test seeds: in order, those whose level is in no published set and was not found before.
+    """Search the first `count` test seeds, in order: their levels are all different and in no published set.
 
-    The shipped file is this search's result; nothing searches at start-up.
+    The shipped file is the result of this search; no run searches again.
     """
     published_seeds = (*PUBLISHED_VALIDATION_SEEDS, *PUBLISHED_TRAINING_SEEDS)
     seen_keys = set(collect_level_keys(generate_levels(published_seeds)))
@@ -150,7 +148,7 @@ def find_test_seeds(count: int = TEST_LEVELS) -> list[int]:
 
 
 def format_seeds_file() -> str:
-    """What the shipped file of test seeds holds: JSON, one seed a line."""
+    """The content of the shipped file of test seeds: JSON, one seed per line."""
     description = "Seeds of the test levels; made by: python -m trainable.envs.sokoban.level_sets --write"
     return json.dumps({"about": description, "seeds": find_test_seeds()}, indent=0) + "\n"
 
@@ -173,9 +171,9 @@ def _collect_held_out_keys() -> frozenset[bytes]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the file of test seeds, or write it in its place."""
+    """Print the file of test seeds, or with --write write it into the package."""
     parser = argparse.ArgumentParser(prog="python -m trainable.envs.sokoban.level_sets", description=main.__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {TEST_SEEDS_FILE.name} in the package")
+    parser.add_argument("--write", action="store_true", help=f"write {TEST_SEEDS_FILE.name} into the package")
     if parser.parse_args(arguments).write:
         TEST_SEEDS_FILE.write_text(format_seeds_file(), encoding="utf-8")
     else:

@@ -1,11 +1,11 @@
-"""What the model is told and how its reply is read. Two prompt styles behind one interface.
+"""Prompts for Sokoban in two styles, and the parser of replies.
 
-The text between messages is the model's chat format. The text of a turn ends with the forced start of the reply,
-`<think>`; everything that is not the model's own sampled token is given text.
+The text between messages comes from the model's chat format. The text of a turn ends with the forced start of the
+reply, `<think>`. Only tokens that the model sampled are trained; all other text is context.
 
-Departures from the published code, which rebuilds conversations from text: a reply stays in the conversation as it was
-sampled (there: re-rendered, with surplus actions cut), and what was shown in sampling is what is trained on (there: the
-warning after an invalid turn is dropped, and role headers are trained).
+Departures from the published code, which rebuilds conversations from text: a reply stays in the conversation as sampled
+(there: re-rendered, without surplus actions), and training sees the text that sampling saw (there: the warning after an
+invalid turn is dropped, and role headers are trained).
 """
 
 import re
@@ -37,7 +37,7 @@ _ACTIONS = {action.name.lower(): action for action in Action if action != Action
 
 
 class ParsedReply(NamedTuple):
-    """A reply as it was read: thought and actions, and whether it draws the format penalty."""
+    """A parsed reply: thought, actions, and whether it gets the format penalty."""
 
     thought: str
     actions: tuple[Action, ...]
@@ -45,7 +45,7 @@ class ParsedReply(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """What a turn shows: its number from 1, the level (rows, cols), actions left, and how the turn before went."""
+    """What a turn shows: its number from 1, the level (rows, cols), actions left, the outcome of the previous turn."""
 
     turn: int
     cells: np.ndarray
@@ -55,15 +55,15 @@ class Observation(NamedTuple):
 
 
 def parse_reply(text: str, max_actions: int) -> ParsedReply:
-    """Read the text after the forced `<think>` (specs: think and answer tags, first match).
+    """Parse the text after the forced `<think>`: the first match of think and answer tags.
 
-    Words between `||` beyond `max_actions` are cut first and draw no penalty; of the rest, unknown words are dropped.
+    Words between `||` beyond `max_actions` are cut first, without a penalty; unknown words among the rest are dropped.
     A reply is invalid if a remaining word is unknown or no action is left.
     """
     match = _REPLY.search(START_OF_THOUGHT + text)
     if match is None:
         return ParsedReply("", (), True)
-    thought, answer = (_strip_tags(part) for part in match.groups())
+    thought, answer = (_strip_tags(group) for group in match.groups())
     words = [word.strip() for word in answer.split(ACTION_SEPARATOR)]
     words = [word for word in words if word][:max_actions]
     actions = tuple(_ACTIONS[word.lower()] for word in words if word.lower() in _ACTIONS)
@@ -80,8 +80,8 @@ def _strip_tags(text: str) -> str:
 class PromptTemplate:
     """A prompt style with its limits filled in.
 
-    opening(observation) is the text before the first reply; following(observation) the text between a reply's end
-    marker and the next reply; end is that marker.
+    format_first_turn(observation): the text before the first reply. format_next_turn(observation): the text between a
+    reply's end marker and the next reply. end_marker: the marker that ends a reply.
     """
 
     format_first_turn: Callable[[Observation], str]
@@ -92,9 +92,9 @@ class PromptTemplate:
 def make_prompt_template(
     style: str, observation_format: str, max_actions: int, chat: ChatFormat = CHATML
 ) -> PromptTemplate:
-    """The protocol of a prompt style, `full` or `compact`, in a chat format; ValueError for another style."""
+    """The prompt template of a style, `full` or `compact`, in a chat format; ValueError for another style."""
     if style not in ("full", "compact"):
-        raise ValueError(f"There is no prompt style `{style}`: it is full or compact.")
+        raise ValueError(f"There is no prompt style `{style}`: choose full or compact.")
     system = COMPACT_SYSTEM_PROMPT if style == "compact" else _make_system_prompt(max_actions)
 
     def format_state(observation: Observation) -> str:
@@ -114,7 +114,7 @@ def make_prompt_template(
 
 
 def format_reward(reward: float) -> str:
-    """What the turn before earned."""
+    """The reward of the previous turn, as shown to the model."""
     return f"Reward:\n{reward:.1f}\n"
 
 
@@ -147,22 +147,22 @@ COMPACT_SYSTEM_PROMPT = "Sokoban"
 
 
 def format_turn_header(turn: int) -> str:
-    """Header of a turn in the compact style."""
+    """The header of a turn in the compact style."""
     return f"Turn {turn}:\nState:\n"
 
 
 def format_actions_left(actions_left: int) -> str:
-    """Last line of a compact turn."""
+    """The last line of a turn in the compact style."""
     return f"{actions_left} actions left\n"
 
 
 def _format_compact_state(observation: Observation) -> str:
-    # The outer wall is in every level: the compact style shows what is inside it.
+    # Every level has an outer wall, so the compact style leaves it out.
     grid = render(observation.cells[1:-1, 1:-1], "grid")
     return f"{format_turn_header(observation.turn)}{grid}\n{format_actions_left(observation.actions_left)}"
 
 
 def format_reply(thought: str, actions: Sequence[Action]) -> str:
-    """A well-formed reply after the forced `<think>`, without its end marker: what demonstrations teach."""
+    """A well-formed reply after the forced `<think>`, without its end marker; demonstrations consist of these."""
     words = f" {ACTION_SEPARATOR} ".join(action.name.capitalize() for action in actions)
     return f"{thought}</think><answer>{words}</answer>"

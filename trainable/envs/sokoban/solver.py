@@ -1,4 +1,4 @@
-"""Shortest solutions: a table of all distances of a one-box level, and a search for any board."""
+"""Find shortest solutions: a distance table for one-box levels, and a search for any board."""
 
 from functools import lru_cache
 
@@ -13,20 +13,20 @@ _State = tuple[int, frozenset[int]]  # player and boxes, as flat cells
 
 
 def compute_distance_table(cells: Cells) -> Distances:
-    """Count the fewest actions that solve a one-box level, from every place of player and box.
+    """The fewest actions that solve a one-box level, for every position of player and box.
 
-    distance(player, box) = 0 where the box is on the target, else 1 + the smallest distance one action leads to;
-    -1 where no actions solve it, or player and box cannot stand there.
+    distance(player, box) = 0 where the box is on the target, else 1 + the smallest distance after one action;
+    -1 where no actions solve it, or where player and box cannot be.
 
     cells: int8 (R, C), a board with one box; only its walls and its target matter.
     Returns int16 (R*C, R*C), indexed by flat cells [player, box].
-    Raises ValueError for a board that cannot be played or has more or less than one box: use `solve` for those.
+    Raises ValueError for a board that cannot be played, or that does not have exactly one box: use `solve` for those.
     """
     check_board(cells)
     flat = cells.reshape(-1)
     targets = _find_cells(cells, _TARGETS)
     if len(targets) != 1:
-        raise ValueError(f"{len(targets)} boxes on the board; a distance table is for one box: call solve(cells)")
+        raise ValueError(f"{len(targets)} boxes on the board; a distance table needs exactly one: call solve(cells)")
     rows, cols = cells.shape
     inner = np.arange(rows * cols).reshape(rows, cols)[1:-1, 1:-1].reshape(-1)
     target = int(np.searchsorted(inner, next(iter(targets))))
@@ -37,9 +37,9 @@ def compute_distance_table(cells: Cells) -> Distances:
 
 
 def find_optimal_actions(table: Distances, cells: Cells) -> tuple[Action, ...]:
-    """Name all actions that start a shortest solution, in the order up, down, left, right.
+    """All actions that start a shortest solution, in the order up, down, left, right.
 
-    table: int16 (R*C, R*C), `distance_table` of this level. cells: int8 (R, C), one of its boards.
+    table: int16 (R*C, R*C), `compute_distance_table` of this level. cells: int8 (R, C), one of its boards.
     Empty where the board is solved or cannot be solved.
     """
     (player,) = _find_cells(cells, _PLAYERS)
@@ -56,11 +56,11 @@ def find_optimal_actions(table: Distances, cells: Cells) -> tuple[Action, ...]:
 
 
 def solve(cells: Cells, max_actions: int | None = None) -> tuple[Action, ...] | None:
-    """Find a shortest solution by breadth-first search; of several, the first in the order up, down, left, right.
+    """A shortest solution by breadth-first search; of several, the first in the order up, down, left, right.
 
     cells: int8 (R, C), a board with any number of boxes (the number of states grows fast with it).
-    max_actions: give up on longer solutions.
-    Returns the actions, () if the board is solved already, None if there is no solution (of that length).
+    max_actions: the maximum length of a solution.
+    Returns the actions, () if the board is already solved, None if there is no solution (of that length).
     """
     check_board(cells)
     open_cells = frozenset(np.flatnonzero(cells).tolist())
@@ -70,7 +70,7 @@ def solve(cells: Cells, max_actions: int | None = None) -> tuple[Action, ...] | 
     offsets = _list_offsets(cells.shape[1])
     paths: dict[_State, tuple[Action, ...]] = {start: ()}
     queue = [start]
-    for state in queue:  # grows while it is read
+    for state in queue:  # the loop also visits states that are appended below
         path = paths[state]
         if state[1] == targets:
             return path
@@ -99,13 +99,13 @@ def _move(state: _State, offset: int, open_cells: frozenset[int]) -> _State | No
 
 
 def _compute_distances(walls: bytes, target: int, predecessors: tuple[tuple[int, ...], ...]) -> list[int]:
-    """Breadth-first from all solved states backwards.
+    """Search breadth-first backwards from all solved states.
 
-    walls: one byte an inner cell, 1 for a wall. target: an inner cell.
-    Returns for each state box * size + player its distance or -1.
+    walls: one byte per inner cell, 1 for a wall. target: an inner cell.
+    Returns the distance of each state box * size + player, or -1.
     """
     size = len(walls)
-    closed = bytearray(walls * size)
+    closed = bytearray(walls * size)  # states with the player in a wall are closed from the start
     frontier = [target * size + player for player in range(size) if player != target and not walls[player]]
     distances = [-1] * size**2
     distance = 0
@@ -123,7 +123,7 @@ def _compute_distances(walls: bytes, target: int, predecessors: tuple[tuple[int,
 
 @lru_cache(maxsize=8)
 def _list_predecessors(rows: int, cols: int) -> tuple[tuple[int, ...], ...]:
-    """For each state (box * size + player, over inner cells), the states one action earlier, had the level no walls."""
+    """For each state (box * size + player, over inner cells), the states one action earlier, ignoring walls."""
     places = [(row, col) for row in range(1, rows - 1) for col in range(1, cols - 1)]
     cell_at = {place: cell for cell, place in enumerate(places)}
     size = len(places)

@@ -1,4 +1,4 @@
-"""Boards as the published texts, and back."""
+"""Render boards as the published texts, and parse grids."""
 
 import numpy as np
 
@@ -17,7 +17,7 @@ SYMBOLS: dict[Tile, str] = {
 
 _SYMBOLS_BY_CODE = tuple(SYMBOLS[tile] for tile in sorted(Tile))
 _CODES_BY_SYMBOL = {symbol: int(tile) for tile, symbol in SYMBOLS.items()}
-# A target is listed as one whatever stands on it, so two tiles take part in two lines.
+# A target is listed even if a box or the player is on it, so two tiles appear in two lines.
 _COORDINATE_LINES: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("Targets", (int(Tile.TARGET), int(Tile.BOX_ON_TARGET), int(Tile.PLAYER_ON_TARGET))),
     ("Boxes", (int(Tile.BOX),)),
@@ -28,10 +28,10 @@ _COORDINATE_LINES: tuple[tuple[str, tuple[int, ...]], ...] = (
 
 
 def render(cells: Cells, observation_format: str) -> str:
-    """Write a board as the text that a policy is shown.
+    """Render a board as the text that a policy sees.
 
-    grid: one line a row, one symbol a cell. coord: the board's size, then one line for each kind of thing that is
-    there, with its (row, col) places counted from 0 at the top left. grid_coord: both, each under a title line.
+    grid: one line per row, one symbol per cell. coord: the board's size, then one line for each kind of object on the
+    board with its (row, col) positions, counted from 0 at the top left. grid_coord: both, each under a title line.
 
     cells: int8 (R, C). Source: published code (texts to the byte; both title lines end in a space).
     Raises ValueError for another format.
@@ -47,9 +47,9 @@ def render(cells: Cells, observation_format: str) -> str:
 
 
 def parse_grid(text: str) -> Cells:
-    """Read the board back from its grid lines; `parse_grid(render(cells, "grid"))` equals `cells`.
+    """Parse a board from its grid lines; `parse_grid(render(cells, "grid"))` equals `cells`.
 
-    Returns int8 (R, C). Raises ValueError for lines that are no board: unknown symbols, lines of unequal length,
+    Returns int8 (R, C). Raises ValueError for lines that are not a board: unknown symbols, lines of unequal length,
     or a board that cannot be played (see `check_board`).
     """
     lines = text.strip("\n").split("\n")

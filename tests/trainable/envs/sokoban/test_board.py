@@ -179,7 +179,7 @@ def test_unknown_actions_are_refused(actions):
 
 def test_a_wrong_number_of_actions_or_players_is_refused():
     cells = parse_grid("#####\n#PXO#\n#####")[None]
-    with pytest.raises(ValueError, match="one action a board"):
+    with pytest.raises(ValueError, match="one action per board"):
         step(cells, np.array([1, 1]))
     with pytest.raises(ValueError, match="0 players on 1 boards"):
         step(np.where(cells == Tile.PLAYER, np.int8(Tile.FLOOR), cells), np.array([1]))
