@@ -121,7 +121,8 @@ class FilterConfig(Section):
     """The reward-variance filter: which groups of a step are trained on."""
 
     rollout_filter_strategy: Common[Literal[tuple(FILTER_STRATEGIES)]] = Field(  # type: ignore[valid-type]
-        "top_p", description="keep groups by score mass (top_p), fraction (top_k, top_f), count (top_k_abs), or min_p"
+        "top_p",
+        description="keep groups by score mass (top_p), fraction (top_k, top_f), count (top_k_abs) or ratio to the best (min_p)",
     )
     rollout_filter_value: Common[Positive] = Field(
         1.0,
@@ -262,7 +263,9 @@ class KLControl(Section):
         0.0, description="coefficient of the KL penalty in the reward (adaptive: initial value); 0: none"
     )
     target_kl: Positive = Field(0.1, description="target KL for adaptive, in nats per token")
-    horizon: Positive = Field(10_000.0, description="sequences over which an error of 1 doubles the weight")
+    horizon: Positive = Field(
+        10_000.0, description="adaptive: sequences over which kl_coef changes by at most about 20 %"
+    )
 
 
 class AlgorithmConfig(Section):

@@ -118,7 +118,7 @@ def _check_settings(settings: _Settings, num_boxes: int) -> None:
     for name in ("rows", "cols"):
         side = getattr(settings, name)
         if not MIN_SIDE <= side <= MAX_SIDE:
-            raise ValueError(f"{name} is {side}; it must be {MIN_SIDE} to {MAX_SIDE}, the border included")
+            raise ValueError(f"{name} is {side}; a level has {MIN_SIDE} to {MAX_SIDE} {name}, the border included")
     if not 0 <= settings.p_change_directions <= 1:
         raise ValueError(f"p_change_directions is {settings.p_change_directions}; it must be between 0 and 1")
     for name, minimum in (("num_steps", 1), ("tries", 1), ("search_depth", 2)):

@@ -168,12 +168,12 @@ def test_cells_are_read_only():
         ({"num_boxes": 2}, "num_boxes=1"),
         ({"rows": 3}, "4 to 20 rows"),
         ({"cols": 21}, "4 to 20 cols"),
-        ({"p_change_directions": 1.5}, "0 to 1"),
+        ({"p_change_directions": 1.5}, "it must be between 0 and 1"),
         ({"tries": 0}, "tries is 0"),
         ({"search_depth": 1}, "search_depth is 1"),
-        ({"seed": -1}, "0 to 4294967295"),
-        ({"seed": 2**32}, "0 to 4294967295"),
-        ({"num_steps": 1, "rows": 4, "cols": 4, "search_depth": 2}, "carve more"),
+        ({"seed": -1}, "it must be between 0 and 4294967295"),
+        ({"seed": 2**32}, "it must be between 0 and 4294967295"),
+        ({"num_steps": 1, "rows": 4, "cols": 4, "search_depth": 2}, "raise num_steps, so that more floor is carved"),
     ],
 )
 def test_bad_settings_are_named(settings_, message):

@@ -122,7 +122,7 @@ def test_demonstrations_go_on_where_a_call_ended():
         (level_sets.compute_training_seed, (700, 0), "below 700000000"),
         (level_sets.make_training_levels, (0, 0, 8), "step 0"),
         (level_sets.make_training_levels, (0, 1, 0), "0 groups"),
-        (level_sets.make_test_levels, (513,), "0 to 512"),
+        (level_sets.make_test_levels, (513,), "between 0 and 512"),
         (level_sets.make_demonstration_levels, (-1,), "-1 demonstration levels"),
         (level_sets.make_demonstration_levels, (3, 200_000_000), "test seeds"),
     ],
