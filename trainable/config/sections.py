@@ -122,7 +122,7 @@ class FilterConfig(Section):
 
     rollout_filter_strategy: Common[Literal[tuple(FILTER_STRATEGIES)]] = Field(  # type: ignore[valid-type]
         "top_p",
-        description="keep groups by score mass (top_p), fraction (top_k, top_f), count (top_k_abs) or ratio to the best (min_p)",
+        description="how to keep groups; top_p: score mass; top_k, top_f: fraction; top_k_abs: count; min_p: ratio",
     )
     rollout_filter_value: Common[Positive] = Field(
         1.0,
