@@ -38,7 +38,16 @@ TABLES = {
 """Table of the new version -> the columns that name its rows."""
 
 OPTIONAL_COLUMNS = {column.name for column in EXTRA_COLLAPSE_COLUMNS}
-NEW_NAMES = {"rooms": "levels", "room": "level"}
+NEW_NAMES = {
+    "rooms": "levels",
+    "room": "level",
+    "empty_steps_in_a_row": "consecutive_empty_steps",
+    "engine_gap_mean": "engine_mismatch_mean",
+    "engine_gap_max": "engine_mismatch_max",
+    "engine_effective_share": "engine_ess_fraction",
+    "padding_share": "padding_fraction",
+    "stand_in_data": "synthetic_data",
+}
 """Name of a column or a table in the old version -> its name in the new one."""
 
 UNCOMPARED_COLUMNS = (*TIME_COLUMNS, "trial_id", "started_at", "ended_at", "config_hash")
@@ -46,7 +55,7 @@ UNCOMPARED_COLUMNS = (*TIME_COLUMNS, "trial_id", "started_at", "ended_at", "conf
 
 def is_compared(name: str) -> bool:
     """Whether a column of the old version must be equal: not times, names of its own, or what is now on request."""
-    return not (name.startswith(("seconds", "config/")) or name in UNCOMPARED_COLUMNS or name in OPTIONAL_COLUMNS)
+    return not (name.startswith(("seconds", "config/", "utilisation_", "matrix_rate")) or name in UNCOMPARED_COLUMNS or name in OPTIONAL_COLUMNS)
 
 
 def run_all(output: Path, checkout: Path) -> int:
@@ -85,15 +94,13 @@ def compare_tables(name: str, old: pd.DataFrame, new: pd.DataFrame) -> list[str]
         return [f"{len(old)} rows against {len(new)}"]
     shared_columns = [column for column in old if column in new and is_compared(column)]
     missing_columns = sorted(column for column in old if column not in new and is_compared(column))
-    differences = [
+    differences = [f"{column} is missing in the new version" for column in missing_columns]
+    differences += [
         f"{column} differs in {int((~equal).sum())} of {len(old)} rows"
         for column in shared_columns
         if not (equal := (old[column] == new[column]) | (old[column].isna() & new[column].isna())).all()
     ]
-    print(
-        f"{name}: {len(shared_columns)} columns of {len(old)} rows compared"
-        + (f"; gone: {', '.join(missing_columns)}" if missing_columns else "")
-    )
+    print(f"{name}: {len(shared_columns)} columns of {len(old)} rows compared")
     return differences
 
 
