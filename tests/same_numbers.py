@@ -55,7 +55,11 @@ UNCOMPARED_COLUMNS = (*TIME_COLUMNS, "trial_id", "started_at", "ended_at", "conf
 
 def is_compared(name: str) -> bool:
     """Whether a column of the old version must be equal: not times, names of its own, or what is now on request."""
-    return not (name.startswith(("seconds", "config/", "utilisation_", "matrix_rate")) or name in UNCOMPARED_COLUMNS or name in OPTIONAL_COLUMNS)
+    return not (
+        name.startswith(("seconds", "config/", "utilisation_", "matrix_rate"))
+        or name in UNCOMPARED_COLUMNS
+        or name in OPTIONAL_COLUMNS
+    )
 
 
 def run_all(output: Path, checkout: Path) -> int:
