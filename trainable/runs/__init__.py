@@ -1,1 +1,1 @@
-"""a run on disk: rows, states, stop rules, failures, leftovers."""
+"""One run on disk: its rows, checkpoints, stop rules, failures and orphan processes."""

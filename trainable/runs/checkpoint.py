@@ -1,7 +1,7 @@
-"""The whole state of a trainer on disk: weights and moments in safetensors, the rest in JSON, nothing pickled.
+"""Read and write checkpoints: weights and moments as safetensors, everything else as JSON, nothing pickled.
 
-A checkpoint is a folder. It is written under another name and renamed when it is complete, so that a folder with the
-right name is whole; checksums tell one that was damaged later.
+A checkpoint is a folder. It is written under a temporary name and renamed once it is complete, so a folder with the
+final name is always complete. Checksums reveal later damage.
 """
 
 import errno
@@ -27,17 +27,17 @@ _PARTIAL_CHECKPOINT = re.compile(r"\.step_\d+\.(?:writing|old|fetching)")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used; the message names the file and what is wrong with it."""
+    """A checkpoint cannot be used; the message names the file and what is wrong with it."""
 
 
 def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-    """Write a checkpoint at `folder`, replacing one that is there only after the new one is complete.
+    """Write a checkpoint to `folder`, replacing an earlier one only after the new one is complete.
 
-    Whatever fails, what was there stays; what was half-written is removed, so that a full disk gets its room back.
+    If writing fails, the earlier checkpoint stays, and the incomplete files are removed to free their disk space.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     staging_folder = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(staging_folder, ignore_errors=True)  # left by a process that died while it wrote
+    shutil.rmtree(staging_folder, ignore_errors=True)  # left by a process that died while writing
     staging_folder.mkdir()
     try:
         _write_files(staging_folder, tensors, values)
@@ -54,12 +54,13 @@ def _write_files(folder: Path, tensors: Mapping[str, Tensor], values: Mapping[st
     (folder / VALUES_FILE).write_text(json.dumps(values, sort_keys=True), encoding="utf-8")
     checksums = {name: _compute_sha256(folder / name) for name in (TENSORS_FILE, VALUES_FILE)}
     (folder / CHECKSUMS_FILE).write_text(json.dumps(checksums), encoding="utf-8")
+    # Everything must be on disk before the rename, which could otherwise survive a crash that the contents do not.
     for path in (folder / TENSORS_FILE, folder / VALUES_FILE, folder / CHECKSUMS_FILE, folder):
         fsync_path(path)
 
 
 def _as_os_error(error: SafetensorError) -> OSError:
-    """The system's error inside safetensors' own, such as `(os error 28)`, so that a full disk is seen as one."""
+    """The OSError that a SafetensorError quotes, such as `(os error 28)`, so that a full disk is recognised."""
     errno_match = re.search(r"os error (\d+)", str(error))
     error_number = int(errno_match.group(1)) if errno_match else errno.EIO
     return OSError(error_number, os.strerror(error_number), str(error))
@@ -68,6 +69,8 @@ def _as_os_error(error: SafetensorError) -> OSError:
 def _replace_folder(staging_folder: Path, folder: Path) -> None:
     old_folder = folder.with_name(f".{folder.name}.old")
     if folder.exists():
+        # A folder cannot be renamed onto one that is not empty. Until the second rename only the old folder exists,
+        # and `read_checkpoint` reads that one.
         shutil.rmtree(old_folder, ignore_errors=True)
         folder.rename(old_folder)
     staging_folder.rename(folder)
@@ -78,8 +81,8 @@ def _replace_folder(staging_folder: Path, folder: Path) -> None:
 def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and values of the checkpoint at `folder`.
 
-    If the process died between the two renames of `write_checkpoint`, the one before is read. Raises CheckpointError
-    naming the file that is missing or damaged.
+    If the process died between the two renames of `write_checkpoint`, the previous checkpoint is read. Raises
+    CheckpointError, naming the file that is missing or damaged.
     """
     old_folder = folder.with_name(f".{folder.name}.old")
     source = old_folder if not folder.exists() and old_folder.exists() else folder
@@ -87,10 +90,10 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         checksums = _read_checksums(source / CHECKSUMS_FILE)
         for name in (TENSORS_FILE, VALUES_FILE):
             if _compute_sha256(source / name) != checksums[name]:
-                raise CheckpointError(f"{source / name} is damaged: its checksum is not the one written with it.")
+                raise CheckpointError(f"{source / name} is damaged: it does not match its recorded checksum.")
         return load_file(source / TENSORS_FILE), json.loads((source / VALUES_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, SafetensorError) as error:
-        raise CheckpointError(f"{source} is not a whole checkpoint: {error}.") from error
+        raise CheckpointError(f"{source} is not a complete checkpoint: {error}.") from error
 
 
 def _read_checksums(path: Path) -> dict[str, str]:
@@ -104,16 +107,17 @@ def _read_checksums(path: Path) -> dict[str, str]:
 def write_rolling_checkpoint(
     folder: Path, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, Any], max_to_keep: int
 ) -> None:
-    """Write the state after `step` as `folder`/step_<step>, then remove all but the newest `keep` states in it.
+    """Write the checkpoint after `step` to `folder`/step_<step>, then keep only the newest `max_to_keep` in `folder`.
 
-    Nothing but states is removed, whole or half-written. LinkError, before anything is written, where `folder` is a
-    link.
+    Only checkpoints are removed, complete or incomplete ones. Raises LinkError before anything is written if `folder`
+    is a symbolic link.
     """
     if folder.is_symlink():
         raise LinkError(folder)
     write_checkpoint(folder / f"step_{step}", tensors, values)
     for path in list(folder.iterdir()):
         checkpoint_step = _parse_step(path.name)
+        # A later checkpoint belongs to an abandoned attempt: the run went back to an earlier step.
         is_stale = checkpoint_step is not None and checkpoint_step > step
         if is_stale or _PARTIAL_CHECKPOINT.fullmatch(path.name):
             shutil.rmtree(path, ignore_errors=True)
@@ -122,9 +126,9 @@ def write_rolling_checkpoint(
 
 
 def iter_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
-    """(step, folder) of every checkpoint below `folder` whose name ends in its step, the latest first."""
+    """(step, folder) of every checkpoint in `folder` whose name ends in its step, latest first."""
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    # One that died between its two renames has only the older form, which `read_checkpoint` finds by the real name.
+    # If the process died between the two renames, only `.<name>.old` exists; `read_checkpoint` finds it by <name>.
     checkpoint_names = {
         name.removeprefix(".").removesuffix(".old") if name.endswith(".old") else name for name in names
     }
@@ -133,7 +137,7 @@ def iter_checkpoints(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _parse_step(name: str) -> int | None:
-    """The step that a checkpoint's name ends in; None for other names."""
+    """The step at the end of a checkpoint's name; None for other names."""
     match = re.fullmatch(r"(?:global_)?step_(\d+)", name)
     return int(match.group(1)) if match else None
 

@@ -1,4 +1,7 @@
-"""What a run can fail with, and whether trying again could help. No torch, no Ray: the study's side reads it too."""
+"""Classify the failures of a run and decide whether a retry can help.
+
+Imports neither torch nor Ray, because the driver of a study uses it too.
+"""
 
 import errno
 import traceback
@@ -11,19 +14,19 @@ _TRANSIENT_ERRORS = (RuntimeError, OSError, EOFError, TimeoutError, InterruptedE
 
 PROCESS_DIED, NON_FINITE = "process died", "non-finite"
 FAILURE_KINDS = ("configuration", NON_FINITE, "out of memory", "storage", PROCESS_DIED, "error")
-"""Every kind of failure; a status reads `failed (<kind>)`."""
+"""Every kind of failure. A status shows `failed (<kind>)`."""
 
 
 class NonFiniteError(ArithmeticError):
-    """Losses, gradients or weights stopped being finite; the message names step and tensors."""
+    """Losses, gradients or weights are no longer finite; the message names the step and the tensors."""
 
 
 class StorageError(RuntimeError):
-    """A storage (an object store, a shared folder) that cannot be used, or not any more; the message says why."""
+    """The storage (an object store or a shared folder) cannot be used, or no longer; the message says why."""
 
 
 class Failure(NamedTuple):
-    """Why a run failed: one of KINDS, a sentence, whether the run is tried again, and the traceback."""
+    """Why a run failed: one of FAILURE_KINDS, a sentence, whether the run is retried, and the traceback."""
 
     kind: str
     message: str
@@ -32,7 +35,7 @@ class Failure(NamedTuple):
 
 
 class RunFailedError(RuntimeError):
-    """A failure on its way from the process of a run to the study: text and flags only, so that it can be sent."""
+    """Carries a failure from the process of a run to the driver: text and flags only, so that it can be pickled."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)
@@ -43,18 +46,19 @@ class RunFailedError(RuntimeError):
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether `error` says that the disk, a quota or a file-size limit leaves no room to write."""
+    """Whether `error` says that the disk, a quota or a file-size limit leaves no space to write."""
     return isinstance(error, OSError) and error.errno in _DISK_FULL_ERRNOS
 
 
 def classify_failure(error: BaseException, has_rows: bool) -> Failure:
-    """The failure that `error` is, raised inside a run.
+    """Classify an error that was raised inside a run.
 
-    has_rows: whether the run has written a row. Same settings and seed give the same numbers, so what the run's own
-    code raises would be raised again: it is final. What the machine does (a device's error, a dropped connection, a
-    full memory in the middle of a run that had fitted) may pass: it is tried again. Out of memory before the first
-    row is a setting that does not fit, and final; a full or forbidden folder and a storage that does not answer are
-    final, since the run waited for them.
+    has_rows: whether the run has written a row.
+
+    An error of the run's own code is final: the same settings and seed give the same numbers, so it would be raised
+    again. An error of the machine (a device error, a dropped connection, memory that runs out in the middle of a run
+    that had fitted) may pass, so the run is retried. Running out of memory before the first row is final: the settings
+    do not fit. So is a full or forbidden folder, or a storage that does not answer: the run has already waited for it.
     """
     kind, is_retried = _classify_kind(error, has_rows)
     first_line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
@@ -70,15 +74,16 @@ def _classify_kind(error: BaseException, has_rows: bool) -> tuple[str, bool]:
     is_storage_error = isinstance(error, OSError) and error.errno in (*_DISK_FULL_ERRNOS, *_ACCESS_ERRNOS)
     if is_storage_error or isinstance(error, StorageError):
         return "storage", False
+    # Before the first row a ValueError is taken for a setting that is refused; later it is an ordinary error.
     if isinstance(error, ValueError) and not has_rows:
         return "configuration", False
-    # NotImplementedError and RecursionError are RuntimeErrors that no second try mends.
+    # NotImplementedError and RecursionError are RuntimeErrors that a retry cannot fix.
     is_transient = isinstance(error, _TRANSIENT_ERRORS) and not isinstance(error, NotImplementedError | RecursionError)
     return "error", is_transient
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out: torch names its error OutOfMemoryError on a GPU and says it in words on the processor."""
+    """Whether memory ran out. On a GPU torch raises OutOfMemoryError, on a CPU a RuntimeError whose message says so."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in _OUT_OF_MEMORY_PHRASES)

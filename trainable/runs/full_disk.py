@@ -1,4 +1,4 @@
-"""Waiting for what may pass: a full disk, or a storage that does not answer, stops writing, not the run."""
+"""Retry operations on a full disk or an unreachable storage, so that the run waits instead of failing."""
 
 import time
 from collections.abc import Callable
@@ -9,12 +9,15 @@ from trainable.runs.failures import is_disk_full
 T = TypeVar("T")
 
 _RETRY_INTERVAL_S = 1.0
-"""Seconds between two attempts; each attempt costs one failed write."""
+"""Seconds between two attempts. Each attempt costs one failed write."""
 
 
 class RetryPolicy(NamedTuple):
-    """What is waited for. is_met: whether an error is of this kind. Words: what is waited for, that it is there, and
-    that it never came within so many seconds ({patience})."""
+    """Which errors are retried, and the texts that report it.
+
+    is_retryable: whether an error may pass. waiting_for: what the caller waits for. recovery_message: the condition has
+    passed. timeout_message: it has not passed within {patience} seconds.
+    """
 
     is_retryable: Callable[[OSError], bool]
     waiting_for: str
@@ -24,9 +27,9 @@ class RetryPolicy(NamedTuple):
 
 DISK_FULL_RETRY = RetryPolicy(
     is_disk_full,
-    "for room on the disk",
-    "there is room on the disk again",
-    "No room was made within {patience:g} s (trainer.disk_patience).",
+    "for disk space",
+    "disk space is available again",
+    "Disk still full after {patience:g} s (trainer.disk_patience).",
 )
 
 
@@ -37,10 +40,11 @@ def call_with_retry(
     should_stop: Callable[[], bool] = lambda: False,
     policy: RetryPolicy = DISK_FULL_RETRY,
 ) -> T:
-    """The result of `write`, tried again while it meets `obstacle`, for at most `patience` seconds.
+    """The result of `operation`, which is retried for at most `patience` seconds on errors that `policy` allows.
 
-    `write` must be safe to repeat after it failed half-way. say: told when the waiting begins and when it ends well.
-    is_over: whether to stop waiting at once. Raises the last OSError when patience is over, and others at once.
+    `operation` must be safe to repeat after a partial failure. notify: called when the waiting begins and when it
+    succeeds. should_stop: whether to stop waiting immediately. Raises the last OSError after `patience` seconds, and
+    every other error immediately.
     """
     deadline, is_waiting = time.monotonic() + patience, False
     while True:
@@ -52,7 +56,7 @@ def call_with_retry(
             if time.monotonic() >= deadline or should_stop():
                 error.add_note(policy.timeout_message.format(patience=patience))
                 raise
-            if not is_waiting:
+            if not is_waiting:  # one message for the whole wait, not one per attempt
                 notify(f"waiting up to {patience:g} s {policy.waiting_for}: {error}")
                 is_waiting = True
             time.sleep(min(_RETRY_INTERVAL_S, max(0.0, deadline - time.monotonic())))

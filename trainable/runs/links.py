@@ -1,8 +1,8 @@
-"""Writing below a folder that may have come from anywhere: a symbolic link in it is refused and never followed.
+"""Write inside a folder of unknown origin without following symbolic links.
 
-A link in a run folder leads to a file or a folder of somebody who did not ask for it to be written. What a study
-writes is therefore opened or made without following the last name of its path; `check_no_links` looks at whole trees
-before anything starts, because Ray Tune's own writers do follow.
+A link in a run folder may lead to a file or folder whose owner does not expect it to be written. Therefore a study
+never follows the last component of a path that it opens or creates. `check_no_links` also checks whole trees before
+anything starts, because Ray Tune's own writers do follow links.
 """
 
 import errno
@@ -14,13 +14,13 @@ from typing import IO, Any
 
 
 class LinkError(OSError):
-    """A symbolic link where a study would write; the message names it and says what to do."""
+    """There is a symbolic link where a study would write; the message names it and says what to do."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(
             errno.ELOOP,
-            f"{path} is a symbolic link, and nothing is written or deleted through one: replace it by what it leads "
-            f"to, or by an empty folder (the output folder itself may be a link)",
+            f"{path} is a symbolic link, and nothing is written or deleted through links. Replace it by its target or "
+            f"by an empty folder (only the output folder itself may be a link)",
         )
 
     def __str__(self) -> str:
@@ -28,10 +28,10 @@ class LinkError(OSError):
 
 
 def check_no_links(root: Path, paths: Iterable[Path] = (), trees: Iterable[Path] = ()) -> None:
-    """Raise LinkError where something that would be written below `root` is a link.
+    """Raise LinkError if anything that would be written below `root` is a symbolic link.
 
-    root: the folder that was given, which may itself be reached by links. paths: looked at name by name from `root`
-    down. trees: the same, and everything in them.
+    root: the folder that the user gave; it may itself be reached through links. paths: every component below `root` is
+    checked. trees: checked in the same way, with everything in them.
     """
     trees = tuple(trees)
     for path in (*paths, *trees):
@@ -46,7 +46,7 @@ def check_no_links(root: Path, paths: Iterable[Path] = (), trees: Iterable[Path]
 
 
 def make_folder(root: Path, *names: str) -> Path:
-    """Make the folder `root`/names..., each name of which may be there as a folder but not as a link; return it."""
+    """Create and return the folder `root`/names...; each component may exist as a folder but not as a link."""
     folder = root
     for name in names:
         folder = folder / name
@@ -57,7 +57,7 @@ def make_folder(root: Path, *names: str) -> Path:
 
 
 def open_no_link(path: Path, mode: str) -> IO[Any]:
-    """Open a file as `open` does, but raise LinkError where `path` is a link."""
+    """Open a file like `open`, but raise LinkError if `path` is a symbolic link."""
 
     def open_nofollow(name: str, flags: int) -> int:
         return os.open(name, flags | os.O_NOFOLLOW, 0o666)
@@ -65,21 +65,22 @@ def open_no_link(path: Path, mode: str) -> IO[Any]:
     try:
         return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=open_nofollow)
     except OSError as error:
-        if error.errno == errno.ELOOP:
+        if error.errno == errno.ELOOP:  # the error of O_NOFOLLOW for a link
             raise LinkError(path) from None
         raise
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A new empty file beside `path`, to be written in the body; renamed to `path` after it, or removed if it fails.
+    """Yield a new empty file next to `path`; rename it to `path` after the body, or remove it if the body fails.
 
-    A reader sees the old file or the new one and never half of it. A link at `path` is replaced, and what it leads to
-    stays as it is.
+    A reader sees either the old file or the new one, never a partial one. A link at `path` is replaced, and its target
+    is not touched.
     """
     temp_path = path.with_name(f".{path.name}.{os.getpid()}.part")
     with suppress(FileNotFoundError):
-        temp_path.unlink()  # of a process that died while it wrote, or planted
+        temp_path.unlink()  # left by a process that died while writing, or planted
+    # O_EXCL refuses a link that somebody puts there after the unlink.
     os.close(os.open(temp_path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield temp_path

@@ -1,4 +1,4 @@
-"""Numbers that are not finite: which tensors hold them, and when a run has to end for them."""
+"""Find tensors that are not finite, and end a run that cannot recover from them."""
 
 from collections.abc import Iterable
 
@@ -8,13 +8,13 @@ from torch import Tensor, nn
 from trainable.runs.failures import NonFiniteError
 
 _MAX_NAMES_SHOWN = 3
-"""Names in a message; a broken update touches most tensors of a model."""
+"""Names in a message. A broken update affects most tensors of a model, so not all are listed."""
 
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
 def find_nonfinite_gradients(parameters: NamedParameters) -> list[str]:
-    """`gradient of <name>` for every parameter whose gradient holds a NaN or an infinity."""
+    """`gradient of <name>` for every parameter whose gradient has a NaN or an infinity."""
     return [
         f"gradient of {name}"
         for name, parameter in parameters
@@ -23,7 +23,8 @@ def find_nonfinite_gradients(parameters: NamedParameters) -> list[str]:
 
 
 def find_nonfinite_weights(parameters: NamedParameters) -> list[str]:
-    """`weight <name>` for every parameter that holds a NaN or an infinity; one pass over all where none does."""
+    """`weight <name>` for every parameter that has a NaN or an infinity."""
+    # The common case costs one pass: the norm over all weights is finite only if every weight is.
     if bool(torch.isfinite(nn.utils.get_total_norm([parameter.detach() for _, parameter in parameters]))):
         return []
     return [f"weight {name}" for name, parameter in parameters if not bool(torch.isfinite(parameter).all())]
@@ -32,19 +33,21 @@ def find_nonfinite_weights(parameters: NamedParameters) -> list[str]:
 def check_finite(
     step: int, consecutive_skips: int, patience: int, nonfinite_names: Iterable[str], nonfinite_weights: Iterable[str]
 ) -> None:
-    """NonFiniteError where the run cannot go on after training step `step`.
+    """Raise NonFiniteError if the run cannot continue after training step `step`.
 
-    in_a_row: training steps up to this one in which an optimizer step was skipped; `patience` of them are too many.
-    skipped: what was not finite in them. weights: weights that are not finite now: a step that was made cannot be
-    taken back, so one is enough; the state before it is still on disk.
+    consecutive_skips: consecutive training steps, up to this one, that skipped an optimizer step; the run ends at
+    `patience` of them. nonfinite_names: the losses and gradients that were not finite in these steps.
+    nonfinite_weights: weights that are not finite now. One is enough, because an optimizer step cannot be undone; the
+    checkpoint before it is still on disk.
     """
     weight_names = list(nonfinite_weights)
     if weight_names:
-        raise NonFiniteError(f"step {step} left weights that are not finite: {_format_names(weight_names)}")
+        raise NonFiniteError(f"the weights after step {step} are not finite: {_format_names(weight_names)}")
     if consecutive_skips >= patience:
+        unique_names = list(dict.fromkeys(nonfinite_names))
         raise NonFiniteError(
-            f"step {step} is number {consecutive_skips} in a row of the steps that trained whose updates were skipped, since "
-            f"numbers were not finite: {_format_names(list(dict.fromkeys(nonfinite_names)))} (trainer.nonfinite_patience={patience})"
+            f"updates were skipped in {consecutive_skips} consecutive training steps, up to step {step}, because of "
+            f"values that are not finite: {_format_names(unique_names)} (trainer.nonfinite_patience={patience})"
         )
 
 
@@ -54,5 +57,5 @@ def _format_names(names: list[str]) -> str:
 
 
 def find_nonfinite_losses(losses: dict[str, Tensor]) -> list[str]:
-    """The names of those losses, scalars, that are not finite."""
+    """The names of the losses (scalars) that are not finite."""
     return [name for name, value in losses.items() if not bool(torch.isfinite(value))]

@@ -1,4 +1,7 @@
-"""Processes that a run started and that outlived it: found by a mark in their environment, and ended by their id."""
+"""Find orphan processes, which a run started and which outlived it, and terminate them.
+
+They are found by a mark in their environment and terminated by their process id.
+"""
 
 import os
 import signal
@@ -9,29 +12,31 @@ from pathlib import Path
 import psutil
 
 MARK_ENV = "TUNE_STUDY_RUN_DIR"
-"""Set in the process of a run to the run's folder, and in what Ray starts to what `make_ray_mark` says; whatever such a
-process starts inherits it."""
+"""Environment variable with the mark, which child processes inherit.
+
+It is the run's folder in the process of a run, and the value of `make_ray_mark` in the processes that Ray starts.
+"""
 
 _DRIVER_PREFIX = "driver "
 _TERMINATE_TIMEOUT_S = 5.0
 
 
 def make_ray_mark(folders: Iterable[Path]) -> str:
-    """The value of MARK for what Ray starts for this process: the folders of all studies, and whose it is.
+    """The value of MARK_ENV for the processes that Ray starts: the folders of all studies, and this driver's identity.
 
-    Ray serves a suite of studies, of which another process may run one meanwhile: it is left over once this process is
-    gone, and not before.
+    One Ray serves a suite of studies, and another driver may run one of them in the meantime. Ray's processes are
+    therefore orphans only once this driver has exited.
     """
     current_process = psutil.Process()
     return "\n".join([*map(str, folders), f"{_DRIVER_PREFIX}{current_process.pid} {current_process.create_time()}"])
 
 
 def terminate_orphans(folder: Path) -> list[str]:
-    """End every process of this user whose mark names `folder` or a folder below it; what they were, as text.
+    """Terminate every process of this user whose mark names `folder` or a folder below it; return descriptions.
 
-    Only for a folder whose runs are known not to be under way. A process that dies hard takes along what is in its
-    process group; a child with a session of its own (an engine, a server) is what stays behind, and may hold a GPU.
-    A process that was forked without being started anew shows the environment of its parent's start and is not found.
+    Call it only for a folder whose runs are known not to be running. When a process is killed, its process group dies
+    with it, but a child in its own session (an engine, a server) survives and may occupy a GPU. A process that was
+    forked without exec shows the environment in which its parent was started, so it is not found.
     """
     orphans = find_orphans(folder)
     descriptions = [f"{process.pid} ({_read_process_name(process)})" for process in orphans]
@@ -45,7 +50,7 @@ def terminate_orphans(folder: Path) -> list[str]:
 
 
 def find_orphans(folder: Path) -> list[psutil.Process]:
-    """The processes that `end_leftovers` would end."""
+    """The processes that `terminate_orphans` would terminate."""
     return [process for process in psutil.process_iter() if _belongs_to(process, folder)]
 
 
@@ -55,14 +60,15 @@ def _belongs_to(process: psutil.Process, folder: Path) -> bool:
     try:
         mark_lines = process.environ().get(MARK_ENV, "").split("\n")
     except (psutil.Error, OSError):
-        return False  # of another user, or gone
+        return False  # it belongs to another user, or has exited
     drivers = [line.removeprefix(_DRIVER_PREFIX) for line in mark_lines if line.startswith(_DRIVER_PREFIX)]
     folders = [Path(line) for line in mark_lines if line.startswith("/")]
-    return any(folder in (one, *one.parents) for one in folders) and not any(map(_is_driver_alive, drivers))
+    is_marked = any(folder in (marked_folder, *marked_folder.parents) for marked_folder in folders)
+    return is_marked and not any(map(_is_driver_alive, drivers))
 
 
 def _is_driver_alive(driver: str) -> bool:
-    """Whether the process with that id and time of creation is there."""
+    """Whether the driver still runs: the id alone does not tell, because the system reuses it."""
     pid, _, creation_time = driver.partition(" ")
     try:
         return str(psutil.Process(int(pid)).create_time()) == creation_time
@@ -71,7 +77,7 @@ def _is_driver_alive(driver: str) -> bool:
 
 
 def _send_signal(process: psutil.Process, signal_number: signal.Signals) -> None:
-    with suppress(psutil.Error):  # gone by itself, or not ours to end
+    with suppress(psutil.Error):  # it has exited, or belongs to another user
         process.send_signal(signal_number)
 
 

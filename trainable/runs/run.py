@@ -1,4 +1,4 @@
-"""One run on disk: its lock, its rows, its states, and whether it has ended. The same for every family of studies."""
+"""One run on disk, the same for every family of studies: its lock, its rows, its checkpoints, and whether it is over."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,23 +27,24 @@ from trainable.runs.run_files import (
 )
 
 Row = dict[str, Any]
-"""A line of JSON on its way to a file of lines, or back from it: columns and their values."""
+"""Columns and their values: one line of a JSON Lines file."""
 
 LinesByFile = Mapping[str, Sequence[Mapping[str, Any]]]
-"""File of a run's folder -> lines to append to it."""
+"""Name of a file in the run's folder -> lines to append to it."""
 
 MAX_ROLLING_CHECKPOINTS = 2
-"""Rolling states of a run that is under way: the newest, and the one before in case the newest is damaged."""
+"""Rolling checkpoints of a run that is not over: the newest, and the previous one in case the newest is damaged."""
 
 LOCK_TIMEOUT_S = 60.0
-"""Seconds that a run waits for the process that trained it before."""
+"""Seconds that a run waits for an earlier process that still trains it."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """All that a run needs to continue after a step.
+    """Everything that a run needs to continue after a step.
 
-    tensors: weights and moments by name, of any shape. values: what JSON can hold, `step` (steps trained) among them.
+    tensors: weights and moments by name, of any shape. values: JSON-serializable values, including `step` (the number
+    of steps trained).
     """
 
     tensors: Mapping[str, Tensor]
@@ -51,19 +52,19 @@ class TrainerState:
 
 
 def write_without_retry(operation: Callable[[], None]) -> None:
-    """Write, whatever the disk says of it."""
+    """Call `operation` once; its errors are not handled."""
     operation()
 
 
 class Run:
     """The run of one configuration and one seed.
 
-    run_id, seed: whose it is. run_dir: folder of rows and rolling states. checkpoint_dir: folder of the
-    global_step_<N> checkpoints that stay. settings: its configuration, the seed included. identity: what else each row
-    says of whose it is. write: does each write, and may wait for room on a full disk.
+    run_id: name of the run. run_dir: folder of the rows and rolling checkpoints. checkpoint_dir: folder of the saved
+    checkpoints, global_step_<N>. settings: the configuration, including the seed. identity: further columns that
+    identify the run in every row. write: executes each write, and may wait while the disk is full.
 
-    A row is on disk, and among `rows`, before `append` returns. Rows of an attempt that was given up count no more
-    once `read_state` was used: a run is a function of its settings and seed and writes the same rows again.
+    A row is on disk and in `rows` before `append_row` returns. After `load_checkpoint`, the rows of an abandoned
+    attempt no longer count: a run is a function of its settings and seed and writes the same rows again.
     """
 
     def __init__(
@@ -86,11 +87,11 @@ class Run:
     # ------------------------------------------------------------------ lock
 
     def lock(self) -> None:
-        """Keep every other process from writing the run; BusyError where one does for LOCK_PATIENCE_S more."""
+        """Keep other processes from writing the run; RunLockedError if one still does after LOCK_TIMEOUT_S."""
         self._lock = acquire_lock(self.run_dir, LOCK_TIMEOUT_S)
 
     def unlock(self) -> None:
-        """Let another process train the run."""
+        """Allow another process to train the run."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
@@ -102,29 +103,32 @@ class Run:
         self.rows = read_rows(self.run_dir / METRICS_FILE, first_step=self.settings.first_row_step)
 
     def append_row(self, row: Mapping[str, Any], lines: LinesByFile) -> None:
-        """Write `lines` and then `row`; what was not measured (None) takes no room."""
-        for name, records in lines.items():
+        """Write `lines` and then `row`, without the columns that were not measured (None).
+
+        The row comes last because it marks the step as done: a crash before it makes the run repeat the step.
+        """
+        for file_name, records in lines.items():
             for record in records:
-                self._write(partial(append_json_line, self.run_dir / name, record))
+                self._write(partial(append_json_line, self.run_dir / file_name, record))
         full_row = {name: value for name, value in {**self.identity, **row}.items() if value is not None}
         self._write(partial(append_json_line, self.run_dir / METRICS_FILE, full_row))
         self.rows.append(full_row)
 
     def is_final_row(self, row: Mapping[str, Any]) -> bool:
-        """Whether `row` is the run's last: all steps are trained, a rule stopped it, or it failed."""
+        """Whether `row` is the last of the run: all steps are trained, a stop rule fired, or the run failed."""
         is_trained = row.get("step") == self.settings.trainer.total_training_steps
         return is_trained or bool(row.get("stop_rule") or row.get("failure"))
 
     @property
     def is_over(self) -> bool:
-        """Whether the last row on disk is the run's last."""
+        """Whether the run has written its final row."""
         return bool(self.rows) and self.is_final_row(self.rows[-1])
 
     def is_complete(self, notify: Callable[[str], None]) -> bool:
-        """Whether nothing is left to do: the last row is on disk, and the state that follows it.
+        """Whether nothing is left to do: the final row and the checkpoint after it are on disk.
 
-        A process may have died between the two, or before anybody recorded that the run had ended; a run that failed
-        has no last state. note: told of a last state that cannot be used.
+        The process may have died between the two, or before the driver recorded that the run had ended. A run that
+        failed has no final checkpoint. notify: called if the final checkpoint cannot be used.
         """
         if not self.is_over or self.failure:
             return self.is_over
@@ -136,29 +140,29 @@ class Run:
 
     @property
     def failure(self) -> str:
-        """Why the run failed; empty where it did not."""
+        """Why the run failed; empty if it did not."""
         return str(self.rows[-1].get("failure", "")) if self.rows else ""
 
     def drop_rows_after(self, step: int) -> None:
-        """Forget the rows that are written again by a run that continues after `step` steps."""
+        """Forget the rows that a run which continues after `step` steps writes again."""
         self.rows = [row for row in self.rows if row["step"] < step + self.settings.first_row_step]
 
-    # ------------------------------------------------------------------ states
+    # ------------------------------------------------------------------ checkpoints
 
     def list_checkpoint_steps(self) -> set[int]:
-        """Steps after which there is a state on disk, whole or not."""
+        """Steps after which there is a checkpoint on disk, usable or not."""
         return {step for step, _ in self._list_checkpoints()}
 
     def _list_checkpoints(self) -> list[tuple[int, Path]]:
-        """(step, folder) of all states; of two after one step, the rolling one comes first."""
+        """(step, folder) of all checkpoints; for the same step, the rolling one comes first."""
         return [*iter_checkpoints(self.run_dir / STATE_FOLDER), *iter_checkpoints(self.checkpoint_dir)]
 
     def load_checkpoint(self, step: int, notify: Callable[[str], None]) -> TrainerState:
-        """The state after `step`, whole and this run's own; CheckpointError where there is none.
+        """The state after `step`, from a complete checkpoint of this run; CheckpointError if there is none.
 
-        note: told of each state that cannot be used, and why.
+        notify: called with each checkpoint that cannot be used, and why.
         """
-        for path in (path for number, path in self._list_checkpoints() if number == step):
+        for path in (path for checkpoint_step, path in self._list_checkpoints() if checkpoint_step == step):
             try:
                 tensors, values = read_checkpoint(path)
                 self._validate_checkpoint(step, values)
@@ -166,15 +170,16 @@ class Run:
                 notify(f"{path} is not used: {error}")
                 continue
             return TrainerState(tensors, values)
-        raise CheckpointError(f"{self.run_dir} has no usable state after step {step}.")
+        raise CheckpointError(f"{self.run_dir} has no usable checkpoint after step {step}.")
 
     def _validate_checkpoint(self, step: int, values: Mapping[str, Any]) -> None:
-        """ValueError unless a state was written by this run, and the rows up to it are there."""
+        """ValueError unless this run wrote the checkpoint and all rows up to it are on disk."""
         saved_settings = type(self.settings).model_validate(values.get("settings"))
         if saved_settings.compute_hash() != self.settings.compute_hash() or saved_settings.seed != self.seed:
             raise ValueError("it was written with other settings or another seed.")
+        # A renamed folder would make the run repeat or skip steps without anyone noticing.
         if values.get("step") != step:
-            raise ValueError(f"its name says step {step} and it holds step {values.get('step')}.")
+            raise ValueError(f"its name says step {step}, but it contains step {values.get('step')}.")
         rows = [row for row in self.rows if row["step"] < step + self.settings.first_row_step]
         if [row["step"] for row in rows] != list(self.settings.get_row_steps(step)):
             raise ValueError(f"rows up to step {step} are missing in {METRICS_FILE}.")
@@ -183,9 +188,9 @@ class Run:
             raise ValueError(f"evaluations up to step {step} are missing in {LEVELS_FILE}.")
 
     def save_checkpoint(self, state: TrainerState, *, is_rolling: bool, is_permanent: bool) -> None:
-        """Write a state where it is due: as the rolling one, as a checkpoint that stays, or as both.
+        """Write a checkpoint as the rolling one (`is_rolling`), as a saved one (`is_permanent`), or as both.
 
-        The rolling state of a run that is over is the only one that stays.
+        Once the run is over, only its last rolling checkpoint is kept.
         """
         step = state.values["step"]
         values = {**state.values, "settings": self.settings.model_dump(mode="json")}

@@ -1,4 +1,4 @@
-"""The files that a run appends to while it trains: one line a step, one line an evaluation, on disk before the next."""
+"""Append to and read the files of a run, which get one line per step or evaluation, and lock the run."""
 
 import json
 import math
@@ -20,18 +20,18 @@ METRICS_FILE, LEVELS_FILE, GRADIENTS_FILE, PROBES_FILE = (
 )
 STATE_FOLDER, LOCK_FILE = "state", ".lock"
 CHECKSUMS_FILE = "checksums.json"
-"""The last file of a checkpoint that is written: a folder that has it was whole."""
+"""The file of a checkpoint that is written last: a folder that contains it was complete."""
 
 
 class RunLockedError(RuntimeError):
-    """A run that another process still trains; it may pass."""
+    """Another process still trains the run; this may pass."""
 
 
 def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
-    """Hold a run, so that no two processes ever write its files; the hold ends when the file is closed.
+    """Lock a run, so that two processes never write its files; closing the returned file releases the lock.
 
-    It also ends with the process, whatever ended that. A process whose study was killed may live on for a moment:
-    `patience` seconds are waited, then BusyError names it.
+    The lock also ends with the process, however that ends. A process whose study was killed may survive for a moment,
+    so this waits for up to `timeout_s` seconds; then RunLockedError names the holder.
     """
     import fcntl
 
@@ -45,10 +45,10 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
                 lock_file.seek(0)
                 holder = lock_file.read().decode(errors="replace").strip()
                 lock_file.close()
-                raise RunLockedError(f"{run_dir} is still held by another process ({holder or 'unknown'})") from None
+                raise RunLockedError(f"{run_dir} is still in use by another process ({holder or 'unknown'})") from None
             time.sleep(0.05)
             continue
-        with suppress(OSError):  # the lock counts; who holds it is said where the disk has room for it
+        with suppress(OSError):  # the name of the holder is only informative, and a full disk may refuse it
             lock_file.truncate(0)
             lock_file.write(f"pid {os.getpid()} on {socket.gethostname()}\n".encode())
             lock_file.flush()
@@ -56,7 +56,7 @@ def acquire_lock(run_dir: Path, timeout_s: float) -> BinaryIO:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON line and ask the disk for it; a line that a crash tore is closed off first."""
+    """Append one JSON line and flush it to disk; a partial line that a crash left is ended first."""
     line = json.dumps({key: _drop_nonfinite(value) for key, value in record.items()}, allow_nan=False)
     is_new = not path.exists()
     with open_no_link(path, "ab") as file:
@@ -65,12 +65,12 @@ def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
         file.write(line.encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
-    if is_new:
+    if is_new:  # without this a crash could lose the folder's entry for the new file
         fsync_path(path.parent)
 
 
 def fsync_path(path: Path) -> None:
-    """Ask the disk for a file, or for a folder's own entries of what is new in it."""
+    """Flush a file to disk, or the entries of a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -79,13 +79,14 @@ def fsync_path(path: Path) -> None:
 
 
 def read_rows(path: Path, first_step: int = 1) -> list[dict[str, Any]]:
-    """The rows of a metrics file in the order of their steps; a line counts if it is an object with a whole step.
+    """The rows of a metrics file in the order of their steps; a row is a JSON object with an integer `step`.
 
-    first: the smallest step that a row can have; 0 where weights are measured before they are trained. A run that went
-    back to its rolling state writes a step again: every row from that step on is of an attempt that was given up.
+    first_step: the smallest step that a row can have; 0 if weights are measured before they are trained. A run that
+    went back to a rolling checkpoint repeats steps: the first repeated row replaces all rows from its step on.
     """
     rows: list[dict[str, Any]] = []
     for row in read_json_lines(path):
+        # `type`, because isinstance would let True pass. Tables store steps as int64, hence the upper limit.
         if type(row.get("step")) is not int or not first_step <= row["step"] < 2**63:
             continue
         while rows and rows[-1]["step"] >= row["step"]:
@@ -95,11 +96,11 @@ def read_rows(path: Path, first_step: int = 1) -> list[dict[str, Any]]:
 
 
 def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a file of JSON lines, in their order; what is torn or no object does not count."""
+    """The objects in a JSON Lines file, in order; partial lines and other values are skipped."""
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
             row = json.loads(line)
-        except (ValueError, RecursionError):  # Torn, or brackets without end.
+        except (ValueError, RecursionError):  # a partial line, or endlessly nested brackets
             continue
         if isinstance(row, dict):
             yield row

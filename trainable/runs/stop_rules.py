@@ -1,4 +1,7 @@
-"""The published stop rules as pure functions of a run's rows. No Ray, no torch: live, replayed and tested alike."""
+"""The published stop rules, as pure functions of a run's rows.
+
+They need neither Ray nor torch, so live runs, replays of recorded runs and tests all use the same functions.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -8,11 +11,11 @@ from typing import Any, NamedTuple
 from trainable.config.sections import EarlyStopConfig
 
 Row = Mapping[str, Any]
-"""One training step: `step` and the columns of `trainable.runs.records`."""
+"""One training step: `step` and columns of `trainable.runs.records`."""
 
 
 class StopDecision(NamedTuple):
-    """Why a run stops: the rule, the number that broke it, the bound it broke, and the training step."""
+    """Why a run stops: the rule, the value that triggered it, its threshold, and the training step."""
 
     rule: str
     value: float
@@ -20,15 +23,15 @@ class StopDecision(NamedTuple):
     step: int
 
     def to_columns(self) -> dict[str, Any]:
-        """The decision as the stop columns of the row at which it was made."""
+        """The decision as the stop columns of the row at which the rule fired."""
         return {f"stop_{name}": value for name, value in self._asdict().items()}
 
 
 class History(NamedTuple):
-    """What the rules read of a run, one entry a training step in ascending order; None is "not measured".
+    """The columns that the rules read, one entry per training step in ascending order; None is "not measured".
 
     steps: training steps from 1. reward_std: mean in-group standard deviation of the reward (before the filter).
-    groups_kept: groups trained on. val_success: share of solved validation levels, in steps that validated.
+    groups_kept: groups trained on. val_success: fraction of validation levels solved, in steps with a validation.
     """
 
     steps: tuple[int, ...]
@@ -38,10 +41,11 @@ class History(NamedTuple):
 
     @classmethod
     def from_rows(cls, rows: Iterable[Row]) -> "History":
-        """The history that `rows` tell, in the order in which they were written.
+        """The history of `rows`, which are in the order in which they were written.
 
-        A row whose step was seen before (a run that went back to its last state) replaces it and drops every later
-        one. A value that is missing, None, NaN, infinite or no number is None; a row without a whole step is left out.
+        A repeated step (the run went back to its last checkpoint) replaces the earlier row and drops every later one.
+        A value that is missing, None, NaN, infinite or not a number becomes None. A row whose step is not an integer
+        is skipped.
         """
         attempt_rows: list[Row] = []
         for row in rows:
@@ -60,25 +64,25 @@ HISTORY_COLUMNS = History._fields[1:]
 
 
 def parse_finite(value: object) -> float | None:
-    """`value` as a number, or None for what is no finite number (text, NaN, infinity, None, a truth value)."""
+    """`value` as a float, or None if it is not a finite number (text, NaN, infinity, None, a bool)."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
         number = float(value)
-    except OverflowError:  # A whole number of hundreds of digits.
+    except OverflowError:  # an integer of hundreds of digits
         return None
     return number if math.isfinite(number) else None
 
 
 def detect_reward_variance_collapse(history: History, settings: EarlyStopConfig) -> StopDecision | None:
-    """Groups no longer differ in reward: nothing is left to learn from. The first step at which this holds, or None.
+    """The first step at which groups no longer differ in reward, so that nothing is left to learn from, or None.
 
     With v_1, v_2, ... the `reward_std` of the non-empty steps (groups_kept > 0) and b = variance_baseline_steps:
         baseline = mean(v_1 .. v_b);  stop at n >= b + variance_window when
         max(v_{n - variance_window + 1} .. v_n) < variance_ratio * baseline.
-    Value: that maximum. Threshold: variance_ratio * baseline. Source: published code (it says variance; the number is
-    a standard deviation). A step whose reward_std or groups_kept was not measured counts as empty: it is neither in
-    the baseline nor in the window. A baseline of 0 gives threshold 0, which nothing is below.
+    Value: that maximum. Threshold: variance_ratio * baseline. Source: the published code (which calls it variance; the
+    number is a standard deviation). A step whose reward_std or groups_kept was not measured counts as empty: it is
+    neither in the baseline nor in the window. A baseline of 0 gives a threshold of 0, so the rule never fires.
     """
     observed_stds: list[float] = []
     baseline_steps, window = settings.variance_baseline_steps, settings.variance_window
@@ -96,11 +100,11 @@ def detect_reward_variance_collapse(history: History, settings: EarlyStopConfig)
 
 
 def detect_low_validation_success(history: History, settings: EarlyStopConfig) -> StopDecision | None:
-    """The policy solves next to nothing for `success_patience` validations in a row. The first such step, or None.
+    """The first step that ends `success_patience` consecutive validations with hardly any success, or None.
 
     Value: the largest val_success of those validations. Threshold: success_threshold (a value equal to it is not
-    below). Source: published code. The validation before training has its own column and does not count; a step
-    without a measured val_success is no validation: it neither counts nor breaks the row.
+    below). Source: the published code. The validation before training has its own column and does not count. A step
+    without a measured val_success is not a validation: it neither counts nor resets the count.
     """
     low_successes: list[float] = []
     for step, success in zip(history.steps, history.val_success, strict=True):
@@ -113,10 +117,10 @@ def detect_low_validation_success(history: History, settings: EarlyStopConfig) -
 
 
 def detect_empty_filtered_steps(history: History, settings: EarlyStopConfig) -> StopDecision | None:
-    """The filter keeps no group for `empty_stop_steps` steps in a row. The first such step, or None.
+    """The first step that ends `empty_stop_steps` consecutive steps in which the filter keeps no group, or None.
 
-    Value: the number of steps in a row. Threshold: empty_stop_steps; 0 or less switches the rule off. Source:
-    published code. A step whose groups_kept was not measured is not known to be empty and breaks the row.
+    Value: the number of consecutive steps. Threshold: empty_stop_steps; 0 or less disables the rule. Source: the
+    published code. A step whose groups_kept was not measured is not known to be empty, so it resets the count.
     """
     if settings.empty_stop_steps <= 0:
         return None
@@ -132,7 +136,7 @@ def detect_empty_filtered_steps(history: History, settings: EarlyStopConfig) -> 
 
 StopRule = Callable[[History, EarlyStopConfig], StopDecision | None]
 
-# In the order in which a training step meets them, which decides when two fire at one step.
+# In the order of the events of a training step, which decides when two rules fire at the same step.
 RULES: dict[str, StopRule] = {
     "reward_variance_collapse": detect_reward_variance_collapse,
     "empty_filtered_steps": detect_empty_filtered_steps,
@@ -143,16 +147,17 @@ RULES: dict[str, StopRule] = {
 def evaluate_stop_rules(
     rows: Iterable[Row], settings: EarlyStopConfig, rules: tuple[str, ...] = tuple(RULES)
 ) -> StopDecision | None:
-    """The earliest decision of any of `rules` over the rows of one run, or None while none has fired.
+    """The earliest decision of any of `rules` over the rows of one run, or None if none fires.
 
-    rows: as they were written, the newest last; see `History.from_rows` for repeated steps and odd values. Every
-    rule is evaluated. Where several fire at the same step, the order of `RULES` decides, whatever the order of
-    `rules`. Over a live run the first row list that gives a decision gives it for its last row; over a recorded run
-    the answer is the same. Raises ValueError for a rule that does not exist.
+    rows: in the order in which they were written; see `History.from_rows` for repeated steps and invalid values. Every
+    rule is evaluated. If several fire at the same step, the order of `RULES` decides, not that of `rules`. In a live
+    run, the first decision is about the last row; the complete rows of the recorded run give the same decision. Raises
+    ValueError for an unknown rule.
     """
     unknown_rules = [rule for rule in rules if rule not in RULES]
     if unknown_rules:
-        raise ValueError(f"There is no stop rule `{unknown_rules[0]}`: name some of {', '.join(RULES)}.")
+        raise ValueError(f"Unknown stop rule `{unknown_rules[0]}`: choose from {', '.join(RULES)}.")
     history = History.from_rows(rows)
     decisions = [RULES[name](history, settings) for name in RULES if name in rules]
-    return min((found for found in decisions if found is not None), key=lambda found: found.step, default=None)
+    fired = (decision for decision in decisions if decision is not None)
+    return min(fired, key=lambda decision: decision.step, default=None)  # the first of equal steps, in order of RULES

@@ -1,4 +1,7 @@
-"""Runs on their way to their ends: trained by one trainer, each row on disk before it is told and before its state."""
+"""Train the runs of a trial with one trainer.
+
+Each row is on disk before it is reported and before the checkpoint that follows it.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +20,10 @@ from trainable.runs.stop_rules import StopDecision
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a training step gave, by seed.
+    """Results of a training step, by seed.
 
-    rows: columns of the runs that have a row of this step, `step` among them. lines: what goes into other files of a
-    run. failed: why, of runs that cannot continue while the others can.
+    rows: the row of each run that has one for this step, including `step`. lines: lines for other files of the run.
+    failures: the reasons of runs that cannot continue while the others can.
     """
 
     rows: Mapping[int, Row] = field(default_factory=dict)
@@ -29,16 +32,16 @@ class StepResult:
 
 
 class Trainer(Protocol):
-    """Trains the runs of one configuration, one for each seed. It knows nothing of files, studies and Ray."""
+    """Trains the runs of one configuration, one run per seed. It knows nothing about files, studies or Ray."""
 
     @property
     def seeds(self) -> Sequence[int]:
-        """Of the runs that continue."""
+        """The seeds of the runs that continue."""
         ...
 
     @property
     def step_index(self) -> int:
-        """Steps trained so far."""
+        """Number of steps trained so far."""
         ...
 
     def step(self) -> StepResult:
@@ -46,42 +49,42 @@ class Trainer(Protocol):
         ...
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
-        """The last `row` of a run with what is measured only once, at the end, and the lines of that."""
+        """The final `row` of a run with the columns of the final evaluation added, and the lines of that evaluation."""
         ...
 
     def get_state(self, seed: int) -> TrainerState:
-        """All that the run needs to continue; of a run that has ended, its last state."""
+        """Everything that the run needs to continue; for a run that is over, its last state."""
         ...
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
-        """Continue from states of one step, one for each seed.
+        """Continue from states after the same step, one per seed.
 
-        ValueError, and nothing is changed, where they do not fit.
+        Raises ValueError, and changes nothing, if they do not fit.
         """
         ...
 
     def close(self) -> None:
-        """Give back what is held beyond memory: engines, other processes."""
+        """Release resources other than memory: engines and other processes."""
         ...
 
 
 def never_stop(rows: Sequence[Row], settings: Any, rules: Sequence[str]) -> StopDecision | None:
-    """No decision: the trainer applies its rules itself and writes them into its rows."""
+    """Never stop: the trainer applies its rules itself and writes the decisions into its rows."""
     return None
 
 
 def make_no_columns(settings: Any) -> Row:
-    """No column: every row of the trainer has all of them."""
+    """No columns: every row of the trainer already has all of them."""
     return {}
 
 
 @dataclass(frozen=True)
 class TrainerFamily:
-    """What runs of one kind are made of.
+    """The parts from which runs of one kind are built.
 
-    config: the type of their settings. make: settings and seeds -> their trainer. decide: the rows of a run so far, its
-    settings and the names of a study's stop rules -> why it stops here, or None. empty_row: settings -> a row in which
-    every column stands without a value, for whoever needs all of them in the first row.
+    config_class: type of the settings. make_trainer: settings, seeds -> trainer. evaluate_stop_rules: rows of a run so
+    far, its settings, names of the study's stop rules -> why it stops here, or None. make_empty_row: settings -> a row
+    that has every column, without values, because Tune needs all columns in the first row.
     """
 
     config_class: type[BaseRunConfig]
@@ -92,12 +95,12 @@ class TrainerFamily:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What is told of a step.
+    """The report of a step to the driver.
 
-    rows: by run, complete with every column. failed: by run, why, of all that failed so far. step: the last that has a
-    row. steps: number of steps of which there are rows. is_over: whether all runs have ended. note: what was met since
-    the last report. is_saved: whether the states of all runs that continue are on disk. is_replayed: whether the rows
-    were reported before.
+    rows: run id -> row, with every column. failures: run id -> reason, of all runs that have failed so far. last_step:
+    the last step with a row. step_count: the number of steps with rows. is_over: whether all runs are over. note:
+    events since the last report that a user should know. is_saved: whether the checkpoints of all runs that continue
+    are on disk. is_replayed: whether the rows were reported before.
     """
 
     rows: dict[str, Row]
@@ -111,14 +114,18 @@ class StepReport:
 
 
 class TrainingLoop:
-    """Trains the runs of a trial from their newest common state on.
+    """Trains the runs of a trial, starting from their newest common checkpoint.
 
-    given: study, arm; settings (dotted fields that differ from the defaults of the family's configuration); runs
-    (run_id, seed, run_dir, checkpoint_dir each); finished (all have ended in an earlier start: their last rows are
-    reported again, so that the experiment lists every run); stop_rules: names of those that the study applies;
-    interrupt: a file whose existence means that this step is the last one for now, or None.
+    trial_config: a mapping with these keys.
+        study, arm: names, for the rows.
+        settings: dotted fields that differ from the defaults of the family's configuration.
+        runs: a list of run_id, seed, run_dir and checkpoint_dir.
+        finished: whether all runs ended in an earlier start. Their last rows are then reported again, so that the
+            experiment lists every run.
+        stop_rules: names of the rules that the study applies.
+        interrupt: a file whose existence means that the current step is the last one for now, or None.
 
-    Raises BusyError where another process trains one of the runs.
+    Raises RunLockedError if another process trains one of the runs.
     """
 
     def __init__(self, family: TrainerFamily, trial_config: Mapping[str, Any]) -> None:
@@ -129,7 +136,7 @@ class TrainingLoop:
         self.notes: list[str] = []
         self.trainer: Trainer | None = None
         identity = {"study": trial_config["study"], "arm": trial_config["arm"]}
-        self.runs = {int(place["seed"]): self._make_run(place, identity) for place in trial_config["runs"]}
+        self.runs = {int(run_entry["seed"]): self._make_run(run_entry, identity) for run_entry in trial_config["runs"]}
         try:
             self._start_runs(bool(trial_config["finished"]))
         except BaseException:
@@ -142,43 +149,46 @@ class TrainingLoop:
         return Run(run_entry["run_id"], *run_folders, settings, identity, self._write_with_retry)
 
     def _start_runs(self, is_finished: bool) -> None:
-        """Lock and read the runs, and continue those that have not ended."""
+        """Lock and read the runs, and resume those that are not complete."""
         for run in self.runs.values():
-            if not is_finished:
+            if not is_finished:  # a replay only reads
                 run.lock()
             run.load_rows()
         open_runs = {} if is_finished else self.runs
         unfinished_seeds = [seed for seed, run in open_runs.items() if not run.is_complete(self.notes.append)]
         self.is_over = not unfinished_seeds
         if unfinished_seeds:
-            torch.set_num_threads(1)  # a trial has one core; more threads were slower on a shared machine
+            torch.set_num_threads(1)  # a trial reserves one core; more threads were slower on a shared machine
             self.trainer = self.family.make_trainer(self.settings, unfinished_seeds)
             self._resume(self.trainer)
 
     def _resume(self, trainer: Trainer) -> None:
-        """Load the newest states of one step that are whole and the runs' own; those that are not are in the notes."""
+        """Load the newest step for which every run has a usable checkpoint; the notes name the unusable ones."""
         runs = [self.runs[seed] for seed in trainer.seeds]
+        # The runs of a trial are trained together, so all of them must start from the same step.
         for step in sorted(set.intersection(*(run.list_checkpoint_steps() for run in runs)), reverse=True):
             try:
                 states = [run.load_checkpoint(step, self.notes.append) for run in runs]
                 trainer.load_states(states)
                 break
             except CheckpointError:
-                continue  # the notes have the reason
+                continue  # `load_checkpoint` has put the reason into the notes
             except ValueError as error:
-                self.notes.append(f"the states after step {step} are not used: {error}")
+                self.notes.append(f"the checkpoints after step {step} are not used: {error}")
         if self.notes:
-            # A run is a function of its settings and seed: whatever it goes back to, it writes the same rows again.
+            # A run is a function of its settings and seed, so from any earlier step it writes the same rows again.
             self.notes.append(f"training continues after step {trainer.step_index}")
         elif not trainer.step_index and any(run.list_checkpoint_steps() for run in runs):
-            self.notes.append("the runs of the arm are trained together, and some have no state: all begin at step 0")
+            self.notes.append(
+                "the runs of the arm are trained together, and some have no checkpoint: all start at step 0"
+            )
         for run in runs:
             run.drop_rows_after(trainer.step_index)
-        # The process may have died after the last row and before anybody recorded that the run had ended.
+        # The process may have died after the final row but before the driver recorded that the run had ended.
         self.is_over = all(run.is_over for run in runs)
 
     def close(self) -> None:
-        """Let other processes train the runs."""
+        """Close the trainer, and allow other processes to train the runs."""
         if self.trainer is not None:
             self.trainer.close()
             self.trainer = None
@@ -188,7 +198,7 @@ class TrainingLoop:
     # ------------------------------------------------------------------ steps
 
     def step(self) -> StepReport:
-        """Train to the next rows."""
+        """Train until there are new rows or a failure, or the study is interrupted; report them."""
         if self.is_over or self.trainer is None:
             last_rows = {run.run_id: run.rows[-1] for run in self.runs.values()}
             return self._make_report(last_rows, is_saved=True, is_replayed=True)
@@ -201,7 +211,7 @@ class TrainingLoop:
                 return self._make_report(rows, is_saved, is_replayed=False)
 
     def _record_rows(self, trainer: Trainer, result: StepResult) -> dict[str, Row]:
-        """Write the rows of a step, the decision of a stop rule in them; those that are no failure, by run."""
+        """Write the rows of a step, including the decisions of stop rules; return those of runs that did not fail."""
         for seed, row in result.rows.items():
             run, lines = self.runs[seed], result.lines.get(seed, {})
             decision = self.family.evaluate_stop_rules([*run.rows, row], run.settings, self.stop_rules)
@@ -211,14 +221,16 @@ class TrainingLoop:
                 row, final_lines = trainer.evaluate_final(seed, row)
                 lines = {name: [*lines.get(name, ()), *final_lines.get(name, ())] for name in {**lines, **final_lines}}
             run.append_row(row, lines)
+        # A failed run gets a row of its own, so that a later start knows that it is over.
         for seed, reason in result.failures.items():
             self.runs[seed].append_row({"step": trainer.step_index - 1, "failure": reason}, {})
         return {self.runs[seed].run_id: self.runs[seed].rows[-1] for seed in result.rows}
 
     def _save_checkpoints(self, trainer: Trainer, result: StepResult) -> bool:
-        """Write the states that are due after this step; whether those of the runs that continue were.
+        """Write the checkpoints that are due after this step; return whether rolling ones were due.
 
-        They are when a run leaves, since from then on the sums of the others are over fewer runs.
+        They are also due when a run ends, because the others are batched with fewer runs from then on, which changes
+        how their sums are rounded.
         """
         trainer_settings, step = self.settings.trainer, trainer.step_index
         ended_seeds = [seed for seed in result.rows if self.runs[seed].is_over]
@@ -248,7 +260,7 @@ class TrainingLoop:
         )
 
     def _write_with_retry(self, operation: Callable[[], None]) -> None:
-        """Write, or wait for room on a full disk, unless the study is being interrupted."""
+        """Write, waiting while the disk is full unless the study is being interrupted."""
         call_with_retry(operation, self.settings.trainer.disk_patience, self.notes.append, self._is_interrupted)
 
     def _is_interrupted(self) -> bool:

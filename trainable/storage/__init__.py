@@ -1,1 +1,1 @@
-"""a run's folder in an object store or a shared folder."""
+"""A run's folder in an object store or a shared folder."""

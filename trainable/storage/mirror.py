@@ -1,8 +1,8 @@
-"""A run's folder in storage: what the run writes on its own node is copied there after every step, and fetched first.
+"""Mirror a run's folder in storage: fetch it before the run starts, and push the run's files after every step.
 
-In storage a file of lines is a folder of parts of `PART_BYTES`, since object stores cannot append: of a step only the
-last part is written again. A checkpoint is a folder whose checksums are written last and removed first, so that one
-without them is never taken for whole. Rows are copied before the state that follows them, as on a disk.
+In storage, a JSON Lines file is a folder of parts of `PART_BYTES`, because object stores cannot append: a step rewrites
+only the last part. A checkpoint is a folder whose checksums are written last and removed first, so that a checkpoint
+without them is known to be incomplete. Rows are pushed before the checkpoint that follows them, as on a local disk.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ from trainable.storage.remote import (
 T = TypeVar("T")
 
 CHECKPOINTS_FOLDER, INTERRUPT_FILE = "kept", "interrupt"
-"""In storage: a run's folder of global_step_<N>, and the file of a study whose existence asks its runs to stop."""
+"""In storage: the folder of a run's global_step_<N> checkpoints, and a study's file that asks its runs to stop."""
 STUDY_FILES = ("run.json", "status.json", PROBES_FILE)
-"""Files of a run's folder that the study writes, not the run."""
+"""Files in a run's folder that are written by the driver, not by the run."""
 PART_BYTES = 2**20
 _LOCK_TIMEOUT_S = 60.0
 _CHECKSUMS_PATH = re.compile(
@@ -52,9 +52,9 @@ STORAGE_RETRY = RetryPolicy(
         not isinstance(error, FileNotFoundError | PermissionError)
         and not any(word in str(error) for word in _FATAL_ERROR_CODES)
     ),
-    "for the storage to answer",
-    "the storage answers again",
-    "It did not answer well within {patience:g} s (trainer.disk_patience).",
+    "for the storage to respond",
+    "the storage responds again",
+    "The storage did not respond without an error within {patience:g} s (trainer.disk_patience).",
 )
 
 
@@ -64,7 +64,7 @@ def call_storage(
     notify: Callable[[str], None],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> T:
-    """The result of `work` in a storage, tried again while that may pass; then StorageError (see `until_written`)."""
+    """The result of `operation` on a storage, retried as in `call_with_retry`; raises StorageError in the end."""
     try:
         return call_with_retry(operation, patience, notify, should_stop, STORAGE_RETRY)
     except OSError as error:
@@ -72,9 +72,10 @@ def call_storage(
 
 
 def push_lines(storage_path: StoragePath, path: Path, pushed_bytes: int) -> int:
-    """Copy what `path`, which only ever grows, has beyond its first `pushed` bytes; its size."""
+    """Copy the bytes of `path`, an append-only file, after the first `pushed_bytes`; return its size."""
     size = path.stat().st_size
     with path.open("rb") as file:
+        # From the part with the first new byte to the last part, with the number of parts rounded up.
         for part_index in range(pushed_bytes // PART_BYTES, -(-size // PART_BYTES)) if size > pushed_bytes else ():
             file.seek(part_index * PART_BYTES)
             put_bytes(
@@ -84,7 +85,7 @@ def push_lines(storage_path: StoragePath, path: Path, pushed_bytes: int) -> int:
 
 
 def compute_line_file_sizes(files: Mapping[str, int]) -> dict[str, int]:
-    """Size of each file of lines, by its path, among the files of a folder of runs and their sizes in bytes."""
+    """The size in bytes of each JSON Lines file, by path. files: path -> size of all files, the parts among them."""
     sizes: dict[str, int] = {}
     for name, size in files.items():
         folder, _, part_name = name.rpartition("/")
@@ -94,10 +95,11 @@ def compute_line_file_sizes(files: Mapping[str, int]) -> dict[str, int]:
 
 
 def fetch_lines(storage_path: StoragePath, size: int, path: Path) -> None:
-    """Make `path` the `size` bytes that the parts at `place` hold; `path` may hold the first of them already."""
+    """Make `path` equal to the `size` bytes in the parts at `storage_path`; `path` may already have the first ones."""
     local_size = path.stat().st_size if path.exists() else 0
     if local_size == size:
         return
+    # Complete local parts are reused. A file that is longer than in storage has other rows, so it is fetched anew.
     first_part = local_size // PART_BYTES if local_size < size else 0
     content = path.read_bytes()[: first_part * PART_BYTES] if first_part else b""
     for index in range(first_part, -(-size // PART_BYTES)):
@@ -109,13 +111,13 @@ def fetch_lines(storage_path: StoragePath, size: int, path: Path) -> None:
 
 
 def find_complete_checkpoints(files: Iterable[str]) -> list[tuple[int, str]]:
-    """(step, path) of every whole checkpoint among the files of a run, the latest first; of two, the rolling one."""
+    """(step, path) of every complete checkpoint among the files of a run, latest first; at a tie, rolling first."""
     checkpoints = [(int(match[2]), match[1]) for name in files if (match := _CHECKSUMS_PATH.fullmatch(name))]
     return sorted(checkpoints, key=lambda pair: (pair[0], pair[1].startswith(STATE_FOLDER)), reverse=True)
 
 
 def upload_checkpoint(storage_path: StoragePath, folder: Path) -> None:
-    """Copy the checkpoint in `folder`, its checksums last; another at `place` is not whole from the first moment."""
+    """Copy the checkpoint in `folder`, its checksums last; an earlier one at `storage_path` is invalidated first."""
     with suppress(FileNotFoundError):
         if get_bytes(storage_path.joinpath(CHECKSUMS_FILE)) == (folder / CHECKSUMS_FILE).read_bytes():
             return
@@ -133,7 +135,7 @@ def remove_checkpoint(storage_path: StoragePath) -> None:
 
 
 def download_checkpoint(storage_path: StoragePath, folder: Path) -> bool:
-    """Copy the checkpoint at `place` to `folder`, unless it is there and whole; whether it is whole then."""
+    """Copy the checkpoint at `storage_path` to `folder`, unless an intact copy exists; return whether it is intact."""
     checksums = get_bytes(storage_path.joinpath(CHECKSUMS_FILE))
     if (
         (folder / CHECKSUMS_FILE).exists()
@@ -152,24 +154,24 @@ def download_checkpoint(storage_path: StoragePath, folder: Path) -> bool:
 
 
 def is_checkpoint_intact(folder: Path) -> bool:
-    """Whether every file that a checkpoint's checksums name is there and has its sum."""
+    """Whether every file that the checksums name exists and matches."""
     try:
         checksums = json.loads((folder / CHECKSUMS_FILE).read_text(encoding="utf-8"))
         for name, expected_sum in checksums.items():
             if _compute_sha256(folder / name) != expected_sum:
                 return False
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError):  # AttributeError: the JSON is not an object
         return False
     return bool(checksums)
 
 
 class Mirror:
-    """Keeps a run's folder on its node and its folder in storage the same.
+    """Keeps a run's folder on its node and its folder in storage equal.
 
-    place: the run's folder in storage. run_dir: where the run writes rows and rolling states. kept_dir: where it
-    writes global_step_<N> folders, which are removed once they are in storage. patience: seconds that the storage is
-    waited for, after which a StorageError says so. notes: what the study should be told. is_over: whether to stop
-    waiting.
+    storage_path: the run's folder in storage. run_dir: where the run writes rows and rolling checkpoints.
+    checkpoint_dir: where it writes global_step_<N> folders, which are removed once they are in storage. patience:
+    seconds to wait for the storage before StorageError is raised. should_stop: whether to stop waiting. The attribute
+    `notes` collects messages for the driver.
     """
 
     def __init__(
@@ -189,13 +191,13 @@ class Mirror:
         self._checkpoint_checksums: dict[str, bytes] = {}
 
     def fetch(self, with_checkpoint: bool) -> None:
-        """Make the node's folder what storage holds: all rows, and with `with_state` the newest whole checkpoint.
+        """Make the node's folder equal to storage: all rows, and if `with_checkpoint` the newest intact checkpoint.
 
-        What the node has from an earlier attempt and storage has not is removed: the run goes back to what is safe.
+        Files of an earlier attempt that are not in storage are removed: the run goes back to what storage has.
         """
         files = self._call_storage(partial(list_files, self.storage_path))
         self._clear_local()
-        for name, size in compute_line_file_sizes({name: info.size for name, info in files.items()}).items():
+        for name, size in compute_line_file_sizes({name: file.size for name, file in files.items()}).items():
             self._call_storage(partial(fetch_lines, self.storage_path.joinpath(name), size, self.run_dir / name))
             self._pushed_bytes[name] = size
         for name in files:
@@ -204,11 +206,11 @@ class Mirror:
                 self._file_checksums[name] = _compute_sha256(self.run_dir / name)
         if with_checkpoint:
             self._fetch_newest_checkpoint(find_complete_checkpoints(files))
-        else:  # what is here would be pushed as if it were newer
+        else:  # a local checkpoint of an earlier attempt would be pushed as if it were newer
             shutil.rmtree(self.run_dir / STATE_FOLDER, ignore_errors=True)
 
     def _clear_local(self) -> None:
-        """Remove what may differ from storage: all but rolling states, whose checksums tell."""
+        """Remove local files that may differ from storage; rolling checkpoints stay and are compared by checksum."""
         shutil.rmtree(self.checkpoint_dir, ignore_errors=True)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         for path in self.run_dir.iterdir():
@@ -216,7 +218,7 @@ class Mirror:
                 path.unlink()
 
     def _fetch_newest_checkpoint(self, checkpoints: list[tuple[int, str]]) -> None:
-        """Fetch the newest checkpoint that is whole; every other one on the node goes."""
+        """Fetch the newest intact checkpoint, and remove all others from the node."""
         chosen_folder = None
         for _, name in checkpoints:
             parent, _, folder_name = name.rpartition("/")
@@ -233,7 +235,10 @@ class Mirror:
             self._checkpoint_checksums[chosen_folder.name] = (chosen_folder / CHECKSUMS_FILE).read_bytes()
 
     def push(self) -> None:
-        """Copy what the run has written since: lines, then other files, then checkpoints; old rolling states go."""
+        """Copy what the run has written since the last push: lines, then other files, then checkpoints.
+
+        Rolling checkpoints that the run has removed are removed from storage too.
+        """
         files = [path for path in sorted(self.run_dir.glob("[!.]*")) if path.is_file()]
         for path in files:
             if path.suffix == ".jsonl":
@@ -254,7 +259,7 @@ class Mirror:
             shutil.rmtree(folder)
 
     def _push_rolling_checkpoints(self) -> None:
-        """Copy the rolling states that storage has not, then remove those that the run has no more."""
+        """Copy the rolling checkpoints that storage lacks, then remove those that the run has removed."""
         storage_path, folder = self.storage_path.joinpath(STATE_FOLDER), self.run_dir / STATE_FOLDER
         local_checksums = {
             path.parent.name: path.read_bytes() for path in sorted(folder.glob(f"[!.]*/{CHECKSUMS_FILE}"))
@@ -263,7 +268,7 @@ class Mirror:
         for name in changed_names:
             self._call_storage(partial(upload_checkpoint, storage_path.joinpath(name), folder / name))
             self._checkpoint_checksums[name] = local_checksums[name]
-        if changed_names:
+        if changed_names:  # the run removes old checkpoints only when it writes a new one
             stored_names = {name.split("/")[0] for name in self._call_storage(partial(list_files, storage_path))}
             for name in stored_names - local_checksums.keys():
                 self._call_storage(partial(remove_checkpoint, storage_path.joinpath(name)))
@@ -273,25 +278,25 @@ class Mirror:
 
 
 def _compute_sha256(path: Path) -> str:
-    """What tells a file from another: a file's time does not, where it is written twice within one tick."""
+    """Identify the content of a file; its time would not, if the file is written twice within one clock tick."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def make_scratch_path(uri: str, environ: Mapping[str, str]) -> Path:
-    """The folder of a node in which runs of the study at `uri` write: below TUNE_STUDY_SCRATCH, else the temporary one.
+    """The scratch folder of a node for the runs of the study at `uri`, one per user and study.
 
-    Each user has their own, and each study.
+    It is below the folder TUNE_STUDY_SCRATCH if that is set, otherwise below the temporary folder.
     """
     base_folder = environ.get("TUNE_STUDY_SCRATCH") or Path(tempfile.gettempdir()) / f"tune_study_{os.getuid()}"
     return Path(base_folder) / hashlib.sha256(uri.encode()).hexdigest()[:16]
 
 
 class MirroredRun:
-    """One run on a node of its own, for as long as its process carries it: held, fetched, and copied after each step.
+    """One run that writes to its node's scratch folder: locked and fetched at the start, pushed after each step.
 
-    config: what a trial of one run is given, with `storage`, the URI of the study. `config` of this object is the same
-    with folders of this node. Raises BusyError where another process of the node carries the run, and StorageError.
+    config: the config of a trial with one run, where `storage` is the URI of the study. The attribute `config` is the
+    same with folders of this node. Raises StorageError, and RunLockedError if another process of the node has the run.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -315,19 +320,19 @@ class MirroredRun:
             raise
 
     def poll_interrupt(self) -> None:
-        """Hand on the study's request to stop, if there is one: the run sees it as a file of its node."""
-        with suppress(OSError):  # asked again before the next step
+        """Pass on the driver's request to stop, if there is one: the run sees it as a file on its node."""
+        with suppress(OSError):  # the next step asks again
             if file_exists(self._stored_interrupt):
                 self._interrupt_path.touch()
 
     def push_step(self) -> str:
-        """Copy what the step has written; what the study should be told."""
+        """Push the files that the step has written; return the notes for the driver."""
         self.mirror.push()
         notes, self.mirror.notes[:] = "; ".join(self.mirror.notes), []
         return notes
 
     def close(self) -> None:
-        """Give the node its room back: all that counts is in storage."""
+        """Free the node's disk space (everything that matters is in storage) and release the run."""
         for folder in (self.mirror.run_dir, self.mirror.checkpoint_dir):
             shutil.rmtree(folder, ignore_errors=True)
-        self._lock_file.close()  # its file stays: another process may be waiting for it
+        self._lock_file.close()  # the file itself stays: another process may be waiting for the lock

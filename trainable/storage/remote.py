@@ -1,6 +1,6 @@
-"""A folder in any filesystem that pyarrow knows: an object store or a path, named by a URI. A file is there whole.
+"""Read and write files in any filesystem that pyarrow supports: object stores and paths, named by URIs.
 
-Credentials are pyarrow's to find, in the environment or on the machine.
+A reader never sees a partly written file. pyarrow finds the credentials in the environment or on the machine.
 """
 
 import shutil
@@ -14,71 +14,77 @@ from trainable.runs.failures import StorageError
 from trainable.storage.uris import check_uri
 
 _OBJECT_STORES = ("s3", "gcs", "abfs")
-"""A file appears in them when its upload is complete; elsewhere it is written beside its place and renamed."""
+"""Here a file appears once its upload is complete. Elsewhere it is written to a temporary name and renamed."""
 _CHUNK_BYTES = 16 * 2**20
 
 
 class StoragePath(NamedTuple):
-    """A folder (or a file) of a filesystem; path: as the filesystem takes it."""
+    """A folder or file in a filesystem; `path` is in the filesystem's own notation."""
 
     filesystem: FileSystem
     path: str
 
     def joinpath(self, name: str) -> "StoragePath":
-        """The place `name`, parts joined by slashes, below this one."""
+        """The path of `name`, which may contain slashes, below this one."""
         return StoragePath(self.filesystem, f"{self.path.rstrip('/')}/{name}")
 
     @property
     def is_object_store(self) -> bool:
-        """Whether there are no folders and no renames, and no need of either."""
+        """Whether the storage has neither folders nor renames, and needs neither."""
         return self.filesystem.type_name in _OBJECT_STORES
 
 
 def open_storage(uri: str) -> StoragePath:
-    """The place that a URI or an absolute path names; StorageError where pyarrow has no filesystem for it."""
+    """Open the folder that a URI or an absolute path names; StorageError if pyarrow has no filesystem for it."""
     check_uri(uri)
     try:
         filesystem, path = FileSystem.from_uri(uri)
     except (OSError, ValueError, TypeError, ImportError) as error:
-        raise StorageError(f"{uri} is no storage that can be used: {format_error(error)}") from None
+        raise StorageError(f"{uri} cannot be used as a storage: {format_error(error)}") from None
     if not path.strip("/"):
-        raise StorageError(f"{uri} names no folder: write it like s3://bucket/folder, gs://bucket/folder or /shared.")
+        raise StorageError(f"{uri} names no folder: type it like s3://bucket/folder, gs://bucket/folder or /shared.")
     return StoragePath(filesystem, path)
 
 
 def format_error(error: BaseException) -> str:
-    """The first line of an error's words."""
+    """The first line of an error message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def list_files(storage_path: StoragePath) -> dict[str, FileInfo]:
-    """Every file below `place` by its path from there; hidden ones left out."""
-    infos = storage_path.filesystem.get_file_info(FileSelector(storage_path.path, recursive=True, allow_not_found=True))
+    """Every file below `storage_path`, by its relative path, without hidden files."""
+    selector = FileSelector(storage_path.path, recursive=True, allow_not_found=True)
+    entries = storage_path.filesystem.get_file_info(selector)
     prefix_length = len(storage_path.path.rstrip("/")) + 1
-    info_by_name = {info.path[prefix_length:]: info for info in infos if info.type == FileType.File}
-    return {name: info for name, info in info_by_name.items() if not any(part[0] == "." for part in name.split("/"))}
+    files = {entry.path[prefix_length:]: entry for entry in entries if entry.type == FileType.File}
+    # Hidden files are incomplete: `put_bytes` and `put_file` write to such a name first.
+    return {
+        name: entry
+        for name, entry in files.items()
+        if not any(component[0] == "." for component in name.split("/"))
+    }
 
 
 def file_exists(storage_path: StoragePath) -> bool:
-    """Whether there is a file at `place`."""
+    """Whether there is a file at `storage_path`."""
     return storage_path.filesystem.get_file_info(storage_path.path).type == FileType.File
 
 
 def get_bytes(storage_path: StoragePath) -> bytes:
-    """The file's content; FileNotFoundError where there is none."""
+    """The content of a file; FileNotFoundError if there is none."""
     with storage_path.filesystem.open_input_stream(storage_path.path) as source:
         return bytes(source.readall())
 
 
 def get_file(storage_path: StoragePath, path: Path) -> None:
-    """Copy the file at `place` to `path`, whose folder is made."""
+    """Copy the file at `storage_path` to `path`, and create the folder of `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with storage_path.filesystem.open_input_stream(storage_path.path) as source, path.open("wb") as target:
         shutil.copyfileobj(source, target, _CHUNK_BYTES)
 
 
 def put_bytes(storage_path: StoragePath, content: bytes) -> None:
-    """Write a file; whoever reads it sees all of it or what was there before."""
+    """Write a file; a reader sees either all of it or the previous content."""
     write_path = _make_write_path(storage_path)
     with storage_path.filesystem.open_output_stream(write_path) as out:
         out.write(content)
@@ -86,7 +92,7 @@ def put_bytes(storage_path: StoragePath, content: bytes) -> None:
 
 
 def put_file(storage_path: StoragePath, path: Path) -> None:
-    """Copy `path` to `place` (see `put_bytes`)."""
+    """Copy `path` to `storage_path`; a reader sees either all of it or the previous content."""
     write_path = _make_write_path(storage_path)
     with path.open("rb") as source, storage_path.filesystem.open_output_stream(write_path) as out:
         shutil.copyfileobj(source, out, _CHUNK_BYTES)
@@ -94,7 +100,7 @@ def put_file(storage_path: StoragePath, path: Path) -> None:
 
 
 def _make_write_path(storage_path: StoragePath) -> str:
-    """The path to write to first; where there are folders, the file's own is made."""
+    """The path to write to first; in a filesystem with folders, the parent folder is created."""
     if storage_path.is_object_store:
         return storage_path.path
     folder, _, name = storage_path.path.rpartition("/")
@@ -108,7 +114,7 @@ def _rename_into_place(storage_path: StoragePath, write_path: str) -> None:
 
 
 def remove_file(storage_path: StoragePath) -> None:
-    """Delete a file; none there is no error."""
+    """Delete a file, if it exists."""
     try:
         storage_path.filesystem.delete_file(storage_path.path)
     except FileNotFoundError:
@@ -116,7 +122,7 @@ def remove_file(storage_path: StoragePath) -> None:
 
 
 def remove_folder(storage_path: StoragePath) -> None:
-    """Delete all below `place`; nothing there is no error."""
+    """Delete everything below `storage_path`, if it exists."""
     try:
         storage_path.filesystem.delete_dir(storage_path.path)
     except FileNotFoundError:

@@ -1,4 +1,7 @@
-"""Names of storages: a URI, or an absolute path. None carries credentials, since a study writes its URI down."""
+"""Check, join and split the URIs and absolute paths that name a storage.
+
+A URI with credentials is refused, because a study writes its URI to files.
+"""
 
 import re
 from pathlib import PurePosixPath
@@ -7,28 +10,29 @@ from urllib.parse import parse_qsl, urlsplit, urlunsplit
 from trainable.runs.failures import StorageError
 
 _SECRET_FIELD = re.compile(r"key|secret|token|password|sig", re.IGNORECASE)
-# A secret may hold a slash, which ends what `urlsplit` takes for the authority: a colon that begins no port is enough.
+# `urlsplit` cannot be used here: a secret may contain a slash, which ends its authority part. Therefore any colon
+# before the next /, ? or # that does not start a port counts as a password.
 _SECRET_USER = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#]*:(?!\d+(?:[/?#]|$))", re.IGNORECASE)
 
 
 def is_uri(text: str) -> bool:
-    """Whether `text` is written as a URI, not as a path."""
+    """Whether `text` has the form of a URI, not of a path."""
     return re.match(r"[a-zA-Z][a-zA-Z0-9+.-]*://", text) is not None
 
 
 def check_uri(uri: str) -> None:
-    """StorageError for a URI that carries credentials, which the message does not repeat."""
+    """Raise StorageError for a URI that contains credentials, without repeating them in the message."""
     fields = [name for name, _ in parse_qsl(urlsplit(uri).query, keep_blank_values=True)] if is_uri(uri) else []
     if _SECRET_USER.match(uri) or any(_SECRET_FIELD.search(name) for name in fields):
         raise StorageError(
-            "The URI of the storage carries a user name with a password, a key or a token, and a study writes its URI "
-            "down: leave them out, and give them to pyarrow in the environment (AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or by the machine's own role."
+            "The URI of the storage contains a user name with a password, a key or a token, but a study writes its URI "
+            "to files. Leave credentials out of the URI, and provide them in the environment (AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, GOOGLE_APPLICATION_CREDENTIALS) or through the machine's role."
         )
 
 
 def join_uri(uri: str, name: str) -> str:
-    """The URI of `name` below `uri`; its query (endpoint, region) stays."""
+    """The URI of `name` below `uri`; the query (endpoint, region) is preserved."""
     if not is_uri(uri):
         return f"{uri.rstrip('/')}/{name}"
     parts = urlsplit(uri)
@@ -36,7 +40,7 @@ def join_uri(uri: str, name: str) -> str:
 
 
 def split_uri(uri: str) -> tuple[str, str]:
-    """(URI of the folder that `uri` is in, the last part of `uri`)."""
+    """(URI of the parent folder, last component of the path)."""
     if not is_uri(uri):
         path = PurePosixPath(uri)
         return str(path.parent).rstrip("/"), path.name
@@ -46,7 +50,7 @@ def split_uri(uri: str) -> tuple[str, str]:
 
 
 def is_same_folder(uri: str, other_uri: str) -> bool:
-    """Whether two URIs name one folder, however they say to reach it (endpoint, region)."""
+    """Whether two URIs name the same folder, regardless of their queries (endpoint, region)."""
     if not (is_uri(uri) and is_uri(other_uri)):
         return uri.rstrip("/") == other_uri.rstrip("/")
     first, second = urlsplit(uri), urlsplit(other_uri)

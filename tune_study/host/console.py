@@ -1,4 +1,4 @@
-"""Lines and tables for a terminal, and as plain text for everything else."""
+"""Print lines and tables, formatted in a terminal and as plain text elsewhere."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from rich.text import Text
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table in a terminal; elsewhere one line a row, columns two blanks apart, nothing cut."""
+    """Print a table: in a terminal with rich, elsewhere one line per row, columns two spaces apart, nothing cut."""
     if console.is_terminal:
         table = Table(*columns, box=box.SIMPLE_HEAD)
         for row in rows:
@@ -22,7 +22,7 @@ def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequenc
 
 
 def print_line(console: Console, line: str) -> None:
-    """One line as it is; what the terminal's encoding does not have is escaped."""
+    """Print one line without markup; characters that the terminal's encoding lacks are escaped."""
     console.print(_escape_unencodable(console, line), markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 

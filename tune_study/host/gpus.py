@@ -1,4 +1,4 @@
-"""The processors of this machine: its visible GPUs, and the cores that this process may use."""
+"""Detect the visible GPUs of this machine and the CPU cores that this process may use."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ _PROC_GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 class Gpu(NamedTuple):
-    """One visible GPU: the id that CUDA_VISIBLE_DEVICES takes, its unique id where known, and its product name."""
+    """One visible GPU: its id for CUDA_VISIBLE_DEVICES, its UUID (empty if unknown) and its product name."""
 
     id: str
     uuid: str
@@ -18,7 +18,7 @@ class Gpu(NamedTuple):
 
 
 def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """The CUDA GPUs that a process started here would see, without loading CUDA; none where there is no driver."""
+    """The GPUs that a process started here would see, found without loading CUDA; none without a driver."""
     visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None and visible_devices.strip() in ("", "-1"):
         return ()
@@ -26,12 +26,14 @@ def detect_gpus(environ: Mapping[str, str]) -> tuple[Gpu, ...]:
 
 
 def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[Gpu, ...]:
-    """Those of `gpus` that CUDA_VISIBLE_DEVICES names, in its order; it ends at its first unknown entry, as in CUDA."""
+    """The GPUs that CUDA_VISIBLE_DEVICES names, in its order. As in CUDA, entries after an unknown one are ignored."""
     if visible_devices is None:
         return gpus
     selected_gpus: list[Gpu] = []
-    for entry in (part.strip() for part in visible_devices.split(",")):
+    for entry in (field.strip() for field in visible_devices.split(",")):
+        # CUDA accepts an index, or the beginning of a UUID.
         matching_gpus = [gpu for gpu in gpus if entry and (gpu.id == entry or gpu.uuid.startswith(entry))]
+        # nvidia-smi's list has no MIG devices, so an entry MIG-... cannot be looked up and is believed.
         if not matching_gpus and not (gpus and entry.startswith("MIG-")):
             break
         selected_gpus.append(matching_gpus[0]._replace(id=entry) if matching_gpus else Gpu(entry, entry, gpus[0].name))
@@ -39,7 +41,7 @@ def select_visible(gpus: tuple[Gpu, ...], visible_devices: str | None) -> tuple[
 
 
 def _query_gpus() -> tuple[Gpu, ...]:
-    """All GPUs of the machine, from nvidia-smi or, where it is missing, from the driver's own listing."""
+    """All GPUs of the machine, from nvidia-smi or, if that fails, from the driver's /proc folder."""
     command = ["nvidia-smi", "--query-gpu=index,uuid,name", "--format=csv,noheader"]
     try:
         listing = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -50,11 +52,11 @@ def _query_gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpu_listing(text: str) -> tuple[Gpu, ...]:
-    """The GPUs in nvidia-smi's lines `index, uuid, name`; other lines, such as its errors, are none."""
-    rows = [[part.strip() for part in line.split(",", 2)] for line in text.splitlines()]
+    """The GPUs in nvidia-smi's lines `index, uuid, name`; other lines, such as errors, are skipped."""
+    rows = [[field.strip() for field in line.split(",", 2)] for line in text.splitlines()]
     return tuple(Gpu(*row) for row in rows if len(row) == 3 and row[0].isdecimal())
 
 
 def count_cpus() -> int:
-    """Processor cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""Ctrl-C: once ends the study after the steps that are under way, twice ends it now."""
+"""Handle Ctrl-C: the first one ends the study after the current steps, the second one ends it immediately."""
 
 import signal
 import time
@@ -8,10 +8,13 @@ from pathlib import Path
 from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""A batch system's warning and a closed terminal are answered as Ctrl-C is."""
+"""The warning of a batch system (SIGTERM) and a closed terminal (SIGHUP) are handled like Ctrl-C."""
 
 _ONE_EVENT_S = 0.5
-"""Signals this close together are one event: a wrapper that hands Ctrl-C on, a shell and the system at a hang-up."""
+"""Signals within this time count as one event.
+
+A wrapper may forward Ctrl-C, and at a hang-up both the shell and the system send a signal.
+"""
 
 
 def make_interrupt(folder: Path) -> "Interrupt":
@@ -20,9 +23,9 @@ def make_interrupt(folder: Path) -> "Interrupt":
 
 
 class Interrupt:
-    """A request to stop, as a file that the processes of the runs see too, wherever they are.
+    """A request to stop, in the form of a file that the processes of the runs can see as well.
 
-    path: the file; it is there from the request until the study is started again.
+    path: the file. It exists from the request until the study is started again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +33,7 @@ class Interrupt:
         self.is_requested = False
 
     def clear(self) -> None:
-        """Forget a request of an earlier start."""
+        """Remove the request of an earlier start."""
         self.path.unlink(missing_ok=True)
         self.is_requested = False
 
@@ -45,13 +48,13 @@ class Interrupt:
         try:
             self.path.touch()
         except OSError:
-            return  # a full disk must not turn a polite end into a crash; the driver stops the runs by itself
+            return  # a full disk must not turn a graceful end into a crash; without the file the driver stops the runs
 
     @contextmanager
     def handle_signals(self, notify: Callable[[str], None]) -> Iterator[None]:
-        """Within the body the first signal is a request and a later one a KeyboardInterrupt; then all is as before.
+        """In the body, the first signal is a request and a later one raises KeyboardInterrupt; then handlers return.
 
-        A hang-up is never more than a request: nobody is there any more who could ask for haste.
+        A SIGHUP is never more than a request: after it, nobody is at the terminal who could want an immediate end.
         """
         request_time = [0.0]
 
@@ -63,17 +66,17 @@ class Interrupt:
             request_time[0] = time.monotonic()
             self.request()
             notify(
-                f"{signal.Signals(signal_number).name}: no new steps; the steps under way are finished and saved. "
-                f"Once more to stop now."
+                f"{signal.Signals(signal_number).name}: stopping after the current steps, which are finished and "
+                f"saved. Press Ctrl-C again to stop immediately."
             )
 
-        old_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-        for number, handler in old_handlers.items():
-            if handler is not signal.SIG_IGN:  # nohup and the like
-                signal.signal(number, on_signal)
+        old_handlers = {signal_number: signal.getsignal(signal_number) for signal_number in _SIGNALS}
+        for signal_number, handler in old_handlers.items():
+            if handler is not signal.SIG_IGN:  # nohup, for example, ignores SIGHUP on purpose
+                signal.signal(signal_number, on_signal)
         try:
             yield
         finally:
-            for number, handler in old_handlers.items():
-                if handler is not None:
-                    signal.signal(number, handler)
+            for signal_number, handler in old_handlers.items():
+                if handler is not None:  # None: the handler was not installed from Python
+                    signal.signal(signal_number, handler)

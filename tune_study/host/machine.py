@@ -1,4 +1,4 @@
-"""What this machine gives a run, each by trying it: memory, files, locks, disk, ports, and the memory of its GPUs."""
+"""Check that this machine can run a study, by trying it: memory, files, locks, disk, ports and GPU memory."""
 
 import contextlib
 import fcntl
@@ -22,31 +22,34 @@ from tune_study.host.gpus import Gpu, count_cpus
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
 
 _GB = 10**9
-# Measured on the laptop preset: driver and Ray hold 0.9 GB together, a trial 0.6 GB.
+# Measured with the laptop preset: driver and Ray take 0.9 GB together, a trial 0.6 GB.
 _DRIVER_MEMORY_BYTES, _TRIAL_MEMORY_BYTES = 1.0 * _GB, 0.6 * _GB
-# A laptop study writes some 30 MB, and Ray's logs are as small; below this neither is safe.
+# A laptop study writes about 30 MB, and so do Ray's logs. With less free space than this, neither is safe.
 _MIN_DISK_BYTES = 0.1 * _GB
-# paper: actor and critic of a 3B model with Adam's moments in float32 are 74 GB, and a new state is written beside the
-# last one. Smaller models need less, so less than this is a remark.
+# paper: a 3B actor and critic with Adam's moments in float32 take 74 GB, and a new checkpoint is written before the
+# last one is removed. Smaller models need less, so less free space than this is only a remark.
 _OUTPUT_DISK_BYTES = {"laptop": 1 * _GB, "paper": 150 * _GB}
-# Ray moves objects to no disk that is fuller than 95 %.
+# Ray does not spill objects to a disk that is more than 95 % full.
 _RAY_DISK_BYTES, _RAY_DISK_FRACTION = 1 * _GB, 0.05
-# Ray 2.60 gives its object store 30 % of the memory, on the disk where /dev/shm has less than that and less than 10 GB.
+# Ray 2.60 gives its object store 30 % of the memory. It is on disk if /dev/shm has less than that and less than 10 GB.
 _OBJECT_STORE_FRACTION, _MAX_OBJECT_STORE_BYTES = 0.3, 10**10
 _MIN_OPEN_FILES = 4096
 _PORT_COUNT = 16
-# The address of a socket holds 108 bytes, 104 on a Mac, one of them for its end; below, the longest that Ray makes.
+# A socket address has at most 108 bytes, 104 on a Mac, including the terminating null byte. Below: Ray's longest name.
 _MAX_SOCKET_PATH_BYTES = 103 if sys.platform == "darwin" else 107
 _LONGEST_SOCKET_NAME = (
     f"/{FOLDER_PREFIX}4194304/{RAY_SUBFOLDER}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 )
-# What the driver keeps of an idle GPU is far less than this share.
+# The NVIDIA driver itself takes far less than this fraction of an idle GPU's memory.
 _IDLE_MEMORY_FRACTION = 0.1
 _LOCK_SCRIPT = "import fcntl, sys; fcntl.flock(open(sys.argv[1], 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
 
 
 class CheckResult(NamedTuple):
-    """What one check found. `problem`: a run cannot start or may lose work. advice: what to do, empty for `ok`."""
+    """The result of one check.
+
+    severity: `problem` means that a run cannot start or may lose work. advice: what to do; empty for `ok`.
+    """
 
     name: str
     severity: Literal["ok", "remark", "problem"]
@@ -55,7 +58,7 @@ class CheckResult(NamedTuple):
 
 
 class GpuMemory(NamedTuple):
-    """MiB of one GPU; None where the driver does not say."""
+    """Memory of one GPU in MiB; None if the driver does not report it."""
 
     uuid: str
     free_mib: int | None
@@ -63,7 +66,7 @@ class GpuMemory(NamedTuple):
 
 
 class GpuProcess(NamedTuple):
-    """A process that holds memory of the GPU `uuid`, in MiB; None where the driver does not say."""
+    """A process that uses memory of the GPU `uuid`, in MiB; None if the driver does not report how much."""
 
     uuid: str
     pid: int
@@ -71,8 +74,9 @@ class GpuProcess(NamedTuple):
 
 
 def check_resources(preset: str, gpus: Sequence[Gpu]) -> list[CheckResult]:
-    """Cores, memory for the trials that run at once, and the limit on open files."""
+    """Check the cores, the memory for the trials that run concurrently, and the limit on open files."""
     cores = count_cpus()
+    # One paper trial is counted per GPU. A laptop study runs at most `ray_num_cpus` trials concurrently.
     trials = len(gpus) if preset == "paper" and gpus else min(cores, RunConfig().trainer.ray_num_cpus)
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     return [
@@ -83,20 +87,21 @@ def check_resources(preset: str, gpus: Sequence[Gpu]) -> list[CheckResult]:
 
 
 def check_memory(available: int, trials: int) -> CheckResult:
-    """`available` bytes against what Ray and `trials` laptop trials hold; a problem where not even one trial fits."""
+    """Compare the `available` bytes with the needs of Ray and `trials` laptop trials; a problem if not one fits."""
     detail = f"{_format_size(available)} available"
     fitting_trials = int((available - _DRIVER_MEMORY_BYTES) // _TRIAL_MEMORY_BYTES)
     if fitting_trials < 1:
-        advice = f"Free memory: Ray, the driver and one trial hold {_format_size(_DRIVER_MEMORY_BYTES + _TRIAL_MEMORY_BYTES)}."
+        needed = _format_size(_DRIVER_MEMORY_BYTES + _TRIAL_MEMORY_BYTES)
+        advice = f"Free some memory: Ray, the driver and one trial need {needed}."
         return CheckResult("memory", "problem", detail, advice)
     if fitting_trials < trials:
-        advice = f"Type --max-concurrent {fitting_trials}, or free memory: {trials} trials would run at once."
+        advice = f"Type --max-concurrent {fitting_trials}, or free some memory: {trials} trials would run concurrently."
         return CheckResult("memory", "remark", detail, advice)
     return CheckResult("memory", "ok", detail)
 
 
 def measure_available_memory() -> int:
-    """Bytes that new processes can take, by the machine and by the control groups of this process."""
+    """Bytes that new processes can allocate, limited by the machine and by the control groups of this process."""
     membership_file = Path("/proc/self/cgroup")
     cgroup_free = read_cgroup_free(
         Path("/sys/fs/cgroup"), membership_file.read_text(encoding="utf-8") if membership_file.exists() else ""
@@ -106,10 +111,11 @@ def measure_available_memory() -> int:
 
 
 def read_cgroup_free(root: Path, membership: str) -> int | None:
-    """Bytes that the control groups above a process leave it; None without a limit.
+    """Bytes that the control groups of a process still allow; None without a limit.
 
     root: where control groups are mounted. membership: the text of /proc/<pid>/cgroup, of version 1 or 2.
     """
+    # A line is `hierarchy:controllers:path`. In version 2 the controllers are empty and all groups share one mount.
     free_bytes = []
     for line in membership.split("\n"):
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -120,6 +126,7 @@ def read_cgroup_free(root: Path, membership: str) -> int | None:
             ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         )
         cgroup_folder = mount / path.strip("/")
+        # Every group above the process limits it too, and the smallest limit counts.
         for folder in (cgroup_folder, *cgroup_folder.parents):
             limit, usage = (_read_number(folder / name) for name in file_names)
             if limit is not None and usage is not None and folder.is_relative_to(mount):
@@ -128,7 +135,7 @@ def read_cgroup_free(root: Path, membership: str) -> int | None:
 
 
 def _read_number(path: Path) -> int | None:
-    """The whole number in a file; None for a word such as `max`, and where there is no file."""
+    """The integer in a file; None for a word such as `max`, or if there is no file."""
     try:
         return int(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -136,7 +143,7 @@ def _read_number(path: Path) -> int | None:
 
 
 def _read_reclaimable(folder: Path) -> int:
-    """Bytes of cached files that the kernel gives back where memory is asked for."""
+    """Bytes of cached files that the kernel reclaims when memory is needed."""
     try:
         lines = (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -146,29 +153,30 @@ def _read_reclaimable(folder: Path) -> int:
 
 
 def check_open_files(soft: int, hard: int) -> CheckResult:
-    """The limits on open files against what Ray wants; RLIM_INFINITY is none."""
+    """Compare the soft and hard limits on open files with Ray's needs; RLIM_INFINITY is no limit."""
     soft_limit, hard_limit = (math.inf if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard))
     if soft_limit >= _MIN_OPEN_FILES:
-        return CheckResult("open files", "ok", f"{soft_limit} at once")
+        return CheckResult("open files", "ok", f"at most {soft_limit}")
     advice = f"Type `ulimit -n {_MIN_OPEN_FILES}` in the shell before a run."
-    if hard_limit < _MIN_OPEN_FILES:
+    if hard_limit < _MIN_OPEN_FILES:  # a user can raise the soft limit only up to the hard one
         advice = f"Have the hard limit of {hard_limit} raised (limits.conf, or `docker run --ulimit nofile=65536`)."
-    return CheckResult("open files", "remark", f"{soft_limit} at once; Ray wants {_MIN_OPEN_FILES}", advice)
+    return CheckResult("open files", "remark", f"at most {soft_limit}; Ray needs {_MIN_OPEN_FILES}", advice)
 
 
 def find_nearest_existing(folder: Path) -> Path:
-    """`folder`, or what is nearest above it of what exists; it may be a file."""
-    return next(place for place in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(place))
+    """`folder` or its nearest existing parent, which may be a file."""
+    candidates = (folder.absolute(), *folder.absolute().parents)
+    return next(candidate for candidate in candidates if os.path.lexists(candidate))
 
 
 def find_ray_folder(environ: Mapping[str, str]) -> Path:
-    """The folder in which the folder of Ray's files is made: where Ray 2.60 would make its own."""
+    """The folder in which Ray's session folder is created: the one that Ray 2.60 itself would choose."""
     names = ("RAY_TMPDIR", "TMPDIR") if sys.platform == "linux" else ("RAY_TMPDIR",)
     return Path(os.path.abspath(next((environ[name] for name in names if name in environ), "/tmp")))
 
 
 def check_disks(output: Path, ray: Path, preset: str) -> list[CheckResult]:
-    """Free space below the output folder, in Ray's own, and in the shared memory of its object store."""
+    """Check the free space in the output folder, in Ray's folder, and in the shared memory of its object store."""
     output_usage, ray_usage = (shutil.disk_usage(find_nearest_existing(folder)) for folder in (output, ray))
     ray_disk_bytes = max(_RAY_DISK_BYTES, _RAY_DISK_FRACTION * ray_usage.total)
     results = [
@@ -177,10 +185,10 @@ def check_disks(output: Path, ray: Path, preset: str) -> list[CheckResult]:
             output,
             output_usage.free,
             _OUTPUT_DISK_BYTES[preset],
-            "Free some, or type another --output.",
+            "Free some space, or type another --output.",
         ),
         check_space(
-            "disk: Ray", ray, ray_usage.free, ray_disk_bytes, "Free some, or set RAY_TMPDIR to another folder."
+            "disk: Ray", ray, ray_usage.free, ray_disk_bytes, "Free some space, or set RAY_TMPDIR to another folder."
         ),
     ]
     shm_folder = Path("/dev/shm")
@@ -190,32 +198,36 @@ def check_disks(output: Path, ray: Path, preset: str) -> list[CheckResult]:
 
 
 def check_space(name: str, folder: Path, free: int, recommended: float, advice: str) -> CheckResult:
-    """`free` bytes against those wanted; a problem where there is next to nothing."""
+    """Compare the `free` bytes with the recommended ones; a problem below the absolute minimum."""
     detail = f"{_format_size(free)} free at {folder}"
     if free < _MIN_DISK_BYTES:
         return CheckResult(name, "problem", detail, advice)
     if free < recommended:
-        return CheckResult(name, "remark", f"{detail}; {_format_size(recommended)} are good to have", advice)
+        return CheckResult(name, "remark", f"{detail}; {_format_size(recommended)} recommended", advice)
     return CheckResult(name, "ok", detail)
 
 
 def check_shared_memory(free: int, memory: int) -> CheckResult:
-    """Free bytes of /dev/shm against the object store that Ray makes on a machine with `memory` bytes available."""
+    """Compare the free bytes of /dev/shm with Ray's object store on a machine with `memory` bytes available."""
     object_store_bytes = min(_OBJECT_STORE_FRACTION * memory, _MAX_OBJECT_STORE_BYTES)
     detail = f"{_format_size(free)} free in /dev/shm"
     if free >= object_store_bytes:
         return CheckResult("shared memory", "ok", detail)
-    advice = f"Ray keeps its objects on the disk then, which is slower. Docker: `--shm-size={object_store_bytes / 2**30:.0f}g`."
+    docker_option = f"--shm-size={object_store_bytes / 2**30:.0f}g"
+    advice = f"Ray will keep its objects on disk, which is slower. Docker: `{docker_option}`."
     return CheckResult(
-        "shared memory", "remark", f"{detail}, less than Ray's {_format_size(object_store_bytes)}", advice
+        "shared memory",
+        "remark",
+        f"{detail}, less than Ray's object store of {_format_size(object_store_bytes)}",
+        advice,
     )
 
 
 def check_output(output: Path) -> list[CheckResult]:
-    """Write, sync, rename, lock and delete where the output would go. Nothing stays behind, nor does a new folder."""
+    """Try to write, sync, rename, lock and delete files where the output would go. Nothing is left behind."""
     folder = find_nearest_existing(output)
     if not folder.is_dir():
-        return [CheckResult("write access", "problem", f"{folder} is no folder", "Type --output with a folder.")]
+        return [CheckResult("write access", "problem", f"{folder} is not a folder", "Type --output with a folder.")]
     try:
         with tempfile.TemporaryDirectory(prefix=".doctor-", dir=folder) as temp_folder:
             _write_and_rename(Path(temp_folder))
@@ -228,7 +240,7 @@ def check_output(output: Path) -> list[CheckResult]:
 
 
 def _write_and_rename(folder: Path) -> None:
-    """What a checkpoint needs of a file system. OSError where it fails, or where another text is read back."""
+    """Try the operations that writing a checkpoint needs. OSError if one fails or other bytes are read back."""
     content = os.urandom(2**16)
     temp_path, final_path = folder / "part", folder / "whole"
     with temp_path.open("wb") as handle:
@@ -237,28 +249,28 @@ def _write_and_rename(folder: Path) -> None:
         os.fsync(handle.fileno())
     os.replace(temp_path, final_path)
     if final_path.read_bytes() != content:
-        raise OSError("what was written is not what is read back")
+        raise OSError("a file was read back with other contents than were written")
     final_path.unlink()
 
 
 def check_locks(folder: Path) -> CheckResult:
-    """Whether a lock on a file in `folder` keeps another process out, which is what saves a study from two drivers."""
+    """Check that a lock on a file in `folder` keeps other processes out, because it protects a study from two drivers."""
     advice = "Type --output with a folder on a local disk, or have the network disk mounted with locks."
     with (folder / "lock").open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             return CheckResult("file locks", "problem", f"files cannot be locked there: {error.strerror}", advice)
-        # In this process a network disk would grant it twice.
+        # Another process must try: a network disk would grant this process the same lock twice.
         command = [sys.executable, "-I", "-S", "-c", _LOCK_SCRIPT, handle.name]
         lock_attempt = subprocess.run(command, capture_output=True, timeout=60, check=False)
     if lock_attempt.returncode == 0:
-        return CheckResult("file locks", "problem", "a lock there keeps no other process out", advice)
+        return CheckResult("file locks", "problem", "a lock there does not keep other processes out", advice)
     return CheckResult("file locks", "ok", "a lock keeps other processes out")
 
 
 def check_ports() -> CheckResult:
-    """Ports on the loopback address, as Ray's processes use them to talk: bound, and one of them connected to."""
+    """Check that ports of the loopback address, over which Ray's processes communicate, can be bound and used."""
     try:
         with contextlib.ExitStack() as stack:
             servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(_PORT_COUNT)]
@@ -269,40 +281,43 @@ def check_ports() -> CheckResult:
             connection.recv(1)
     except OSError as error:
         detail = f"127.0.0.1: {error.strerror or error}"
-        advice = "Ray's processes talk over 127.0.0.1: see the firewall, `ip addr show lo` and `ulimit -n`."
+        advice = "Ray's processes communicate over 127.0.0.1: check the firewall, `ip addr show lo` and `ulimit -n`."
         return CheckResult("ports", "problem", detail, advice)
-    return CheckResult("ports", "ok", f"{_PORT_COUNT} ports of 127.0.0.1 can be bound, and connected to")
+    return CheckResult("ports", "ok", f"{_PORT_COUNT} ports of 127.0.0.1 can be bound, and one accepts a connection")
 
 
 def check_host_name(name: str) -> CheckResult:
-    """Whether this host's name leads to an address; a remark where not, because one machine manages without."""
+    """Check that this host's name has an address; only a remark, because a single machine works without one."""
     try:
         socket.getaddrinfo(name, None)
     except (OSError, UnicodeError):
-        advice = f"Add `127.0.1.1 {name}` to /etc/hosts; what looks the name up waits or fails."
+        advice = f"Add `127.0.1.1 {name}` to /etc/hosts; programs that look up the name wait or fail."
         return CheckResult("host name", "remark", f"{name} has no address", advice)
     return CheckResult("host name", "ok", f"{name} has an address")
 
 
 def check_socket_path(ray: Path) -> CheckResult:
-    """Whether the names of Ray's sockets below `ray` are short enough for the kernel; bytes, not letters, count."""
+    """Check that the paths of Ray's sockets below `ray` are short enough for the kernel, in bytes."""
     max_length = _MAX_SOCKET_PATH_BYTES - len(os.fsencode(_LONGEST_SOCKET_NAME))
     length = len(os.fsencode(ray))
     if length <= max_length:
         return CheckResult("Ray's sockets", "ok", f"the path {ray} is short enough")
     advice = "Type `export RAY_TMPDIR=/tmp`, or another folder with a short path."
     return CheckResult(
-        "Ray's sockets", "problem", f"the path {ray} has {length} bytes; {max_length} are possible", advice
+        "Ray's sockets", "problem", f"the path {ray} has {length} bytes; at most {max_length} are possible", advice
     )
 
 
 def check_gpus(gpus: Sequence[Gpu], machine_gpu_count: int) -> list[CheckResult]:
-    """Each visible GPU with its memory and who holds it; a remark for none. on_machine: GPUs, hidden ones too."""
+    """Check the memory and the users of each visible GPU; a remark if there is none.
+
+    machine_gpu_count: all GPUs of the machine, including those hidden by CUDA_VISIBLE_DEVICES.
+    """
     if not gpus and machine_gpu_count:
-        detail = f"CUDA_VISIBLE_DEVICES hides the {machine_gpu_count} of this machine"
+        detail = f"CUDA_VISIBLE_DEVICES hides the {machine_gpu_count} GPUs of this machine"
         return [CheckResult("GPU", "remark", detail, "Type `unset CUDA_VISIBLE_DEVICES` to use them.")]
     if not gpus:
-        advice = "--preset laptop needs none. For --preset paper see what `nvidia-smi` says."
+        advice = "--preset laptop needs none. For --preset paper, check the output of `nvidia-smi`."
         return [CheckResult("GPU", "remark", "no NVIDIA GPU is visible", advice)]
     memory, processes = query_gpu_memory(), query_gpu_processes()
     return [
@@ -316,17 +331,17 @@ def check_gpus(gpus: Sequence[Gpu], machine_gpu_count: int) -> list[CheckResult]
 
 
 def query_gpu_memory() -> tuple[GpuMemory, ...]:
-    """The memory of every GPU of this machine, as nvidia-smi says; none where it says nothing."""
+    """The memory of every GPU of this machine, as nvidia-smi reports it; empty if it reports nothing."""
     return parse_gpu_memory(_run_nvidia_smi("--query-gpu=index,uuid,memory.free,memory.total"))
 
 
 def query_gpu_processes() -> tuple[GpuProcess, ...]:
-    """The processes that hold memory of a GPU and are visible here, as nvidia-smi says."""
+    """The visible processes that use GPU memory, as nvidia-smi reports them."""
     return parse_gpu_processes(_run_nvidia_smi("--query-compute-apps=gpu_uuid,pid,used_memory"))
 
 
 def _run_nvidia_smi(query: str) -> str:
-    """What nvidia-smi prints; nothing where it is not there or does not end well."""
+    """The output of nvidia-smi; empty if it is missing or fails."""
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -335,8 +350,8 @@ def _run_nvidia_smi(query: str) -> str:
 
 
 def parse_gpu_memory(text: str) -> tuple[GpuMemory, ...]:
-    """GPUs in lines `index, uuid, free, total`; numbers that are none, like [N/A], are None; other lines are none."""
-    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
+    """The GPUs in lines `index, uuid, free, total`; [N/A] and the like become None, other lines are skipped."""
+    rows = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
     return tuple(
         GpuMemory(row[1], _parse_mib(row[2]), _parse_mib(row[3]))
         for row in rows
@@ -345,8 +360,8 @@ def parse_gpu_memory(text: str) -> tuple[GpuMemory, ...]:
 
 
 def parse_gpu_processes(text: str) -> tuple[GpuProcess, ...]:
-    """Processes in lines `uuid, pid, used`; a number that is none, like [N/A], is None; other lines are none."""
-    rows = [[part.strip() for part in line.split(",")] for line in text.splitlines()]
+    """The processes in lines `uuid, pid, used`; [N/A] and the like become None, other lines are skipped."""
+    rows = [[field.strip() for field in line.split(",")] for line in text.splitlines()]
     return tuple(
         GpuProcess(row[0], int(row[1]), _parse_mib(row[2])) for row in rows if len(row) == 3 and row[1].isdecimal()
     )
@@ -357,26 +372,31 @@ def _parse_mib(text: str) -> int | None:
 
 
 def check_gpu(gpu: Gpu, memory: GpuMemory | None, processes: Sequence[GpuProcess]) -> CheckResult:
-    """A GPU that nobody uses, or a remark that names who holds its memory."""
+    """Check that a GPU is idle; otherwise a remark names the processes that use its memory."""
     name = f"GPU {gpu.id}"
     if memory is None or memory.free_mib is None or memory.total_mib is None:
-        detail, is_memory_used = f"{gpu.name}, free memory not known", False
+        detail, is_memory_used = f"{gpu.name}, free memory unknown", False
     else:
         detail = f"{gpu.name}, {memory.free_mib / 1024:.1f} of {memory.total_mib / 1024:.1f} GiB free"
         is_memory_used = memory.total_mib - memory.free_mib > _IDLE_MEMORY_FRACTION * memory.total_mib
+    # Used memory without a process means that the process is invisible here, for example in another container.
     if not processes and not is_memory_used:
         return CheckResult(name, "ok", detail)
     return CheckResult(
-        name, "remark", f"{detail}, {format_processes(processes)}", "Wait until they end, or choose others with --gpus."
+        name,
+        "remark",
+        f"{detail}, {format_processes(processes)}",
+        "Wait until they end, or choose other GPUs with --gpus.",
     )
 
 
 def format_processes(processes: Sequence[GpuProcess]) -> str:
-    """Who holds a GPU's memory, each process with its share where that is known."""
+    """The processes that use a GPU's memory, each with its amount if that is known."""
     descriptions = [
-        f"{each.pid}" + (f" ({each.used_mib / 1024:.1f} GiB)" if each.used_mib else "") for each in processes
+        f"{process.pid}" + (f" ({process.used_mib / 1024:.1f} GiB)" if process.used_mib else "")
+        for process in processes
     ]
-    return f"held by PID {', '.join(descriptions)}" if descriptions else "held by processes that are not visible here"
+    return f"used by PID {', '.join(descriptions)}" if descriptions else "used by processes that are not visible here"
 
 
 def _format_size(byte_count: float) -> str:

@@ -1,4 +1,4 @@
-"""Output that cannot end a study: a terminal that was closed, a pipe whose reader is gone."""
+"""Keep a study running when its output fails: a closed terminal, or a pipe whose reader has exited."""
 
 import os
 import sys
@@ -6,13 +6,13 @@ from typing import TextIO
 
 
 class FailSafeStream:
-    """A stream for a console. Once writing fails, its file descriptor is turned to the null device, for all writers."""
+    """A console stream. After a write fails, its file descriptor points to the null device, for all writers."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write, or turn the stream away."""
+        """Write; if that fails, redirect the stream to the null device."""
         try:
             return self._stream.write(text)
         except OSError:
@@ -20,23 +20,23 @@ class FailSafeStream:
             return len(text)
 
     def flush(self) -> None:
-        """Flush, or turn the stream away."""
+        """Flush; if that fails, redirect the stream to the null device."""
         try:
             self._stream.flush()
         except OSError:
             self._redirect_to_null()
 
     def _redirect_to_null(self) -> None:
-        """From now on the descriptor leads nowhere, also for what other libraries print."""
+        """Point the descriptor to the null device, which also covers other libraries that print."""
         null_descriptor = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null_descriptor, self._stream.fileno())
         os.close(null_descriptor)
 
     def __getattr__(self, name: str) -> object:
-        """All else as the stream has it: encoding, isatty, fileno."""
+        """Everything else (encoding, isatty, fileno) comes from the wrapped stream."""
         return getattr(self._stream, name)
 
 
 def protect_output() -> None:
-    """Make this process's standard output and error unbreakable."""
+    """Replace standard output and standard error by streams whose writes cannot fail."""
     sys.stdout, sys.stderr = FailSafeStream(sys.stdout), FailSafeStream(sys.stderr)

@@ -1,1 +1,1 @@
-"""Ray Tune and Ray: experiment, callbacks, stoppers, workers, W&B."""
+"""Run a study with Ray Tune: experiment, callbacks, stoppers, workers and W&B."""

@@ -1,4 +1,4 @@
-"""What the driver records as Tune reports: each run's status, its log, the summary, and the progress that is shown."""
+"""Tune callbacks of the driver: record each run's status and log, the summary, and the displayed progress."""
 
 import re
 import shutil
@@ -21,11 +21,11 @@ from tune_study.tune.progress import Progress, format_step, format_stop_reason
 from tune_study.tune.trials import list_run_ids, split_rows_by_run
 
 MAX_ATTEMPTS = 3
-"""How often a run may fail in a row, without a step between, with what may pass."""
+"""Consecutive failures of a run, without a training step between them, after which it is no longer retried."""
 
 
 class _FailureCount(NamedTuple):
-    """The furthest step of a trial whose row was on disk when it failed, and its failures since without another one."""
+    """The furthest step of a trial with a row on disk when it failed, and the failures since without a further step."""
 
     furthest_step: int
     consecutive_failures: int
@@ -36,16 +36,16 @@ _SETUP_ERROR_PHRASE = "error raised in its creation task"
 
 
 class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
-    """Has the rows of a run, which are in a storage, here before anyone asks how it ended: told before the Recorder.
+    """Fetches the rows of a run from storage before any other callback asks how the run ended.
 
-    fetch: called with the run's id.
+    It must therefore be registered before the Recorder. fetch: called with the run's id.
     """
 
     def __init__(self, fetch: Callable[[str], None]) -> None:
         self._fetch = fetch
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune stores its callbacks beside the results."""
+        """Nothing: Tune pickles its callbacks into the results."""
         return {}
 
     def _fetch_rows(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
@@ -57,11 +57,12 @@ class RowFetcher(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
 
 class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
-    """Keeps status.json, the logs and the shown progress of every run up to date.
+    """Keeps the status.json, log and displayed progress of every run up to date.
 
-    A trial whose config says `finished` only replays the last row of a run that ended before: of such a run nothing
-    is recorded but the id of the trial that carried it. given_up: ids of trials whose failure is final. unwritten:
-    statuses that a full disk did not take; the study goes on without them, and `settle` tries again.
+    A trial with `finished` in its config only replays the last row of a run that ended in an earlier start; for such a
+    run only the trial id is recorded. The attribute `given_up_trials` has the ids of trials whose failure is final, and
+    `unwritten_statuses` the statuses that could not be written because the disk was full: the study continues without
+    them, and `retry_unwritten` tries again.
     """
 
     def __init__(self, plan: StudyPlan, resource_plan: ResourcePlan, progress: Progress) -> None:
@@ -74,11 +75,11 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self.unwritten_statuses: dict[str, RunStatus] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune stores its callbacks beside the results, and all that these know is on disk already."""
+        """Nothing: Tune pickles its callbacks into the results, and everything here is already on disk."""
         return {}
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Runs start, or start again after their process died."""
+        """Record that runs start, or start again after their process died."""
         copy_earlier_files(trial, self._plan.folder / trial.config["run_id"])
         for status in self._read_statuses(trial):
             if trial.config["finished"]:
@@ -93,7 +94,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._progress.start_run(status.run_id)
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
-        """Training steps are done; `result` has the rows of the runs, with a stop rule's decision in them."""
+        """Record the rows of a step; `result` has them, including the decisions of stop rules."""
+        # Later callbacks and Tune's own files get the result without these two keys.
         note, _ = result.pop("note", ""), result.pop("saved", None)
         if trial.config["finished"]:
             return
@@ -102,6 +104,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._progress.print_note(run_id, note)
         for run_id, row in split_rows_by_run(trial.config, result).items():
             self._record_row(run_id, row, ends_alone=trial.config["side_by_side"] and bool(row.get("stop_rule")))
+        # Runs that failed while the others of their trial continue. The list repeats in every later result.
         for run_id, reason in result.get("failed", {}).items():
             if (status := self._read_status(run_id)).status == "running":
                 self._end_run(
@@ -109,9 +112,9 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
                 )
 
     def _record_row(self, run_id: str, row: dict[str, Any], ends_alone: bool) -> None:
-        """ends_alone: whether the run ends with its row while the others of its trial go on."""
+        """ends_alone: whether the run ends with this row while the others of its trial continue."""
         status = self._read_status(run_id)
-        if status.status in ENDED_STATUSES:  # told again by a trial that was started again
+        if status.status in ENDED_STATUSES:  # a restarted trial reports the row again
             return
         self._log_line(run_id, format_step(self._plan.study.family, row, self._specs[run_id].steps))
         self._progress.record_row(run_id, row)
@@ -119,40 +122,39 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._conclude_run(status)
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A trial failed. Tune would try it again for ever; whether it is depends on the failure, and how often it was.
+        """A trial failed. Tune itself would retry forever; here the failure and their number decide.
 
-        Failures count in a row until the trial gets further than ever before: a run of days meets more in all.
+        Consecutive failures are counted until the trial gets further than ever before, because a run that takes days
+        may meet many failures in total.
         """
         trial_failure = read_failure(trial)
-        if trial.config["finished"]:
-            if (
-                self._count_failure(trial) >= MAX_ATTEMPTS
-            ):  # the run has ended well, only its replay in Tune's own record fails
+        failure_count = self._count_failure(trial)
+        if trial.config["finished"]:  # the run has ended well, and only its replay in Tune's own record fails
+            if failure_count >= MAX_ATTEMPTS:
                 self.given_up_trials.add(trial.trial_id)
             return
-        failure_count = self._count_failure(trial)
         is_retried = trial_failure.is_retried and failure_count < MAX_ATTEMPTS
         for status in self._list_open_statuses(trial):
             orphans = (
                 [] if self._resource_plan.cluster_address else terminate_orphans(self._plan.get_run_dir(status.run_id))
             )
             if orphans:
-                self._log_line(status.run_id, f"=== ended what it had started: {', '.join(orphans)} ===")
+                self._log_line(status.run_id, f"=== terminated orphan processes: {', '.join(orphans)} ===")
             if is_retried:
                 self._log_line(
                     status.run_id,
-                    f"{trial_failure.trace}\n=== {trial_failure.kind}, trying again: {trial_failure.message} ===",
+                    f"{trial_failure.trace}\n=== {trial_failure.kind}, retrying: {trial_failure.message} ===",
                 )
                 self._progress.retry_run(status.run_id, f"{trial_failure.kind}: {trial_failure.message}")
         if is_retried:
             return
         self.given_up_trials.add(trial.trial_id)
         clear_metric_windows(trial)
-        repeat_note = f" ({failure_count} times in a row without a step between)" if failure_count > 1 else ""
+        repeat_note = f" ({failure_count} consecutive failures without a step between them)" if failure_count > 1 else ""
         self._fail_runs(trial, trial_failure._replace(message=trial_failure.message + repeat_note))
 
     def _count_failure(self, trial: Any) -> int:
-        """One more failure: how many it makes without a step beyond the furthest that the trial ever got to."""
+        """Count one more failure; return the number of failures since the trial last got further than ever before."""
         trial_run_id = trial.config["run_id"]
         step = self._find_furthest_step(trial)
         previous_count = self._failure_counts.get(trial_run_id, _FailureCount(-1, 0))
@@ -161,33 +163,34 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         return failure_count
 
     def _find_furthest_step(self, trial: Any) -> int:
-        """The step to which all runs of a trial that go on have got; -1 before the first row, and where none goes on.
+        """The step that all running runs of a trial have reached; -1 before the first row, or if none is running.
 
-        They go on together: what one of them had written before the others joined it says nothing of this start.
+        The minimum counts because they continue together: rows that one of them wrote before the others joined say
+        nothing about this start.
         """
         running_ids = (status.run_id for status in self._read_statuses(trial) if status.status == "running")
         return min((int(self._read_last_row(run_id).get("step", -1)) for run_id in running_ids), default=-1)
 
     def _read_last_row(self, run_id: str) -> dict[str, Any]:
-        """The last row of a run on disk; nothing before the first."""
+        """The last row of a run on disk; empty if there is none."""
         rows = read_rows(self._plan.get_run_dir(run_id) / METRICS_FILE, first_step=0)
         return rows[-1] if rows else {}
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Runs have trained all their steps, a rule has stopped them, or they were interrupted before."""
+        """Runs have trained all their steps, were stopped by a rule, or were interrupted."""
         if trial.config["finished"]:
             return
         for status in self._list_open_statuses(trial):
-            if status.status == "running":  # one that never ran is not
+            if status.status == "running":  # a run that never ran keeps that status
                 self._conclude_run(status)
         clear_metric_windows(trial)
 
     def _conclude_run(self, status: RunStatus) -> None:
-        """The run has ended, or was cut short, after its last row on disk, which has the decision of a stop rule."""
+        """End a run. Its last row on disk tells how it ended, including the decision of a stop rule."""
         self._end_run(make_final_status(status, self._read_last_row(status.run_id), self._specs[status.run_id].steps))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """A trial has failed in a way that Tune itself calls final; the replay of an ended one changes nothing."""
+        """Tune itself considers a failure final. A failed replay of an ended run changes nothing."""
         if not trial.config["finished"]:
             self._fail_runs(trial, read_failure(trial))
 
@@ -205,7 +208,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             )
 
     def _list_open_statuses(self, trial: Any) -> list[RunStatus]:
-        """Statuses of the trial's runs that have not ended well."""
+        """The statuses of the trial's runs that are neither completed nor stopped early."""
         return [status for status in self._read_statuses(trial) if status.status not in ENDED_STATUSES]
 
     def _read_statuses(self, trial: Any) -> list[RunStatus]:
@@ -216,7 +219,7 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         return status or RunStatus(run_id, "never_ran")
 
     def retry_unwritten(self) -> None:
-        """Write the statuses that could not be written before; what still cannot stays in `unwritten`."""
+        """Write the statuses that could not be written; those that still cannot stay in `unwritten_statuses`."""
         for status in list(self.unwritten_statuses.values()):
             self._write_status(status)
 
@@ -230,20 +233,20 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     def _end_run(self, status: RunStatus) -> None:
         self._write_status(status)
         self._log_line(status.run_id, f"=== {status.display_text} {status.ended_at}: {status.reason} ===")
-        with suppress(OSError):  # written again at the end
+        with suppress(OSError):  # the summary is written again at the end of the study
             write_summary(self._plan, self._resource_plan, is_closing=False)
         self._progress.end_run(status.run_id, status.display_text, status.reason)
 
     def _log_line(self, run_id: str, line: str) -> None:
-        with suppress(OSError):  # a line less, where the disk is full; rows are written by the runs themselves
+        with suppress(OSError):  # on a full disk the log misses a line; the runs themselves write the rows
             append_line(self._plan.output / self._specs[run_id].log_path, line)
 
 
 def make_final_status(status: RunStatus, row: dict[str, Any], total_steps: int) -> RunStatus:
-    """The final status of a run whose last row is `row`: stopped by a rule, completed, or cut short.
+    """The final status of a run whose last row is `row`: early_stopped, completed, interrupted or never_ran.
 
-    row: empty where the run has written none; a row of step 0 is of a run that has started to train. A rule that fires
-    at the last step counts: the run is early_stopped.
+    row: empty if the run has written none; a row of step 0 means that the run has started. If a rule fires at the last
+    step, the run is early_stopped.
     """
     step = row.get("step")
     if row.get("stop_rule"):
@@ -275,14 +278,14 @@ def make_final_status(status: RunStatus, row: dict[str, Any], total_steps: int) 
 
 
 def read_failure(trial: Any) -> Failure:
-    """What a trial failed with. An error without a class of its own means that its process died."""
+    """Why a trial failed. An error that is neither a RunFailedError nor from setup means that its process died."""
     import ray.cloudpickle
 
-    # Written by this process, in its own session's folder. The trial's own getter reads the copy in the results
-    # folder, which may be an older failure's.
+    # This process wrote the file into its own session folder. The trial's own getter reads the copy in the results
+    # folder, which may belong to an older failure.
     path = Path(trial.pickled_error_file) if trial.pickled_error_file else None
     if path is None or not path.exists():
-        return Failure("error", "the trial failed before it could say why", is_retried=True)
+        return Failure("error", "the trial failed without an error message", is_retried=True)
     error = ray.cloudpickle.loads(path.read_bytes())
     cause = getattr(error, "cause", None) or error
     if isinstance(cause, RunFailedError):
@@ -291,29 +294,30 @@ def read_failure(trial: Any) -> Failure:
     trace = _ANSI_COLOR.sub("", str(error))
     if _SETUP_ERROR_PHRASE in str(cause):
         return Failure("error", f"in setup, {lines[-1]}", is_retried=True, trace=trace)
+    # Ray kills a worker when the machine's memory runs low, and says "memory pressure" in its error.
     kind = "out of memory" if "memory pressure" in trace else PROCESS_DIED
     return Failure(kind, f"{type(cause).__name__}: {lines[0]}", is_retried=True, trace=trace)
 
 
 def clear_metric_windows(trial: Any) -> None:
-    """Drop the sliding windows that Tune keeps of every metric of a trial that has ended: they serve no more.
+    """Drop Tune's sliding windows over the metrics of a trial that has ended.
 
-    They are half of what an ended trial takes in the driver's memory and in Tune's record of the experiment. The
-    means, minima and maxima that Tune computed with them stay.
+    They are no longer needed, but make up half of an ended trial in the driver's memory and in Tune's record of the
+    experiment. The means, minima and maxima that Tune computed from them stay.
     """
     trial.run_metadata.metric_n_steps.clear()
     trial.run_metadata.invalidate_cache()
 
 
 def copy_earlier_files(trial: Any, earlier_folder: Path) -> None:
-    """Give Tune the rows that it wrote for this run in an earlier start, so that its files go on and lose nothing.
+    """Copy Tune's own files of this run from an earlier start, so that Tune appends to them and no row is lost.
 
-    trial: about to start. before: the folder of the earlier start's files. Tune itself does so only on its own
+    trial: about to start. earlier_folder: the folder of the earlier files. Tune itself does this only in its own
     restore, which is not used.
     """
     for name in ("result.json", "progress.csv"):
         source, target = earlier_folder / name, Path(trial.local_path) / name
         if source.exists() and not target.exists():
-            with suppress(OSError):  # Tune's copy of older rows; ours are where they were
+            with suppress(OSError):  # only Tune's copy of the rows would be incomplete; metrics.jsonl has all of them
                 trial.init_local_path()
                 shutil.copyfile(source, target)

@@ -1,4 +1,4 @@
-"""An existing Ray cluster: joined, never started or ended here; what its nodes have, and how many runs they hold."""
+"""Join an existing Ray cluster, which is never started or stopped here, and count the runs that fit on its nodes."""
 
 import logging
 import math
@@ -18,9 +18,10 @@ _ACCELERATOR_PREFIX = "accelerator_type:"
 
 
 class Node(NamedTuple):
-    """A node that is alive. kind: of its GPUs, as Ray names it, like H100; empty where there are none or Ray is unsure.
+    """A node that is alive.
 
-    cpus, gpus: what Ray may give there, whoever has it now.
+    cpus, gpus: the node's total resources in Ray, whether free or in use. gpu_type: Ray's name of its GPU type, such as
+    H100; empty if there are no GPUs or Ray does not know the type.
     """
 
     id: str
@@ -32,7 +33,10 @@ class Node(NamedTuple):
 
 @contextmanager
 def join_cluster(address: str | None) -> Iterator[tuple[Node, ...] | None]:
-    """Joined to the cluster at `address` during the body: its nodes. None where there is no address. PlanError."""
+    """Join the cluster at `address` during the body, and yield its nodes; None without an address.
+
+    Raises PlanError if the cluster cannot be joined.
+    """
     if address is None:
         yield None
         return
@@ -47,31 +51,32 @@ def join_cluster(address: str | None) -> Iterator[tuple[Node, ...] | None]:
     except (OSError, RuntimeError, ValueError) as error:
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise PlanError(
-            f"No Ray cluster can be joined at --address {format_value(address)}: {reason} Type the address that `ray start` "
-            f"or `ray up` printed, or --address auto on a machine of the cluster."
+            f"--address {format_value(address)}: the Ray cluster cannot be joined: {reason} Type the address that "
+            f"`ray start` or `ray up` printed, or --address auto on a machine of the cluster."
         ) from None
     try:
         yield parse_nodes(ray.nodes())
     finally:
-        ray.shutdown()  # leaves the cluster, which goes on
+        ray.shutdown()  # only disconnects: the cluster keeps running
 
 
 def _check_address(address: str) -> None:
-    """PlanError for what is no address, and where nothing answers: Ray itself would wait for a minute."""
+    """PlanError if `address` is malformed or nothing answers there; Ray itself would wait for a minute."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
     if not host or "/" in address or not port.isdecimal() or int(port) > 65535:
         raise PlanError(
-            f"--address {format_value(address)} is no address of a cluster: type host:port, as `ray start` printed it, or "
-            f"auto on a machine of the cluster (a ray:// address is a client's: run the command on the cluster)."
+            f"--address {format_value(address)} is not the address of a cluster: type host:port, as printed by "
+            f"`ray start`, or auto on a machine of the cluster (a ray:// address is only for Ray clients: run the "
+            f"command on the cluster)."
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise PlanError(
             f"Nothing answers at --address {format_value(address)} ({error.strerror or error}): type the address that "
-            f"`ray start` printed, and check that this machine reaches it."
+            f"`ray start` printed, and check that this machine can reach it."
         ) from None
 
 
@@ -98,40 +103,42 @@ def parse_nodes(entries: Sequence[dict[str, Any]]) -> tuple[Node, ...]:
 
 
 def count_fitting_runs(node: Node, n_gpus: float) -> int:
-    """How many runs of `n_gpus` a node holds at once: all that a run reserves is on one node."""
+    """How many runs of `n_gpus` GPUs fit on a node at the same time; a run does not span nodes."""
     cpus_per_run = len(resources.make_bundles(n_gpus))
     by_cpus = int(node.cpus // cpus_per_run)
     if n_gpus == 0:
         return by_cpus
+    # Runs with a fraction of a GPU must not span two GPUs. 1e-9: 1 / 0.1 may be rounded to below 10.
     by_gpus = int(node.gpus) * math.floor(1 / n_gpus + 1e-9) if n_gpus < 1 else int(node.gpus // n_gpus)
     return min(by_cpus, by_gpus)
 
 
 def find_usable_nodes(nodes: Sequence[Node], n_gpus: float) -> tuple[Node, ...]:
-    """The nodes on which a run of `n_gpus` could be."""
+    """The nodes on which at least one run of `n_gpus` GPUs fits."""
     return tuple(node for node in nodes if count_fitting_runs(node, n_gpus))
 
 
 def allocate_cluster(
     plan: StudyPlan, address: str, nodes: Sequence[Node], gpus_option: str | None, max_concurrent: int | None
 ) -> ResourcePlan:
-    """What the study gets of the cluster, or PlanError. asked: the text of --gpus. limit: --max-concurrent."""
+    """The resources that the study gets from the cluster, or PlanError. gpus_option: the text of --gpus."""
     n_gpus = plan.base_config.trainer.n_gpus_per_node
     bundles = resources.make_bundles(n_gpus)
     if gpus_option is not None:
         raise PlanError(
-            f"--gpus {format_value(gpus_option)} names GPUs of this machine, and Ray places runs on a cluster: leave it out."
+            f"--gpus {format_value(gpus_option)} names GPUs of this machine, but on a cluster Ray places the runs: "
+            f"leave --gpus out."
         )
     resources.check_device(plan.base_config.trainer.device, n_gpus, gpus_option)
     resources.check_max_concurrent(max_concurrent)
     usable_nodes = find_usable_nodes(nodes, n_gpus)
     node_summary = (
-        "; ".join(f"{node.name} has {node.cpus:g} CPU and {node.gpus:g} GPU" for node in nodes) or "it has no node"
+        "; ".join(f"{node.name} has {node.cpus:g} CPU and {node.gpus:g} GPU" for node in nodes) or "it has no nodes"
     )
     if not usable_nodes:
         raise PlanError(
-            f"A run reserves {len(bundles)} CPU and {n_gpus:g} GPU on one node, and no node of the cluster at "
-            f"{address} has as much ({node_summary}): type another --gpus-per-exp, or add nodes."
+            f"A run reserves {len(bundles)} CPU and {n_gpus:g} GPU on one node, but no node of the cluster at "
+            f"{address} has that many ({node_summary}): type a smaller --gpus-per-exp, or add nodes."
         )
     capacity = sum(count_fitting_runs(node, n_gpus) for node in usable_nodes)
     return ResourcePlan(
@@ -150,7 +157,7 @@ def allocate_cluster(
 
 
 def _make_slots(node: Node, n_gpus: float) -> tuple[str, ...]:
-    """The slots of a node, as the plan shows them: Ray gives the ids of GPUs when a run starts."""
+    """The slots of a node, as the plan shows them; Ray assigns the actual GPUs when a run starts."""
     if n_gpus == 0:
         return ()
     return tuple(f"{node.name}:{number}" for number in range(count_fitting_runs(node, n_gpus)))

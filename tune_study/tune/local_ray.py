@@ -1,4 +1,4 @@
-"""Ray on this machine: started for a study, or once for all studies of a suite."""
+"""Start Ray on this machine, for one study or once for all studies of a suite."""
 
 import logging
 import os
@@ -25,10 +25,10 @@ _AUTH_MODE_ENV, _AUTH_TOKEN_ENV = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 
 class LocalRay:
-    """Ray, which is kept from one study to the next while they ask for the same CPUs and GPUs. A context manager.
+    """A context manager that keeps Ray running from one study to the next while they need the same CPUs and GPUs.
 
-    folders: of the studies that need it; it ends with the last of them, with one that fails, or with the context.
-    here: the studies run on this machine alone, not on a cluster.
+    folders: of the studies that need Ray. Ray ends after the last of them, after one that fails, or with the context.
+    is_local: whether the studies run on this machine, not on a cluster.
     """
 
     def __init__(self, folders: Sequence[Path], console: Console, *, is_local: bool = True) -> None:
@@ -41,24 +41,24 @@ class LocalRay:
         self._daemons: tuple[Daemon, ...] = ()
 
     def __enter__(self) -> Self:
-        """From here on, whatever Ray starts inherits whose it is, and is found if it outlives this process."""
+        """Mark the processes that Ray starts, so that they can be found if they outlive this process."""
         if self._is_local:
             os.environ[MARK_ENV] = make_ray_mark(self._folders)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ray is ended."""
+        """End Ray."""
         self.close()
         os.environ.pop(MARK_ENV, None)
 
     @contextmanager
     def acquire(self, folder: Path, resource_plan: ResourcePlan) -> Iterator["tuple[Daemon, ...]"]:
-        """Ray during the body, for the study in `folder`; its processes, where they are this one's."""
+        """Provide Ray during the body, for the study in `folder`; yield its processes if they were started here."""
         self._pending_folders.discard(folder)
         try:
             yield self._ensure_started((resource_plan.cpus, resource_plan.gpus), resource_plan)
         except BaseException:
-            self.close()  # what still runs must not write on while the study is being ended
+            self.close()  # runs must not keep writing while the driver concludes the study
             raise
         if not self._pending_folders:
             self.close()
@@ -66,7 +66,7 @@ class LocalRay:
     def _ensure_started(
         self, resources: tuple[int, tuple[str, ...]], resource_plan: ResourcePlan
     ) -> "tuple[Daemon, ...]":
-        """Processes of a Ray with what is wanted: the one that is there, if it lives, or a new one."""
+        """The processes of a Ray with these resources: the current one if it fits and is alive, otherwise a new one."""
         from tune_study.tune.watchdog import has_exited
 
         if self._resources != resources or any(map(has_exited, self._daemons)):
@@ -83,16 +83,16 @@ class LocalRay:
 
 @contextmanager
 def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["tuple[Daemon, ...]"]:
-    """Ray on this machine alone, unless the caller started or joined one; its processes, where they are this one's.
+    """Start Ray on this machine, unless it is already initialized; yield its processes if they were started here.
 
-    It listens on the loopback address, asks for a token that only its own processes have, and keeps its files in a
-    folder that only this user can enter (docs/reliability.md says what that leaves open).
+    It listens only on the loopback address, requires a token that only its own processes know, and keeps its files in a
+    folder that only this user can enter (docs/reliability.md describes the remaining risks).
     """
     import ray
 
     from tune_study.tune.watchdog import find_ray_daemons
 
-    # It repeats at the end, as an error, which trials did not complete; their statuses say it.
+    # At the end, Tune logs the trials that did not complete as an error; their statuses already say so.
     logging.getLogger("ray.tune.tune").setLevel(logging.CRITICAL)
     if ray.is_initialized():
         yield ()
@@ -108,23 +108,23 @@ def start_local_ray(resource_plan: ResourcePlan, console: Console) -> Iterator["
 
 @cache
 def _get_token() -> str:
-    """The token of every Ray that this process starts; it is made here and written nowhere.
+    """The token of every Ray that this process starts; it is never written to a file.
 
-    Ray reads its token once in a process, so that another one for a later start would be refused.
+    It is cached because Ray reads its token only once per process and would refuse a different one at a later start.
     """
     return secrets.token_hex(32)
 
 
 def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
-    """`ray.init` with its files in `folder`; what it starts inherits the token, and nothing else does.
+    """Call `ray.init` with its files in `folder`; only the processes that it starts inherit the token.
 
-    Ray 2.60 asks for a token where no mode is set, and then also in a process that had imported Ray before, which
-    setting the mode to `token` here would come too late for. RuntimeError if a later Ray does otherwise.
+    If no authentication mode is set, Ray 2.60 requires a token. It does so even in a process that has already imported
+    Ray, where setting the mode to `token` would come too late. RuntimeError if a later version of Ray differs.
     """
     import ray
 
-    # A closed terminal tells the whole process group; Ray's processes inherit that they do not hear it, as Ray itself
-    # sees to for Ctrl-C.
+    # A closed terminal sends SIGHUP to the whole process group. Ray's processes inherit the blocked signal, so they
+    # survive until the driver ends them; Ray itself does the same for Ctrl-C.
     old_signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
     os.environ.pop(_AUTH_MODE_ENV, None)
     user_token = os.environ.get(_AUTH_TOKEN_ENV)
@@ -146,4 +146,4 @@ def _init_ray(resource_plan: ResourcePlan, folder: Path) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, old_signal_mask)
     if os.environ.get(_AUTH_MODE_ENV) != "token":
         ray.shutdown()
-        raise RuntimeError(f"Ray {ray.__version__} started without asking for a token, so it was ended again")
+        raise RuntimeError(f"Ray {ray.__version__} started without requiring a token, so it was shut down again")

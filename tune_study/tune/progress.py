@@ -1,4 +1,4 @@
-"""What a person sees while a study runs: a live table in a terminal, plain lines elsewhere."""
+"""Show the progress of a study: a live table in a terminal, plain lines elsewhere."""
 
 import time
 from collections.abc import Iterator
@@ -15,12 +15,15 @@ from trainable.runs.stop_rules import parse_finite
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 
 _STEPS_PER_LINE = 10
-"""Without a terminal: steps between two lines of a run that does not validate."""
+"""Without a terminal: steps between two printed lines of a run, in addition to those with a validation."""
 
 
 @dataclass
 class RunView:
-    """What is shown of one run; None is "not known yet". numbers: the last that were measured of the shown columns."""
+    """The displayed values of one run. last_values: the last measured value of each displayed column.
+
+    total_seconds is None until the first row.
+    """
 
     spec: RunSpec
     step: int = 0
@@ -30,29 +33,30 @@ class RunView:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean seconds of a step so far."""
+        """Mean seconds per step so far."""
         return self.total_seconds / self.step if self.total_seconds is not None and self.step else None
 
     @property
     def is_open(self) -> bool:
-        """Whether steps are still to come."""
+        """Whether the run has not ended."""
         return self.status in ("waiting", "running")
 
 
 def format_step(family: Family, row: dict[str, Any], total_steps: int) -> str:
-    """One training step as a readable line: names in full, what was not measured left out."""
-    parts = [f"step {row.get('step')}/{total_steps}"]
+    """One training step as a readable line with full names, without the values that were not measured."""
+    fields = [f"step {row.get('step')}/{total_steps}"]
     for display_column in family.log_columns:
         value = parse_finite(row.get(display_column.column))
         if value is not None:
-            parts.append(f"{display_column.name}={value:{display_column.format_spec}}")
+            fields.append(f"{display_column.name}={value:{display_column.format_spec}}")
     if row.get("stop_rule"):
-        parts.append(f"early_stop={format_stop_reason(row)}")
-    return " ".join(parts)
+        fields.append(f"early_stop={format_stop_reason(row)}")
+    return " ".join(fields)
 
 
 def format_stop_reason(row: dict[str, Any]) -> str:
-    """The decision of a stop rule, as it stands in its row, in words."""
+    """The decision of a stop rule in words, from the stop columns of a row."""
+    # Two of the rules stop below their threshold, and the one that counts steps stops when it reaches it.
     comparison = "is below" if row["stop_value"] < row["stop_threshold"] else "reached"
     return (
         f"{row['stop_rule']} at step {row['stop_step']}: {row['stop_value']:.4g} {comparison} "
@@ -61,7 +65,7 @@ def format_stop_reason(row: dict[str, Any]) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Seconds as h:mm:ss or m:ss; a dash when not known."""
+    """Seconds as h:mm:ss or m:ss; a dash if unknown."""
     if seconds is None:
         return "-"
     minutes, remainder = divmod(round(seconds), 60)
@@ -70,7 +74,7 @@ def format_duration(seconds: float | None) -> str:
 
 
 class Progress:
-    """The state of every run of a study, shown as it changes."""
+    """The state of every run of a study, displayed as it changes."""
 
     def __init__(self, plan: StudyPlan, max_concurrent: int, console: Console) -> None:
         self.title = f"{plan.study.name} ({plan.preset})"
@@ -83,7 +87,7 @@ class Progress:
 
     @contextmanager
     def show_live(self) -> Iterator[None]:
-        """Keep the table on the terminal while the body runs, and leave it there at the end."""
+        """Display the table in the terminal while the body runs, and leave it there at the end."""
         if not self._console.is_terminal:
             yield
             return
@@ -91,30 +95,31 @@ class Progress:
             yield
 
     def skip_run(self, run_id: str, status: str, step: int, last_value: float | None) -> None:
-        """A run that had ended before this start. measured: its last number of the family's measure."""
+        """Show a run that ended in an earlier start. last_value: its last value of the family's primary metric."""
         view = self.views[run_id]
         view.status, view.step = status, step
         if last_value is not None:
             view.last_values[self._family.primary_metric] = last_value
 
     def start_run(self, run_id: str) -> None:
-        """A run starts, or starts again."""
+        """Show that a run starts, or starts again."""
         self.views[run_id].status = "running"
         self._print_line(run_id, "started")
 
     def retry_run(self, run_id: str, reason: str) -> None:
-        """A run failed and will be tried again."""
-        self._print_line(run_id, f"failed, trying again: {reason}")
+        """Show that a run failed and will be retried."""
+        self._print_line(run_id, f"failed, retrying: {reason}")
 
     def print_note(self, run_id: str, note: str) -> None:
-        """Something that a person should know, such as a checkpoint that could not be used."""
+        """Print a note for the user, such as a checkpoint that cannot be used."""
         self._print_line(run_id, note)
 
     def record_row(self, run_id: str, row: dict[str, Any]) -> None:
-        """A training step is done."""
+        """Show a training step."""
         view = self.views[run_id]
         view.step = int(parse_finite(row.get("step")) or view.step)
         for display_column in self._family.progress_columns:
+            # The fallback, such as a value from before training, is shown only until the column itself is measured.
             candidates = (
                 parse_finite(row.get(display_column.column)),
                 view.last_values.get(display_column.column),
@@ -129,12 +134,12 @@ class Progress:
             self._print_line(run_id, f"{line} time_left={format_duration(self.estimate_time_left(view))}")
 
     def end_run(self, run_id: str, status: str, reason: str) -> None:
-        """A run has ended."""
+        """Show that a run has ended."""
         self.views[run_id].status = status
         self._print_line(run_id, f"{status}: {reason}")
 
     def estimate_time_left(self, view: RunView) -> float | None:
-        """Seconds that a run still needs at its mean pace, or at that of the others before its first step."""
+        """Seconds that a run still needs at its mean pace, or before its first step at the mean pace of the others."""
         if not view.is_open:
             return 0.0
         paces = [other.seconds_per_step for other in self.views.values() if other.seconds_per_step is not None]
@@ -144,14 +149,16 @@ class Progress:
         return None if pace is None else pace * (view.spec.steps - view.step)
 
     def estimate_study_time_left(self) -> float | None:
-        """Seconds that the study still needs: its work over the trials at once, but at least its longest one.
+        """Seconds that the study still needs: the total divided by the concurrent trials, but at least the longest trial.
 
-        The runs of a trial go on together: it needs what the longest of them does.
+        The runs of a trial are trained together, so a trial needs as long as its longest run.
         """
         trials = [[self.estimate_time_left(view) for view in views if view.is_open] for views in self._trials]
-        if any(seconds is None for left in trials for seconds in left):
+        if any(seconds is None for run_times in trials for seconds in run_times):
             return None
-        trial_seconds = [max(seconds for seconds in left if seconds is not None) for left in trials if left]
+        trial_seconds = [
+            max(seconds for seconds in run_times if seconds is not None) for run_times in trials if run_times
+        ]
         return max(
             sum(trial_seconds) / max(min(self._max_concurrent, len(trial_seconds)), 1), max(trial_seconds, default=0.0)
         )
@@ -159,7 +166,8 @@ class Progress:
     @property
     def columns(self) -> tuple[str, ...]:
         """Headings of the live table."""
-        return ("arm", "seed", "step", *(shown.name for shown in self._family.progress_columns), "time left", "status")
+        metric_names = (display_column.name for display_column in self._family.progress_columns)
+        return ("arm", "seed", "step", *metric_names, "time left", "status")
 
     def make_table(self) -> Table:
         """The live table."""
@@ -180,15 +188,15 @@ class Progress:
             str(view.spec.seed),
             f"{view.step}/{view.spec.steps}",
             *(
-                _format_value(view.last_values.get(shown.column), shown.format_spec)
-                for shown in self._family.progress_columns
+                _format_value(view.last_values.get(display_column.column), display_column.format_spec)
+                for display_column in self._family.progress_columns
             ),
             format_duration(self.estimate_time_left(view)) if view.is_open else "",
             view.status,
         ]
 
     def _print_line(self, run_id: str, text: str) -> None:
-        """A plain line, where there is no live table."""
+        """Print a plain line, unless there is a live table."""
         if not self._console.is_terminal:
             self._console.print(f"{run_id} {text}", markup=False, highlight=False, soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""A plan becomes a Tune experiment, and the experiment statuses, tables and a report."""
+"""Execute a study: run its plan as a Tune experiment, and write statuses, tables and the report."""
 
 import os
 import shlex
@@ -40,20 +40,20 @@ _RAY_ENVIRONMENT = {
     "TUNE_PRINT_ALL_TRIAL_ERRORS": "0",
     "TUNE_FORCE_TRIAL_CLEANUP_S": "60",
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    # Trials start in workers of their own (Ray 2.60), so those that Ray starts in advance only cost CPU time.
+    # In Ray 2.60 each trial starts its own worker, so workers that Ray starts in advance only cost CPU time.
     "RAY_prestart_worker_first_driver": "0",
 }
-"""Set before Ray is imported, where the user has not set them."""
+"""Set before Ray is imported, unless the user has set them."""
 
 _LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's switch for machines that are no part of a cluster: at 0 it listens on the loopback address alone."""
+"""At 0, Ray listens only on the loopback address (its switch for machines outside a cluster)."""
 
 WANDB_MODES = ("offline", "sync", "online", "off")
 
 
 @dataclass(frozen=True)
 class SuiteContext:
-    """What a study shares with the others of its suite: Ray, the request to stop; and what is said if Ray is lost."""
+    """What the studies of a suite share: Ray, the request to stop, and `on_ray_lost`, called if Ray's daemons exit."""
 
     ray: LocalRay
     interrupt: Interrupt
@@ -62,9 +62,9 @@ class SuiteContext:
 
 @dataclass(frozen=True)
 class StudySession:
-    """One start of a study: what is run, with what, and who is told.
+    """One start of a study: its plan, its resources and its outputs.
 
-    finished: the runs that had ended before. stored: the study's folder in its storage, if it has one.
+    finished_statuses: of the runs that are not run again. storage: the study's folder in its storage, if it has one.
     """
 
     plan: StudyPlan
@@ -90,15 +90,17 @@ def execute_study(
     skipped_statuses: Sequence[str] = outputs.ENDED_STATUSES,
     suite: SuiteContext | None = None,
 ) -> int:
-    """Run what is left of `plan`, then write tables and report. The exit code: 0, 1 for a failure, 130 for Ctrl-C.
+    """Run the remaining runs of `plan`, then write tables and the report.
 
-    skipped: statuses of runs that are not run again. suite: what it shares with the others of its suite, if any.
+    skipped_statuses: statuses of runs that are not run again. suite: set if the study is part of a suite. Returns the
+    exit code: 0, 1 for a failure, or 130 for Ctrl-C.
     """
     is_local = not resource_plan.cluster_address
     outputs.check_study_links(plan)
+    # The lock comes first: while this driver has it, marked processes of the study can only be orphans.
     with outputs.lock_folder(plan.folder), ExitStack() as stack:
         for orphan in terminate_orphans(plan.folder) if is_local else []:
-            print_line(console, f"Ended process {orphan}, which an earlier start of this study had left behind")
+            print_line(console, f"Terminated process {orphan}, an orphan of an earlier start of this study")
         if suite is None:
             ray = stack.enter_context(LocalRay([plan.folder], console, is_local=is_local))
             suite = SuiteContext(ray, make_interrupt(plan.folder), lambda: None)
@@ -112,7 +114,7 @@ def execute_study(
 
 @contextmanager
 def _open_storage(plan: StudyPlan, interrupt: Interrupt, console: Console) -> Iterator["StoredStudy | None"]:
-    """The study's folder in its storage, kept up to date during the body; None where it has none."""
+    """The study's folder in its storage, kept synchronized during the body; None without a storage."""
     if plan.storage is None:
         yield None
         return
@@ -124,7 +126,7 @@ def _open_storage(plan: StudyPlan, interrupt: Interrupt, console: Console) -> It
 
 
 def _run_session(session: StudySession) -> int:
-    """`execute`, with the study's folders held."""
+    """`execute_study` after the study's folder is locked; returns the exit code."""
     plan, console = session.plan, session.console
     _write_study_files(session)
     _skip_finished(plan, session.finished_statuses, session.progress, console)
@@ -134,28 +136,29 @@ def _run_session(session: StudySession) -> int:
     try:
         return _conclude_study(session, problem, unwritten_statuses)
     except KeyboardInterrupt:
-        print_line(console, f"The rows are safe. Tables and report: python -m tune_study report {plan.folder}")
+        print_line(console, f"The rows are saved. For tables and report: python -m tune_study report {plan.folder}")
         return 130
 
 
 def _write_study_files(session: StudySession) -> None:
-    """What is on disk before anything starts; PlanError where it cannot be."""
+    """Write the files that must be on disk before anything starts; PlanError if they cannot be written."""
     try:
+        # In a suite, Ctrl-C may have been pressed before this study starts: such a request must not be cleared.
         if not session.interrupt.is_requested:
             session.interrupt.clear()
         changes = outputs.write_study(session.plan)
     except OSError as error:
         raise PlanError(
-            f"{session.plan.folder} cannot be written ({error}): make room there, or type another --output."
+            f"{session.plan.folder} cannot be written ({error}): free disk space there, or type another --output."
         ) from None
     if session.storage is not None and (problem := session.storage.push()):
         raise PlanError(problem)
     for change in changes:
-        print_line(session.console, f"Going on with another {change}: rows before and after may differ for that")
+        print_line(session.console, f"Continuing with a different {change}: earlier and later rows may differ because of it")
 
 
 def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
-    """Train what is left until all have a status: what went wrong, and the statuses that a full disk did not take."""
+    """Train the remaining runs until all have a status; return an error text and the statuses not yet written."""
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
     from tune_study.tune.callbacks import Recorder
 
@@ -163,11 +166,12 @@ def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
     try:
         _fit_tuner(session, recorder)
     except KeyboardInterrupt:
-        session.interrupt.request()  # also where it came while Ray was starting, and is the first
-        print_line(session.console, "Stopped now.")
+        session.interrupt.request()  # before Ray has started, the first Ctrl-C already raises KeyboardInterrupt
+        print_line(session.console, "Stopped.")
     except Exception as error:
+        # If all runs have ended, only Tune's own record is affected, not the study.
         is_over = not any(view.is_open for view in session.progress.views.values())
-        summary = "Ray Tune could not finish its own record of the study" if is_over else "The study ended early"
+        summary = "Ray Tune could not complete its own record of the study" if is_over else "The study ended early"
         problem = f"{summary}: {_format_error(error)}."
     if session.storage is not None:
         session.storage.pull()
@@ -181,23 +185,26 @@ def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
 
 
 def _format_error(error: Exception) -> str:
-    """The last line of an error's words, which in Tune's own errors is the cause; a full disk by its name."""
+    """The last line of an error message, which in Tune's errors is the cause; a single line with the error's type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
     return lines[-1] if len(lines) > 1 else f"{type(error).__name__}: {lines[0]}"
 
 
 def choose_wandb_mode(wandb_option: str | None, plan: StudyPlan) -> str:
-    """--wandb, else offline where trainer.logger names wandb, else off. PlanError if it cannot be had."""
+    """The mode of --wandb; without it, offline if trainer.logger names wandb, else off. PlanError if not possible."""
     mode = wandb_option or ("offline" if "wandb" in plan.base_config.trainer.logger else "off")
     if mode not in WANDB_MODES:
-        raise PlanError(f"--wandb {format_value(mode)} is no mode: type --wandb {', --wandb '.join(WANDB_MODES)}.")
+        raise PlanError(f"--wandb {format_value(mode)} is not a mode: choose from {', '.join(WANDB_MODES)}.")
     if mode != "off" and find_spec("wandb") is None:
         raise PlanError(f"--wandb {mode} needs the package wandb: install it with `pip install wandb`.")
     return mode
 
 
 def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> None:
-    """Set what Ray reads from the environment when it is imported and started; a cluster has its own rules of entry."""
+    """Set the environment variables that Ray reads when it is imported and started.
+
+    On a cluster Ray must not be limited to the loopback address.
+    """
     for name, value in _RAY_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not joins_cluster:
@@ -207,7 +214,7 @@ def prepare_environment(gpus: tuple[str, ...], joins_cluster: bool = False) -> N
 
 
 def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
-    """Start Ray where it is not started, and train every run that is left."""
+    """Start Ray if necessary, and train all remaining runs."""
     from tune_study.tune.watchdog import DiskSpaceGuard, watch_daemons
 
     plan, console = session.plan, session.console
@@ -216,7 +223,7 @@ def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
         print_line(console, text)
 
     wandb_callbacks = _make_wandb_callbacks(plan, session.wandb_mode)
-    # Ray sets a handler of its own for SIGTERM when it starts, so ours come after it.
+    # Ray installs its own SIGTERM handler when it starts, so our handlers are installed afterwards.
     with (
         session.suite.ray.acquire(plan.folder, session.resource_plan) as daemons,
         session.interrupt.handle_signals(print_text),
@@ -234,12 +241,12 @@ def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
             for wandb_callback in wandb_callbacks:
                 if not wandb_callback.close():
                     print(
-                        f"W&B logging is not complete: {wandb_callback.problem or 'it took too long'}", file=sys.stderr
+                        f"W&B logging is incomplete: {wandb_callback.problem or 'it took too long'}", file=sys.stderr
                     )
 
 
 def _end_without_ray(session: StudySession, recorder: "Recorder", reason: str) -> None:
-    """End the study without Ray, which cannot be asked any more: whoever waits for it waits for ever."""
+    """End the study and this process after Ray's daemons are lost, because every further call to Ray would hang."""
     from tune_study.tune.watchdog import kill_children
 
     kill_children()
@@ -251,13 +258,13 @@ def _end_without_ray(session: StudySession, recorder: "Recorder", reason: str) -
     session.suite.on_ray_lost()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(1)
+    os._exit(1)  # this is the watchdog's thread, and the main thread is stuck in a call to Ray
 
 
 def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: list[Any]) -> Any:
-    """The Tune experiment of all runs of a plan; those that ended replay their last row, so that it lists them too.
+    """The Tune experiment of all runs of a plan; ended runs replay their last row, so that it lists them too.
 
-    Tune's own checkpoints and its restore are not used: a run goes on from the rolling state in its folder (see
+    Tune's own checkpoints and restore are not used: a run continues from the rolling checkpoint in its folder (see
     docs/architecture.md).
     """
     from ray import tune
@@ -281,14 +288,14 @@ def make_tuner(session: StudySession, recorder: "Recorder", extra_callbacks: lis
 
 
 def _make_fetch_callbacks(session: StudySession) -> list[Any]:
-    """The callback that fetches rows from the study's storage in a list, or an empty one."""
+    """A list with the callback that fetches rows from the study's storage; empty without a storage."""
     from tune_study.tune.callbacks import RowFetcher
 
     return [] if session.storage is None else [RowFetcher(session.storage.pull)]
 
 
 def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]) -> Any:
-    """Where Tune writes, who is told, and what ends a trial."""
+    """Tune's run config: where it writes, its callbacks, and its stoppers."""
     from ray import tune
     from ray.tune.stopper import CombinedStopper
 
@@ -300,7 +307,7 @@ def _make_run_config(plan: StudyPlan, interrupt: Interrupt, callbacks: list[Any]
         storage_path=str(plan.folder.parent),
         stop=CombinedStopper(*rule_stoppers, InterruptStopper(interrupt)),
         callbacks=callbacks,
-        failure_config=tune.FailureConfig(max_failures=-1),  # the recorder decides, by what failed
+        failure_config=tune.FailureConfig(max_failures=-1),  # unlimited: the Recorder decides about each failure
         checkpoint_config=tune.CheckpointConfig(checkpoint_frequency=0, checkpoint_at_end=False),
         verbose=0,
     )
@@ -311,7 +318,7 @@ def _make_trial_name(trial: Any) -> str:
 
 
 def _make_wandb_callbacks(plan: StudyPlan, mode: str) -> list[Any]:
-    """The W&B callback in a list, or an empty one; wandb is imported only when it is asked for."""
+    """A list with the W&B callback; empty if W&B is off, and then wandb is not imported."""
     if mode == "off":
         return []
     from tune_study.tune.wandb_logging import WandbCallback
@@ -322,7 +329,7 @@ def _make_wandb_callbacks(plan: StudyPlan, mode: str) -> list[Any]:
 def _skip_finished(
     plan: StudyPlan, finished_statuses: Mapping[str, RunStatus], progress: Progress, console: Console
 ) -> None:
-    """Name the runs that are not run again."""
+    """Print and display the runs that are not run again."""
     for run_id, status in finished_statuses.items():
         rows = read_rows(plan.get_run_dir(run_id) / METRICS_FILE, first_step=0)
         measured_values = (row.get(plan.study.family.primary_metric) for row in reversed(rows))
@@ -331,7 +338,7 @@ def _skip_finished(
         )
         print_line(console, f"{run_id} is {status.status} and is not run again")
     if finished_statuses:
-        print_line(console, f"{len(plan.runs) - len(finished_statuses)} of {len(plan.runs)} runs to go")
+        print_line(console, f"{len(plan.runs) - len(finished_statuses)} of {len(plan.runs)} runs remain")
 
 
 def _is_number(value: object) -> bool:
@@ -339,7 +346,7 @@ def _is_number(value: object) -> bool:
 
 
 def _conclude_study(session: StudySession, problem: str, unwritten_statuses: Mapping[str, RunStatus]) -> int:
-    """Summary, tables and report of what there is, and what to type next. The exit code."""
+    """Write summary, tables and report of the existing rows, print how to continue, and return the exit code."""
     plan, console = session.plan, session.console
     try:
         print_line(console, f"Summary: {write_summary(plan, session.resource_plan, is_closing=True)}")
@@ -361,7 +368,7 @@ def _conclude_study(session: StudySession, problem: str, unwritten_statuses: Map
         address_option = (
             f" --address {session.resource_plan.cluster_address}" if session.resource_plan.cluster_address else ""
         )
-        print_line(console, f"Go on with: python -m tune_study resume {plan.folder}{address_option}")
+        print_line(console, f"Continue with: python -m tune_study resume {plan.folder}{address_option}")
         if plan.study_uri is not None:
             print_line(
                 console,
@@ -371,16 +378,16 @@ def _conclude_study(session: StudySession, problem: str, unwritten_statuses: Map
 
 
 def write_results(folder: Path, console: Console) -> str:
-    """Write tables and report of results/<run>, and print what they say; return what went wrong, or nothing.
+    """Write tables and report of results/<run>, and print the conclusion; return an error text, or an empty one.
 
-    The rows are safe whatever happens here.
+    The rows are not affected by an error here.
     """
     try:
         outputs.write_tables(folder)
         report, conclusion = outputs.write_report(folder)
     except Exception as error:
         return (
-            f"The rows are safe in {folder}/runs, but the tables or the report could not be written: "
+            f"The rows are saved in {folder}/runs, but the tables or the report could not be written: "
             f"{type(error).__name__}: {error}. Try again with: python -m tune_study report {folder}"
         )
     for line in (conclusion.headline, *(f"  {arm}" for arm in conclusion.arms)):

@@ -1,4 +1,4 @@
-"""In which order runs start: first come, first served; and those that must not start any more."""
+"""Schedule trials first come, first served, and remove those that must no longer start."""
 
 from collections.abc import Container
 from typing import Any
@@ -10,10 +10,10 @@ from tune_study.host.interrupt import Interrupt
 
 
 class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyped
-    """FIFO, which censors no arm. Tune asks it before it starts anything; two kinds of waiting trials are taken out.
+    """A FIFO scheduler, which favours no arm. Tune asks it before each start; it removes two kinds of pending trials.
 
-    given_up: ids of trials whose failure is final: Tune counts failures but does not look at them, and would start
-    them again. They end as errors. interrupt: once it is requested, what has not started never does.
+    given_up_trials: ids of trials whose failure is final. They end as errors; Tune only counts failures and would start
+    them again. interrupt: once it is requested, pending trials never start.
     """
 
     def __init__(self, given_up_trials: Container[str], interrupt: Interrupt) -> None:
@@ -22,7 +22,7 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
         self._interrupt = interrupt
 
     def choose_trial_to_run(self, tune_controller: Any, **kwargs: Any) -> Any:
-        """The next trial to start, or None (see TrialScheduler)."""
+        """The next trial to start, or None (see ray.tune.schedulers.TrialScheduler)."""
         for trial in [trial for trial in tune_controller.get_trials() if trial.status == Trial.PENDING]:
             is_given_up = trial.trial_id in self._given_up_trials
             if is_given_up or self._interrupt.is_requested:
@@ -30,6 +30,6 @@ class FirstComeFirstServed(FIFOScheduler):  # type: ignore[misc]  # Ray is untyp
             if is_given_up:
                 tune_controller._set_trial_status(trial, Trial.ERROR)
             if trial.status != Trial.PENDING:
-                # Tune records a trial again only when its actor is stopped, and this one has none any more.
+                # Tune updates its record of a trial when the trial's actor stops, but this trial no longer has one.
                 tune_controller._tune_controller._mark_trial_to_checkpoint(trial)
         return super().choose_trial_to_run(tune_controller, **kwargs)

@@ -1,4 +1,7 @@
-"""A Tune trial has one run, or the runs of all seeds of an arm: what it is given, and which row is whose."""
+"""Make the configs of Tune trials and assign the rows of their results to runs.
+
+A trial has one run, or the runs of all seeds of an arm.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -9,12 +12,12 @@ from tune_study.plan.study_plan import RunSpec, StudyPlan, find_changed_settings
 
 
 def list_run_ids(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The runs that the trial of this config has."""
+    """The ids of the runs in a trial's config."""
     return tuple(run["run_id"] for run in config["runs"])
 
 
 def split_rows_by_run(config: Mapping[str, Any], result: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """run_id -> row of a result; a run that had ended before its trial did has none."""
+    """run_id -> row of a result; a run that ended before its trial has none."""
     if config["side_by_side"]:
         return dict(result.get("rows", {}))
     return {config["run_id"]: result}
@@ -23,10 +26,11 @@ def split_rows_by_run(config: Mapping[str, Any], result: dict[str, Any]) -> dict
 def make_trial_configs(
     plan: StudyPlan, finished_statuses: Mapping[str, RunStatus], interrupt: Path
 ) -> Iterator[dict[str, Any]]:
-    """What every Tune trial of a study is given; one with several runs has those that are left, or all if none is.
+    """The configs of all Tune trials of a study.
 
-    finished: the runs that are not run again, by run_id: those that have ended are replayed. interrupt: a file whose
-    existence ends a run after its next step.
+    A trial with several runs has the remaining ones, or all of them if none remains. finished_statuses: run_id -> status
+    of the runs that are not run again; those that have ended are replayed. interrupt: a file whose existence ends a
+    run after its next step.
     """
     for specs in plan.trials:
         remaining_specs = tuple(spec for spec in specs if spec.run_id not in finished_statuses)
@@ -34,14 +38,14 @@ def make_trial_configs(
         if not remaining_specs and not all(
             finished_statuses[spec.run_id].status in ENDED_STATUSES for spec in finished_specs
         ):
-            continue  # given up: Tune is not told of it
+            continue  # a failed run that is not retried has nothing to replay
         yield make_trial_config(plan, remaining_specs or finished_specs, not remaining_specs, interrupt)
 
 
 def make_trial_config(
     plan: StudyPlan, specs: Sequence[RunSpec], is_finished: bool, interrupt: Path | None = None
 ) -> dict[str, Any]:
-    """What `trainable.trial.Trial` is given for runs of one arm: names, changed settings, absolute places."""
+    """The config of `trainable.trial.Trial` for runs of one arm: names, changed settings and absolute paths."""
     first_spec, family = specs[0], plan.study.family
     return {
         "run_id": first_spec.experiment_name if family.has_batched_seeds else first_spec.run_id,

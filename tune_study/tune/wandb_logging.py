@@ -1,4 +1,4 @@
-"""W&B, when asked for: one W&B run a run, written by a thread of its own so that nothing waits for the service."""
+"""Log to W&B on request: one W&B run per run, written by a separate thread so that nothing waits for the service."""
 
 import queue
 import shlex
@@ -15,11 +15,11 @@ from tune_study.tune.trials import list_run_ids, split_rows_by_run
 from tune_study.tune.wandb_sync import WandbUploader
 
 CLOSE_TIMEOUT_S = 30.0
-"""How long the end of a study waits for what is still to be written."""
+"""Seconds that the end of a study waits for pending writes and uploads."""
 
 
 class _Event(NamedTuple):
-    """What happened to a run: `start`, `row` (with the numbers), or `end` (with an exit code)."""
+    """An event of a run: `start`, `row` (with values) or `end` (with an exit code)."""
 
     kind: str
     run_id: str
@@ -29,7 +29,7 @@ class _Event(NamedTuple):
 
 
 class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
-    """Hands every row to a thread that writes it to W&B. Trouble there ends the logging, never the study."""
+    """Passes every row to a thread that writes it to W&B. An error there ends the logging, never the study."""
 
     def __init__(self, plan: StudyPlan, mode: str) -> None:
         self.problem = ""
@@ -41,20 +41,20 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._uploads = WandbUploader() if mode == "sync" else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune stores its callbacks beside the results, and a thread cannot be stored."""
+        """Nothing: Tune pickles its callbacks into the results, and a thread cannot be pickled."""
         return {}
 
     def setup(self, *_: Any, **__: Any) -> None:
-        """The study starts."""
+        """Start the thread when the experiment starts."""
         self._thread.start()
 
     def on_trial_start(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Runs start, or start again."""
+        """Queue the start of runs."""
         if not trial.config["finished"]:
             self._enqueue(*(_Event("start", run_id) for run_id in list_run_ids(trial.config)))
 
     def on_trial_result(self, iteration: int, trials: list[Any], trial: Any, result: dict[str, Any], **i: Any) -> None:
-        """Training steps are done."""
+        """Queue the rows of a step."""
         if not trial.config["finished"]:
             rows = split_rows_by_run(trial.config, result).items()
             self._enqueue(
@@ -62,17 +62,17 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             )
 
     def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Runs have ended, all well but those whose status says that they failed beside others."""
+        """Queue the end of runs. A run that failed while others of its trial continued has a status that says so."""
         for run_id in list_run_ids(trial.config):
             self._enqueue(_Event("end", run_id, exit_code=int(self._has_failed(run_id))))
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Runs have failed; where that was final, their statuses say so by now."""
+        """Queue the end of runs whose failure is final; the Recorder has already written their statuses."""
         failed_ids = [run_id for run_id in list_run_ids(trial.config) if self._has_failed(run_id)]
         self._enqueue(*(_Event("end", run_id, exit_code=1) for run_id in failed_ids))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        """Runs have failed."""
+        """Queue the end of runs that failed."""
         self._enqueue(*(_Event("end", run_id, exit_code=1) for run_id in list_run_ids(trial.config)))
 
     def _has_failed(self, run_id: str) -> bool:
@@ -84,25 +84,25 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._events.put(event)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
-        """End what is open; whether all was written, and uploaded where that was asked for, in `patience` seconds."""
+        """End the open W&B runs; return whether everything was written, and uploaded if requested, in `timeout_s`."""
         if self._thread.is_alive():
             self._events.put(None)
             self._thread.join(timeout_s)
         if self._uploads is not None and not self._uploads.close(timeout_s):
             folders = " ".join(shlex.quote(str(folder)) for folder in self._uploads.pending_folders)
-            reason = self._uploads.problem or "it took too long"
-            self.problem = self.problem or f"{reason}. Upload it with: wandb sync {folders}"
+            reason = self._uploads.problem or "the upload took too long"
+            self.problem = self.problem or f"{reason}. Upload with: wandb sync {folders}"
         return not self._thread.is_alive() and not self.problem
 
     def _write_events(self) -> None:
-        """The thread: events in order, until the end or the first trouble."""
+        """Body of the thread: process events in order, until the end or the first error."""
         open_runs: dict[str, Any] = {}
         try:
             while (event := self._events.get()) is not None:
                 self._apply_event(open_runs, event)
             for run in open_runs.values():
                 self._finish_run(run)
-        except Exception as error:  # whatever a service does must not reach the study
+        except Exception as error:  # no error of the service may affect the study
             self.problem = f"{type(error).__name__}: {error}"
 
     def _apply_event(self, open_runs: dict[str, Any], event: _Event) -> None:
@@ -117,14 +117,14 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             self._finish_run(open_runs.pop(event.run_id), event.exit_code)
 
     def _finish_run(self, run: Any, exit_code: int = 0) -> None:
-        """End a W&B run, and hand it to the upload where that is asked for."""
+        """End a W&B run, and queue its upload if requested."""
         folder, service = Path(run.settings.sync_dir), str(run.settings.base_url)
         run.finish(exit_code=exit_code)
         if self._uploads is not None:
             self._uploads.add(folder, service)
 
     def _read_gradient_analysis(self, run_id: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
-        """What the step's gradient analysis found, under the published keys; nothing where there was none."""
+        """The results of the step's gradient analysis under the published keys; empty if there was none."""
         if "seconds_gradient_analysis" not in values:
             return {}
         import wandb
@@ -136,7 +136,7 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         return {**analysis.numbers, **tables, "timing_s/gradient_analysis": values["seconds_gradient_analysis"]}
 
     def _open_run(self, spec: RunSpec) -> Any:
-        """A W&B run whose id is the run's own, so that a continued run goes on in it."""
+        """Open a W&B run whose id is made from the run and its settings, so that a resumed run continues it."""
         import wandb
 
         return wandb.init(
@@ -154,5 +154,5 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
 
 
 def select_loggable(row: dict[str, Any]) -> dict[str, Any]:
-    """The numbers and texts of a row; Tune's own config and what was not measured left out."""
+    """The numbers and texts of a row, without Tune's own config and without missing values."""
     return {name: value for name, value in row.items() if isinstance(value, int | float | str)}

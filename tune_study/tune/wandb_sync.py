@@ -1,4 +1,4 @@
-"""Offline W&B runs, uploaded one by one as they end where the service can be reached; nothing ever waits for it."""
+"""Upload offline W&B runs one by one as they end, without blocking the study if the service cannot be reached."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 CONNECT_TIMEOUT_S = 2.0
-"""Seconds in which a connection to the service must be made."""
+"""Seconds to wait for a connection to the service."""
 
 UPLOAD_TIMEOUT_S = 300.0
 """Seconds that the upload of one run may take."""
@@ -22,16 +22,17 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class _Upload(NamedTuple):
-    """One offline run's folder, and the address of the service that is to have it."""
+    """The folder of an offline run, and the address of the service to upload it to."""
 
     folder: Path
     service: str
 
 
 class WandbUploader:
-    """`wandb sync` of each folder that is handed in, in a thread of its own. left: the folders not uploaded so far.
+    """Runs `wandb sync` for each added folder, in a separate thread.
 
-    upload_s: seconds that one upload may take; it is ended then, and its folder is left.
+    upload_timeout_s: seconds that one upload may take; then it is killed. The attribute `pending_folders` lists the
+    folders that have not been uploaded.
     """
 
     def __init__(self, upload_timeout_s: float = UPLOAD_TIMEOUT_S) -> None:
@@ -45,16 +46,16 @@ class WandbUploader:
         self._thread.start()
 
     def add(self, folder: Path, service: str) -> None:
-        """Upload the offline run in `folder` to the service at the address `service`, if that can be reached."""
+        """Queue the upload of the offline run in `folder` to the service at the address `service`."""
         self.pending_folders.append(folder)
         self._upload_queue.put(_Upload(folder, service))
 
     def close(self, timeout_s: float) -> bool:
-        """Upload what waits, and try once more what failed, for at most `patience` seconds; whether nothing is left."""
+        """Finish the queue and retry failed uploads, for at most `timeout_s` seconds; return whether all succeeded."""
         self._upload_queue.put(None)
         self._thread.join(timeout_s)
         self._stop_event.set()
-        self._thread.join(CONNECT_TIMEOUT_S + 1.0)  # it ends the upload under way
+        self._thread.join(CONNECT_TIMEOUT_S + 1.0)  # time for the thread to kill the current upload
         return not self.pending_folders
 
     def _run_uploads(self) -> None:
@@ -63,27 +64,32 @@ class WandbUploader:
                 self._failed_uploads.append(upload)
         for upload in self._failed_uploads:
             if self._stop_event.is_set() or not self._try_upload(upload):
-                return  # the service is not there: others would fail like it
+                return  # the service cannot be reached, so the others would fail too
 
     def _try_upload(self, upload: _Upload) -> bool:
-        """Whether W&B's own command uploaded the run; why it did not is kept as the problem."""
+        """Upload with W&B's own command; return whether it succeeded. The reason of a failure is in `problem`."""
         if not is_reachable(upload.service):
             self.problem = f"{upload.service} cannot be reached"
             return False
         process = subprocess.Popen(
             [sys.executable, "-m", "wandb", "sync", str(upload.folder)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, "WANDB_BASE_URL": upload.service, "WANDB_SILENT": "false"}, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "WANDB_BASE_URL": upload.service, "WANDB_SILENT": "false"},
+            start_new_session=True,  # so that the whole process group can be killed
+        )
         last_line = self._wait_for_exit(process)
+        # The exit code alone does not tell: a `.synced` file marks a run that was really uploaded.
         if process.returncode == 0 and any(upload.folder.glob("*.synced")):
             self.pending_folders.remove(upload.folder)
             return True
-        self.problem = last_line or f"wandb sync ended with {process.returncode}"
+        self.problem = last_line or f"wandb sync ended with exit code {process.returncode}"
         return False
 
     def _wait_for_exit(self, process: "subprocess.Popen[str]") -> str:
-        """Wait for the command, or end it when its time is over or the study is; the last line that it said."""
+        """Wait for the command, or kill it after its timeout or at the end of the study; return its last error line."""
         waited_s = 0.0
         while True:
             try:
@@ -95,11 +101,11 @@ class WandbUploader:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()
-                return f"the upload was ended after {waited_s:g} s"
+                return f"the upload was stopped after {waited_s:g} s"
 
 
 def is_reachable(service: str) -> bool:
-    """Whether a connection to the address `service`, such as https://api.wandb.ai, is made within REACH_S seconds."""
+    """Whether `service`, such as https://api.wandb.ai, accepts a connection within CONNECT_TIMEOUT_S seconds."""
     parts = urlsplit(service)
     if parts.hostname is None:
         return False

@@ -1,4 +1,4 @@
-"""What the driver looks at between two events: are Ray's own processes alive, is there room on the disks it writes."""
+"""Watch Ray's own processes and the free disk space while a study runs."""
 
 import shutil
 import threading
@@ -15,7 +15,7 @@ from tune_study.host.interrupt import Interrupt
 
 DAEMON_NAMES = ("raylet", "gcs_server")
 MIN_FREE_BYTES = 8_000_000
-"""Bytes on a disk below which the driver waits: Ray Tune's own writers raise on a full disk, and end the study."""
+"""Free bytes on a disk below which the driver waits, because Ray Tune ends the study if it cannot write its files."""
 
 _CHECK_INTERVAL_S = 2.0
 _WAIT_INTERVAL_S = 0.5
@@ -29,7 +29,7 @@ class Daemon(NamedTuple):
 
 
 def find_ray_daemons() -> tuple[Daemon, ...]:
-    """Ray's processes that this one has started."""
+    """Ray's processes that this process has started."""
     children = psutil.Process().children()
     return tuple(Daemon(name, child) for child in children for name in DAEMON_NAMES if name in _read_command(child))
 
@@ -42,7 +42,7 @@ def _read_command(process: psutil.Process) -> str:
 
 
 def has_exited(daemon: Daemon) -> bool:
-    """Whether the process has ended."""
+    """Whether the process has exited."""
     try:
         return not daemon.process.is_running() or daemon.process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -50,7 +50,7 @@ def has_exited(daemon: Daemon) -> bool:
 
 
 def kill_children() -> None:
-    """End every process that this one has started, and what those have started, by their ids."""
+    """Kill all child processes of this process, and their children, by their ids."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         with suppress(psutil.NoSuchProcess):
@@ -60,17 +60,17 @@ def kill_children() -> None:
 
 @contextmanager
 def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], None]) -> Iterator[None]:
-    """While the body runs, a thread sees whether all of `daemons` live, and calls `last_will` once one does not.
+    """While the body runs, a thread checks that all `daemons` are alive, and calls `on_daemon_lost` if one is not.
 
-    A thread, since without them Ray's own calls, in which this process is then stuck, do not come back. last_will is
-    told what is gone, and is to end this process.
+    It must be a thread, because without its daemons Ray's own calls never return, so the main thread is stuck.
+    on_daemon_lost: called with a message; it must end this process.
     """
     is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(_CHECK_INTERVAL_S):
             lost_messages = [
-                f"Ray's process {daemon.name} ({daemon.process.pid}) is gone"
+                f"Ray's process {daemon.name} ({daemon.process.pid}) has exited"
                 for daemon in daemons
                 if has_exited(daemon)
             ]
@@ -88,10 +88,11 @@ def watch_daemons(daemons: Sequence[Daemon], on_daemon_lost: Callable[[str], Non
 
 
 class DiskSpaceGuard(tune.Callback):  # type: ignore[misc]  # Ray is untyped
-    """Called by Tune at each turn of its loop, which it holds while a disk is full.
+    """Blocks Tune's event loop while a disk is full.
 
-    folders: where the driver and Ray write. patience: seconds to wait for room (trainer.disk_patience), during which
-    Tune handles nothing, so that nothing of it fails; the runs wait by themselves. say: told when that begins and ends.
+    folders: where the driver and Ray write. patience: seconds to wait for disk space (trainer.disk_patience). In this
+    time Tune processes nothing, so none of its writes can fail; the runs wait by themselves. notify: called when the
+    waiting begins and ends.
     """
 
     def __init__(
@@ -102,14 +103,14 @@ class DiskSpaceGuard(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         self._interrupt = interrupt
         self._notify = notify
         self._next_check = 0.0
-        self._has_given_up = False  # once patience is over, what fails may fail; until there has been room again
+        self._has_given_up = False  # after `patience` the study continues, and writes may fail, until there is space
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing: Tune stores its callbacks beside the results."""
+        """Nothing: Tune pickles its callbacks into the results."""
         return {}
 
     def on_step_begin(self, iteration: int, trials: list[Any], **info: Any) -> None:
-        """Look, every few seconds."""
+        """Check the disks every few seconds; Tune calls this in every iteration of its loop."""
         if time.monotonic() < self._next_check:
             return
         self._wait_for_space()
@@ -120,12 +121,12 @@ class DiskSpaceGuard(tune.Callback):  # type: ignore[misc]  # Ray is untyped
         if not full_folders or self._has_given_up:
             self._has_given_up = bool(full_folders)
             return
-        self._notify(f"The disk of {full_folders[0]} is full: waiting up to {self._patience:g} s for room.")
+        self._notify(f"The disk of {full_folders[0]} is full: waiting up to {self._patience:g} s for disk space.")
         deadline = time.monotonic() + self._patience
         while self._find_full_folders() and time.monotonic() < deadline and not self._interrupt.is_requested:
             time.sleep(_WAIT_INTERVAL_S)
         self._has_given_up = bool(self._find_full_folders())
-        self._notify("There is still no room." if self._has_given_up else "There is room again.")
+        self._notify("The disk is still full." if self._has_given_up else "Disk space is available again.")
 
     def _find_full_folders(self) -> list[Path]:
         return [
