@@ -1,4 +1,4 @@
-"""One run on disk, the same for every family of studies: its lock, its rows, its checkpoints, and whether it is over."""
+"""One run on disk, the same for every family of studies: its lock, rows and checkpoints, and whether it is over."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -80,7 +80,7 @@ def compute_flat_shapes(stateful: nn.Module | torch.optim.Optimizer) -> dict[str
 
 
 def check_shapes(name: str, expected: Mapping[str, torch.Size], actual: Mapping[str, torch.Size]) -> None:
-    """ValueError unless `actual` has exactly the tensors and shapes of `expected`. name: of the module, in the message."""
+    """ValueError unless `actual` has exactly the tensors and shapes of `expected`. name: prefix in the message."""
     mismatched_keys = sorted(key for key in expected.keys() | actual.keys() if expected.get(key) != actual.get(key))
     if mismatched_keys:
         key = mismatched_keys[0]

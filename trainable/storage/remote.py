@@ -59,9 +59,7 @@ def list_files(storage_path: StoragePath) -> dict[str, FileInfo]:
     files = {entry.path[prefix_length:]: entry for entry in entries if entry.type == FileType.File}
     # Hidden files are incomplete: `put_bytes` and `put_file` write to such a name first.
     return {
-        name: entry
-        for name, entry in files.items()
-        if not any(component[0] == "." for component in name.split("/"))
+        name: entry for name, entry in files.items() if not any(component[0] == "." for component in name.split("/"))
     }
 
 

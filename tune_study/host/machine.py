@@ -254,7 +254,7 @@ def _write_and_rename(folder: Path) -> None:
 
 
 def check_locks(folder: Path) -> CheckResult:
-    """Check that a lock on a file in `folder` keeps other processes out, because it protects a study from two drivers."""
+    """Check that a lock in `folder` keeps other processes out: such a lock protects a study from a second driver."""
     advice = "Type --output with a folder on a local disk, or have the network disk mounted with locks."
     with (folder / "lock").open("w") as handle:
         try:

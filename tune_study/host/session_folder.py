@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 
 FOLDER_PREFIX = "ts-"
-"""Prefix of the folder's name, which ends in the driver's process id. Short, as the length of socket paths is limited."""
+"""Prefix of the folder's name, which ends in the driver's process id. Short, because socket paths must be short."""
 
 RAY_SUBFOLDER = "r"
 """Name of the folder inside it that is given to Ray."""

@@ -150,7 +150,9 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             return
         self.given_up_trials.add(trial.trial_id)
         clear_metric_windows(trial)
-        repeat_note = f" ({failure_count} consecutive failures without a step between them)" if failure_count > 1 else ""
+        repeat_note = (
+            f" ({failure_count} consecutive failures without a step between them)" if failure_count > 1 else ""
+        )
         self._fail_runs(trial, trial_failure._replace(message=trial_failure.message + repeat_note))
 
     def _count_failure(self, trial: Any) -> int:

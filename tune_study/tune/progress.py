@@ -149,7 +149,7 @@ class Progress:
         return None if pace is None else pace * (view.spec.steps - view.step)
 
     def estimate_study_time_left(self) -> float | None:
-        """Seconds that the study still needs: the total divided by the concurrent trials, but at least the longest trial.
+        """Seconds that the study still needs: the total divided by the concurrent trials, at least the longest trial.
 
         The runs of a trial are trained together, so a trial needs as long as its longest run.
         """

@@ -154,7 +154,9 @@ def _write_study_files(session: StudySession) -> None:
     if session.storage is not None and (problem := session.storage.push()):
         raise PlanError(problem)
     for change in changes:
-        print_line(session.console, f"Continuing with a different {change}: earlier and later rows may differ because of it")
+        print_line(
+            session.console, f"Continuing with a different {change}: earlier and later rows may differ because of it"
+        )
 
 
 def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
@@ -240,9 +242,7 @@ def _fit_tuner(session: StudySession, recorder: "Recorder") -> None:
         finally:
             for wandb_callback in wandb_callbacks:
                 if not wandb_callback.close():
-                    print(
-                        f"W&B logging is incomplete: {wandb_callback.problem or 'it took too long'}", file=sys.stderr
-                    )
+                    print(f"W&B logging is incomplete: {wandb_callback.problem or 'it took too long'}", file=sys.stderr)
 
 
 def _end_without_ray(session: StudySession, recorder: "Recorder", reason: str) -> None:

@@ -28,9 +28,9 @@ def make_trial_configs(
 ) -> Iterator[dict[str, Any]]:
     """The configs of all Tune trials of a study.
 
-    A trial with several runs has the remaining ones, or all of them if none remains. finished_statuses: run_id -> status
-    of the runs that are not run again; those that have ended are replayed. interrupt: a file whose existence ends a
-    run after its next step.
+    A trial with several runs has the remaining ones, or all of them if none remains. finished_statuses: run_id ->
+    status of the runs that are not run again; those that have ended are replayed. interrupt: a file whose existence
+    ends a run after its next step.
     """
     for specs in plan.trials:
         remaining_specs = tuple(spec for spec in specs if spec.run_id not in finished_statuses)
