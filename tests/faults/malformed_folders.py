@@ -178,7 +178,7 @@ def check_report(good: Path, damage: Damage) -> str:
         assert {path: after.get(path) for path in before} == before
         assert (answer.code == 0) == (f"{RUN}/report.html" in after), answer
         if answer.code == 1:
-            assert answer.err.startswith("The rows are safe in "), answer
+            assert answer.err.startswith("The rows are saved in "), answer
             assert damage.name.endswith(("run.json", "status.json", "levels.jsonl")), answer
             assert f"{Path(damage.name).name} " in answer.err, answer
         elif answer.code == 2:

@@ -75,8 +75,8 @@ def interrupt_and_check(study: Tormented, interrupt: Callable[["subprocess.Popen
     saved = [step for step, _ in iter_checkpoints(study.run_dirs()[0] / "state")]
     assert saved[0] == steps  # every hundred steps, and the last one before the interruption
     said = (tmp_path / "command.log").read_text()
-    assert "no new steps; the steps under way are finished and saved" in said
-    assert f"Go on with: python -m tune_study resume {study.folder}" in said
+    assert "stopping after the current steps, which are finished and saved" in said
+    assert f"Continue with: python -m tune_study resume {study.folder}" in said
 
 
 def command_of(study: Tormented) -> list[str]:
@@ -148,7 +148,7 @@ def test_a_study_whose_ray_died_ends_and_says_so(tmp_path: Path, straight: Torme
     study.log.close()
     said = (tmp_path / "command.log").read_text()
     assert f"The study ended early: Ray's process {daemon} (" in said
-    assert f"Go on with: python -m tune_study resume {study.folder}" in said
+    assert f"Continue with: python -m tune_study resume {study.folder}" in said
     assert study.all_gone() == 0
     finish(study)
     assert compare(study, straight, Tally()) == []
@@ -207,8 +207,8 @@ def test_a_run_waits_for_room_on_a_full_disk(tmp_path: Path, straight: Tormented
     assert int(str(seen["rows_while_full"])) <= int(str(seen["rows_when_full"])) + 2
     assert (seen["code"], seen["left"]) == (0, 0)
     said = (tmp_path / "command.log").read_text()
-    assert "waiting up to 100 s for room on the disk: [Errno 28]" in said
-    assert "there is room on the disk again" in said
+    assert "waiting up to 100 s for disk space: [Errno 28]" in said
+    assert "disk space is available again" in said
     differences = [line for line in compare(kept(tmp_path), straight, Tally()) if "disk_patience" not in line]
     assert differences == []
 

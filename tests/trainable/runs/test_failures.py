@@ -66,8 +66,8 @@ def test_the_message_is_one_line_and_the_trace_is_whole() -> None:
     assert "raise RuntimeError" in found.trace
     assert classify_failure(RuntimeError(), True).message == "RuntimeError: no message"
     noted = full()
-    noted.add_note("No room was made within 1 s.")
-    assert classify_failure(noted, True).message.endswith("No space left on device No room was made within 1 s.")
+    noted.add_note("Disk still full after 1 s.")
+    assert classify_failure(noted, True).message.endswith("No space left on device Disk still full after 1 s.")
 
 
 def test_a_failure_survives_the_way_to_another_process() -> None:

@@ -46,8 +46,8 @@ def test_it_waits_while_the_disk_is_full_and_says_so_once() -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     assert call_with_retry(failing(5, full), 60, said.append) == "written"
     assert said == [
-        "waiting up to 60 s for room on the disk: [Errno 28] No space left on device",
-        "there is room on the disk again",
+        "waiting up to 60 s for disk space: [Errno 28] No space left on device",
+        "disk space is available again",
     ]
 
 
@@ -55,7 +55,7 @@ def test_without_patience_it_fails_at_once_with_what_was_tried() -> None:
     said: list[str] = []
     with pytest.raises(OSError, match="No space left") as caught:
         call_with_retry(failing(9, OSError(errno.ENOSPC, "No space left")), 0, said.append)
-    assert caught.value.__notes__ == ["No room was made within 0 s (trainer.disk_patience)."]
+    assert caught.value.__notes__ == ["Disk still full after 0 s (trainer.disk_patience)."]
     assert said == []
 
 

@@ -56,7 +56,7 @@ def test_repeated_ones_end_the_run_with_steps_and_tensors_named() -> None:
     with pytest.raises(NonFiniteError) as caught:
         trainer.step()
     assert str(caught.value) == (
-        "step 3 is number 2 in a row of the steps that trained whose updates were skipped, since numbers were not "
+        "updates were skipped in 2 consecutive training steps, up to step 3, because of values that are not "
         f"finite: gradient of {LAYER} (trainer.nonfinite_patience=2)"
     )
     assert classify_failure(caught.value, True)[:1] == ("non-finite",)
@@ -70,7 +70,7 @@ def test_the_count_goes_on_in_another_process() -> None:
     second = make_quiet_trainer(trainer__nonfinite_patience=3, trainer__total_training_steps=5)
     second.load_state(*first.get_state())
     breaking(second, math.nan)
-    with pytest.raises(NonFiniteError, match="step 3 is number 3 in a row"):
+    with pytest.raises(NonFiniteError, match="updates were skipped in 3 consecutive training steps, up to step 3,"):
         second.step()
 
 
@@ -84,7 +84,7 @@ def test_weights_that_a_step_broke_end_the_run_and_the_state_before_is_kept(tmp_
     with torch.no_grad():
         critic.model.embed_tokens.weight[-1] = 3e38  # of a token that is never read
     backend.optimizer.param_groups[0]["weight_decay"] = -1e9
-    with pytest.raises(RunFailedError, match="step 2 left weights that are not finite: weight critic") as raised:
+    with pytest.raises(RunFailedError, match="the weights after step 2 are not finite: weight critic") as raised:
         trainable.step()
     assert raised.value.failure.kind == NON_FINITE
     assert [row["step"] for row in get_rows(trainable)] == [1]

@@ -166,7 +166,7 @@ def lacking(values: Row) -> Row:
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [(other_settings, "written with other settings"), (no_settings, "RunConfig"), (wrong_step, "it holds step 1"),
+    [(other_settings, "written with other settings"), (no_settings, "RunConfig"), (wrong_step, "it contains step 1"),
      (lacking, "kl_coef")],
 )  # fmt: skip
 def test_a_whole_state_that_is_not_this_runs_is_not_used(
@@ -253,7 +253,7 @@ def test_a_restored_trainer_holds_no_file_that_was_deleted(tmp_path: Path) -> No
 def test_no_two_processes_train_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "LOCK_TIMEOUT_S", 0.0)
     start_trial(tmp_path)
-    with pytest.raises(RunLockedError, match=f"runs/r is still held by another process .pid {os.getpid()} on "):
+    with pytest.raises(RunLockedError, match=f"runs/r is still in use by another process .pid {os.getpid()} on "):
         Trial(make_trial_config(tmp_path)).begin()
     Trial(make_trial_config(tmp_path, finished=True)).begin()  # one that has ended is only read
 

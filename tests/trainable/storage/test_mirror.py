@@ -366,7 +366,7 @@ def test_a_finished_run_is_replayed_from_storage_without_its_state(
 
 def test_two_processes_of_a_node_never_train_one_run(uri: str, node: Callable[..., Trial]) -> None:
     node("a", **stored(uri)).step()
-    with pytest.raises(RuntimeError, match="is still held by another process") as raised:
+    with pytest.raises(RuntimeError, match="is still in use by another process") as raised:
         node("a", **stored(uri)).step()
     assert raised.value.failure.is_retried
 

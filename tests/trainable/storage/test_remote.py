@@ -34,11 +34,13 @@ def test_a_storage_that_fails_is_waited_for_and_then_named(tmp_path: Path) -> No
 
     assert call_storage(once, 60.0, said.append) == "done"
     assert said == [
-        "waiting up to 60 s for the storage to answer: AWS Error NETWORK_CONNECTION", "the storage answers again"
+        "waiting up to 60 s for the storage to respond: AWS Error NETWORK_CONNECTION", "the storage responds again"
     ]  # fmt: skip
     gone = StoragePath(open_storage(str(tmp_path)).filesystem, str(tmp_path / "file" / "below"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match=r"It did not answer well within 0 s \(trainer\.disk_patience\)\.") as raised:
+    with pytest.raises(
+        StorageError, match=r"The storage did not respond without an error within 0 s \(trainer\.disk_patience\)\."
+    ) as raised:
         call_storage(partial(put_bytes, gone, b""), 0.0, said.append)
     failure = classify_failure(raised.value, has_rows=True)
     assert (failure.kind, failure.is_retried) == ("storage", False)
@@ -68,7 +70,7 @@ def test_what_will_not_pass_is_not_waited_for(error: OSError) -> None:
     "S3://key:word@bucket", "gs://bucket/x?SECRET=",
 ])  # fmt: skip
 def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
-    with pytest.raises(StorageError, match="carries a user name with a password, a key or a token") as raised:
+    with pytest.raises(StorageError, match="contains a user name with a password, a key or a token") as raised:
         open_storage(uri)
     assert "word" not in str(raised.value).replace("password", "")
     assert "bucket" not in str(raised.value)
@@ -83,7 +85,7 @@ def test_other_colons_are_no_credentials(uri: str) -> None:
 
 @pytest.mark.parametrize("uri", ["nope://bucket/x", "s3://", "relative/folder", "s3://?scheme=http"])
 def test_what_is_no_storage_is_refused(uri: str) -> None:
-    with pytest.raises(StorageError, match=r"is no storage that can be used|names no folder"):
+    with pytest.raises(StorageError, match=r"cannot be used as a storage|names no folder"):
         open_storage(uri)
 
 

@@ -253,7 +253,7 @@ def test_storage_is_offered_to_studies_that_can_have_one(tmp_path: Path) -> None
 @pytest.mark.parametrize(("asked", "limit", "overrides", "message"), [
     ("0,1", None, {}, "--gpus 0,1 names GPUs of this machine"),
     (None, 0, {}, "--max-concurrent 0 leaves nothing to run"),
-    (None, None, {"trainer__n_gpus_per_node": "8"}, "no node of the cluster at a:1 has as much (one has 8 CPU and"),
+    (None, None, {"trainer__n_gpus_per_node": "8"}, "no node of the cluster at a:1 has that many (one has 8 CPU and"),
     (None, None, {"trainer__device": "cpu"}, "trainer.device is cpu"),
 ])  # fmt: skip
 def test_what_a_cluster_cannot_run_is_refused(
@@ -273,7 +273,7 @@ def test_dead_nodes_do_not_count() -> None:
 
 @pytest.mark.parametrize("address", ["local", "10.0.0.1", "ray://10.0.0.1:10001", "host:port", ":6379", "h:99999"])
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(PlanError, match="is no address of a cluster"), join_cluster(address):
+    with pytest.raises(PlanError, match="is not the address of a cluster"), join_cluster(address):
         pass
 
 

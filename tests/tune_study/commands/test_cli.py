@@ -106,7 +106,7 @@ REFUSED = [
     ("run kl --preset paper", "The run asks for 1 GPU a run and no GPU is visible"),
     ("run kl --gpus 0", "--gpus 0 is given but a run takes no GPU"),
     ("run kl --max-concurrent 0", "--max-concurrent 0 leaves nothing to run"),
-    ("run kl --wandb maybe", "--wandb maybe is no mode: type --wandb offline, --wandb sync, --wandb online, --"),
+    ("run kl --wandb maybe", "--wandb maybe is not a mode: choose from offline, sync, online, off."),
     ("run kl --model Qwen/Qwen2.5-3B", "Fetch it with `hf download Qwen/Qwen2.5-3B`"),
     ("run kl --model ./no-such-folder", "The model ./no-such-folder is not here"),
     ("resume results/nothing", "holds no study (no study.json)"),
@@ -298,7 +298,7 @@ SMALL = (
     [
         (81000, "--gpus-per-exp 0.1", "The runs do not fit: "),
         (81000, "--gpu-memory-gib 8", "The runs do not fit: "),
-        (1024, "--set env.test_env_groups=64", "held by PID 4242 (78.6 GiB). End them"),
+        (1024, "--set env.test_env_groups=64", "used by PID 4242 (78.6 GiB). End them"),
     ],
 )
 def test_a_real_run_that_does_not_fit_is_refused_and_writes_nothing(
@@ -490,5 +490,5 @@ def test_a_study_from_the_command_to_the_frames(here: Path, monkeypatch: pytest.
     rows = [path.read_text() for path in sorted(folder.glob("runs/*/metrics.jsonl"))]
     twice = type_in(line)
     assert twice.code == 0, twice.err
-    assert "0 of 2 runs to go" in twice.out
+    assert "0 of 2 runs remain" in twice.out
     assert [path.read_text() for path in sorted(folder.glob("runs/*/metrics.jsonl"))] == rows

@@ -388,9 +388,10 @@ def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, m
 SMALL = "run kl --preset laptop --steps 1 --kl-values 0"
 REFUSED: list[tuple[Callable[[str], str], str]] = [
     (lambda query: f"{SMALL} --storage s3://no-such-shelf/x?{query}", "cannot be used: "),
-    (lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query}", "carries a user name with a password"),
-    (lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query} --dry-run", "carries a user name with a password"),
-    (lambda query: f"{SMALL} --storage nope://shelf/x", "is no storage that can be used"),
+    (lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query}", "contains a user name with a password"),
+    (lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query} --dry-run",
+     "contains a user name with a password"),
+    (lambda query: f"{SMALL} --storage nope://shelf/x", "cannot be used as a storage"),
     (lambda query: f"{SMALL} --storage s3://shelf/x?scheme=http&endpoint_override=127.0.0.1:1", "cannot be "),
     (lambda query: f"resume s3://shelf/nothing?{query}", "holds no study: type <storage>/<run>"),
     (lambda query: f"status s3://shelf/nothing?{query}", "holds no study: type <storage>/<run>"),

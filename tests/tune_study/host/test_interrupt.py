@@ -22,7 +22,8 @@ def test_the_first_signal_is_a_request_and_the_second_an_end(tmp_path: Path, num
         assert interrupt.is_requested
         assert interrupt.is_visible
         assert said == [
-            f"{number.name}: no new steps; the steps under way are finished and saved. Once more to stop now."
+            f"{number.name}: stopping after the current steps, which are finished and saved. "
+            f"Press Ctrl-C again to stop immediately."
         ]
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)

@@ -36,7 +36,7 @@ def limited(kind: int, soft: int) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("available", "trials", "level", "advice"),
     [
-        (1.59 * GB, 1, "problem", "hold 1.6 GB"),
+        (1.59 * GB, 1, "problem", "need 1.6 GB"),
         (1.61 * GB, 1, "ok", ""),
         (1.61 * GB, 2, "remark", "--max-concurrent 1"),
         (5 * GB, 8, "remark", "--max-concurrent 6"),
@@ -88,7 +88,7 @@ def test_a_low_limit_on_open_files_is_a_remark_with_the_command() -> None:
     with limited(resource.RLIMIT_NOFILE, 1024):
         cores, _, files = machine.check_resources("laptop", ())
     assert cores.severity == "ok"
-    assert (files.severity, files.detail) == ("remark", "1024 at once; Ray wants 4096")
+    assert (files.severity, files.detail) == ("remark", "at most 1024; Ray needs 4096")
     assert "ulimit -n 4096" in files.advice
 
 
@@ -149,7 +149,7 @@ def test_an_output_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 def test_an_output_below_a_file_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
     (found,) = machine.check_output(tmp_path / "taken" / "below")
-    assert (found.severity, found.detail) == ("problem", f"{tmp_path / 'taken'} is no folder")
+    assert (found.severity, found.detail) == ("problem", f"{tmp_path / 'taken'} is not a folder")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (found,) = machine.check_output(tmp_path / "dangling")
     assert found.severity == "problem"
@@ -183,7 +183,7 @@ def test_a_disk_without_locks_is_a_problem(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_lock_that_keeps_nobody_out_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-    assert machine.check_locks(tmp_path).detail == "a lock there keeps no other process out"
+    assert machine.check_locks(tmp_path).detail == "a lock there does not keep other processes out"
 
 
 # Network and sockets
@@ -303,10 +303,10 @@ def test_gpus_that_others_use_are_a_remark_with_their_processes(
     gpus = (H100, Gpu("1", "GPU-77aa", "NVIDIA GB10"), Gpu("2", "GPU-88cc", "NVIDIA H100"), mig)
     free, unknown, held, slice_ = machine.check_gpus(gpus, 3)
     assert (free.severity, free.detail) == ("ok", "NVIDIA H100 80GB HBM3, 79.1 of 79.6 GiB free")
-    assert (unknown.severity, unknown.detail) == ("ok", "NVIDIA GB10, free memory not known")
+    assert (unknown.severity, unknown.detail) == ("ok", "NVIDIA GB10, free memory unknown")
     assert (slice_.name, slice_.severity) == ("GPU MIG-1", "ok")
     assert (held.name, held.severity) == ("GPU 2", "remark")
-    assert held.detail == "NVIDIA H100, 1.0 of 79.6 GiB free, held by PID 4242 (68.4 GiB), 4243"
+    assert held.detail == "NVIDIA H100, 1.0 of 79.6 GiB free, used by PID 4242 (68.4 GiB), 4243"
     assert "--gpus" in held.advice
 
 
@@ -315,7 +315,7 @@ def test_a_driver_that_does_not_answer_leaves_the_memory_unknown(
 ) -> None:
     fake_nvidia_smi(tmp_path, monkeypatch, code=9)
     (found,) = machine.check_gpus((H100,), 1)
-    assert (found.severity, found.detail) == ("ok", "NVIDIA H100 80GB HBM3, free memory not known")
+    assert (found.severity, found.detail) == ("ok", "NVIDIA H100 80GB HBM3, free memory unknown")
 
 
 @given(st.integers(0, 81559))

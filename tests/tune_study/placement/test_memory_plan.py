@@ -207,14 +207,14 @@ def test_memory_that_others_hold_is_refused_and_they_are_named(tmp_path: Path, m
     check_free_memory(60 * GIB, (FOUR[0], FOUR[2], FOUR[3]), set())
     check_free_memory(1 * GIB, FOUR, set())
     with pytest.raises(PlanError, match=r"GPU 1 has 1\.0 GiB free and the runs on it take 60\.0 GiB; its memory is "
-                                        r"held by PID 4242 \(68\.4 GiB\), 4243\. End them"):  # fmt: skip
+                                        r"used by PID 4242 \(68\.4 GiB\), 4243\. End them"):  # fmt: skip
         check_free_memory(60 * GIB, FOUR, set())
     check_free_memory(60 * GIB, FOUR, {4242})
 
 
 def test_memory_of_processes_that_are_not_visible_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(tmp_path, monkeypatch, "0, GPU-0000, 1024, 81559\n")
-    with pytest.raises(PlanError, match="held by processes that are not visible here"):
+    with pytest.raises(PlanError, match="used by processes that are not visible here"):
         check_free_memory(60 * GIB, FOUR[:1], set())
 
 

@@ -110,11 +110,11 @@ def test_every_run_has_one_status_with_its_reason(outcome: Outcome) -> None:
     }
     assert outcome.arms["0"].reason == f"trained {STEPS} of {STEPS} steps"
     assert outcome.code == 1
-    assert f"Go on with: python -m tune_study resume {outcome.plan.folder}" in outcome.text
+    assert f"Continue with: python -m tune_study resume {outcome.plan.folder}" in outcome.text
 
 
 def test_a_failure_has_its_class_and_its_words(outcome: Outcome) -> None:
-    three = " (3 times in a row without a step between)"
+    three = " (3 consecutive failures without a step between them)"
     died = "ActorDiedError: The actor died unexpectedly before finishing this task."
     found = {arm: (outcome.arms[arm].failure_class, outcome.arms[arm].reason) for arm in FAILED}
     assert found == {
@@ -219,7 +219,7 @@ def test_logs_hold_a_line_a_step_and_why_a_run_failed(outcome: Outcome) -> None:
     assert f"step 5/{STEPS} train_success=0.833 reward_std=2.0000 groups_kept=8 val_success=0.833" in logs["0"]
     assert "early_stop=reward_variance_collapse at step 20" in logs[COLLAPSES]
     assert 'raise RuntimeError("the fake was told to raise")' in logs[RAISES]
-    assert "=== process died, trying again: ActorDiedError: The actor died unexpectedly" in logs[CRASHES_ONCE]
+    assert "=== process died, retrying: ActorDiedError: The actor died unexpectedly" in logs[CRASHES_ONCE]
     assert "=== failed (non-finite) " in logs[DIVERGES]
     assert "\x1b" not in logs[RAISES]
 
@@ -278,7 +278,7 @@ def test_a_child_that_outlives_its_trial_is_ended_and_the_run_goes_on(tmp_path: 
     pid = int((ended.plan.get_run_dir(run_id(ended.plan, HAS_A_CHILD)) / "child").read_text())
     assert not psutil.pid_exists(pid)
     log = (ended.plan.output / ended.plan.runs[0].log_path).read_text()
-    assert f"=== ended what it had started: {pid} (python" in log
+    assert f"=== terminated orphan processes: {pid} (python" in log
 
 
 def test_a_trial_that_hangs_at_its_end_does_not_hold_the_study(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_an_extended_study_has_the_old_runs_and_the_new(extended: Outcome) -> No
 
 def test_finished_runs_are_named_and_not_run_again(outcome: Outcome, extended: Outcome) -> None:
     assert f"{run_id(extended.plan, COLLAPSES)} is early_stopped and is not run again" in extended.text
-    assert "7 of 10 runs to go" in extended.text
+    assert "7 of 10 runs remain" in extended.text
     for arm in ("0", COLLAPSES, CRASHES_ONCE):
         name = run_id(extended.plan, arm)
         assert rows_of(extended.plan.get_run_dir(name)) == rows_of(outcome.plan.get_run_dir(name))
@@ -365,7 +365,7 @@ def test_ctrl_c_gives_every_run_a_status_and_says_how_to_go_on(cut: Outcome) -> 
     assert cut.arms["0.2"] == RunStatus(
         cut.arms["0.2"].run_id, "never_ran", "the study was interrupted before it started"
     )
-    assert f"Go on with: python -m tune_study resume {cut.plan.folder}" in cut.text
+    assert f"Continue with: python -m tune_study resume {cut.plan.folder}" in cut.text
     assert cut.arms[COLLAPSES].reason.startswith("interrupted after step ")
     assert len(pd.read_parquet(cut.plan.folder / "trials.parquet")) == 3
 

@@ -105,7 +105,7 @@ def test_a_second_start_trains_only_what_failed(folder: Path) -> None:
     code, text, _ = run(resumed)
     assert code == 1
     assert text.count(" and is not run again") == 4
-    assert "2 of 6 runs to go" in text
+    assert "2 of 6 runs remain" in text
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 

@@ -80,7 +80,7 @@ def test_a_second_start_trains_nothing(output: Path) -> None:
     folder = output / "points/results" / RUN
     before = {path: path.read_bytes() for path in folder.glob("runs/*/metrics.jsonl")}
     said = smoke(output / "points", "--groups", ",".join(POINTS), "--steps", "2")
-    assert "0 of 8 runs to go" in said
+    assert "0 of 8 runs remain" in said
     assert "Starting Ray" not in said
     assert {path: path.read_bytes() for path in folder.glob("runs/*/metrics.jsonl")} == before
 
@@ -89,7 +89,7 @@ def test_another_group_joins_by_itself(output: Path) -> None:
     words = ("--groups", "3", "--steps", "5", "--kl-type", "low_var_kl")
     said = smoke(output, "--groups", "2", "--steps", "5", "--dry-run")
     assert "20 runs: KL and entropy coefficients, filter in group 2 (16 arms), group 3 (4 arms)" in said
-    assert "0 of 4 runs to go" in smoke(output, *words)
+    assert "0 of 4 runs remain" in smoke(output, *words)
 
 
 def test_a_name_a_line_where_there_is_no_terminal(output: Path) -> None:

@@ -105,7 +105,7 @@ def test_without_a_terminal_lines_carry_full_names() -> None:
         f"{name} step 6/100 {numbers} val_success=0.500 tokens_per_second=900 time_left=3:08",
         f"{name} step 10/100 {numbers} tokens_per_second=900 time_left=3:00",
         f"{name} step 12/100 {numbers} val_success=0.500 tokens_per_second=900 time_left=2:56",
-        f"{name} failed, trying again: ValueError: no",
+        f"{name} failed, retrying: ValueError: no",
         f"{name} completed: trained 12 of 12 steps",
     ]
 

@@ -83,7 +83,7 @@ def test_it_is_stored_with_the_rows_of_the_trials_that_go_on() -> None:
 
 
 def test_a_rule_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="There is no stop rule `colapse`: name one of reward_variance_collapse"):
+    with pytest.raises(ValueError, match="Unknown stop rule `colapse`: choose from reward_variance_collapse"):
         RuleStopper("colapse")
 
 

@@ -96,5 +96,5 @@ def test_wandb_is_off_unless_asked_for(tmp_path: Path) -> None:
 
 
 def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="--wandb maybe is no mode"):
+    with pytest.raises(PlanError, match="--wandb maybe is not a mode"):
         choose_wandb_mode("maybe", plan_in(tmp_path))

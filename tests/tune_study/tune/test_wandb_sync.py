@@ -109,7 +109,7 @@ def test_nothing_waits_for_a_service_that_is_not_there(tmp_path: Path, monkeypat
         runs, is_whole = logged(tmp_path)
     (folder,) = tmp_path.glob("wandb/offline-run-*")
     assert not is_whole
-    assert runs.problem == f"{address} cannot be reached. Upload it with: wandb sync {folder}"
+    assert runs.problem == f"{address} cannot be reached. Upload with: wandb sync {folder}"
     assert list(folder.glob("*.wandb"))  # kept
 
 
@@ -132,7 +132,7 @@ def test_an_upload_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv("WANDB_BASE_URL", address)
         runs, is_whole = logged(tmp_path, patience=3.0)
     assert not is_whole
-    assert "the upload was ended after" in runs.problem
+    assert "the upload was stopped after" in runs.problem
 
 
 def test_what_is_no_address_is_not_reached() -> None:

@@ -37,7 +37,7 @@ def test_the_last_will_is_called_once_a_daemon_is_gone() -> None:
     assert has_exited(daemon)
     child.wait()
     assert has_exited(daemon)
-    assert told == [f"Ray's process raylet ({child.pid}) is gone"]
+    assert told == [f"Ray's process raylet ({child.pid}) has exited"]
 
 
 def test_nothing_is_called_where_all_is_well() -> None:
@@ -58,7 +58,10 @@ def test_the_driver_waits_while_a_disk_is_full(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(watchdog.shutil, "disk_usage", lambda folder: type("Usage", (), {"free": next(free)}))
     said: list[str] = []
     disk_space(tmp_path, 60, said).on_step_begin(1, [])
-    assert said == [f"The disk of {tmp_path} is full: waiting up to 60 s for room.", "There is room again."]
+    assert said == [
+        f"The disk of {tmp_path} is full: waiting up to 60 s for disk space.",
+        "Disk space is available again.",
+    ]
 
 
 def test_its_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +69,7 @@ def test_its_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     said: list[str] = []
     watch = disk_space(tmp_path, 0.05, said)
     watch.on_step_begin(1, [])
-    assert said[-1] == "There is still no room."
+    assert said[-1] == "The disk is still full."
     watch._next_check = 0.0
     watch.on_step_begin(2, [])
     assert len(said) == 2  # it does not begin to wait again
