@@ -85,7 +85,7 @@ def check_shapes(name: str, expected: Mapping[str, torch.Size], actual: Mapping[
     if mismatched_keys:
         key = mismatched_keys[0]
         actual_shape, expected_shape = (
-            str(tuple(shapes[key])) if key in shapes else "missing" for shapes in (actual, expected)
+            str(tuple(shapes[key])) if key in shapes else "nothing" for shapes in (actual, expected)
         )
         raise ValueError(
             f"{len(mismatched_keys)} tensors do not match; the first is {name}/{key}: expected {expected_shape}, "

@@ -39,5 +39,5 @@ def test_shapes_of_a_module_and_of_what_its_optimizer_will_hold() -> None:
 
 def test_the_first_tensor_that_does_not_fit_is_told() -> None:
     check_shapes("part", {"a": torch.Size([1])}, {"a": torch.Size([1])})
-    with pytest.raises(ValueError, match=r"2 tensors do not match; the first is part/a: expected \(1,\), got missing"):
+    with pytest.raises(ValueError, match=r"2 tensors do not match; the first is part/a: expected \(1,\), got nothing"):
         check_shapes("part", {"a": torch.Size([1])}, {"b": torch.Size([1])})

@@ -138,7 +138,7 @@ def test_only_the_named_rules_are_evaluated() -> None:
 
 
 def test_an_unknown_rule_is_refused() -> None:
-    with pytest.raises(ValueError, match="no stop rule `variance`: name some of reward_variance_collapse"):
+    with pytest.raises(ValueError, match="Unknown stop rule `variance`: choose from reward_variance_collapse"):
         evaluate_stop_rules([], SETTINGS, ("variance",))
 
 

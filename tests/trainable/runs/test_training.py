@@ -206,7 +206,7 @@ def test_tensors_that_do_not_fit_leave_the_trainer_as_it_was(
     )
     again = start_trial(tmp_path)
     row = again.step()
-    assert "do not fit" in row["note"]
+    assert "tensors do not match" in row["note"]
     assert row["step"] == 2
     again.step()
     compare(tmp_path, straight)
