@@ -52,6 +52,7 @@ SUITES: dict[str, tuple[str, ...]] = {
     "sandbox-evidence": _EVIDENCE_STUDIES,
     "sandbox-all": ("sandbox", "sandbox-delays", *_EVIDENCE_STUDIES, *_PREDICTION_STUDIES),
 }
-"""Name -> the studies that `run` runs one after another."""
+"""Name of a suite -> the studies that `run` trains one after another."""
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (PPO, UPDATE_RULES)}
+"""Name of a family, as study.json stores it -> the family."""

@@ -1,1 +1,1 @@
-"""what a study, a family of studies and a preset are, as data."""
+"""data classes that declare a study, a family of studies and a preset."""

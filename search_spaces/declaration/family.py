@@ -1,4 +1,4 @@
-"""What studies of one kind share: the type of their configurations, its presets, and the words of their names."""
+"""A family of studies: the configuration type, presets and name templates that its studies share."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,14 +7,18 @@ from typing import Any
 from trainable.config.study_config import BaseRunConfig
 
 Settings = Mapping[str, object]
-"""Dotted fields of a family's configuration and their values."""
+"""Dotted setting of a family's configuration -> value."""
 
 
 @dataclass(frozen=True)
 class DisplayColumn:
-    """A column that is shown while a run trains: the row's name for it, what it is called, how a number is formatted.
+    """A column that is shown while a run trains.
 
-    before: the column that stands for it until it is measured; empty: none.
+    Attributes:
+        column: its name in the rows of metrics.jsonl.
+        name: its heading.
+        format_spec: how its numbers are formatted.
+        fallback_column: the column to show until this one is measured; empty: none.
     """
 
     column: str
@@ -25,19 +29,25 @@ class DisplayColumn:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of studies.
+    """Studies that share a trainer and a type of configuration.
 
-    name: as study.json and the tables say it. config: of a run. trainer: "module:NAME" of the TrainerFamily that makes
-    trainers of such configurations, which is imported where a run is trained. presets: name -> what it sets. seeds:
-    preset -> seeds of an arm where nobody asks for a number. words: a configuration -> what the templates of a study
-    may use. loads: a configuration -> the model that its runs load and train, None for those that make their own.
-    seeds_together: whether one trial trains all seeds of an arm side by side, each a run of its own. sizes: a
-    configuration and the parameters of what it loads -> bytes of a state, and of a row with all that is made of it;
-    None where the model's shape decides. shown: columns of the progress table, the first being how good a run is, which
-    `status` shows too. line: columns of a step's line, in a log and where there is no terminal. models: settings that
-    name a model, which may be a folder here. files: settings that name a file or folder here, if they are set. suffix:
-    a template of `words` that ends the names of a study that has no names of its own. fine_tunes: whether what `loads`
-    names is a language model that its runs fine-tune, on GPUs where there are some.
+    Attributes:
+        name: its name in study.json and in the tables.
+        config_class: configuration of a run.
+        trainer: "module:NAME" of the TrainerFamily for these configurations; imported only where a run trains.
+        presets: preset -> the settings that it changes.
+        n_seeds: preset -> default number of seeds per arm.
+        make_template_values: configuration -> the values that name templates may use.
+        get_model_path: configuration -> the model that its runs load and train; None if they build their own.
+        progress_columns: columns of the progress table. The first is the primary metric, which `status` shows too.
+        log_columns: columns of the line per step in a log, and on the screen where there is no terminal.
+        has_batched_seeds: whether one trial trains all seeds of an arm together, each as a separate run.
+        estimate_bytes: configuration and parameter count of the loaded model -> bytes of a checkpoint, and of a row
+            with everything derived from it; None where both follow from the model's shape.
+        model_settings: settings that name a model, which may be a local folder.
+        path_settings: settings that name a local file or folder, if they are set.
+        name_suffix: template that ends the names of a study without published names.
+        is_fine_tuning: whether its runs fine-tune the language model of `get_model_path`, on GPUs if there are any.
     """
 
     name: str
@@ -58,7 +68,8 @@ class Family:
 
     def __post_init__(self) -> None:
         if self.estimate_bytes is None and not self.is_fine_tuning:
-            raise ValueError(f"the family {self.name} fine-tunes no language model, so nobody else knows its `sizes`.")
+            # The sizes of a language model follow from its config.json; those of any other model only the family knows.
+            raise ValueError(f"the family {self.name} fine-tunes no language model: it must set `estimate_bytes`.")
 
     @property
     def primary_metric(self) -> str:

@@ -1,4 +1,4 @@
-"""Two scales of one experiment. `paper` is the published one: RunConfig's defaults. Here is what `laptop` changes."""
+"""The presets `paper` (the published scale, RunConfig's defaults) and `laptop` (what it changes to run on a CPU)."""
 
 from types import MappingProxyType
 
@@ -18,15 +18,15 @@ PRESETS: dict[str, Settings] = {
             "rollout.response_length": 24,
             "actor.lr": 3e-4,
             "critic.lr": 1e-3,
-            # Length and rhythm.
+            # Length of training and intervals.
             "trainer.total_training_steps": 60,
             "trainer.test_freq": 5,
             "trainer.resume_every": 1,
             # The published validation temperature makes the tiny model nearly greedy.
             "rollout.val_temperature": 1.0,
-            # The published `kl` does not anchor when it is used as a loss.
+            # The published `kl` (k1), used as a loss, does not pull the policy towards the reference.
             "actor.kl_loss_type": "low_var_kl",
-            # The tiny model's gradients can be kept whole.
+            # The tiny model's gradients are small enough to keep without a sketch.
             "trainer.gradient_analysis_sketch": None,
             # One core, no GPU.
             "trainer.device": "cpu",
@@ -36,3 +36,4 @@ PRESETS: dict[str, Settings] = {
 }
 
 DEFAULT_SEEDS: dict[str, int] = {"paper": 3, "laptop": 1}
+"""Preset -> default number of seeds per arm."""

@@ -1,4 +1,4 @@
-"""What a study is: one question, one base configuration, one axis or a few, and where its files go."""
+"""Declaration of a study: its question, base configuration, axis, contrasts and file names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from search_spaces.declaration.family import Family, Settings
 from trainable.config.study_config import BaseRunConfig
 
 Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
-"""What is compared, in words -> pairs of arms that differ in it alone: the first minus the second."""
+"""Description of a comparison -> pairs of arms that differ in nothing else; the difference is first minus second."""
 
 
 def _make_empty_settings() -> Settings:
@@ -17,18 +17,22 @@ def _make_empty_settings() -> Settings:
 
 
 def keep_settings(settings: Settings, base: BaseRunConfig) -> Settings:
-    """An arm's settings, whatever the study's base configuration is."""
+    """Return an arm's settings unchanged: they do not depend on the study's base configuration."""
     return settings
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What the arms of a study differ in: one setting, or the points of a grid by name.
+    """The axis along which the arms of a study differ: one setting, or a set of named arms.
 
-    setting: the dotted field, or what the points differ in, in words. grids: preset -> values, as
-    they are typed. option: the published flag for its values, where there is one. along: what else every value sets.
-    named: values that are words, and what each sets instead. members: words that may be typed for several values at
-    once. adapt: what an arm's settings are under a base configuration.
+    Attributes:
+        setting: the dotted setting, or a description of how named arms differ.
+        grids: preset -> axis values, as they are typed.
+        option: the command-line flag for its values; the published one where there is one.
+        extra_settings: settings that every numeric value sets in addition.
+        named_settings: value that is a name -> the settings that it sets instead.
+        value_groups: name of a group -> its values; typing the name selects all of them.
+        adapt: adapts an arm's settings to the study's base configuration.
     """
 
     setting: str
@@ -40,39 +44,50 @@ class Axis:
     adapt: Callable[[Settings, Any], Settings] = keep_settings
 
     def make_settings(self, value: str, base: BaseRunConfig) -> dict[str, object]:
-        """The settings of the arm at `value`, a number or one of `named`, in a study of base configuration `base`."""
+        """Settings of the arm at `value` (a number or a key of `named_settings`) under the base configuration."""
         value_settings = self.named_settings.get(value, {**self.extra_settings, self.setting: value})
         return dict(self.adapt(value_settings, base))
 
     @property
     def swept_fields(self) -> frozenset[str]:
-        """The dotted fields that the arms differ in."""
+        """Dotted settings in which the arms differ."""
         named_fields = frozenset[str]().union(*self.named_settings.values())
-        return (
-            named_fields
-            if set(self.named_settings) >= set().union(*self.grids.values())
-            else named_fields | {self.setting, *self.extra_settings}
-        )
+        # If every value of the grids is a name, `setting` is a description and no field.
+        has_only_names = set(self.named_settings) >= set().union(*self.grids.values())
+        return named_fields if has_only_names else named_fields | {self.setting, *self.extra_settings}
 
 
 @dataclass(frozen=True)
 class NameTemplates:
-    """Templates of what a study's runs are called and of where their files go.
+    """Templates for the names of a study's runs and for the paths of their files.
 
-    run: the folder below results/. experiment: a run. title: the heading of the summary log. summary: what its lines
-    say of a run before its times, the first field being its name. wandb_project: of W&B. log: of a run, below logs/.
-    checkpoints: of a run, below model_saving/. summary_log: below logs/. summary_times: the times of a summary line,
-    see `tune_study.folder.summary.run_times`. probe_log: of a probe, below logs/.
+    Attributes:
+        run: folder of the study below results/.
+        experiment: name of a run.
+        title: heading of the summary log.
+        summary: start of a run's line in the summary log, before its times; the first field is the run's name.
+        wandb_project: project in W&B.
+        log: log of a run, below logs/.
+        checkpoints: checkpoints of a run, below model_saving/.
+        summary_log: path of the summary log, below logs/.
+        summary_times: times in a line of the summary log, see `tune_study.folder.summary.format_run_times`.
+        probe_log: log of a probe, below logs/.
 
-    A template may use the words of the study's family. Of language models: {model} (last part of the model's path),
-    {size} (its billions of parameters, like 3B; the model where its name has none), {tag} (nofilter or filter_zero, by
-    rollout_filter_include_zero), {strategy} (of the filter), {kl_type} (kl_loss_type), {collapse} (the diagnostics that
-    are on: ftmt, ft, mt, nocd), {mass} (rollout_filter_value without dots), {train} and {analysis} (groups x rollouts
-    of a step and of a gradient analysis), {every} (steps between two analyses), and for summaries {include_zero},
-    {filter_value}, {share} (the same, 1 for 1.0), {kl}, {entropy}, {first}, {multi} and {samples}. Templates of one run
-    also have {arm} (the axis value), {label} (the same without dots, lower case), {run} and {experiment}; run,
-    summary_log and wandb_project are of the whole study. probe_log has {seed} (-seed1, or nothing for seed 0), {step}
-    (of the checkpoint) and {val} (withval or noval).
+    `run`, `summary_log` and `wandb_project` describe the whole study and may use the values of its family only. Those
+    of language models are:
+
+    * {model}: last part of the model's path; {size}: its billions of parameters, like 3B (the model if its name has
+      none);
+    * {tag}: nofilter or filter_zero, from rollout_filter_include_zero; {strategy}: filter strategy; {mass}:
+      rollout_filter_value without dots;
+    * {kl_type}: kl_loss_type; {collapse}: the diagnostics that are on (ftmt, ft, mt or nocd);
+    * {train}, {analysis}: groups x rollouts of a step and of a gradient analysis; {every}: steps between two analyses;
+    * for summaries: {include_zero}, {filter_value}, {share} (the same number, 1 for 1.0), {kl}, {entropy}, {first},
+      {multi} and {samples}.
+
+    Templates of one run may also use {arm} (the axis value), {label} (the same without dots, in lower case), {run} and
+    {experiment}. `probe_log` may also use {seed} (-seed1; empty for seed 0), {step} (of the checkpoint) and {val}
+    (withval or noval).
     """
 
     run: str
@@ -89,25 +104,37 @@ class NameTemplates:
 
 @dataclass(frozen=True)
 class Study:
-    """A question and all that is needed to run it; data only.
+    """A question and everything needed to run it; data only.
 
-    name, family, question, axis, fixed (what all arms set) and baseline (the arm that others are compared with; a
-    template as in `Names`) declare a study; the rest has defaults. published: the names that documents or other studies
-    of its kind have given its files; without it they follow from the study's name. presets: what a preset sets for this
-    study. seeds: of each arm where nobody asks for a number; None: the preset's. smoke: what --smoke sets, to try out
-    the study in seconds. contrasts: what the question compares, declared before anything is run.
-    strategies: published names of filter strategies that --rollout_filter_strategy may choose -> names here; none: the
-    option is not this study's. variants: value of `variant_setting` -> the same question under that value, where names
-    and arms depend on it; --kl-type chooses one.
+    Attributes:
+        name: its name on the command line.
+        family: the family that trains its runs.
+        question: one sentence that ends with a question mark.
+        axis: the axis along which its arms differ.
+        fixed_settings: settings of all arms.
+        baseline: the arm that the others are compared with; a template as in `NameTemplates`.
+        published_templates: names of its files in published documents or in related studies; by default they follow
+            from the study's name.
+        stop_rules: rules that may stop a run early, see `trainable.runs.stop_rules.RULES`.
+        presets: preset -> settings that it changes for this study.
+        n_seeds: default number of seeds per arm; None: the preset's.
+        has_include_zero_option: whether --rollout_filter_include_zero may be used; False where the axis sets it.
+        smoke_settings: settings of --smoke, which runs the study in seconds; empty: no --smoke.
+        contrasts: the comparisons that answer the question, declared before anything is run.
+        strategy_aliases: name that --rollout_filter_strategy takes -> name of the filter strategy; empty: no such
+            option.
+        variants: value of `variant_setting` -> the same question under that value, where names and arms depend on it;
+            --kl-type chooses one.
+        variant_setting: the dotted setting that the variants fix.
 
-    Example: a sweep over the learning rate, of which no other file needs to know more than its module::
+    Example: a sweep over the learning rate. Only `search_spaces/__init__.py` has to import it::
 
         STUDY = Study(
             name="lr",
             family=PPO,
             question="Which learning rate of the policy breaks training?",
             axis=Axis("actor.lr", {"paper": ("1e-7", "1e-6"), "laptop": ("1e-6", "3e-4", "1e-3")}),
-            fixed=SWEEP_SETTINGS,
+            fixed_settings=SWEEP_SETTINGS,
             baseline="1e-6",
         )
     """
@@ -130,12 +157,12 @@ class Study:
     variant_setting: str = ""
 
     def get_variant(self, value: str) -> "Study":
-        """The study under `value` of `variant_setting`; itself under the value that it fixes. KeyError for no value."""
+        """The study under `value` of `variant_setting`: itself if it fixes that value. Raise KeyError if unknown."""
         return self if value == self.fixed_settings[self.variant_setting] else self.variants[value]
 
     @property
     def name_templates(self) -> NameTemplates:
-        """The published templates, or those that follow from the study's name."""
+        """Published templates, or those derived from the study's name."""
         if self.published_templates is not None:
             return self.published_templates
         stem = self.name.replace("-", "_")

@@ -1,4 +1,4 @@
-"""What the three published sweeps fix, so that each changes one axis only."""
+"""Settings that the three published sweeps share, so that each sweep changes one axis only."""
 
 from types import MappingProxyType
 

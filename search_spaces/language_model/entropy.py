@@ -1,4 +1,4 @@
-"""How much entropy bonus does the policy bear before exploration turns into noise?"""
+"""How large can the entropy bonus be before exploration becomes noise?"""
 
 from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS

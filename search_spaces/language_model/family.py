@@ -1,4 +1,4 @@
-"""The family of studies that fine-tune a language model with PPO: what their names are made of."""
+"""The family of studies that fine-tune a language model with PPO, and the values of their name templates."""
 
 import re
 
@@ -8,22 +8,22 @@ from trainable.config.run_config import RunConfig
 from trainable.config.study_config import BaseRunConfig
 
 INCLUDE_ZERO_TAGS = {True: "nofilter", False: "filter_zero"}
-"""The published tag of rollout_filter_include_zero."""
+"""rollout_filter_include_zero -> its published tag."""
 
 COLLAPSE_TAGS = {(True, True): "ftmt", (True, False): "ft", (False, True): "mt", (False, False): "nocd"}
-"""The published tags of collapse diagnostics: of first turns, of all turns."""
+"""(diagnostics of first turns are on, diagnostics of all turns are on) -> their published tag."""
 
 STRATEGY_NAMES = {"top_k_abs": "top_k"}
-"""Published names of filter strategies that have another one here: in the documents top_k takes a count of groups."""
+"""Filter strategy -> its published name, where the two differ: in the documents top_k takes a count of groups."""
 
 
 def get_model_name(path: str) -> str:
-    """The last part of a model's path, which names its runs: Qwen/Qwen2.5-3B -> Qwen2.5-3B."""
+    """Last part of a model's path, used in the names of its runs: Qwen/Qwen2.5-3B -> Qwen2.5-3B."""
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
 def make_template_values(config: RunConfig) -> dict[str, str]:
-    """What every template of a study may use; see `search_spaces.declaration.study.Study`."""
+    """Values for every template of a study; see `search_spaces.declaration.study.NameTemplates`."""
     env, trainer, collapse = config.env, config.trainer, config.collapse_detection
     actor, filter_config = config.actor, config.filter
     model = get_model_name(config.model.path)
@@ -53,14 +53,14 @@ def make_template_values(config: RunConfig) -> dict[str, str]:
 
 
 def as_run_config(config: BaseRunConfig) -> RunConfig:
-    """`config`, which a study of this family has; TypeError for one of another family."""
+    """Return `config` typed as this family's configuration. Raise TypeError for one of another family."""
     if not isinstance(config, RunConfig):
         raise TypeError(f"{type(config).__name__} fine-tunes no language model with PPO")
     return config
 
 
 def get_model_path(config: RunConfig) -> str:
-    """The model that every run fine-tunes."""
+    """Path of the model that the run fine-tunes."""
     return config.model.path
 
 

@@ -1,4 +1,4 @@
-"""Which groups' gradients carry signal: does the task's grow with the reward spread while the regularisers' do not?"""
+"""Which groups' gradients carry signal: do task gradients grow with the reward spread, and regularisers' do not?"""
 
 from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS

@@ -1,10 +1,10 @@
-"""Where does GRPO's entropy go: does dropping the std normalisation, or a tighter clip, or a bounded target keep it?
+"""What preserves GRPO's entropy on Sokoban: no std normalisation, a tighter clip, or a bounded target?
 
-The arms of GRPO cross its normalisation (std; nostd divides by nothing, as in Dr. GRPO) with the clip: tight (0.05),
-standard (0.2), and wide (0.2 below, 0.28 above, as in DAPO). Nothing else differs in them: all aggregate alike. TPO has
-neither a clip nor a choice of normalisation, and its mini-batches hold two whole groups each, which those of GRPO need
-not. Four passes over a batch of four mini-batches take ratios away from 1; in a single update no clip could act. The
-dual clip at 3 stays on in all arms of GRPO.
+The arms of GRPO cross its normalisation (std; nostd does not divide, as in Dr. GRPO) with the clip: tight (0.05),
+standard (0.2), and wide (0.2 below, 0.28 above, as in DAPO). They differ in nothing else: all use the same loss
+aggregation. TPO has neither a clip nor a choice of normalisation, and each of its mini-batches consists of two whole
+groups, which is not required of GRPO's. Four epochs over a batch of four mini-batches move the ratios away from 1; in
+a single update no clip could act. The dual clip at 3 stays on in all arms of GRPO.
 """
 
 from search_spaces.declaration.family import Settings

@@ -1,4 +1,4 @@
-"""Does a KL penalty to the initial policy hold off collapse, and from which coefficient does it cost success?"""
+"""Does a KL penalty to the initial policy prevent collapse, and at which coefficient does it start to cost success?"""
 
 from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS

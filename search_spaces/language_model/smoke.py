@@ -1,4 +1,4 @@
-"""Where in the plane of KL and entropy coefficients does training last, with which filter, and under which KL loss?"""
+"""Which combinations of KL coefficient, entropy coefficient, reward filter and KL loss keep training stable?"""
 
 import itertools
 from collections.abc import Mapping
@@ -14,23 +14,28 @@ from trainable.config.run_config import RunConfig
 
 COEFFICIENTS = ("0.001", "0.003", "0.01", "0.03")
 FILTER_FRACTIONS = {"topk100": 1.0, "topk80": 0.8, "topk60": 0.6, "topk40": 0.4}
-"""Published names of the shares that a filter keeps, which every strategy has."""
+"""Published name of a filter -> the fraction of groups that it keeps; the same under every strategy."""
 
 KL_TYPES = ("low_var_kl", "kl", "mse")
 STRATEGY_ALIASES = {"top_p": "top_p", "top_k": "top_k_abs", "min_p": "min_p", "top_f": "top_f"}
-"""Published names of filter strategies, whose top_k takes a count of groups, and names here."""
+"""Published name of a filter strategy -> name here; the published top_k takes a count of groups."""
 
 GROUPS = ("1", "2", "3", "4", "5")
 GROUPS_BY_KL_TYPE = {"kl": ("1", "4", "5"), "mse": ("1", "4", "5"), "low_var_kl": GROUPS}
-"""The published order over all KL losses: groups that need no KL loss run once."""
+"""KL loss -> its groups, in the published order. Groups 2 and 3 have no KL loss and run once."""
 
 _ZERO_COEFS = ("0",)
 
 
 class GridGroup(NamedTuple):
-    """One group of the grid: its filters by name, its coefficients, and whether rewards count for nothing.
+    """One group of the grid.
 
-    prefix: what stands before a filter's name in the names of its runs.
+    Attributes:
+        filters: name -> fraction of groups that the filter keeps.
+        kl_coefs: coefficients of the KL loss; "0" turns it off.
+        entropy_coefs: coefficients of the entropy bonus.
+        zero_task_advantage: whether task advantages are set to 0, so that only the regularisers train.
+        prefix: text before the filter's name in the names of its runs.
     """
 
     filters: Mapping[str, float]
@@ -50,26 +55,27 @@ GRID_GROUPS: dict[str, GridGroup] = {
 
 
 def make_arms(group: str, kl_type: str) -> dict[str, Settings]:
-    """The arms of a group by their published names, which the collapse tag ends: see `Study`, {collapse}."""
+    """Arms of a group by their published names, without the collapse tag ({collapse} of `NameTemplates`)."""
     grid_group = GRID_GROUPS[group]
     settings_by_arm: dict[str, Settings] = {}
     for (name, fraction), kl_coef, entropy_coef in itertools.product(
         grid_group.filters.items(), grid_group.kl_coefs, grid_group.entropy_coefs
     ):
         label = f"kl{kl_coef.replace('.', '')}-ent{entropy_coef.replace('.', '')}-{kl_type}"
-        settings_by_arm[f"g{group}-smoke-ppo-sokoban-{grid_group.prefix}{name}-{label}"] = MappingProxyType({
+        settings = {
             "filter.rollout_filter_value": fraction,
             "actor.use_kl_loss": kl_coef != "0",
             "actor.kl_loss_coef": float(kl_coef),
             "actor.kl_loss_type": kl_type,
             "actor.entropy_coeff": float(entropy_coef),
             "algorithm.zero_task_advantage": grid_group.zero_task_advantage,
-        })  # fmt: skip
+        }
+        settings_by_arm[f"g{group}-smoke-ppo-sokoban-{grid_group.prefix}{name}-{label}"] = MappingProxyType(settings)
     return settings_by_arm
 
 
 def convert_to_group_count(settings: Settings, base: RunConfig) -> Settings:
-    """`settings` with the share of groups as a count, where the strategy takes one: max(1, int(share * groups))."""
+    """Convert the fraction of groups to a count if the strategy takes a count: max(1, int(fraction * groups))."""
     if not FILTER_STRATEGIES[base.filter.rollout_filter_strategy].counts_groups:
         return settings
     fraction = float(str(settings["filter.rollout_filter_value"]))
@@ -78,27 +84,38 @@ def convert_to_group_count(settings: Settings, base: RunConfig) -> Settings:
 
 _ARMS_BY_GROUP = {group: {kl_type: make_arms(group, kl_type) for kl_type in KL_TYPES} for group in GROUPS}
 _SETTINGS_BY_ARM = {
-    name: settings for kinds in _ARMS_BY_GROUP.values() for found in kinds.values() for name, settings in found.items()
+    name: settings
+    for arms_by_kl_type in _ARMS_BY_GROUP.values()
+    for arms in arms_by_kl_type.values()
+    for name, settings in arms.items()
 }
 
-_FIXED_SETTINGS: Settings = MappingProxyType({
-    "algorithm.adv_estimator": "gae",
-    "actor.filter_loss_scaling": "sqrt",
-    "filter.rollout_filter_strategy": "top_p",
-    "env.env_groups": 8,
-    "env.group_size": 16,
-    "trainer.total_training_steps": 50,
-    "trainer.test_freq": 10,
-    "trainer.val_before_train": False,
-    "trainer.save_freq": -1,
-    "collapse_detection.first_turn_enabled": True,
-    "collapse_detection.multi_turn_enabled": True,
-    "collapse_detection.num_samples": 64,
-})  # fmt: skip
+_FIXED_SETTINGS: Settings = MappingProxyType(
+    {
+        "algorithm.adv_estimator": "gae",
+        "actor.filter_loss_scaling": "sqrt",
+        "filter.rollout_filter_strategy": "top_p",
+        "env.env_groups": 8,
+        "env.group_size": 16,
+        "trainer.total_training_steps": 50,
+        "trainer.test_freq": 10,
+        "trainer.val_before_train": False,
+        "trainer.save_freq": -1,
+        "collapse_detection.first_turn_enabled": True,
+        "collapse_detection.multi_turn_enabled": True,
+        "collapse_detection.num_samples": 64,
+    }
+)
 
 
 def _make_study(name: str, kl_types: Mapping[str, tuple[str, ...]], loss_tag: str) -> Study:
-    """A study over groups under each KL loss of `kl_types`. losses: the part of its files' names that tells them."""
+    """A study over groups of the grid.
+
+    Args:
+        name: of the study.
+        kl_types: KL loss -> its groups.
+        loss_tag: the part of its file names that stands for the KL losses.
+    """
     kl_type_groups = [(kl_type, group) for kl_type, groups in kl_types.items() for group in groups]
     grid = tuple(itertools.chain.from_iterable(_ARMS_BY_GROUP[group][kl_type] for kl_type, group in kl_type_groups))
     value_groups = {
@@ -109,6 +126,7 @@ def _make_study(name: str, kl_types: Mapping[str, tuple[str, ...]], loss_tag: st
         )
         for group_name in GROUPS
     }
+    # The base configuration needs one KL loss; each arm sets the one of its group.
     kl_type = kl_type_groups[-1][0]
     return Study(
         name=name,
@@ -149,6 +167,5 @@ _VARIANTS = {kl_type: _make_study("smoke", {kl_type: GROUPS}, "{kl_type}") for k
 SMOKE_STUDY = replace(_VARIANTS[KL_TYPES[0]], variants=_VARIANTS, variant_setting="actor.kl_loss_type")
 """The five groups under one KL loss: 68 runs."""
 
-
 SMOKE_ALL_STUDY = _make_study("smoke-all", GROUPS_BY_KL_TYPE, "all")
-"""The groups that differ by it under each KL loss: 164 runs."""
+"""The groups that depend on the KL loss under each of them, the others once: 164 runs."""

@@ -1,4 +1,4 @@
-"""How strong should the reward-variance filter be: which share of the groups' spread is worth training on?"""
+"""How strong should the reward-variance filter be: which fraction of the groups' reward spread is worth training on?"""
 
 from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS

@@ -1,9 +1,9 @@
-"""At one mean age of the replayed samples, does the capacity of the buffer still matter?
+"""Does the capacity of a replay buffer still matter when the mean age of the replayed samples is fixed?
 
 A batch is drawn by freshness alone, with probability proportional to exp(-decay x age). For each capacity the decay is
-solved for so that the ages drawn have the wanted mean, whatever is learned meanwhile. In the arms `-delight` the same
-decay multiplies a batch's delight, as in the documents' studies; what that makes of the ages is measured
-(mean_replay_age). DG-delayN trains on batches of that one age.
+chosen so that the drawn ages have the given mean, independently of what is learned. In the arms that end in `-delight`
+the same decay multiplies a batch's delight, as in the documents' studies; the resulting ages are measured
+(mean_replay_age). DG-delayN trains on batches of exactly that age.
 """
 
 import math
@@ -17,15 +17,20 @@ AGES = (1.5, 3.5, 7.5)
 
 
 def compute_mean_age(decay: float, capacity: int) -> float:
-    """Mean age in updates of a draw over the ages 0 ... capacity - 1 with weights exp(-decay x age)."""
+    """Mean age, in updates, of a batch drawn from the ages 0 ... capacity - 1 with weights exp(-decay x age)."""
     weights = [math.exp(-decay * age) for age in range(capacity)]
     return sum(age * weight for age, weight in enumerate(weights)) / sum(weights)
 
 
 def solve_decay(age: float, capacity: int) -> float:
-    """The decay a step, to four digits, with which `mean_age` is `age`; ValueError if no decay >= 0 gives it."""
+    """The decay per update, to four digits, at which `compute_mean_age` is `age`.
+
+    Raise ValueError if no decay >= 0 gives that age.
+    """
     if not 0 < age <= compute_mean_age(0.0, capacity):
         raise ValueError(f"a buffer of {capacity} batches has no mean age of {age}")
+    # The mean age falls as the decay rises, so bisection finds the decay. At 50 only age 0 is drawn, and 60 halvings
+    # leave far less than the four digits that are returned.
     low, high = 0.0, 50.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -34,7 +39,7 @@ def solve_decay(age: float, capacity: int) -> float:
 
 
 REPLAY_PRIORITIES = {"": "freshness", "-delight": "fresh_delight"}
-"""How the name of an arm ends -> by what a batch is drawn."""
+"""Suffix of an arm's name -> the priority by which a batch is drawn."""
 
 ARMS: dict[str, Settings] = {
     "DG": {"method": "DG"},
@@ -55,7 +60,7 @@ ARMS: dict[str, Settings] = {
 
 
 def _make_arm_pairs(first_template: str, second_template: str) -> tuple[tuple[str, str], ...]:
-    """Pairs of arms by the names of both, in which {age} and {capacity} take every value that both have."""
+    """Pairs of existing arms: the templates of their names filled in with every {age} and {capacity}."""
     combinations = [{"age": age, "capacity": capacity} for age in AGES for capacity in CAPACITIES]
     arm_pairs = dict.fromkeys(
         (first_template.format(**values), second_template.format(**values)) for values in combinations

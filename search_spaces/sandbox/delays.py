@@ -1,4 +1,4 @@
-"""How much staleness does each update rule bear?"""
+"""How much staleness does each update rule tolerate?"""
 
 from search_spaces.declaration.family import Settings
 from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
@@ -18,6 +18,7 @@ STUDY = make_sandbox_study(
     fixed_settings={},
     setting="rule and delay",
     run_template="sandbox_delays_{task}",
+    # Longer than the largest delay, so that every arm trains on a batch.
     smoke_settings={
         **SMOKE_SETTINGS,
         "trainer.total_training_steps": 102,

@@ -1,4 +1,4 @@
-"""Does correcting a policy along its own prefixes solve a chain of rewards sooner than imitating right sequences?"""
+"""Does correcting a policy along its own prefixes solve a chain of rewards faster than imitating correct sequences?"""
 
 from search_spaces.sandbox.family import REVERSAL_SETTINGS, make_sandbox_study
 

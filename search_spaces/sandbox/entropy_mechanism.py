@@ -1,11 +1,11 @@
-"""Does dropping the division by a group's deviation slow the entropy decay of GRPO, and does tightening the clip?
+"""Does GRPO's entropy decay more slowly without the division by the group's std, and does it with a tighter clip?
 
 The documents say that the division drives the decay and that the clip, downstream of it, does not matter; they ran
-neither ablation. Here all rules of the family cross the division, three clips, and the KL to the sampling policy. DAPO
-has no such KL; its upper clip stays 1.4 times the lower one. The outcome is the entropy, its mean over the run first.
-Without the division a KL coefficient weighs about 1 / deviation times more against the surrogate, so only the pairs
-without KL isolate the division. DrGRPO is GRPO without division times the number of tokens: clipping of gradients and
-Adam's epsilon tell them apart.
+neither ablation. Here every rule of the family is crossed with the division, three clips, and the KL to the sampling
+policy. DAPO has no such KL; its upper clip stays 1.4 times the lower one. The primary outcome is the mean entropy over
+the run. Without the division a KL coefficient weighs about 1 / std times more relative to the surrogate, so only the
+pairs without KL isolate the division. DrGRPO equals GRPO without division, multiplied by the number of tokens; only
+gradient clipping and Adam's epsilon distinguish the two.
 """
 
 from search_spaces.declaration.family import Settings
@@ -46,12 +46,12 @@ _ARM_SUFFIXES = {"GRPO": _GRPO_SUFFIXES, "GRPO-nostd": _GRPO_SUFFIXES, "DrGRPO":
 
 
 def _make_clip_pairs(tight_clip: str, wide_clip: str) -> tuple[tuple[str, str], ...]:
-    """Every arm with the tight clip beside the same with the wide one."""
+    """Pairs of every arm with the tight clip and the same arm with the wide clip."""
     tight_arms = [
-        f"{name}-{end}"
-        for name, ends in _ARM_SUFFIXES.items()
-        for end in ends
-        if end.split("-")[0] == f"clip{tight_clip}"
+        f"{name}-{suffix}"
+        for name, suffixes in _ARM_SUFFIXES.items()
+        for suffix in suffixes
+        if suffix.split("-")[0] == f"clip{tight_clip}"
     ]
     return tuple((arm, arm.replace(f"clip{tight_clip}", f"clip{wide_clip}")) for arm in tight_arms)
 

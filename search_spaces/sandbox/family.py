@@ -1,4 +1,4 @@
-"""The family of the update-rule sandbox, and what its studies share: the conditions of its documents."""
+"""The family of update-rule studies, and the conditions that its studies share."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -9,7 +9,7 @@ from search_spaces.declaration.study import Axis, Contrasts, NameTemplates, Stud
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
 GROUP_SETTINGS: Settings = MappingProxyType({"group_size": 8, "inner_epochs": 4})
-"""What the documents call grouped: 12 prompts of 8 rollouts, four optimizer steps a batch."""
+"""The condition that the documents call grouped: 12 prompts with 8 rollouts, four optimizer steps per batch."""
 
 REVERSAL_SETTINGS: Settings = MappingProxyType(
     {
@@ -25,34 +25,40 @@ REVERSAL_SETTINGS: Settings = MappingProxyType(
 SMOKE_SETTINGS: Settings = MappingProxyType(
     {"batch_size": 16, "trainer.total_training_steps": 4, "trainer.test_freq": 4, "trainer.resume_every": 4}
 )
+"""Settings of --smoke."""
 
 _BYTES_PER_PARAMETER = 12
-"""A weight and Adam's two moments, float32."""
+"""A weight and Adam's two moments, in float32."""
 _STATE_OVERHEAD_BYTES = 200_000
-"""Headers, counters, settings."""
+"""Headers, counters and settings of a checkpoint."""
 _BYTES_PER_ROW = 12_000
-"""metrics.jsonl 1.5 kB, Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
+"""metrics.jsonl (1.5 kB), Tune's result.json, progress.csv and TensorBoard, the log, tables and report."""
 
 
 def make_template_values(config: UpdateRuleConfig) -> dict[str, str]:
-    """What every template of a study may use: {task} and {method}."""
+    """Values for every template of a study: {task} and {method}."""
     return {"task": config.task, "method": config.method}
 
 
 def get_model_path(config: UpdateRuleConfig) -> str | None:
-    """The language model that a condition loads, if its task does."""
+    """The language model that the task lm_bandit loads; None for every other task."""
     return config.model_name if config.task == "lm_bandit" else None
 
 
 def estimate_bytes(config: UpdateRuleConfig, n_parameters: int) -> tuple[int, int]:
-    """Bytes of a state of one run at most, and of a row with all that is made of it. parameters: of what it loads."""
+    """Maximum bytes of one run's checkpoint, and bytes of a row with everything derived from it.
+
+    n_parameters: parameters of the model that the run loads; 0 if it loads none.
+    """
     sequence_length = 2 * config.seq_len + 1
     transformer_parameters = (
         config.num_layers * 13 * config.d_model**2 + (2 * config.vocab_size + 8 + sequence_length) * config.d_model
     )
     mlp_parameters = (784 + config.hidden + 12) * config.hidden
+    # A checkpoint contains the batches that will still be trained on: the replay buffer, or the delayed batches.
     n_batches = max(config.replay_capacity, config.delay + 1)
     batch_bytes = config.batch_size * (max(784 * 4, sequence_length * 8, config.context_len * 8) + config.seq_len * 40)
+    # Upper bound: the largest model that any task could train.
     weight_bytes = _BYTES_PER_PARAMETER * max(transformer_parameters, mlp_parameters, n_parameters)
     return weight_bytes + n_batches * batch_bytes + _STATE_OVERHEAD_BYTES, _BYTES_PER_ROW
 
@@ -98,10 +104,19 @@ def make_sandbox_study(
     contrasts: Contrasts = MappingProxyType({}),
     adapt: Callable[[Settings, Any], Settings] = keep_settings,
 ) -> Study:
-    """A study whose arms are conditions by name; the first paragraph of `question` is asked.
+    """A study of update rules whose arms are named conditions.
 
-    arms: name -> what it sets beside `fixed`. setting: what the arms differ in, in words. run: the folder's template,
-    the study's name if it is left out.
+    Args:
+        name: of the study.
+        question: the module's docstring; its first paragraph becomes the question.
+        arms: name -> its settings in addition to `fixed_settings`.
+        baseline: the arm that the others are compared with.
+        fixed_settings: settings of all arms.
+        setting: description of how the arms differ.
+        run_template: name of the study's folder; by default the study's name.
+        smoke_settings: settings of --smoke.
+        contrasts: see `Study`.
+        adapt: see `Axis`.
     """
     run_template = run_template or name.replace("-", "_")
     return Study(

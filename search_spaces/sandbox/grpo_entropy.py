@@ -1,4 +1,4 @@
-"""Which update rules lose their entropy, how fast, and on which samples of a batch is it lost?"""
+"""Which update rules lose entropy, how fast, and on which samples of a batch?"""
 
 from search_spaces.sandbox.family import GROUP_SETTINGS, REVERSAL_SETTINGS, make_sandbox_study
 

@@ -1,8 +1,9 @@
-"""Is TPO ahead of GRPO at equal rollouts and equal optimizer steps, and how does each bear reusing its rollouts?
+"""Is TPO better than GRPO at equal rollouts and optimizer steps, and how well does each tolerate reusing rollouts?
 
-Arms `NAME-epochsN` train on 300 batches, N optimizer steps each: at one N, both have equal rollouts and equal updates.
-Arms `NAME-epochsN-updates1200` make 1200 optimizer steps in all, on 1200 / N batches. DG is there at 300 and at 1200
-optimizer steps on the same 300 batches, since the documents compare it at 300 with others at 1200.
+Arms `NAME-epochsN` train on 300 batches with N optimizer steps each: at the same N, both rules have equal rollouts and
+equal updates. Arms `NAME-epochsN-updates1200` take 1200 optimizer steps in total, on 1200 / N batches. DG is included
+at 300 and at 1200 optimizer steps on the same 300 batches, because the documents compare it at 300 steps with other
+rules at 1200.
 """
 
 from search_spaces.declaration.family import Settings
@@ -52,7 +53,7 @@ CONTRASTS: Contrasts = {
 
 
 def scale_training_steps(settings: Settings, base: UpdateRuleConfig) -> Settings:
-    """An arm's own number of batches, said for 300 of the others, in a study of another length."""
+    """Scale an arm's number of batches, declared for a study of 300 batches, to the study's length."""
     arm_steps = settings.get("trainer.total_training_steps")
     if not isinstance(arm_steps, int):
         return settings

@@ -1,9 +1,9 @@
-"""Do rules that correct for importance ratios differ at all, and for the better, where the ratios are not 1?
+"""When importance ratios are not 1, do the rules that correct for them differ from REINFORCE, and are they better?
 
-On policy and with one update a batch REINFORCE, PG, TrajPG, ASPO and R2VPO are one algorithm, and every published run
-of them was such a run. Here each is run with batches that are one and four updates old, and with four updates a batch;
-PMDMean, whose baseline is the mean of the batch, and DG, which corrects nothing, are beside them. A rule is to be held
-against REINFORCE of the same staleness; REINFORCE-onpolicy tells what the staleness costs.
+On policy and with one update per batch, REINFORCE, PG, TrajPG, ASPO and R2VPO are the same algorithm, and every
+published run of them was of this kind. Here each is run with batches that are one and four updates old, and with four
+updates per batch. PMDMean, whose baseline is the batch mean, and DG, which corrects nothing, are run for comparison.
+Compare a rule with REINFORCE at the same staleness; REINFORCE-onpolicy shows the cost of staleness.
 """
 
 from search_spaces.declaration.family import Settings
@@ -12,7 +12,7 @@ from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
 
 RULES = ("REINFORCE", "PG", "TrajPG", "ASPO", "R2VPO", "PMDMean", "DG")
 ON_POLICY_RULES = ("REINFORCE", "PMDMean", "DG")
-"""Those that differ on policy: the first stands for the five that do not."""
+"""Rules that differ on policy; REINFORCE stands for the five that do not."""
 REGIMES: dict[str, Settings] = {"delay1": {"delay": 1}, "delay4": {"delay": 4}, "epochs4": {"inner_epochs": 4}}
 
 ARMS: dict[str, Settings] = {

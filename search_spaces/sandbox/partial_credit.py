@@ -1,4 +1,4 @@
-"""Does credit a token teach the positions that the reward scores, and what does it do to those that it does not?"""
+"""Does per-token credit teach the positions that the reward scores, and how does it affect the unscored positions?"""
 
 from search_spaces.sandbox.family import GROUP_SETTINGS, REVERSAL_SETTINGS, make_sandbox_study
 

@@ -1,4 +1,4 @@
-"""Is it the age of replayed samples that breaks learning from a buffer, or its capacity, when all samples are old?"""
+"""When all samples are old, what breaks learning from a replay buffer: the samples' age or the buffer's capacity?"""
 
 from search_spaces.sandbox.family import REVERSAL_SETTINGS, SMOKE_SETTINGS, make_sandbox_study
 

@@ -1,6 +1,6 @@
-"""What does each way of distrusting a noisy reward pay, in error and in entropy, when a fifth of failures may earn 1?
+"""When 20 % of failures are falsely rewarded, what does each noise-robust rule cost in error and entropy?
 
-The noise pays for the rare token, the separator: an incentive that can be exploited, not neutral noise.
+The noise rewards the rare token (the separator), so it is an incentive that can be exploited, not neutral noise.
 """
 
 from search_spaces.sandbox.family import REVERSAL_SETTINGS, make_sandbox_study

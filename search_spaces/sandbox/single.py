@@ -1,10 +1,10 @@
-"""What does one update rule do on one task? Any combination: `--set task=token_reversal --set method=TPO`."""
+"""How does one update rule behave on one task? Any combination: `--set task=token_reversal --set method=TPO`."""
 
 from search_spaces.sandbox.family import SMOKE_SETTINGS, make_sandbox_study
 
 STUDY = make_sandbox_study(
     name="sandbox",
-    question="What does one update rule do on one task?",
+    question="How does one update rule behave on one task?",
     arms={"single": {}},
     baseline="single",
     fixed_settings={},

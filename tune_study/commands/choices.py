@@ -1,4 +1,4 @@
-"""What the options of `run` mean for a study: settings, values of its axis, and its plan in the folder it goes to."""
+"""From the options of `run` to a plan: the settings and axis values of a study, and the folder of its files."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -39,14 +39,22 @@ OPTION_SETTINGS: Mapping[str, tuple[str, ...]] = {
         "rollout.ref_log_prob_micro_batch_size_per_gpu",
     ),
 }
-"""Option -> the settings that it sets."""
+"""Option -> the settings that it assigns."""
 
 
 class RunOptions(NamedTuple):
-    """What was typed of what to run; None: it was not.
+    """The options of `run` that say what to run; None for an option that was not typed.
 
-    numbers: option of FIELDS -> value. axes: option of an axis -> text. include_zero, strategy: the texts of
-    --rollout_filter_include_zero and --rollout_filter_strategy. assignments: of --set.
+    Attributes:
+        preset: --preset, or the default preset.
+        preset_reason: why this preset was chosen.
+        option_values: option of OPTION_SETTINGS -> value.
+        axis_texts: option of an axis -> text.
+        include_zero: text of --rollout_filter_include_zero.
+        strategy: text of --rollout_filter_strategy.
+        assignments: the `key=value` of each --set.
+        seeds: --seeds.
+        smoke: --smoke.
     """
 
     preset: str
@@ -61,7 +69,7 @@ class RunOptions(NamedTuple):
 
 
 def find_studies(name: str, kl_type: str | None) -> tuple[Study, ...]:
-    """The study of that name, or those of the suite of that name."""
+    """The study `name`, or the studies of the suite `name`."""
     suite = SUITES.get(name.replace("_", "-"))
     if suite is None:
         return (find_study(name, kl_type),)
@@ -73,23 +81,29 @@ def find_studies(name: str, kl_type: str | None) -> tuple[Study, ...]:
 def plan_from_options(
     study: Study, options: RunOptions, output: Path, storage: str | None, extend: bool, real: bool
 ) -> StudyPlan:
-    """The plan of what was typed, in the folder that it goes to; PlanError or ConfigError for what cannot be run."""
+    """Plan a study from its options, merged with the study that its folder may already contain.
+
+    extend: of --extend. real: False for a dry run, which does not access the storage. Raise PlanError or ConfigError
+    if the study cannot be run.
+    """
     values = parse_axis_values(study, options.axis_texts)
     option_settings = {
         **_collect_option_settings(study, options.option_values),
         **_collect_filter_settings(study, options),
     }
     overrides = collect_overrides(study, option_settings, options.assignments)
+    # Workers run in other folders, where a relative path would not be found.
     for setting in overrides.keys() & {*study.family.model_settings, *study.family.path_settings}:
         overrides[setting] = make_absolute(str(overrides[setting]))
+    # Settings and seeds that were typed take precedence over --smoke.
     if options.smoke:
         overrides = {**_get_smoke_settings(study), **overrides}
     n_seeds = options.seeds if options.seeds is not None or not options.smoke else 1
     plan = make_plan(study, options.preset, options.preset_reason, overrides, values, n_seeds, output)
     if storage is not None and study.family.has_batched_seeds:
         raise PlanError(
-            f"--storage keeps studies whose trials are one run each, and a trial of {study.name} carries all seeds of "
-            f"an arm: leave --storage out, and copy {plan.folder} when it has ended."
+            f"--storage needs a study whose trials train one run each, and a trial of {study.name} trains all seeds of "
+            f"an arm: leave --storage out, and copy {plan.folder} when the study has ended."
         )
     plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage))
     return locate.merge_with_existing(plan, extend, is_real=real)
@@ -97,12 +111,12 @@ def plan_from_options(
 
 def _get_smoke_settings(study: Study) -> dict[str, object]:
     if not study.smoke_settings:
-        raise PlanError(f"--smoke does not belong to study {study.name}: type --steps N for a short one.")
+        raise PlanError(f"--smoke does not belong to study {study.name}: type --steps N for a short run.")
     return dict(study.smoke_settings)
 
 
 def _collect_option_settings(study: Study, option_values: Mapping[str, object]) -> dict[str, object]:
-    """The settings of the options that were typed; PlanError for one whose setting the study has not."""
+    """Settings from the typed options. Raise PlanError for an option whose setting the study does not have."""
     known_fields = list_field_names(study.family.config_class)
     option_settings: dict[str, object] = {}
     for option, value in option_values.items():
@@ -110,8 +124,8 @@ def _collect_option_settings(study: Study, option_values: Mapping[str, object]) 
             continue
         if not set(OPTION_SETTINGS[option]) <= set(known_fields):
             raise PlanError(
-                f"{option} does not belong to study {study.name}, which has no setting {OPTION_SETTINGS[option][0]}: leave it "
-                f"out. `python -m tune_study settings {study.name} --all` lists what it has."
+                f"{option} does not belong to study {study.name}, which has no setting {OPTION_SETTINGS[option][0]}: "
+                f"leave it out. `python -m tune_study settings {study.name} --all` lists its settings."
             )
         option_settings |= dict.fromkeys(OPTION_SETTINGS[option], value)
     return option_settings
@@ -126,7 +140,7 @@ def _collect_filter_settings(study: Study, options: RunOptions) -> dict[str, obj
 
 
 def parse_axis_values(study: Study, axis_texts: Mapping[str, str | None]) -> tuple[str, ...] | None:
-    """The values typed for the study's axis, with its own option or with --values; PlanError for another's option."""
+    """Values typed for the study's axis, by its flag or by --values. Raise PlanError for a flag of another axis."""
     typed_texts = {option: text for option, text in axis_texts.items() if text is not None}
     for option in typed_texts:
         if option not in (study.axis.option, VALUES_OPTION):
@@ -136,13 +150,13 @@ def parse_axis_values(study: Study, axis_texts: Mapping[str, str | None]) -> tup
             )
     if len(typed_texts) > 1:
         raise PlanError(
-            f"{' and '.join(typed_texts)} are two names of one option of study {study.name}: type one of them."
+            f"{' and '.join(typed_texts)} are two names for one option of study {study.name}: type one of them."
         )
     return next((expand_groups(study, parse_values(text, option)) for option, text in typed_texts.items()), None)
 
 
 def _parse_include_zero(study: Study, text: str | None) -> bool | None:
-    """The truth value of --rollout_filter_include_zero; PlanError in a study whose axis sets it."""
+    """The value of --rollout_filter_include_zero. Raise PlanError in a study whose axis sets it."""
     option = "--rollout_filter_include_zero"
     if text is None:
         return None
@@ -151,13 +165,13 @@ def _parse_include_zero(study: Study, text: str | None) -> bool | None:
     if not study.has_include_zero_option:
         raise PlanError(
             f"{option} does not belong to study {study.name}, whose axis sets it: type {study.axis.option} "
-            f"(the value nofilter is the arm with include_zero True)."
+            f"(the value nofilter is the arm in which it is True)."
         )
     return parse_bool(text, option)
 
 
 def _parse_strategy(study: Study, text: str | None) -> str | None:
-    """The filter strategy that --rollout_filter_strategy means; PlanError in a study whose documents have none."""
+    """The filter strategy of --rollout_filter_strategy. Raise PlanError in a study without this option."""
     option = "--rollout_filter_strategy"
     if text is None:
         return None
@@ -169,6 +183,6 @@ def _parse_strategy(study: Study, text: str | None) -> str | None:
         raise PlanError(f"{option} does not belong to study {study.name}: {advice}.")
     if text not in study.strategy_aliases:
         raise PlanError(
-            f"{option} {format_value(text)} is no strategy: type one of {', '.join(study.strategy_aliases)}."
+            f"{option} {format_value(text)} is not a strategy: type one of {', '.join(study.strategy_aliases)}."
         )
     return study.strategy_aliases[text]

@@ -1,4 +1,4 @@
-"""The command line. What needs Ray is imported where it is used, so that every other command starts at once."""
+"""The command line. Modules that need Ray or torch are imported inside commands, so that the others start quickly."""
 
 import functools
 import os
@@ -27,7 +27,7 @@ from tune_study.tune.run import write_results
 
 app = typer.Typer(
     name="tune_study",
-    help="Run a study of RL fine-tuning: train every arm, stop what collapses, report what was found.",
+    help="Run studies of RL fine-tuning: train every arm, stop runs that collapse, report the results.",
     epilog="\b\nExample: python -m tune_study run kl --preset laptop",
     no_args_is_help=True,
     add_completion=False,
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def report_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Bad input becomes one paragraph on stderr and exit code 2."""
+    """Decorator: print invalid input as one paragraph on stderr and exit with code 2."""
 
     @functools.wraps(command)
     def run_command(*args: Any, **kwargs: Any) -> None:
@@ -68,14 +68,14 @@ def report_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 @app.command("list", epilog="\b\nExample: python -m tune_study list")
 def list_studies() -> None:
-    """List the studies: question, axis, and grid of each preset."""
+    """List the studies: question, axis, and axis values of each preset."""
     describe.print_studies(Console(), list(STUDIES.values()), SUITES)
 
 
 @app.command("settings", epilog="\b\nExample: python -m tune_study settings --all | grep kl_")
 @report_errors
 def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False) -> None:
-    """List the settings that --set takes and that are changed most: default, meaning, allowed values."""
+    """List the most common settings for --set: default, meaning, allowed values."""
     describe.print_settings(Console(), find_study(study).family, with_all=list_all)
 
 
@@ -113,7 +113,7 @@ def run(
     address: opt.Address = None,
     storage: opt.Storage = None,
 ) -> None:
-    """Run a study or a suite of studies, or go on with it where the output folder holds it already."""
+    """Run a study or a suite of studies, or continue it if the output folder already contains it."""
     visible_gpus = detect_gpus(os.environ)
     options = RunOptions(
         *resources.choose_preset(preset, visible_gpus),
@@ -146,11 +146,12 @@ def run(
         ]
 
     plans = make_plans(options)
+    # Only a preset that nobody asked for, on GPUs that nobody chose, is replaced by the smaller one.
     has_gpu_options = (model, gpus, gpus_per_exp, gpu_memory_utilization, gpu_memory_gib, address) != (None,) * 6
     if preset is None and options.preset == "paper" and not has_gpu_options:
         reason = explain_paper_misfit(plans, launch_options, visible_gpus, outputs.format_command_line())
         if reason:
-            laptop_reason = f"{options.preset_reason}, which preset paper does not fit: {reason}"
+            laptop_reason = f"{options.preset_reason}, but preset paper does not fit it: {reason}"
             plans = make_plans(options._replace(preset="laptop", preset_reason=laptop_reason))
     raise typer.Exit(start_studies(plans, launch_options, visible_gpus, dry_run, Console()))
 
@@ -168,7 +169,7 @@ def resume(
     wandb: opt.Wandb = None,
     address: opt.Address = None,
 ) -> None:
-    """Go on with the study in RUN: finished runs stay as they are, all others continue."""
+    """Continue the study in RUN: finished runs are left unchanged, all others continue."""
     placement_overrides = {} if gpus_per_exp is None else {"trainer.n_gpus_per_node": gpus_per_exp}
     plan = locate.plan_resume(run, placement_overrides, is_real=not dry_run)
     launch_options = LaunchOptions(
@@ -180,7 +181,7 @@ def resume(
 @app.command("status", epilog="\b\nExample: python -m tune_study status results/kl_sweep_sokoban-tiny")
 @report_errors
 def status(run: opt.RunLocation) -> None:
-    """Show how far each run in RUN is, and why those that ended did."""
+    """Show the progress of each run in RUN, and why ended runs ended."""
     with locate.open_for_reading(run) as (folder, is_running):
         describe.print_status(Console(), folder, study_file.read_study(folder), is_running)
 
@@ -188,7 +189,7 @@ def status(run: opt.RunLocation) -> None:
 @app.command("report", epilog="\b\nExample: python -m tune_study report results/kl_sweep_sokoban-tiny")
 @report_errors
 def report(run: opt.RunLocation) -> None:
-    """Write the tables and the report of RUN again from its rows."""
+    """Rebuild the tables and the report of RUN from its rows."""
     folder = _make_absolute(locate.fetch_for_writing(run))
     outputs.check_writable(folder)
     problem = " ".join(filter(None, (write_results(folder, Console()), locate.push_results(folder))))
@@ -200,7 +201,7 @@ def report(run: opt.RunLocation) -> None:
 @app.command("replay-stoppers", epilog=f"\b\n{REPLAY_EXAMPLE}")
 @report_errors
 def replay_stoppers(run: opt.RunLocation, assignments: opt.Thresholds = None) -> None:
-    """Apply the stop rules again to the rows of RUN: when each would have fired, and whether it was right to."""
+    """Apply the stop rules to the rows of RUN: when each would have fired, and whether rightly."""
     from tune_study.commands import replay
 
     with locate.open_for_reading(run) as (folder, _):
@@ -257,7 +258,7 @@ def plot_gradients(
     trial: opt.Trial = None,
     source: opt.Source = None,
 ) -> None:
-    """Draw the gradients that were measured in RUN: pictures and numbers of each analysed step."""
+    """Plot the gradient analyses of RUN: figures and numbers of each analysed step."""
     folder = locate.fetch_for_writing(run)
     from tune_study.commands import gradients
 
@@ -272,7 +273,7 @@ def plot_gradients(
 @app.command("doctor", epilog="\b\nExample: python -m tune_study doctor --output out")
 @report_errors
 def doctor(output: opt.Output = Path(), preset: opt.Preset = None) -> None:
-    """Try out what a run needs of this machine, and say what to do about each problem."""
+    """Check that this machine has everything a run needs, and say how to solve each problem."""
     from tune_study.commands.doctor import diagnose
 
     raise typer.Exit(diagnose(Console(), _make_absolute(output), preset, os.environ))

@@ -1,4 +1,4 @@
-"""Studies, plans, settings and statuses as tables for a terminal, and as plain lines for everything else."""
+"""Print studies, plans, settings and statuses: as tables on a terminal, as plain lines elsewhere."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,10 +23,10 @@ from tune_study.plan.study_plan import StudyPlan, format_values
 
 
 def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> None:
-    """Each study with its question, axis and grids, then the suites."""
+    """Print each study with its question, axis and values, then the suites."""
     for study in studies:
         print_line(console, f"{study.name}: {study.question.strip()}")
-        print_line(console, f"  setting {study.axis.setting}, chosen with {study.axis.option}")
+        print_line(console, f"  axis    {study.axis.setting}, option {study.axis.option}")
         grids = study.axis.grids
         if len(set(grids.values())) == 1:
             print_line(console, f"  values  {format_values(study, next(iter(grids.values())))}")
@@ -35,7 +35,7 @@ def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[st
                 print_line(console, f"  {preset:<7} {format_values(study, grid)}")
         print_line(console, "")
     for name, members in suites.items():
-        print_line(console, f"{name}: the studies {', '.join(members)}, one after another")
+        print_line(console, f"{name}: a suite, which runs the studies {', '.join(members)} one after another")
 
 
 def print_plan(
@@ -46,15 +46,15 @@ def print_plan(
     memory: MemoryPlan | None,
     gpu_names: tuple[str, ...],
 ) -> None:
-    """What would run: names, resources, steps, places and memory.
+    """Print the plan of a study: runs, resources, steps, paths and memory.
 
-    disk: the line of its disk budget. memory: of the run that takes most of its GPUs. cards: names of the GPUs in use.
+    disk_line: its disk budget. memory: memory plan of its largest run. gpu_names: of the GPUs in use.
     """
     for line in [
         *_format_plan_lines(plan, resource_plan),
         disk_line,
-        f"results {plan.folder}",
-        f"summary log {plan.summary_log}",
+        f"Results: {plan.folder}",
+        f"Summary log: {plan.summary_log}",
     ]:
         print_line(console, line)
     if resource_plan.gpu_slots:
@@ -74,28 +74,29 @@ def print_plan(
 
 
 def _format_plan_lines(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
-    """What is run, how often, and what each run reserves."""
+    """The study, its runs, their steps, and the resources that each run reserves."""
     trainer = plan.base_config.trainer
     reserved_resources = " + ".join(
         " ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in resource_plan.bundles
     )
     values = format_values(plan.study, plan.values)
     lines = [
-        f"study {plan.study.name}: {plan.study.question.strip()}",
-        f"preset {plan.preset}: {plan.preset_reason}",
-        *([] if plan.model is None else [f"model {plan.model}"]),
+        f"Study {plan.study.name}: {plan.study.question.strip()}",
+        f"Preset {plan.preset}: {plan.preset_reason}",
+        *([] if plan.model is None else [f"Model: {plan.model}"]),
         f"{len(plan.runs)} runs: {plan.study.axis.setting} in {values}; seeds {_format_seeds(plan)}",
-        f"steps a run {trainer.total_training_steps}, validation every {trainer.test_freq} steps",
-        f"{_describe_trial(plan)} reserves {reserved_resources}; {resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs",
+        f"Steps per run: {trainer.total_training_steps}, validation every {trainer.test_freq} steps",
+        f"{_describe_trial(plan)} reserves {reserved_resources}; "
+        f"{resource_plan.max_concurrent} at once on {resource_plan.cpus} CPUs",
     ]
     if resource_plan.gpu_slots:
-        lines.append(f"GPU slots {' '.join(resource_plan.gpu_slots)}")
+        lines.append(f"GPU slots: {' '.join(resource_plan.gpu_slots)}")
     return [*lines, *resource_plan.notes]
 
 
 def _describe_trial(plan: StudyPlan) -> str:
-    """What reserves resources."""
-    return "a trial of all seeds of an arm" if plan.study.family.has_batched_seeds else "a run"
+    """The unit that reserves resources, as the subject of a sentence."""
+    return "Each trial (all seeds of an arm)" if plan.study.family.has_batched_seeds else "Each run"
 
 
 def print_memory(
@@ -105,12 +106,12 @@ def print_memory(
     memory: MemoryPlan | None,
     gpu_names: tuple[str, ...],
 ) -> None:
-    """The memory of a run part by part, whether it fits, and an estimate of time for cards whose rates are known."""
+    """Print the memory plan of a run, whether it fits, and a time estimate if the speed of the GPUs is known."""
     if memory is None:
         print_line(
             console,
-            f"memory: not known, since neither a config.json that can be trained nor the sizes of "
-            f"{plan.model} are here",
+            f"Memory: unknown, because no config.json of a trainable model was found for {plan.model}, and its sizes "
+            f"are not built in.",
         )
         return
     for line in memory_plan.format_memory_plan(memory, plan.study):
@@ -126,7 +127,10 @@ def _format_seeds(plan: StudyPlan) -> str:
 
 
 def print_status(console: Console, folder: Path, study: dict[str, Any], is_running: bool) -> None:
-    """Every run of results/<run> with its status; one that says `running` while nobody runs it was interrupted."""
+    """Print every run of results/<run> with its status.
+
+    is_running: whether a process runs the study. Without one, a run with the status `running` was interrupted.
+    """
     rows, metric = [], FAMILIES.get(study.get("family", PPO.name), PPO).primary_metric
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]
@@ -138,8 +142,9 @@ def print_status(console: Console, folder: Path, study: dict[str, Any], is_runni
         step = step_rows[-1]["step"] if step_rows else 0
         total_steps = study["settings"]["trainer"]["total_training_steps"]
         metric_values = (row.get(metric) for row in reversed(step_rows))
+        # Rows are read from disk: a value that is not a rate in [0, 1] is skipped.
         metric_value = next(
-            (share for share in metric_values if isinstance(share, int | float) and 0 <= share <= 1), None
+            (value for value in metric_values if isinstance(value, int | float) and 0 <= value <= 1), None
         )
         cells = [entry["run_id"], entry["arm"], str(entry["seed"]), shown_status, f"{step}/{total_steps}"]
         rows.append([*cells, "-" if metric_value is None else f"{metric_value:.3f}", reason])
@@ -148,7 +153,7 @@ def print_status(console: Console, folder: Path, study: dict[str, Any], is_runni
 
 
 class SettingRow(NamedTuple):
-    """A setting as it is listed. name: dotted. is_common: whether the short list has it."""
+    """A row of the list of settings. name: dotted. is_common: whether the short list includes it."""
 
     name: str
     default: str
@@ -158,24 +163,22 @@ class SettingRow(NamedTuple):
 
 
 def print_settings(console: Console, family: Family = PPO, *, with_all: bool = False) -> None:
-    """The settings of a family, each with its default, what it means and what it may be.
+    """Print the settings of a family: default, meaning and allowed values.
 
-    with_all: every setting. Otherwise those that are changed most, and a last line with the number of the others and
-    the command that lists them.
+    with_all: print every setting. Otherwise print the most common ones, then the number of the others and the command
+    that lists them.
     """
     table = make_settings_rows(family.config_class)
     rows = [row for row in table if with_all or row.is_common]
     print_table(console, ("setting", "default", "meaning", "allowed"), [list(row[:-1]) for row in rows])
     if len(rows) < len(table):
         n_others = len(table) - len(rows)
-        print_line(
-            console,
-            f"{n_others} more settings are seldom changed: python -m tune_study {family.config_class.list_command} --all",
-        )
+        command = f"python -m tune_study {family.config_class.list_command} --all"
+        print_line(console, f"{n_others} more settings are rarely changed: {command}")
 
 
 def make_settings_rows(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[SettingRow]:
-    """Every setting in order of declaration; the seed, which is --seeds, left out."""
+    """Rows for every setting in order of declaration, except the seed, which --seeds sets."""
     rows: list[SettingRow] = []
     for name, field in section.model_fields.items():
         annotation = field.annotation
@@ -192,7 +195,7 @@ def _format_value(value: object) -> str:
 
 
 def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
-    """The values that a field takes, in words."""
+    """The allowed values of a field, in words."""
     if get_origin(annotation) is Literal:
         return " | ".join(str(choice) for choice in get_args(annotation))
     operators = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

@@ -1,4 +1,4 @@
-"""What a run needs, tried out before the run: what was found, and what to do about it. Quick checks first, Ray last."""
+"""Checks of this machine before a run: results, and advice for each problem. Quick checks come first, Ray last."""
 
 import contextlib
 import json
@@ -33,21 +33,21 @@ from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError
 
 _TIMEOUT_S = 120.0
-"""What an import or Ray's start-up is given. On a busy machine with two cores they take 10."""
+"""Time limit of an import, and of Ray's start. On a busy machine with two cores they take 10 s."""
 
 _TORCH_SCRIPT = """
 import json, warnings, torch
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-said = [str(warning.message).split("(Triggered")[0].strip() for warning in caught]
-print(json.dumps([torch.__version__, torch.version.cuda or "", devices, said[-1] if said else ""]))
+messages = [str(warning.message).split("(Triggered")[0].strip() for warning in caught]
+print(json.dumps([torch.__version__, torch.version.cuda or "", devices, messages[-1] if messages else ""]))
 """
 _RAY_SCRIPT = "from tune_study.commands.doctor import start_ray; start_ray()"
 
 
 class ProcessResult(NamedTuple):
-    """How a Python of its own ended: its process id, the last line it printed, what went wrong ("": nothing)."""
+    """How a separate Python process ended: its id, its last line of output, and the problem ("": none)."""
 
     pid: int
     output_line: str
@@ -56,32 +56,38 @@ class ProcessResult(NamedTuple):
 
 
 def diagnose(console: Console, output: Path, preset: str | None, environ: Mapping[str, str]) -> int:
-    """Examine this machine and print the report. The exit code: 1 if there is a problem, else 0."""
+    """Check this machine and print the report. Returns the exit code: 1 if there is a problem, else 0."""
     results = run_checks(output, preset, environ, lambda line: print_line(console, line))
     print_report(console, results)
-    return int(any(finding.severity == "problem" for finding in results))
+    return int(any(result.severity == "problem" for result in results))
 
 
 def print_report(console: Console, results: Sequence[CheckResult]) -> None:
-    """All findings as a table, then what to do about each that is not ok, then what it amounts to."""
-    print_table(console, ("check", "level", "found"), [[each.name, each.severity, each.detail] for each in results])
+    """Print all results as a table, then advice for each that is not ok, then a summary."""
+    rows = [[result.name, result.severity, result.detail] for result in results]
+    print_table(console, ("check", "severity", "result"), rows)
+    # Problems come last, next to the summary.
     for severity in ("remark", "problem"):
-        for each in results:
-            if each.severity == severity:
-                print_line(console, f"{severity}: {each.name}: {each.advice}")
-    count = sum(each.severity == "problem" for each in results)
-    words = f"{count} problem{'s' * (count > 1)} to solve before a run."
-    print_line(console, words if count else "Nothing stands in the way of a run.")
+        for result in results:
+            if result.severity == severity:
+                print_line(console, f"{severity}: {result.name}: {result.advice}")
+    count = sum(result.severity == "problem" for result in results)
+    summary = f"{count} problem{'s' * (count > 1)} to solve before a run."
+    print_line(console, summary if count else "No problems found: this machine is ready for a run.")
 
 
 def run_checks(
     output: Path, preset: str | None, environ: Mapping[str, str], announce: Callable[[str], None]
 ) -> list[CheckResult]:
-    """Every check, in the order of the report. PlanError for a preset that does not exist.
+    """Run every check, in the order of the report. Raise PlanError for an unknown preset.
 
-    output: the folder of --output; it need not exist, and nothing stays in it. preset: of --preset; None chooses as
-    `run` does. environ: the environment, also of the processes that are started. announce: told what takes seconds
-    before it starts. A check that breaks is a problem, and the others go on.
+    Args:
+        output: folder of --output. It need not exist, and no file is left in it.
+        preset: of --preset; None chooses as `run` does.
+        environ: environment, also of the processes that are started.
+        announce: called before each check that takes seconds.
+
+    A check that raises is reported as a problem, and the other checks continue.
     """
     gpus = detect_gpus(environ)
     chosen_preset, _ = choose_preset(preset, gpus)
@@ -104,31 +110,31 @@ def run_checks(
         ("Importing transformers ...", lambda: [check_import("transformers", environ)]),
         ("Starting Ray ...", lambda: [check_ray_start(ray_folder, environ, _TIMEOUT_S)]),
     )
-    return [finding for name, check in checks for finding in _run_check(name, check, announce)]
+    return [result for name, check in checks for result in _run_check(name, check, announce)]
 
 
 def _run_check(
     name: str, check: Callable[[], Iterable[CheckResult]], announce: Callable[[str], None]
 ) -> list[CheckResult]:
-    """The findings of a check, or the problem that it broke. One whose name ends in dots is announced."""
+    """The results of a check, or one problem if it raises. A check whose name ends in dots is announced."""
     if name.endswith("..."):
         announce(name)
     try:
         return list(check())
     except Exception as error:
-        detail = f"this check broke: {format_value(f'{type(error).__name__}: {error}', 300)}"
-        advice = "Solve what the error names; where it names a package, install that again."
+        detail = f"this check failed: {format_value(f'{type(error).__name__}: {error}', 300)}"
+        advice = "Fix the cause that the error names; if it names a package, install that again."
         return [CheckResult(name.removesuffix(" ..."), "problem", detail, advice)]
 
 
 def check_requirements(distribution: str) -> list[CheckResult]:
-    """Python and packages against what the installed `distribution` declares; a remark where it is not installed."""
+    """Compare Python and packages with the requirements of the installed `distribution`; a remark if not installed."""
     try:
         package_metadata = metadata.metadata(distribution)
     except metadata.PackageNotFoundError:
-        detail = f"{distribution} is not installed, so what it requires is not known"
+        detail = f"{distribution} is not installed, so its requirements are unknown"
         return [CheckResult("packages", "remark", detail, "Type `pip install -e .` in the folder with pyproject.toml.")]
-    version = ".".join(str(part) for part in sys.version_info[:3])
+    version = ".".join(str(number) for number in sys.version_info[:3])
     python_specifiers, packages, extras = (
         package_metadata.get_all(key) or [] for key in ("Requires-Python", "Requires-Dist", "Provides-Extra")
     )
@@ -136,25 +142,28 @@ def check_requirements(distribution: str) -> list[CheckResult]:
 
 
 def check_python(specifier: str, version: str) -> CheckResult:
-    """The version of Python against a specifier like `>=3.11`; an empty one allows all."""
+    """Compare the version of Python with a specifier like `>=3.11`; an empty one allows all."""
     from packaging.specifiers import SpecifierSet
 
     if SpecifierSet(specifier).contains(version, prereleases=True):
         return CheckResult("Python", "ok", version)
-    advice = f"Make an environment with Python {specifier} and install there."
+    advice = f"Create an environment with Python {specifier} and install tune_study there."
     return CheckResult("Python", "problem", f"{version} is not {specifier}", advice)
 
 
 def check_packages(requirements: Sequence[str], extras: Sequence[str]) -> list[CheckResult]:
-    """What is installed against requirements as metadata writes them: a problem where needed, a remark in an extra."""
+    """Compare installed packages with requirements from package metadata.
+
+    A missing package is a problem if it is always needed, and a remark if only an extra needs it.
+    """
     results = []
     for extra in ("", *extras):
         unmet_requirements = find_unmet(requirements, extra)
         name = f"optional: {extra}" if extra else "packages"
-        detail = "; ".join(f"{requirement}: {there}" for requirement, there in unmet_requirements.items())
+        detail = "; ".join(f"{requirement}: {reason}" for requirement, reason in unmet_requirements.items())
         advice = f"Type `pip install {' '.join(repr(requirement) for requirement in unmet_requirements)}`"
         if not unmet_requirements:
-            results.append(CheckResult(name, "ok", "all are installed, in versions that fit"))
+            results.append(CheckResult(name, "ok", "all are installed in suitable versions"))
         elif extra:
             results.append(CheckResult(name, "remark", detail, f"{advice} if you need it."))
         else:
@@ -163,7 +172,7 @@ def check_packages(requirements: Sequence[str], extras: Sequence[str]) -> list[C
 
 
 def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
-    """Requirement -> what there is instead. extra: only what that extra adds; "": only what is always needed."""
+    """Unmet requirement -> what is installed instead. extra: only what it adds; "": only what is always needed."""
     from packaging.requirements import Requirement
 
     unmet_requirements = {}
@@ -183,7 +192,7 @@ def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
 
 
 def check_preset_model(preset: str, environ: Mapping[str, str]) -> CheckResult:
-    """The model of a preset: the shipped one must be whole; another that is not here is a remark."""
+    """Check the model of a preset: damage to the shipped one is a problem, another that is missing is a remark."""
     path = apply_overrides(RunConfig(), PRESETS[preset]).model.path
     shipped_path = files("trainable") / "tiny" / "sokoban_tiny"
     try:
@@ -193,11 +202,11 @@ def check_preset_model(preset: str, environ: Mapping[str, str]) -> CheckResult:
         if path == SHIPPED_MODEL:
             return CheckResult("model", "problem", detail, "Install tune_study again.")
         return CheckResult("model", "remark", detail, f"Type `hf download {path}`, or choose another with --model.")
-    return CheckResult("model", "ok", f"{path} is here")
+    return CheckResult("model", "ok", f"{path} is available")
 
 
 def check_torch(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[CheckResult]:
-    """Whether torch can be imported, and whether that build can use the GPUs there are."""
+    """Check that torch can be imported, and that its build can use the visible GPUs."""
     process_result = run_python(_TORCH_SCRIPT, environ, _TIMEOUT_S)
     if process_result.problem:
         return [_make_import_result("torch", process_result)]
@@ -206,26 +215,30 @@ def check_torch(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> list[CheckRe
 
 
 def check_torch_gpus(version: str, cuda: str, device_count: int, warning: str, gpus: Sequence[Gpu]) -> CheckResult:
-    """torch against the GPUs. cuda: the version it is built for, "" for none. devices: how many it can use."""
+    """Compare torch with the GPUs.
+
+    cuda: the version that torch is built for, "" for none. device_count: how many GPUs torch can use. warning: torch's
+    last warning, "" for none.
+    """
     name = "torch and GPU"
     if not gpus:
-        return CheckResult(name, "ok", f"torch {version}; there is no GPU to use")
+        return CheckResult(name, "ok", f"torch {version}; there is no GPU")
     if not cuda:
         advice = "Install a build with CUDA (https://pytorch.org/get-started/locally), or type --preset laptop."
-        return CheckResult(name, "problem", f"a GPU is visible and torch {version} is built without CUDA", advice)
+        return CheckResult(name, "problem", f"a GPU is visible, but torch {version} is built without CUDA", advice)
     if not device_count:
         advice = f"Update the driver, or install torch for the CUDA version that `nvidia-smi` shows (this is {cuda})."
         return CheckResult(
-            name, "problem", f"torch {version} can use no GPU: {warning or 'it does not say why'}", advice
+            name, "problem", f"torch {version} can use no GPU: {warning or 'it gives no reason'}", advice
         )
     detail = f"torch {version} for CUDA {cuda} can use {device_count} of {len(gpus)} visible GPUs"
     if device_count < len(gpus):
-        return CheckResult(name, "remark", detail, "Name those that work in CUDA_VISIBLE_DEVICES or with --gpus.")
+        return CheckResult(name, "remark", detail, "List the usable ones in CUDA_VISIBLE_DEVICES or with --gpus.")
     return CheckResult(name, "ok", detail)
 
 
 def check_import(module: str, environ: Mapping[str, str]) -> CheckResult:
-    """Whether `module` can be imported, tried in a process of its own, which a crash cannot leave."""
+    """Check that `module` can be imported, in a separate process, so that a crash cannot end this one."""
     return _make_import_result(module, run_python(f"import {module}", environ, _TIMEOUT_S))
 
 
@@ -234,26 +247,30 @@ def _make_import_result(module: str, process_result: ProcessResult) -> CheckResu
     if not process_result.problem:
         return CheckResult(name, "ok", f"{process_result.seconds:.1f} s")
     package = module.partition(".")[0]
-    advice = f"Type `python -c 'import {module}'` to see all of it; `pip install --force-reinstall {package}` may help."
+    advice = f"Type `python -c 'import {module}'` to see the whole error; `pip install --force-reinstall {package}` may help."
     return CheckResult(name, "problem", process_result.problem, advice)
 
 
 def check_ray_start(ray_folder: Path, environ: Mapping[str, str], timeout_s: float) -> CheckResult:
-    """Ray started as a run starts it, given one task, and stopped, within `limit` seconds. ray: see `ray_folder`."""
+    """Check that Ray starts as in a run, runs one task and stops within `timeout_s` seconds.
+
+    ray_folder: where Ray keeps the files of its sessions.
+    """
     process_result = run_python(_RAY_SCRIPT, environ, timeout_s)
     if not process_result.problem:
         return CheckResult("start Ray", "ok", f"started and ran a task in {float(process_result.output_line):.1f} s")
+    # Without a session folder Ray failed before it could write a log.
     sessions = sorted(
         ray_folder.glob(f"{FOLDER_PREFIX}{process_result.pid}*/{RAY_SUBFOLDER}/session_*_{process_result.pid}")
     )
-    advice = f"See whether {ray_folder} can be written; Ray has made no session there. RAY_TMPDIR names another folder."
+    advice = f"Check that {ray_folder} is writable: Ray created no session there. Set RAY_TMPDIR to use another folder."
     if sessions:
-        advice = f"Read the logs in {sessions[-1] / 'logs'}, gcs_server.* and raylet.* first."
+        advice = f"Read the logs in {sessions[-1] / 'logs'}, first gcs_server.* and raylet.*."
     return CheckResult("start Ray", "problem", process_result.problem, advice)
 
 
 def start_ray() -> None:
-    """Start Ray, run a task of ours in a worker, stop Ray, and print the seconds; for a process of its own."""
+    """Start Ray, run one of our functions in a worker, stop Ray, and print the seconds. Run in a separate process."""
     from tune_study.tune.local_ray import start_local_ray
     from tune_study.tune.run import prepare_environment
 
@@ -269,9 +286,9 @@ def start_ray() -> None:
 
 
 def run_python(code: str, environ: Mapping[str, str], timeout_s: float) -> ProcessResult:
-    """Run `code` in a Python of its own for at most `limit` seconds; after them it and its children are ended.
+    """Run `code` in a separate Python process for at most `timeout_s` seconds; then end it and its children.
 
-    Files take what it prints: a pipe would stay open for as long as any process that it started.
+    Its output goes to files: a pipe would stay open as long as any process that it started.
     """
     start_time, exit_code = time.monotonic(), None
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -286,11 +303,11 @@ def run_python(code: str, environ: Mapping[str, str], timeout_s: float) -> Proce
         seconds = time.monotonic() - start_time
         output_line, error_line = _read_last_line(out), format_value(_read_last_line(err), 300)
     if exit_code is None:
-        problem = f"it had not ended after {timeout_s:g} s"
+        problem = f"it did not end within {timeout_s:g} s"
     elif exit_code < 0:
         problem = f"it was ended by {signal.Signals(-exit_code).name}"
     else:
-        problem = (error_line or f"it ended with {exit_code}") if exit_code else ""
+        problem = (error_line or f"it ended with exit code {exit_code}") if exit_code else ""
     return ProcessResult(process.pid, output_line, problem, seconds)
 
 
@@ -301,9 +318,9 @@ def _read_last_line(file: IO[bytes]) -> str:
 
 
 def kill_process_tree(process: subprocess.Popen[bytes]) -> None:
-    """End a process that we started, if it still runs, and everything below it, each by its id."""
+    """Kill a process that we started, if it still runs, and all its descendants, each by its id."""
     if process.poll() is not None:
-        return  # Its id may be another's by now.
+        return  # Its id may belong to another process by now.
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
     process.wait()

@@ -1,4 +1,4 @@
-"""What `plot-gradients` does: which analyses of a run folder are wanted, and where their pictures go."""
+"""The command `plot-gradients`: select gradient analyses of a study and write their figures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ FIGURE_DIR = Path("figures") / "gradients"
 
 
 class StepSelection(NamedTuple):
-    """The analysed steps of one run and source that are wanted, rising."""
+    """The selected steps of one run and source, in increasing order."""
 
     run_id: str
     source: str
@@ -29,20 +29,20 @@ class StepSelection(NamedTuple):
 
 
 def read_analyses(folder: Path) -> StudyFrames:
-    """Frames of results/<run>; PlanError where no gradients were analysed, or a file is damaged."""
+    """Frames of results/<run>. Raise PlanError if it has no gradient analysis, or if a file is damaged."""
     try:
         frames = load(folder)
     except ValueError as error:
         raise PlanError(str(error)) from None
     if [family.name for family in frames.families] != ["ppo"]:
         raise PlanError(
-            f"{format_value(folder, 1000)} fine-tuned no language model: the gradients of its runs were measured while they "
-            "trained, and are in its report.html and steps.parquet."
+            f"{format_value(folder, 1000)} fine-tuned no language model: the gradients of its runs were measured "
+            "during training, and are in its report.html and steps.parquet."
         )
     if make_analysis_table(frames.gradients).empty:
         raise PlanError(
-            f"{format_value(folder, 1000)} holds no gradient analysis: run a study with --set "
-            "trainer.gradient_analysis_mode=True, or type `python -m tune_study probe` for a checkpoint."
+            f"{format_value(folder, 1000)} has no gradient analysis: run a study with --set "
+            "trainer.gradient_analysis_mode=True, or type `python -m tune_study probe` to analyse a checkpoint."
         )
     return frames
 
@@ -50,9 +50,19 @@ def read_analyses(folder: Path) -> StudyFrames:
 def select_steps(
     frames: StudyFrames, trial: str | None, source: str | None, steps: Sequence[int]
 ) -> list[StepSelection]:
-    """Each run and source with its wanted steps, none without one; PlanError where nothing is what was asked for."""
+    """Select analyses by run, source and step.
+
+    Args:
+        frames: of the study.
+        trial: run_id, or an arm; None selects all runs.
+        source: train or probe; None selects both.
+        steps: analysed steps; empty selects all.
+
+    Returns every run and source with at least one selected step. Raise PlanError if there is none.
+    """
     if source is not None and source not in ANALYSIS_SOURCES:
         raise PlanError(f"There is no source `{format_value(source)}`: type --source train or --source probe.")
+    # Narrowed down in order, so that each message can list what is left to choose from.
     analysis_rows = to_records(make_analysis_table(frames.gradients))
     run_ids = list(dict.fromkeys(row["run_id"] for row in analysis_rows))
     analysis_rows = [row for row in analysis_rows if trial in (None, row["run_id"])] or [
@@ -60,13 +70,13 @@ def select_steps(
     ]
     if not analysis_rows:
         raise PlanError(
-            f"No analysis is of a run `{format_value(trial)}`: type --trial and one of {', '.join(run_ids)}."
+            f"There is no analysis of a run `{format_value(trial)}`: type --trial and one of {', '.join(run_ids)}."
         )
     available_sources = sorted({row["source"] for row in analysis_rows})
     analysis_rows = [row for row in analysis_rows if source in (None, row["source"])]
     if not analysis_rows:
         raise PlanError(
-            f"No analysis is of source {source}: leave --source out, or type --source {available_sources[0]}."
+            f"There is no analysis from source {source}: leave --source out, or type --source {available_sources[0]}."
         )
     analysed_steps = sorted({row["step"] for row in analysis_rows})
     if unknown_steps := sorted(set(steps) - set(analysed_steps)):
@@ -75,43 +85,45 @@ def select_steps(
             f"{', '.join(map(str, analysed_steps))}."
         )
     selected_steps = set(steps or analysed_steps)
-    run_sources = dict.fromkeys(
-        (row["run_id"], row["source"]) for row in analysis_rows if row["step"] in selected_steps
-    )
+    steps_by_run_source: dict[tuple[str, str], set[int]] = {}
+    for row in analysis_rows:
+        if row["step"] in selected_steps:
+            steps_by_run_source.setdefault((row["run_id"], row["source"]), set()).add(row["step"])
     return [
-        StepSelection(
-            *pair,
-            tuple(
-                sorted(
-                    {row["step"] for row in analysis_rows if (row["run_id"], row["source"]) == pair} & selected_steps
-                )
-            ),
-        )
-        for pair in run_sources
+        StepSelection(run_id, source_name, tuple(sorted(run_steps)))
+        for (run_id, source_name), run_steps in steps_by_run_source.items()
     ]
 
 
 def parse_steps(texts: Sequence[str]) -> tuple[int, ...]:
-    """The steps of every --step, each a whole number or a comma list of some."""
+    """The steps of every --step, each a whole number or a comma-separated list."""
     entries = [entry for text in texts for entry in parse_values(text, "--step")]
+    # Up to 18 digits fit in 64 bits.
     invalid_entries = [entry for entry in entries if not (entry.isascii() and entry.isdigit() and len(entry) < 19)]
     if invalid_entries:
         raise PlanError(
-            f"--step '{format_value(invalid_entries[0])}' is no step: type whole numbers, like --step 1,51,101."
+            f"--step '{format_value(invalid_entries[0])}' is not a step: type whole numbers, like --step 1,51,101."
         )
     return tuple(int(entry) for entry in entries)
 
 
 def print_steps(console: Console, frames: StudyFrames, selections: Sequence[StepSelection]) -> None:
-    """Every analysis of what is chosen: run, source, step, before or after the filter, and what it holds."""
-    selected_keys = {(one.run_id, one.source, step) for one in selections for step in one.steps}
+    """Print the selected analyses: run, source, step, before or after the filter, and their sizes."""
+    selected_keys = {(selection.run_id, selection.source, step) for selection in selections for step in selection.steps}
     rows = [
         [
-            row["run_id"], row["source"], str(row["step"]), FILTER_LABELS[row["prefilter"]], f"{row['groups']:g}",
-            f"{row['sequences']:g}", str(row["buckets"]), row["components"],
+            row["run_id"],
+            row["source"],
+            str(row["step"]),
+            FILTER_LABELS[row["prefilter"]],
+            f"{row['groups']:g}",
+            f"{row['sequences']:g}",
+            str(row["buckets"]),
+            row["components"],
         ]
-        for row in to_records(make_analysis_table(frames.gradients)) if (row["run_id"], row["source"], row["step"]) in selected_keys
-    ]  # fmt: skip
+        for row in to_records(make_analysis_table(frames.gradients))
+        if (row["run_id"], row["source"], row["step"]) in selected_keys
+    ]
     headers = ("run", "source", "step", "analysed", "groups", "sequences", "buckets", "components")
     print_table(console, headers, rows)
 
@@ -119,15 +131,19 @@ def print_steps(console: Console, frames: StudyFrames, selections: Sequence[Step
 def write_plots(
     console: Console, folder: Path, frames: StudyFrames, selections: Sequence[StepSelection], output_dir: Path | None
 ) -> None:
-    """Write the pictures of what is chosen and print their paths.
+    """Write the figures of the selected analyses and print their paths.
 
-    They go to <folder>/figures/gradients/<run_id>/, those of probes to probe/ in it, or all to `output_dir`, which one
-    run and source can have. PlanError where that does not fit, or a folder cannot be written.
+    They are written to <folder>/figures/gradients/<run_id>/, those of probes to its subfolder probe/, or to
+    `output_dir`, which takes one run and source only. Raise PlanError if more are selected, or if a folder cannot be
+    written.
     """
+    # File names do not contain the run: figures of two runs in one folder would overwrite each other.
     if output_dir is not None and len(selections) > 1:
-        option_examples = ", ".join(f"--trial {one.run_id} --source {one.source}" for one in selections[:4])
+        option_examples = ", ".join(
+            f"--trial {selection.run_id} --source {selection.source}" for selection in selections[:4]
+        )
         raise PlanError(
-            f"--output-dir takes the pictures of one run and source, and {len(selections)} were analysed: add one of "
+            f"--output-dir takes the figures of one run and source, and {len(selections)} were analysed: add one of "
             f"{option_examples}{', ...' * (len(selections) > 4)}."
         )
     for selection in selections:
@@ -135,7 +151,7 @@ def write_plots(
         target = output_dir or folder.joinpath(*folder_names)
         tables = (frames.gradients, frames.gradient_groups)
         gradients, groups = (
-            part[(part["run_id"] == selection.run_id) & (part["source"] == selection.source)] for part in tables
+            table[(table["run_id"] == selection.run_id) & (table["source"] == selection.source)] for table in tables
         )
         try:
             if output_dir is None:

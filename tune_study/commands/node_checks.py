@@ -1,4 +1,4 @@
-"""What each node of a cluster must have before a study starts there, looked at by a small task on the node itself."""
+"""Checks of every node of a cluster before a study starts, made by a small Ray task on the node itself."""
 
 import contextlib
 import hashlib
@@ -27,14 +27,17 @@ from tune_study.tune.cluster import Node, count_fitting_runs
 _TIMEOUT_S = 180.0
 _PACKAGES = ("tune_study", "trainable", "search_spaces", "analysis")
 _DRIVER_PACKAGES = ("python", "ray", "tune_study", "code")
-"""What the driver must have as its nodes do: it needs no torch, and may have another build."""
+"""Packages whose version must be the same on the driver and on its nodes. Torch may differ: the driver needs none."""
 
 
 class NodeQuery(NamedTuple):
-    """What a node is asked.
+    """The question to a node.
 
-    marker: a file that it should see, by its path or by its URI in a storage. stored: the URI of the study there; None
-    without a storage. models: that runs load. settings: of a run, as JSON.
+    Attributes:
+        marker: path or URI of a file that the node should see.
+        study_uri: URI of the study in its storage; None without a storage.
+        models: the models that runs load.
+        settings: of a run, as JSON; None for runs that fine-tune no language model.
     """
 
     marker: str
@@ -44,11 +47,15 @@ class NodeQuery(NamedTuple):
 
 
 class NodeReport(NamedTuple):
-    """What a node has.
+    """A node's answer. It crosses Ray as a tuple, so the order of the fields must not change.
 
-    versions: of packages, and `code`, a sum over our sources. sees: empty, or why it does not see the marker. lacks:
-    empty, or what is wrong with its models and engines. free: bytes for scratch folders. memory: bytes that new
-    processes can take. gpus: MiB of each GPU, as far as known.
+    Attributes:
+        versions: versions of packages, and `code`, a hash of our sources.
+        marker_error: why the node does not see the marker; empty if it does.
+        setup_error: what is wrong with its models and engines; empty if nothing is.
+        free_disk_bytes: bytes available for scratch folders.
+        free_memory_bytes: bytes available to new processes.
+        gpu_memory_mib: MiB of each GPU, as far as known.
     """
 
     versions: dict[str, str]
@@ -60,7 +67,7 @@ class NodeReport(NamedTuple):
 
 
 def compute_code_hash() -> str:
-    """Twelve hex digits over our own sources: of one commit the same everywhere, however it was installed."""
+    """Twelve hex digits over our sources: the same for one commit on every machine, however it was installed."""
     digest = hashlib.sha256()
     root = Path(trainable.__file__).parent.parent
     for package in _PACKAGES:
@@ -70,7 +77,7 @@ def compute_code_hash() -> str:
 
 
 def inspect_node(query: NodeQuery) -> NodeReport:
-    """What the machine of this process has; run on a node."""
+    """Answer `query` for the machine of this process; run on a node."""
     try:
         if query.settings is not None:
             config = RunConfig.model_validate(query.settings)
@@ -94,7 +101,7 @@ def inspect_node(query: NodeQuery) -> NodeReport:
 
 def _find_marker_error(query: NodeQuery) -> str:
     if query.study_uri is None:
-        return "" if os.path.exists(query.marker) else "it is not there"
+        return "" if os.path.exists(query.marker) else "it does not exist there"
     from trainable.storage.remote import format_error, get_bytes, open_storage
 
     try:
@@ -105,18 +112,19 @@ def _find_marker_error(query: NodeQuery) -> str:
 
 
 def _measure_free_scratch(uri: str) -> int:
-    """Bytes free in the scratch folder of a study's runs on this machine."""
+    """Free bytes in the scratch folder of a study's runs on this machine."""
     from trainable.storage.mirror import make_scratch_path
 
     folder = make_scratch_path(uri, os.environ)
-    return shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.is_dir())).free
+    return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
 
 
 def query_nodes(nodes: Sequence[Node], query: NodeQuery) -> dict[Node, NodeReport]:
-    """The answer of each node, or PlanError naming one that gives none."""
+    """The report of every node. Raise PlanError that names a node which gives none."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    # All tasks are started before the first answer is awaited. They reserve no CPU, so that a busy node can answer.
     references = {}
     for node in nodes:
         strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
@@ -143,7 +151,7 @@ def _wait_for_report(node: Node, reference: Any) -> NodeReport:
 
 
 def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport]:
-    """What the nodes that could hold a run have; PlanError, naming the node, for what would make a run fail there."""
+    """Reports of the nodes on which a run could be placed. Raise PlanError, naming the node, if a run would fail."""
     models, settings = tuple[str, ...](), None
     if plan.model is not None:
         models, settings = (
@@ -153,8 +161,10 @@ def check_nodes(plan: StudyPlan, nodes: Sequence[Node]) -> dict[Node, NodeReport
     with _make_marker(plan) as marker:
         query = NodeQuery(marker, plan.study_uri, models, settings)
         reports = query_nodes(nodes, query)
+    # Versions first: other sources or packages on a node are the likely cause of its other errors.
     check_versions(
-        {**read_versions(), "code": compute_code_hash()}, {node.name: found.versions for node, found in reports.items()}
+        {**read_versions(), "code": compute_code_hash()},
+        {node.name: report.versions for node, report in reports.items()},
     )
     for node, report in reports.items():
         if report.marker_error:
@@ -168,7 +178,7 @@ def _explain_unseen_marker(plan: StudyPlan, node: Node, reason: str) -> str:
     if plan.study_uri is not None:
         return (
             f"The node {node.name} cannot read --storage {plan.storage}: {reason}. Give the node the same access as "
-            f"this machine has: its network, and credentials in the environment that `ray start` is typed in."
+            f"this machine: the network, and credentials in the environment in which `ray start` is typed."
         )
     storage_hint = "" if plan.study.family.has_batched_seeds else ", or --storage with a bucket or a shared folder"
     return (
@@ -179,10 +189,10 @@ def _explain_unseen_marker(plan: StudyPlan, node: Node, reason: str) -> str:
 
 @contextmanager
 def _make_marker(plan: StudyPlan) -> Iterator[str]:
-    """A new file where the runs are to write, for as long as nodes look for it: its path or URI."""
+    """Create a file in the folder or storage that the runs will write to; yields its path or URI, then removes it."""
     name = f".tune_study-{uuid4().hex}"
     if plan.storage is None:
-        folder = next(place for place in (plan.folder, *plan.folder.parents) if place.is_dir())
+        folder = next(parent for parent in (plan.folder, *plan.folder.parents) if parent.is_dir())
         path = folder / name
         try:
             path.touch()
@@ -206,9 +216,9 @@ def _make_marker(plan: StudyPlan) -> Iterator[str]:
 
 
 def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[str, Mapping[str, str]]) -> None:
-    """PlanError where nodes have different packages, or others than the driver in what both run.
+    """Raise PlanError if nodes differ in a package, or differ from the driver in a package of _DRIVER_PACKAGES.
 
-    here: name -> version of the driver. nodes: name of the node -> its versions.
+    driver_versions: package -> version. node_versions: name of a node -> its versions.
     """
     first_node = next(iter(node_versions))
     for node, installed_versions in node_versions.items():
@@ -216,51 +226,62 @@ def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[st
             references = [("this machine", driver_versions)] if package in _DRIVER_PACKAGES else []
             for reference_name, reference_versions in [*references, (first_node, node_versions[first_node])]:
                 if reference_versions.get(package) != installed_versions.get(package):
+                    node_version = installed_versions.get(package, "not")
+                    reference_version = reference_versions.get(package, "not")
                     raise PlanError(
-                        f"The node {node} has {package} {installed_versions.get(package, 'not')} and {reference_name} "
-                        f"{reference_versions.get(package, 'not')}: rows would depend on where a run is. Install the same on all "
-                        f"nodes, as in docs/cluster.md."
+                        f"The node {node} has {package} {node_version} and {reference_name} {reference_version}: "
+                        f"results would depend on the node of a run. Install the same versions on all nodes, as in "
+                        f"docs/cluster.md."
                     )
 
 
 def check_scratch(uri: str, n_runs: int, run_bytes: int | None) -> None:
-    """PlanError where this machine has too little disk for the states of `runs` at once, of `size` bytes a run."""
+    """Raise PlanError if this machine lacks disk space for the checkpoints of concurrent runs.
+
+    n_runs: concurrent runs. run_bytes: bytes per run; None: unknown.
+    """
     free_bytes = _measure_free_scratch(uri)
     if run_bytes is not None and free_bytes < n_runs * run_bytes:
         raise PlanError(
-            f"This machine has {decimal(free_bytes)} free for the states of up to {n_runs} runs until they are in the storage, "
-            f"which take {decimal(n_runs * run_bytes)}: set TUNE_STUDY_SCRATCH to a folder on a larger disk, or type "
-            f"--max-concurrent with a smaller number."
+            f"This machine has {decimal(free_bytes)} free for the checkpoints of up to {n_runs} runs until they are "
+            f"copied to the storage, which take {decimal(n_runs * run_bytes)}: set TUNE_STUDY_SCRATCH to a folder on a "
+            f"larger disk, or type --max-concurrent with a smaller number."
         )
 
 
 def check_capacity(
     reports: Mapping[Node, NodeReport], n_gpus: float, runs_per_node: int, scratch_bytes: int | None, host_bytes: int
 ) -> None:
-    """PlanError where a node has too little disk for what its runs keep there, or too little memory.
+    """Raise PlanError if a node has too little disk space or memory for its runs.
 
-    n_gpus: of a run. most: runs at once on a node. scratch, host: bytes of disk (None: not known) and of memory a run.
+    Args:
+        reports: of the nodes.
+        n_gpus: GPUs per run.
+        runs_per_node: maximum number of concurrent runs per node.
+        scratch_bytes: disk space per run; None: unknown.
+        host_bytes: CPU memory per run.
     """
     for node, report in reports.items():
         n_runs = min(count_fitting_runs(node, n_gpus), runs_per_node)
         if scratch_bytes is not None and report.free_disk_bytes < n_runs * scratch_bytes:
             raise PlanError(
-                f"The node {node.name} has {decimal(report.free_disk_bytes)} free for the states of up to {n_runs} runs, which "
-                f"take {decimal(n_runs * scratch_bytes)}: set TUNE_STUDY_SCRATCH there to a folder on a larger disk, or type "
-                f"--max-concurrent with a smaller number."
+                f"The node {node.name} has {decimal(report.free_disk_bytes)} free for the checkpoints of up to {n_runs} "
+                f"runs, which take {decimal(n_runs * scratch_bytes)}: set TUNE_STUDY_SCRATCH there to a folder on a "
+                f"larger disk, or type --max-concurrent with a smaller number."
             )
         if host_bytes * n_runs > report.free_memory_bytes:
             raise PlanError(
-                f"{n_runs} runs at once keep {decimal(host_bytes * n_runs)} in the memory of the node {node.name}, which has "
-                f"{decimal(report.free_memory_bytes)} available: type --max-concurrent with a smaller number."
+                f"{n_runs} runs at once need {decimal(host_bytes * n_runs)} of CPU memory on the node {node.name}, "
+                f"which has {decimal(report.free_memory_bytes)} available: type --max-concurrent with a smaller "
+                f"number."
             )
 
 
 def find_smallest_gpu(reports: Mapping[Node, NodeReport]) -> GpuCapacity | None:
-    """The smallest GPU of the nodes, or None where one does not say."""
-    gpu_sizes = [found.gpu_memory_mib for found in reports.values()]
+    """The memory of the smallest GPU of all nodes; None if a node does not report it."""
+    gpu_sizes = [report.gpu_memory_mib for report in reports.values()]
     if not gpu_sizes or not all(gpu_sizes):
         return None
     return GpuCapacity(
-        min(min(sizes) for sizes in gpu_sizes) * 2**20, "the smallest of the nodes, as nvidia-smi says", True
+        min(min(sizes) for sizes in gpu_sizes) * 2**20, "the smallest of the nodes, from nvidia-smi", True
     )

@@ -1,4 +1,6 @@
-"""The options of the command line: names in every spelling, and help."""
+"""The options of the command line: their spellings and help texts."""
+
+# Published scripts spell options with underscores, so both spellings are accepted.
 
 from pathlib import Path
 from typing import Annotated
@@ -7,29 +9,30 @@ from typer import Argument, Option
 
 StudyName = Annotated[str, Argument(metavar="STUDY", help="Name of the study, or of a suite; see `list`.")]
 SettingsStudy = Annotated[
-    str, Argument(metavar="[STUDY]", help="A study; those of a sandbox have settings of their own.")
+    str, Argument(metavar="[STUDY]", help="Name of the study; sandbox studies have different settings.")
 ]
-AllSettings = Annotated[bool, Option("--all", help="List every setting, not only those that are changed most.")]
-RunFolder = Annotated[Path, Argument(metavar="RUN", help="The study's folder results/<run>.")]
+AllSettings = Annotated[bool, Option("--all", help="List every setting, not only the most common ones.")]
 RunLocation = Annotated[
-    str, Argument(metavar="RUN", help="The study's folder results/<run>, or its URI in a storage: <storage>/<run>.")
+    str, Argument(metavar="RUN", help="Folder of the study, results/<run>, or its URI in a storage, <storage>/<run>.")
 ]
 Address = Annotated[
     str | None,
-    Option("--address", metavar="A", help="Run on the Ray cluster there (host:port, or auto); default: here."),
+    Option("--address", metavar="A", help="Ray cluster to run on (host:port, or auto); default: this machine."),
 ]
 Storage = Annotated[
     str | None,
-    Option("--storage", metavar="URI", help="Keep rows and checkpoints there too: s3://, gs://, a shared path."),
+    Option("--storage", metavar="URI", help="Also keep results and checkpoints at s3://, gs://, or a shared path."),
 ]
 
 Preset = Annotated[
     str | None, Option("--preset", metavar="NAME", help="laptop or paper; default: paper where it fits the GPUs.")
 ]
-Model = Annotated[str | None, Option("--model", metavar="PATH", help="sokoban-tiny, a folder, or a hub id.")]
-Steps = Annotated[int | None, Option("--steps", metavar="N", help="Training steps a run.")]
+Model = Annotated[
+    str | None, Option("--model", metavar="PATH", help="Model to train: sokoban-tiny, a folder, or a hub id.")
+]
+Steps = Annotated[int | None, Option("--steps", metavar="N", help="Training steps per run.")]
 Values = Annotated[
-    str | None, Option("--values", metavar="LIST", help="Values of the study's axis, whichever it is; see list.")
+    str | None, Option("--values", metavar="LIST", help="Values of the study's axis, for any study; see `list`.")
 ]
 IncludeZero = Annotated[
     str | None,
@@ -37,7 +40,7 @@ IncludeZero = Annotated[
         "--rollout_filter_include_zero",
         "--rollout-filter-include-zero",
         metavar="BOOL",
-        help="Studies kl and entropy: keep groups whose rewards are all equal (default True).",
+        help="Studies kl and entropy: keep groups whose rewards are all equal (default: True).",
     ),
 ]
 KLType = Annotated[
@@ -49,7 +52,7 @@ FilterStrategy = Annotated[
         "--rollout_filter_strategy",
         "--rollout-filter-strategy",
         metavar="NAME",
-        help="Studies smoke and smoke-all: top_p (default), top_k (a count of groups), min_p or top_f.",
+        help="Studies smoke and smoke-all: top_p (default), top_k (takes a count of groups), min_p or top_f.",
     ),
 ]
 SkipStatuses = Annotated[
@@ -58,7 +61,7 @@ SkipStatuses = Annotated[
         "--skip-statuses",
         "--skip_statuses",
         metavar="LIST",
-        help="Runs that are not tried again; failed and interrupted may be added.",
+        help="Statuses of runs that are not run again; failed and interrupted may be added.",
     ),
 ]
 UpdateMicroBatch = Annotated[
@@ -67,7 +70,7 @@ UpdateMicroBatch = Annotated[
         "--ppo-micro-batch-size-per-gpu",
         "--ppo_micro_batch_size_per_gpu",
         metavar="N",
-        help="Sequences whose loss is averaged together, of policy and critic.",
+        help="Micro-batch size of the policy and critic updates.",
     ),
 ]
 LogProbMicroBatch = Annotated[
@@ -76,21 +79,26 @@ LogProbMicroBatch = Annotated[
         "--log-prob-micro-batch-size-per-gpu",
         "--log_prob_micro_batch_size_per_gpu",
         metavar="N",
-        help="Sequences a pass without gradients, of policy and reference.",
+        help="Micro-batch size of the no-grad passes of policy and reference.",
     ),
 ]
-Gpus = Annotated[str | None, Option("--gpus", metavar="LIST", help="GPU ids, like 0,1,2,3; default: all visible.")]
+Gpus = Annotated[str | None, Option("--gpus", metavar="LIST", help="GPU ids, like 0,1,2,3; default: all visible GPUs.")]
 GpusPerExp = Annotated[
     float | None,
-    Option("--gpus-per-exp", "--gpus_per_exp", metavar="N", help="GPUs a run: 1, 4, or a fraction like 0.5."),
+    Option("--gpus-per-exp", "--gpus_per_exp", metavar="N", help="GPUs per run: 1, 4, or a fraction like 0.5."),
 ]
 RayNumCpus = Annotated[
     int | None,
-    Option("--ray-num-cpus", "--ray_num_cpus", metavar="N", help="CPUs that Ray may use; a probe needs no Ray."),
+    Option("--ray-num-cpus", "--ray_num_cpus", metavar="N", help="CPUs that Ray may use; ignored by `probe`."),
 ]
 GpuMemoryUtilization = Annotated[
     float | None,
-    Option("--gpu-memory-utilization", "--gpu_memory_utilization", metavar="V", help="GPU share of the sampler."),
+    Option(
+        "--gpu-memory-utilization",
+        "--gpu_memory_utilization",
+        metavar="V",
+        help="Fraction of GPU memory reserved for vLLM.",
+    ),
 ]
 GpuMemoryGib = Annotated[
     float | None,
@@ -98,24 +106,24 @@ GpuMemoryGib = Annotated[
         "--gpu-memory-gib",
         "--gpu_memory_gib",
         metavar="N",
-        help="Plan for cards of N GiB; default: the visible ones, else 80.",
+        help="Plan for GPUs with N GiB of memory; default: that of the visible GPUs, else 80.",
     ),
 ]
 SaveFreq = Annotated[
-    int | None, Option("--save-freq", "--save_freq", metavar="N", help="Keep a checkpoint every N steps; -1: none.")
+    int | None, Option("--save-freq", "--save_freq", metavar="N", help="Save a checkpoint every N steps; -1: never.")
 ]
-Seeds = Annotated[int | None, Option("--seeds", metavar="N", help="Seeds 0 to N-1 of every arm.")]
+Seeds = Annotated[int | None, Option("--seeds", metavar="N", help="Number of seeds per arm: seeds 0 to N-1.")]
 Assignments = Annotated[
-    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Any setting; may be given again. See `settings`.")
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change any setting; repeatable. See `settings`.")
 ]
 Thresholds = Annotated[
-    list[str] | None, Option("--set", metavar="KEY=VALUE", help="A threshold, early_stop.…; may be given again.")
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a threshold, early_stop.…; repeatable.")
 ]
 Trial = Annotated[
-    str | None, Option("--trial", metavar="NAME", help="Name of the run, or its arm; not needed where there is one.")
+    str | None, Option("--trial", metavar="NAME", help="Run name or arm; not needed if there is only one run.")
 ]
 ProbeAlgo = Annotated[
-    str | None, Option("--algo", metavar="NAME", help="Of study gradient-analysis: the run of PPO or of GRPO.")
+    str | None, Option("--algo", metavar="NAME", help="Study gradient-analysis: choose the run of PPO or of GRPO.")
 ]
 CheckpointStep = Annotated[
     int | None,
@@ -124,32 +132,43 @@ CheckpointStep = Annotated[
 CheckpointRoot = Annotated[
     Path | None,
     Option(
-        "--checkpoint-root", "--checkpoint_root", metavar="DIR", help="Folder of global_step_<N>; default: the run's."
+        "--checkpoint-root",
+        "--checkpoint_root",
+        metavar="DIR",
+        help="Folder that contains global_step_<N>; default: the run's.",
     ),
 ]
 ResumeFromPath = Annotated[
     Path | None,
-    Option("--resume-from-path", "--resume_from_path", metavar="DIR", help="The very folder global_step_<N>."),
+    Option(
+        "--resume-from-path", "--resume_from_path", metavar="DIR", help="Path of the checkpoint folder global_step_<N>."
+    ),
 ]
 WithVal = Annotated[bool, Option("--with-val", "--with_val", help="Validate first, sampled and greedy.")]
-ListSteps = Annotated[bool, Option("--list-steps", "--list_steps", help="Print what was analysed; draw nothing.")]
+ListSteps = Annotated[bool, Option("--list-steps", "--list_steps", help="List the analyses; plot nothing.")]
 AnalysedSteps = Annotated[
-    list[str] | None, Option("--step", metavar="N", help="Analysed step, or some like 1,51; may be given again.")
+    list[str] | None, Option("--step", metavar="N", help="Analysed step, or a list like 1,51; repeatable.")
 ]
 PlotDir = Annotated[
     Path | None,
-    Option("--output-dir", "--output_dir", metavar="DIR", help="Default: RUN/figures/gradients/<run>."),
+    Option(
+        "--output-dir",
+        "--output_dir",
+        metavar="DIR",
+        help="Folder for the figures; default: RUN/figures/gradients/<run>.",
+    ),
 ]
 Source = Annotated[
-    str | None, Option("--source", metavar="NAME", help="train or probe: while training, or of a checkpoint.")
+    str | None,
+    Option("--source", metavar="NAME", help="train (analyses during training) or probe (of a checkpoint)."),
 ]
-Output = Annotated[Path, Option("--output", metavar="DIR", help="Where results/, logs/ and model_saving/ go.")]
-Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to the study there.")]
+Output = Annotated[Path, Option("--output", metavar="DIR", help="Parent folder of results/, logs/ and model_saving/.")]
+Extend = Annotated[bool, Option("--extend", help="Add new values or seeds to an existing study.")]
 MaxConcurrent = Annotated[
-    int | None, Option("--max-concurrent", "--max_concurrent", metavar="N", help="Runs at once at most.")
+    int | None, Option("--max-concurrent", "--max_concurrent", metavar="N", help="Maximum number of concurrent runs.")
 ]
 Smoke = Annotated[
-    bool, Option("--smoke", help="Try the study out: one seed, a few steps on small batches, which show nothing.")
+    bool, Option("--smoke", help="Smoke run: one seed, a few steps, small batches. Results are meaningless.")
 ]
 DryRun = Annotated[bool, Option("--dry-run", "--dry_run", help="Print the plan; start and write nothing.")]
 Wandb = Annotated[
@@ -157,7 +176,7 @@ Wandb = Annotated[
     Option(
         "--wandb",
         metavar="MODE",
-        help="offline, sync (offline, each run uploaded as it ends), online or off; default: offline if trainer.logger "
-        "has wandb.",
+        help="offline, sync (offline; upload each run when it ends), online, or off; default: offline if "
+        "trainer.logger contains wandb, else off.",
     ),
 ]

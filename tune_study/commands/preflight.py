@@ -1,4 +1,4 @@
-"""From a plan to its start: what this machine, or each node of a cluster, must have is checked before anything runs."""
+"""Check that this machine, or each node of a cluster, has everything that a study needs, then start the study."""
 
 import os
 from collections.abc import Sequence
@@ -24,10 +24,7 @@ from tune_study.tune.run import choose_wandb_mode
 
 
 class LaunchOptions(NamedTuple):
-    """What was typed of where and how to run: --gpus, --gpu-memory-gib, --max-concurrent, --wandb, --address.
-
-    skipped: the statuses of --skip-statuses.
-    """
+    """The options that say where and how to run; each attribute is the option of the same name."""
 
     gpus: str | None
     gpu_memory_gib: float | None
@@ -38,7 +35,7 @@ class LaunchOptions(NamedTuple):
 
 
 class _Requirements(NamedTuple):
-    """What a study gets and takes. used: the GPUs of this machine among what it gets."""
+    """The resources of a study, and what it needs. used_gpus: the GPUs of this machine that it uses."""
 
     resource_plan: ResourcePlan
     disk_budget: DiskBudget
@@ -49,14 +46,15 @@ class _Requirements(NamedTuple):
 def start_studies(
     plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...], dry_run: bool, console: Console
 ) -> int:
-    """Print the plans, or check what all need and run one after another; the exit code: 0 if that of all is.
+    """Print the plans (dry run), or check the requirements of all studies and run them one after another.
 
-    visible: the GPUs of this machine. PlanError, before anything starts, for what cannot be run.
+    visible_gpus: the GPUs of this machine. Returns the exit code: 0 if every study returns 0. Raise PlanError before
+    anything starts if a study cannot be run.
     """
     uses_gpus = any(plan.model is not None for plan in plans)
 
     def adapt_options(plan: StudyPlan) -> LaunchOptions:
-        """--gpus is for the studies of a suite that take some."""
+        """In a suite, --gpus applies only to the studies that use GPUs."""
         return options._replace(gpus=None) if uses_gpus and plan.model is None else options
 
     with cluster.join_cluster(options.address) as nodes:
@@ -66,6 +64,7 @@ def start_studies(
                     print_line(console, format_position(plans, index))
                 _print_plan(plan, adapt_options(plan), visible_gpus, nodes, console)
             return 0
+        # All studies are checked before the first one starts: a suite must not fail hours later.
         prepared_studies = [_prepare_study(plan, adapt_options(plan), visible_gpus, nodes) for plan in plans]
         if len(plans) == 1:
             return run_prepared_study(prepared_studies[0], console, options.skipped_statuses)
@@ -80,9 +79,9 @@ def start_studies(
 def explain_paper_misfit(
     plans: Sequence[StudyPlan], options: LaunchOptions, visible_gpus: tuple[Gpu, ...], command: str
 ) -> str:
-    """Why `plans` do not fit the GPUs of this machine, and the command that would; nothing where they fit.
+    """Why `plans` do not fit the GPUs of this machine, and a command that would fit; empty if they fit.
 
-    command: what was typed, to which options are added.
+    command: the command that was typed, to which options are added.
     """
     for plan in plans:
         memory = _estimate_requirements(plan, options, visible_gpus, None, dry_run=True).memory
@@ -104,7 +103,7 @@ def _print_plan(
     nodes: tuple[Node, ...] | None,
     console: Console,
 ) -> None:
-    """What would run; the machine may lack it."""
+    """Print what would run, without checking that the machine can run it."""
     choose_wandb_mode(options.wandb, plan)
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=True)
     gpu_names = tuple(gpu.name for gpu in requirements.used_gpus)
@@ -121,7 +120,7 @@ def _print_plan(
 def _prepare_study(
     plan: StudyPlan, options: LaunchOptions, visible_gpus: tuple[Gpu, ...], nodes: tuple[Node, ...] | None
 ) -> PreparedStudy:
-    """A study whose needs are met; PlanError where they are not."""
+    """Check the requirements of a study. Raise PlanError if one is not met."""
     wandb_mode = choose_wandb_mode(options.wandb, plan)
     outputs.check_study_links(plan)
     requirements = _estimate_requirements(plan, options, visible_gpus, nodes, dry_run=False)
@@ -164,7 +163,7 @@ def _plan_resources(
     nodes: tuple[Node, ...] | None,
     dry_run: bool,
 ) -> ResourcePlan:
-    """What the study gets of the cluster, or of this machine."""
+    """The resources that the study gets on the cluster, or on this machine."""
     if nodes is not None and options.address is not None:
         return cluster.allocate_cluster(plan, options.address, nodes, options.gpus, options.max_concurrent)
     cores = count_cpus()
@@ -172,15 +171,15 @@ def _plan_resources(
 
 
 def format_space_line(plan: StudyPlan, disk_budget: DiskBudget) -> str:
-    """The disk budget in a line, or where a storage takes the states how much of it."""
+    """The disk budget in a line; with a storage, how much space it needs there."""
     if plan.study_uri is None:
         return disk.format_disk_line(disk_budget)
-    size = "of unknown size" if disk_budget.total_bytes is None else f"up to {decimal(disk_budget.total_bytes)}"
-    return f"storage: {plan.study_uri}, {size}"
+    size = "size unknown" if disk_budget.total_bytes is None else f"needs at most {decimal(disk_budget.total_bytes)}"
+    return f"Storage: {plan.study_uri}, {size}."
 
 
 def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
-    """PlanError for what this machine lacks."""
+    """Raise PlanError if this machine lacks something that the study needs."""
     _check_files(plan)
     if plan.model is not None:
         check_model(plan.model, os.environ, plan.ppo_config.model.chat_format)
@@ -198,7 +197,10 @@ def _check_machine(plan: StudyPlan, requirements: _Requirements) -> None:
 
 
 def _check_files(plan: StudyPlan) -> None:
-    """PlanError for a file, a folder or, of a family that `StudyPlan.model` does not name one of, a model not here."""
+    """Raise PlanError for a file, folder or model that is missing.
+
+    Models that are fine-tuned (`StudyPlan.model`) are checked elsewhere; these are the ones that other families load.
+    """
     family = plan.study.family
     for config in {spec.arm: spec.config for spec in plan.runs}.values():
         arm_settings = flatten_settings(config.model_dump())
@@ -216,7 +218,7 @@ def _check_cluster(
     disk_budget: DiskBudget,
     nodes: tuple[Node, ...],
 ) -> None:
-    """PlanError for what a node lacks on which a run could be."""
+    """Raise PlanError if a node on which a run could be placed lacks something."""
     from tune_study.commands import node_checks
 
     reports = node_checks.check_nodes(plan, cluster.find_usable_nodes(nodes, plan.base_config.trainer.n_gpus_per_node))

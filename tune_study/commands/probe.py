@@ -1,4 +1,4 @@
-"""A run restored from its checkpoint in this process, to be questioned or analysed. Nothing is trained."""
+"""Restore a run from a checkpoint in this process, to query or analyse its model. Nothing is trained."""
 
 import json
 import os
@@ -28,15 +28,21 @@ from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, flatten_se
 ProbeSettings = Mapping[str, object]
 NO_SETTINGS: ProbeSettings = MappingProxyType({})
 ALLOWED_PREFIXES = (
-    "env.", "filter.", "rollout.", "trainer.", "actor.use_kl_loss", "actor.kl_loss", "actor.entropy_coeff",
+    "env.",
+    "filter.",
+    "rollout.",
+    "trainer.",
+    "actor.use_kl_loss",
+    "actor.kl_loss",
+    "actor.entropy_coeff",
     "actor.ppo_micro_batch_size_per_gpu",
-)  # fmt: skip
-"""What a probe may set otherwise than the run did: all else would make another trainer of the checkpoint."""
+)
+"""Settings that a probe may change. Any other would build a trainer that does not match the checkpoint."""
 
 
 @dataclass(frozen=True)
 class ProbeTarget:
-    """What is probed: a run of a study, and one of its checkpoints."""
+    """A run of a study, and one of its checkpoints. step, path: of the checkpoint."""
 
     plan: StudyPlan
     spec: RunSpec
@@ -45,36 +51,41 @@ class ProbeTarget:
 
 
 def restore(
-    run: Path | str, trial: str | None = None, step: int | None = None, *, path: Path | str | None = None,
+    run: Path | str,
+    trial: str | None = None,
+    step: int | None = None,
+    *,
+    path: Path | str | None = None,
     settings: ProbeSettings = NO_SETTINGS,
-) -> PPOTrainer:  # fmt: skip
-    """A run's trainer as its checkpoint left it.
+) -> PPOTrainer:
+    """Restore the trainer of a run from a checkpoint.
 
-    `trainer.roll_out` and `trainer.evaluate` play, `trainable.diagnostics.questions` reads transcripts, log-probs,
-    entropies and values; a `trainer.step()` would train on, in this process alone, and write nothing.
-    `trainer.release()` gives back what its sampling engine holds.
+    `trainer.roll_out` and `trainer.evaluate` play episodes; `trainable.diagnostics.questions` reads transcripts,
+    log-probs, entropies and values. `trainer.step()` would continue training in this process only, and write nothing.
+    `trainer.close()` frees the memory of the sampling engine.
 
     Args:
         run: the study's folder, results/<run>.
-        trial: run_id or arm; may be left out where there is one run.
+        trial: run_id or arm; may be left out if there is only one run.
         step: of the checkpoint; the newest if it is left out.
-        path: the very folder of the checkpoint, instead of `step`.
-        settings: dotted fields to set otherwise than in the run, such as {"trainer.device": "cpu"}.
+        path: folder of the checkpoint, instead of `step`.
+        settings: dotted settings to change, such as {"trainer.device": "cpu"}.
 
-    Raises PlanError (a ValueError) that says what there is, for a name, a step or a folder that cannot be used.
+    Raises PlanError (a ValueError) that lists the alternatives if a name, a step or a folder cannot be used.
     """
     return _restore_trainer(find_target(run, trial, step, path), settings)
 
 
 def find_checkpoint_path(root: Path | None, step: int | None, path: Path | None) -> Path | None:
-    """The checkpoint's folder: `path`, or that of `step` (or the newest) below `root`; None for the run's own."""
+    """The checkpoint's folder: `path`, or that of `step` (default: the newest) below `root`; None without both."""
     if path is not None or root is None:
         return path
     root = Path(os.path.abspath(os.path.expanduser(root)))
     steps = [number for number, _ in iter_checkpoints(root)]
     if not steps:
         raise PlanError(
-            f"{format_value(str(root), 1000)} holds no folder global_step_<N>: type --checkpoint-root of a run."
+            f"{format_value(str(root), 1000)} contains no folder global_step_<N>: type --checkpoint-root with a run's "
+            f"folder of checkpoints."
         )
     return root / f"global_step_{max(steps) if step is None else step}"
 
@@ -82,12 +93,20 @@ def find_checkpoint_path(root: Path | None, step: int | None, path: Path | None)
 def find_target(
     run: Path | str, trial: str | None, step: int | None, path: Path | str | None, algo: str | None = None
 ) -> ProbeTarget:
-    """The run and the checkpoint that are meant; PlanError that lists what there is. algo: the arm, of its study."""
+    """Find a run and its checkpoint. Raise PlanError that lists the alternatives if there is no such checkpoint.
+
+    Args:
+        run: the study's folder, results/<run>.
+        trial: run_id or arm; None if there is only one run.
+        step: of the checkpoint; None: the newest.
+        path: folder of the checkpoint, instead of `step`.
+        algo: the arm, in the study whose axis is --algo.
+    """
     plan = plan_from_folder(Path(run))
     if plan.model is None:
         raise PlanError(
-            f"Study {plan.study.name} fine-tunes no language model, and the gradients of its runs are measured while "
-            f"they train (--set diagnostics=True): type the folder of another study."
+            f"Study {plan.study.name} fine-tunes no language model, and the gradients of its runs are measured during "
+            f"training (--set diagnostics=True): type the folder of another study."
         )
     if algo is not None and (trial is not None or plan.study.axis.option != "--algo"):
         reason = "--trial names the run already" if trial else f"it does not belong to study {plan.study.name}"
@@ -113,7 +132,7 @@ def find_target(
     if step not in steps:
         available_steps = ", ".join(map(str, steps)) or "none: run the study with --save-freq N"
         step_phrase = "" if step is None else f" of step {step}"
-        raise PlanError(f"Run {spec.run_id} has no checkpoint{step_phrase}. There are: {available_steps}.")
+        raise PlanError(f"Run {spec.run_id} has no checkpoint{step_phrase}. Available steps: {available_steps}.")
     return ProbeTarget(
         plan,
         spec,
@@ -125,14 +144,14 @@ def find_target(
 
 
 def _list_stored_checkpoints(plan: StudyPlan, spec: RunSpec) -> dict[int, str]:
-    """The run's checkpoints in the study's storage: step -> path there."""
+    """Checkpoints of a run in the study's storage: step -> path there."""
     from tune_study.folder import storage
 
     return storage.list_checkpoints(plan.study_uri or "", spec.run_id)
 
 
 def _fetch_checkpoint(plan: StudyPlan, spec: RunSpec, name: str) -> Path:
-    """The folder to which a checkpoint of the study's storage is copied now; PlanError."""
+    """Copy a checkpoint from the study's storage and return its local folder. Raise PlanError if that fails."""
     from tune_study.folder import storage
 
     kind, _, folder_name = name.partition("/")
@@ -144,22 +163,26 @@ def _fetch_checkpoint(plan: StudyPlan, spec: RunSpec, name: str) -> Path:
 
 
 def _parse_checkpoint_path(path: Path | str) -> tuple[int, Path]:
-    """Step and folder of the checkpoint at `path`; PlanError where it is none."""
+    """Step and folder of the checkpoint at `path`. Raise PlanError if it is not a checkpoint."""
     checkpoint_dir = Path(os.path.abspath(os.path.expanduser(path)))
-    matches = [(number, place) for number, place in iter_checkpoints(checkpoint_dir.parent) if place == checkpoint_dir]
+    matches = [
+        (number, folder) for number, folder in iter_checkpoints(checkpoint_dir.parent) if folder == checkpoint_dir
+    ]
     if not matches or not checkpoint_dir.is_dir():
-        raise PlanError(f"{format_value(str(path), 1000)} is no checkpoint: type a folder global_step_<N> that exists.")
+        raise PlanError(
+            f"{format_value(str(path), 1000)} is not a checkpoint: type a folder global_step_<N> that exists."
+        )
     return matches[0]
 
 
 def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
-    """The run whose settings the checkpoint at `place` holds; PlanError where the study has none with these."""
+    """The run whose settings are stored in the checkpoint. Raise PlanError if no run of the study has them."""
     try:
         config = RunConfig.model_validate(
             json.loads((checkpoint_dir / VALUES_FILE).read_text(encoding="utf-8")).get("settings")
         )
     except (OSError, ValueError, AttributeError) as error:
-        raise PlanError(f"{checkpoint_dir} does not say of which run it is ({error}): type --trial as well.") from None
+        raise PlanError(f"{checkpoint_dir} does not say which run wrote it ({error}): type --trial as well.") from None
     run_identity = (config.compute_hash(), config.seed)
     for spec in plan.runs:
         if (spec.config.compute_hash(), spec.config.seed) == run_identity:
@@ -168,6 +191,7 @@ def _find_checkpoint_run(plan: StudyPlan, checkpoint_dir: Path) -> RunSpec:
 
 
 def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
+    # A run_id takes precedence over an arm of the same name.
     matches = [spec for spec in plan.runs if trial in (None, spec.run_id)] or [
         spec for spec in plan.runs if spec.arm == trial
     ]
@@ -179,15 +203,15 @@ def _find_run(plan: StudyPlan, trial: str | None) -> RunSpec:
 
 
 def _restore_trainer(target: ProbeTarget, settings: ProbeSettings) -> PPOTrainer:
-    """The restored trainer; PlanError for a checkpoint of another run, or one that is damaged."""
+    """Restore a trainer. Raise PlanError if the checkpoint is damaged, or if another run wrote it."""
     check_model(target.spec.ppo_config.model.path, os.environ)
     config = apply_overrides(target.spec.ppo_config, settings)
     check_sampler(config)
     disallowed_names = [name for name in settings if not name.startswith(ALLOWED_PREFIXES)]
     if disallowed_names:
         raise PlanError(
-            f"`{disallowed_names[0]}` cannot be set for a probe: another trainer would be made of the checkpoint. "
-            f"What can be set: env, filter, rollout, trainer, the actor's KL loss and entropy_coeff."
+            f"`{disallowed_names[0]}` cannot be set for a probe: the trainer would not match the checkpoint. "
+            f"Allowed settings: env, filter, rollout, trainer, the actor's KL loss and entropy_coeff."
         )
     try:
         tensors, values = read_checkpoint(target.path)
@@ -206,10 +230,11 @@ def _restore_trainer(target: ProbeTarget, settings: ProbeSettings) -> PPOTrainer
 
 
 def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str, object]:
-    """What a probe sets beside the run's own settings: KL and entropy on, 128 x 16 episodes unless the run has its own.
+    """The settings of a probe in addition to the run's: KL and entropy on, 128 x 16 episodes unless the run sets them.
 
-    The coefficients are the published 0.001 where the run had none: a gradient of a term scales with its coefficient.
-    PlanError where the size of its batch is set to null: a probe has no batch of a training step to fall back on.
+    The coefficients are the published 0.001 if the run has none, because the gradient of a term scales with its
+    coefficient. Raise PlanError if the size of the batch is set to null: a probe has no training step whose batch it
+    could use.
     """
     trainer = config.trainer
     default_settings: dict[str, object] = {
@@ -224,15 +249,15 @@ def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str,
     for name in ("trainer.gradient_analysis_env_groups", "trainer.gradient_analysis_group_size"):
         if name in settings and str(settings[name]).strip().lower() in ("null", "none"):
             raise PlanError(
-                f"{name}=null has no meaning for a probe, which plays a batch of its own: leave it out for "
+                f"{name}=null is not possible for a probe, which plays a separate batch: leave it out for "
                 f"{default_settings[name]}, or type a number."
             )
     return {**default_settings, **settings}
 
 
 def format_changes(run_config: RunConfig, config: RunConfig, settings: ProbeSettings) -> str | None:
-    """What `settings` make different from the run's own settings, as `name=value, ...`; None where nothing."""
-    before, after = (flatten_settings(each.model_dump(mode="json")) for each in (run_config, config))
+    """The `settings` that differ from the run's, as `name=value, ...`; None if none does."""
+    before, after = (flatten_settings(version.model_dump(mode="json")) for version in (run_config, config))
     changed_names = [name for name in settings if before.get(name) != after.get(name)]
     return ", ".join(f"{name}={json.dumps(after[name])}" for name in changed_names) or None
 
@@ -240,7 +265,7 @@ def format_changes(run_config: RunConfig, config: RunConfig, settings: ProbeSett
 def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console: Console) -> None:
     """Analyse the gradients of one checkpoint, add the rows to the study's tables, and print them.
 
-    PlanError, and nothing is written, where the filter keeps nothing and the batch before it is not analysed.
+    Raise PlanError, and write nothing, if the filter keeps no group and the batch before it is not analysed.
     """
     run_config, effective_settings = target.spec.ppo_config, make_probe_settings(target.spec.ppo_config, settings)
     config = apply_overrides(run_config, effective_settings)
@@ -253,73 +278,74 @@ def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console:
     renderables: list[Any] = [f"probe of {target.spec.run_id}, step {target.step}"]
     changes = format_changes(run_config, config, settings)
     if changes is not None:
-        renderables.append(f"set otherwise than in the run: {changes}")
+        renderables.append(f"settings changed from the run: {changes}")
     try:
         if with_val:
             renderables += _validate(trainer, console)
         lines = _analyse(trainer, changes, console)
     finally:
         trainer.close()
-    # The last probe of a step counts, whole: what an earlier one said of the step goes.
+    # A new probe of a step replaces all lines of an earlier one.
     other_lines = [line for line in read_json_lines(run_dir / PROBES_FILE) if line.get("step") != target.step]
     outputs.write_text(run_dir / PROBES_FILE, "".join(json.dumps(line) + "\n" for line in [*other_lines, *lines]))
     outputs.write_tables(target.plan.folder)
     renderables += [
         _make_table(line) if line["groups"] else f"the filter kept none of {_describe_groups(line)}" for line in lines
     ]
+    # The table needs about 100 columns; on a narrower terminal lines wrap instead of losing columns.
     Console(file=console.file, width=max(console.width, 100)).print(Group(*renderables))
     _write_log(log_path, renderables)
     print_line(console, f"Rows: {target.plan.folder}/gradients.parquet (source probe). Log: {log_path}")
-    print_line(console, f"Pictures: python -m tune_study plot-gradients {target.plan.folder} --source probe")
-    print_line(console, f"The report has them after: python -m tune_study report {target.plan.folder}")
+    print_line(console, f"Figures: python -m tune_study plot-gradients {target.plan.folder} --source probe")
+    print_line(console, f"To add them to the report: python -m tune_study report {target.plan.folder}")
 
 
 def _validate(trainer: PPOTrainer, console: Console) -> list[str]:
-    """Play the validation levels, and say how that went."""
+    """Play the validation levels; returns a line per mode."""
     print_line(console, f"Playing {len(trainer.val_levels)} validation levels, sampled and greedy ...")
     evaluations = {mode: trainer.evaluate("val", mode) for mode in ("sampled", "greedy")}
     return [
-        f"validation, {mode}: success {each.success:.3f}, mean score {each.score:.3f}"
-        for mode, each in evaluations.items()
+        f"validation, {mode}: success {evaluation.success:.3f}, mean score {evaluation.score:.3f}"
+        for mode, evaluation in evaluations.items()
     ]
 
 
 def _analyse(trainer: PPOTrainer, changes: str | None, console: Console) -> list[dict[str, Any]]:
-    """The lines of the analysis; PlanError where no batch has a group."""
+    """The lines of the analysis. Raise PlanError if no batch has a group."""
     settings = trainer.config.trainer
     n_groups, group_size = settings.gradient_analysis_env_groups, settings.gradient_analysis_group_size
     print_line(console, f"Playing {n_groups} x {group_size} episodes and measuring their gradients ...")
     lines = analyse_gradients(trainer, [], source="probe", overrides=changes)
     if not any(line["groups"] for line in lines):
         raise PlanError(
-            f"The filter kept none of {_describe_groups(lines[-1])}, so that nothing could be measured and nothing is written: "
-            "leave --set trainer.gradient_analysis_log_prefilter=False out, which measures the batch before the "
-            "filter, or type more groups, like --set trainer.gradient_analysis_env_groups=256."
+            f"The filter kept none of {_describe_groups(lines[-1])}, so nothing could be measured and nothing was "
+            "written: leave out --set trainer.gradient_analysis_log_prefilter=False, so that the batch before the "
+            "filter is measured, or type more groups, like --set trainer.gradient_analysis_env_groups=256."
         )
     return lines
 
 
 def _describe_groups(line: Mapping[str, Any]) -> str:
-    """The batch of a line, in words."""
+    """The batch of a line of the analysis, in words."""
     row = line["rows"][0]
     return f"the {row['source_env_groups']} groups of {row['source_group_size']} episodes"
 
 
 def _check_writable(run_dir: Path, log_path: Path) -> None:
-    """PlanError unless a probe's rows and its log can be written: measuring takes minutes."""
+    """Raise PlanError unless the probe's rows and log can be written. Checked first, since measuring takes minutes."""
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PlanError(
-            f"{log_path.parent} cannot be made ({error.strerror}): make room for the probe's log there."
+            f"{log_path.parent} cannot be created ({error.strerror}): it is the folder for the probe's log."
         ) from None
     for folder in (run_dir, log_path.parent):
         if not os.access(folder, os.W_OK):
-            raise PlanError(f"{folder} cannot be written: a probe adds its rows and its log to the study.")
+            raise PlanError(f"{folder} is not writable: a probe adds its rows and its log to the study.")
 
 
 def _make_log_path(target: ProbeTarget, with_val: bool, config: RunConfig) -> Path:
-    """The log's published name, which ends in what is measured beside the task."""
+    """Path of the log under its published name, which ends in the terms that are measured besides the task."""
     template_values = make_template_values(
         target.plan.study, target.plan.run, target.spec.arm, target.spec.ppo_config, target.spec.seed
     )
@@ -338,7 +364,7 @@ def _write_log(path: Path, renderables: Sequence[Any]) -> None:
 
 
 def _make_table(line: Mapping[str, Any]) -> Table:
-    """One analysed batch, a row a bucket: the task's gradient, and what the regularisers' are beside it."""
+    """One analysed batch, one row per bucket: the task's gradient, and the norms of the regularisers' gradients."""
     batch_label = "before the filter" if line["prefilter"] else "of what the filter kept"
     table = Table(title=f"gradients {batch_label}", box=None, title_justify="left", padding=(0, 1, 0, 0))
     for header in ("bucket", "reward std", "task norm", "of mean", "signal/noise", "95 %", "entropy", "kl"):
@@ -350,10 +376,8 @@ def _make_table(line: Mapping[str, Any]) -> Table:
         regulariser_norms = [
             _format_number(rows.get((bucket, name), {}).get("mean_norm")) for name in ("entropy", "kl")
         ]
-        table.add_row(
-            bucket, _format_number(task["reward_std_mean"]), _format_number(task["norm"]), _format_number(task["mean_norm"]),
-            _format_number(task["snr"]), interval, *regulariser_norms,
-        )  # fmt: skip
+        task_cells = [_format_number(task[column]) for column in ("reward_std_mean", "norm", "mean_norm", "snr")]
+        table.add_row(bucket, *task_cells, interval, *regulariser_norms)
     return table
 
 

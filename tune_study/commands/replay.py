@@ -1,4 +1,4 @@
-"""Stop rules applied again to the rows of finished runs: when each would have fired, and whether it was right to."""
+"""Apply the stop rules to the rows of existing runs: when each would have fired, and whether rightly."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,21 +23,22 @@ Outcome = Literal["false alarm", "right", "unknown"]
 
 LAST_VALIDATIONS = 3
 SECTION = "early_stop"
-_TOLERANCE = 1e-9  # Floats put the mean of 1, 6 and 11 of 120 levels below 6 of 120; real differences are larger.
+_TOLERANCE = 1e-9
+"""In floats the mean of 1, 6 and 11 of 120 levels is below 6 of 120; real differences are larger."""
 
 _NOTES = (
-    "false alarm: the run recovered: the mean of its last (up to 3) validations after the alarm is at least the "
-    "val_success before training (where that was not measured, the best one up to the alarm) and at least "
-    "success_threshold. right: it did not.",
+    "false alarm: the run recovered. The mean of its last (up to 3) validations after the alarm is at least the "
+    "val_success before training (if that was not measured, the best one up to the alarm) and at least "
+    "success_threshold. right: it did not recover.",
     "unknown: the run ended at or before the first validation after the alarm, as a run that was really stopped "
     "there did, or there is nothing to compare with.",
-    "steps saved: rows after the alarm. false alarms: of the alarms whose outcome is known, with Wilson's 95 % "
-    "interval. fired live: runs that the rule really stopped, under their own thresholds.",
+    "steps saved: rows after the alarm. false alarms: among the alarms with a known outcome, with Wilson's 95 % "
+    "interval. fired live: runs that the rule really stopped, under their original thresholds.",
 )
 
 
 class Alarm(NamedTuple):
-    """One rule on one run. decision, outcome: None where the rule never fires. steps_saved: rows after the alarm."""
+    """One rule on one run. decision, outcome: None if the rule never fires. steps_saved: rows after the alarm."""
 
     rule: str
     decision: StopDecision | None
@@ -46,9 +47,15 @@ class Alarm(NamedTuple):
 
 
 class RunReplay(NamedTuple):
-    """One run. steps: its rows. own, used: thresholds as it ran, and as replayed. live_rule: what really stopped it.
+    """One replayed run.
 
-    alarms: one entry a rule, in the order of RULES. live_rule is empty where no rule stopped the run.
+    Attributes:
+        run_id, arm, seed: of the run.
+        steps: number of its rows.
+        original_thresholds: thresholds under which it ran.
+        replayed_thresholds: thresholds of the replay.
+        live_rule: the rule that really stopped it; empty if none did.
+        alarms: one entry per rule, in the order of RULES.
     """
 
     run_id: str
@@ -71,9 +78,17 @@ class SkippedRun(NamedTuple):
 class RuleSummary(NamedTuple):
     """One rule over all replayed runs.
 
-    fires: runs in which it fires; of these `known` have a known outcome, false_alarms of them recovered, and the
-    others are `unknown`. low, high: Wilson's 95 % interval of false_alarms / known; (0, 1) where none is known.
-    steps_saved: rows after its alarms, of all `steps` rows. live: runs that it really stopped, as status.json says.
+    Attributes:
+        rule: its name.
+        runs: number of replayed runs.
+        fires: runs in which it fires.
+        false_alarms: runs in which it fires and that recovered.
+        known_outcomes: runs in which it fires and whose outcome is known.
+        ci_low, ci_high: Wilson's 95 % interval of false_alarms / known_outcomes; (0, 1) if no outcome is known.
+        unknown_outcomes: runs in which it fires and whose outcome is unknown.
+        steps_saved: rows after its alarms.
+        steps: rows of all runs.
+        live_stops: runs that it really stopped, according to status.json.
     """
 
     rule: str
@@ -90,7 +105,11 @@ class RuleSummary(NamedTuple):
 
 
 class Replay(NamedTuple):
-    """A study replayed. own, used: the distinct thresholds of its runs (of the study where no run has rows)."""
+    """A replayed study.
+
+    original_thresholds, replayed_thresholds: the distinct thresholds of its runs; those of the study if no run has
+    rows.
+    """
 
     original_thresholds: tuple[EarlyStopConfig, ...]
     replayed_thresholds: tuple[EarlyStopConfig, ...]
@@ -100,18 +119,20 @@ class Replay(NamedTuple):
 
 
 def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
-    """Every rule on its own over every run of the study in results/<run>, whichever rules the study used.
+    """Apply every rule separately to every run of the study in results/<run>, whichever rules the study used.
 
-    assignments: the `key=value` of each --set; they replace thresholds of the section early_stop, which are each
-    run's own otherwise. Runs of every status take part with the rows they have; those without rows are `skipped`,
-    with the reason. Nothing is written. PlanError where the folder holds no study, or for a key that is no field of
-    early_stop or is given twice; ConfigError for a value that cannot be used. See `alarms_of` for what is decided.
+    assignments: the `key=value` of each --set. They replace thresholds of the section early_stop; the others are those
+    of each run. Runs of every status are replayed with the rows they have; those without rows are skipped, with the
+    reason. Nothing is written. See `find_alarms` for the outcomes.
+
+    Raises PlanError if the folder contains no study, or for a key that is not a field of early_stop or is given twice;
+    ConfigError for an invalid value.
     """
     study = read_study(folder)
     if study.get("family", PPO.name) != PPO.name:
         raise PlanError(
-            f"The rules of study {format_value(study['name'])} count batches, not rows, and cannot be applied again: type the "
-            f"folder of a study that fine-tunes a language model."
+            f"The stop rules of study {format_value(study['name'])} count batches, not rows, so they cannot be "
+            f"replayed: type the folder of a study that fine-tunes a language model."
         )
     overrides = _parse_thresholds(assignments)
     try:
@@ -120,9 +141,8 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
         raise PlanError(
             f"{folder}/study.json is damaged, or of another version: {format_validation_error(error)}"
         ) from None
-    replayed_thresholds = _override_thresholds(
-        original_thresholds, overrides
-    )  # Checks the values, also where no run is there to use them.
+    # Also checks the values if there is no run to use them.
+    replayed_thresholds = _override_thresholds(original_thresholds, overrides)
     results = [_replay_run(folder, entry, overrides) for entry in study["runs"]]
     runs = tuple(run for run in results if isinstance(run, RunReplay))
     return Replay(
@@ -135,14 +155,14 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
 
 
 def find_alarms(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, ...]:
-    """What each rule alone would have done over `rows` of one run, one entry a rule in the order of RULES.
+    """Apply each rule separately to the rows of one run; one entry per rule, in the order of RULES.
 
-    Outcome: `false alarm` if the run recovered, `right` if not. Recovered: the mean of the last (up to 3) validations
-    after the alarm's step is at least the success of the policy before training (base_val_success); where that is
-    missing, at least the best val_success up to the alarm. A rule says that a run is dead; one that ends where it
-    began was not, nor was one whose reward spread vanished because it solves every level. One that ends below
-    success_threshold, where success counts as failure, was dead wherever it began. `unknown` where the run ended at
-    or before the first validation after the alarm, or there is nothing to compare with.
+    The outcome of an alarm is `false alarm` if the run recovered and `right` if not. A run recovered if the mean of its
+    last (up to 3) validations after the alarm is at least the success of the policy before training (base_val_success;
+    if that is missing, the best val_success up to the alarm) and at least success_threshold. The reasons: a rule claims
+    that a run has failed. A run that ends where it began has not, nor has one whose reward spread vanished because it
+    solves every level; one that ends below success_threshold has, wherever it began. The outcome is `unknown` if the
+    run ended at or before the first validation after the alarm, or if there is nothing to compare with.
     """
     history = History.from_rows(rows)
     base_successes = (parse_finite(row.get("base_val_success")) for row in rows)
@@ -160,9 +180,13 @@ def find_alarms(rows: Sequence[Row], settings: EarlyStopConfig) -> tuple[Alarm, 
 
 
 def _classify_outcome(history: History, base_success: float | None, success_floor: float, alarm_step: int) -> Outcome:
-    """See `alarms_of`. alarm: the step at which a rule fired. base: success before training, None: not measured.
+    """Outcome of an alarm, see `find_alarms`.
 
-    floor: success below which a run counts as failed.
+    Args:
+        history: of the run.
+        base_success: success before training; None: not measured.
+        success_floor: success below which a run counts as failed.
+        alarm_step: step at which a rule fired.
     """
     pairs = zip(history.steps, history.val_success, strict=True)
     validations = [(step, success) for step, success in pairs if success is not None]
@@ -178,7 +202,7 @@ def _classify_outcome(history: History, base_success: float | None, success_floo
 
 
 def _parse_thresholds(assignments: Sequence[str]) -> dict[str, object]:
-    """The early_stop fields that --set replaces, each once; PlanError for any other key."""
+    """The early_stop fields that --set replaces. Raise PlanError for another key, or one that is given twice."""
     allowed = ", ".join(f"{SECTION}.{name}" for name in EarlyStopConfig.model_fields)
     overrides: dict[str, object] = {}
     for assignment in assignments:
@@ -188,13 +212,14 @@ def _parse_thresholds(assignments: Sequence[str]) -> dict[str, object]:
                 f"--set '{format_value(assignment)}' has no value: type --set key=value, "
                 f"like --set early_stop.variance_ratio=0.2."
             )
+        # An unknown key and a key of another section get the same message.
         try:
             name = resolve_key(key.strip())
         except ConfigError:
             name = ""
         if not name.startswith(f"{SECTION}."):
             raise PlanError(
-                f"`{format_value(key.strip())}` is no threshold of a stop rule: --set takes here {allowed}."
+                f"`{format_value(key.strip())}` is not a threshold of a stop rule: --set takes one of {allowed}."
             )
         if name in overrides:
             raise PlanError(
@@ -209,19 +234,19 @@ def _override_thresholds(thresholds: EarlyStopConfig, overrides: Mapping[str, ob
 
 
 def _replay_run(folder: Path, entry: Mapping[str, Any], overrides: Mapping[str, object]) -> RunReplay | SkippedRun:
-    """One run of the study in `folder`. entry: its run_id, arm and seed, as study.json has them."""
+    """Replay one run of the study in `folder`. entry: its run_id, arm and seed from study.json."""
     run_id, arm, seed = entry["run_id"], entry["arm"], entry["seed"]
     run_dir = folder / "runs" / run_id
     status = read_status(run_dir) or RunStatus(run_id, "never_ran")
     try:
         original_thresholds = EarlyStopConfig.model_validate((read_json(run_dir / "run.json") or {})["config"][SECTION])
     except (KeyError, TypeError, ValidationError):
-        return SkippedRun(run_id, f"its run.json does not tell its {SECTION} settings")
+        return SkippedRun(run_id, f"its run.json has no valid {SECTION} settings")
     try:
         rows: list[dict[str, Any]] = read_rows(run_dir / METRICS_FILE)
         steps = len(History.from_rows(rows).steps)
     except (AttributeError, KeyError, TypeError):
-        return SkippedRun(run_id, f"its {METRICS_FILE} has a line that is no row of a run")
+        return SkippedRun(run_id, f"its {METRICS_FILE} has a line that is not a row of a run")
     if not steps:
         return SkippedRun(
             run_id, f"no rows ({': '.join(format_value(word) for word in (status.status, status.reason) if word)})"
@@ -263,36 +288,34 @@ def _summarize_rule(rule: str, runs: Sequence[RunReplay]) -> RuleSummary:
 
 
 def print_replay(console: Console, replay: Replay) -> None:
-    """The thresholds, every run under every rule, every rule over the runs, and what the words mean."""
+    """Print the thresholds, every rule on every run, every rule over all runs, and the meaning of the columns."""
     print_line(console, format_thresholds(replay))
     columns = ("run", "arm", "seed", "rule", "fires at step", "value", "threshold", "outcome", "steps saved")
     print_table(console, columns, [_format_alarm_cells(run, alarm) for run in replay.runs for alarm in run.alarms])
     for skipped_run in replay.skipped_runs:
         print_line(console, f"not replayed: {skipped_run.run_id}: {skipped_run.reason}")
     if not replay.runs:
-        print_line(console, "No run of this study has rows: there is nothing to replay yet.")
+        print_line(console, "No run of this study has rows yet: there is nothing to replay.")
     print_line(console, "")
-    columns = ("rule", "runs", "fires in", "false alarms", "95 %", "unknown", "steps saved", "share", "fired live")
+    columns = ("rule", "runs", "fires in", "false alarms", "95 %", "unknown", "steps saved", "saved", "fired live")
     print_table(console, columns, [_format_rule_cells(rule) for rule in replay.rules])
     for note in _NOTES:
         print_line(console, note)
 
 
 def format_thresholds(replay: Replay) -> str:
-    """The thresholds in use, and which of them differ from the study's own; `or` where arms differ among themselves."""
+    """The thresholds of the replay, and which of them differ from the study's; `or` where the arms differ."""
     entries = []
     n_changed = 0
     for name in EarlyStopConfig.model_fields:
-        replayed_text, original_text = (" or ".join(dict.fromkeys(str(getattr(one, name)) for one in settings))
-                     for settings in (replay.replayed_thresholds, replay.original_thresholds))  # fmt: skip
-        entries.append(
-            f"{name}={replayed_text}"
-            + (f" (the study's own: {original_text})" if replayed_text != original_text else "")
+        replayed_text, original_text = (
+            " or ".join(dict.fromkeys(str(getattr(thresholds, name)) for thresholds in versions))
+            for versions in (replay.replayed_thresholds, replay.original_thresholds)
         )
-        n_changed += replayed_text != original_text
-    verdict = (
-        f"{n_changed} differ{'s' if n_changed == 1 else ''} from the study's own" if n_changed else "the study's own"
-    )
+        is_changed = replayed_text != original_text
+        entries.append(f"{name}={replayed_text}" + (f" (in the study: {original_text})" if is_changed else ""))
+        n_changed += is_changed
+    verdict = f"{n_changed} changed" if n_changed else "those of the study"
     return f"thresholds ({verdict}): {', '.join(entries)}"
 
 

@@ -1,4 +1,4 @@
-"""Several studies one after another: in one Ray, until one is interrupted, with an index of what there is then."""
+"""Run several studies one after another in one Ray instance, and write an index of them at the end."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ _INTERRUPTED_EXIT_CODE = 130
 
 
 class PreparedStudy(NamedTuple):
-    """A study that may start: everything that it needs was found. room: what it takes on disk; room_line: in words."""
+    """A study whose requirements were checked. space_line: its disk budget in words."""
 
     plan: StudyPlan
     resource_plan: ResourcePlan
@@ -32,9 +32,9 @@ class PreparedStudy(NamedTuple):
 def run_prepared_study(
     study: PreparedStudy, console: Console, skipped_statuses: Sequence[str], suite: SuiteContext | None = None
 ) -> int:
-    """Run a study that is ready; the exit code. skipped: statuses of runs that are not run again."""
+    """Run a prepared study and return its exit code. skipped_statuses: statuses of runs that are not run again."""
     plan = study.plan
-    print_line(console, f"preset {plan.preset}: {plan.preset_reason}")
+    print_line(console, f"Preset {plan.preset}: {plan.preset_reason}")
     print_line(console, study.space_line)
     return execute_study(plan, study.resource_plan, study.wandb_mode, console, skipped_statuses, suite)
 
@@ -46,9 +46,16 @@ def run_suite(
     skipped_statuses: Sequence[str],
     is_local: bool,
 ) -> int:
-    """Run `plans` one after another, an interrupt being the end; the exit code: 0 if that of all is.
+    """Run `plans` one after another until all have run or one is interrupted.
 
-    ready: looks at its turn whether what a study needs is still there; PlanError. here: not on a cluster.
+    Args:
+        plans: the studies.
+        prepare_study: checks the requirements of a study again when its turn comes; raises PlanError.
+        console: output.
+        skipped_statuses: statuses of runs that are not run again.
+        is_local: False on a cluster.
+
+    Returns the exit code: 0 if every study returned 0 and the index was written.
     """
     exit_code, n_started, is_indexed = 0, 0, False
 
@@ -56,7 +63,7 @@ def run_suite(
         nonlocal is_indexed
         if n_started < len(plans):
             names = ", ".join(plan.study.name for plan in plans[n_started:])
-            print_line(console, f"Not started: {names}. The same command goes on with all of them.")
+            print_line(console, f"Not started: {names}. Type the same command again to continue.")
         is_indexed = _write_index(plans[0].output, console)
 
     with LocalRay([plan.folder for plan in plans], console, is_local=is_local) as local_ray:
@@ -64,12 +71,12 @@ def run_suite(
             for plan in plans:
                 print_line(console, format_position(plans, n_started))
                 suite = SuiteContext(local_ray, make_interrupt(plan.folder), finish_suite)
-                # One request for training and all that comes after: what is being written then is finished.
+                # One interrupt covers training and everything after it, so that files being written are finished.
                 with suite.interrupt.handle_signals(lambda text: print_line(console, text)):
                     prepared_study = prepare_study(plan)
                     n_started += 1
                     exit_code = max(exit_code, run_prepared_study(prepared_study, console, skipped_statuses, suite))
-                # Also where it came as the last runs of the study ended, whose own code is then 0.
+                # An interrupt may come as the last runs of a study end; the study's own exit code is then 0.
                 if n_started < len(plans) and suite.interrupt.is_requested:
                     exit_code = _INTERRUPTED_EXIT_CODE
                 if exit_code == _INTERRUPTED_EXIT_CODE:
@@ -80,15 +87,15 @@ def run_suite(
 
 
 def format_position(plans: Sequence[StudyPlan], index: int) -> str:
-    """Which of the suite's studies comes, in words."""
+    """Position and name of a study within its suite."""
     return f"Study {index + 1} of {len(plans)}: {plans[index].study.name}"
 
 
 def _write_index(output: Path, console: Console) -> bool:
-    """Whether an index of all studies in the output folder could be written."""
+    """Write an index of all studies in the output folder; False if that failed."""
     try:
         print_line(console, f"Index: {outputs.write_index(output)}")
     except (OSError, ValueError) as error:
-        print(f"No index of the studies in {output} could be written: {error}", file=sys.stderr)
+        print(f"The index of the studies in {output} could not be written: {error}", file=sys.stderr)
         return False
     return True

@@ -1,1 +1,1 @@
-"""the study's folder, here and in a storage, and running it again."""
+"""the study's folder, local and in a storage, and how to continue it."""

@@ -1,7 +1,7 @@
-"""One driver a study: a lock in storage, which says who holds it and is refreshed while they do.
+"""A lease in storage that allows only one driver per study; it names its holder and is refreshed regularly.
 
-Ages are differences of the storage's own times, so that no clocks need to agree. Storages have no atomic "create if
-absent" that pyarrow offers: of two drivers that start within a second of each other, the one whose lock stays wins.
+Ages are differences between timestamps of the storage, so clocks need not agree. pyarrow offers no atomic "create if
+absent": of two drivers that start within a second of each other, the one that wrote its lease last wins.
 """
 
 import getpass
@@ -21,13 +21,22 @@ from tune_study.plan.study_plan import PlanError
 
 LEASE_FILE = "driver.json"
 STALE_S = 120.0
-"""Seconds after which a lock that nobody refreshed counts as left by a driver that is gone."""
+"""Seconds without a refresh after which the driver counts as gone."""
 REFRESH_S = 20.0
+"""Seconds between refreshes."""
 _SETTLING_S = 1.0
+"""Seconds between writing the lease and reading it again, in which another driver may have overwritten it."""
 
 
 class Holder(NamedTuple):
-    """Who holds a study: an id of the hold, machine and process, in words who that is; age in seconds."""
+    """The holder of a lease.
+
+    Attributes:
+        id: of the lease.
+        machine, pid, start_time: machine and process of the driver; start_time tells reused process ids apart.
+        description: user, host and process, for messages.
+        age: seconds since the last refresh.
+    """
 
     id: str
     machine: str
@@ -38,11 +47,11 @@ class Holder(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
-        """Whether the holder is known to have ended, or has not been heard of for STALE_S."""
+        """Whether the holder has ended, or has not refreshed its lease for STALE_S."""
         if self.age >= STALE_S:
             return True
         if self.machine != _make_machine_id():
-            return False
+            return False  # Processes of other machines cannot be looked up.
         try:
             return psutil.Process(self.pid).create_time() != self.start_time
         except psutil.NoSuchProcess:
@@ -50,7 +59,7 @@ class Holder(NamedTuple):
 
 
 def read_holder(study_path: StoragePath) -> Holder | None:
-    """Who holds the study in storage; None where nobody does, or the lock cannot be read."""
+    """The holder of the study in storage; None if there is none, or if the lease is damaged."""
     try:
         content: dict[str, Any] = json.loads(get_bytes(study_path.joinpath(LEASE_FILE)))
         age = max(0.0, _read_storage_time(study_path) - _read_mtime(study_path.joinpath(LEASE_FILE)))
@@ -71,7 +80,7 @@ def _read_mtime(storage_path: StoragePath) -> float:
 
 
 def _read_storage_time(study_path: StoragePath) -> float:
-    """The storage's time now, in seconds: that of a file written now."""
+    """The storage's current time in seconds: the timestamp of a file written now."""
     probe_path = study_path.joinpath(f"now-{uuid4().hex}")
     put_bytes(probe_path, b"0")
     try:
@@ -82,7 +91,7 @@ def _read_storage_time(study_path: StoragePath) -> float:
 
 
 def _make_machine_id() -> str:
-    """This machine, a container being one of its own: names alone are not different enough."""
+    """An id of this machine or container. Host names alone are not unique: boot and process namespace are added."""
     id_parts = [socket.gethostname()]
     with suppress(OSError):
         id_parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
@@ -92,16 +101,17 @@ def _make_machine_id() -> str:
 
 
 class Lease:
-    """This process's hold of the study in storage."""
+    """This process's lease of the study in storage."""
 
     def __init__(self, study_path: StoragePath) -> None:
         self._study_path = study_path
         self.id = uuid4().hex
 
     def acquire(self, name: str) -> None:
-        """Hold the study, or PlanError that says who does. name: of the study, for the message."""
+        """Acquire the lease. Raise PlanError that names the holder if there is one. name: of the study."""
         self._check_not_held(read_holder(self._study_path), name)
         self.refresh()
+        # Another driver may have passed the same check at the same time: the later write wins, the other one stops.
         time.sleep(_SETTLING_S)
         self._check_not_held(read_holder(self._study_path), name)
 
@@ -109,12 +119,12 @@ class Lease:
         if holder is None or holder.id == self.id or holder.is_gone:
             return
         raise PlanError(
-            f"The study in {name} is being run by {holder.description}, which said so {holder.age:.0f} s ago: wait for it, "
-            f"or end it. Where it was killed, that is seen {STALE_S:.0f} s after its last word."
+            f"The study in {name} is being run by {holder.description}, last heard of {holder.age:.0f} s ago: wait for "
+            f"it, or end it. If it was killed, the study can be continued {STALE_S:.0f} s after it was last heard of."
         )
 
     def refresh(self) -> None:
-        """Say that the study is still held."""
+        """Write the lease with a new timestamp."""
         process = psutil.Process()
         description = f"{getpass.getuser()} on {socket.gethostname()} (pid {process.pid})"
         content = {
@@ -127,12 +137,12 @@ class Lease:
         put_bytes(self._study_path.joinpath(LEASE_FILE), json.dumps(content).encode())
 
     def find_new_holder(self) -> str | None:
-        """In words, who has taken the study over since; None where it is still this process's."""
+        """Description of a driver that has taken over the study; None if this process still has the lease."""
         holder = read_holder(self._study_path)
         return None if holder is None or holder.id == self.id else holder.description
 
     def release(self) -> None:
-        """Let others hold the study, unless one does already."""
+        """Remove the lease, unless another driver has taken over."""
         holder = read_holder(self._study_path)
         if holder is not None and holder.id == self.id:
             remove_file(self._study_path.joinpath(LEASE_FILE))

@@ -1,4 +1,4 @@
-"""A study by its name on the command line: a folder here, or a URI in a storage, of which a copy is made here."""
+"""Find the study that the command line names: a local folder, or a URI in a storage, which is copied here."""
 
 import os
 import tempfile
@@ -23,7 +23,7 @@ from tune_study.plan.study_plan import PlanError, StudyPlan
 
 
 def parse_storage_uri(text: str) -> str:
-    """The URI of --storage, a path made one; PlanError for one that carries credentials."""
+    """Parse --storage, a URI or a path, into a URI. Raise PlanError if it contains credentials."""
     if not text.strip():
         raise PlanError("--storage is empty: type a URI such as s3://bucket/folder, or a folder that all nodes share.")
     uri = text if is_uri(text) else Path(os.path.abspath(os.path.expanduser(text))).as_uri()
@@ -39,7 +39,7 @@ def _check_uri(uri: str) -> None:
 
 
 def _split_study_uri(uri: str) -> tuple[str, str]:
-    """(URI of the storage, name of the study) of a study's URI; PlanError."""
+    """Split a study's URI into (URI of the storage, name of the study). Raise PlanError if it is invalid."""
     _check_uri(uri)
     root, name = split_uri(uri)
     if not name:
@@ -50,9 +50,9 @@ def _split_study_uri(uri: str) -> tuple[str, str]:
 
 
 def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPlan:
-    """`plan` as it can be run (see `continuing.join`): against its folder here, or its newer one in storage.
+    """Merge `plan` with the study in its local folder, or with the newer one in storage; see `merge_with_folder`.
 
-    real: False for a dry run, which looks into no storage.
+    is_real: False for a dry run, which does not access the storage.
     """
     local_plan = merge_with_folder(plan, extend)
     if local_plan.storage is None or not is_real:
@@ -70,7 +70,7 @@ def merge_with_existing(plan: StudyPlan, extend: bool, is_real: bool) -> StudyPl
 
 @contextmanager
 def _name_uri_in_errors(folder: Path, uri: str) -> Iterator[None]:
-    """PlanErrors of a copy in `folder`, which is gone when they are read, speak of the study at `uri`."""
+    """Replace `folder` by `uri` in PlanErrors: it is a temporary copy that is gone when they are read."""
     try:
         yield
     except PlanError as error:
@@ -78,9 +78,9 @@ def _name_uri_in_errors(folder: Path, uri: str) -> Iterator[None]:
 
 
 def plan_resume(text: str, overrides: Mapping[str, object] = NO_OVERRIDES, *, is_real: bool) -> StudyPlan:
-    """The plan of the study that RUN names, as it was started, and nothing of it declared otherwise; PlanError.
+    """The plan of the study that RUN names, as it was started. Raise PlanError if its declaration has changed.
 
-    placed: see `continuing.plan_from_folder`. real: see `joined`.
+    overrides: see `plan_from_folder`. is_real: see `merge_with_existing`.
     """
     if is_uri(text):
         return _plan_resume_from_uri(text, overrides)
@@ -101,20 +101,21 @@ def plan_resume(text: str, overrides: Mapping[str, object] = NO_OVERRIDES, *, is
 
 
 def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object]) -> StudyPlan:
-    """The plan of the study at `uri`, to go on in the current folder."""
+    """The plan of the study at `uri`, to be continued in the current folder."""
     from tune_study.folder import storage
 
     root, name = _split_study_uri(uri)
     output = Path.cwd()
-    _check_local_folder(output / "results" / name, root)
     local_folder = output / "results" / name
+    _check_local_folder(local_folder, root)
+    # Without a newer copy in storage the local folder is used, so that nothing has to be downloaded.
     if (local_folder / "study.json").exists() and storage.is_newest_folder(uri, local_folder):
         return replace(plan_resume(str(local_folder), overrides, is_real=False), storage=root)
     with tempfile.TemporaryDirectory() as temp_dir:
         folder = Path(temp_dir) / "results" / name
         if not storage.fetch_study(uri, folder):
             raise PlanError(
-                f"{format_value(uri, 1000)} holds no study: type <storage>/<run>, as `run --storage` printed it."
+                f"{format_value(uri, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed it."
             )
         with _name_uri_in_errors(folder, uri):
             plan = plan_from_folder(folder, overrides)
@@ -123,14 +124,14 @@ def _plan_resume_from_uri(uri: str, overrides: Mapping[str, object]) -> StudyPla
 
 
 def _check_local_folder(folder: Path, root: str) -> None:
-    """PlanError where the folder here, which a study in storage would be copied to, holds another one."""
+    """Raise PlanError if the local folder for a study in storage contains a study of another storage."""
     if (folder / "study.json").exists():
         check_same_storage(plan_from_folder(folder), root)
 
 
 @contextmanager
 def _fetch_newer(plan: StudyPlan, root: str) -> Iterator[Path | None]:
-    """A folder with study.json and run.json of the study in storage, where it was run elsewhere since; else None."""
+    """A temporary copy of study.json and every run.json if the study was run elsewhere since; else None."""
     from tune_study.folder import storage
 
     uri = join_uri(root, plan.run)
@@ -141,7 +142,7 @@ def _fetch_newer(plan: StudyPlan, root: str) -> Iterator[Path | None]:
 
 @contextmanager
 def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
-    """(folder, whether it is being run) of the study that RUN names; one in storage is copied for the moment only."""
+    """Yield (folder, whether it is running) of the study that RUN names. One in storage is copied temporarily."""
     if not is_uri(text):
         folder = Path(text)
         if not read_study(folder).get("storage"):
@@ -156,16 +157,16 @@ def open_for_reading(text: str) -> Iterator[tuple[Path, bool]]:
         storage.fetch_results(text, folder)
         if not (folder / "study.json").exists():
             raise PlanError(
-                f"{format_value(text, 1000)} holds no study: type <storage>/<run>, as `run --storage` printed it."
+                f"{format_value(text, 1000)} contains no study: type <storage>/<run>, as `run --storage` printed it."
             )
         yield folder, storage.is_running(text)
 
 
 def fetch_for_writing(text: str) -> Path:
-    """The folder of the study that RUN names, to be written in, with the newest rows of its storage if it has one.
+    """The folder of the study that RUN names, for writing, updated with the newest rows from its storage if it has one.
 
-    One that is named by a URI is copied to results/<run> below the current folder. PlanError, also for a folder with a
-    symbolic link in it.
+    A study named by a URI is copied to results/<run> in the current folder. Raise PlanError if there is no such study,
+    or if its folder contains a symbolic link.
     """
     if not is_uri(text):
         folder = Path(text)
@@ -190,7 +191,7 @@ def _fetch_results(uri: str, folder: Path) -> None:
 
 
 def push_results(folder: Path) -> str:
-    """Copy tables and report of a study to its storage, if it has one; what went wrong, or nothing."""
+    """Copy tables and report of a study to its storage, if it has one. Returns the problem; empty if there is none."""
     if not read_study(folder).get("storage"):
         return ""
     from tune_study.folder import storage

@@ -1,4 +1,4 @@
-"""The run folder: what a study writes before, while and after its runs train. Every file is whole at any moment."""
+"""Files of a study's folder: written before, during and after training, and complete at any moment."""
 
 import json
 import os
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 ENDED_STATUSES = ("completed", "early_stopped")
 """Statuses of runs that are never run again."""
 
+# Packages whose version may change a number; study.json stores them.
 _PACKAGES = ("tune_study", "torch", "ray", "transformers", "numpy", "pandas", "pydantic", "safetensors", "tokenizers")
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """status.json of a run: `running`, or one of records.STATUSES with its reason."""
+    """status.json of a run: `running`, or one of records.STATUSES with its reason. Its fields are the keys on disk."""
 
     run_id: str
     status: str
@@ -47,7 +48,7 @@ class RunStatus:
 
     @property
     def display_text(self) -> str:
-        """The status in words: a failure with its class."""
+        """The status for display; a failure with its class."""
         return f"{self.status} ({self.failure_class})" if self.failure_class else self.status
 
 
@@ -55,30 +56,30 @@ _STATUS = TypeAdapter(RunStatus)
 
 
 def make_timestamp() -> str:
-    """The time in UTC, ISO 8601, to the second."""
+    """The current time in UTC, ISO 8601, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file beside its place and rename it there, so that no reader ever sees half of it."""
+    """Write a temporary file next to `path` and rename it, so that no reader ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as temporary_path, temporary_path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    fsync_path(path.parent)  # a power cut must not leave the old name with nothing in it
+    fsync_path(path.parent)  # A power cut must not leave an empty file under this name.
 
 
 def write_json(path: Path, content: object) -> None:
-    """`data` as readable JSON, written whole."""
+    """Write `content` as indented JSON, atomically."""
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no file or no object in it."""
+    """The object in a JSON file; None if there is no file, or no object in it."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # The last for brackets without end.
+    except (OSError, ValueError, RecursionError):  # RecursionError: deeply nested brackets.
         return None
     return content if isinstance(content, dict) else None
 
@@ -91,24 +92,24 @@ def read_status(run_dir: Path) -> RunStatus | None:
         return None
     try:
         return _STATUS.validate_python({key: content[key] for key in field_names & content.keys()})
-    except ValidationError:  # Of other types than were written.
+    except ValidationError:  # A value has another type than was written.
         return None
 
 
 def write_status(run_dir: Path, status: RunStatus) -> None:
-    """status.json of a run, whole at any moment."""
+    """Write status.json of a run atomically."""
     write_json(run_dir / "status.json", asdict(status))
 
 
 def append_line(path: Path, line: str) -> None:
-    """One more line of a log."""
+    """Append a line to a log."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open_no_link(path, "a") as log:
         log.write(line + "\n")
 
 
 def make_run_entry(spec: RunSpec) -> dict[str, Any]:
-    """run.json without the settings: what names a run and where its files are."""
+    """The content of run.json without the settings: names of a run and paths of its files."""
     return {
         "run_id": spec.run_id,
         "study": spec.study_name,
@@ -123,7 +124,7 @@ def make_run_entry(spec: RunSpec) -> dict[str, Any]:
 
 
 def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
-    """study.json without its starts: what was asked, and of which runs it consists."""
+    """The content of study.json without its starts: the request, and the runs."""
     axis = plan.study.axis
     return {
         "name": plan.study.name,
@@ -146,10 +147,11 @@ def make_study_entry(plan: StudyPlan) -> dict[str, Any]:
 
 
 def write_study(plan: StudyPlan) -> list[str]:
-    """study.json, every run.json, and a status for every run that has none, before anything starts.
+    """Write study.json, every run.json, and a status for every run that has none, before anything starts.
 
-    versions, git, command and created_at are those of the first start; `starts` has those of every start. Returns
-    what differs from the last start and could change a number: packages and the commit of the code.
+    versions, git and created_at are those of the first start, command is that of the first start with the same values
+    and seeds; `starts` lists every start. Returns the differences from the previous start that could change a number:
+    packages, and the commit of the code.
     """
     previous_entry = read_json(plan.folder / "study.json") or {}
     for spec in plan.runs:
@@ -181,7 +183,7 @@ def write_study(plan: StudyPlan) -> list[str]:
 
 
 def find_changed_code(previous_start: dict[str, Any], current_start: dict[str, Any]) -> list[str]:
-    """`name: old -> new` for each package, and the commit of the code, that differs between two starts."""
+    """`name: old -> new` for each package, and for the commit of the code, that differs between two starts."""
     old, new = (
         {**start["versions"], "commit": (start["git"] or {}).get("commit")} for start in (previous_start, current_start)
     )
@@ -189,7 +191,7 @@ def find_changed_code(previous_start: dict[str, Any], current_start: dict[str, A
 
 
 def read_versions() -> dict[str, str]:
-    """Python and the packages that rows depend on; those that are not installed are left out."""
+    """Versions of Python and of the packages that results depend on; without packages that are not installed."""
     package_versions = {"python": sys.version.split()[0]}
     for package in _PACKAGES:
         try:
@@ -200,12 +202,13 @@ def read_versions() -> dict[str, str]:
 
 
 def read_git_state(folder: Path) -> dict[str, Any] | None:
-    """The commit of the sources in `folder` and whether they differ from it; None where no repository keeps them."""
+    """The commit of the sources in `folder`, and whether they differ from it; None if git does not track them."""
+    # The first command fails if the folder only happens to lie inside another repository.
     git_commands = (["ls-files", "--error-unmatch", "*.py"], ["rev-parse", "HEAD"], ["status", "--porcelain"])
     try:
         _, commit, changes = (
-            subprocess.run(["git", "-C", str(folder), *question], capture_output=True, text=True, check=True).stdout
-            for question in git_commands
+            subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout
+            for arguments in git_commands
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -213,32 +216,32 @@ def read_git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def format_command_line() -> str:
-    """The command as it would be typed again."""
+    """The current command as it can be typed again."""
     name = Path(sys.argv[0]).name
     program = "python -m tune_study" if name == "__main__.py" else name
     return f"{program} {shlex.join(sys.argv[1:])}".strip()
 
 
 def check_writable(output: Path) -> None:
-    """PlanError unless the output folder, or the folder that it would be made in, can be written."""
+    """Raise PlanError unless the output folder, or the one in which it would be created, is writable."""
     if output.exists() and not output.is_dir():
-        raise PlanError(f"--output {output} is a file: type a folder.")
+        raise PlanError(f"--output {output} is a file: type the name of a folder.")
     nearest = next(folder for folder in (output, *output.parents) if folder.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise PlanError(f"--output {output} cannot be written ({nearest} does not allow it): type another folder.")
 
 
 def check_study_links(plan: StudyPlan) -> None:
-    """PlanError where a file or folder that the study would write is a symbolic link, or lies below one."""
+    """Raise PlanError if a file or folder that the study would write is a symbolic link, or is below one."""
     paths = {
         plan.summary_log,
-        *(plan.output / place for spec in plan.runs for place in (spec.log_path, spec.checkpoint_dir)),
+        *(plan.output / path for spec in plan.runs for path in (spec.log_path, spec.checkpoint_dir)),
     }
     _check_links(plan.output, paths, plan.folder)
 
 
 def check_folder_links(folder: Path) -> None:
-    """PlanError where there is a symbolic link anywhere in results/<run>; the way to it may have some."""
+    """Raise PlanError if results/<run> contains a symbolic link. The path to it may contain some."""
     _check_links(folder, (), folder)
 
 
@@ -251,7 +254,7 @@ def _check_links(root: Path, paths: Iterable[Path], tree: Path) -> None:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the study's folder, or PlanError while another process does; the hold ends with the process."""
+    """Lock the study's folder. Raise PlanError if another process holds the lock, which ends with its process."""
     import fcntl
 
     try:
@@ -275,11 +278,11 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 _LOCK_PATIENCE_S = 1.0
-"""`status` holds the lock for a moment to see whether it is held; a start must not fail for that."""
+"""Seconds to wait for the lock: `status` takes it for a moment, and a start must not fail because of that."""
 
 
 def is_running(folder: Path) -> bool:
-    """Whether a process holds the study's folder now; nothing is written to find out."""
+    """Whether a process holds the lock of the study's folder. Writes nothing."""
     import fcntl
 
     try:
@@ -293,7 +296,7 @@ def is_running(folder: Path) -> bool:
 
 
 def close_unfinished(plan: StudyPlan, reason: str) -> None:
-    """Give every run without a final status one: interrupted if it had started, never_ran if not."""
+    """Give every run without a final status one: interrupted if it has a row, else never_ran."""
     for spec in plan.runs:
         run_dir = plan.get_run_dir(spec.run_id)
         status = read_status(run_dir) or RunStatus(spec.run_id, "never_ran")
@@ -307,21 +310,21 @@ def close_unfinished(plan: StudyPlan, reason: str) -> None:
 
 
 def write_tables(folder: Path) -> None:
-    """The tables of `analysis.data.frames.FRAMES` as parquet, from the rows."""
+    """Write the tables of `analysis.data.frames.FRAMES` as parquet, from the rows."""
     from analysis.data.load import read_study
 
     read_study(folder).write_parquet(folder)
 
 
 def write_index(output: Path) -> Path:
-    """index.html of all studies in an output folder."""
+    """Write index.html of all studies in an output folder."""
     from analysis.report.pages import write_index as write
 
     return write(output)
 
 
 def write_report(folder: Path) -> "tuple[Path, Conclusion]":
-    """Write report.html and its figures from the tables: the report's path, and what it says in words."""
+    """Write report.html and its figures from the tables. Returns the report's path, and its conclusion in words."""
     from analysis.data.load import load
     from analysis.report.pages import conclude, write_frames_report
 

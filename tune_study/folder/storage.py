@@ -1,7 +1,8 @@
-"""A study's folder in storage, as its driver keeps it: rows come from there, statuses, tables and report go there.
+"""Keep a study's folder in storage in sync with its driver: fetch rows; push statuses, tables and report.
 
-Data flow: a run writes rows and states on its node and copies them to storage (`trainable.storage.mirror`). The driver
-has a folder of its own, results/<run>, with copies of the rows (never of states), from which everything else is made.
+Data flow: a run writes rows and checkpoints on its node and copies them to storage (`trainable.storage.mirror`). The
+driver has a local folder, results/<run>, with copies of the rows (never of checkpoints), from which it makes all other
+files.
 """
 
 import threading
@@ -40,13 +41,14 @@ from tune_study.host.interrupt import Interrupt, make_interrupt
 from tune_study.plan.study_plan import PlanError, StudyPlan
 
 STUDY_FILE, LAST_DRIVER = "study.json", "last-driver"
-"""LAST: the id of the newest driver, in storage and, hidden, in the folder that it ran in."""
+"""LAST_DRIVER: file with the id of the newest driver, in storage and (hidden) in the folder in which it ran."""
 _POLL_S = 1.0
+"""Seconds between checks for an interrupt."""
 _PROBE_NAME = "tune_study-was-here"
 
 
 def open_uri(uri: str) -> StoragePath:
-    """The folder that a URI names; PlanError where it cannot be used."""
+    """Open the folder that a URI names. Raise PlanError if that fails."""
     try:
         return open_storage(uri)
     except StorageError as error:
@@ -54,26 +56,26 @@ def open_uri(uri: str) -> StoragePath:
 
 
 def _make_read_error(uri: str, error: OSError) -> PlanError:
-    return PlanError(f"{uri} cannot be read: {format_error(error)}. Check the name, and the credentials.")
+    return PlanError(f"{uri} cannot be read: {format_error(error)}. Check the name and the credentials.")
 
 
 def check_storage(uri: str) -> None:
-    """PlanError unless a file can be written, read and removed below `uri`."""
+    """Raise PlanError unless a file can be written, read and removed below `uri`."""
     marker = open_uri(uri).joinpath(_PROBE_NAME)
     try:
         put_bytes(marker, b"tune_study")
         if get_bytes(marker) != b"tune_study":
-            raise OSError("what was written is not what is read")
+            raise OSError("a file was read back with other content than was written")
         remove_file(marker)
     except OSError as error:
         raise PlanError(
-            f"--storage {uri} cannot be used: {format_error(error)}. Check that the bucket or folder is there, that this "
-            f"machine reaches it, and the credentials in the environment."
+            f"--storage {uri} cannot be used: {format_error(error)}. Check that the bucket or folder exists, that this "
+            f"machine can reach it, and that the credentials in the environment are valid."
         ) from None
 
 
 def fetch_study(uri: str, folder: Path) -> bool:
-    """Copy study.json and every run.json of the study at `uri` into `folder`; whether there is a study."""
+    """Copy study.json and every run.json of the study at `uri` into `folder`. Returns whether there is a study."""
     storage_path = open_uri(uri)
     try:
         files = list_files(storage_path)
@@ -85,9 +87,10 @@ def fetch_study(uri: str, folder: Path) -> bool:
 
 
 def fetch_results(uri: str, folder: Path) -> None:
-    """Copy all that the study at `uri` has but states into `folder`, results/<run>, and its logs beside; PlanError.
+    """Copy the study at `uri` without checkpoints into `folder`, results/<run>, and its logs into logs/.
 
-    Where the newest driver ran in `folder`, only rows: what drivers write is newer there.
+    If the newest driver ran in `folder`, copy only rows: the files that drivers write are newer there. Raise PlanError
+    if the storage cannot be read.
     """
     try:
         _fetch_results(open_uri(uri), folder)
@@ -96,7 +99,7 @@ def fetch_results(uri: str, folder: Path) -> None:
 
 
 def is_running(uri: str) -> bool:
-    """Whether a driver runs the study at `uri` now."""
+    """Whether a driver is running the study at `uri`; False if the storage cannot be read."""
     with suppress(OSError):
         holder = read_holder(open_uri(uri))
         return holder is not None and not holder.is_gone
@@ -104,9 +107,9 @@ def is_running(uri: str) -> bool:
 
 
 def is_newest_folder(uri: str, folder: Path) -> bool:
-    """Whether the newest driver of the study at `uri` ran in `folder`, whose statuses are then the newest too.
+    """Whether the newest driver of the study at `uri` ran in `folder`, so that its statuses are the newest.
 
-    Also where nobody has run it yet. PlanError where it cannot be read.
+    Also True if nobody has run the study yet. Raise PlanError if the storage cannot be read.
     """
     try:
         return _is_newest_folder(open_uri(uri), folder)
@@ -129,7 +132,7 @@ def _fetch_results(storage_path: StoragePath, folder: Path) -> None:
 
 
 def _fetch_driver_files(storage_path: StoragePath, files: Mapping[str, Any], folder: Path) -> None:
-    """Copy what drivers wrote."""
+    """Copy the files that drivers write."""
     for name in files:
         top_folder, file_name = name.split("/")[0], name.split("/")[-1]
         if name == STUDY_FILE or (top_folder == "runs" and file_name in STUDY_FILES):
@@ -139,14 +142,14 @@ def _fetch_driver_files(storage_path: StoragePath, files: Mapping[str, Any], fol
 
 
 def _fetch_rows(storage_path: StoragePath, files: Mapping[str, Any], folder: Path, prefix: str = "runs/") -> None:
-    """Copy what runs wrote since: their files of lines."""
+    """Copy the new lines of the files that runs append to."""
     for name, size in compute_line_file_sizes({name: info.size for name, info in files.items()}).items():
         if name.startswith(prefix):
             fetch_lines(storage_path.joinpath(name), size, folder / name)
 
 
 def list_checkpoints(uri: str, run_id: str) -> dict[int, str]:
-    """Whole checkpoints of a run of the study at `uri`: step -> path below the run's folder; PlanError."""
+    """Complete checkpoints of a run of the study at `uri`: step -> path below the run's folder."""
     try:
         return dict(reversed(find_complete_checkpoints(list_files(open_uri(uri).joinpath(f"runs/{run_id}")))))
     except OSError as error:
@@ -154,7 +157,7 @@ def list_checkpoints(uri: str, run_id: str) -> dict[int, str]:
 
 
 def fetch_checkpoint(uri: str, run_id: str, name: str, folder: Path) -> None:
-    """Copy the checkpoint `name` of a run to `folder`; PlanError where it cannot be had whole."""
+    """Copy the checkpoint `name` of a run to `folder`. Raise PlanError if it is damaged or cannot be read."""
     try:
         is_complete = download_checkpoint(open_uri(uri).joinpath(f"runs/{run_id}/{name}"), folder)
     except OSError as error:
@@ -164,9 +167,12 @@ def fetch_checkpoint(uri: str, run_id: str, name: str, folder: Path) -> None:
 
 
 class StoredStudy:
-    """The study's folder in storage, kept up to date while a driver runs it.
+    """The study's folder in storage, kept in sync while a driver runs the study.
 
-    say: told when another driver has taken the study over. interrupt: handed on to the runs, which may be anywhere.
+    Args:
+        plan: the study.
+        interrupt: passed on to the runs through storage, since they may run on any machine.
+        log: called with a message, for example when another driver has taken over the study.
     """
 
     def __init__(self, plan: StudyPlan, interrupt: Interrupt, log: Callable[[str], None]) -> None:
@@ -178,11 +184,14 @@ class StoredStudy:
         self._storage_path = open_uri(self.uri)
         self._lease = Lease(self._storage_path)
         self._pushed_stats: dict[str, tuple[int, int, int]] = {}
-        self._lock = threading.Lock()  # one at a time reads or writes the driver's copies
+        self._lock = threading.Lock()  # Only one thread at a time reads or writes the local copies.
 
     @contextmanager
     def keep_synced(self) -> Iterator[None]:
-        """Hold the study, fetch what is newer there, and keep both sides up to date during the body; PlanError."""
+        """Acquire the study, fetch newer files, and keep both sides in sync during the body.
+
+        Raise PlanError if another driver runs the study, or if the storage cannot be used.
+        """
         stop_event = threading.Event()
         thread = threading.Thread(target=self._run_sync_loop, args=(stop_event,), name="storage", daemon=True)
         try:
@@ -191,15 +200,16 @@ class StoredStudy:
             yield
         finally:
             stop_event.set()
-            if thread.ident is not None:
+            if thread.ident is not None:  # It was started.
                 thread.join()
             with suppress(OSError):
                 self._lease.release()
 
     def _acquire(self) -> None:
-        """Hold the study and fetch what is newer there; PlanError."""
+        """Acquire the lease and fetch newer files. Raise PlanError if that fails."""
         try:
             self._lease.acquire(self.uri)
+            # An interrupt of an earlier driver must not stop the new runs.
             remove_file(self._storage_path.joinpath(INTERRUPT_FILE))
             self._fetch()
         except OSError as error:
@@ -216,7 +226,7 @@ class StoredStudy:
         elapsed_s, is_interrupt_sent = 0.0, False
         while not stop_event.wait(_POLL_S):
             elapsed_s += _POLL_S
-            with suppress(OSError, StorageError):  # a storage that does not answer now is asked again
+            with suppress(OSError, StorageError):  # A storage that does not answer is tried again later.
                 if self._interrupt.is_requested and not is_interrupt_sent:
                     put_bytes(self._storage_path.joinpath(INTERRUPT_FILE), b"")
                     is_interrupt_sent = True
@@ -227,16 +237,16 @@ class StoredStudy:
                     self._push_files(patience=0.0)
 
     def _refresh_lease(self) -> None:
-        """Refresh the hold, or stop the study where another driver has taken it: both would write its files."""
+        """Refresh the lease, or stop the study if another driver has taken it over: both would write its files."""
         new_holder = self._lease.find_new_holder()
         if new_holder is None:
             self._lease.refresh()
         elif not self._interrupt.is_requested:
-            self._log(f"{new_holder} runs this study now: stopping.")
+            self._log(f"{new_holder} has taken over this study: stopping.")
             self._interrupt.request()
 
     def pull(self, run_id: str | None = None, patience: float | None = None) -> None:
-        """Have the rows of a run, or of all, here; nothing is raised: rows that cannot be had now are had later."""
+        """Fetch the rows of a run, or of all runs. Storage errors are ignored: missing rows are fetched later."""
         prefix = "runs/" if run_id is None else f"runs/{run_id}/"
 
         def fetch_rows() -> None:
@@ -247,9 +257,9 @@ class StoredStudy:
             self._retry(fetch_rows, patience)
 
     def push(self, is_driver: bool = True) -> str:
-        """Copy study.json, statuses, logs, tables and report to storage; what went wrong, or nothing.
+        """Copy study.json, statuses, logs, tables and report to storage. Returns the problem; empty if there is none.
 
-        is_driver: False for whoever made tables, report and probes of a study that was run elsewhere: these only.
+        is_driver: False for a process that did not run the study: it copies only tables, report and probes.
         """
         try:
             self._push_files(None, is_driver)
@@ -265,7 +275,7 @@ class StoredStudy:
             self._retry(partial(self._push_file, name, path), patience)
 
     def _push_file(self, name: str, path: Path) -> None:
-        """Copy a file that has changed since it was copied; one that is being written anew comes next time."""
+        """Copy a file if it has changed since the last copy. One that is being replaced is copied next time."""
         with self._lock, suppress(FileNotFoundError):
             stat = path.stat()
             fingerprint = stat.st_ino, stat.st_size, stat.st_mtime_ns
@@ -279,13 +289,14 @@ class StoredStudy:
 
 
 def _discard(text: str) -> None:
-    """What is tried again every few seconds need not be told."""
+    """Ignore a message: operations that are repeated every few seconds are not logged."""
 
 
 def list_driver_files(plan: StudyPlan, is_driver: bool = True) -> dict[str, Path]:
-    """What the driver writes, by its name in storage; study.json, which tells that there is more, last.
+    """Name in storage -> local path of the files that the driver writes.
 
-    is_driver: False for tables, report and probes alone.
+    study.json comes last, so that the other files exist when it appears. is_driver: False for tables, report and probes
+    only.
     """
     folder = plan.folder
     result_paths = [*folder.glob("*.parquet"), folder / "report.html", *folder.glob("figures/**/*")]
@@ -300,9 +311,9 @@ def list_driver_files(plan: StudyPlan, is_driver: bool = True) -> dict[str, Path
 
 
 def push_results(plan: StudyPlan) -> str:
-    """Copy what a report or a probe made to the study's storage, and all else if this folder's driver was its last.
+    """Copy the files of a report or probe to the study's storage; all files if the newest driver ran in this folder.
 
-    What went wrong, or nothing. Statuses that were fetched are never copied back: they may be old by now.
+    Fetched statuses are never copied back, since they may be outdated. Returns the problem; empty if there is none.
     """
     if plan.study_uri is None:
         return ""

@@ -1,6 +1,7 @@
-"""A folder that holds a study already: the same study goes on in it, another is refused with what differs."""
+"""Read study.json of an existing study: continue the same study in its folder, or refuse another and list changes."""
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +35,7 @@ NO_OVERRIDES: Mapping[str, object] = MappingProxyType({})
 
 
 class _Section(BaseModel):
-    """A part of study.json: types as they were written; what this version does not know is no error."""
+    """A section of study.json. Types are strict; keys that this version does not know are ignored."""
 
     model_config = ConfigDict(strict=True)
 
@@ -75,7 +76,7 @@ class _Contrast(_Section):
 
 
 class _StudyFile(_Section):
-    """study.json as far as `status`, `report` and `resume` rely on it."""
+    """The keys of study.json that `status`, `report` and `resume` rely on."""
 
     name: Text
     preset: Text
@@ -101,51 +102,51 @@ class _StudyFile(_Section):
 
 
 def read_study(folder: Path) -> dict[str, Any]:
-    """study.json of results/<run>, or PlanError if there is none, or one in which something is missing or odd."""
+    """Read study.json of results/<run>. Raise PlanError if it is missing, incomplete or invalid."""
     content = _read_object(folder / "study.json")
     if content is None:
         problem = "its study.json is damaged" if os.path.exists(folder / "study.json") else "no study.json"
         raise PlanError(
-            f"{format_value(folder, 1000)} holds no study ({problem}): type the folder results/<run> of one, "
+            f"{format_value(folder, 1000)} contains no study ({problem}): type the folder results/<run> of a study, "
             f"as `python -m tune_study run` printed it."
         )
     missing_keys = [key for key in ("name", "preset", "axis", "seeds", "runs", "settings") if key not in content]
     if missing_keys:
         raise PlanError(
-            f"{folder}/study.json is not whole: it lacks {', '.join(missing_keys)}. Type the folder of a study."
+            f"{folder}/study.json is incomplete: it lacks {', '.join(missing_keys)}. Type the folder of a study."
         )
     try:
         _StudyFile.model_validate(content)
     except ValidationError as error:
         raise PlanError(
-            f"{folder}/study.json is damaged, or of another version: {format_validation_error(error)}"
+            f"{folder}/study.json is damaged, or from another version: {format_validation_error(error)}"
         ) from None
     return content
 
 
 def _read_object(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None where there is no file or none in it that can be read."""
+    """The object in a JSON file; None if there is no file, or no readable object in it."""
     try:
         return read_json(path)
-    except RecursionError:  # A list in a list in a list ...
+    except RecursionError:  # Deeply nested lists.
         return None
 
 
 def plan_from_folder(
     folder: Path, overrides: Mapping[str, object] = NO_OVERRIDES, study: Study | None = None
 ) -> StudyPlan:
-    """The plan of the study in results/<run>, as it was resolved when it was started; PlanError if there is none.
+    """The plan of the study in results/<run>, with the settings of its start. Raise PlanError if there is none.
 
-    placed: settings of its place that are to be others from now on, such as {"trainer.n_gpus_per_node": 2}. study: as
-    the caller declares it; without one it is that of the same name in `search_spaces`. The folder chooses no code:
-    what trains its runs is what that study declares.
+    overrides: settings of its resources that change from now on, such as {"trainer.n_gpus_per_node": 2}. study: its
+    declaration; by default the study of the same name in `search_spaces`. The folder cannot choose code: its runs are
+    trained as that declaration says.
     """
     folder = Path(os.path.abspath(folder))
     content = read_study(folder)
     study = study or STUDIES.get(content["name"])
     if study is None:
         raise PlanError(
-            f"{folder} holds the study '{format_value(content['name'])}', which is none of {', '.join(STUDIES)}."
+            f"{folder} contains the study '{format_value(content['name'])}', which is not one of {', '.join(STUDIES)}."
         )
     try:
         base = apply_overrides(study.family.config_class.model_validate(content["settings"]), overrides)
@@ -158,35 +159,43 @@ def plan_from_folder(
         plan = build_plan(study, content["preset"], content["preset_reason"], base, values, seeds, folder.parent.parent)
         plan = replace(plan, storage=content.get("storage"))
         if {spec.run_id for spec in plan.runs} != {entry["run_id"] for entry in content["runs"]}:
-            raise PlanError("it lists other runs than its values and seeds give.")
+            raise PlanError("its list of runs does not match its values and seeds.")
     except ConfigError:
+        # Also a ValueError, but its message already says which setting to change.
         raise
     except ValidationError as error:
         raise PlanError(
-            f"{folder}/study.json is not one that this version reads: {format_validation_error(error)}"
+            f"{folder}/study.json cannot be read by this version: {format_validation_error(error)}"
         ) from None
     except ValueError as error:
-        raise PlanError(f"{folder}/study.json is not one that this version reads: {error}") from None
+        raise PlanError(f"{folder}/study.json cannot be read by this version: {error}") from None
     if plan.folder != folder:
-        raise PlanError(f"{folder} was moved or renamed: the study in it belongs into {plan.folder}.")
+        make_parent = shlex.join(["mkdir", "-p", str(plan.folder.parent)])
+        move = shlex.join(["mv", str(folder), str(plan.folder)])
+        raise PlanError(
+            f"{folder} was moved or renamed: its study belongs in {plan.folder}. Type `{make_parent} && {move}`, then "
+            f"try again."
+        )
     return plan
 
 
 def check_unchanged(plan: StudyPlan) -> None:
-    """PlanError where the study, as it is declared now, would give the runs in its folder other settings."""
+    """Raise PlanError if the study's current declaration gives the runs in its folder other settings."""
     changes = _find_changed_arms(plan)
     if changes:
+        change_lines = "\n  ".join(changes)
         raise PlanError(
-            f"The study {plan.study.name} is declared otherwise than when {plan.folder} was started:\n  "
-            + "\n  ".join(changes) + "\nGo on with the code that started it, or start anew with another --output."
-        )  # fmt: skip
+            f"The declaration of study `{plan.study.name}` has changed since {plan.folder} was started:\n  "
+            f"{change_lines}\n"
+            f"Continue with the code that started it, or start a new study with another --output."
+        )
 
 
 def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
-    """`plan` as it can be run in its folder: itself where the folder is new, or the study there, extended if asked.
+    """Merge `plan` with the study in its folder: `plan` itself if the folder is new, else the study there.
 
-    PlanError if the folder holds a study with other settings, or other values or seeds without `extend`. Groups of a
-    grid join without it.
+    extend: add new values and seeds to the study; groups of a grid are added without it. Raise PlanError if the folder
+    contains a study with other settings, or with other values or seeds and `extend` is False.
     """
     if not (plan.folder / "study.json").exists():
         return plan
@@ -195,10 +204,10 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
     changes = find_differences(existing, plan)
     if changes:
         raise PlanError(
-            f"{plan.folder} holds this study with other settings:\n  " + "\n  ".join(changes) + "\n"
-            "Type the same settings to go on with it, or another --output to start a new one."
+            f"{plan.folder} contains this study with other settings:\n  " + "\n  ".join(changes) + "\n"
+            "Type the same settings to continue it, or another --output to start a new study."
         )
-    # A value is the arm that it makes: 0.10 continues what was started as 0.1.
+    # Values are compared by the settings of their arms: 0.10 continues an arm that was started as 0.1.
     existing_values = {
         make_arm_config(existing.study, existing.base_config, value).compute_hash(): value for value in existing.values
     }
@@ -219,7 +228,7 @@ def merge_with_folder(plan: StudyPlan, extend: bool) -> StudyPlan:
 
 
 def check_same_storage(existing: StudyPlan, requested_uri: str | None) -> None:
-    """PlanError where a study that is `held` in a folder is asked to go on with another storage than it has."""
+    """Raise PlanError if an existing study is to be continued with another storage than it has."""
     if requested_uri is None or (existing.storage is not None and is_same_folder(requested_uri, existing.storage)):
         return
     problem = (
@@ -228,13 +237,13 @@ def check_same_storage(existing: StudyPlan, requested_uri: str | None) -> None:
         else "was started without --storage"
     )
     raise PlanError(
-        f"The study in {existing.folder} {problem}: go on with `python -m tune_study resume {existing.folder}`, or type another "
-        f"--output to start or fetch one that uses {format_value(requested_uri, 1000)}."
+        f"The study in {existing.folder} {problem}: continue it with `python -m tune_study resume {existing.folder}`, "
+        f"or type another --output to start or fetch one that uses {format_value(requested_uri, 1000)}."
     )
 
 
 def find_differences(existing: StudyPlan, plan: StudyPlan) -> list[str]:
-    """`name: old -> new` for everything that differs and can change a row."""
+    """`name: old -> new` for every difference that can change a row."""
     changes = [
         f"{name}: {old} -> {new}"
         for name, old, new in (("stop_rules", ", ".join(existing.study.stop_rules), ", ".join(plan.study.stop_rules)),)
@@ -245,7 +254,7 @@ def find_differences(existing: StudyPlan, plan: StudyPlan) -> list[str]:
 
 
 def _find_changed_settings(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
-    """Settings that differ between two configurations, if any of them can change a row."""
+    """Settings that differ between two configurations; empty if none of them can change a row."""
     if old.compute_hash() == new.compute_hash():
         return []
     old_settings, new_settings = (flatten_settings(config.model_dump(mode="json")) for config in (old, new))
@@ -257,7 +266,7 @@ def _find_changed_settings(old: BaseRunConfig, new: BaseRunConfig) -> list[str]:
 
 
 def _find_changed_arms(plan: StudyPlan) -> list[str]:
-    """Settings of the folder's own runs that the study, as it is declared now, would give another value."""
+    """Settings of the runs in the folder to which the study's current declaration gives another value."""
     all_changes = []
     for spec in plan.runs:
         path = plan.get_run_dir(spec.run_id) / "run.json"
@@ -266,26 +275,24 @@ def _find_changed_arms(plan: StudyPlan) -> list[str]:
             try:
                 old_config = type(spec.config).model_validate(run_entry.get("config"))
             except ValidationError as error:
-                raise PlanError(
-                    f"{path} is not one that this version reads: {format_validation_error(error)}"
-                ) from None
+                raise PlanError(f"{path} cannot be read by this version: {format_validation_error(error)}") from None
             changes = _find_changed_settings(old_config, spec.config)
             all_changes += [f"{spec.run_id} {change}" for change in changes]
     return all_changes
 
 
 def _check_same_arms(existing: StudyPlan, plan: StudyPlan) -> None:
-    """PlanError where values or seeds differ."""
+    """Raise PlanError if values or seeds differ."""
     option = plan.study.axis.option
     changes = []
     if set(existing.values) != set(plan.values):
-        old, new = (format_values(each.study, each.values) for each in (existing, plan))
+        old, new = (format_values(version.study, version.values) for version in (existing, plan))
         changes.append(f"{option}: {old} -> {new}")
     if set(existing.seeds) != set(plan.seeds):
         changes.append(f"--seeds: {len(existing.seeds)} -> {len(plan.seeds)}")
     if changes:
         raise PlanError(
-            f"{plan.folder} holds this study with other runs:\n  " + "\n  ".join(changes) + "\n"
-            f"Type --extend to add the new ones to it, `python -m tune_study resume {plan.folder}` to go on with "
-            f"those it has, or another --output."
+            f"{plan.folder} contains this study with other runs:\n  " + "\n  ".join(changes) + "\n"
+            f"Type --extend to add the new runs to it, `python -m tune_study resume {plan.folder}` to continue the "
+            f"existing runs, or another --output."
         )

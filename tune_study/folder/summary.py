@@ -1,4 +1,4 @@
-"""logs/<run>.log: the published summary, a line a run as it ends and a closing block, and what it leaves out."""
+"""The summary log in its published form: a line per ended run and a closing block, with seed and early stop added."""
 
 from collections.abc import Sequence
 from datetime import datetime
@@ -25,10 +25,10 @@ _PUBLISHED_STATUS = {
 
 
 def format_summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None, gpu_label: str) -> str:
-    """One run in the published form: fields joined by ` | `, then seed and early_stop, which are ours.
+    """One run in the published form: fields joined by ` | `, then seed and early_stop, which are our additions.
 
-    A run that a rule stopped has the published status `success` (its process ended well) and names the rule:
-    early_stop=<rule>@<step>. A run that never started is `missing`.
+    A run that a rule stopped has the published status `success`, because its process ended normally, and names the
+    rule: early_stop=<rule>@<step>. A run that never started is `missing`.
     """
     template_values = make_template_values(plan.study, plan.run, spec.arm, spec.config, spec.seed)
     published_fields = plan.study.name_templates.summary.format(
@@ -54,11 +54,11 @@ def format_summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None
 
 
 def format_run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[str]:
-    """`<name>_time=` of a run in seconds from its rows, for each of `names`; N/A where it has none.
+    """`<name>_time=` in seconds for each of `names`, from the rows of a run; N/A if the run has no total.
 
-    total: seconds_total of the last row that has it, which the line of a failure has not. eval: validation and test.
-    collapse_first, collapse_multi, collapse: diagnostics of first turns, of all turns, of both. train: total without
-    eval and collapse.
+    The names are total (seconds_total of the last row that has it; the row of a failure has none), eval (validation and
+    test), collapse_first, collapse_multi and collapse (diagnostics of first turns, of all turns, of both), and train
+    (total without eval and collapse).
     """
     total_seconds = next((row["seconds_total"] for row in reversed(rows) if row.get("seconds_total") is not None), None)
     if not isinstance(total_seconds, int | float):
@@ -80,7 +80,7 @@ def format_run_times(rows: list[dict[str, Any]], names: Sequence[str]) -> list[s
 
 
 def format_wall_seconds(status: RunStatus) -> str:
-    """Whole seconds from a run's first start to its end, pauses included; N/A without both."""
+    """Whole seconds from a run's first start to its end, including pauses; N/A if either is unknown."""
     if status.started_at is None or status.ended_at is None:
         return "N/A"
     duration = datetime.fromisoformat(status.ended_at) - datetime.fromisoformat(status.started_at)
@@ -88,7 +88,7 @@ def format_wall_seconds(status: RunStatus) -> str:
 
 
 def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool) -> Path:
-    """Write the summary anew from the statuses on disk: the heading, the ended runs, and with `closing` the block."""
+    """Rewrite the summary log from the statuses on disk: heading, ended runs, and the closing block if `is_closing`."""
     run_statuses = [(spec, read_status(plan.get_run_dir(spec.run_id))) for spec in plan.runs]
     ended_runs = [(spec, status) for spec, status in run_statuses if status is not None and status.ended_at is not None]
     ended_runs.sort(key=lambda pair: pair[1].ended_at or "")
@@ -105,14 +105,20 @@ def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool
 
 
 def _format_counts(statuses: Sequence[RunStatus | None]) -> str:
-    """How many runs there are and how they ended; the published counts are of lines, retries included."""
+    """How many runs there are and how they ended. (The published counts are of lines, including retries.)"""
     published_statuses = [
         _PUBLISHED_STATUS.get(status.status if status else "never_ran", "missing") for status in statuses
     ]
     n_early_stopped = sum(status is not None and status.status == "early_stopped" for status in statuses)
     n_unfinished = len(published_statuses) - published_statuses.count("success") - published_statuses.count("fail")
-    counts_text = f"Total: {len(published_statuses)} | Success: {published_statuses.count('success')} | Failed: {published_statuses.count('fail')}"
-    return f"{counts_text} | Early stopped: {n_early_stopped} | Not ended: {n_unfinished}"
+    counts = [
+        f"Total: {len(published_statuses)}",
+        f"Success: {published_statuses.count('success')}",
+        f"Failed: {published_statuses.count('fail')}",
+        f"Early stopped: {n_early_stopped}",
+        f"Not ended: {n_unfinished}",
+    ]
+    return " | ".join(counts)
 
 
 def _format_heading(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
@@ -128,20 +134,20 @@ def _format_heading(plan: StudyPlan, resource_plan: ResourcePlan) -> list[str]:
 
 
 def parse_skipped_statuses(text: str) -> tuple[str, ...]:
-    """The statuses of --skip-statuses; PlanError unless they are statuses, and hold those of runs that have ended."""
-    statuses = tuple(word.strip() for word in text.split(","))
+    """Parse --skip-statuses. Raise PlanError unless it contains known statuses, and all statuses of ended runs."""
+    statuses = tuple(entry.strip() for entry in text.split(","))
     missing_statuses = [status for status in ENDED_STATUSES if status not in statuses]
     if missing_statuses or not set(statuses) <= set(_SKIPPABLE):
         raise PlanError(
-            f"--skip-statuses '{format_value(text)}' cannot be used: type {DEFAULT_SKIPPED}, and failed or interrupted after "
-            f"them for runs that are not to be tried again. A run that has ended is never trained again in its folder: "
-            f"type another --output for that."
+            f"--skip-statuses '{format_value(text)}' is invalid: type {DEFAULT_SKIPPED}, followed by failed or "
+            f"interrupted if such runs are not to be run again. A run that has ended is never trained again in its "
+            f"folder: type another --output for that."
         )
     return statuses
 
 
 def find_finished_runs(plan: StudyPlan, skipped_statuses: Sequence[str] = ENDED_STATUSES) -> dict[str, RunStatus]:
-    """The runs that are not run again, by run_id: those of a status in `skipped`."""
+    """run_id -> status of the runs that are not run again: those with a status in `skipped_statuses`."""
     statuses = {spec.run_id: read_status(plan.get_run_dir(spec.run_id)) for spec in plan.runs}
     return {
         run_id: status

@@ -1,1 +1,1 @@
-"""what runs take of GPUs, memory and disk, and whether it fits."""
+"""how much GPU, memory and disk the runs need, and whether they fit."""

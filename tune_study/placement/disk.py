@@ -1,4 +1,4 @@
-"""The disk that a study takes, worked out before it starts. Sizes are in bytes, shown in decimal units (`df -H`)."""
+"""Estimate the disk space that a study needs before it starts. Sizes are in bytes, shown in decimal units (`df -H`)."""
 
 import glob
 import os
@@ -23,34 +23,42 @@ from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 _FLOAT32 = 4
 _HEADER_BYTES = 100
-"""Of a safetensors file, for one tensor: its name, type, shape and offsets. Measured: 95 (sokoban-tiny)."""
+"""Header of a safetensors file, per tensor: its name, type, shape and offsets. Measured: 95 (sokoban-tiny)."""
 _CHECKPOINT_JSON_BYTES = 3_000
-"""The JSON files of a checkpoint: counters and checksums (0.4 kB), and the run's settings (2.2 kB)."""
+"""JSON files of a checkpoint: counters and checksums (0.4 kB), and the run's settings (2.2 kB)."""
 _IN_FLIGHT = 2
-"""While a run trains: the rolling state before the last one, and the one that is being written."""
+"""Additional checkpoints while a run trains: the previous rolling checkpoint, and the one that is being written."""
 
-# Measured on studies of the laptop preset, one run of 60 steps and one of 3; the figures are above by a tenth or more.
+# Measured on studies of the laptop preset, one run of 60 steps and one of 3. The constants are at least 10 % larger.
 _STEP_BYTES = 21_000
-"""A step: metrics.jsonl 2.7 kB, result.json 7.7, TensorBoard 5.0, progress.csv 1.2, logs 0.4, tables and report 2.2."""
+"""Per step: metrics.jsonl 2.7 kB, result.json 7.7, TensorBoard 5.0, progress.csv 1.2, logs 0.4, tables, report 2.2."""
 _ANALYSIS_BYTES = 100_000
-"""A gradient analysis of 128 groups, before and after the filter: its lines and its share of the tables."""
+"""Per gradient analysis of 128 groups, before and after the filter: its lines and its part of the tables."""
 _LEVEL_BYTES, _EVALUATION_BYTES = 18, 150
-"""A line of levels.jsonl: 11.4 bytes a validation level, 17 a test level; the rest of the line."""
+"""Per line of levels.jsonl: 11.4 bytes per validation level, 17 per test level; the rest of the line."""
 _RUN_BYTES = 250_000
-"""What a run takes without a step: its share of Tune's experiment state (70 kB) and of the figures (150), settings."""
+"""Per run, independent of its steps: its part of Tune's experiment state (70 kB) and of the figures (150), settings."""
 _STUDY_BYTES = 550_000
-"""What a study takes without a run: trials.parquet (90 kB), empty tables (40), the frames of report and figures."""
+"""Per study, independent of its runs: trials.parquet (90 kB), empty tables (40), layout of report and figures."""
 
 
 class DiskBudget(NamedTuple):
-    """What the runs of a study that have not ended take at most, and what there is. Sizes in bytes.
+    """Maximum disk space for the runs of a study that have not ended, and the free space. Sizes in bytes.
 
-    runs: how many have not ended. concurrent: how many of them at once. checkpoint: size of one, and kept: count of
-    global_step_<N> folders a run, each of the run that has most where `is_uniform` is False. rolling: rolling states
-    at the worst moment, over all runs. rows: rows, logs, tables and report. total: all of it. already: what of `total`
-    is there. free: room for this user on the file system of `place`, the nearest folder of --output that exists.
-
-    checkpoint and total are None, and already is 0, where a model is not here; `unknown` has its path.
+    Attributes:
+        remaining_runs: runs that have not ended.
+        concurrent_runs: how many of them run at once.
+        is_uniform: whether all runs have the same checkpoint size and number of saved checkpoints. If not, the next
+            two attributes are the maximum over the runs.
+        checkpoint_bytes: size of one checkpoint; None if the size of a model is unknown.
+        saved_checkpoints: number of global_step_<N> folders per run.
+        rolling_checkpoints: rolling checkpoints of all runs at the worst moment.
+        row_bytes: rows, logs, tables and report.
+        total_bytes: sum of everything; None if the size of a model is unknown.
+        written_bytes: how much of `total_bytes` is already on disk; 0 if the size of a model is unknown.
+        free_bytes: space available to this user on the file system of `folder`.
+        folder: the nearest existing parent of --output.
+        unknown_models: paths of the models whose size is unknown.
     """
 
     remaining_runs: int
@@ -68,10 +76,10 @@ class DiskBudget(NamedTuple):
 
 
 def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Size of one checkpoint of a run after its first update: what `PPOTrainer.state` holds, in float32.
+    """Size of one checkpoint of a run after its first update: `PPOTrainer.get_state` in float32.
 
-    Every trained parameter has its weight and AdamW's two moments; every such tensor has AdamW's count of steps, a
-    scalar. What is frozen, reference or base, is read from where the policy came from and is in no checkpoint.
+    It contains the weight and AdamW's two moments of every trained parameter, and AdamW's step count, a scalar, of
+    every such tensor. Frozen networks (reference, base) are loaded from the original model and are in no checkpoint.
     """
     tensor_sizes = [size for sizes in list_trained_tensor_sizes(shape, config).values() for size in sizes]
     elements = 3 * sum(tensor_sizes) + len(tensor_sizes)
@@ -79,14 +87,14 @@ def compute_checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 
 def count_occurrences(steps: int, every: int) -> int:
-    """How often something happens that is done every so many of `steps` and at the last; `every` <= 0: never."""
+    """Occurrences of an event that happens every `every` of `steps` steps and at the last one; `every` <= 0: never."""
     return -(-steps // every) if every > 0 else 0
 
 
 def estimate_row_bytes(config: RunConfig) -> int:
-    """What a run writes beside its checkpoints: rows, levels, logs, Tune's files, its part of tables and report."""
+    """Bytes of a run without its checkpoints: rows, levels, logs, Tune's files, its part of tables and report."""
     env, trainer = config.env, config.trainer
-    # The base policy sampled and greedy, then every validation, and a greedy one at the end.
+    # The initial policy, sampled and greedy, then every validation, and a greedy one at the end.
     validations = 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
     levels = validations * env.val_env_groups * env.val_group_size + 2 * env.test_env_groups
     analyses = -(-trainer.total_training_steps // trainer.gradient_analysis_every) * trainer.gradient_analysis_mode
@@ -100,7 +108,7 @@ def estimate_row_bytes(config: RunConfig) -> int:
 
 
 def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: Mapping[str, str]) -> DiskBudget:
-    """The disk budget of what is left of `plan`: runs that have ended write no more and are left out."""
+    """The disk budget of the remaining runs of `plan`. Ended runs are left out: they write nothing more."""
     ended_runs = find_finished_runs(plan)
     runs = [spec for spec in plan.runs if spec.run_id not in ended_runs]
     sizes, unknown_models = _estimate_checkpoint_sizes(plan, runs, environ)
@@ -131,7 +139,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
 def _estimate_checkpoint_sizes(
     plan: StudyPlan, runs: Sequence[RunSpec], environ: Mapping[str, str]
 ) -> tuple[list[int], tuple[str, ...]]:
-    """Bytes of a state of each of `runs` whose model's shape is known, and the models whose shape is not."""
+    """Checkpoint sizes of the `runs` whose model has a known shape, and the models without one."""
     family = plan.study.family
     model_paths = {spec.run_id: family.get_model_path(spec.config) for spec in runs}
     shapes = {path: read_model_shape(path, environ) for path in dict.fromkeys(model_paths.values()) if path is not None}
@@ -147,7 +155,7 @@ def _estimate_checkpoint_sizes(
 
 
 def _estimate_run_row_bytes(plan: StudyPlan, spec: RunSpec) -> int:
-    """Bytes of a run's rows, and of what is made of them."""
+    """Bytes of a run's rows, and of the files derived from them."""
     sizes = plan.study.family.estimate_bytes
     return (
         estimate_row_bytes(spec.ppo_config)
@@ -157,15 +165,15 @@ def _estimate_run_row_bytes(plan: StudyPlan, spec: RunSpec) -> int:
 
 
 def _sum_checkpoint_bytes(sizes: Sequence[int], saved_counts: Sequence[int], concurrent_runs: int) -> int:
-    """Bytes of all checkpoints: each run's kept ones and a rolling one, and what is in flight of the largest runs."""
+    """Bytes of all checkpoints: saved and rolling ones of every run, and those in flight of the largest runs."""
     stored_bytes = sum(size * (1 + count) for size, count in zip(sizes, saved_counts, strict=True))
     return stored_bytes + _IN_FLIGHT * sum(sorted(sizes, reverse=True)[:concurrent_runs])
 
 
 def compute_scratch_bytes(budget: DiskBudget) -> int | None:
-    """Bytes that a run keeps on its node where a storage takes its states; None where they are not known.
+    """Bytes of a run's checkpoints on its node if a storage keeps them; None if unknown.
 
-    A rolling state and the one before, one that is being written, and one to keep until it is copied.
+    These are the rolling checkpoint, the previous one, the one being written, and a saved one until it is copied.
     """
     return (
         None
@@ -175,7 +183,7 @@ def compute_scratch_bytes(budget: DiskBudget) -> int | None:
 
 
 def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -> int:
-    """Bytes of a run's part of the total that are on disk; what the plan has no place for does not count."""
+    """Bytes of a run's part of the total that are already on disk. Files that the plan does not include are ignored."""
     run_dir, checkpoint_dir = plan.get_run_dir(spec.run_id), plan.output / spec.checkpoint_dir
     rolling_bytes = count_folder_bytes(run_dir / STATE_FOLDER)
     record_bytes = count_folder_bytes(run_dir) - rolling_bytes + count_folder_bytes(plan.folder / spec.run_id)
@@ -188,57 +196,66 @@ def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -
 
 
 def _is_saved(step: int, spec: RunSpec) -> bool:
-    """Whether a run that trains all its steps writes global_step_<step>."""
+    """Whether a run that trains all its steps saves global_step_<step>."""
     every = spec.config.trainer.save_freq
     return 1 <= step <= spec.steps and every > 0 and (step == spec.steps or step % every == 0)
 
 
 def count_folder_bytes(folder: Path) -> int:
-    """Sizes of all files below `folder`, links not followed; 0 where there is no folder."""
+    """Total size of the files below `folder`, without following links; 0 if there is no folder."""
     total = 0
     for parent, _, names in os.walk(folder):
         for name in names:
             try:
                 total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # removed since it was listed: a study in the folder is running
+            except OSError:  # Removed since it was listed, because a study in the folder is running.
                 continue
     return total
 
 
 def format_disk_line(budget: DiskBudget) -> str:
-    """The budget in one line of the plan."""
+    """The budget as one line of the plan: the verdict, then the terms of the sum."""
     free_text = f"{decimal(budget.free_bytes)} free"
     if budget.remaining_runs == 0:
-        return f"disk: every run has ended, nothing more is needed; {free_text}"
-    up_to = "" if budget.is_uniform else "up to "
-    size_text = " checkpoints" if budget.checkpoint_bytes is None else f" x {up_to}{decimal(budget.checkpoint_bytes)}"
-    runs_text = f"{budget.remaining_runs} run{'s' * (budget.remaining_runs > 1)} x (1 rolling + {up_to}{budget.saved_checkpoints} kept)"
-    in_flight_text = f"{budget.concurrent_runs} x {_IN_FLIGHT}{size_text} while running"
-    text = f"disk: {runs_text}{size_text} + {in_flight_text} + rows {decimal(budget.row_bytes)}"
+        return f"Disk: every run has ended, no more space is needed, {free_text}."
+    terms = _format_terms(budget)
     if budget.total_bytes is None:
         unknown_text = " and ".join(budget.unknown_models)
-        reason = f"no config.json of a model that can be trained is here for {unknown_text}"
-        return f"{text}; the size of a checkpoint is not known: {reason}; {free_text}"
-    written_text = f", {decimal(budget.written_bytes)} of it written already" if budget.written_bytes else ""
-    return f"{text} = {decimal(budget.total_bytes)}{written_text}; {free_text}"
+        return (
+            f"Disk: size of a checkpoint unknown, because no config.json of a trainable model was found for "
+            f"{unknown_text}; {free_text}. Needed: {terms}."
+        )
+    written_text = f" ({decimal(budget.written_bytes)} already written)" if budget.written_bytes else ""
+    verdict = "OK" if budget.total_bytes - budget.written_bytes <= budget.free_bytes else "NOT ENOUGH"
+    return f"Disk: needs at most {decimal(budget.total_bytes)}{written_text}, {free_text}. {verdict}. Sum: {terms}."
+
+
+def _format_terms(budget: DiskBudget) -> str:
+    """The terms of the budget's total: checkpoints of all runs, those in flight, and rows."""
+    up_to = "" if budget.is_uniform else "up to "
+    size_text = " checkpoints" if budget.checkpoint_bytes is None else f" x {up_to}{decimal(budget.checkpoint_bytes)}"
+    runs_text = f"{budget.remaining_runs} run{'s' * (budget.remaining_runs > 1)}"
+    checkpoints_text = f"(1 rolling + {up_to}{budget.saved_checkpoints} saved){size_text}"
+    in_flight_text = f"{budget.concurrent_runs} x {_IN_FLIGHT}{size_text} while running"
+    return f"{runs_text} x {checkpoints_text} + {in_flight_text} + {decimal(budget.row_bytes)} of rows"
 
 
 def check_combined_budget(budgets: Sequence[DiskBudget]) -> None:
-    """PlanError where studies that are to run one after another need more than is free; unknown sizes do not count."""
+    """Raise PlanError if the studies of a suite together need more space than is free. Unknown sizes are ignored."""
     needed_bytes = sum(
         budget.total_bytes - budget.written_bytes for budget in budgets if budget.total_bytes is not None
     )
     free_bytes = min((budget.free_bytes for budget in budgets), default=needed_bytes)
     if needed_bytes > free_bytes:
         raise PlanError(
-            f"The {len(budgets)} studies need up to {decimal(needed_bytes)} more on disk together, and {budgets[0].folder} "
-            f"has {decimal(free_bytes)} free: type --output with a folder on a larger disk, --save-freq -1, run them one at "
-            f"a time, or make room."
+            f"The {len(budgets)} studies together need up to {decimal(needed_bytes)} more disk space, and "
+            f"{budgets[0].folder} has {decimal(free_bytes)} free: type --output with a folder on a larger disk, type "
+            f"--save-freq -1, run the studies one at a time, or free disk space."
         )
 
 
 def check_budget(budget: DiskBudget) -> None:
-    """PlanError where the study needs more than is free; an unknown size is no reason."""
+    """Raise PlanError if the study needs more space than is free. An unknown size is no reason."""
     if budget.total_bytes is None:
         return
     needed_bytes = budget.total_bytes - budget.written_bytes
@@ -246,11 +263,11 @@ def check_budget(budget: DiskBudget) -> None:
         return
     remedies = ["--output with a folder on a larger disk"]
     if budget.saved_checkpoints:
-        remedies.insert(0, "--save-freq with a larger number (-1 keeps none)")
+        remedies.insert(0, "--save-freq with a larger number (-1 saves none)")
     if budget.concurrent_runs > 1:
         remedies.insert(-1, "--max-concurrent 1")
     raise PlanError(
-        f"The study needs up to {decimal(needed_bytes)} more on disk, and {budget.folder} has {decimal(budget.free_bytes)} free, "
-        f"{decimal(needed_bytes - budget.free_bytes)} too little: type {', or '.join(remedies)}; or make room. "
-        f"In full: {format_disk_line(budget).removeprefix('disk: ')}."
+        f"The study needs up to {decimal(needed_bytes)} more disk space, and {budget.folder} has "
+        f"{decimal(budget.free_bytes)} free, {decimal(needed_bytes - budget.free_bytes)} too little: type "
+        f"{', or '.join(remedies)}; or free disk space. {format_disk_line(budget)}"
     )

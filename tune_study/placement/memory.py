@@ -1,8 +1,9 @@
-"""The memory that a run takes on each of its GPUs, part by part, worked out before it starts. Sizes in bytes.
+"""Estimate the memory of a run on each of its GPUs, item by item, before it starts. Sizes in bytes.
 
-Pure formulas over a model's shape and a run's settings. What the trainer allocates for good is exact; what passes hold
-for a while is an upper bound, since every conversation is taken to be as long as it can be. Symbols: N parameters of a
-network, R ranks (GPUs of the run), h hidden size, f intermediate size, kv channels of all key heads, V vocabulary.
+Pure formulas of a model's shape and a run's settings. Permanent allocations of the trainer are exact; temporary ones of
+forward and backward passes are an upper bound, because every conversation is assumed to have maximum length. Symbols:
+N parameters of a network, R ranks (GPUs of the run), h hidden size, f intermediate size, kv channels of all key heads,
+V vocabulary.
 """
 
 from typing import NamedTuple
@@ -20,28 +21,29 @@ from tune_study.placement.model_size import (
 
 GIB = 2**30
 PHASES = ("rollout", "values", "critic backward", "critic step", "policy backward", "policy step", "start")
-"""When memory is at its highest: while episodes are sampled; in passes without gradients (values, reference); in the
-passes with gradients, and in the optimizer step, of critic and of policy; and before weights are dealt out."""
+"""The moments of highest memory use: sampling of episodes; passes without gradients (values, reference); passes with
+gradients, and optimizer step, of critic and of policy; and the start, before weights are sharded."""
 ROLLOUT, VALUES, CRITIC_BACKWARD, CRITIC_STEP, POLICY_BACKWARD, POLICY_STEP, START = range(len(PHASES))
 
 FLOAT32, BFLOAT16 = 4, 2
 MOMENT_BYTES = 2 * FLOAT32
+"""AdamW's two moments of one parameter."""
 LOGIT_COPIES = {True: 7, False: 3}
-"""Float32 copies of those logits, in passes with gradients and without: see there."""
+"""Float32 copies of the logits in passes with gradients (True) and without (False), see `compute_logits_bytes`."""
 TURN_TOKENS = {"full": 320, "compact": 16}
-"""Tokens that the game says a turn. full: the published limit of 3600, less five replies of 400, over five turns."""
+"""Prompt style -> tokens of the game per turn. full: published limit of 3600, less 5 replies of 400, over 5 turns."""
 CUDA_CONTEXT_BYTES = int(0.75 * GIB)
-"""A process's CUDA context with its libraries' work spaces; an assumption, they differ between drivers."""
+"""CUDA context of a process with its libraries' work spaces. An assumption: it differs between drivers."""
 NCCL_BYTES = 1 * GIB
-"""NCCL's buffers, where a run has several ranks; an assumption."""
+"""NCCL's buffers in a run with several ranks. An assumption."""
 REDUCE_BUCKET_SIZE = 500_000_000
-"""Elements that DeepSpeed reduces at once (reduce_bucket_size)."""
+"""Elements per reduction of DeepSpeed (reduce_bucket_size)."""
 VLLM_MAX_SEQS, VLLM_MAX_BATCHED_TOKENS = 256, 16_384
-"""Rows that vLLM decodes at once (max_num_seqs), and tokens that one of its passes takes (max_num_batched_tokens)."""
+"""vLLM's maximum number of concurrent rows (max_num_seqs), and of tokens per pass (max_num_batched_tokens)."""
 
 
 class Allocation(NamedTuple):
-    """One part of a run's memory: bytes on each GPU at each of PHASES, and bytes of each rank in the host's memory."""
+    """One item of a run's memory: bytes on each GPU in each of PHASES, and bytes per rank in host memory."""
 
     name: str
     gpu_bytes: tuple[int, ...]
@@ -49,10 +51,15 @@ class Allocation(NamedTuple):
 
 
 class NetworkBytes(NamedTuple):
-    """Bytes of each rank for a network that is trained, by what they are for.
+    """Bytes per rank for a network that is trained, by purpose.
 
-    weights: float32. master: DeepSpeed's own copy of the weights that a rank updates. moments: AdamW's two. gradients:
-    float32. scratch: what the optimizer step makes for itself. host: of these, what is offloaded.
+    Attributes:
+        weights: in float32.
+        master: DeepSpeed's master copy of the weights that a rank updates.
+        moments: AdamW's two moments.
+        gradients: in float32.
+        scratch: temporary memory of the optimizer step.
+        host: offloaded to host memory; not included in the others.
     """
 
     weights: int
@@ -64,29 +71,29 @@ class NetworkBytes(NamedTuple):
 
 
 def count_ranks(config: RunConfig) -> int:
-    """R: processes of a run, one a GPU; a run on a fraction of a GPU, or on none, has one."""
+    """R: processes of a run, one per GPU. A run on a fraction of a GPU, or on none, has one."""
     return max(1, int(config.trainer.n_gpus_per_node))
 
 
 def uses_deepspeed(config: RunConfig) -> bool:
-    """Whether DeepSpeed owns the optimizers."""
+    """Whether DeepSpeed owns the optimizers: if asked for, and always with several ranks."""
     return config.trainer.strategy == "deepspeed" or count_ranks(config) > 1
 
 
 def shards_weights(config: RunConfig) -> bool:
-    """Whether every rank keeps a part of the weights only: ZeRO stage 3."""
+    """Whether every rank stores only its shard of the weights: ZeRO stage 3."""
     return uses_deepspeed(config) and config.trainer.zero_stage == 3
 
 
 def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
-    """A trained network of `parameters` float32 parameters under the run's ZeRO stage.
+    """Memory of a trained network of `parameters` float32 parameters under the run's ZeRO stage.
 
-    Torch: 4 N weights, 8 N moments, 4 N gradients. DeepSpeed: every rank has 4 N weights; stage 1 deals the optimizer's
-    own part (a master copy of 4 N and 8 N moments) out to the R ranks, stage 2 the 4 N of gradients too,
-    stage 3 the weights. offload_optimizer moves a rank's master copy and moments to the host, from stage 2 on with its
-    gradients, of which stage 3 has two copies there; offload_parameters its part of the weights. In the step AdamW
-    makes square roots of as many elements as it updates, and DeepSpeed flattens their gradients.
-    Source: Rajbhandari et al. 2020, arXiv:1910.02054; deepspeed 0.19.
+    Torch: 4 N weights, 8 N moments, 4 N gradients. DeepSpeed: every rank has 4 N weights. Stage 1 shards the optimizer
+    state (a master copy of 4 N, and 8 N moments) over the R ranks, stage 2 also the 4 N of gradients, stage 3 also the
+    weights. offload_optimizer moves a rank's master copy and moments to the host, from stage 2 on together with its
+    gradients, of which stage 3 keeps two copies there; offload_parameters moves its shard of the weights. In the
+    optimizer step AdamW computes square roots of as many elements as it updates, and DeepSpeed flattens their
+    gradients. Source: Rajbhandari et al. 2020, arXiv:1910.02054; deepspeed 0.19.
     """
     full_bytes, shard_bytes = FLOAT32 * parameters, FLOAT32 * -(-parameters // count_ranks(config))
     if not uses_deepspeed(config):
@@ -99,6 +106,7 @@ def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
         return NetworkBytes(
             weights - offloaded_weights, shard_bytes, 2 * shard_bytes, gradients, 2 * shard_bytes, offloaded_weights
         )
+    # Master copy and two moments; from stage 2 on one copy of the gradients, in stage 3 two.
     offloaded_states = {1: 3, 2: 4, 3: 5}[trainer.zero_stage] * shard_bytes
     return NetworkBytes(
         weights - offloaded_weights,
@@ -111,9 +119,9 @@ def compute_network_bytes(parameters: int, config: RunConfig) -> NetworkBytes:
 
 
 def compute_gathered_bytes(shape: ModelShape, parameters: int, config: RunConfig) -> int:
-    """A network that stage 3 gathers to be read: linear layers of blocks in the type of the passes, the rest float32.
+    """A network that stage 3 has gathered: linear layers of blocks in the dtype of passes, the rest in float32.
 
-    As `trainable.backend.zero_weights` gathers it.
+    `trainable.backend.zero_weights` gathers it in this way.
     """
     head = 0 if shape.tie_word_embeddings else shape.vocab_size * shape.hidden_size
     linear = count_linear_parameters(shape) - head
@@ -121,25 +129,25 @@ def compute_gathered_bytes(shape: ModelShape, parameters: int, config: RunConfig
 
 
 def compute_reference_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """A reference of its own; 0 where no loss and no reward needs it, and with LoRA, where the base is it."""
+    """A separate reference model; 0 if no loss and no reward needs one, or with LoRA, whose base is the reference."""
     is_needed = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
     return compute_frozen_bytes(shape, config) if is_needed and not config.model.lora_rank else 0
 
 
 def compute_frozen_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """A frozen network: linear layers in the type of the passes, embedding (a tied head too) and norms in float32.
+    """A frozen network: linear layers in the dtype of passes; embedding, tied head and norms in float32.
 
-    As `trainable.models.load.frozen` makes it.
+    `trainable.models.load.make_frozen_copy` makes it in this way.
     """
     linear = count_linear_parameters(shape)
     return FLOAT32 * (count_policy_parameters(shape) - linear) + get_dtype_bytes(config) * linear
 
 
 def compute_cast_bytes(shape: ModelShape, name: str, parameters: int, config: RunConfig) -> int:
-    """Copies of a network's weights in the type of the passes, which autocast keeps while one runs; 0 in float32.
+    """Copies of a network's weights that autocast keeps during a pass, in the dtype of passes; 0 in float32.
 
-    name: policy or critic. Only what enters a matrix product is copied: an embedding that is not also the head stays
-    as it is. With LoRA that is the adapters and a tied head: the other frozen layers have the type already.
+    name: policy or critic. Only weights of matrix products are copied, so not an embedding that is not also the head.
+    With LoRA these are the adapters and a tied head: the other frozen layers already have this dtype.
     """
     if config.model.dtype == "float32":
         return 0
@@ -150,24 +158,24 @@ def compute_cast_bytes(shape: ModelShape, name: str, parameters: int, config: Ru
 
 
 def get_dtype_bytes(config: RunConfig) -> int:
-    """Bytes of a number in passes."""
+    """Bytes per number in the dtype of passes."""
     return FLOAT32 if config.model.dtype == "float32" else BFLOAT16
 
 
 def compute_max_tokens(config: RunConfig) -> int:
-    """Tokens of a conversation at most: all its turns with replies of full length, within max_model_len."""
+    """Maximum tokens of a conversation: all turns with replies of full length, within max_model_len."""
     tokens = config.env.max_turn * (config.rollout.response_length + TURN_TOKENS[config.model.prompt_style])
     return min(tokens, config.rollout.max_model_len or tokens)
 
 
 def compute_block_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """What one block keeps of one token for its backward pass.
+    """Bytes that one block saves per token for its backward pass.
 
-    float32: 4 (9 h + 2 kv + 4 f), of which attention's output twice, by length and end to end; bfloat16: 24 h + 4 kv +
-    8 f, since norms and the residual stream stay float32; in both the softmax's normaliser of each head and the norms'
-    two factors. Counted over the tensors that autograd saves. With LoRA every adapter adds what it multiplies with B,
-    as many numbers as its rank, and frozen norms keep 8 h less; exact for adapters on all layers, an upper bound for
-    some.
+    float32: 4 (9 h + 2 kv + 4 f), including attention's output twice (grouped by length, and concatenated). bfloat16:
+    24 h + 4 kv + 8 f, because norms and the residual stream stay in float32. Both add the softmax normaliser of each
+    head and the two factors of the norms. Counted over the tensors that autograd saves. With LoRA every adapter adds
+    the input of B, as many numbers as its rank, and frozen norms save 8 h less; this is exact for adapters on all
+    layers, and an upper bound otherwise.
     """
     hidden, intermediate, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
     factor_bytes = FLOAT32 * (shape.num_attention_heads + 2)
@@ -180,7 +188,7 @@ def compute_block_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 
 def compute_tokens_per_pass(config: RunConfig) -> int:
-    """Tokens of the largest pass with gradients, which has no padding: at most a rank's rows of a mini-batch."""
+    """Tokens of the largest pass with gradients, which has no padding: at most one rank's part of a mini-batch."""
     max_mini_batch = max(config.actor.ppo_mini_batch_size, config.critic.ppo_mini_batch_size)
     return min(
         -(-max_mini_batch // count_ranks(config)) * compute_max_tokens(config),
@@ -189,10 +197,10 @@ def compute_tokens_per_pass(config: RunConfig) -> int:
 
 
 def compute_activation_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """What the passes with gradients hold of activations.
+    """Activations of the passes with gradients.
 
-    A token: the saved tensors of every block, or with gradient checkpointing each block's input (4 h) and one block's
-    saved tensors; 12 h around the blocks; and 3 f numbers and 8 h bytes of gradients while a block goes backward.
+    Per token: the saved tensors of every block, or with gradient checkpointing each block's input (4 h) and one block's
+    saved tensors; 12 h around the blocks; and 3 f numbers and 8 h bytes of gradients during a block's backward pass.
     """
     block, hidden = compute_block_bytes(shape, config), shape.hidden_size
     backward_bytes = 3 * shape.intermediate_size * get_dtype_bytes(config) + 2 * FLOAT32 * hidden
@@ -203,9 +211,10 @@ def compute_activation_bytes(shape: ModelShape, config: RunConfig) -> int:
 
 
 def compute_logits_bytes(shape: ModelShape, config: RunConfig, with_gradients: bool) -> int:
-    """Logits of CHUNK_ELEMENTS, or with gradients of a whole pass where chunking is off, in all their copies.
+    """All copies of the logits: CHUNK_ELEMENTS elements, or a whole pass with gradients if chunking is off.
 
-    With gradients also the head's, unless it is frozen: a sum in float32, and a summand in the type of the passes.
+    With gradients it includes the head's gradient, unless the head is frozen: the sum in float32, and a summand in the
+    dtype of passes.
     """
     elements = compute_tokens_per_pass(config) * shape.vocab_size
     if config.actor.entropy_from_logits_with_chunking or not with_gradients:
@@ -215,28 +224,34 @@ def compute_logits_bytes(shape: ModelShape, config: RunConfig, with_gradients: b
 
 
 def compute_token_kv_bytes(shape: ModelShape, dtype_bytes: int) -> int:
-    """Keys and values of one token in all blocks, `number` bytes each."""
+    """Keys and values of one token in all blocks, with `dtype_bytes` bytes per number."""
     return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * dtype_bytes
 
 
 def count_concurrent_rows(config: RunConfig) -> int:
-    """Conversations that one rank plays at once: of training, validation or test, whichever has most."""
+    """Concurrent conversations per rank: the maximum of training, validation and test."""
     env = config.env
     max_rows = max(env.env_groups * env.group_size, env.val_env_groups * env.val_group_size, env.test_env_groups)
     return -(-max_rows // count_ranks(config))
 
 
 def list_allocations(shape: ModelShape, config: RunConfig, budget: int) -> tuple[Allocation, ...]:
-    """All parts of a run that has `share` bytes of each of its GPUs; parts of no bytes are left out."""
+    """All items of a run with a budget of `budget` bytes on each of its GPUs. Items of 0 bytes are left out."""
+    if config.rollout.name == "vllm":
+        sampler_allocations = _list_vllm_allocations(shape, config, budget)
+    else:
+        sampler_allocations = _list_sampler_allocations(shape, config)
+    context_name, context_bytes = "CUDA context", CUDA_CONTEXT_BYTES
+    if count_ranks(config) > 1:
+        context_name, context_bytes = "CUDA context, NCCL", CUDA_CONTEXT_BYTES + NCCL_BYTES
     allocations = [
         *_list_trained_allocations(shape, config),
         _make_constant_allocation("reference weights", compute_reference_bytes(shape, config)),
-        *(_list_vllm_allocations(shape, config, budget) if config.rollout.name == "vllm" else _list_sampler_allocations(shape, config)),
+        *sampler_allocations,
         *_list_pass_allocations(shape, config),
         *_list_sharding_allocations(shape, config),
-        _make_constant_allocation("CUDA context" + (", NCCL" if count_ranks(config) > 1 else ""),
-                CUDA_CONTEXT_BYTES + (NCCL_BYTES if count_ranks(config) > 1 else 0)),
-    ]  # fmt: skip
+        _make_constant_allocation(context_name, context_bytes),
+    ]
     return tuple(allocation for allocation in allocations if any(allocation.gpu_bytes) or allocation.host_bytes)
 
 
@@ -245,17 +260,17 @@ def _make_constant_allocation(name: str, size: int, host: int = 0) -> Allocation
 
 
 def _make_phase_allocation(name: str, sizes: dict[int, int], host: int = 0) -> Allocation:
-    """A part that is there at some moments only: index of the moment -> bytes."""
-    return Allocation(name, tuple(sizes.get(moment, 0) for moment in range(len(PHASES))), host)
+    """An item of some phases only. sizes: index of the phase -> bytes."""
+    return Allocation(name, tuple(sizes.get(phase, 0) for phase in range(len(PHASES))), host)
 
 
 def count_trained_parameters(shape: ModelShape, config: RunConfig) -> dict[str, int]:
-    """Parameters that are trained: of the policy (with a value head on a shared trunk), and of the critic."""
+    """Number of trained parameters of the policy (with a value head on a shared trunk) and of the critic."""
     return {name: sum(sizes) for name, sizes in list_trained_tensor_sizes(shape, config).items()}
 
 
 def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
-    """The base of adapters; and weights, optimizer, gradients and step of each network that is trained."""
+    """The frozen base of adapters; and weights, optimizer, gradients and optimizer step of each trained network."""
     allocations, weights_label = [], "weights"
     if config.model.lora_rank:
         allocations, weights_label = (
@@ -269,8 +284,9 @@ def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allo
         gradients = _make_phase_allocation(
             f"{name} gradients", {backward: network.gradients + bucket_bytes, step: network.gradients}
         )
-        if shards_weights(config):  # DeepSpeed keeps what it sums them in
+        if shards_weights(config):  # DeepSpeed keeps the bucket in which it sums them.
             gradients = _make_constant_allocation(f"{name} gradients", network.gradients + FLOAT32 * ZERO_BUCKET_SIZE)
+        # The table shows offloaded bytes with the item that they mostly belong to.
         offloaded_label = "AdamW moments" if config.trainer.offload_optimizer else "weights"
         allocations += [
             _make_constant_allocation(
@@ -287,32 +303,35 @@ def _list_trained_allocations(shape: ModelShape, config: RunConfig) -> list[Allo
 
 
 def _list_sharding_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
-    """What stage 3 gathers of weights for a while, and what there is before it has dealt them out."""
+    """Weights that stage 3 gathers temporarily, and whole networks before it has sharded them."""
     if not shards_weights(config):
         return []
     sizes = count_trained_parameters(shape, config)
     gathered_bytes = {name: compute_gathered_bytes(shape, parameters, config) for name, parameters in sizes.items()}
     live_bytes = {name: FLOAT32 * min(ZERO_MAX_LIVE_PARAMETERS, parameters) for name, parameters in sizes.items()}
     uses_torch_sampler = config.rollout.name == "torch"
+    gathered_sizes = {
+        ROLLOUT: gathered_bytes["policy"] if uses_torch_sampler else 0,
+        VALUES: max(gathered_bytes.values()),
+        CRITIC_BACKWARD: live_bytes.get("critic", 0),
+        POLICY_BACKWARD: live_bytes["policy"],
+    }
     return [
-        _make_phase_allocation("weights gathered", {
-            ROLLOUT: gathered_bytes["policy"] if uses_torch_sampler else 0, VALUES: max(gathered_bytes.values()),
-            CRITIC_BACKWARD: live_bytes.get("critic", 0), POLICY_BACKWARD: live_bytes["policy"],
-        }),
-        _make_phase_allocation("networks before they are dealt out", {START: FLOAT32 * sum(sizes.values())}),
-    ]  # fmt: skip
+        _make_phase_allocation("weights gathered", gathered_sizes),
+        _make_phase_allocation("networks before sharding", {START: FLOAT32 * sum(sizes.values())}),
+    ]
 
 
 def compute_saving_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """What a run holds in the host's memory while it saves a state: all weights and moments, which rank 0 collects."""
+    """Host memory of a run while it saves a checkpoint: all weights and moments, which rank 0 collects."""
     return (FLOAT32 + MOMENT_BYTES) * sum(count_trained_parameters(shape, config).values())
 
 
 def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
-    """What passes hold while they run: copies of weights, activations, logits."""
+    """Temporary memory of passes: copies of weights, activations, logits."""
     sizes = count_trained_parameters(shape, config)
     copy_bytes = {name: compute_cast_bytes(shape, name, parameters, config) for name, parameters in sizes.items()}
-    # What stage 3 has gathered to be read is in the type of the passes already, but for the head.
+    # Weights that stage 3 has gathered already have the dtype of passes, except the head.
     head_bytes = compute_cast_bytes(shape, "head", 2 * shape.vocab_size * shape.hidden_size, config)
     no_grad_bytes = dict.fromkeys(copy_bytes, head_bytes) if shards_weights(config) else copy_bytes
     rollout = config.rollout
@@ -325,23 +344,34 @@ def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocat
         compute_activation_bytes(shape, config),
         compute_logits_bytes(shape, config, with_gradients=True),
     )
+    copy_sizes = {
+        ROLLOUT: no_grad_bytes["policy"] if rollout.name == "torch" else 0,
+        VALUES: max(no_grad_bytes.values()),
+        CRITIC_BACKWARD: copy_bytes.get("critic", 0),
+        POLICY_BACKWARD: copy_bytes["policy"],
+    }
+    activation_sizes = {
+        VALUES: forward_bytes,
+        CRITIC_BACKWARD: activations * has_critic,
+        POLICY_BACKWARD: activations,
+    }
+    # A value head has one output per token: the critic has no logits.
+    logit_sizes = {VALUES: compute_logits_bytes(shape, config, with_gradients=False), POLICY_BACKWARD: logits}
     return [
-        _make_phase_allocation(f"copies in {config.model.dtype}", {
-            ROLLOUT: no_grad_bytes["policy"] if rollout.name == "torch" else 0, VALUES: max(no_grad_bytes.values()),
-            CRITIC_BACKWARD: copy_bytes.get("critic", 0), POLICY_BACKWARD: copy_bytes["policy"],
-        }),
-        _make_phase_allocation("activations", {VALUES: forward_bytes, CRITIC_BACKWARD: activations * has_critic, POLICY_BACKWARD: activations}),
-        _make_phase_allocation("logits", {VALUES: compute_logits_bytes(shape, config, with_gradients=False), POLICY_BACKWARD: logits}),
-    ]  # fmt: skip
+        _make_phase_allocation(f"copies in {config.model.dtype}", copy_sizes),
+        _make_phase_allocation("activations", activation_sizes),
+        _make_phase_allocation("logits", logit_sizes),
+    ]
 
 
 def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int) -> list[Allocation]:
-    """vLLM's part: gpu_memory_utilization of the run's share, of which what its weights leave is its cache."""
+    """Memory of vLLM: gpu_memory_utilization of the run's budget; weights and work space first, then KV cache."""
     rollout = config.rollout
     weight_bytes = get_dtype_bytes(config) * count_policy_parameters(shape)
     vllm_bytes = int(rollout.gpu_memory_utilization * budget)
     work_bytes = compute_vllm_work_bytes(shape, config)
     kv_bytes = max(vllm_bytes - weight_bytes - work_bytes, 0)
+    # An engine that does not sleep keeps its memory in every phase except the start.
     phases = (ROLLOUT,) if rollout.free_cache_engine else range(START)
     block_parameters = sum(inputs * outputs for inputs, outputs in list_linear_layers(shape).values())
     return [
@@ -350,7 +380,7 @@ def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int) ->
         ),
         _make_phase_allocation("vLLM work space", dict.fromkeys(phases, work_bytes)),
         _make_phase_allocation("vLLM KV cache", dict.fromkeys(phases, kv_bytes)),
-        # vLLM takes a block over when it has all of it.
+        # The merged weights of a block are collected before vLLM takes them over.
         _make_phase_allocation(
             "a block for vLLM, adapters merged", {ROLLOUT: FLOAT32 * block_parameters * (config.model.lora_rank > 0)}
         ),
@@ -358,17 +388,18 @@ def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int) ->
 
 
 def compute_vllm_work_bytes(shape: ModelShape, config: RunConfig) -> int:
-    """Activations of vLLM's largest pass, and the distributions of the rows that it decodes at once; an estimate."""
+    """Activations of vLLM's largest pass, and distributions of the rows that it decodes at once. An estimate."""
     dtype_bytes = get_dtype_bytes(config)
     activations = VLLM_MAX_BATCHED_TOKENS * (3 * shape.intermediate_size + 4 * shape.hidden_size) * dtype_bytes
     return activations + VLLM_MAX_SEQS * shape.vocab_size * (dtype_bytes + 3 * FLOAT32)
 
 
 def _list_sampler_allocations(shape: ModelShape, config: RunConfig) -> list[Allocation]:
-    """The torch sampler's cache, which grows by half at a time, and what drawing one token of each row takes."""
+    """The torch sampler's KV cache, which grows by half at a time, and memory for drawing one token per row."""
     rows = count_concurrent_rows(config)
     kv_bytes = rows * (compute_max_tokens(config) * 3 // 2) * compute_token_kv_bytes(shape, get_dtype_bytes(config))
-    # `draw`: logits, log-probs and probabilities in float32, heights and the numbers they sum in float64.
+    # Drawing a token needs logits, log-probs and probabilities in float32, and their cumulative sums and inputs in
+    # float64.
     draw_bytes = rows * shape.vocab_size * (3 * FLOAT32 + 16)
     return [
         _make_phase_allocation("sampler KV cache", {ROLLOUT: kv_bytes}),
@@ -377,10 +408,10 @@ def _list_sampler_allocations(shape: ModelShape, config: RunConfig) -> list[Allo
 
 
 def sum_by_phase(allocations: tuple[Allocation, ...]) -> tuple[int, ...]:
-    """Bytes on each GPU at each of PHASES: the sum over parts."""
-    return tuple(sum(allocation.gpu_bytes[moment] for allocation in allocations) for moment in range(len(PHASES)))
+    """Total bytes on each GPU in each of PHASES."""
+    return tuple(sum(allocation.gpu_bytes[phase] for allocation in allocations) for phase in range(len(PHASES)))
 
 
 def compute_host_bytes(allocations: tuple[Allocation, ...], config: RunConfig) -> int:
-    """What all ranks of a run keep in the host's memory."""
+    """Bytes of host memory of all ranks of a run."""
     return count_ranks(config) * sum(allocation.host_bytes for allocation in allocations)

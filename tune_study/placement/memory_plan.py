@@ -1,4 +1,4 @@
-"""Whether a study's runs fit their GPUs: the memory plan of `--dry-run`, what would make it fit, and refusals."""
+"""Check whether a study's runs fit their GPUs: the memory plan of `--dry-run`, remedies, and refusals."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,15 +18,16 @@ from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 ASSUMED_GIB = 80.0
-"""The card of a plan where no GPU's memory is known."""
+"""Memory of a GPU for the plan if that of no GPU is known."""
 _TIGHT_FRACTION = 0.95
+"""Fraction of the budget above which the plan calls a fit tight."""
 _MAX_REMEDIES = 4
 _MAX_GPUS = 8
-"""Of one machine, where it is not known."""
+"""Assumed number of GPUs of a machine if the machine is unknown."""
 
 
 class GpuCapacity(NamedTuple):
-    """One GPU's memory in bytes, and where the number is from. is_known: False where it is assumed."""
+    """One GPU's memory in bytes, and the source of the number. is_known: False if it is assumed."""
 
     size: int
     source: str
@@ -34,11 +35,18 @@ class GpuCapacity(NamedTuple):
 
 
 class MemoryPlan(NamedTuple):
-    """The run of a study that takes most memory, on its GPUs.
+    """Memory of the run of a study that needs most.
 
-    spec: that run. shape: of its model. card: of each GPU. share: of a card that a run has, in (0, 1]. budget: bytes
-    of that share. parts: see `memory.parts`. host: bytes of all ranks of a run in the host's memory. a_gpu, a_node:
-    runs at once on a GPU, and on the machine. most: GPUs that a run may be advised to take.
+    Attributes:
+        spec: that run.
+        shape: shape of its model.
+        capacity: memory of each GPU.
+        gpu_fraction: fraction of a GPU that a run gets, in (0, 1].
+        budget: bytes of that fraction.
+        allocations: items of its memory, see `memory.list_allocations`.
+        host_bytes: host memory of all ranks of a run.
+        runs_per_gpu, runs_per_node: concurrent runs on a GPU, and on the machine or a node.
+        max_gpus: maximum number of GPUs per run that a remedy may suggest.
     """
 
     spec: RunSpec
@@ -54,12 +62,12 @@ class MemoryPlan(NamedTuple):
 
     @property
     def peak(self) -> int:
-        """Bytes on each GPU at the moment that takes most."""
+        """Bytes on each GPU in the phase that needs most."""
         return max(memory.sum_by_phase(self.allocations))
 
     @property
     def cache_shortfall(self) -> int:
-        """Bytes that vLLM lacks to hold one conversation of full length; 0 where it does, and for another sampler."""
+        """Bytes that vLLM lacks for one conversation of full length; 0 if it lacks none, or for another sampler."""
         config = self.spec.ppo_config
         if config.rollout.name != "vllm":
             return 0
@@ -73,7 +81,7 @@ class MemoryPlan(NamedTuple):
 
     @property
     def max_conversations(self) -> int:
-        """Conversations of full length that vLLM's cache holds at once."""
+        """Concurrent conversations of full length for which vLLM's cache has memory."""
         cache_bytes = sum(
             allocation.gpu_bytes[memory.ROLLOUT]
             for allocation in self.allocations
@@ -90,34 +98,37 @@ class MemoryPlan(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether every moment fits the run's share, and vLLM holds at least one conversation."""
+        """Whether every phase fits the run's budget, and vLLM has memory for at least one conversation."""
         return self.peak <= self.budget and not self.cache_shortfall
 
 
 def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCapacity:
-    """The card to plan for: --gpu-memory-gib, else the smallest of `gpus`, else ASSUMED_GIB. asked: in GiB."""
+    """The GPU memory to plan for: --gpu-memory-gib, else the smallest of `gpus`, else ASSUMED_GIB."""
     if requested_gib is not None:
         if not 0 < requested_gib <= 4096:
             raise PlanError(
-                f"--gpu-memory-gib {requested_gib:g} is no card: type its memory in GiB, like --gpu-memory-gib 80."
+                f"--gpu-memory-gib {requested_gib:g} is not the memory of a GPU: type it in GiB, like "
+                f"--gpu-memory-gib 80."
             )
-        return GpuCapacity(int(requested_gib * GIB), "asked for by --gpu-memory-gib", True)
+        return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", True)
     uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
     reported_totals = [entry.total_mib for entry in machine.query_gpu_memory() if entry.uuid in uuids] if uuids else []
     sizes = [total for total in reported_totals if total is not None]
     if sizes and len(sizes) == len(gpus):
-        return GpuCapacity(min(sizes) * 2**20, "as nvidia-smi says", True)
-    reason = "no GPU is visible" if not gpus else "nvidia-smi does not say"
-    return GpuCapacity(int(ASSUMED_GIB * GIB), f"assumed, since {reason}; --gpu-memory-gib N plans for another", False)
+        return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", True)
+    reason = "no GPU is visible" if not gpus else "nvidia-smi does not report it"
+    source = f"assumed, because {reason}; type --gpu-memory-gib N to plan for another"
+    return GpuCapacity(int(ASSUMED_GIB * GIB), source, False)
 
 
 def plan_memory(
     plan: StudyPlan, resource_plan: ResourcePlan, capacity: GpuCapacity, environ: Mapping[str, str]
 ) -> MemoryPlan | None:
-    """The memory plan of the run that takes most; None for runs without GPUs and for a model of unknown shape."""
+    """The memory plan of the run that needs most; None for runs without GPUs, or if no model has a known shape."""
     if not resource_plan.gpu_slots:
         return None
     memory_plans = []
+    # The memory of a run does not depend on its seed: one run per arm is enough.
     for arm_spec in {spec.arm: spec for spec in plan.runs}.values():
         shape = read_model_shape(arm_spec.ppo_config.model.path, environ)
         if shape is not None:
@@ -126,17 +137,19 @@ def plan_memory(
                 resource_plan.runs_per_node or resource_plan.max_concurrent, resource_plan.max_concurrent
             )
             memory_plans.append(plan_run_memory(arm_spec, shape, capacity, runs_per_node, max_gpus))
-    return max(memory_plans, key=lambda each: (not each.fits, each.peak), default=None)
+    # A run may have the lower peak and still not fit, because vLLM's cache is too small.
+    return max(memory_plans, key=lambda memory_plan: (not memory_plan.fits, memory_plan.peak), default=None)
 
 
 def plan_run_memory(
     spec: RunSpec, shape: ModelShape, capacity: GpuCapacity, runs_per_node: int, max_gpus: int
 ) -> MemoryPlan:
-    """The memory plan of one run. at_once: runs that the study has on the machine at a time. most: see MemoryPlan."""
+    """The memory plan of one run; see `MemoryPlan` for the arguments."""
     n_gpus = spec.ppo_config.trainer.n_gpus_per_node
     gpu_fraction = min(n_gpus, 1.0)
     budget = int(gpu_fraction * capacity.size)
     allocations = memory.list_allocations(shape, spec.ppo_config, budget)
+    # 1e-9: a rounding error in 1 / fraction must not cost a run.
     runs_per_gpu = min(int(1 / gpu_fraction + 1e-9), runs_per_node)
     host_bytes = memory.compute_host_bytes(allocations, spec.ppo_config)
     return MemoryPlan(
@@ -145,7 +158,7 @@ def plan_run_memory(
 
 
 def make_memory_table(memory_plan: MemoryPlan) -> tuple[tuple[str, ...], list[list[str]]]:
-    """Columns and rows of the plan, in GiB; moments that the run has not are left out."""
+    """Columns and rows of the plan, in GiB. Phases that the run does not have are left out."""
     has_critic = "critic" in memory.count_trained_parameters(memory_plan.shape, memory_plan.spec.ppo_config)
     phases = [number for number, name in enumerate(PHASES) if has_critic or not name.startswith("critic")]
     if not memory.shards_weights(memory_plan.spec.ppo_config):
@@ -162,74 +175,79 @@ def make_memory_table(memory_plan: MemoryPlan) -> tuple[tuple[str, ...], list[li
     rows.append(
         [
             "sum",
-            *(_format_gib(phase_totals[moment]) for moment in phases),
-            _format_cell(sum(part.host_bytes for part in memory_plan.allocations)),
+            *(_format_gib(phase_totals[phase]) for phase in phases),
+            _format_cell(sum(allocation.host_bytes for allocation in memory_plan.allocations)),
         ]
     )
     excess_cells = [
         ""
-        if phase_totals[moment] <= memory_plan.budget
-        else f"{_format_gib(phase_totals[moment] - memory_plan.budget)} over"
-        for moment in phases
+        if phase_totals[phase] <= memory_plan.budget
+        else f"{_format_gib(phase_totals[phase] - memory_plan.budget)} over"
+        for phase in phases
     ]
     rows.append([f"of {_format_gib(memory_plan.budget)}", *excess_cells, ""])
-    return ("GiB on each GPU", *(PHASES[moment] for moment in phases), "host"), rows
+    return ("GiB on each GPU", *(PHASES[phase] for phase in phases), "host"), rows
 
 
 def format_memory_plan(memory_plan: MemoryPlan, study: Study) -> list[str]:
-    """The plan in sentences: the share, what vLLM is given, and whether it fits."""
+    """The plan in sentences: the run's budget, the memory of vLLM, host memory, and whether the run fits."""
     config = memory_plan.spec.ppo_config
-    sentences = [
-        f"memory: a card of {_format_gib(memory_plan.capacity.size)} GiB ({memory_plan.capacity.source}); {_format_gpu_fraction(memory_plan)}"
-    ]
+    gpu_text = f"GPU with {_format_gib(memory_plan.capacity.size)} GiB ({memory_plan.capacity.source})"
+    sentences = [f"Memory: {gpu_text}; {_format_gpu_fraction(memory_plan)}"]
     if config.rollout.name == "vllm":
         sentences.append(_format_vllm_memory(memory_plan))
     if memory_plan.shape.is_counted:
         sentences.append(
-            "weights are counted over the model of its config.json; what its passes hold is estimated as that of a "
-            "Qwen2 of its widths, and its attention may hold more"
+            "Weights are counted on the model of its config.json. The memory of its passes is estimated as for a Qwen2 "
+            "of the same widths; its attention may need more."
         )
     if memory_plan.host_bytes:
-        needed_text = f"{_format_gib(memory_plan.host_bytes)} GiB a run, {_format_gib(memory_plan.host_bytes * memory_plan.runs_per_node)} for {memory_plan.runs_per_node} at once"
-        sentences.append(f"host memory beside the usual: {needed_text}")
+        all_runs_text = _format_gib(memory_plan.host_bytes * memory_plan.runs_per_node)
+        sentences.append(
+            f"Extra CPU memory: {_format_gib(memory_plan.host_bytes)} GiB for each run, {all_runs_text} GiB for "
+            f"{memory_plan.runs_per_node} at once."
+        )
     saving_text = _format_gib(memory.compute_saving_bytes(memory_plan.shape, config))
     sentences.append(
-        f"host memory while a run saves its state: {saving_text} GiB more; loading one takes a tensor at a time"
+        f"CPU memory while a run saves a checkpoint: {saving_text} GiB more. Loading reads one tensor at a time."
     )
     return [*sentences, format_verdict(memory_plan, study)]
 
 
 def _format_gpu_fraction(memory_plan: MemoryPlan) -> str:
     ranks = memory.count_ranks(memory_plan.spec.ppo_config)
-    largest_run = f"the run that takes most is {memory_plan.spec.run_id}"
+    largest_run = f"the run that needs most is {memory_plan.spec.run_id}"
     if memory_plan.gpu_fraction < 1:
-        return f"a run has {memory_plan.gpu_fraction:g} of it, {_format_gib(memory_plan.budget)} GiB; {largest_run}"
-    return f"a run has {ranks} whole card{'s' * (ranks > 1)}; {largest_run}"
+        return f"each run gets {memory_plan.gpu_fraction:g} of it, {_format_gib(memory_plan.budget)} GiB; {largest_run}"
+    return f"each run gets {ranks} whole GPU{'s' * (ranks > 1)}; {largest_run}"
 
 
 def _format_vllm_memory(memory_plan: MemoryPlan) -> str:
     rollout = memory_plan.spec.ppo_config.rollout
     vllm_bytes = rollout.gpu_memory_utilization * memory_plan.budget
-    budget_name = "the run's share" if memory_plan.gpu_fraction < 1 else "the card"
-    text = f"vLLM: gpu_memory_utilization {rollout.gpu_memory_utilization:g} of {budget_name}, {_format_gib(vllm_bytes)} GiB"
+    budget_name = "the run's memory" if memory_plan.gpu_fraction < 1 else "the GPU"
+    fraction_text = f"gpu_memory_utilization {rollout.gpu_memory_utilization:g} of {budget_name}"
+    text = f"vLLM: {fraction_text}, {_format_gib(vllm_bytes)} GiB"
     if memory_plan.cache_shortfall:
         return f"{text}: {_format_gib(memory_plan.cache_shortfall)} GiB too little for one conversation"
-    capacity_text = f"{memory_plan.max_conversations} conversations of {memory.compute_max_tokens(memory_plan.spec.ppo_config)} tokens at once"
-    sleep_text = "; it leaves the GPU during the update" if rollout.free_cache_engine else ""
+    max_tokens = memory.compute_max_tokens(memory_plan.spec.ppo_config)
+    capacity_text = f"{memory_plan.max_conversations} conversations of {max_tokens} tokens at once"
+    sleep_text = "; it frees the GPU during the update" if rollout.free_cache_engine else ""
     return f"{text}: {capacity_text}{sleep_text}"
 
 
 def format_verdict(memory_plan: MemoryPlan, study: Study) -> str:
-    """One sentence: it fits and by how much, or what is too much and what to type."""
+    """The verdict: that it fits and how tightly, or what exceeds the budget and what to type."""
     worst_phase = _find_worst_phase(memory_plan)
     if memory_plan.fits:
         used_fraction = memory_plan.peak / memory_plan.budget
         tight_note = (
-            "; that is tight, since what the allocator loses between blocks is not counted"
+            "; this is tight, because fragmentation in the allocator is not counted"
             if used_fraction > _TIGHT_FRACTION
             else ""
         )
-        return f"fits: {_format_gib(memory_plan.peak)} of {_format_gib(memory_plan.budget)} GiB at its highest ({worst_phase}){tight_note}"
+        used_text = f"{_format_gib(memory_plan.peak)} of {_format_gib(memory_plan.budget)} GiB"
+        return f"Fits: {used_text} at its peak ({worst_phase}){tight_note}"
     return f"DOES NOT FIT: {_format_excess(memory_plan)}. {_format_advice(memory_plan, study)}"
 
 
@@ -239,7 +257,7 @@ def _find_worst_phase(memory_plan: MemoryPlan) -> str:
 
 
 def _format_excess(memory_plan: MemoryPlan) -> str:
-    """What takes most at the worst moment, or that vLLM has too little."""
+    """The largest items of the worst phase, or that vLLM has too little memory."""
     if memory_plan.peak <= memory_plan.budget:
         return f"vLLM lacks {_format_gib(memory_plan.cache_shortfall)} GiB for one conversation"
     phase = PHASES.index(_find_worst_phase(memory_plan))
@@ -247,16 +265,19 @@ def _format_excess(memory_plan: MemoryPlan) -> str:
         memory_plan.allocations, key=lambda allocation: allocation.gpu_bytes[phase], reverse=True
     )[:5]
     allocation_text = ", ".join(
-        f"{part.name} {_format_gib(part.gpu_bytes[phase])}" for part in largest_allocations if part.gpu_bytes[phase]
+        f"{allocation.name} {_format_gib(allocation.gpu_bytes[phase])}"
+        for allocation in largest_allocations
+        if allocation.gpu_bytes[phase]
     )
-    return f"{PHASES[phase]} takes {_format_gib(memory_plan.peak)} GiB of {_format_gib(memory_plan.budget)} ({allocation_text}, ...)"
+    used_text = f"{_format_gib(memory_plan.peak)} GiB of {_format_gib(memory_plan.budget)}"
+    return f"{PHASES[phase]} takes {used_text} ({allocation_text}, ...)"
 
 
 def explain_excess(memory_plan: MemoryPlan, study: Study) -> tuple[str, list[str]]:
-    """What is too much for the cards that the runs are planned for, and options to type any of which makes it fit.
+    """What exceeds the GPUs, and options each of which makes the runs fit.
 
-    The options are most useful first and none where nothing helps. An empty text where the runs fit, or where the
-    memory of the cards is not known.
+    The most useful options come first; the list is empty if nothing helps. The text is empty if the runs fit, or if
+    the memory of the GPUs is unknown.
     """
     if memory_plan.fits or not memory_plan.capacity.is_known:
         return "", []
@@ -270,7 +291,7 @@ def _find_remedies(memory_plan: MemoryPlan, study: Study) -> list[str]:
 def _format_advice(memory_plan: MemoryPlan, study: Study) -> str:
     remedies = _find_remedies(memory_plan, study)
     if not remedies:
-        return "No setting makes it fit: choose a smaller model with --model, or larger cards."
+        return "No setting makes it fit: choose a smaller model with --model, or larger GPUs."
     return f"Any of these makes it fit: {'; '.join(remedies)}."
 
 
@@ -306,11 +327,14 @@ _CHANGES: tuple[tuple[str, Mapping[str, object]], ...] = (
     ("--set critic.shared_trunk=True", {"critic.shared_trunk": True}),
     ("--set algorithm.adv_estimator=grpo", {"algorithm.adv_estimator": "grpo"}),
 )
-"""What can be typed to take less of each GPU, and the settings that it changes; those that change no result first."""
+"""Options that reduce the memory per GPU, and the settings that they change; those that change no result come first."""
 
 
 def _iterate_remedies(memory_plan: MemoryPlan, study: Study) -> Iterator[str]:
-    """Changes that make it fit, the fewest at once first, without those that change all that one before them does."""
+    """Options that make the run fit: single changes first, then pairs and triples.
+
+    A combination that contains an earlier one is left out.
+    """
     usable_changes = [
         change
         for change in _CHANGES
@@ -320,6 +344,7 @@ def _iterate_remedies(memory_plan: MemoryPlan, study: Study) -> Iterator[str]:
     for count in (1, 2, 3):
         for combination in itertools.combinations(usable_changes, count):
             change = {name: value for _, settings in combination for name, value in settings.items()}
+            # Two changes that set the same setting contradict each other.
             has_overlap = len(change) < sum(len(settings) for _, settings in combination)
             if (
                 has_overlap
@@ -332,9 +357,9 @@ def _iterate_remedies(memory_plan: MemoryPlan, study: Study) -> Iterator[str]:
 
 
 def _is_applicable(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
-    """Whether `change` changes something, and gives a run no fewer GPUs than it has, nor more than there are.
+    """Whether `change` has an effect, and gives a run neither fewer GPUs than it has nor more than there are.
 
-    Adapters are not made larger than they are.
+    The size of existing adapters is left to the user.
     """
     config = memory_plan.spec.ppo_config
     try:
@@ -362,31 +387,34 @@ def _would_fit(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
 
 
 def check_memory(memory_plan: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
-    """PlanError where the runs do not fit their cards, the host, or what others leave free of `gpus`."""
+    """Raise PlanError if the runs do not fit their GPUs, the host memory, or what other processes leave of `gpus`."""
     check_fits(memory_plan, plan.study)
     available_bytes = machine.measure_available_memory()
     if memory_plan.host_bytes * memory_plan.runs_per_node > available_bytes:
+        needed_text = _format_gib(memory_plan.host_bytes * memory_plan.runs_per_node)
         raise PlanError(
-            f"{memory_plan.runs_per_node} runs at once keep {_format_gib(memory_plan.host_bytes * memory_plan.runs_per_node)} GiB in the host's memory, and "
-            f"{_format_gib(available_bytes)} are available: type --max-concurrent with a smaller number, or free memory."
+            f"{memory_plan.runs_per_node} runs at once need {needed_text} GiB of CPU memory, and "
+            f"{_format_gib(available_bytes)} GiB are available: type --max-concurrent with a smaller number, or free "
+            f"memory."
         )
+    # Orphaned processes of this study are ended before it starts, so their memory counts as free.
     ending_pids = {process.pid for process in find_orphans(plan.folder)}
     check_free_memory(memory_plan.peak * memory_plan.runs_per_gpu, gpus, ending_pids)
 
 
 def check_fits(memory_plan: MemoryPlan, study: Study) -> None:
-    """PlanError where the runs do not fit the cards that they are planned for, whose memory is known."""
+    """Raise PlanError if the runs do not fit their GPUs. GPUs of unknown memory are not judged."""
     if memory_plan.capacity.is_known and not memory_plan.fits:
         raise PlanError(
-            f"The runs do not fit: {_format_excess(memory_plan)}. {_format_advice(memory_plan, study)} --dry-run shows the whole plan; "
-            f"--gpu-memory-gib N plans for a card of another size."
+            f"The runs do not fit: {_format_excess(memory_plan)}. {_format_advice(memory_plan, study)} "
+            f"--dry-run shows the whole plan; --gpu-memory-gib N plans for a GPU of another size."
         )
 
 
 def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: AbstractSet[int]) -> None:
-    """PlanError where one of `gpus` has fewer bytes free than `needed`, naming the processes that hold its memory.
+    """Raise PlanError that names the processes on a GPU if one of `gpus` has less than `needed_bytes` free.
 
-    ending: ids of processes that are ended before the runs start, whose memory counts as free.
+    ending_pids: ids of processes that are ended before the runs start; their memory counts as free.
     """
     free_by_uuid = {entry.uuid: entry.free_mib for entry in machine.query_gpu_memory()}
     processes = machine.query_gpu_processes()
@@ -400,8 +428,9 @@ def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: Abstr
             continue
         holder_text = machine.format_processes([holder for holder in holders if holder.pid not in ending_pids])
         raise PlanError(
-            f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it take {_format_gib(needed_bytes)} GiB; its memory is "
-            f"{holder_text}. End them if they are leftovers, wait until they end, or choose other GPUs with --gpus."
+            f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it need {_format_gib(needed_bytes)} "
+            f"GiB; its memory is {holder_text}. End these processes if they are orphans, wait until they end, or "
+            f"choose other GPUs with --gpus."
         )
 
 

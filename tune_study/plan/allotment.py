@@ -1,15 +1,21 @@
-"""What a study is given of a machine or of a cluster."""
+"""The resources that a study gets on a machine or on a cluster."""
 
 from typing import NamedTuple
 
 
 class ResourcePlan(NamedTuple):
-    """What a study is given.
+    """The resources of a study.
 
-    bundles: what one run reserves, one dict a bundle. cpus, gpus: what Ray may use. slots: the GPUs that runs share,
-    one entry a slot. max_concurrent: runs at once. gpu_label: the published label of one run's GPUs. notes: what a
-    reader of the plan should know. cluster: the address of the Ray cluster whose it is, empty for this machine, where
-    Ray is started; its GPUs have no ids before a run has them. a_node: runs at once on one node of it.
+    Attributes:
+        bundles: resources that one run reserves, one dict per bundle.
+        cpus: number of CPUs that Ray may use.
+        gpus: ids of the GPUs that Ray may use; empty on a cluster, where a run's GPUs are known only when it starts.
+        gpu_slots: the GPUs of each concurrent run, one entry per slot.
+        max_concurrent: maximum number of concurrent runs.
+        gpu_label: published label of one run's GPUs.
+        notes: remarks for the reader of the plan.
+        cluster_address: address of the Ray cluster; empty for this machine, where Ray is started.
+        runs_per_node: maximum number of concurrent runs per node of the cluster.
     """
 
     bundles: tuple[dict[str, float], ...]

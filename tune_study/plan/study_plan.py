@@ -1,4 +1,4 @@
-"""From a study and what was typed to the list of its runs: names, settings, places. Pure; no Ray."""
+"""The plan of a study: its runs with their names, settings and paths. Pure functions, without Ray."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from trainable.config.study_config import BaseRunConfig
 from trainable.storage.uris import join_uri
 
 MAX_SEEDS = 401
-"""The seeds 0 to 400, which are those that RunConfig takes."""
+"""Seeds 0 to 400 are those that RunConfig accepts."""
 
 MAX_NAME_BYTES, MAX_PATH_BYTES = 240, 3800
-"""Bytes of a file's name and of its path; disks allow 255 and 4096, of which some are for endings such as `.log`."""
+"""Maximum bytes of a file's name and path. File systems allow 255 and 4096; the rest is for endings such as `.log`."""
 
 BOOL_WORDS = {"true": True, "1": True, "yes": True, "y": True, "false": False, "0": False, "no": False, "n": False}
 
 
 class PlanError(ValueError):
-    """A study that cannot be run as asked; the message says what was asked, what is allowed and what to type."""
+    """A study cannot be run as requested. The message says what is wrong, what is allowed and what to type."""
 
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run: one arm with one seed. `log` and `checkpoints` are relative to the output folder."""
+    """One run: one arm with one seed. `log_path` and `checkpoint_dir` are relative to the output folder."""
 
     run_id: str
     study_name: str
@@ -43,20 +43,29 @@ class RunSpec:
 
     @property
     def ppo_config(self) -> RunConfig:
-        """Its settings, where it fine-tunes a language model with PPO; TypeError where it does not."""
+        """Its settings as a RunConfig. Raise TypeError if it does not fine-tune a language model with PPO."""
         return as_run_config(self.config)
 
     @property
     def steps(self) -> int:
-        """Training steps asked for."""
+        """Number of training steps."""
         return self.config.trainer.total_training_steps
 
 
 @dataclass(frozen=True)
 class StudyPlan:
-    """All runs of a study, and where they go. `base` is what the arms share, before the axis.
+    """All runs of a study, and the paths of their files.
 
-    storage: the URI of the folder in which the study's own folder is, where rows and states are kept in a storage.
+    Attributes:
+        study: its declaration.
+        preset, preset_reason: the preset, and why it was chosen.
+        base_config: the settings that the arms share, before those of the axis.
+        values: axis values, as they were typed.
+        seeds: seeds of every arm.
+        output: parent folder of results/, logs/ and model_saving/.
+        run: name of the study's folder.
+        runs: one entry per value and seed.
+        storage: URI of the parent of the study's folder in a storage; None without a storage.
     """
 
     study: Study
@@ -72,62 +81,63 @@ class StudyPlan:
 
     @property
     def ppo_config(self) -> RunConfig:
-        """`base`, where the study fine-tunes a language model with PPO; TypeError where it does not."""
+        """`base_config` as a RunConfig. Raise TypeError if the study does not fine-tune a language model with PPO."""
         return as_run_config(self.base_config)
 
     @property
     def model(self) -> str | None:
-        """Path of the language model that is fine-tuned; None where the study trains another kind of model."""
+        """Path of the language model that is fine-tuned; None if the study trains another kind of model."""
         return self.study.family.get_model_path(self.base_config) if self.study.family.is_fine_tuning else None
 
     @property
     def trials(self) -> tuple[tuple[RunSpec, ...], ...]:
-        """The runs that one Tune trial carries each: one, or all seeds of an arm."""
+        """The runs of each Tune trial: one, or all seeds of an arm."""
         if not self.study.family.has_batched_seeds:
             return tuple((spec,) for spec in self.runs)
         return tuple(tuple(spec for spec in self.runs if spec.arm == value) for value in self.values)
 
     @property
     def study_uri(self) -> str | None:
-        """The URI of the study's own folder in its storage; None without one."""
+        """The URI of the study's folder in its storage; None without a storage."""
         return None if self.storage is None else join_uri(self.storage, self.run)
 
     @property
     def folder(self) -> Path:
-        """results/<run>: the study's own folder, and Tune's."""
+        """The study's folder results/<run>, which Tune uses as well."""
         return self.output / "results" / self.run
 
     @property
     def summary_log(self) -> Path:
-        """Where the summary is written, below logs/."""
+        """Path of the summary log."""
         return self.output / "logs" / self._format_template(self.study.name_templates.summary_log)
 
     @property
     def wandb_project(self) -> str:
-        """The project of its runs in W&B."""
+        """Project of its runs in W&B."""
         return self._format_template(self.study.name_templates.wandb_project)
 
     @property
     def baseline(self) -> str | None:
-        """The arm that is the study's baseline, as it was typed; None where the values have none."""
+        """The value of the study's baseline, as it was typed; None if it is not among the values."""
         name = self._format_template(self.study.baseline)
         baseline_number = _parse_number(name)
+        # A baseline "0" is also found if the value was typed as 0.0.
         equal_values = [
             value for value in self.values if value == name or _is_equal(_parse_number(value), baseline_number)
         ]
         return equal_values[0] if equal_values else None
 
     def _format_template(self, template: str) -> str:
-        """A template of the whole study, filled in."""
+        """Fill in a template of the whole study."""
         return template.format(run=self.run, **self.study.family.make_template_values(self.base_config))
 
     def get_run_dir(self, run_id: str) -> Path:
-        """Where one run keeps its rows, status and rolling state."""
+        """Folder of a run's rows, status and rolling checkpoint."""
         return self.folder / "runs" / run_id
 
 
 def find_study(name: str, kl_type: str | None = None) -> Study:
-    """The study of that name (`top_p` finds `top-p`), or PlanError that lists all.
+    """The study `name`; `top_p` also finds `top-p`. Raise PlanError that lists all studies if there is none.
 
     kl_type: chooses one of its variants; None: the one that the study fixes.
     """
@@ -142,48 +152,52 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
     if not study.variants:
         advice = "type --set actor.kl_loss_type=NAME"
         if "actor.kl_loss_type" in study.axis.swept_fields:
-            advice = f"it has all of them; one alone is `run smoke --kl-type {format_value(kl_type)}`"
+            advice = f"it has all of them; for one alone, type `run smoke --kl-type {format_value(kl_type)}`"
         raise PlanError(f"--kl-type does not belong to study {study.name}: {advice}.")
     if kl_type not in study.variants:
         raise PlanError(
-            f"--kl-type {format_value(kl_type)} is no loss of the grid: type one of {', '.join(study.variants)}."
+            f"--kl-type {format_value(kl_type)} is not a KL loss of the grid: type one of {', '.join(study.variants)}."
         )
     return study.get_variant(kl_type)
 
 
 def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
-    """The values that `typed` stand for: a group's name for its members, any other for itself.
+    """Replace the name of a group of values by its members; other entries stand for themselves.
 
-    A value counts once, though it was typed beside its group. PlanError for no name, and for one that is given twice.
+    A value that was typed in addition to its group is counted once. Raise PlanError for an unknown name, and for an
+    entry that is given twice.
     """
     value_groups, grid = study.axis.value_groups, study.axis.grids["paper"]
     if not value_groups:
         return tuple(entries)
-    for word in entries:
-        if word not in value_groups and word not in grid:
+    for entry in entries:
+        if entry not in value_groups and entry not in grid:
             raise PlanError(
-                f"{study.axis.option} {format_value(word)} is no group: type some of {','.join(value_groups)}, or names of single "
-                f"arms, the column `arm` of --dry-run with the same --kl-type."
+                f"{study.axis.option} {format_value(entry)} is not a group: type one or more of "
+                f"{','.join(value_groups)}, or names of single arms (the column `arm` of --dry-run with the same "
+                f"--kl-type)."
             )
-    duplicates = [word for number, word in enumerate(entries) if word in entries[:number]]
+    duplicates = [entry for number, entry in enumerate(entries) if entry in entries[:number]]
     if duplicates:
         raise PlanError(f"{study.axis.option} has {format_value(duplicates[0])} twice: give each group once.")
-    selected_values = {value for word in entries for value in value_groups.get(word, (word,))}
+    selected_values = {value for entry in entries for value in value_groups.get(entry, (entry,))}
+    # In the order of the grid, whatever the order of typing.
     return tuple(value for value in grid if value in selected_values)
 
 
 def parse_values(text: str, option: str) -> tuple[str, ...]:
-    """The entries of a comma list as they were typed, blanks around them removed."""
+    """The entries of a comma-separated list as they were typed, without surrounding blanks."""
     values = tuple(entry.strip() for entry in text.split(","))
     if not all(values):
         raise PlanError(
-            f"{option} '{format_value(text)}' has an empty entry: type values with one comma between, like 0,0.01,0.1."
+            f"{option} '{format_value(text)}' has an empty entry: type values separated by single commas, like "
+            f"0,0.01,0.1."
         )
     return values
 
 
 def parse_bool(text: str, option: str) -> bool:
-    """True or False from the words that the published scripts take."""
+    """Parse one of the words for True and False that the published scripts accept."""
     word = text.strip().lower()
     if word not in BOOL_WORDS:
         raise PlanError(
@@ -195,10 +209,13 @@ def parse_bool(text: str, option: str) -> bool:
 def collect_overrides(
     study: Study, options: Mapping[str, object], assignments: Iterable[str], is_axis_free: bool = False
 ) -> dict[str, object]:
-    """Settings of the command line as one dict of dotted fields, each set once and none of them the study's own axis.
+    """Collect the settings of the command line. Raise PlanError if one is set twice, or belongs to the study's axis.
 
-    options: dotted field -> value for the options that were typed. assignments: the `key=value` of each --set.
-    axis_is_free: the axis may be set as well, as for a probe, which has no option for it.
+    Args:
+        study: whose settings they are.
+        options: dotted setting -> value, for the options that were typed.
+        assignments: the `key=value` of each --set.
+        is_axis_free: whether the axis may be set as well, as for a probe, which has no option for it.
     """
     overrides: dict[str, object] = dict(options)
     for assignment in assignments:
@@ -209,7 +226,7 @@ def collect_overrides(
             )
         name = resolve_key(key.strip(), study.family.config_class)
         if name == "seed":
-            raise PlanError("`seed` is no setting of a study: type --seeds N to run the seeds 0 to N-1.")
+            raise PlanError("`seed` is not a setting of a study: type --seeds N to run the seeds 0 to N-1.")
         if name in overrides:
             raise PlanError(
                 f"`{name}` is given twice (`--set {format_value(assignment)}` is the second): give it once."
@@ -223,7 +240,7 @@ def collect_overrides(
 
 
 def format_values(study: Study, values: Sequence[str]) -> str:
-    """The values of an axis in words; of a grid, how many there are of each group."""
+    """The values of an axis as text; if it has groups, the number of arms of each group instead."""
     value_groups = study.axis.value_groups
     if not value_groups:
         return ",".join(values)
@@ -240,9 +257,11 @@ def make_plan(
     n_seeds: int | None,
     output: Path,
 ) -> StudyPlan:
-    """The plan of a new study: the family's defaults, the preset, what the study fixes, then `overrides`.
+    """Plan a new study.
 
-    values: axis values as typed, None for the preset's grid. n_seeds: a count, None for the preset's.
+    Its settings are the family's defaults, then the family's preset, the study's fixed settings, the study's preset and
+    `overrides`, each of which overrides those before it. values: axis values as typed; None: the preset's. n_seeds:
+    number of seeds per arm; None: the default.
     """
     presets = study.family.presets
     if preset not in presets:
@@ -251,7 +270,7 @@ def make_plan(
     if count < 1:
         raise PlanError(f"--seeds {format_value(count)} leaves nothing to run: type --seeds 1 or more.")
     if count > MAX_SEEDS:
-        raise PlanError(f"--seeds {format_value(count)} is more than there are: type --seeds {MAX_SEEDS} or less.")
+        raise PlanError(f"--seeds {format_value(count)} is above the maximum: type --seeds {MAX_SEEDS} or less.")
     base_config = apply_overrides(
         _make_default_config(study), {**presets[preset], **study.fixed_settings, **study.presets.get(preset, {})}
     )
@@ -269,10 +288,10 @@ def build_plan(
     seeds: tuple[int, ...],
     output: Path,
 ) -> StudyPlan:
-    """The plan of `values` x `seeds`, the first seed of every arm first, so that a study cut short is balanced."""
+    """Plan the runs of `values` x `seeds`: first seeds of all arms first, so that an interrupted study is balanced."""
     check_values(study, values)
     if not seeds or len(set(seeds)) < len(seeds) or not set(seeds) <= set(range(MAX_SEEDS)):
-        raise PlanError(f"The seeds {format_value(list(seeds))} are not different numbers from 0 to {MAX_SEEDS - 1}.")
+        raise PlanError(f"The seeds {format_value(list(seeds))} are not distinct numbers from 0 to {MAX_SEEDS - 1}.")
     run = study.name_templates.run.format(**study.family.make_template_values(base_config))
     arms = {value: make_arm_config(study, base_config, value) for value in values}
     runs = tuple(_make_run_spec(study, run, value, arms[value], seed) for seed in seeds for value in values)
@@ -282,15 +301,15 @@ def build_plan(
 
 
 def _make_default_config(study: Study) -> BaseRunConfig:
-    """The settings of the study's family when nothing is said."""
+    """The default settings of the study's family."""
     return study.family.config_class.model_validate({})
 
 
 def make_arm_config(study: Study, base_config: BaseRunConfig, value: str) -> BaseRunConfig:
-    """The settings of the arm at `value`, or ConfigError that names the option."""
+    """The settings of the arm at `value`. Raise ConfigError that names the option if the value is invalid."""
     if value not in study.axis.named_settings and study.axis.setting not in list_field_names(study.family.config_class):
         raise ConfigError(
-            f"{study.axis.option} {format_value(value)} is no arm of study {study.name}. {_describe_values(study)}"
+            f"{study.axis.option} {format_value(value)} is not an arm of study {study.name}. {_describe_values(study)}"
         )
     try:
         return apply_overrides(base_config, study.axis.make_settings(value, base_config))
@@ -302,11 +321,11 @@ def _describe_values(study: Study) -> str:
     named_values = ", ".join(study.axis.named_settings)
     if not any(_parse_number(value) is not None for grid in study.axis.grids.values() for value in grid):
         return f"A value is one of {named_values}."
-    return f"A value is a number or one of the words {named_values}." if named_values else "A value is a number."
+    return f"A value is a number or one of {named_values}." if named_values else "A value is a number."
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:
-    """PlanError if there is none, one holds `_`, or two are the same number or would share their files."""
+    """Raise PlanError if there is no value, one contains `_`, or two are equal or would share their files."""
     option = study.axis.option
     if not values:
         raise PlanError(f"{option} has no value: type at least one, like {study.baseline}.")
@@ -314,39 +333,42 @@ def check_values(study: Study, values: Sequence[str]) -> None:
     labels: dict[str, str] = {}
     for value in values:
         quoted_value = format_value(value)
+        # float() would read 1_000 as a number.
         if "_" in value and value not in study.axis.named_settings:
             raise PlanError(f"{option} has the value {quoted_value}: type numbers without `_`, like 0,0.1.")
         number, label = _parse_number(value), make_value_label(value)
         key = value if number is None else number
         if key in numbers:
             raise PlanError(
-                f"{option} has the value {quoted_value} twice ({format_value(numbers[key])} and {quoted_value}): give each value once."
+                f"{option} has the value {quoted_value} twice ({format_value(numbers[key])} and {quoted_value}): give "
+                f"each value once."
             )
         if label in labels:
             raise PlanError(
-                f"{option} has {format_value(labels[label])} and {quoted_value}, whose files would share the label `{format_value(label)}` "
-                f"(labels drop the dots): run one of them with another --output."
+                f"{option} has {format_value(labels[label])} and {quoted_value}, whose files would share the label "
+                f"`{format_value(label)}` (labels drop the dots): run one of them with another --output."
             )
         numbers[key] = labels[label] = value
 
 
 def _check_paths(plan: StudyPlan) -> None:
-    """PlanError if a run's files would have names that a disk does not take, or that no JSON file could hold."""
+    """Raise PlanError if the name of a run's file is too long for a disk, or cannot be stored in a JSON file."""
     for spec in plan.runs:
         for path in (plan.get_run_dir(spec.run_id), plan.output / spec.log_path, plan.output / spec.checkpoint_dir):
             try:
-                part_bytes = [len(part.encode()) for part in path.parts]
+                name_bytes = [len(name.encode()) for name in path.parts]
             except UnicodeEncodeError:
                 raise PlanError(f"--output {format_value(plan.output)} is not in UTF-8: type another folder.") from None
-            if max(part_bytes) > MAX_NAME_BYTES or sum(part_bytes) + len(part_bytes) > MAX_PATH_BYTES:
+            # One byte per part for the separator.
+            if max(name_bytes) > MAX_NAME_BYTES or sum(name_bytes) + len(name_bytes) > MAX_PATH_BYTES:
                 raise PlanError(
-                    f"The name {format_value(path.name)} or the path to it is longer than disks allow: type shorter values, "
-                    f"or a shorter --model or --output."
+                    f"The name {format_value(path.name)} or the path to it is longer than disks allow: type shorter "
+                    f"values, or a shorter --model or --output."
                 )
 
 
 def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
-    """Dotted fields of `config` that differ from the defaults of its kind, as JSON; the seed left out."""
+    """Settings of `config` that differ from the defaults, as dotted name -> JSON value; without the seed."""
     config_class = type(config)
     settings = flatten_settings(config.model_dump(mode="json"))
     defaults = flatten_settings(config_class.model_validate({}).model_dump(mode="json"))
@@ -358,7 +380,7 @@ def find_changed_settings(config: BaseRunConfig) -> dict[str, Any]:
 
 
 def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings as one dict of dotted fields."""
+    """Flatten nested settings into one dict with dotted names."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= flatten_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
@@ -366,7 +388,7 @@ def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str,
 
 
 def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> RunSpec:
-    """One run with its templates filled in; a seed above 0 is part of every name."""
+    """Make one run with its templates filled in. A seed above 0 is part of every name."""
     template_values = make_template_values(study, run, value, config, seed)
     name = study.name_templates.experiment.format(**template_values)
     template_values["experiment"] = run_id = name + template_values["seed"]
@@ -384,7 +406,7 @@ def _make_run_spec(study: Study, run: str, value: str, config: BaseRunConfig, se
 
 
 def make_template_values(study: Study, run: str, value: str, config: BaseRunConfig, seed: int) -> dict[str, str]:
-    """What the templates of one run may use; see `Study`. value: of the axis, as it was typed."""
+    """Values for the templates of one run; see `NameTemplates`. value: of the axis, as it was typed."""
     return {
         **study.family.make_template_values(config),
         "run": run,
@@ -395,7 +417,7 @@ def make_template_values(study: Study, run: str, value: str, config: BaseRunConf
 
 
 def _parse_number(text: str) -> float | None:
-    """The number that `text` spells, or None for a word."""
+    """The number that `text` spells; None if it is not a number. `_`, which float() accepts, is not."""
     if "_" in text:
         return None
     try:
