@@ -144,7 +144,7 @@ def test_words_that_name_no_group_are_refused() -> None:
         expand_groups(study, ["3", "1", "3"])
     assert expand_groups(study, [single]) == (single,)
     for word in ("6", "0", "g1", "g3-smoke-ppo-sokoban-topk80-kl0-ent0-mse"):
-        with pytest.raises(PlanError, match=r"is no group: type some of 1,2,3,4,5, or names"):
+        with pytest.raises(PlanError, match=r"is not a group: type one or more of 1,2,3,4,5, or names"):
             expand_groups(study, [word])
     with pytest.raises(PlanError, match="does not belong to study kl"):
         find_study("kl", "mse")

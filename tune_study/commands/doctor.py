@@ -247,7 +247,8 @@ def _make_import_result(module: str, process_result: ProcessResult) -> CheckResu
     if not process_result.problem:
         return CheckResult(name, "ok", f"{process_result.seconds:.1f} s")
     package = module.partition(".")[0]
-    advice = f"Type `python -c 'import {module}'` to see the whole error; `pip install --force-reinstall {package}` may help."
+    command = f"python -c 'import {module}'"
+    advice = f"Type `{command}` to see the whole error; `pip install --force-reinstall {package}` may help."
     return CheckResult(name, "problem", process_result.problem, advice)
 
 

@@ -265,9 +265,9 @@ def check_capacity(
         n_runs = min(count_fitting_runs(node, n_gpus), runs_per_node)
         if scratch_bytes is not None and report.free_disk_bytes < n_runs * scratch_bytes:
             raise PlanError(
-                f"The node {node.name} has {decimal(report.free_disk_bytes)} free for the checkpoints of up to {n_runs} "
-                f"runs, which take {decimal(n_runs * scratch_bytes)}: set TUNE_STUDY_SCRATCH there to a folder on a "
-                f"larger disk, or type --max-concurrent with a smaller number."
+                f"The node {node.name} has {decimal(report.free_disk_bytes)} free for the checkpoints of up to "
+                f"{n_runs} runs, which take {decimal(n_runs * scratch_bytes)}: set TUNE_STUDY_SCRATCH there to a "
+                f"folder on a larger disk, or type --max-concurrent with a smaller number."
             )
         if host_bytes * n_runs > report.free_memory_bytes:
             raise PlanError(

@@ -99,7 +99,7 @@ def test_every_arm_status_and_verdict_is_on_the_page(folder: Path, page: Page) -
     for row in summary.itertuples():
         assert row.arm in page.text
         assert " ".join(row.verdict.split()) in " ".join(page.text.split())
-    assert "Does a KL penalty hold off collapse" in page.text
+    assert "Does a KL penalty to the initial policy prevent collapse" in page.text
     assert "6 runs: 5 completed, 1 early stopped" in page.text
 
 

@@ -137,7 +137,7 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
     target = probe.find_target(plan.folder, "0.1", None, None)
     assert (target.step, target.path) == (2, plan.get_run_dir(plan.runs[1].run_id) / "state" / "step_2")
     assert is_checkpoint_intact(target.path)
-    with pytest.raises(PlanError, match=r"has no checkpoint of step 1\. There are: 2\."):
+    with pytest.raises(PlanError, match=r"has no checkpoint of step 1\. Available steps: 2\."):
         probe.find_target(plan.folder, "0.1", 1, None)
 
 
@@ -304,7 +304,7 @@ def test_nodes_with_other_packages_are_refused_by_name() -> None:
 def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> None:
     found = {TWO[0]: NodeReport({}, "", "", 400, 1000, ()), TWO[1]: NodeReport({}, "", "", 100, 1000, ())}
     check_capacity(found, 4, 8, 100, 0)  # one run on the first, none on the second
-    with pytest.raises(PlanError, match="The node one has 400 bytes free for the states of up to 4 runs"):
+    with pytest.raises(PlanError, match="The node one has 400 bytes free for the checkpoints of up to 4 runs"):
         check_capacity(found, 1, 8, 101, 0)
     check_capacity(found, 1, 1, 100, 0)
 
@@ -316,9 +316,9 @@ def test_nodes_with_too_little_level_are_refused() -> None:
     }
     check_capacity(found, 1, 2, 45, 25)
     check_capacity(found, 1, 2, None, 25)
-    with pytest.raises(PlanError, match="The node two has 90 bytes free for the states of up to 2 runs"):
+    with pytest.raises(PlanError, match="The node two has 90 bytes free for the checkpoints of up to 2 runs"):
         check_capacity(found, 1, 2, 46, 25)
-    with pytest.raises(PlanError, match="52 bytes in the memory of the node one"):
+    with pytest.raises(PlanError, match="52 bytes of CPU memory on the node one"):
         check_capacity(found, 1, 2, 45, 26)
     card = find_smallest_gpu(found)
     assert card is not None
@@ -335,8 +335,8 @@ def test_what_a_node_lacks_is_in_its_answer(tmp_path: Path, monkeypatch: pytest.
     assert found.versions["code"] == compute_code_hash()
     assert found.free_memory_bytes > 0
     missing = question._replace(marker=str(tmp_path / "nothing"), models=("Qwen/Qwen2.5-3B",))
-    assert inspect_node(missing).marker_error == "it is not there"
-    assert "Fetch it with `hf download Qwen/Qwen2.5-3B`" in inspect_node(missing).setup_error
+    assert inspect_node(missing).marker_error == "it does not exist there"
+    assert "Download it with `hf download Qwen/Qwen2.5-3B`" in inspect_node(missing).setup_error
     stored = question._replace(marker=f"file://{tmp_path}/nothing", study_uri=f"file://{tmp_path}/study")
     assert "nothing" in inspect_node(stored).marker_error
     assert inspect_node(stored).free_disk_bytes > 0

@@ -38,19 +38,19 @@ def run(folder: Path, *words: str) -> tuple[int, str, str]:
         ("influence --gpus-per-exp 1", "trainer.n_gpus_per_node=1.0: must be less than or equal to 0"),
         ("influence --rollout_filter_include_zero True", "which filters no groups: leave it out"),
         ("influence --rollout_filter_strategy top_p", "--rollout_filter_strategy does not belong to study influence"),
-        ("influence --storage /somewhere", "a trial of influence carries all seeds of an arm"),
+        ("influence --storage /somewhere", "a trial of influence trains all seeds of an arm"),
         ("influence --gpus 0", "--gpus 0: study influence trains on the CPU. Leave --gpus out."),
         ("influence --groups 1", "--groups does not belong to study influence, whose axis is update rule: type --arms"),
         (
             "influence --arms DG,nothing",
-            "--arms nothing is no arm of study influence. A value is one of DG, GRPO, TPO",
+            "--arms nothing is not an arm of study influence. A value is one of DG, GRPO, TPO",
         ),
         ("influence --set method=CE", "`method` is what the arms of study influence differ in: choose its values with"),
         ("influence --set lrr=1", "`python -m tune_study settings sandbox --all` lists all with their meaning"),
         ("influence --set num_steps=5 --steps 5", "`trainer.total_training_steps` is given twice"),
         ("sandbox --set method=GRPO --set group_size=1", "leaves nothing to compare: set group_size=2 or more"),
         ("sandbox-evidence --kl-type kl", "--kl-type does not belong to the studies of sandbox-evidence"),
-        ("sandbox-evidence --arms DG", "--arms DG is no arm of study dense-correction"),
+        ("sandbox-evidence --arms DG", "--arms DG is not an arm of study dense-correction"),
         ("kl --smoke", "--smoke does not belong to study kl: type --steps N"),
     ],
 )
@@ -71,8 +71,8 @@ def test_a_suite_plans_each_of_its_studies(tmp_path: Path) -> None:
 
 
 def test_a_smoke_form_changes_what_it_says_and_can_be_changed(tmp_path: Path) -> None:
-    assert "steps a run 4, validation every 4 steps" in run(tmp_path, "influence", "--smoke")[1]
-    assert "steps a run 6, validation every 4 steps" in run(tmp_path, "influence", "--smoke", "--steps", "6")[1]
+    assert "Steps per run: 4, validation every 4 steps" in run(tmp_path, "influence", "--smoke")[1]
+    assert "Steps per run: 6, validation every 4 steps" in run(tmp_path, "influence", "--smoke", "--steps", "6")[1]
     assert "seeds 0\n" in run(tmp_path, "influence", "--smoke")[1]
     assert "seeds 0,1\n" in run(tmp_path, "influence", "--smoke", "--seeds", "2")[1]
 
@@ -122,7 +122,7 @@ def test_values_are_typed_for_any_axis_and_once(tmp_path: Path) -> None:
         assert f" in {words[2]}" in shown
     code, _, said = run(tmp_path, "kl", "--values", "0", "--kl-values", "0.1")
     assert code == 2
-    assert "--values and --kl-values are two names of one option of study kl: type one of them." in said
+    assert "--values and --kl-values are two names for one option of study kl: type one of them." in said
 
 
 def test_any_combination_names_its_folder(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_any_combination_names_its_folder(tmp_path: Path) -> None:
     code, shown, _ = run(tmp_path, "sandbox", *words)
     assert code == 0
     assert f"results {tmp_path}/results/sandbox_chain_reversal_SCOPELite" in shown
-    assert "steps a run 7" in shown
+    assert "Steps per run: 7" in shown
 
 
 def test_a_model_that_is_not_here_starts_nothing(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_model_that_is_not_here_starts_nothing(tmp_path: Path) -> None:
     done = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HF_HUB_CACHE": str(tmp_path)}).invoke(app, words)
     assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (2, "", [])
     said = " ".join(done.stderr.split())
-    assert said.startswith("tune_study: The model no/such is not here")
+    assert said.startswith("tune_study: The model no/such was not found")
     assert said.endswith("or type --set model_name=sokoban-tiny or a folder.")
 
 
@@ -159,7 +159,9 @@ def test_a_file_that_is_not_here_is_refused_before_anything_is_written(tmp_path:
     words = ["sandbox", "--set", "mnist_folder=digits", "--output", str(tmp_path)]
     done = CliRunner(env={"CUDA_VISIBLE_DEVICES": "", "HOME": str(tmp_path)}).invoke(app, ["run", *words])
     assert (done.exit_code, done.stdout) == (2, "")
-    assert "`mnist_folder=digits` is not here: type a path that is, or leave it out." in " ".join(done.stderr.split())
+    assert "`mnist_folder=digits` does not exist: type an existing path, or leave it out." in " ".join(
+        done.stderr.split()
+    )
     assert not list(tmp_path.iterdir())
 
 

@@ -69,12 +69,12 @@ REFUSED = [
     ("run kl --kl-values 0,-1", "--kl-values -1: actor.kl_loss_coef=-1: must be greater than or equal to 0"),
     ("run kl --kl-values 0,0.1,0.10", "--kl-values has the value 0.10 twice (0.1 and 0.10): give each value once."),
     ("run kl --seeds 0", "--seeds 0 leaves nothing to run"),
-    ("run smoke --groups 6", "--groups 6 is no group: type some of 1,2,3,4,5, or names of single arms"),
+    ("run smoke --groups 6", "--groups 6 is not a group: type one or more of 1,2,3,4,5, or names of single arms"),
     ("run kl --groups 1", "--groups does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
     ("run kl --arms tpo", "--arms does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
     (
         "run grpo-entropy-sokoban --arms std",
-        "--arms std is no arm of study grpo-entropy-sokoban. A value is one of std-",
+        "--arms std is not an arm of study grpo-entropy-sokoban. A value is one of std-",
     ),
     ("run grpo-entropy-sokoban --arms tpo,tpo", "--arms has the value tpo twice"),
     (
@@ -87,11 +87,14 @@ REFUSED = [
     ),
     ("run kl --kl-type mse", "--kl-type does not belong to study kl: type --set actor.kl_loss_type=NAME."),
     ("run smoke-all --kl-type mse", "--kl-type does not belong to study smoke-all"),
-    ("run smoke --kl-type abs", "--kl-type abs is no loss of the grid: type one of low_var_kl, kl, mse."),
-    ("run smoke --rollout_filter_strategy best", "--rollout_filter_strategy best is no strategy: type one of top_p,"),
+    ("run smoke --kl-type abs", "--kl-type abs is not a KL loss of the grid: type one of low_var_kl, kl, mse."),
+    (
+        "run smoke --rollout_filter_strategy best",
+        "--rollout_filter_strategy best is not a strategy: type one of top_p,",
+    ),
     ("run kl --rollout_filter_strategy top_k", "type --set filter.rollout_filter_strategy=NAME."),
     ("run smoke --set actor.entropy_coeff=1", "is what the arms of study smoke differ in: choose its values with --gr"),
-    ("run kl --skip-statuses failed", "--skip-statuses 'failed' cannot be used: type completed,early_stopped, and"),
+    ("run kl --skip-statuses failed", "--skip-statuses 'failed' is invalid: type completed,early_stopped, followed by"),
     (
         "run kl --entropy-values 0",
         "--entropy-values does not belong to study kl, whose axis is actor.kl_loss_coef: type",
@@ -102,16 +105,16 @@ REFUSED = [
     ("run top-p --rollout_filter_include_zero True", "--rollout_filter_include_zero does not belong to study top-p"),
     ("run kl --rollout_filter_include_zero maybe", "'maybe' is neither True nor False"),
     ("run kl --preset paper --gpus 0,1,2 --gpus-per-exp 2 --dry-run", "3 GPUs do not divide into runs of 2"),
-    ("run kl --preset paper --gpus 0,1", "The run asks for GPU 0,1 and no GPU is visible"),
-    ("run kl --preset paper", "The run asks for 1 GPU a run and no GPU is visible"),
+    ("run kl --preset paper --gpus 0,1", "The study asks for GPU 0,1 and no GPU is visible"),
+    ("run kl --preset paper", "The study asks for 1 GPU per run and no GPU is visible"),
     ("run kl --gpus 0", "--gpus 0 is given but a run takes no GPU"),
     ("run kl --max-concurrent 0", "--max-concurrent 0 leaves nothing to run"),
     ("run kl --wandb maybe", "--wandb maybe is not a mode: choose from offline, sync, online, off."),
-    ("run kl --model Qwen/Qwen2.5-3B", "Fetch it with `hf download Qwen/Qwen2.5-3B`"),
-    ("run kl --model ./no-such-folder", "The model ./no-such-folder is not here"),
-    ("resume results/nothing", "holds no study (no study.json)"),
-    ("status results/nothing", "holds no study (no study.json)"),
-    ("report results/nothing", "holds no study (no study.json)"),
+    ("run kl --model Qwen/Qwen2.5-3B", "Download it with `hf download Qwen/Qwen2.5-3B`"),
+    ("run kl --model ./no-such-folder", "The model ./no-such-folder was not found"),
+    ("resume results/nothing", "contains no study (no study.json)"),
+    ("status results/nothing", "contains no study (no study.json)"),
+    ("report results/nothing", "contains no study (no study.json)"),
 ]
 
 
@@ -129,7 +132,7 @@ def test_a_folder_without_a_config_is_no_model(here: Path) -> None:
     (here / "weights").mkdir()
     answer = type_in("run kl --model weights")
     assert (answer.code, snapshot(here)) == (2, {})
-    assert f"The folder {here / 'weights'} is no model: it has no config.json" in answer.err
+    assert f"The folder {here / 'weights'} is not a model: it has no config.json" in answer.err
 
 
 def test_a_fetched_model_is_a_model(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,8 +239,8 @@ def test_every_published_option_is_taken_in_every_spelling(here: Path) -> None:
     plain = type_in(start + " ".join(f"{name} {value}" for name, value in options.items()))
     assert plain.code == 0, plain.err
     assert "6 runs: actor.kl_loss_coef in 0,0.5; seeds 0,1,2" in plain.out
-    assert "steps a run 7," in plain.out
-    assert "a run reserves 1 CPU 0.5 GPU; 3 at once on 3 CPUs" in plain.out
+    assert "Steps per run: 7," in plain.out
+    assert "Each run reserves 1 CPU 0.5 GPU; 3 at once on 3 CPUs" in plain.out
     assert "filter_zero" in plain.out
     dashed = [(f"--{name[2:].replace('_', '-')}", value) for name, value in options.items()]
     underscored = [(f"--{name[2:].replace('-', '_')}", value) for name, value in options.items()]
@@ -251,10 +254,10 @@ HALF = "run kl --preset paper --kl-values 0.01 --seeds 1 --gpus 0 --gpus-per-exp
 def test_a_dry_run_marks_what_does_not_fit_and_says_what_would(here: Path) -> None:
     answer = type_in(f"{HALF} --dry-run")
     assert (answer.code, answer.err) == (0, "")
-    assert "memory: a card of 80.0 GiB (assumed, since no GPU is visible" in answer.out
+    assert "Memory: GPU with 80.0 GiB (assumed, because no GPU is visible" in answer.out
     assert "DOES NOT FIT: policy backward takes " in answer.out
-    assert type_in(f"{HALF.replace('0.5', '1')} --gpu_memory_gib=288 --dry-run").out.count("fits: ") == 1
-    assert "time:" not in answer.out, "a card without a name has no rates"
+    assert type_in(f"{HALF.replace('0.5', '1')} --gpu_memory_gib=288 --dry-run").out.count("Fits: ") == 1
+    assert "Time:" not in answer.out, "a card without a name has no rates"
     assert list(here.iterdir()) == []
 
 
@@ -320,14 +323,14 @@ def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
     monkeypatch.setattr(sys, "argv", ["__main__.py", "run", "kl", "--dry-run"])
     answer = type_in("run kl --dry-run")
     assert answer.code == 0, answer.err
-    (reason,) = re.findall(r"^preset laptop: (.*)", answer.out, re.M)
+    (reason,) = re.findall(r"^Preset laptop: (.*)", answer.out, re.M)
     assert reason.startswith(
-        "a CUDA GPU is visible (NVIDIA H100 80GB HBM3), which preset paper does not fit: rollout takes "
+        "a CUDA GPU is visible (NVIDIA H100 80GB HBM3), but preset paper does not fit it: rollout takes "
     )
     (command,) = re.findall(r"this would fit: python -m tune_study (run kl --dry-run --preset paper .*)", reason)
     fitting = type_in(command)
     assert fitting.code == 0, fitting.err
-    assert re.search(r"^fits: ", fitting.out, re.M)
+    assert re.search(r"^Fits: ", fitting.out, re.M)
     refused = type_in("run kl --preset paper --dry-run")
     assert "DOES NOT FIT: " in refused.out
 
@@ -336,27 +339,27 @@ def test_where_paper_does_not_fit_the_cards_laptop_runs_and_says_why(
 def test_who_asks_for_gpus_gets_no_other_preset(here: Path, monkeypatch: pytest.MonkeyPatch, option: str) -> None:
     machine_with_an_h100(here, monkeypatch, 81000)
     answer = type_in(f"run kl {option} --dry-run")
-    assert "preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
+    assert "Preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
     assert "DOES NOT FIT: " in answer.out
 
 
 def test_where_paper_fits_it_runs(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine_with_an_h100(here, monkeypatch, 81000)
     answer = type_in("run kl --set model.path=Qwen/Qwen2.5-0.5B --dry-run")
-    assert "preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
+    assert "Preset paper: a CUDA GPU is visible (NVIDIA H100 80GB HBM3)\n" in answer.out
 
 
 def test_a_plan_for_a_card_that_is_known_has_an_estimate_of_time(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine_with_an_h100(here, monkeypatch, 81000)
     out = type_in(f"{SMALL} --dry-run").out
-    assert "memory: a card of 79.6 GiB (as nvidia-smi says)" in out
-    assert re.search(r"^time: at most about [\d.]+ (s|min) a step, .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
+    assert "Memory: GPU with 79.6 GiB (from nvidia-smi)" in out
+    assert re.search(r"^Time: at most about [\d.]+ (s|min) per step, .* at 40% of 989 TFLOP/s and 50% of", out, re.M)
 
 
 def test_a_dry_run_names_every_run_and_writes_nothing(here: Path) -> None:
     answer = type_in("run entropy --preset laptop --seeds 2 --dry-run --output out")
     assert answer.code == 0
-    assert "preset laptop: asked for by --preset" in answer.out
+    assert "Preset laptop: set by --preset" in answer.out
     for label in ("0", "0003", "001", "003", "01", "03"):
         name = f"sokoban_entropy_sweep_nofilter_{label}-sokoban-tiny"
         assert re.search(rf"^{name} .*logs/entropy_sweep_sokoban-tiny/nofilter/{label}/{name}\.log", answer.out, re.M)
@@ -366,7 +369,7 @@ def test_a_dry_run_names_every_run_and_writes_nothing(here: Path) -> None:
 
 
 def test_the_preset_and_its_reason_are_said(here: Path) -> None:
-    assert "preset laptop: no CUDA GPU is visible" in type_in("run kl --dry-run").out
+    assert "Preset laptop: no CUDA GPU is visible" in type_in("run kl --dry-run").out
 
 
 def test_extending_is_planned_over_old_and_new(here: Path) -> None:
@@ -380,7 +383,7 @@ def test_a_study_goes_on_with_other_gpus(here: Path) -> None:
     folder = held_study(here, trainer__device="auto").folder
     answer = type_in(f"resume {folder} --gpus-per-exp 0.5 --gpus 0 --dry-run")
     assert answer.code == 0, answer.err
-    assert "GPU slots 0 0" in answer.out
+    assert "GPU slots: 0 0" in answer.out
     same = "run kl --preset laptop --steps 3 --kl-values 0,0.1"
     again = type_in(f"{same} --gpus-per-exp 0.5 --gpus 0 --set trainer.device=cuda --dry-run")
     assert again.code == 0, again.err
@@ -423,7 +426,7 @@ def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> N
         assert listed == [name for name in everything if name in listed]
         assert 20 <= len(listed) <= 40
         others = len(everything) - len(listed)
-        assert last == f"{others} more settings are seldom changed: python -m tune_study {command} --all"
+        assert last == f"{others} more settings are rarely changed: python -m tune_study {command} --all"
 
 
 def test_all_settings_are_listed_with_default_and_bounds() -> None:

@@ -169,7 +169,7 @@ def test_a_python_of_its_own_answers() -> None:
 
 def test_what_hangs_is_ended() -> None:
     outcome = doctor.run_python("import time; time.sleep(600)", {}, 0.1)
-    assert outcome.problem == "it had not ended after 0.1 s"
+    assert outcome.problem == "it did not end within 0.1 s"
     assert not psutil.pid_exists(outcome.pid)
 
 
@@ -239,7 +239,7 @@ def test_a_check_that_breaks_is_a_problem_and_not_the_end() -> None:
     (found,) = doctor._run_check("Importing x ...", broken, said.append)
     assert said == ["Importing x ..."]
     assert (found.name, found.severity) == ("Importing x", "problem")
-    assert found.detail == "this check broke: RuntimeError: no module\\nnamed x"
+    assert found.detail == "this check failed: RuntimeError: no module\\nnamed x"
 
 
 def report_of(*findings: CheckResult) -> list[str]:
@@ -251,7 +251,10 @@ def report_of(*findings: CheckResult) -> list[str]:
 def test_the_report_says_what_to_do() -> None:
     fine, remark = CheckResult("a", "ok", "good"), CheckResult("b", "remark", "so so", "Look " + "closely " * 9)
     problem = CheckResult("c", "problem", "bad", "Mend it.")
-    assert report_of(fine, remark)[-2:] == [f"remark: b: {remark.advice}", "Nothing stands in the way of a run."]
+    assert report_of(fine, remark)[-2:] == [
+        f"remark: b: {remark.advice}",
+        "No problems found: this machine is ready for a run.",
+    ]
     assert report_of(problem, remark)[-2:] == ["problem: c: Mend it.", "1 problem to solve before a run."]
     lines = report_of(problem, fine, problem)
     assert lines[0].split() == ["check", "level", "found"]

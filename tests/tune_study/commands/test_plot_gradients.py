@@ -138,20 +138,20 @@ def test_the_list_tells_before_from_after_the_filter(plain: Path) -> None:
         ("--step 2", "Step 2 was not analysed: type --step with one of 1, 11."),
         ("--trial arm0-seed0 --step 11", "Step 11 was not analysed: type --step with one of 1."),
         ("--step 1,2,3", "Step 2, 3 was not analysed"),
-        ("--step x", "--step 'x' is no step: type whole numbers"),
-        ("--step -1", "--step '-1' is no step"),
+        ("--step x", "--step 'x' is not a step: type whole numbers"),
+        ("--step -1", "--step '-1' is not a step"),
         ("--step 1,,2", "has an empty entry"),
         (
             "--trial arm2-seed0",
-            "No analysis is of a run `arm2-seed0`: type --trial and one of arm0-seed0, arm01-seed0.",
+            "There is no analysis of a run `arm2-seed0`: type --trial and one of arm0-seed0, arm01-seed0.",
         ),
         ("--source test", "There is no source `test`: type --source train or --source probe."),
         (
             "--trial arm01-seed0 --source probe",
-            "No analysis is of source probe: leave --source out, or type --source tr",
+            "There is no analysis from source probe: leave --source out, or type --source tr",
         ),
         ("--output-dir new", "add one of --trial arm0-seed0 --source train, --trial arm0-seed0 --source probe"),
-        ("--trial arm0-seed0 --output-dir new", "--output-dir takes the pictures of one run and source, and 2 were"),
+        ("--trial arm0-seed0 --output-dir new", "--output-dir takes the figures of one run and source, and 2 were"),
     ],
 )
 def test_bad_input_gets_one_paragraph_and_writes_nothing(
@@ -172,17 +172,17 @@ def test_a_study_without_analyses_says_how_to_get_some(tmp_path: Path) -> None:
     for line in ("", "--list-steps"):
         answer = type_in(folder, line)
         assert answer.code == 2
-        assert "holds no gradient analysis: run a study with --set trainer.gradient_analysis_mode=True" in answer.err
+        assert "has no gradient analysis: run a study with --set trainer.gradient_analysis_mode=True" in answer.err
 
 
 def test_a_study_without_a_language_model_is_told_where_its_gradients_are(tmp_path: Path) -> None:
     folder = sandbox_folders.write_sandbox(tmp_path, sandbox_folders.make_seed_runs("DG", (0.4,)))
-    with pytest.raises(PlanError, match="fine-tuned no language model: the gradients of its runs were measured while"):
+    with pytest.raises(PlanError, match="fine-tuned no language model: the gradients of its runs were measured during"):
         read_analyses(folder)
 
 
 def test_a_folder_without_a_study_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
-    assert "holds no study (no study.json)" in type_in(tmp_path).err
+    assert "contains no study (no study.json)" in type_in(tmp_path).err
     folder = study(tmp_path, [FakeAnalysis()])
     (folder / "runs" / "arm0-seed0" / "run.json").write_text("{")
     answer = type_in(folder)

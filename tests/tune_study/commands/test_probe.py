@@ -138,7 +138,7 @@ def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
     )
     assert done.returncode == 2
     assert "kept none of the 6 groups of 4 episodes" in done.stderr
-    assert "leave --set trainer.gradient_analysis_log_prefilter=False out" in done.stderr
+    assert "leave out --set trainer.gradient_analysis_log_prefilter=False" in done.stderr
     assert hashes(study.output) == before  # the probe from before is still there
 
 
@@ -153,7 +153,7 @@ def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -
     assert set(probed["overrides"]) == {said}
     assert set(rows.loc[rows["source"] == "train", "overrides"]) == {""}
     (log,) = (study.output / "logs").rglob("*GRPO*ckpt3-noval-entropy.log")  # no KL was measured
-    assert f"set otherwise than in the run: {said}" in log.read_text()
+    assert f"settings changed from the run: {said}" in log.read_text()
 
 
 def test_training_wrote_the_analyses_that_were_due(study: StudyPlan) -> None:
@@ -199,8 +199,8 @@ def other_run(plan: StudyPlan) -> dict[str, object]:
 BAD: list[tuple[Callable[[StudyPlan], dict[str, object]], str]] = [
     (lambda _: {}, "There are several runs"),
     (lambda _: {"trial": "TRPO"}, "There is no run `TRPO`"),
-    (lambda _: {"trial": "PPO", "step": 1}, "no checkpoint of step 1. There are: 2, 3."),
-    (lambda _: {"trial": "PPO", "path": "/nowhere/global_step_2"}, "is no checkpoint"),
+    (lambda _: {"trial": "PPO", "step": 1}, "no checkpoint of step 1. Available steps: 2, 3."),
+    (lambda _: {"trial": "PPO", "path": "/nowhere/global_step_2"}, "is not a checkpoint"),
     (lambda plan: {"trial": "PPO", **other_run(plan)}, "was written by another run"),
     (lambda _: {"trial": "PPO", "settings": {"actor.lr": 1.0}}, "`actor.lr` cannot be set for a probe"),
     (lambda _: {"trial": "PPO", "settings": {"algorithm.adv_estimator": "rloo"}}, "cannot be set for a probe"),
@@ -274,12 +274,12 @@ def test_the_checkpoint_is_asked_for_by_root_or_folder(study: StudyPlan) -> None
 def test_a_checkpoint_of_no_run_of_the_study_is_said(study: StudyPlan, tmp_path: Path) -> None:
     folder = tmp_path / "global_step_2"
     folder.mkdir()
-    with pytest.raises(PlanError, match=r"does not say of which run it is .*: type --trial as well"):
+    with pytest.raises(PlanError, match=r"does not say which run wrote it .*: type --trial as well"):
         probe.find_target(study.folder, None, None, folder)
     values = json.loads((study.output / study.runs[0].checkpoint_dir / "global_step_2" / "state.json").read_text())
     for changed in ({"seed": 7}, {"seed": "x"}):
         (folder / "state.json").write_text(json.dumps({**values, "settings": {**values["settings"], **changed}}))
-        with pytest.raises(PlanError, match=r"was written by no run of|does not say of which run"):
+        with pytest.raises(PlanError, match=r"was written by no run of|does not say which run wrote it"):
             probe.find_target(study.folder, None, None, folder)
 
 

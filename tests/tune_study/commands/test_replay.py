@@ -261,7 +261,7 @@ def test_thresholds_that_are_not_replaced_are_each_runs_own(tmp_path: Path) -> N
     replay = replay_folder(folder, ["variance_ratio=0.2"])
     assert [run.replayed_thresholds.variance_window for run in replay.runs] == [10, 2]
     words = printed(replay)[0].split(", ")
-    assert {"variance_window=10 or 2", "variance_ratio=0.2 (the study's own: 0.1 or 0.5)"} <= set(words)
+    assert {"variance_window=10 or 2", "variance_ratio=0.2 (in the study: 0.1 or 0.5)"} <= set(words)
 
 
 def test_what_really_stopped_a_run_is_counted(tmp_path: Path) -> None:
@@ -292,7 +292,7 @@ def test_runs_without_rows_are_named(tmp_path: Path) -> None:
     replay = replay_folder(folder, [])
     assert [run.run_id for run in replay.runs] == ["arm0-seed0"]
     assert replay.skipped_runs == (
-        SkippedRun("arm2-seed0", "its run.json does not tell its early_stop settings"),
+        SkippedRun("arm2-seed0", "its run.json has no valid early_stop settings"),
         SkippedRun("arm01-seed0", "no rows (never_ran)"),
         SkippedRun("arm001-seed0", "no rows (never_ran: has not started)"),
         SkippedRun("arm1-seed0", "no rows (failed: out of memory)"),
@@ -325,8 +325,8 @@ def test_an_empty_study(tmp_path: Path) -> None:
     assert replay.replayed_thresholds[0].variance_ratio == 0.2
     assert [rule[1:5] for rule in replay.rules] == [(0, 0, 0, 0)] * 3
     lines = printed(replay)
-    assert lines[0].startswith("thresholds (1 differs from the study's own): ")
-    assert "No run of this study has rows: there is nothing to replay yet." in lines
+    assert lines[0].startswith("thresholds (1 changed): ")
+    assert "No run of this study has rows yet: there is nothing to replay." in lines
 
 
 def test_nothing_is_written(tmp_path: Path) -> None:
@@ -353,7 +353,9 @@ def test_every_spelling_of_a_threshold(tmp_path: Path, key: str) -> None:
     "assignment", ["actor.lr=1", "lr=1", "seed=1", "early_stop.window=3", "early_stop=3", "=3", "x.y.z=", "ä=1"]
 )
 def test_other_settings_are_refused_with_the_list(tmp_path: Path, assignment: str) -> None:
-    with pytest.raises(PlanError, match=f"`{assignment.partition('=')[0]}` is no threshold of a stop rule") as caught:
+    with pytest.raises(
+        PlanError, match=f"`{assignment.partition('=')[0]}` is not a threshold of a stop rule"
+    ) as caught:
         replay_folder(study_of(tmp_path, {}), [assignment])
     assert all(f"early_stop.{name}" in str(caught.value) for name in EarlyStopConfig.model_fields)
 
@@ -382,7 +384,7 @@ def test_bad_values_are_refused_also_where_no_run_uses_them(tmp_path: Path, assi
 
 
 def test_a_folder_without_a_study_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="holds no study"):
+    with pytest.raises(PlanError, match="contains no study"):
         replay_folder(tmp_path, [])
 
 
@@ -398,12 +400,14 @@ def test_the_first_line_says_which_thresholds_are_the_studys_own(tmp_path: Path)
     given = ([], ["variance_ratio=0.2"], ["variance_ratio=0.2", "success_patience=3", "variance_window=10"])
     same, one, two = (printed(replay_folder(folder, assignments))[0] for assignments in given)
     assert same == (
-        "thresholds (the study's own): variance_baseline_steps=10, variance_window=10, variance_ratio=0.1, "
+        "thresholds (those of the study): variance_baseline_steps=10, variance_window=10, variance_ratio=0.1, "
         "success_threshold=0.01, success_patience=5, empty_stop_steps=5"
     )
-    assert one == same.replace("(the", "(1 differs from the").replace("ratio=0.1", "ratio=0.2 (the study's own: 0.1)")
-    assert two.startswith("thresholds (2 differ from the study's own): ")
-    assert {"success_patience=3 (the study's own: 5)", "variance_window=10"} <= set(two.split(", "))
+    assert one == same.replace("(those of the study)", "(1 changed)").replace(
+        "ratio=0.1", "ratio=0.2 (in the study: 0.1)"
+    )
+    assert two.startswith("thresholds (2 changed): ")
+    assert {"success_patience=3 (in the study: 5)", "variance_window=10"} <= set(two.split(", "))
 
 
 def test_one_line_for_each_run_and_rule_then_one_for_each_rule(tmp_path: Path) -> None:

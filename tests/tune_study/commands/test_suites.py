@@ -17,7 +17,7 @@ from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune.run import SuiteContext
 
 Study = Callable[[StudyPlan, SuiteContext], int]
-NOT_STARTED = "Not started: replay. The same command goes on with all of them."
+NOT_STARTED = "Not started: replay. Type the same command again to continue."
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_an_index_that_cannot_be_written_is_told(
 ) -> None:
     (two_plans[0].output / "index.html").mkdir()
     assert run(two_plans, monkeypatch, lambda *_: 0)[0] == 1
-    assert f"No index of the studies in {two_plans[0].output} could be written" in capsys.readouterr().err
+    assert f"The index of the studies in {two_plans[0].output} could not be written" in capsys.readouterr().err
 
 
 def test_a_suite_does_not_begin_where_a_later_study_lacks_something(
@@ -178,7 +178,7 @@ def test_studies_that_fit_one_by_one_and_not_together_are_refused(
     monkeypatch.setattr(disk, "estimate_disk_budget", tight)
     needed -= 1
     with pytest.raises(
-        PlanError, match=r"The 2 studies need up to .* more on disk together, and .* free: type --output"
+        PlanError, match=r"The 2 studies together need up to .* more disk space, and .* free: type --output"
     ):
         run(two_plans, monkeypatch, lambda *_: 0)
     needed += 1

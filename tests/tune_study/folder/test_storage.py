@@ -93,7 +93,7 @@ def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str) -> None:
     place = open_storage(uri)
     first, second = Lease(place), Lease(place)
     first.acquire("the study")
-    with pytest.raises(PlanError, match=rf"is being run by .* \(pid {os.getpid()}\), which said so \d+ s ago"):
+    with pytest.raises(PlanError, match=rf"is being run by .* \(pid {os.getpid()}\), last heard of \d+ s ago"):
         second.acquire("the study")
     assert first.find_new_holder() is None
     second.release()  # not its own
@@ -147,7 +147,7 @@ def test_a_driver_whose_study_was_taken_over_stops(tmp_path: Path) -> None:
         study._refresh_lease()
         assert study._interrupt.is_requested
     assert len(said) == 1
-    assert "runs this study now: stopping." in said[0]
+    assert "has taken over this study: stopping." in said[0]
     assert read_holder(open_storage(plan.study_uri or "")) is not None  # the other's stays
 
 
@@ -215,7 +215,7 @@ def test_an_error_about_a_copy_names_the_study(uri: str, tmp_path: Path) -> None
     started(plan)
     with pytest.raises(PlanError) as raised:
         locate.merge_with_existing(plan_in(tmp_path / "b", uri, ("0.2",)), extend=False, is_real=True)
-    assert str(raised.value).startswith(f"{plan.study_uri} holds this study with other runs")
+    assert str(raised.value).startswith(f"{plan.study_uri} contains this study with other runs")
     assert f"`python -m tune_study resume {plan.study_uri}`" in str(raised.value)
 
 
@@ -238,7 +238,7 @@ def test_an_extended_study_is_seen_by_the_machine_that_started_it(uri: str, tmp_
     started(more)
     again = locate.plan_resume(str(plan_in(tmp_path / "a", uri).folder), is_real=True)
     assert again == replace(more, output=tmp_path / "a")
-    with pytest.raises(PlanError, match="holds this study with other settings"):
+    with pytest.raises(PlanError, match="contains this study with other settings"):
         locate.merge_with_existing(plan_in(tmp_path / "c", uri, **{"actor.lr": 1e-3}), extend=False, is_real=True)
     assert not (tmp_path / "c").exists()
 
@@ -307,7 +307,7 @@ def test_states_need_room_on_the_node(tmp_path: Path) -> None:
     check_scratch(tmp_path.as_uri(), 2, 1)
     check_scratch(tmp_path.as_uri(), 2, None)
     with pytest.raises(
-        PlanError, match=r"free for the states of up to 2 runs .* which take 2\.0 EB: set TUNE_STUDY_SCRATCH"
+        PlanError, match=r"free for the checkpoints of up to 2 runs .* which take 2\.0 EB: set TUNE_STUDY_SCRATCH"
     ):
         check_scratch(tmp_path.as_uri(), 2, 10**18)
 
@@ -393,9 +393,9 @@ REFUSED: list[tuple[Callable[[str], str], str]] = [
      "contains a user name with a password"),
     (lambda query: f"{SMALL} --storage nope://shelf/x", "cannot be used as a storage"),
     (lambda query: f"{SMALL} --storage s3://shelf/x?scheme=http&endpoint_override=127.0.0.1:1", "cannot be "),
-    (lambda query: f"resume s3://shelf/nothing?{query}", "holds no study: type <storage>/<run>"),
-    (lambda query: f"status s3://shelf/nothing?{query}", "holds no study: type <storage>/<run>"),
-    (lambda query: f"report s3://shelf/nothing/x?{query}", "holds no study"),
+    (lambda query: f"resume s3://shelf/nothing?{query}", "contains no study: type <storage>/<run>"),
+    (lambda query: f"status s3://shelf/nothing?{query}", "contains no study: type <storage>/<run>"),
+    (lambda query: f"report s3://shelf/nothing/x?{query}", "contains no study"),
     (lambda query: f"status s3://shelf?{query}", "names no study"),
 ]  # fmt: skip
 

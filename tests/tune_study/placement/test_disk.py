@@ -173,7 +173,7 @@ def test_arms_that_differ_are_added_up(tmp_path: Path) -> None:
     )
     assert found.total_bytes == 4 * gae + 4 * grpo + gae + 2 * (gae + gae) + found.row_bytes
     assert (found.checkpoint_bytes, found.saved_checkpoints, found.is_uniform) == (gae, 3, False)
-    assert "(1 rolling + up to 3 kept) x up to 2.7 MB" in format_disk_line(found)
+    assert "(1 rolling + up to 3 saved) x up to 2.7 MB" in format_disk_line(found)
 
 
 def test_what_a_real_study_leaves_is_within_its_budget(ray_session: None, tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_ended_runs_need_nothing_more(tmp_path: Path) -> None:
     assert (found.concurrent_runs, of(plan).concurrent_runs, of(plan).rolling_checkpoints) == (2, 1, 3)
     write_status(plan.get_run_dir(plan.runs[3].run_id), RunStatus(plan.runs[3].run_id, "completed"))
     check_budget(of(plan)._replace(free_bytes=0))
-    assert format_disk_line(of(plan)).startswith("disk: every run has ended, nothing more is needed; ")
+    assert format_disk_line(of(plan)).startswith("Disk: every run has ended, no more space is needed, ")
 
 
 def test_more_than_the_plan_has_a_place_for_does_not_count(tmp_path: Path) -> None:
@@ -263,9 +263,9 @@ def test_a_model_that_is_not_here_has_an_unknown_size(tmp_path: Path) -> None:
     )
     check_budget(found._replace(free_bytes=0))
     assert format_disk_line(found._replace(free_bytes=52_100_000_000, row_bytes=2_000_000)) == (
-        "disk: 2 runs x (1 rolling + 0 kept) checkpoints + 2 x 2 checkpoints while running + rows 2.0 MB; "
-        "the size of a checkpoint is not known: no config.json of a model that can be trained is here for some/model; "
-        "52.1 GB free"
+        "Disk: size of a checkpoint unknown, because no config.json of a trainable model was found for some/model; "
+        "52.1 GB free. Needed: 2 runs x (1 rolling + 0 saved) checkpoints + 2 x 2 checkpoints while running + "
+        "2.0 MB of rows."
     )
 
 
@@ -285,13 +285,15 @@ def test_a_condition_that_loads_a_model_has_states_of_its_size(tmp_path: Path) -
 
 
 def test_the_line() -> None:
-    start = "disk: 6 runs x (1 rolling + 4 kept) x 1.8 MB + 2 x 2 x 1.8 MB while running + rows 1.6 MB = 62.8 MB"
-    assert format_disk_line(EXAMPLE) == f"{start}; 52.1 GB free"
+    end = "Sum: 6 runs x (1 rolling + 4 saved) x 1.8 MB + 2 x 2 x 1.8 MB while running + 1.6 MB of rows."
+    assert format_disk_line(EXAMPLE) == f"Disk: needs at most 62.8 MB, 52.1 GB free. OK. {end}"
     assert (
         format_disk_line(EXAMPLE._replace(written_bytes=3_000_000))
-        == f"{start}, 3.0 MB of it written already; 52.1 GB free"
+        == f"Disk: needs at most 62.8 MB (3.0 MB already written), 52.1 GB free. OK. {end}"
     )
-    assert format_disk_line(EXAMPLE._replace(remaining_runs=1)).startswith("disk: 1 run x ")
+    assert "62.8 MB, 62.8 MB free. OK. Sum: " in format_disk_line(EXAMPLE._replace(free_bytes=62_800_000))
+    assert "62.8 MB, 62.8 MB free. NOT ENOUGH. Sum: " in format_disk_line(EXAMPLE._replace(free_bytes=62_799_999))
+    assert " Sum: 1 run x " in format_disk_line(EXAMPLE._replace(remaining_runs=1))
 
 
 def test_exactly_enough_is_enough() -> None:
@@ -306,8 +308,8 @@ def test_too_little_says_what_is_needed_what_is_free_and_what_to_type() -> None:
     with pytest.raises(PlanError) as caught:
         check_budget(EXAMPLE._replace(free_bytes=12_000_000, written_bytes=10_000_000))
     text = str(caught.value)
-    assert "needs up to 52.8 MB more on disk, and /out has 12.0 MB free, 40.8 MB too little" in text
-    for way in ("--save-freq with a larger number (-1 keeps none)", "--max-concurrent 1", "--output"):
+    assert "needs up to 52.8 MB more disk space, and /out has 12.0 MB free, 40.8 MB too little" in text
+    for way in ("--save-freq with a larger number (-1 saves none)", "--max-concurrent 1", "--output"):
         assert way in text
     with pytest.raises(PlanError) as caught:
         check_budget(EXAMPLE._replace(free_bytes=0, saved_checkpoints=0, concurrent_runs=1))

@@ -290,7 +290,7 @@ def test_stage_3_of_the_3b_by_hand() -> None:
     assert found["policy weights, float32"] == (policy,) * 7
     assert found["policy gradients"] == (policy + 200_000_000,) * 7
     assert found["weights gathered"] == (read, read, 0, 0, 4 * 10**9, 0, 0)
-    assert found["networks before they are dealt out"] == (0, 0, 0, 0, 0, 0, 4 * policy)
+    assert found["networks before sharding"] == (0, 0, 0, 0, 0, 0, 4 * policy)
     assert found["copies in bfloat16"] == (2 * embedding, 2 * embedding, 0, 0, 2 * policy, 0, 0)
     assert memory.compute_saving_bytes(shape_at("Qwen/Qwen2.5-3B"), config) == 12 * policy
 

@@ -59,7 +59,7 @@ def test_a_3b_actor_and_critic_with_adapters_fit_half_a_card() -> None:
     assert " --set model.lora_rank=64;" in format_verdict(planned(HALF), STUDIES["kl"])
     found = planned(HALF | {"model.lora_rank": 64})
     assert found.fits
-    assert format_verdict(found, STUDIES["kl"]).startswith("fits: 30.0 of 40.0 GiB at its highest (rollout)")
+    assert format_verdict(found, STUDIES["kl"]).startswith("Fits: 30.0 of 40.0 GiB at its peak (rollout)")
     small_card = planned(HALF | {"model.lora_rank": 128}, GpuCapacity(20 * GIB, "for a test", True))
     assert "model.lora_rank" not in format_verdict(small_card, STUDIES["kl"])  # it has adapters
 
@@ -68,7 +68,7 @@ def test_a_small_model_fits_half_a_card() -> None:
     found = planned(HALF | SMALL)
     assert found.fits
     assert (found.budget, found.runs_per_gpu, found.runs_per_node) == (40 * GIB, 2, 6)
-    assert format_verdict(found, STUDIES["kl"]).startswith("fits: ")
+    assert format_verdict(found, STUDIES["kl"]).startswith("Fits: ")
 
 
 WAYS: list[Mapping[str, object]] = [
@@ -95,7 +95,7 @@ def test_what_is_advised_makes_it_fit(overrides: Mapping[str, object]) -> None:
 
 def test_what_nothing_helps_is_said() -> None:
     found = planned({"model.path": "Qwen/Qwen2.5-72B", "trainer.n_gpus_per_node": 4})
-    assert "choose a smaller model with --model, or larger cards" in format_verdict(found, STUDIES["kl"])
+    assert "choose a smaller model with --model, or larger GPUs" in format_verdict(found, STUDIES["kl"])
 
 
 def test_what_the_arms_differ_in_is_not_advised() -> None:
@@ -141,12 +141,14 @@ def test_the_table_adds_up_and_leaves_out_what_is_not_there() -> None:
 
 def test_the_sampler_is_told_its_part_of_a_fraction() -> None:
     said = format_memory_plan(planned(HALF | SMALL), STUDIES["kl"])
-    assert "a run has 0.5 of it, 40.0 GiB" in said[0]
-    assert said[1].startswith("vLLM: gpu_memory_utilization 0.5 of the run's share, 20.0 GiB: ")
+    assert "each run gets 0.5 of it, 40.0 GiB" in said[0]
+    assert said[1].startswith("vLLM: gpu_memory_utilization 0.5 of the run's memory, 20.0 GiB: ")
     offloaded = planned({"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True})
-    needed = [line for line in format_memory_plan(offloaded, STUDIES["kl"]) if line.startswith("host memory beside")]
-    assert needed == [f"host memory beside the usual: {offloaded.host_bytes / GIB:.1f} GiB a run, "
-                      f"{4 * offloaded.host_bytes / GIB:.1f} for 4 at once"]  # fmt: skip
+    needed = [line for line in format_memory_plan(offloaded, STUDIES["kl"]) if line.startswith("Extra CPU memory")]
+    assert needed == [
+        f"Extra CPU memory: {offloaded.host_bytes / GIB:.1f} GiB for each run, "
+        f"{4 * offloaded.host_bytes / GIB:.1f} GiB for 4 at once."
+    ]
 
 
 def test_runs_without_gpus_and_unknown_models_have_no_plan() -> None:
@@ -168,14 +170,14 @@ def test_the_card_is_asked_for_or_seen_or_assumed(tmp_path: Path, monkeypatch: p
     fake_nvidia_smi(
         tmp_path, monkeypatch, "0, GPU-0000, 10, 81559\n1, GPU-1111, 10, 40960\n2, GPU-2222, [N/A], [N/A]\n"
     )
-    assert find_gpu_capacity(24.0, FOUR)[:2] == (24 * GIB, "asked for by --gpu-memory-gib")
-    assert find_gpu_capacity(None, FOUR[:2]) == GpuCapacity(40960 * 2**20, "as nvidia-smi says", True)
+    assert find_gpu_capacity(24.0, FOUR)[:2] == (24 * GIB, "set by --gpu-memory-gib")
+    assert find_gpu_capacity(None, FOUR[:2]) == GpuCapacity(40960 * 2**20, "from nvidia-smi", True)
     assert find_gpu_capacity(None, FOUR[:3])[0] == 80 * GIB
     assert not find_gpu_capacity(None, FOUR[:3]).is_known
     assumed = find_gpu_capacity(None, ())
-    assert "assumed, since no GPU is visible" in assumed.source
+    assert "assumed, because no GPU is visible" in assumed.source
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(PlanError, match="is no card: type its memory in GiB"):
+        with pytest.raises(PlanError, match="is not the memory of a GPU: type it in GiB"):
             find_gpu_capacity(wrong, ())
 
 
@@ -194,7 +196,7 @@ def test_an_assumed_card_refuses_nothing() -> None:
 def test_more_than_the_host_has_is_refused() -> None:
     overrides = SMALL | {"trainer.strategy": "deepspeed", "trainer.offload_optimizer": True}
     found = planned(overrides)
-    with pytest.raises(PlanError, match=r"runs at once keep .* type --max-concurrent"):
+    with pytest.raises(PlanError, match=r"runs at once need .* type --max-concurrent"):
         check_memory(found._replace(host_bytes=2**60), plan_of(overrides), ())
 
 
@@ -206,8 +208,8 @@ def test_memory_that_others_hold_is_refused_and_they_are_named(tmp_path: Path, m
     )  # fmt: skip
     check_free_memory(60 * GIB, (FOUR[0], FOUR[2], FOUR[3]), set())
     check_free_memory(1 * GIB, FOUR, set())
-    with pytest.raises(PlanError, match=r"GPU 1 has 1\.0 GiB free and the runs on it take 60\.0 GiB; its memory is "
-                                        r"used by PID 4242 \(68\.4 GiB\), 4243\. End them"):  # fmt: skip
+    with pytest.raises(PlanError, match=r"GPU 1 has 1\.0 GiB free and the runs on it need 60\.0 GiB; its memory is "
+                                        r"used by PID 4242 \(68\.4 GiB\), 4243\. End these processes if they are orphans"):  # fmt: skip
         check_free_memory(60 * GIB, FOUR, set())
     check_free_memory(60 * GIB, FOUR, {4242})
 

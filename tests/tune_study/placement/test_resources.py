@@ -50,7 +50,7 @@ def test_one_gpu_a_run_is_the_published_default() -> None:
 def test_settings_of_deepspeed_are_noted_where_torch_updates() -> None:
     changed = {"trainer__zero_stage": 3, "trainer__offload_parameters": True}
     (note,) = allot(plan_of(**changed)).notes
-    assert note.startswith("trainer.zero_stage=3, trainer.offload_parameters=True changes nothing: torch updates on")
+    assert note.startswith("trainer.zero_stage=3, trainer.offload_parameters=True has no effect: torch updates on")
     assert allot(plan_of()).notes == ()
     assert allot(plan_of(**changed, trainer__strategy="deepspeed")).notes == ()
     assert allot(plan_of(**changed, trainer__n_gpus_per_node=2)).notes == ()
@@ -89,9 +89,9 @@ def test_never_more_runs_at_once_than_anything_allows(cpus: int, n_gpus: int, li
         (4, "0,1,2", "3 GPUs do not divide into runs of 4"),
         (2, "0,1,2", "3 GPUs do not divide into runs of 2"),
         (1.5, "0,1,2", "--gpus-per-exp 1.5 cannot be placed"),
-        (1, "0,0", "not a list of different GPU ids"),
-        (1, "0;1", "not a list of different GPU ids"),
-        (1, "", "not a list of different GPU ids"),
+        (1, "0,0", "not a list of distinct GPU ids"),
+        (1, "0;1", "not a list of distinct GPU ids"),
+        (1, "", "not a list of distinct GPU ids"),
         (0, "0,1", "a run takes no GPU"),
     ],
 )
@@ -105,8 +105,8 @@ def test_what_can_never_be_placed_is_refused_even_dry(share: float, asked: str, 
     [
         (1, "0,9", EIGHT, "asks for GPU 9 and the visible ones are 0,1,2,3,4,5,6,7"),
         (1, "0", (), "asks for GPU 0 and no GPU is visible"),
-        (1, None, (), "asks for 1 GPU a run and no GPU is visible"),
-        (4, None, EIGHT[:2], "asks for 4 GPU a run and the visible ones are 0,1"),
+        (1, None, (), "asks for 1 GPU per run and no GPU is visible"),
+        (4, None, EIGHT[:2], "asks for 4 GPU per run and the visible ones are 0,1"),
     ],
 )
 def test_what_this_machine_cannot_run_is_refused_unless_dry(
@@ -211,7 +211,7 @@ def test_nothing_is_visible_without_gpus() -> None:
 def test_the_preset_follows_the_machine() -> None:
     assert choose_preset(None, EIGHT) == ("paper", "a CUDA GPU is visible (NVIDIA H100 80GB HBM3)")
     assert choose_preset(None, ()) == ("laptop", "no CUDA GPU is visible")
-    assert choose_preset("laptop", EIGHT) == ("laptop", "asked for by --preset")
+    assert choose_preset("laptop", EIGHT) == ("laptop", "set by --preset")
 
 
 def test_ids_of_gpus() -> None:

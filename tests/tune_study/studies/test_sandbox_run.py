@@ -1,4 +1,4 @@
-"""Studies of the update-rule sandbox with real Ray and the real trainer: a trial carries all seeds of an arm."""
+"""Studies of the update-rule sandbox with real Ray and the real trainer: a trial trains all seeds of an arm."""
 
 import json
 import os
