@@ -100,7 +100,8 @@ def _make_study_json(runs: Sequence[FakeRun], fake_study: FakeStudy) -> dict[str
     values = fake_study.values or tuple(dict.fromkeys(run.arm for run in runs))
     return {
         "name": fake_study.name,
-        "question": "Does a KL penalty to the initial policy prevent collapse, and at which coefficient does it start to cost success?",
+        "question": "Does a KL penalty to the initial policy prevent collapse, and at which coefficient does it start "
+        "to cost success?",
         "run": fake_study.run,
         "preset": "laptop",
         "preset_reason": "no CUDA GPU is visible",

@@ -49,6 +49,7 @@ RUN_EXAMPLE = "Example: python -m tune_study run kl --kl-values 0,0.01,0.1 --ste
 def main() -> None:
     """Entry point of `python -m tune_study` and of the command `tune-study`."""
     protect_output()
+    # With `python -m` the first argument is the path of __main__.py, which nobody types.
     app(prog_name="python -m tune_study" if Path(sys.argv[0]).name == "__main__.py" else None)
 
 

@@ -57,6 +57,7 @@ def print_plan(
         f"Summary log: {plan.summary_log}",
     ]:
         print_line(console, line)
+    # Memory is planned for runs on GPUs only.
     if resource_plan.gpu_slots:
         print_memory(console, plan, resource_plan, memory, gpu_names)
     rows = [
@@ -206,6 +207,7 @@ def _format_allowed(annotation: Any, metadata: Sequence[Any]) -> str:
         if getattr(constraint, bound, None) is not None
     ]
     type_names = {bool: "True | False", int: "whole number", float: "number", str: "text"}
+    # Optional types come first: they are unions as well.
     alternatives = get_args(annotation)
     if type(None) in alternatives:
         return f"{_format_allowed(alternatives[0], metadata)}, or null"

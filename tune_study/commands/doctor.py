@@ -177,6 +177,7 @@ def find_unmet(requirements: Iterable[str], extra: str) -> dict[str, str]:
 
     unmet_requirements = {}
     for requirement in map(Requirement, requirements):
+        # Without its marker the requirement can be shown and typed to pip.
         marker, requirement.marker = requirement.marker, None
         is_always_needed, is_needed = (marker is None or marker.evaluate({"extra": name}) for name in ("", extra))
         if not is_needed or (extra and is_always_needed):

@@ -115,6 +115,7 @@ def _measure_free_scratch(uri: str) -> int:
     """Free bytes in the scratch folder of a study's runs on this machine."""
     from trainable.storage.mirror import make_scratch_path
 
+    # The folder may not exist yet: its nearest existing parent is on the same disk.
     folder = make_scratch_path(uri, os.environ)
     return shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.is_dir())).free
 
@@ -141,6 +142,7 @@ def _wait_for_report(node: Node, reference: Any) -> NodeReport:
     except ray.exceptions.GetTimeoutError:
         reason = f"it did not answer within {_TIMEOUT_S:g} s"
     except ray.exceptions.RayError as error:
+        # The last line is the exception; the lines before it are the traceback of the task.
         reason = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
     else:
         return NodeReport(*report_fields)
@@ -220,6 +222,7 @@ def check_versions(driver_versions: Mapping[str, str], node_versions: Mapping[st
 
     driver_versions: package -> version. node_versions: name of a node -> its versions.
     """
+    # Every node is compared with the first one, which implies that all are equal.
     first_node = next(iter(node_versions))
     for node, installed_versions in node_versions.items():
         for package in sorted(node_versions[first_node].keys() | installed_versions.keys()):

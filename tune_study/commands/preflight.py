@@ -129,6 +129,7 @@ def _prepare_study(
     else:
         _check_cluster(plan, requirements.resource_plan, options, requirements.disk_budget, nodes)
     outputs.check_writable(plan.output)
+    # With a storage, checkpoints are written to scratch folders, which are checked above.
     if plan.storage is None:
         disk.check_budget(requirements.disk_budget)
     return PreparedStudy(
@@ -202,6 +203,7 @@ def _check_files(plan: StudyPlan) -> None:
     Models that are fine-tuned (`StudyPlan.model`) are checked elsewhere; these are the ones that other families load.
     """
     family = plan.study.family
+    # Seeds share their files: one configuration per arm is enough.
     for config in {spec.arm: spec.config for spec in plan.runs}.values():
         arm_settings = flatten_settings(config.model_dump())
         for setting in family.path_settings:
@@ -222,6 +224,7 @@ def _check_cluster(
     from tune_study.commands import node_checks
 
     reports = node_checks.check_nodes(plan, cluster.find_usable_nodes(nodes, plan.base_config.trainer.n_gpus_per_node))
+    # --gpu-memory-gib takes precedence over the memory that the nodes report.
     gpu_capacity = None if options.gpu_memory_gib else node_checks.find_smallest_gpu(reports)
     memory = memory_plan.plan_memory(
         plan, resource_plan, gpu_capacity or memory_plan.find_gpu_capacity(options.gpu_memory_gib, ()), os.environ

@@ -127,6 +127,7 @@ def find_target(
     }
     stored_checkpoints = {} if plan.storage is None else _list_stored_checkpoints(plan, spec)
     steps = sorted({*local_checkpoints, *stored_checkpoints})
+    # The newest checkpoint by default, rolling or saved, local or stored.
     if step is None and steps:
         step = steps[-1]
     if step not in steps:
@@ -221,6 +222,7 @@ def _restore_trainer(target: ProbeTarget, settings: ProbeSettings) -> PPOTrainer
             target.spec.ppo_config.seed,
         ):
             raise CheckpointError(f"{target.path} was written by another run than {target.spec.run_id}.")
+        # Built with the probe's settings, but only after the checkpoint was checked against the run's.
         trainer = PPOTrainer(config, diagnostics=DIAGNOSTICS)
         trainer.load_state(tensors, values)
     except (CheckpointError, ConfigError, ValueError, ArithmeticError, AssertionError, RuntimeError) as error:
@@ -284,7 +286,7 @@ def probe(target: ProbeTarget, settings: ProbeSettings, with_val: bool, console:
             renderables += _validate(trainer, console)
         lines = _analyse(trainer, changes, console)
     finally:
-        trainer.close()
+        trainer.close()  # Also frees the sampling engine if the analysis fails.
     # A new probe of a step replaces all lines of an earlier one.
     other_lines = [line for line in read_json_lines(run_dir / PROBES_FILE) if line.get("step") != target.step]
     outputs.write_text(run_dir / PROBES_FILE, "".join(json.dumps(line) + "\n" for line in [*other_lines, *lines]))
@@ -352,6 +354,7 @@ def _make_log_path(target: ProbeTarget, with_val: bool, config: RunConfig) -> Pa
     name = target.plan.study.name_templates.probe_log.format(
         **template_values, experiment=target.spec.run_id, step=target.step, val="withval" if with_val else "noval"
     )
+    # The template ends in kl_and_entropy. Only the last occurrence is replaced: the rest is the run's name.
     active_terms = {"kl": config.actor.use_kl_loss, "entropy": config.actor.entropy_coeff != 0}
     term_label = "_and_".join(term for term, is_on in active_terms.items() if is_on) or "task_alone"
     return target.plan.output / "logs" / term_label.join(name.rsplit("kl_and_entropy", 1))

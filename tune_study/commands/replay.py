@@ -191,12 +191,14 @@ def _classify_outcome(history: History, base_success: float | None, success_floo
     pairs = zip(history.steps, history.val_success, strict=True)
     validations = [(step, success) for step, success in pairs if success is not None]
     later_validations = [(step, success) for step, success in validations if step > alarm_step]
+    # A run that ended there, as a stopped run does, cannot show whether it would have recovered.
     if not later_validations or history.steps[-1] <= later_validations[0][0]:
         return "unknown"
     earlier_successes = [success for step, success in validations if step <= alarm_step]
     reference_success = base_success if base_success is not None else max(earlier_successes, default=None)
     if reference_success is None:
         return "unknown"
+    # Below the floor a run has failed, even if it is as good as before the alarm.
     final_success = mean(success for _, success in later_validations[-LAST_VALIDATIONS:])
     return "false alarm" if final_success >= max(reference_success, success_floor) - _TOLERANCE else "right"
 
@@ -238,6 +240,7 @@ def _replay_run(folder: Path, entry: Mapping[str, Any], overrides: Mapping[str, 
     run_id, arm, seed = entry["run_id"], entry["arm"], entry["seed"]
     run_dir = folder / "runs" / run_id
     status = read_status(run_dir) or RunStatus(run_id, "never_ran")
+    # Thresholds may differ between arms, so each run's own are read.
     try:
         original_thresholds = EarlyStopConfig.model_validate((read_json(run_dir / "run.json") or {})["config"][SECTION])
     except (KeyError, TypeError, ValidationError):

@@ -82,6 +82,7 @@ def run_suite(
                 if exit_code == _INTERRUPTED_EXIT_CODE:
                     break
         finally:
+            # Also after an error: the index covers the studies that have ended.
             finish_suite()
     return max(exit_code, int(not is_indexed))
 

@@ -87,6 +87,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def read_status(run_dir: Path) -> RunStatus | None:
     """The status of a run; None before it has one."""
     content = read_json(run_dir / "status.json")
+    # Keys that this version does not know are ignored.
     field_names = set(RunStatus.__dataclass_fields__)
     if content is None or not {"run_id", "status"} <= content.keys():
         return None
@@ -166,6 +167,7 @@ def write_study(plan: StudyPlan) -> list[str]:
         "git": read_git_state(Path(__file__).parent),
     }
     starts = [*previous_entry.get("starts", []), start]
+    # --extend changes the values or seeds; then the stored command must be the new one.
     is_same_request = (
         bool(previous_entry)
         and previous_entry["axis"]["values"] == list(plan.values)

@@ -219,6 +219,7 @@ class StoredStudy:
         folder = self._plan.folder
         folder.mkdir(parents=True, exist_ok=True)
         _fetch_results(self._storage_path, folder)
+        # From now on this folder has the newest statuses, here and in storage.
         (folder / f".{LAST_DRIVER}").write_text(self._lease.id, encoding="utf-8")
         put_bytes(self._storage_path.joinpath(LAST_DRIVER), self._lease.id.encode())
 
@@ -278,6 +279,7 @@ class StoredStudy:
         """Copy a file if it has changed since the last copy. One that is being replaced is copied next time."""
         with self._lock, suppress(FileNotFoundError):
             stat = path.stat()
+            # A replaced file has another inode; one that was appended to has another size and time.
             fingerprint = stat.st_ino, stat.st_size, stat.st_mtime_ns
             if self._pushed_stats.get(name) != fingerprint:
                 put_file(self._storage_path.joinpath(name), path)

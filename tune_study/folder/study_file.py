@@ -150,6 +150,7 @@ def plan_from_folder(
         )
     try:
         base = apply_overrides(study.family.config_class.model_validate(content["settings"]), overrides)
+        # A study with variants is identified by its name and the setting that chose the variant.
         if study.variants:
             study = find_study(study.name, str(flatten_settings(base.model_dump(mode="json"))[study.variant_setting]))
         if unknown := set(content["stop_rules"]) - {*RULES, *study.stop_rules}:
@@ -250,6 +251,7 @@ def find_differences(existing: StudyPlan, plan: StudyPlan) -> list[str]:
         if old != new
     ]
     changes += _find_changed_settings(existing.base_config, plan.base_config)
+    # Even with equal base settings the arms may differ, if the axis is declared otherwise by now.
     return changes or _find_changed_arms(plan)
 
 

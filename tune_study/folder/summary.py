@@ -34,6 +34,7 @@ def format_summary_line(plan: StudyPlan, spec: RunSpec, status: RunStatus | None
     published_fields = plan.study.name_templates.summary.format(
         **template_values, experiment=spec.experiment_name
     ).split(" | ")
+    # Without an end there are neither times nor an outcome.
     if status is None or status.status in ("never_ran", "running"):
         return f"{published_fields[0]} | status=missing | seed={spec.seed}"
     stop_text = f"{status.stop_rule}@{status.stop_step}" if status.stop_rule else "none"
@@ -91,6 +92,7 @@ def write_summary(plan: StudyPlan, resource_plan: ResourcePlan, is_closing: bool
     """Rewrite the summary log from the statuses on disk: heading, ended runs, and the closing block if `is_closing`."""
     run_statuses = [(spec, read_status(plan.get_run_dir(spec.run_id))) for spec in plan.runs]
     ended_runs = [(spec, status) for spec, status in run_statuses if status is not None and status.ended_at is not None]
+    # Lines appear in the order in which runs end, as if each had been appended.
     ended_runs.sort(key=lambda pair: pair[1].ended_at or "")
     lines = [*_format_heading(plan, resource_plan)]
     lines += [format_summary_line(plan, spec, status, resource_plan.gpu_label) for spec, status in ended_runs]

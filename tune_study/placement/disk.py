@@ -114,6 +114,7 @@ def estimate_disk_budget(plan: StudyPlan, resource_plan: ResourcePlan, environ: 
     sizes, unknown_models = _estimate_checkpoint_sizes(plan, runs, environ)
     saved_counts = [count_occurrences(spec.steps, spec.config.trainer.save_freq) for spec in runs]
     total_row_bytes = sum(_estimate_run_row_bytes(plan, spec) for spec in runs) + (_STUDY_BYTES if runs else 0)
+    # A trial may train several runs at once: all seeds of an arm.
     concurrent_runs = min(resource_plan.max_concurrent * max(len(trial) for trial in plan.trials), len(runs))
     nearest_folder = next(folder for folder in (plan.output, *plan.output.parents) if os.path.isdir(folder))
     return DiskBudget(
@@ -192,6 +193,7 @@ def _count_written_bytes(plan: StudyPlan, spec: RunSpec, checkpoint_size: int) -
     ]
     planned_paths = [Path(path) for path, step in checkpoint_steps if step.isdecimal() and _is_saved(int(step), spec)]
     saved_bytes = sum(min(count_folder_bytes(path), checkpoint_size) for path in planned_paths)
+    # No file counts for more than its estimate: otherwise a large one would hide that space is missing for the others.
     return min(rolling_bytes, checkpoint_size) + min(record_bytes, _estimate_run_row_bytes(plan, spec)) + saved_bytes
 
 

@@ -161,6 +161,7 @@ def make_memory_table(memory_plan: MemoryPlan) -> tuple[tuple[str, ...], list[li
     """Columns and rows of the plan, in GiB. Phases that the run does not have are left out."""
     has_critic = "critic" in memory.count_trained_parameters(memory_plan.shape, memory_plan.spec.ppo_config)
     phases = [number for number, name in enumerate(PHASES) if has_critic or not name.startswith("critic")]
+    # Only sharding needs memory at the start that is freed later.
     if not memory.shards_weights(memory_plan.spec.ppo_config):
         phases.remove(memory.START)
     rows = [
@@ -422,7 +423,7 @@ def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: Abstr
         holders = [holder for holder in processes if holder.uuid == gpu.uuid]
         available_mib = free_by_uuid.get(gpu.uuid)
         if available_mib is None:
-            continue
+            continue  # nvidia-smi does not report this GPU, so nothing can be checked.
         available_mib += sum(holder.used_mib or 0 for holder in holders if holder.pid in ending_pids)
         if available_mib * 2**20 >= needed_bytes:
             continue

@@ -210,6 +210,7 @@ def _choose_gpus(
     if is_real:
         _check_visible_gpus(n_gpus, ids, visible_ids)
     elif not ids:
+        # A dry run without a GPU is planned for as many as one run needs.
         ids = tuple(str(index) for index in range(math.ceil(n_gpus)))
         notes = (f"No GPU is visible: the plan is for --gpus {','.join(ids)}.",)
     if n_gpus >= 1 and len(ids) % int(n_gpus):

@@ -151,6 +151,7 @@ def find_study(name: str, kl_type: str | None = None) -> Study:
         return study
     if not study.variants:
         advice = "type --set actor.kl_loss_type=NAME"
+        # smoke-all: the KL loss differs between its arms.
         if "actor.kl_loss_type" in study.axis.swept_fields:
             advice = f"it has all of them; for one alone, type `run smoke --kl-type {format_value(kl_type)}`"
         raise PlanError(f"--kl-type does not belong to study {study.name}: {advice}.")
@@ -266,6 +267,7 @@ def make_plan(
     presets = study.family.presets
     if preset not in presets:
         raise PlanError(f"There is no preset `{format_value(preset)}`: type --preset {' or --preset '.join(presets)}.")
+    # --seeds, else the study's default, else the preset's.
     count = n_seeds if n_seeds is not None else study.n_seeds or study.family.n_seeds[preset]
     if count < 1:
         raise PlanError(f"--seeds {format_value(count)} leaves nothing to run: type --seeds 1 or more.")
@@ -412,7 +414,7 @@ def make_template_values(study: Study, run: str, value: str, config: BaseRunConf
         "run": run,
         "arm": value,
         "label": make_value_label(value),
-        "seed": f"-seed{seed}" if seed else "",
+        "seed": f"-seed{seed}" if seed else "",  # Seed 0 has the published names.
     }
 
 

@@ -208,8 +208,11 @@ def test_memory_that_others_hold_is_refused_and_they_are_named(tmp_path: Path, m
     )  # fmt: skip
     check_free_memory(60 * GIB, (FOUR[0], FOUR[2], FOUR[3]), set())
     check_free_memory(1 * GIB, FOUR, set())
-    with pytest.raises(PlanError, match=r"GPU 1 has 1\.0 GiB free and the runs on it need 60\.0 GiB; its memory is "
-                                        r"used by PID 4242 \(68\.4 GiB\), 4243\. End these processes if they are orphans"):  # fmt: skip
+    refusal = (
+        r"GPU 1 has 1\.0 GiB free and the runs on it need 60\.0 GiB; its memory is "
+        r"used by PID 4242 \(68\.4 GiB\), 4243\. End these processes if they are orphans"
+    )
+    with pytest.raises(PlanError, match=refusal):
         check_free_memory(60 * GIB, FOUR, set())
     check_free_memory(60 * GIB, FOUR, {4242})
 
