@@ -61,4 +61,5 @@ def _format_help(studies: list[Study]) -> str:
     if len(studies) == 1:
         return f"Study {studies[0].name}: values of {axis.setting}, for example {example}."
     names = f"{studies[0].name}, {studies[1].name}{', ...' * (len(studies) > 2)}"
-    return f"Studies {names}: names of arms, for example {example}."
+    kinds = "arms or groups" if axis.value_groups else "arms"
+    return f"Studies {names}: names of {kinds}, for example {example}."

@@ -89,7 +89,7 @@ def test_a_study_of_another_setting_runs(tmp_path: Path, monkeypatch: pytest.Mon
     code, shown, said = run(tmp_path, "rate", "--preset", "laptop")
     assert (code, said) == (0, "")
     assert "2 runs: actor.lr in 1e-4,3e-4" in shown
-    assert f"results {tmp_path}/results/rate_sokoban-tiny" in shown
+    assert f"Results: {tmp_path}/results/rate_sokoban-tiny" in shown
     assert "logs/rate_sokoban-tiny/3e-4/rate_3e-4_sokoban-tiny.log" in shown
     code, shown, said = run(tmp_path, "rate", "--preset", "laptop", "--values", "1e-3,2e-3,1e-4")
     assert (code, said) == (0, "")
@@ -129,7 +129,7 @@ def test_any_combination_names_its_folder(tmp_path: Path) -> None:
     words = ["--set", "task=chain_reversal", "--set", "method=SCOPELite", "--set", "num_steps=7"]
     code, shown, _ = run(tmp_path, "sandbox", *words)
     assert code == 0
-    assert f"results {tmp_path}/results/sandbox_chain_reversal_SCOPELite" in shown
+    assert f"Results: {tmp_path}/results/sandbox_chain_reversal_SCOPELite" in shown
     assert "Steps per run: 7" in shown
 
 

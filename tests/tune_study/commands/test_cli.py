@@ -364,7 +364,7 @@ def test_a_dry_run_names_every_run_and_writes_nothing(here: Path) -> None:
         name = f"sokoban_entropy_sweep_nofilter_{label}-sokoban-tiny"
         assert re.search(rf"^{name} .*logs/entropy_sweep_sokoban-tiny/nofilter/{label}/{name}\.log", answer.out, re.M)
         assert f"\n{name}-seed1 " in answer.out
-    assert f"results {here}/out/results/entropy_sweep_sokoban-tiny" in answer.out
+    assert f"Results: {here}/out/results/entropy_sweep_sokoban-tiny" in answer.out
     assert list(here.iterdir()) == []
 
 

@@ -163,7 +163,7 @@ def test_the_build_of_torch_against_the_gpus(
 def test_a_python_of_its_own_answers() -> None:
     outcome = doctor.run_python("import os; print('first'); print(os.environ['WORD'])", {"WORD": "last"}, 60)
     assert (outcome.output_line, outcome.problem) == ("last", "")
-    assert doctor.run_python("raise SystemExit(7)", {}, 60).problem == "it ended with 7"
+    assert doctor.run_python("raise SystemExit(7)", {}, 60).problem == "it ended with exit code 7"
     assert len(doctor.run_python("raise ValueError('x' * 9999)", {}, 60).problem) < 400
 
 
@@ -257,7 +257,7 @@ def test_the_report_says_what_to_do() -> None:
     ]
     assert report_of(problem, remark)[-2:] == ["problem: c: Mend it.", "1 problem to solve before a run."]
     lines = report_of(problem, fine, problem)
-    assert lines[0].split() == ["check", "level", "found"]
+    assert lines[0].split() == ["check", "severity", "result"]
     assert lines[2].split() == ["a", "ok", "good"]
     assert lines[-1] == "2 problems to solve before a run."
 

@@ -169,7 +169,7 @@ def test_a_grid_that_cannot_be_run_is_refused(values: str, message: str) -> None
 
 
 def test_a_wrong_word_of_a_grid_is_answered_with_the_right_ones() -> None:
-    with pytest.raises(ConfigError, match="one of the words nofilter"):
+    with pytest.raises(ConfigError, match="A value is a number or one of nofilter"):
         plan_of("top-p", "0.9,unfiltered")
 
 
