@@ -111,7 +111,7 @@ def test_a_flag_that_a_study_declares_is_an_option_of_the_command() -> None:
         assert CliRunner().invoke(app, words.split()).exit_code == 0
         assert typed.pop() == ("x", {"--lr-values": "1,2", "--rollout_filter_value": None}, 3)
     shown = CliRunner().invoke(app, ["--help"]).stdout
-    assert "Study rate: values of actor.lr, like 1e-4,3e-4." in " ".join(shown.replace("│", " ").split())
+    assert "Study rate: values of actor.lr, for example 1e-4,3e-4." in " ".join(shown.replace("│", " ").split())
     assert CliRunner().invoke(app, ["x", "--arms", "1"]).exit_code == 2
 
 

@@ -134,7 +134,7 @@ def test_a_study_that_is_declared_otherwise_now_is_not_gone_on_with(tmp_path: Pa
     run = json.loads(path.read_text())
     run["config"]["actor"]["kl_loss_type"] = "mse"
     write_json(path, run)
-    with pytest.raises(PlanError, match=r"declared otherwise(.|\n)*kl_loss_type: mse -> "):
+    with pytest.raises(PlanError, match=r"has changed since(.|\n)*kl_loss_type: mse -> "):
         check_unchanged(plan_from_folder(plan.folder))
 
 
