@@ -139,7 +139,7 @@ def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
         original_thresholds = RunConfig.model_validate({SECTION: study["settings"].get(SECTION)}).early_stop
     except ValidationError as error:
         raise PlanError(
-            f"{folder}/study.json is damaged, or of another version: {format_validation_error(error)}"
+            f"{folder}/study.json is damaged, or from another version: {format_validation_error(error)}"
         ) from None
     # Also checks the values if there is no run to use them.
     replayed_thresholds = _override_thresholds(original_thresholds, overrides)

@@ -391,7 +391,7 @@ def test_a_folder_without_a_study_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("section", [None, 3, {"variance_window": 0}, {"empty": 0}])
 def test_a_study_that_this_version_does_not_read_is_refused(tmp_path: Path, section: object) -> None:
     held = RunConfig().model_dump(mode="json")
-    with pytest.raises(PlanError, match="is damaged, or of another version"):
+    with pytest.raises(PlanError, match="is damaged, or from another version"):
         replay_folder(study_of(tmp_path, {}, FakeStudy(extra={"settings": {**held, "early_stop": section}})), [])
 
 
