@@ -417,7 +417,8 @@ def test_a_dry_run_says_where_the_rows_would_go(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     shown = type_in(f"{SMALL} --storage shared --dry-run")
     assert shown.exit_code == 0, shown.stderr
-    assert f"Storage: {tmp_path.as_uri()}/shared/kl_sweep_sokoban-tiny, needs at most " in shown.stdout.replace("\n", "")
+    printed = shown.stdout.replace("\n", "")
+    assert f"Storage: {tmp_path.as_uri()}/shared/kl_sweep_sokoban-tiny, needs at most " in printed
     assert list(tmp_path.iterdir()) == []
 
 
