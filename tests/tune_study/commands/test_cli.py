@@ -301,7 +301,7 @@ SMALL = (
     [
         (81000, "--gpus-per-exp 0.1", "The runs do not fit: "),
         (81000, "--gpu-memory-gib 8", "The runs do not fit: "),
-        (1024, "--set env.test_env_groups=64", "used by PID 4242 (78.6 GiB). End them"),
+        (1024, "--set env.test_env_groups=64", "used by PID 4242 (78.6 GiB). End these processes if they are orphans"),
     ],
 )
 def test_a_real_run_that_does_not_fit_is_refused_and_writes_nothing(
