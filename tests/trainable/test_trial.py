@@ -44,13 +44,23 @@ def test_evaluations_are_on_disk(straight: UninterruptedRun) -> None:
     folder, rows = straight
     _, lines = read_run_files(folder)
     assert [(line["step"], line["split"], line["mode"]) for line in lines] == [
-        (0, "val", "sampled"), (0, "val", "greedy"), (2, "val", "sampled"), (3, "val", "sampled"),
-        (3, "val", "greedy"), (3, "test", "sampled"), (3, "test", "greedy"),
-    ]  # fmt: skip
+        (0, "val", "sampled"),
+        (0, "val", "greedy"),
+        (2, "val", "sampled"),
+        (3, "val", "sampled"),
+        (3, "val", "greedy"),
+        (3, "test", "sampled"),
+        (3, "test", "greedy"),
+    ]
     columns = [
-        (0, "base_val_success"), (0, "base_val_greedy_success"), (1, "val_success"), (2, "val_success"),
-        (2, "val_greedy_success"), (2, "test_success"), (2, "test_greedy_success"),
-    ]  # fmt: skip
+        (0, "base_val_success"),
+        (0, "base_val_greedy_success"),
+        (1, "val_success"),
+        (2, "val_success"),
+        (2, "val_greedy_success"),
+        (2, "test_success"),
+        (2, "test_greedy_success"),
+    ]
     for line, (row, column) in zip(lines, columns, strict=True):
         assert set(line) == {"step", "split", "mode", "levels", "clusters", "success"}
         assert len(line["levels"]) == len(line["clusters"]) == len(line["success"])
@@ -123,9 +133,11 @@ def test_a_finished_run_reports_its_last_row_and_trains_nothing(straight: Uninte
 
 
 STOPS = {
-    "early_stop__success_threshold": 1.1, "early_stop__success_patience": 2, "trainer__test_freq": 1,
+    "early_stop__success_threshold": 1.1,
+    "early_stop__success_patience": 2,
+    "trainer__test_freq": 1,
     "trainer__total_training_steps": 5,
-}  # fmt: skip
+}
 
 
 def test_the_row_at_which_a_rule_fires_has_the_closing_evaluation(tmp_path: Path) -> None:
@@ -141,8 +153,10 @@ def test_the_row_at_which_a_rule_fires_has_the_closing_evaluation(tmp_path: Path
     assert second["stop_value"] == max(first["val_success"], second["val_success"])
     assert get_rows(trainable)[-1]["stop_rule"] == "low_validation_success"
     assert [(line["step"], line["split"]) for line in read_run_files(tmp_path)[1][-3:]] == [
-        (2, "val"), (2, "test"), (2, "test"),
-    ]  # fmt: skip
+        (2, "val"),
+        (2, "test"),
+        (2, "test"),
+    ]
 
 
 def test_a_run_that_a_rule_has_stopped_does_not_go_on(tmp_path: Path) -> None:

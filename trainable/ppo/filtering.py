@@ -29,9 +29,11 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     lengths = reshape_by_group([float(episode.response_tokens) for episode in episodes], group_size)
     scores = compute_group_scores(settings.rollout_filter_metric, rewards, entropies, lengths)
     rule = parse_rule(
-        settings.rollout_filter_strategy, settings.rollout_filter_value,
-        settings.rollout_filter_top_p_prob_mode, settings.rollout_filter_selection_eps,
-    )  # fmt: skip
+        settings.rollout_filter_strategy,
+        settings.rollout_filter_value,
+        settings.rollout_filter_top_p_prob_mode,
+        settings.rollout_filter_selection_eps,
+    )
     is_kept = select_groups(
         scores, rule, settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
     )

@@ -95,8 +95,14 @@ class DistributedTrainer:
             _start_rank(settings, diagnostics, rank, world_size, self.rendezvous_file) for rank in range(1, world_size)
         ]
         try:
-            self.trainer = self._run_on_all_ranks("join", lambda: PPOTrainer(
-                settings, connect(0, world_size, self.rendezvous_file, lambda: _raise_first_error(self.pending_refs)), diagnostics))  # fmt: skip
+            self.trainer = self._run_on_all_ranks(
+                "join",
+                lambda: PPOTrainer(
+                    settings,
+                    connect(0, world_size, self.rendezvous_file, lambda: _raise_first_error(self.pending_refs)),
+                    diagnostics,
+                ),
+            )
         except Exception:
             self._kill_ranks()
             raise
@@ -121,8 +127,10 @@ class DistributedTrainer:
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Continue from a state of any number of ranks (see `PPOTrainer.load_state`)."""
         world = self.trainer.world
-        self._run_on_all_ranks("load_state", lambda: self.trainer.load_state(
-            world.broadcast(tensors), world.all_gather_object(dict(values))[0]))  # fmt: skip
+        self._run_on_all_ranks(
+            "load_state",
+            lambda: self.trainer.load_state(world.broadcast(tensors), world.all_gather_object(dict(values))[0]),
+        )
 
     def close(self) -> None:
         """Give back what the engines hold, end the other ranks, and leave the group."""

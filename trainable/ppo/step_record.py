@@ -116,9 +116,11 @@ class FinalEvaluation:
     def add_to_row(self, row: Mapping[str, Number]) -> dict[str, Number]:
         """The last row of the run with it."""
         added_seconds = {
-            "seconds_validation": self.seconds, "seconds_step": self.seconds, "seconds_total": self.seconds,
+            "seconds_validation": self.seconds,
+            "seconds_step": self.seconds,
+            "seconds_total": self.seconds,
             "cpu_seconds_step": self.cpu_seconds,
-        }  # fmt: skip
+        }
         measured_columns = {
             item.name: getattr(self, item.name) for item in fields(self) if item.name not in _COST_FIELDS
         }
@@ -148,9 +150,11 @@ class StepTiming:
         return {
             **{f"seconds_{phase}": seconds for phase, seconds in self.phases.items()},
             **{f"mfu_{phase}": fraction for phase, fraction in self.mfu.items()},
-            "peak_flops_per_s": self.peak_flops_per_s, "seconds_step": self.seconds_step,
-            "cpu_seconds_step": self.cpu_seconds_step, "seconds_total": self.seconds_total,
-        }  # fmt: skip
+            "peak_flops_per_s": self.peak_flops_per_s,
+            "seconds_step": self.seconds_step,
+            "cpu_seconds_step": self.cpu_seconds_step,
+            "seconds_total": self.seconds_total,
+        }
 
 
 @dataclass(frozen=True)

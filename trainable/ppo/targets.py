@@ -32,9 +32,13 @@ class PreparedBatch(NamedTuple):
 
 
 def make_targets(
-    batch: Batch, values: Tensor | None, ref_logprobs: Tensor | None, settings: AlgorithmConfig, kl_coef: float,
+    batch: Batch,
+    values: Tensor | None,
+    ref_logprobs: Tensor | None,
+    settings: AlgorithmConfig,
+    kl_coef: float,
     filter_scale: float,
-) -> Targets:  # fmt: skip
+) -> Targets:
     """Advantages and returns of a batch, in the published order.
 
     values (B, T): the critic's, for gae. kl_coef: of the KL penalty in the reward, where that is on. filter_scale:

@@ -169,10 +169,19 @@ class PPOTrainer:
         )
         budget = self._count_budget(episodes, policy_meter, batch_summary)
         record = StepRecord(
-            summarise_rollout(episodes, config.env.group_size), selection.decision, self.consecutive_empty_steps, budget,
-            self.total_budget, self._measure_timing(clock, timer, episodes, prepared), mismatch and EngineMismatch(*mismatch), batch_summary, update,
-            summarise_validation(base_evaluations, self.is_val_unseen), summarise_validation(evaluations, self.is_val_unseen), collapse,
-        )  # fmt: skip
+            summarise_rollout(episodes, config.env.group_size),
+            selection.decision,
+            self.consecutive_empty_steps,
+            budget,
+            self.total_budget,
+            self._measure_timing(clock, timer, episodes, prepared),
+            mismatch and EngineMismatch(*mismatch),
+            batch_summary,
+            update,
+            summarise_validation(base_evaluations, self.is_val_unseen),
+            summarise_validation(evaluations, self.is_val_unseen),
+            collapse,
+        )
         return StepOutput(record, [*base_evaluations, *evaluations], gradients)
 
     def _collect_episodes(self) -> list[Episode]:
@@ -186,9 +195,13 @@ class PPOTrainer:
         return self._roll_out_levels(levels, group_size, self.config.rollout.temperature, rng, is_trained=True)
 
     def _roll_out_levels(
-        self, levels: Sequence[Level], copies: int, temperature: float, rng: np.random.Generator,
+        self,
+        levels: Sequence[Level],
+        copies: int,
+        temperature: float,
+        rng: np.random.Generator,
         is_trained: bool = False,
-    ) -> list[Episode]:  # fmt: skip
+    ) -> list[Episode]:
         """Every level `copies` times. Ranks play some each, with the draws that one rank alone would give them."""
         local_range = compute_local_range(len(levels), self.world)
         local_levels = [levels[number] for number in local_range]
@@ -197,15 +210,30 @@ class PPOTrainer:
             self._make_sampling_params(temperature),
         )
         with self.engine.wake_up():
-            episodes = roll_out_episodes(
-                local_levels, copies, self.engine.sampler, self.prompt_template, self.codec, self.rules, sampling_params, rng
-            ) if local_levels else []  # fmt: skip
+            episodes = (
+                roll_out_episodes(
+                    local_levels,
+                    copies,
+                    self.engine.sampler,
+                    self.prompt_template,
+                    self.codec,
+                    self.rules,
+                    sampling_params,
+                    rng,
+                )
+                if local_levels
+                else []
+            )
         if is_trained:
             self.engine.sleep()  # what follows are passes of the trainer
             episodes = self.engine.recompute_logprobs(episodes)
-        return [*chain_blocks(self.world.all_gather_object(
-            [episode._replace(group=episode.group + local_range.start) for episode in episodes]
-        ))]  # fmt: skip
+        return [
+            *chain_blocks(
+                self.world.all_gather_object(
+                    [episode._replace(group=episode.group + local_range.start) for episode in episodes]
+                )
+            )
+        ]
 
     def _make_sampling_params(self, temperature: float) -> SamplingParams:
         return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
@@ -215,9 +243,13 @@ class PPOTrainer:
         return self.prepare_batch(selection.episodes, selection.groups_kept, self.config.env.env_groups, rng, timer)
 
     def prepare_batch(
-        self, episodes: Sequence[Episode], groups_kept: int, num_groups: int, rng: np.random.Generator,
+        self,
+        episodes: Sequence[Episode],
+        groups_kept: int,
+        num_groups: int,
+        rng: np.random.Generator,
         timer: PhaseTimer | None = None,
-    ) -> PreparedBatch:  # fmt: skip
+    ) -> PreparedBatch:
         """Values, reference log-probs and advantages of the episodes of `groups_kept` of `groups` groups."""
         config, timer = self.config, timer or PhaseTimer(self.device)
         batch = self._make_batch(episodes, num_groups, rng)  # 3 a multiple of the mini-batch
@@ -290,9 +322,15 @@ class PPOTrainer:
         """The policy's losses and optimizer, as they are now."""
         backend = self.backends["actor"]
         return ActorUpdate(
-            cast(LanguageModel, backend.networks["actor"]), backend, self.config.actor, self.config.rollout.temperature,
-            self.reference, backend.networks.get("head"), SHARED_VALUE_WEIGHT, self.config.critic.cliprange_value,
-        )  # fmt: skip
+            cast(LanguageModel, backend.networks["actor"]),
+            backend,
+            self.config.actor,
+            self.config.rollout.temperature,
+            self.reference,
+            backend.networks.get("head"),
+            SHARED_VALUE_WEIGHT,
+            self.config.critic.cliprange_value,
+        )
 
     def _make_batch(self, episodes: Sequence[Episode], num_groups: int, rng: np.random.Generator) -> Batch:
         """Kept episodes, with random ones copied up to a multiple of lcm(groups, mini-batch) (published).
@@ -429,8 +467,10 @@ class PPOTrainer:
             )
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
             totals = Budget(**{item.name: int(values["totals"][item.name]) for item in fields(Budget)})
-            averages = {label: {name: float(std) for name, std in stds.items()}
-                        for label, stds in values.get("collapse_averages", {}).items()}  # fmt: skip
+            averages = {
+                label: {name: float(std) for name, std in stds.items()}
+                for label, stds in values.get("collapse_averages", {}).items()
+            }
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"its values do not fit ({type(error).__name__}: {error})") from error
         for backend in self.backends.values():

@@ -56,9 +56,15 @@ class PassInputs(NamedTuple):
 
 
 def make_passes(
-    batch: Batch, targets: Targets, rows: Tensor, mode: str, micro_batch_size: int, padded_length: int,
-    world: World = SINGLE_PROCESS, needs_padding: bool = False,
-) -> Iterator[PassInputs]:  # fmt: skip
+    batch: Batch,
+    targets: Targets,
+    rows: Tensor,
+    mode: str,
+    micro_batch_size: int,
+    padded_length: int,
+    world: World = SINGLE_PROCESS,
+    needs_padding: bool = False,
+) -> Iterator[PassInputs]:
     """Cut this rank's part of the mini-batch `rows` into passes, each with its share of the whole loss's weights.
 
     Every rank gets equally many passes; one that has less to do gets passes without a trained token. pads: see
@@ -96,9 +102,14 @@ def _make_pass(batch: Batch, targets: Targets, index: Tensor, weights: Tensor) -
 
 
 def update_critic(
-    critic: Critic, backend: Backend, batch: Batch, targets: Targets, order: Tensor, settings: CriticConfig,
+    critic: Critic,
+    backend: Backend,
+    batch: Batch,
+    targets: Targets,
+    order: Tensor,
+    settings: CriticConfig,
     loss_agg_mode: str = "token-mean",
-) -> Meter:  # fmt: skip
+) -> Meter:
     """All optimizer steps of the critic for one training step, over mini-batches of `order` (B,).
 
     loss_agg_mode: the policy's, as published.
@@ -126,9 +137,17 @@ def update_critic(
 
 
 def _run_optimizer_steps(
-    backend: Backend, batch: Batch, get_targets: Callable[[Tensor], Targets], order: Tensor, settings: OptimConfig,
-    mode: str, compute_loss: Callable[[PassInputs], Tensor], meter: Meter, norm_column: str, needs_padding: bool,
-) -> Meter:  # fmt: skip
+    backend: Backend,
+    batch: Batch,
+    get_targets: Callable[[Tensor], Targets],
+    order: Tensor,
+    settings: OptimConfig,
+    mode: str,
+    compute_loss: Callable[[PassInputs], Tensor],
+    meter: Meter,
+    norm_column: str,
+    needs_padding: bool,
+) -> Meter:
     """An optimizer step for each mini-batch of `order`, each over passes whose losses sum to that of the mini-batch.
 
     targets_of: those (B, T) that hold for the mini-batch of the rows (n,), asked for just before its optimizer step.
@@ -238,11 +257,17 @@ class ActorUpdate:
         """
         settings, flat_positions = self.settings, inputs.batch.find_prediction_positions()
         hidden = self.model.model.compute_hidden_states(inputs.batch.tokens, flat_positions)
-        statistics = self.model.lm_head(hidden, partial(
-            compute_token_statistics, tokens=inputs.select_trained(inputs.batch.tokens), temperature=self.temperature,
-            entropy_gradient=settings.entropy_coeff != 0, reference=self._compute_reference_inputs(inputs, flat_positions),
-            chunk_elements=CHUNK_ELEMENTS if settings.entropy_from_logits_with_chunking else None,
-        ))  # fmt: skip
+        statistics = self.model.lm_head(
+            hidden,
+            partial(
+                compute_token_statistics,
+                tokens=inputs.select_trained(inputs.batch.tokens),
+                temperature=self.temperature,
+                entropy_gradient=settings.entropy_coeff != 0,
+                reference=self._compute_reference_inputs(inputs, flat_positions),
+                chunk_elements=CHUNK_ELEMENTS if settings.entropy_from_logits_with_chunking else None,
+            ),
+        )
         terms = {"task": self._compute_task_loss(inputs, statistics.logprobs, meter)}
         entropy = (inputs.weights * statistics.entropies).sum()
         meter.add(0, {"entropy_loss": entropy.detach()}, {})
@@ -264,9 +289,13 @@ class ActorUpdate:
             meter.add(len(old_logprobs), {}, {"ppo_kl": (old_logprobs - logprobs.detach()).sum()})
             return -(inputs.select_trained(inputs.targets.advantages) * logprobs).sum()
         policy_loss = ppo_clip_loss(
-            logprobs, old_logprobs, inputs.select_trained(inputs.targets.advantages),
-            settings.clip_ratio_low, settings.clip_ratio_high, settings.clip_ratio_c,
-        )  # fmt: skip
+            logprobs,
+            old_logprobs,
+            inputs.select_trained(inputs.targets.advantages),
+            settings.clip_ratio_low,
+            settings.clip_ratio_high,
+            settings.clip_ratio_c,
+        )
         weights = inputs.weights
         if settings.tis_imp_ratio_cap is not None:
             weights = weights * importance_weights(
@@ -347,6 +376,7 @@ class TokenFunction:
         hidden = self.trunk.compute_hidden_states(tokens, flat_positions)
         if self.temperature is None:
             return self.head(hidden).squeeze(-1)
-        return self.head(hidden, partial(
-            logprobs_from_hidden, tokens=targets, temperature=self.temperature, chunk_elements=CHUNK_ELEMENTS
-        ))  # fmt: skip
+        return self.head(
+            hidden,
+            partial(logprobs_from_hidden, tokens=targets, temperature=self.temperature, chunk_elements=CHUNK_ELEMENTS),
+        )

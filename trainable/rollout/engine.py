@@ -113,10 +113,17 @@ class VllmEngine:
                 f"as {min(unknown_names)}: sample with --set rollout.name=torch."
             )
         gpu_fraction = min(1.0, config.trainer.n_gpus_per_node or 1.0)
-        self.vllm_sampler = VllmSampler(policy.folder, EngineSettings(
-            device, config.model.dtype, context_length, gpu_fraction * config.rollout.gpu_memory_utilization,
-            enforce_eager=config.rollout.enforce_eager, enable_sleep_mode=config.rollout.free_cache_engine,
-        ))  # fmt: skip
+        self.vllm_sampler = VllmSampler(
+            policy.folder,
+            EngineSettings(
+                device,
+                config.model.dtype,
+                context_length,
+                gpu_fraction * config.rollout.gpu_memory_utilization,
+                enforce_eager=config.rollout.enforce_eager,
+                enable_sleep_mode=config.rollout.free_cache_engine,
+            ),
+        )
         self.sampler: Sampler = self.vllm_sampler
 
     def sleep(self) -> None:
@@ -150,9 +157,9 @@ class VllmEngine:
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch:
         """Over all sampled tokens (see `Engine.compare`)."""
         trainer_logprobs = np.concatenate([episode.logprobs[episode.mask] for episode in episodes])
-        engine_logprobs = np.concatenate([
-            episode.engine_logprobs[episode.mask] for episode in episodes if episode.engine_logprobs is not None
-        ])  # fmt: skip
+        engine_logprobs = np.concatenate(
+            [episode.engine_logprobs[episode.mask] for episode in episodes if episode.engine_logprobs is not None]
+        )
         mismatch = measure_mismatch(torch.from_numpy(trainer_logprobs), torch.from_numpy(engine_logprobs))
         check_mismatch(mismatch.mean_abs, self.config.rollout.logprob_tolerance, step)
         return mismatch
@@ -191,10 +198,16 @@ def recompute_logprobs(
     lengths = batch.lengths.cpu()
     for index in split_by_tokens(lengths, micro_batch_size * int(lengths.max()), model.model.needs_padding):
         micro_batch = batch.select_rows(index)
-        token_stats = model.lm_head(model.model.compute_hidden_states(micro_batch.tokens, micro_batch.find_prediction_positions()), partial(
-            compute_token_statistics, tokens=micro_batch.tokens[micro_batch.mask], temperature=temperature, entropy_gradient=False,
-            chunk_elements=CHUNK_ELEMENTS,
-        ))  # fmt: skip
+        token_stats = model.lm_head(
+            model.model.compute_hidden_states(micro_batch.tokens, micro_batch.find_prediction_positions()),
+            partial(
+                compute_token_statistics,
+                tokens=micro_batch.tokens[micro_batch.mask],
+                temperature=temperature,
+                entropy_gradient=False,
+                chunk_elements=CHUNK_ELEMENTS,
+            ),
+        )
         for output, values in ((logprobs, token_stats.logprobs), (entropies, token_stats.entropies)):
             padded_values = torch.zeros(micro_batch.mask.shape, device=device)
             padded_values[micro_batch.mask] = values.float()
@@ -202,18 +215,20 @@ def recompute_logprobs(
     arrays = logprobs.cpu().numpy(), entropies.cpu().numpy()
     return [
         episode._replace(
-            logprobs=arrays[0][row, : len(episode.tokens)], entropies=arrays[1][row, : len(episode.tokens)],
+            logprobs=arrays[0][row, : len(episode.tokens)],
+            entropies=arrays[1][row, : len(episode.tokens)],
             engine_logprobs=episode.logprobs,
         )
         for row, episode in enumerate(episodes)
-    ]  # fmt: skip
+    ]
 
 
 @torch.no_grad()
 def _compute_logprobs(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
     """Log-probs (T - 1,) at temperature 1 of the tokens (1, T) after the first."""
     flat_positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)
-    logprobs: torch.Tensor = model.lm_head(model.model.compute_hidden_states(tokens, flat_positions), partial(
-        logprobs_from_hidden, tokens=tokens[0, 1:], temperature=1.0, chunk_elements=CHUNK_ELEMENTS
-    ))  # fmt: skip
+    logprobs: torch.Tensor = model.lm_head(
+        model.model.compute_hidden_states(tokens, flat_positions),
+        partial(logprobs_from_hidden, tokens=tokens[0, 1:], temperature=1.0, chunk_elements=CHUNK_ELEMENTS),
+    )
     return logprobs

@@ -64,9 +64,15 @@ class _EpisodeState:
 
 
 def roll_out_episodes(
-    levels: Sequence[Level], group_size: int, sampler: Sampler, template: PromptTemplate, codec: Codec, limits: EpisodeLimits,
-    params: SamplingParams, rng: np.random.Generator,
-) -> list[Episode]:  # fmt: skip
+    levels: Sequence[Level],
+    group_size: int,
+    sampler: Sampler,
+    template: PromptTemplate,
+    codec: Codec,
+    limits: EpisodeLimits,
+    params: SamplingParams,
+    rng: np.random.Generator,
+) -> list[Episode]:
     """Play every level `copies` times, all episodes in lock-step; episodes of a level stand together.
 
     Rewards: the environment's, plus the format penalty once for each invalid turn. Randomness comes from `rng` only.
@@ -135,9 +141,13 @@ def _is_live(state: _EpisodeState, limits: EpisodeLimits) -> bool:
 
 
 def _append_observations(
-    states: Sequence[_EpisodeState], live_rows: Sequence[int], template: PromptTemplate, codec: Codec, limits: EpisodeLimits,
+    states: Sequence[_EpisodeState],
+    live_rows: Sequence[int],
+    template: PromptTemplate,
+    codec: Codec,
+    limits: EpisodeLimits,
     params: SamplingParams,
-) -> tuple[list[int], list[list[int]]]:  # fmt: skip
+) -> tuple[list[int], list[list[int]]]:
     """The next turn's given tokens; rows whose conversation would outgrow the context leave."""
     texts = []
     for row in live_rows:

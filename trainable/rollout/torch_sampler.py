@@ -41,9 +41,13 @@ class TorchConversation:
     """Rows in one cache, in lock-step. Rows that are still talking stand first, so that finished ones cost nothing."""
 
     def __init__(
-        self, model: LanguageModel, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams,
+        self,
+        model: LanguageModel,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        params: SamplingParams,
         rng: np.random.Generator,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.model, self.params = model, params
         self.device = model.lm_head.weight.device
         self.row_rngs = rng.spawn(len(prompts) * group_size)
@@ -158,9 +162,11 @@ class TorchConversation:
         for place, length in enumerate(buffers.lengths.tolist()):
             last_token = self.pending_tokens[place] = int(token_ids[place, length - 1])
             replies[self.rows[place]] = SampledReply(
-                token_ids[place, :length], logprobs[place, :length], entropies[place, :length],
+                token_ids[place, :length],
+                logprobs[place, :length],
+                entropies[place, :length],
                 last_token == self.params.stop_token,
-            )  # fmt: skip
+            )
         return replies
 
 

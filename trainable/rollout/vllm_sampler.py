@@ -153,9 +153,14 @@ class VllmConversation:
     """Rows whose whole history is given to the engine at each turn; its prefix cache spares all but the new part."""
 
     def __init__(
-        self, llm: Any, max_model_len: int, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams,
+        self,
+        llm: Any,
+        max_model_len: int,
+        prompts: Sequence[Sequence[int]],
+        group_size: int,
+        params: SamplingParams,
         rng: np.random.Generator,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.llm, self.max_model_len, self.params = llm, max_model_len, params
         self.histories = [list(prompt) for prompt in prompts for _ in range(group_size)]
         self.row_rngs = rng.spawn(len(self.histories))
@@ -170,9 +175,10 @@ class VllmConversation:
             self.histories[row] += row_tokens
             self._check_length(row)
         outputs = self.llm.generate(
-            [{"prompt_token_ids": self.histories[row]} for row in rows], [self._make_row_params(row) for row in rows],
+            [{"prompt_token_ids": self.histories[row]} for row in rows],
+            [self._make_row_params(row) for row in rows],
             use_tqdm=False,
-        )  # fmt: skip
+        )
         replies = [self._make_reply(output.outputs[0]) for output in outputs]
         for row, reply in zip(rows, replies, strict=True):
             self.histories[row] += reply.token_ids.tolist()
@@ -190,9 +196,12 @@ class VllmConversation:
     def _make_row_params(self, row: int) -> Any:
         """vLLM's parameters of one reply, with a seed that only this row draws: a new one each turn."""
         return _make_vllm_params(
-            max_tokens=self.params.max_new_tokens, temperature=self.params.temperature, logprobs=0,
-            seed=int(self.row_rngs[row].integers(2**62)), stop_token_ids=[self.params.stop_token],
-        )  # fmt: skip
+            max_tokens=self.params.max_new_tokens,
+            temperature=self.params.temperature,
+            logprobs=0,
+            seed=int(self.row_rngs[row].integers(2**62)),
+            stop_token_ids=[self.params.stop_token],
+        )
 
     def _make_reply(self, completion: Any) -> SampledReply:
         token_ids = np.asarray(completion.token_ids, dtype=np.int64)

@@ -38,9 +38,13 @@ def test_success_over_a_part_of_the_levels() -> None:
 def test_the_line_is_the_one_of_the_contract() -> None:
     line = json.loads(json.dumps(make_evaluation(EPISODES, 0, "test", "greedy", [4, 0]).to_line()))
     assert line == {
-        "step": 0, "split": "test", "mode": "greedy", "levels": [100, 100, 101], "clusters": [4, 4, 0],
+        "step": 0,
+        "split": "test",
+        "mode": "greedy",
+        "levels": [100, 100, 101],
+        "clusters": [4, 4, 0],
         "success": "100",
-    }  # fmt: skip
+    }
 
 
 def test_classes_are_numbered_as_they_appear() -> None:

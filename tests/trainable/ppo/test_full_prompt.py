@@ -38,10 +38,18 @@ def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = byte_level_tokenizer()
     torch.manual_seed(0)
     shape = Qwen2Shape(
-        vocab_size=tokenizer.get_vocab_size(), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096, rope_theta=1e6,
-        rms_norm_eps=1e-6, tie_word_embeddings=True, eos_token_id=tokenizer.token_to_id(END_OF_MESSAGE),
-    )  # fmt: skip
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.token_to_id(END_OF_MESSAGE),
+    )
     write_model(Qwen2(shape), folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
@@ -49,11 +57,22 @@ def hub_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_paper_settings_train_a_step(hub_model: Path) -> None:
     small = {
-        "model.path": str(hub_model), "rollout.response_length": 6, "env.env_groups": 2, "env.group_size": 4,
-        "env.val_env_groups": 4, "env.test_env_groups": 2, "env.max_turn": 2, "actor.ppo_mini_batch_size": 4,
-        "critic.ppo_mini_batch_size": 4, "trainer.total_training_steps": 1, "trainer.device": "cpu",
-        "actor.lr": 1e-3, "actor.use_kl_loss": True, "actor.kl_loss_coef": 0.01, "rollout.name": "torch",
-    }  # fmt: skip
+        "model.path": str(hub_model),
+        "rollout.response_length": 6,
+        "env.env_groups": 2,
+        "env.group_size": 4,
+        "env.val_env_groups": 4,
+        "env.test_env_groups": 2,
+        "env.max_turn": 2,
+        "actor.ppo_mini_batch_size": 4,
+        "critic.ppo_mini_batch_size": 4,
+        "trainer.total_training_steps": 1,
+        "trainer.device": "cpu",
+        "actor.lr": 1e-3,
+        "actor.use_kl_loss": True,
+        "actor.kl_loss_coef": 0.01,
+        "rollout.name": "torch",
+    }
     trainer = PPOTrainer(apply_overrides(RunConfig(), {**STUDY.fixed_settings, **small}))
     before = trainer.model.lm_head.weight.detach().clone()
     step = trainer.step()
@@ -67,10 +86,17 @@ def test_the_paper_settings_train_a_step(hub_model: Path) -> None:
 
 def test_sampled_log_probs_are_the_models_own(hub_model: Path) -> None:
     settings = {
-        "model.path": str(hub_model), "rollout.response_length": 6, "env.env_groups": 2, "env.group_size": 3,
-        "env.max_turn": 3, "trainer.total_training_steps": 1, "trainer.device": "cpu", "env.val_env_groups": 2,
-        "rollout.name": "torch", "model.dtype": "float32",
-    }  # fmt: skip
+        "model.path": str(hub_model),
+        "rollout.response_length": 6,
+        "env.env_groups": 2,
+        "env.group_size": 3,
+        "env.max_turn": 3,
+        "trainer.total_training_steps": 1,
+        "trainer.device": "cpu",
+        "env.val_env_groups": 2,
+        "rollout.name": "torch",
+        "model.dtype": "float32",
+    }
     trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
     trainer.step_index = 1
     for episode in trainer._collect_episodes():

@@ -32,9 +32,19 @@ def record() -> StepRecord:
     collection, engine, decision, batch, update, budget, validation = (filled(part) for part in PARTS)
     duration = StepTiming({"rollout": 2.0}, {"rollout": 0.5}, 1e9, 3.0, 4.0, 5.0)
     return StepRecord(
-        collection, decision, 0, budget, budget, duration, engine, batch, update, validation, validation,
+        collection,
+        decision,
+        0,
+        budget,
+        budget,
+        duration,
+        engine,
+        batch,
+        update,
+        validation,
+        validation,
         {"collapse_valid_thinking_rate": 1.0},
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -69,9 +79,15 @@ def test_the_final_evaluation_adds_its_columns_and_its_time() -> None:
     row = {"seconds_step": 1.0, "seconds_total": 2.0, "cpu_seconds_step": 3.0, "val_success": 0.5}
     last = FinalEvaluation(0.25, 0.75, None, seconds=10.0, cpu_seconds=20.0).add_to_row(row)
     assert last == {
-        "val_success": 0.5, "val_greedy_success": 0.25, "test_success": 0.75, "test_greedy_success": None,
-        "seconds_validation": 10.0, "seconds_step": 11.0, "seconds_total": 12.0, "cpu_seconds_step": 23.0,
-    }  # fmt: skip
+        "val_success": 0.5,
+        "val_greedy_success": 0.25,
+        "test_success": 0.75,
+        "test_greedy_success": None,
+        "seconds_validation": 10.0,
+        "seconds_step": 11.0,
+        "seconds_total": 12.0,
+        "cpu_seconds_step": 23.0,
+    }
 
 
 def test_a_phase_that_comes_twice_adds_up_and_is_counted_when_it_fails() -> None:

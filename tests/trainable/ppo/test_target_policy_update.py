@@ -27,8 +27,12 @@ from trainable.runs.records import DEFAULT_STEP_COLUMNS
 
 TEMPERATURE, SIZE, ETA = 0.8, 4, 0.5
 CUT: dict[str, Any] = {
-    "policy_loss": "tpo", "tpo_eta": ETA, "ppo_mini_batch_size": 8, "ppo_micro_batch_size_per_gpu": 4, "grad_clip": 1e9,
-}  # fmt: skip
+    "policy_loss": "tpo",
+    "tpo_eta": ETA,
+    "ppo_mini_batch_size": 8,
+    "ppo_micro_batch_size_per_gpu": 4,
+    "grad_clip": 1e9,
+}
 
 
 class Recorder(torch.optim.SGD):
@@ -120,8 +124,11 @@ def test_a_mini_batch_of_one_group_leaves_the_others_out() -> None:
 
 def test_kl_and_entropy_are_added_as_to_any_policy_loss() -> None:
     terms: dict[str, Any] = {
-        "entropy_coeff": 0.3, "use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": "low_var_kl",
-    }  # fmt: skip
+        "entropy_coeff": 0.3,
+        "use_kl_loss": True,
+        "kl_loss_coef": 0.5,
+        "kl_loss_type": "low_var_kl",
+    }
     both, meter = ran(MODEL, **terms)
     alone, _ = ran(MODEL)
     clipped: dict[str, Any] = {"policy_loss": "ppo_clip", "clip_ratio_low": 0.0, "clip_ratio_high": 0.0}

@@ -51,9 +51,12 @@ def test_every_kl_kind_takes_steps(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["kl", "abs", "mse", "low_var_kl"])
 def test_every_kl_kind_may_be_in_the_reward(kind: str) -> None:
     trainer = make_quiet_trainer(
-        algorithm__use_kl_in_reward=True, algorithm__kl_penalty=kind, algorithm__kl_ctrl__kl_coef=0.2,
-        algorithm__kl_ctrl__type="adaptive", algorithm__kl_ctrl__horizon=80,
-    )  # fmt: skip
+        algorithm__use_kl_in_reward=True,
+        algorithm__kl_penalty=kind,
+        algorithm__kl_ctrl__kl_coef=0.2,
+        algorithm__kl_ctrl__type="adaptive",
+        algorithm__kl_ctrl__horizon=80,
+    )
     first, second = run_steps(trainer, 2)
     assert is_finite(second)
     assert first["kl_in_reward_coef"] == 0.2
@@ -95,9 +98,10 @@ def test_the_filter_keeps_the_groups_that_its_metric_ranks_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"loss_agg_mode": mode} for mode in ("seq-mean-token-sum", "seq-mean-token-mean")]
-    + [{"loss_agg_mode": "seq-mean-token-sum-norm", "entropy_coeff": 0.01}, {"ppo_epochs": 2}]
-)  # fmt: skip
+    "settings",
+    [{"loss_agg_mode": mode} for mode in ("seq-mean-token-sum", "seq-mean-token-mean")]
+    + [{"loss_agg_mode": "seq-mean-token-sum-norm", "entropy_coeff": 0.01}, {"ppo_epochs": 2}],
+)
 def test_other_settings_of_the_policy_take_a_step(settings: Row) -> None:
     (row,) = run_steps(make_quiet_trainer(**{f"actor__{name}": value for name, value in settings.items()}), 1)
     assert is_finite(row)
@@ -134,8 +138,12 @@ def test_the_row_has_known_columns_and_misses_only_what_was_not_measured() -> No
         "engine_ess_fraction",
     }  # torch shares the weights
     assert {column.name for column in DEFAULT_STEP_COLUMNS} - set(row) == {
-        "kl_in_reward_coef", "seconds_gradient_analysis", "tpo_target_entropy", "tpo_target_top_prob", *engine,
-    }  # fmt: skip
+        "kl_in_reward_coef",
+        "seconds_gradient_analysis",
+        "tpo_target_entropy",
+        "tpo_target_top_prob",
+        *engine,
+    }
     assert set(row) <= {column.name for column in DEFAULT_STEP_COLUMNS}
 
 
@@ -160,17 +168,25 @@ def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
         "sampled_tokens": tokens,
         "trained_tokens": tokens,
         "entropy": sum(episode.entropies.sum() for episode in episodes) / tokens,
-        "groups": 2, "groups_kept": 2, "batch_size": 8, "consecutive_empty_steps": 0, "nonfinite_updates": 0,
-    }  # fmt: skip
+        "groups": 2,
+        "groups_kept": 2,
+        "batch_size": 8,
+        "consecutive_empty_steps": 0,
+        "nonfinite_updates": 0,
+    }
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_step_is_the_published_one_computed_literally() -> None:
     """Losses and gradient norms of a step that hardly moves, from transformers' forward on the same episodes."""
     trainer = make_quiet_trainer(
-        actor__lr=1e-12, critic__lr=1e-12, actor__use_kl_loss=True, actor__entropy_coeff=0.1, rollout__temperature=0.8,
+        actor__lr=1e-12,
+        critic__lr=1e-12,
+        actor__use_kl_loss=True,
+        actor__entropy_coeff=0.1,
+        rollout__temperature=0.8,
         actor__kl_loss_type="kl",
-    )  # fmt: skip
+    )
     config, critic = trainer.config, trainer.critic
     assert critic is not None
     batch = collate(replay_step(trainer, 1))
@@ -215,9 +231,11 @@ def test_totals_are_sums_of_the_steps() -> None:
 
 def test_copies_count_as_trained_tokens() -> None:
     trainer = make_quiet_trainer(
-        filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=1,
-        actor__ppo_mini_batch_size=8, critic__ppo_mini_batch_size=8,
-    )  # fmt: skip
+        filter__rollout_filter_strategy="top_k_abs",
+        filter__rollout_filter_value=1,
+        actor__ppo_mini_batch_size=8,
+        critic__ppo_mini_batch_size=8,
+    )
     episodes = replay_step(trainer, 1)
     (row,) = run_steps(trainer, 1)
     tokens = [sum(e.response_tokens for e in episodes if e.group == group) for group in range(2)]
@@ -233,17 +251,23 @@ def test_copies_count_as_trained_tokens() -> None:
 )
 def test_optimizer_steps_by_groups_kept(kept: int, batch: int, updates: int) -> None:
     trainer = make_quiet_trainer(
-        env__env_groups=8, actor__ppo_mini_batch_size=8, critic__ppo_mini_batch_size=8, rollout__response_length=6,
-        filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=kept,
-    )  # fmt: skip
+        env__env_groups=8,
+        actor__ppo_mini_batch_size=8,
+        critic__ppo_mini_batch_size=8,
+        rollout__response_length=6,
+        filter__rollout_filter_strategy="top_k_abs",
+        filter__rollout_filter_value=kept,
+    )
     (row,) = run_steps(trainer, 1)
     assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (kept, batch, updates)
 
 
 def test_the_batch_is_a_multiple_of_the_groups_too() -> None:
     trainer = make_quiet_trainer(
-        env__env_groups=3, filter__rollout_filter_strategy="top_k_abs", filter__rollout_filter_value=2,
-    )  # fmt: skip
+        env__env_groups=3,
+        filter__rollout_filter_strategy="top_k_abs",
+        filter__rollout_filter_value=2,
+    )
     (row,) = run_steps(trainer, 1)
     # Eight episodes of two groups, up to a multiple of lcm(3 groups, mini-batch 4).
     assert (row["groups_kept"], row["batch_size"], row["optimizer_steps"]) == (2, 12, 3)
@@ -324,9 +348,12 @@ def test_a_reference_is_kept_only_where_one_is_needed_and_never_moves() -> None:
 def test_the_kl_penalty_holds_the_policy_near_the_reference() -> None:
     def drift(coefficient: float) -> float:
         trainer = make_quiet_trainer(
-            actor__use_kl_loss=True, actor__kl_loss_coef=coefficient, actor__lr=1e-3, trainer__total_training_steps=4,
+            actor__use_kl_loss=True,
+            actor__kl_loss_coef=coefficient,
+            actor__lr=1e-3,
+            trainer__total_training_steps=4,
             env__group_size=8,
-        )  # fmt: skip
+        )
         return float(run_steps(trainer, 4)[-1]["kl_to_reference"])
 
     assert drift(10.0) < 0.7 * drift(1e-6)

@@ -109,8 +109,10 @@ def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     final, found = trainer.evaluate_final()
     row = final.add_to_row(before)
     assert [(e.step, e.split, e.mode) for e in found] == [
-        (1, "val", "greedy"), (1, "test", "sampled"), (1, "test", "greedy"),
-    ]  # fmt: skip
+        (1, "val", "greedy"),
+        (1, "test", "sampled"),
+        (1, "test", "greedy"),
+    ]
     columns = ("val_greedy_success", "test_success", "test_greedy_success")
     assert [row[name] for name in columns] == [e.success for e in found]
     assert found[1].levels == tuple(level.seed for level in level_sets.make_test_levels(8))
@@ -169,15 +171,21 @@ def test_another_process_writes_the_same_rows() -> None:
 RESUMED = {
     "gae": {},
     "adaptive kl in the reward": {
-        "algorithm__use_kl_in_reward": True, "algorithm__kl_ctrl__type": "adaptive", "algorithm__kl_ctrl__kl_coef": 0.3,
-        "algorithm__kl_ctrl__horizon": 50, "actor__use_kl_loss": True, "actor__kl_loss_type": "full",
+        "algorithm__use_kl_in_reward": True,
+        "algorithm__kl_ctrl__type": "adaptive",
+        "algorithm__kl_ctrl__kl_coef": 0.3,
+        "algorithm__kl_ctrl__horizon": 50,
+        "actor__use_kl_loss": True,
+        "actor__kl_loss_type": "full",
     },
     "shared trunk": {"critic__shared_trunk": True, "actor__entropy_coeff": 0.01},
     "grpo and a filter": {
-        "algorithm__adv_estimator": "grpo", "filter__rollout_filter_strategy": "top_k_abs",
-        "filter__rollout_filter_value": 1, "actor__ppo_mini_batch_size": 8,
+        "algorithm__adv_estimator": "grpo",
+        "filter__rollout_filter_strategy": "top_k_abs",
+        "filter__rollout_filter_value": 1,
+        "actor__ppo_mini_batch_size": 8,
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("name", "stop"), [("gae", 1), *((name, 2) for name in RESUMED)])
@@ -278,9 +286,14 @@ def test_arms_of_one_seed_start_alike() -> None:
 @pytest.mark.parametrize("seed", [0, 3])
 def test_training_and_validation_levels_are_no_test_levels(seed: int) -> None:
     trainer = PPOTrainer(
-        make_small_config(seed=seed, env__env_groups=8, env__test_env_groups=512, env__val_env_groups=512,
-              trainer__total_training_steps=50)
-    )  # fmt: skip
+        make_small_config(
+            seed=seed,
+            env__env_groups=8,
+            env__test_env_groups=512,
+            env__val_env_groups=512,
+            trainer__total_training_steps=50,
+        )
+    )
     test_keys = level_sets.collect_level_keys(trainer.test_levels)
     trained = [level for levels in trainer.levels for level in levels]
     assert len(trained) == 400
@@ -304,9 +317,12 @@ def test_it_learns() -> None:
     Measured on 128 levels, seeds 0 to 2: from .33 to .70 on average, the smallest gain .34; greedy before, .48.
     """
     settings = {
-        **PRESETS["laptop"], "trainer.total_training_steps": 20, "trainer.test_freq": 20,
-        "env.val_env_groups": 128, "env.test_env_groups": 0,
-    }  # fmt: skip
+        **PRESETS["laptop"],
+        "trainer.total_training_steps": 20,
+        "trainer.test_freq": 20,
+        "env.val_env_groups": 128,
+        "env.test_env_groups": 0,
+    }
     trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
     found: list[Evaluation] = [e for _ in range(20) for e in trainer.step()[1]]
     assert [(e.step, e.mode) for e in found] == [(0, "sampled"), (0, "greedy"), (20, "sampled")]

@@ -75,9 +75,12 @@ TARGETS = Targets(
 
 
 def ran(
-    settings: ActorConfig, batch: Batch = BATCH, targets: Targets = TARGETS, reference: Qwen2 | None = REFERENCE,
+    settings: ActorConfig,
+    batch: Batch = BATCH,
+    targets: Targets = TARGETS,
+    reference: Qwen2 | None = REFERENCE,
     head: nn.Module | None = None,
-) -> tuple[Recorder, Meter]:  # fmt: skip
+) -> tuple[Recorder, Meter]:
     networks: dict[str, nn.Module] = {"actor": MODEL, **({} if head is None else {"head": head})}
     recorder = Recorder(weight for network in networks.values() for weight in network.parameters())
     backend = TorchBackend("actor_optimizer", networks, recorder, settings.grad_clip)
@@ -200,8 +203,10 @@ def test_at_ratio_one_the_loss_is_minus_the_advantages_and_moves_towards_them() 
     advantages = BATCH.mask.float()
     recorder, meter = ran(settings, on_policy(), TARGETS._replace(advantages=advantages))
     # Two mini-batches of 8 and 4 in micro-batches of 4: each token weighs 1 / (padded length * micro-batches).
-    pieces = [-float(BATCH.mask[rows].sum()) / BATCH.tokens.shape[1] / count for rows, count in zip(
-        ORDER.split(8), (2, 1), strict=True)]  # fmt: skip
+    pieces = [
+        -float(BATCH.mask[rows].sum()) / BATCH.tokens.shape[1] / count
+        for rows, count in zip(ORDER.split(8), (2, 1), strict=True)
+    ]
     assert meter.compute_means()["pg_loss"] == pytest.approx(sum(pieces) / 2, rel=1e-5)
     twin = make_hub_twin(MODEL)
     logs = (twin(input_ids=BATCH.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)

@@ -63,10 +63,12 @@ def test_truncated_weights_multiply_the_policys_loss(shift: float, weight: float
         rows = torch.arange(len(batch.lengths))
         meter = Meter()
         with torch.no_grad():
-            losses.append([
-                float(trainer.make_actor_update().compute_loss_terms(part, meter)["task"])
-                for part in make_passes(batch, targets, rows, "token-mean", 2, batch.tokens.shape[1])
-            ])  # fmt: skip
+            losses.append(
+                [
+                    float(trainer.make_actor_update().compute_loss_terms(part, meter)["task"])
+                    for part in make_passes(batch, targets, rows, "token-mean", 2, batch.tokens.shape[1])
+                ]
+            )
     assert losses[1] == pytest.approx([weight * loss for loss in losses[0]], rel=1e-4)
     assert any(abs(loss) > 1e-3 for loss in losses[0])
 

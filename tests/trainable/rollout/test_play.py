@@ -38,9 +38,15 @@ def played(script: Sequence[Sequence[str]], rules: EpisodeLimits = RULES, levels
     """Episodes in which row r says script[r][turn]; 512 tokens of context, 24 a reply."""
     sampler = ScriptedSampler([[ids(text) for text in row] for row in script])
     episodes = roll_out_episodes(
-        LEVELS[:levels], copies, sampler, PROTOCOL, make_codec(TOKENIZER), rules, SamplingParams(1.0, 24, STOP),
+        LEVELS[:levels],
+        copies,
+        sampler,
+        PROTOCOL,
+        make_codec(TOKENIZER),
+        rules,
+        SamplingParams(1.0, 24, STOP),
         np.random.default_rng(0),
-    )  # fmt: skip
+    )
     return episodes, sampler
 
 

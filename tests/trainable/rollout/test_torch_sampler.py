@@ -208,9 +208,13 @@ def test_greedy_replies_are_those_of_transformers_generate(model: Qwen2) -> None
     for row in range(3):
         for seen, reply in histories(turns, 1, script, row):
             out = twin.generate(
-                torch.tensor([seen]), attention_mask=torch.ones(1, len(seen), dtype=torch.long), do_sample=False,
-                max_new_tokens=12, eos_token_id=STOP, pad_token_id=0,
-            )  # fmt: skip
+                torch.tensor([seen]),
+                attention_mask=torch.ones(1, len(seen), dtype=torch.long),
+                do_sample=False,
+                max_new_tokens=12,
+                eos_token_id=STOP,
+                pad_token_id=0,
+            )
             assert reply.token_ids.tolist() == out[0, len(seen) :].tolist()
 
 
@@ -224,10 +228,15 @@ def shipped() -> Policy:
 
 def episodes(policy: Policy, temperature: float) -> list[Episode]:
     return roll_out_episodes(
-        make_training_levels(0, 1, 4), 6, TorchSampler(policy.model), make_prompt_template("compact", "grid", 10),
-        make_codec(policy.tokenizer), EpisodeLimits(5, 2, 10, -0.1, 512),
-        SamplingParams(temperature, 24, policy.model.shape.eos_token_id), np.random.default_rng(0),
-    )  # fmt: skip
+        make_training_levels(0, 1, 4),
+        6,
+        TorchSampler(policy.model),
+        make_prompt_template("compact", "grid", 10),
+        make_codec(policy.tokenizer),
+        EpisodeLimits(5, 2, 10, -0.1, 512),
+        SamplingParams(temperature, 24, policy.model.shape.eos_token_id),
+        np.random.default_rng(0),
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

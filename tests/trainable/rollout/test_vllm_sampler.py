@@ -37,9 +37,12 @@ def test_the_environment_is_set_where_the_user_has_not() -> None:
     environ = {"HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "3"}
     set_environment(environ, torch.device("cuda"))
     assert environ == {
-        "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "3", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
-    }  # fmt: skip
+        "HF_HUB_OFFLINE": "0",
+        "OMP_NUM_THREADS": "3",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
     set_environment(environ, CPU)
     assert environ["TORCHDYNAMO_DISABLE"] == "1"
 
