@@ -89,7 +89,7 @@ def roll_out(trainer: PPOTrainer) -> list[Episode]:
     config = trainer.config
     return roll_out_episodes(
         trainer.levels[0], config.env.group_size, trainer.engine.sampler, trainer.prompt_template, trainer.codec,
-        trainer.rules,
+        trainer.limits,
         SamplingParams(1.0, config.rollout.response_length, trainer.stop_token), make_rng(0, "sampling", 1),
     )  # fmt: skip
 

@@ -83,7 +83,7 @@ def time_rollout(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[floa
         sampler,
         trainer.prompt_template,
         trainer.codec,
-        trainer.rules,
+        trainer.limits,
         SamplingParams(1.0, 24, trainer.model.shape.eos_token_id),
         make_rng(0, "sampling", step),
     )

@@ -1,1 +1,1 @@
-"""Train: one run, with no knowledge of the study it belongs to."""
+"""Training of single runs, which know nothing of the study that they belong to."""

@@ -1,4 +1,4 @@
-"""What the runs of each family of studies are made of: the settings, the trainer and the stop rules they share."""
+"""The families of studies: which settings, trainer and stop rules their runs have."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from trainable.sandbox.training.make import make_trainer as make_update_rule_tra
 
 @dataclass(frozen=True)
 class SingleRunTrainer:
-    """A PPO trainer, which trains one run, as the trainer of that run alone."""
+    """Adapts a PPO trainer, which trains one run, to the `Trainer` protocol, which trains one run per seed."""
 
     trainer: PPOTrainer | DistributedTrainer
     seeds: tuple[int]
@@ -30,27 +30,27 @@ class SingleRunTrainer:
         return self.trainer.step_index
 
     def step(self) -> StepResult:
-        """Train once: a row, and the lines of its evaluations and gradients."""
+        """Train one step; return its row, and the lines of its evaluations and gradient analysis."""
         record, evaluations, gradients = self.trainer.step()
         lines: LinesByFile = {LEVELS_FILE: _make_lines(evaluations), GRADIENTS_FILE: gradients}
         return StepResult({self.seeds[0]: {"step": self.step_index, **record.to_row()}}, {self.seeds[0]: lines})
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
-        """The last row with the final evaluation."""
+        """The last row, completed with the final evaluation, and the lines of that evaluation."""
         final_evaluation, evaluations = self.trainer.evaluate_final()
         return final_evaluation.add_to_row(row), {LEVELS_FILE: _make_lines(evaluations)}
 
     def get_state(self, seed: int) -> TrainerState:
-        """The trainer's whole state; ranks have to collect it."""
+        """The trainer's full state. With several ranks, all of them take part in collecting it."""
         return TrainerState(*self.trainer.get_state())
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
-        """Continue from the one state."""
+        """Continue from the state of the only run."""
         (state,) = states
         self.trainer.load_state(state.tensors, state.values)
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Release the engine and its memory."""
         self.trainer.close()
 
 
@@ -59,7 +59,7 @@ def _make_lines(evaluations: Sequence[Evaluation]) -> list[Row]:
 
 
 def _make_ppo_trainer(config: RunConfig, seeds: Sequence[int]) -> SingleRunTrainer:
-    (seed,) = seeds
+    (seed,) = seeds  # the PPO trainer trains one run; only update rules train several seeds side by side
     return SingleRunTrainer(make_trainer(apply_overrides(config, {"seed": seed}), DIAGNOSTICS), (seed,))
 
 

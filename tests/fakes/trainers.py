@@ -61,7 +61,7 @@ def replay_step(trainer: PPOTrainer, step: int) -> list[Episode]:
         trainer.engine.sampler,
         trainer.prompt_template,
         trainer.codec,
-        trainer.rules,
+        trainer.limits,
         trainer._make_sampling_params(trainer.config.rollout.temperature),
         make_rng(trainer.config.seed, "sampling", step),
     )

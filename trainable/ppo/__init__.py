@@ -1,1 +1,1 @@
-"""the trainer: its step, updates, targets, evaluation, ranks."""
+"""The PPO trainer: steps, updates, targets, evaluation, ranks."""

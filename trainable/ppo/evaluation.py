@@ -1,4 +1,4 @@
-"""What a set of episodes amounts to: validation and test results, and the records of a training rollout."""
+"""Statistics of episodes: results of validation and test, and summaries of training rollouts and batches."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,10 +15,11 @@ from trainable.rollout.episode import Episode
 
 
 class Evaluation(NamedTuple):
-    """One pass over a set of levels, and what levels.jsonl keeps of it.
+    """The result of one pass over the levels of a split; `to_line` makes its record for levels.jsonl.
 
-    split: val or test. mode: sampled or greedy. levels: seed of each episode's level. clusters: number of the level's
-    symmetry class, for intervals over levels.
+    split: val or test. mode: sampled or greedy. levels: seed of each episode's level. clusters: number of the symmetry
+    class of each episode's level, for confidence intervals over levels. score: mean over episodes. invalid_turns:
+    fraction of all turns.
     """
 
     step: int
@@ -32,12 +33,12 @@ class Evaluation(NamedTuple):
 
     @property
     def success(self) -> float:
-        """Share of episodes solved."""
+        """Fraction of episodes that were solved."""
         return sum(self.solved) / len(self.solved)
 
     def compute_success_where(self, is_selected: Sequence[bool]) -> float | None:
-        """Share solved among the episodes marked in `wanted`; None where none is."""
-        selected_solved = [solved for solved, keep in zip(self.solved, is_selected, strict=True) if keep]
+        """Fraction solved of the episodes that `is_selected` marks, or None if it marks none."""
+        selected_solved = [solved for solved, selected in zip(self.solved, is_selected, strict=True) if selected]
         return sum(selected_solved) / len(selected_solved) if selected_solved else None
 
     def to_line(self) -> dict[str, object]:
@@ -55,7 +56,7 @@ class Evaluation(NamedTuple):
 def make_evaluation(
     episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]
 ) -> Evaluation:
-    """The evaluation that `episodes` are; clusters has the class of each group's level."""
+    """Summarise `episodes` as an evaluation; clusters: symmetry class of the level of each group."""
     num_turns = sum(len(episode.texts) for episode in episodes)
     return Evaluation(
         step=step,
@@ -76,7 +77,7 @@ def number_classes(keys: Sequence[bytes]) -> list[int]:
 
 
 def summarise_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSummary:
-    """What all episodes of a step, before the filter, amount to; groups are consecutive."""
+    """Means over all episodes of a step, before the filter; the episodes of a group are consecutive."""
     num_episodes, num_turns = len(episodes), sum(len(episode.texts) for episode in episodes)
     solved_by_group = reshape_by_group([float(episode.solved) for episode in episodes], group_size)
     return RolloutSummary(
@@ -90,9 +91,10 @@ def summarise_rollout(episodes: Sequence[Episode], group_size: int) -> RolloutSu
 
 
 def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode], has_values: bool) -> BatchSummary:
-    """What the batch is before the update.
+    """Statistics of the batch before the update.
 
-    episodes: what the filter kept, without the batch's copies. has_values: whether `targets` has those of a critic.
+    episodes: those that the filter kept, without the copies that the batch has of some. has_values: whether the values
+    in `targets` come from a critic; they are zeros otherwise.
     """
     mask, kl, value_mean, explained_variance = batch.mask, None, None, None
     if targets.ref_logprobs is not None:
@@ -100,11 +102,13 @@ def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
     if has_values:
         values, returns = targets.values[mask], targets.returns[mask]
         value_mean, return_variance = float(values.mean()), float(returns.var())
+        # Equal returns have no variance to explain: the column stays empty.
         explained_variance = 1 - float((returns - values).var()) / return_variance if return_variance > 0 else None
     return BatchSummary(
         batch_size=len(batch.lengths),
         trained_tokens=int(mask.sum()),
         padding_fraction=1 - float(batch.count_needed_tokens().sum()) / mask.numel(),
+        # The mean over sampled tokens, so that the copies in the batch have no influence on it.
         entropy=sum(float(e.entropies.sum()) for e in episodes) / sum(e.response_tokens for e in episodes),
         kl_to_reference=kl,
         value_mean=value_mean,
@@ -113,9 +117,9 @@ def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
 
 
 def summarise_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Validation | None:
-    """What a sampled validation, and a greedy one where it follows, amount to; None where there is none.
+    """Summarise a sampled validation, and the greedy one if it follows; None without evaluations.
 
-    is_unseen: whether each episode is of a level that no training level is equal to.
+    is_unseen: for each episode, whether its level differs from every training level.
     """
     if not evaluations:
         return None
@@ -130,5 +134,5 @@ def summarise_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[
 
 
 def reshape_by_group(values: Sequence[float], group_size: int) -> Tensor:
-    """Numbers of consecutive episodes as (P, G) float32."""
+    """Values of consecutive episodes as a (P, G) float32 tensor."""
     return torch.tensor(values, dtype=torch.float32).view(-1, group_size)

@@ -1,4 +1,4 @@
-"""The filter applied to episodes: which groups are trained on, and how that was decided."""
+"""The group filter of a step: selects the groups of episodes to train on."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,19 +11,19 @@ from trainable.rollout.episode import Episode
 
 
 class Selection(NamedTuple):
-    """What the filter selected: the episodes of the groups that are trained on, in order, and how it decided."""
+    """The result of the filter: the episodes of the selected groups, in order, and the columns of the decision."""
 
     episodes: list[Episode]
     decision: FilterDecision
 
     @property
     def groups_kept(self) -> int:
-        """How many groups are trained on."""
+        """Number of groups that are trained on."""
         return self.decision.groups_kept
 
 
 def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_size: int) -> Selection:
-    """Keep whole groups by their score (see `FilterConfig`). episodes: whole groups, `group_size` each, in order."""
+    """Select groups by their scores (see `FilterConfig`); episodes: complete groups of `group_size`, one by one."""
     rewards = reshape_by_group([episode.score for episode in episodes], group_size)
     entropies = reshape_by_group([float(episode.entropies[episode.mask].mean()) for episode in episodes], group_size)
     lengths = reshape_by_group([float(episode.response_tokens) for episode in episodes], group_size)
@@ -37,6 +37,7 @@ def filter_episodes(episodes: Sequence[Episode], settings: FilterConfig, group_s
     is_kept = select_groups(
         scores, rule, settings.rollout_filter_type == "largest", settings.rollout_filter_include_zero
     )
+    # Reported under every metric, so that the columns of runs with different filters can be compared.
     stds = compute_group_scores("reward_std", rewards)
     groups_kept = int(is_kept.sum())
     decision = FilterDecision(

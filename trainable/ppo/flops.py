@@ -1,4 +1,4 @@
-"""Floating-point operations of a step's phases, and the share of this machine's own rate that each of them reaches."""
+"""FLOP and MFU of the phases of a step, where MFU is relative to the matmul throughput measured on this machine."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,18 +12,20 @@ from trainable.rollout.batch import Batch
 from trainable.rollout.episode import Episode
 
 BACKWARD_FACTOR = 2.0
-"""A backward pass does two products for each of the forward pass, one where weights are frozen beside adapters; blocks
-that are made again, and products with adapters, are not counted."""
+"""FLOP of a backward pass, relative to the forward pass: two products for each one, for the gradients of inputs and of
+weights. With adapters it is one, because the weights are frozen. Recomputed blocks and the products of the adapters
+themselves are not counted."""
 
 
 def estimate_forward_flops(
     shape: Shape, lengths: Sequence[int], output_tokens: int, output_size: int, cached_tokens: int = 0
 ) -> float:
-    """Operations of a forward pass over sequences, each after `read` tokens whose keys are kept.
+    """FLOP of a forward pass over sequences of `lengths` tokens, each after `cached_tokens` tokens in the KV cache.
 
         2 · products + 4 · blocks · channels of all heads · pairs of tokens that attend to each other
 
-    finished: tokens at which the last block is finished and the head, of `outputs` entries, is applied.
+    output_tokens: tokens that also pass through the rest of the last block and the head, which has `output_size`
+    entries. Other tokens only need the keys and values of the last block.
     """
     weights_before, weights_after = shape.block_weights
     blocks, tokens = shape.num_hidden_layers, sum(lengths)
@@ -35,7 +37,7 @@ def estimate_forward_flops(
 
 
 def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
-    """Operations of sampling the episodes with a cache that keeps every turn, each group's opening read once."""
+    """FLOP of sampling the episodes with a KV cache that keeps all turns, and one prefill of the prompt per group."""
     prompt_lengths = {episode.group: int(episode.mask.argmax()) for episode in episodes}
     total = sum(estimate_forward_flops(shape, [length], 0, 0) for length in prompt_lengths.values())
     for episode in episodes:
@@ -47,13 +49,14 @@ def estimate_rollout_flops(shape: Shape, episodes: Sequence[Episode]) -> float:
 
 
 def estimate_training_flops(shape: Shape, config: RunConfig, batch: Batch) -> dict[str, float]:
-    """Operations of each phase of training on `batch`, by the end of its column's name; what is off is left out."""
+    """FLOP of each phase of training on `batch`, by the name of the phase; phases that are off are left out."""
     lengths, trained_tokens = batch.count_needed_tokens().tolist(), int(batch.mask.sum())
     value_flops, policy_flops = (
         estimate_forward_flops(shape, lengths, trained_tokens, outputs) for outputs in (1, shape.vocab_size)
     )
+    # With adapters the backward pass does half: it needs no gradients of weights (see BACKWARD_FACTOR).
     update_factor = 1 + (BACKWARD_FACTOR / 2 if config.model.lora_rank else BACKWARD_FACTOR)
-    extra_forwards = config.actor.loss.needs_pass_before_step  # without gradients
+    extra_forwards = config.actor.loss.needs_pass_before_step  # a bool: one forward pass of tpo, without gradients
     phase_flops = {"update_actor": (update_factor + extra_forwards) * config.actor.ppo_epochs * policy_flops}
     if config.algorithm.estimator.needs_critic:
         phase_flops["values"] = value_flops
@@ -65,7 +68,7 @@ def estimate_training_flops(shape: Shape, config: RunConfig, batch: Batch) -> di
 
 
 def compute_mfu(flops: Mapping[str, float], seconds: Mapping[str, float], peak_flops_per_s: float) -> dict[str, float]:
-    """Phase -> its operations over its seconds, as a share of `rate` operations per second."""
+    """MFU of each phase that has seconds: its FLOP per second, as a fraction of `peak_flops_per_s`."""
     return {
         phase: flop_count / seconds[phase] / peak_flops_per_s
         for phase, flop_count in flops.items()
@@ -75,15 +78,15 @@ def compute_mfu(flops: Mapping[str, float], seconds: Mapping[str, float], peak_f
 
 @cache
 def measure_peak_flops(device_type: str, dtype: torch.dtype) -> float:
-    """Operations a second of large matrix products on the device `kind` (cpu, cuda), the best of several."""
-    size = 8192 if device_type == "cuda" else 512
+    """Peak FLOP/s of matrix products on a device type (cpu, cuda): the best of ten, measured once per process."""
+    size = 8192 if device_type == "cuda" else 512  # large for the device, and still quick: 1.1 TFLOP and 0.3 GFLOP
     left, right = (torch.randn(size, size, device=device_type).to(dtype) for _ in range(2))
-    torch.mm(left, right)
+    torch.mm(left, right)  # warm-up: the first call also pays for initialisation
     return 2 * size**3 / min(time_call(lambda: torch.mm(left, right), device_type) for _ in range(10))
 
 
 def time_call(call: Callable[[], object], device_type: str) -> float:
-    """Seconds of `work`, with all that it left the device to do."""
+    """Seconds of `call`, including the work that it queued on the device."""
     if device_type == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Seconds of the phases of a training step."""
+"""Timing of the phases of a training step."""
 
 import time
 from collections.abc import Iterator
@@ -13,28 +13,28 @@ Phase = Literal[
 
 
 class Clock:
-    """Seconds of wall and of processor time (all threads of this process) since it was made."""
+    """Wall time and CPU time (of all threads of this process) since the clock was created."""
 
     def __init__(self) -> None:
         self._start, self._cpu_start = time.perf_counter(), time.process_time()
 
     def read(self) -> tuple[float, float]:
-        """Both, until now."""
+        """Seconds of wall time and of CPU time so far."""
         return time.perf_counter() - self._start, time.process_time() - self._cpu_start
 
 
 class PhaseTimer:
-    """Measures the phases of one step on `device`; a phase that comes twice adds up.
+    """Measures the phases of one step on `device`; the times of a phase that occurs twice are added.
 
-    seconds: of each phase so far, by its name. A GPU works on after a call returns, so it is waited for at both ends of
-    a phase: otherwise its work would be counted in whichever phase waits for a result.
+    seconds: time of each phase so far, by name. CUDA calls return before their work is done, so the timer synchronizes
+    at both ends of a phase. Otherwise the time would be counted in whichever phase waits for the result.
 
     Example::
 
-        phases = Phases(torch.device("cuda"))
-        with phases.timed("rollout"):
+        timer = PhaseTimer(torch.device("cuda"))
+        with timer.measure("rollout"):
             episodes = roll_out()
-        phases.seconds["rollout"]
+        timer.seconds["rollout"]
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class PhaseTimer:
 
     @contextmanager
     def measure(self, phase: Phase) -> Iterator[None]:
-        """Add the seconds of the body to `phase`."""
+        """Add the seconds of the `with` body to `phase`, also if it raises."""
         self._synchronize()
         start = time.perf_counter()
         try:

@@ -1,4 +1,4 @@
-"""A trainer on several ranks, seen as one: rank 0 is this process, the others are actors of the same trial."""
+"""PPO training on several ranks: rank 0 is the process of the trial, the others are actors in the same trial."""
 
 import os
 import tempfile
@@ -24,24 +24,27 @@ from trainable.ppo.trainer import Diagnostics, PPOTrainer, StepOutput
 T = TypeVar("T")
 
 _ENV_PREFIX = "TUNE_STUDY_"
-"""Variables that say whose a process is: a rank carries those of its trial."""
+"""Prefix of the environment variables that name the run a process belongs to: ranks inherit them from their trial."""
 _ERROR_TIMEOUT_S = 10.0
+"""How long rank 0 waits for the other ranks to report their errors, or to close."""
 _FAILURE_GRACE_S = 60.0
+"""How long rank 0 may take to notice that another rank has failed, before its process is ended."""
 _POLL_S = 0.2
+"""Interval at which rank 0 checks for failed ranks during the rendezvous."""
 
 
 def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer | DistributedTrainer":
-    """The trainer of a run: on one device in torch, on one under DeepSpeed, or on one rank for each of its GPUs."""
-    world_size = max(1, int(settings.trainer.n_gpus_per_node))
+    """Make the trainer of a run: one process in torch, or one rank per GPU under DeepSpeed."""
+    world_size = max(1, int(settings.trainer.n_gpus_per_node))  # 0, or a fraction of a GPU, is one process
     strategy = settings.trainer.strategy
     if world_size > 1 and strategy == "torch":
         raise ValueError(
-            f"trainer.strategy=torch updates on one GPU and the run has {world_size}: type --set trainer.strategy=deepspeed, "
-            f"or --gpus-per-exp 1."
+            f"trainer.strategy=torch trains on one GPU, and the run has {world_size}: add "
+            f"--set trainer.strategy=deepspeed, or --gpus-per-exp 1."
         )
     if world_size > 1:
         return DistributedTrainer(settings, world_size, diagnostics)
-    if strategy == "deepspeed":
+    if strategy == "deepspeed":  # one rank, too: DeepSpeed needs a process group
         return DistributedTrainer(settings, 1, diagnostics)
     return PPOTrainer(settings, diagnostics=diagnostics)
 
@@ -51,20 +54,19 @@ def _make_rendezvous_path() -> Path:
 
 
 class RankActor:
-    """One of the other ranks, in an actor of its own: it does what rank 0 does, and keeps what comes of it."""
+    """The actor of a rank other than 0: it calls the same methods as rank 0, and keeps their results to itself."""
 
     def __init__(
         self, settings: Mapping[str, Any], diagnostics: Diagnostics, rank: int, world_size: int, rendezvous_file: str
     ) -> None:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # the actor has one CPU (see `_start_rank`)
         self.settings, self.diagnostics = settings, diagnostics
         self.rank, self.world_size, self.rendezvous_file = rank, world_size, Path(rendezvous_file)
 
     def run_method(self, method_name: str) -> None:
-        """Call a method of the trainer as rank 0 does, or `join` it; what it returns is rank 0's to use."""
-        if (
-            method_name == "load_state"
-        ):  # a state that does not fit is refused by all ranks alike, and the next one is tried
+        """Call a method of the trainer together with rank 0, or `join`; results are dropped, since rank 0 has them."""
+        if method_name == "load_state":
+            # Outside of the `try`: all ranks refuse a state that does not fit, stay connected, and try the next one.
             self.trainer.load_state(self.world.broadcast(None), self.world.all_gather_object({})[0])
             return
         try:
@@ -73,8 +75,8 @@ class RankActor:
             else:
                 getattr(self.trainer, method_name)()
         except Exception:
-            # Rank 0 waits for this one in the middle of its own work. A closed connection lets it know; NCCL's would
-            # first wait for rank 0, which is ended by its watch instead.
+            # Rank 0 may be waiting for this rank in a collective; closing the connection makes it fail there. Not with
+            # NCCL, which would wait for rank 0 before it closes: there, `_watch_ranks` ends the process of rank 0.
             if torch.distributed.is_initialized() and not torch.cuda.is_available():
                 torch.distributed.destroy_process_group()
             raise
@@ -86,7 +88,7 @@ class RankActor:
 
 
 class DistributedTrainer:
-    """`PPOTrainer` over `size` ranks; the trial's placement group has a bundle for each and this process is rank 0."""
+    """A `PPOTrainer` on each of `world_size` ranks. This process is rank 0; each rank has a bundle of the trial."""
 
     def __init__(self, settings: RunConfig, world_size: int, diagnostics: Diagnostics) -> None:
         self.rendezvous_file = _make_rendezvous_path()
@@ -117,15 +119,15 @@ class DistributedTrainer:
         return self._run_on_all_ranks("step", self.trainer.step)
 
     def evaluate_final(self) -> tuple[FinalEvaluation, list[Evaluation]]:
-        """The measurements at the end of a run (see `PPOTrainer.close`)."""
+        """Evaluate at the end of a run (see `PPOTrainer.evaluate_final`)."""
         return self._run_on_all_ranks("evaluate_final", self.trainer.evaluate_final)
 
     def get_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """The whole state, collected from the ranks (see `PPOTrainer.state`)."""
+        """The full state, gathered from the ranks (see `PPOTrainer.get_state`)."""
         return self._run_on_all_ranks("get_state", self.trainer.get_state)
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Continue from a state of any number of ranks (see `PPOTrainer.load_state`)."""
+        """Continue from a state, which may come from another number of ranks (see `PPOTrainer.load_state`)."""
         world = self.trainer.world
         self._run_on_all_ranks(
             "load_state",
@@ -133,7 +135,7 @@ class DistributedTrainer:
         )
 
     def close(self) -> None:
-        """Give back what the engines hold, end the other ranks, and leave the group."""
+        """Close the engines of all ranks, end the other ranks, and leave the process group."""
         ray.wait(
             [other.run_method.remote("close") for other in self.rank_actors] or [ray.put(None)],
             timeout=_ERROR_TIMEOUT_S,
@@ -147,7 +149,7 @@ class DistributedTrainer:
         disconnect(self.rendezvous_file)
 
     def _run_on_all_ranks(self, method_name: str, call: Callable[[], T]) -> T:
-        """`name` on all other ranks and `work` here, at once; an error of another rank is this one's."""
+        """Run `method_name` on all other ranks and `call` here at the same time; raise the error that came first."""
         self.pending_refs = [other.run_method.remote(method_name) for other in self.rank_actors]
         is_done = threading.Event()
         threading.Thread(target=_watch_ranks, args=(self.pending_refs, is_done), daemon=True).start()
@@ -162,9 +164,9 @@ class DistributedTrainer:
 
 
 def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Exception:
-    """The error of the rank that failed first; the others' are of a closed connection.
+    """The error that caused the failure, as opposed to errors about the connection that it closed on other ranks.
 
-    doing: what the ranks 1, 2, ... do. own: the error of rank 0, which may be one of theirs.
+    pending_refs: the calls on ranks 1, 2, .... local_error: the error of rank 0, which may be the error of one of them.
     """
     ready_refs, _ = (
         ray.wait(pending_refs, num_returns=len(pending_refs), timeout=_ERROR_TIMEOUT_S) if pending_refs else ([], [])
@@ -174,39 +176,44 @@ def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Except
     connection_errors: list[Exception] = []
     for rank, ref in enumerate(pending_refs, 1):
         try:
-            ray.get(ref) if ref in ready_refs else None
+            if ref in ready_refs:
+                ray.get(ref)
         except ray.exceptions.RayTaskError as error:
             cause = error.cause if isinstance(error.cause, Exception) else error
             cause.add_note(f"(on rank {rank} of {len(pending_refs) + 1})")
+            # torch reports a closed connection as a RuntimeError: errors of other types are likelier to be the cause.
             (connection_errors if isinstance(cause, RuntimeError) else reported_errors).append(cause)
-        except Exception as error:
+        except Exception as error:  # the actor died, and could not report an error of its own
             dead_rank_errors.append(
                 RuntimeError(f"rank {rank} of {len(pending_refs) + 1} has ended: {str(error).strip()}")
             )
+    # For the same reason, and because a RayError is the error of another rank.
     is_local_cause = not isinstance(local_error, RuntimeError | ray.exceptions.RayError)
-    return [
+    causes_by_likelihood = [
         *([local_error] if is_local_cause else []),
         *reported_errors,
         *dead_rank_errors,
         *connection_errors,
         local_error,
-    ][0]
+    ]
+    return causes_by_likelihood[0]
 
 
 def _raise_first_error(pending_refs: list[Any]) -> None:
-    """Wait a little; the error of another rank, where one has failed."""
+    """Wait briefly; raise the error of another rank if one has failed."""
     ready_refs, _ = ray.wait(pending_refs, timeout=_POLL_S)
     ray.get(ready_refs)
 
 
 def _watch_ranks(pending_refs: list[Any], is_done: threading.Event) -> None:
-    """End this process where another rank failed and this one does not notice: NCCL waits for it half an hour."""
+    """End this process if another rank has failed and this one does not notice: NCCL would wait for half an hour."""
     while pending_refs and not is_done.wait(1.0):
         finished_refs, pending_refs = ray.wait(pending_refs, num_returns=1, timeout=1.0)
         try:
             ray.get(finished_refs)
         except Exception:
             if not is_done.wait(_FAILURE_GRACE_S):
+                # The main thread is stuck in a collective, which no exception can reach.
                 traceback.print_exc()
                 os._exit(1)
             return
@@ -215,7 +222,7 @@ def _watch_ranks(pending_refs: list[Any], is_done: threading.Event) -> None:
 def _start_rank(
     settings: RunConfig, diagnostics: Diagnostics, rank: int, world_size: int, rendezvous_file: Path
 ) -> Any:
-    """The actor of one rank, in the trial's bundle of its number."""
+    """Start the actor of a rank in the bundle of the trial with the same number."""
     scheduling_strategy = PlacementGroupSchedulingStrategy(
         get_current_placement_group(), placement_group_bundle_index=rank
     )
@@ -225,6 +232,6 @@ def _start_rank(
         num_gpus=1,
         scheduling_strategy=scheduling_strategy,
         runtime_env={"env_vars": env_vars},
-        max_restarts=0,
+        max_restarts=0,  # a restarted rank could not join the group again: the whole trial is retried instead
     )
     return actor.remote(settings.model_dump(mode="json"), diagnostics, rank, world_size, str(rendezvous_file))

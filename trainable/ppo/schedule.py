@@ -1,4 +1,4 @@
-"""What a training step does with its batch: settings of rhythm, read once at its beginning."""
+"""The schedule of a training step: which updates and measurements are due, decided once at its start."""
 
 from typing import NamedTuple
 
@@ -6,11 +6,11 @@ from trainable.config.run_config import RunConfig
 
 
 class StepPlan(NamedTuple):
-    """What is due in a step that has a batch.
+    """The parts of a step that are due, provided that it has a batch.
 
-    values: whether the batch has a critic's values. critic, policy: whether they are updated. analysis: whether
-    gradients are analysed, also in a step without a batch. kl_control: whether the weight of the KL in the reward
-    moves. validation: whether the policy is validated after the step.
+    values: whether the batch has values of a critic. critic, policy: whether these networks are updated. analysis:
+    whether gradients are analysed, even in a step without a batch. kl_control: whether the coefficient of the KL in the
+    reward is adapted. validation: whether the policy is validated after the step.
     """
 
     values: bool
@@ -22,15 +22,17 @@ class StepPlan(NamedTuple):
 
 
 def plan_step(step: int, config: RunConfig) -> StepPlan:
-    """What is due in training step `step`, from 1."""
+    """Decide what is due in training step `step`, counted from 1."""
     trainer, needs_critic = config.trainer, config.algorithm.estimator.needs_critic
     is_analysis_only = trainer.gradient_analysis_mode and trainer.gradient_analysis_only
     analyses_gradients = trainer.is_gradient_analysis_step(step)
     skips_policy = is_analysis_only or (analyses_gradients and trainer.exit_after_gradient_analysis)
+    # The value head on a shared trunk is trained by the update of the policy.
+    updates_critic = needs_critic and not config.critic.shared_trunk and not is_analysis_only
     is_last = step == trainer.total_training_steps
     return StepPlan(
         values=needs_critic,
-        critic=needs_critic and not config.critic.shared_trunk and not is_analysis_only,
+        critic=updates_critic,
         analysis=analyses_gradients,
         policy=trainer.critic_warmup <= step and not skips_policy,
         kl_control=config.algorithm.use_kl_in_reward and not is_analysis_only,

@@ -1,7 +1,7 @@
-"""What a training step measured: one type for each part of it. The names of their fields are columns of `steps`.
+"""Records of a training step: one type per part of the step, whose fields are columns of `steps`.
 
 docs/metrics.md and `trainable.runs.records.STEP_COLUMNS` have the unit and the formula of each column; a test compares
-them with the fields here. None: not measured in this step.
+them with the fields here. A field is None if it was not measured in the step.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ Number = float | int | None
 
 @dataclass(frozen=True)
 class RolloutSummary:
-    """All P x G episodes of the step, before the filter."""
+    """Means over all P x G episodes of the step, before the filter."""
 
     train_success: float
     train_pass_at_group: float
@@ -24,7 +24,7 @@ class RolloutSummary:
 
 @dataclass(frozen=True)
 class EngineMismatch:
-    """How far the engine that sampled is from the trainer, where it has weights of its own."""
+    """Mismatch of log-probs between trainer and engine, for an engine with its own copy of the weights."""
 
     engine_mismatch_mean: float
     engine_mismatch_max: float
@@ -34,7 +34,7 @@ class EngineMismatch:
 
 @dataclass(frozen=True)
 class FilterDecision:
-    """What the filter saw, and how much of it is trained on."""
+    """Reward spread of the groups before the filter, and how many groups it selected."""
 
     reward_std: float
     reward_std_max: float
@@ -47,7 +47,7 @@ class FilterDecision:
 
 @dataclass(frozen=True)
 class BatchSummary:
-    """The batch before the update, copies included."""
+    """The batch before the update, including copies of episodes."""
 
     batch_size: int
     trained_tokens: int
@@ -60,7 +60,7 @@ class BatchSummary:
 
 @dataclass(frozen=True)
 class Update:
-    """What the optimizer steps of policy and critic did."""
+    """Means over the optimizer steps of policy and critic."""
 
     pg_loss: float | None = None
     pg_clipfrac: float | None = None
@@ -80,7 +80,7 @@ class Update:
 
 @dataclass(frozen=True)
 class Budget:
-    """What the step took of episodes and tokens: a filter changes it, and a comparison must show it."""
+    """Optimizer steps, actions and tokens of the step. Filters change them, so that comparisons must report them."""
 
     optimizer_steps: int
     env_steps: int
@@ -88,13 +88,13 @@ class Budget:
     trained_tokens: int
 
     def add(self, other: "Budget") -> "Budget":
-        """The sum of both."""
+        """The sum of both budgets."""
         return Budget(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
 
 
 @dataclass(frozen=True)
 class Validation:
-    """All validation levels, sampled; before training also greedily."""
+    """Results on all validation levels: sampled, and before training also greedy."""
 
     val_success: float
     val_success_unseen: float | None
@@ -105,7 +105,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class FinalEvaluation:
-    """What is measured once, at the end of a run, and the seconds (of processor time, too) that it took."""
+    """Results that are measured once, at the end of a run, and the seconds of wall and CPU time that this took."""
 
     val_greedy_success: float
     test_success: float | None
@@ -114,7 +114,7 @@ class FinalEvaluation:
     cpu_seconds: float
 
     def add_to_row(self, row: Mapping[str, Number]) -> dict[str, Number]:
-        """The last row of the run with it."""
+        """The last row of the run, with the results added and the seconds included in the time columns."""
         added_seconds = {
             "seconds_validation": self.seconds,
             "seconds_step": self.seconds,
@@ -136,7 +136,7 @@ _COST_FIELDS = ("seconds", "cpu_seconds")
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Seconds of the step and of its phases, and how well they used the machine."""
+    """Seconds of the step and of its phases, and the MFU of the phases."""
 
     phases: Mapping[str, float]
     mfu: Mapping[str, float]
@@ -146,7 +146,7 @@ class StepTiming:
     seconds_total: float
 
     def to_row(self) -> dict[str, Number]:
-        """Its columns."""
+        """The columns of times and MFU."""
         return {
             **{f"seconds_{phase}": seconds for phase, seconds in self.phases.items()},
             **{f"mfu_{phase}": fraction for phase, fraction in self.mfu.items()},
@@ -159,10 +159,11 @@ class StepTiming:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One training step.
+    """The record of one training step.
 
-    batch, update: None where the filter kept nothing. totals: `budget` of all steps so far. collapse: columns of the
-    collapse diagnostics by name, none where they are not due. base: the validation before training, in step 1.
+    batch, update: None if the filter dropped all groups. total_budget: sum of `budget` over all steps so far. collapse:
+    columns of the collapse diagnostics by name, empty if they are not due. base_validation: the validation before
+    training, which belongs to step 1.
     """
 
     rollout: RolloutSummary
@@ -179,7 +180,7 @@ class StepRecord:
     collapse: Mapping[str, float] = field(default_factory=dict)
 
     def to_row(self) -> dict[str, Number]:
-        """The step's columns that have a number."""
+        """The columns of the step that were measured."""
         summaries = (self.rollout, self.engine_mismatch, self.filter, self.batch, self.update, self.validation)
         columns: dict[str, Number] = {"consecutive_empty_steps": self.consecutive_empty_steps, **self.collapse}
         for summary in summaries:

@@ -1,4 +1,4 @@
-"""From scores to what the losses aim at: rewards placed on tokens, advantages and returns."""
+"""Targets of the losses: advantages and returns, made from the scores of episodes."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from trainable.rollout.batch import Batch, place_episode_scores
 
 
 class PreparedBatch(NamedTuple):
-    """A batch that is ready for losses, and the order (B,) in which mini-batches are cut from it."""
+    """A batch with its targets, and the order (B,) in which it is split into mini-batches."""
 
     batch: Batch
     targets: Targets
@@ -39,11 +39,13 @@ def make_targets(
     kl_coef: float,
     filter_scale: float,
 ) -> Targets:
-    """Advantages and returns of a batch, in the published order.
+    """Compute advantages and returns of a batch, in the published order.
 
-    values (B, T): the critic's, for gae. kl_coef: of the KL penalty in the reward, where that is on. filter_scale:
-    factor of filter_loss_scaling, applied after whitening; zero_task_advantage comes last and leaves returns alone.
+    values: (B, T) of the critic, which gae needs. kl_coef: coefficient of the KL penalty in the reward, if that is on.
+    filter_scale: factor of filter_loss_scaling, applied to advantages after whitening. zero_task_advantage comes last
+    and does not change returns.
     """
+    # As published: GAE over turns needs the reward of each turn, everything else the score at the last sampled token.
     rewards = batch.rewards if settings.bi_level_gae else place_episode_scores(batch)
     if settings.use_kl_in_reward:
         assert ref_logprobs is not None
@@ -56,7 +58,7 @@ def make_targets(
 def _compute_advantages(
     batch: Batch, rewards: Tensor, values: Tensor | None, settings: AlgorithmConfig
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns (B, T) of the estimator; without a critic, returns are 0 and not used."""
+    """Advantages and returns (B, T) of the estimator; without a critic, returns are 0 and unused."""
     if settings.estimator.needs_critic:
         assert values is not None
         estimate = _compute_gae(batch, rewards, values, settings)
@@ -65,7 +67,7 @@ def _compute_advantages(
 
 
 def _compute_gae(batch: Batch, rewards: Tensor, values: Tensor, settings: AlgorithmConfig) -> AdvantagesReturns:
-    """GAE, or its form that goes over turns first."""
+    """GAE over tokens, or bi-level GAE over turns and tokens."""
     if settings.bi_level_gae:
         return bi_level_gae(
             rewards, values, batch.mask, batch.turns, settings.gamma, settings.lam, settings.high_level_gamma
@@ -74,7 +76,7 @@ def _compute_gae(batch: Batch, rewards: Tensor, values: Tensor, settings: Algori
 
 
 def _compute_scores(batch: Batch, rewards: Tensor) -> Tensor:
-    """The score (B,) of each episode: the sum of its rewards."""
+    """Score (B,) of each episode: the sum of its rewards, which include the KL penalty if that is on."""
     return (rewards * batch.mask).sum(1)
 
 
@@ -91,4 +93,4 @@ _CRITIC_FREE_ESTIMATORS: Mapping[str, Callable[[Batch, Tensor, AlgorithmConfig],
         _compute_scores(batch, rewards), batch.group_ids, batch.mask
     ),
 }
-"""Advantages (B, T) of the estimators that read no values, from a batch and its rewards (B, T)."""
+"""Estimators that need no values: functions of a batch, its rewards (B, T) and settings to advantages (B, T)."""

@@ -1,4 +1,4 @@
-"""The PPO trainer: one `step` is the published step, in its published order."""
+"""The PPO trainer, whose `step` does the published training step in the published order."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -60,11 +60,11 @@ from trainable.runs.nonfinite import check_finite
 from trainable.runs.run import Row
 from trainable.runs.state import get_shapes
 
-SHARED_VALUE_WEIGHT = 0.01  # rewards reach 10.9: the weight brings the squared error to the policy loss's size
+SHARED_VALUE_WEIGHT = 0.01  # rewards reach 10.9, and squared errors would dwarf the policy loss
 
 
 class StepOutput(NamedTuple):
-    """What one step gave: its record, its evaluations, and the lines of its gradient analysis, if it had one."""
+    """The results of a step: its record, its evaluations, and the lines of its gradient analysis if it had one."""
 
     record: StepRecord
     evaluations: list[Evaluation]
@@ -72,15 +72,15 @@ class StepOutput(NamedTuple):
 
     @property
     def row(self) -> dict[str, Number]:
-        """The columns that this step has a number for."""
+        """The columns that were measured in this step."""
         return self.record.to_row()
 
 
 class Diagnostics(NamedTuple):
-    """What is measured of a training step beside training; it changes neither weights nor what is sampled later.
+    """Additional measurements in a training step, which change neither weights nor later samples.
 
-    collapse: given the trainer and the step's episodes, the columns that it measured, or none where none are due.
-    gradients: given the same at the steps at which the configuration asks for it, the lines for gradients.jsonl.
+    collapse: a function of the trainer and the episodes of the step that returns columns, none if they are not due.
+    gradients: a function of the same that returns lines for gradients.jsonl, called in the steps that are configured.
     """
 
     collapse: Callable[["PPOTrainer", Sequence[Episode]], Mapping[str, float]] = lambda trainer, episodes: {}
@@ -91,10 +91,10 @@ NO_DIAGNOSTICS = Diagnostics()
 
 
 class PPOTrainer:
-    """Policy, critic, reference and levels of one run. `step()` trains once and returns the step's row.
+    """Trains one run: owns its policy, critic, reference and levels; `step()` trains one step and returns its record.
 
-    All randomness comes from (config.seed, purpose, step): a trainer whose state was restored after step t goes on
-    exactly as one that never stopped.
+    All randomness comes from (config.seed, purpose, step). A trainer that is restored after step t therefore continues
+    exactly like one that was never interrupted.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class PPOTrainer:
         self._set_up_environment(policy)
 
     def _set_up_environment(self, policy: Policy) -> None:
-        """Protocol, limits, and every level of the run, made ahead: a step never waits for a level."""
+        """Make the prompt template, the limits, the engine, and all levels of the run: no step waits for levels."""
         config, env = self.config, self.config.env
         style = config.model.prompt_style
         self.prompt_template = make_prompt_template(
@@ -124,28 +124,30 @@ class PPOTrainer:
         )
         model_context = self.model.shape.max_position_embeddings
         context = min(model_context, config.rollout.max_model_len or model_context)
-        self.rules = EpisodeLimits(
+        self.limits = EpisodeLimits(
             env.max_turn, env.max_actions_per_turn, env.max_actions_per_traj, env.format_penalty, context
         )
+        # Any level would do: the check needs the length of a first prompt, and the engine a fixed prompt to compare.
         first_observation = Observation(1, make_validation_levels(1, env.seed_val)[0].cells, env.max_actions_per_traj)
         check_first_turn(first_observation, self.prompt_template, self.codec, context, config.rollout.response_length)
         prompt = self.codec.encode([self.prompt_template.format_first_turn(first_observation)])[0]
         self.engine = make_engine(config, policy, self.device, prompt, context, self.backends["actor"].gather_weights)
         self.levels, self.val_levels, self.test_levels, is_unseen = make_run_levels(config)
+        # One entry per episode, as evaluations have them: the rollouts of a level follow one another.
         self.is_val_unseen = [unseen for unseen in is_unseen for _ in range(env.val_group_size)]
 
     # ------------------------------------------------------------------ the step
 
     def step(self) -> StepOutput:
-        """Train once, in the published order.
+        """Train one step, in the published order.
 
         0. Before the first step, validate the base policy.
-        1. Roll out P x G episodes; the collapse diagnostics see them under the policy that played them.
-        2. Drop the groups of little spread. Where none is left, nothing is trained.
-        3. to 6. Make a batch, its values, its log-probs under the reference, and its advantages and returns.
-        7. Update the critic. The gradient analysis comes after it, where it is due.
-        8. Update the policy, and push its weights to the engine that samples.
-        9. Validate, where it is due.
+        1. Roll out P x G episodes, and compute the collapse diagnostics with the policy that sampled them.
+        2. Filter the groups by their reward spread. If none is left, skip the training.
+        3. to 6. Make a batch, its values, its reference log-probs, and its advantages and returns.
+        7. Update the critic. If a gradient analysis is due, it follows here.
+        8. Update the policy, and sync its weights to the sampling engine.
+        9. If a validation is due, validate.
         """
         clock, timer, config = Clock(), PhaseTimer(self.device), self.config
         is_first = self.step_index == 0 and config.trainer.val_before_train
@@ -169,18 +171,18 @@ class PPOTrainer:
         )
         budget = self._count_budget(episodes, policy_meter, batch_summary)
         record = StepRecord(
-            summarise_rollout(episodes, config.env.group_size),
-            selection.decision,
-            self.consecutive_empty_steps,
-            budget,
-            self.total_budget,
-            self._measure_timing(clock, timer, episodes, prepared),
-            mismatch and EngineMismatch(*mismatch),
-            batch_summary,
-            update,
-            summarise_validation(base_evaluations, self.is_val_unseen),
-            summarise_validation(evaluations, self.is_val_unseen),
-            collapse,
+            rollout=summarise_rollout(episodes, config.env.group_size),
+            filter=selection.decision,
+            consecutive_empty_steps=self.consecutive_empty_steps,
+            budget=budget,
+            total_budget=self.total_budget,
+            timing=self._measure_timing(clock, timer, episodes, prepared),
+            engine_mismatch=mismatch and EngineMismatch(*mismatch),
+            batch=batch_summary,
+            update=update,
+            base_validation=summarise_validation(base_evaluations, self.is_val_unseen),
+            validation=summarise_validation(evaluations, self.is_val_unseen),
+            collapse=collapse,
         )
         return StepOutput(record, [*base_evaluations, *evaluations], gradients)
 
@@ -191,49 +193,44 @@ class PPOTrainer:
         )
 
     def roll_out(self, levels: Sequence[Level], group_size: int, rng: np.random.Generator) -> list[Episode]:
-        """Training episodes: `group_size` of each level, in the levels' order."""
+        """Sample training episodes: `group_size` per level, in the order of the levels."""
         return self._roll_out_levels(levels, group_size, self.config.rollout.temperature, rng, is_trained=True)
 
     def _roll_out_levels(
         self,
         levels: Sequence[Level],
-        copies: int,
+        group_size: int,
         temperature: float,
         rng: np.random.Generator,
         is_trained: bool = False,
     ) -> list[Episode]:
-        """Every level `copies` times. Ranks play some each, with the draws that one rank alone would give them."""
+        """Roll out every level `group_size` times.
+
+        Each rank plays a part of the levels, and draws the same random numbers for them as a single rank would.
+        """
         local_range = compute_local_range(len(levels), self.world)
         local_levels = [levels[number] for number in local_range]
-        rng, sampling_params = (
-            skip_child_seeds(rng, local_range.start * copies),
-            self._make_sampling_params(temperature),
-        )
-        with self.engine.wake_up():
-            episodes = (
-                roll_out_episodes(
+        rng = skip_child_seeds(rng, local_range.start * group_size)
+        sampling_params = self._make_sampling_params(temperature)
+        episodes: list[Episode] = []
+        with self.engine.wake_up():  # a rank without levels enters too: gathering weights takes all ranks
+            if local_levels:
+                episodes = roll_out_episodes(
                     local_levels,
-                    copies,
+                    group_size,
                     self.engine.sampler,
                     self.prompt_template,
                     self.codec,
-                    self.rules,
+                    self.limits,
                     sampling_params,
                     rng,
                 )
-                if local_levels
-                else []
-            )
         if is_trained:
-            self.engine.sleep()  # what follows are passes of the trainer
+            self.engine.sleep()  # the trainer's passes come next and need the memory
             episodes = self.engine.recompute_logprobs(episodes)
-        return [
-            *chain_blocks(
-                self.world.all_gather_object(
-                    [episode._replace(group=episode.group + local_range.start) for episode in episodes]
-                )
-            )
-        ]
+        # Every rank has numbered its groups from 0.
+        local_episodes = [episode._replace(group=episode.group + local_range.start) for episode in episodes]
+        return list(chain_blocks(self.world.all_gather_object(local_episodes)))
 
     def _make_sampling_params(self, temperature: float) -> SamplingParams:
         return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
@@ -250,13 +247,16 @@ class PPOTrainer:
         rng: np.random.Generator,
         timer: PhaseTimer | None = None,
     ) -> PreparedBatch:
-        """Values, reference log-probs and advantages of the episodes of `groups_kept` of `groups` groups."""
+        """Make a batch of episodes with values, reference log-probs and advantages.
+
+        The episodes are those of `groups_kept` out of `num_groups` groups, from which the filter_loss_scaling follows.
+        """
         config, timer = self.config, timer or PhaseTimer(self.device)
-        batch = self._make_batch(episodes, num_groups, rng)  # 3 a multiple of the mini-batch
+        batch = self._make_batch(episodes, num_groups, rng)  # 3
         with timer.measure("values"):
-            values = self.compute_values(batch)  # 4 critic
+            values = self.compute_values(batch)  # 4
         with timer.measure("reference"):
-            ref_logprobs = self._compute_reference_logprobs(batch)  # 5 reference
+            ref_logprobs = self._compute_reference_logprobs(batch)  # 5
         filter_scale = compute_filter_loss_scale(config.actor.filter_loss_scaling, groups_kept, num_groups)
         targets = make_targets(
             batch, values, ref_logprobs, config.algorithm, self.kl_controller.coef, filter_scale
@@ -293,15 +293,16 @@ class PPOTrainer:
         plan: StepPlan,
         timer: PhaseTimer,
     ) -> Update:
-        """Check the new weights and push them; what the optimizer steps did.
+        """Check the new weights, sync them to the engine, and summarise the optimizer steps.
 
-        NonFiniteError where the run cannot go on.
+        Raises NonFiniteError if the run cannot continue.
         """
         meters = [meter for meter in (critic_meter, policy_meter) if meter is not None]
         skipped_steps = sum(meter.skipped_steps for meter in meters)
         self.consecutive_nonfinite_steps = self.consecutive_nonfinite_steps + 1 if skipped_steps else 0
         nonfinite_names = [name for meter in meters for name in meter.nonfinite_names]
         nonfinite_weights = [name for backend in self.backends.values() for name in backend.find_nonfinite_weights()]
+        # Before the sync: the engine never gets weights that are not finite.
         check_finite(
             self.step_index,
             self.consecutive_nonfinite_steps,
@@ -319,7 +320,7 @@ class PPOTrainer:
         )
 
     def make_actor_update(self) -> ActorUpdate:
-        """The policy's losses and optimizer, as they are now."""
+        """The losses of the policy, with its optimizer."""
         backend = self.backends["actor"]
         return ActorUpdate(
             cast(LanguageModel, backend.networks["actor"]),
@@ -333,19 +334,19 @@ class PPOTrainer:
         )
 
     def _make_batch(self, episodes: Sequence[Episode], num_groups: int, rng: np.random.Generator) -> Batch:
-        """Kept episodes, with random ones copied up to a multiple of lcm(groups, mini-batch) (published).
+        """Collate episodes; random ones are copied until a multiple of lcm(groups, mini-batch) is reached (published).
 
-        Nothing is copied where the loss is of whole groups: a copy would belong to one.
+        A loss over whole groups gets no copies, because a copy would change the group that it belongs to.
         """
         actor = self.config.actor
         multiple = 1 if actor.loss.needs_whole_groups else math.lcm(num_groups, actor.ppo_mini_batch_size)
-        generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
+        generator = torch.Generator().manual_seed(int(rng.integers(2**62)))  # a seed that fits a signed 64-bit integer
         index = adjust_copy(len(episodes), multiple, generator)
         batch = collate([episodes[number] for number in index.tolist()])
         return Batch(*(tensor.to(self.device) for tensor in batch))
 
     def compute_values(self, batch: Batch) -> Tensor | None:
-        """The critic's values (B, T) at the trained tokens, without gradients; None without a critic."""
+        """Values (B, T) of the critic at the trained tokens, without gradients; None without a critic."""
         rows_per_pass = self.config.rollout.log_prob_micro_batch_size_per_gpu
         if self.critic is not None:
             value_function = TokenFunction.for_values(self.critic.model, self.critic.score)
@@ -364,7 +365,7 @@ class PPOTrainer:
         return compute_at_trained_tokens(batch, rows_per_pass, logprob_function, self.world)
 
     def _update_kl_controller(self, prepared: PreparedBatch) -> float:
-        """The coefficient that the KL in the reward had in this step; it moves for the next."""
+        """Adapt the coefficient of the KL in the reward for the next step; return the one that this step used."""
         batch, ref_logprobs, config = prepared.batch, prepared.targets.ref_logprobs, self.config
         assert ref_logprobs is not None
         coefficient = self.kl_controller.coef
@@ -372,19 +373,19 @@ class PPOTrainer:
             masked_mean(estimate_kl(batch.logprobs, ref_logprobs, config.algorithm.kl_penalty), batch.mask)
         )
         if not math.isfinite(measured_kl):
-            raise NonFiniteError(f"step {self.step_index} measured a KL in the reward that is not finite")
+            raise NonFiniteError(f"the KL in the reward was not finite in step {self.step_index}")
         self.kl_controller = self.kl_controller.update(measured_kl, len(batch.lengths))
         return coefficient
 
     # ------------------------------------------------------------------ evaluation
 
     def _validate(self, timer: PhaseTimer, *modes: str) -> list[Evaluation]:
-        """All validation levels in each of `modes`."""
+        """Evaluate all validation levels in each of `modes`."""
         with timer.measure("validation"):
             return [self.evaluate("val", mode) for mode in modes]
 
     def evaluate_final(self) -> tuple[FinalEvaluation, list[Evaluation]]:
-        """What is measured once, at the end of a run: greedy validation, and the test levels both ways."""
+        """Measure once, at the end of a run: greedy validation, and the test levels both sampled and greedy."""
         clock = Clock()
         greedy_evaluation = self.evaluate("val", "greedy")
         test_evaluations = [self.evaluate("test", mode) for mode in ("sampled", "greedy")] if self.test_levels else []
@@ -397,25 +398,28 @@ class PPOTrainer:
         return final_evaluation, [greedy_evaluation, *test_evaluations]
 
     def evaluate(self, split: str, mode: str) -> Evaluation:
-        """Play all levels of `split` (val, test) in `mode` (sampled, greedy); the policy is left alone."""
-        levels, copies = (self.val_levels, self.config.env.val_group_size) if split == "val" else (self.test_levels, 1)
-        purpose = "validation" if split == "val" else "test"
+        """Roll out all levels of `split` (val, test) in `mode` (sampled, greedy), without training."""
+        if split == "val":
+            levels, group_size, purpose = self.val_levels, self.config.env.val_group_size, "validation"
+        else:
+            levels, group_size, purpose = self.test_levels, 1, "test"
         temperature = self.config.rollout.val_temperature if mode == "sampled" else 0.0
         episodes = self._roll_out_levels(
-            levels, copies, temperature, make_rng(self.config.seed, purpose, self.step_index)
+            levels, group_size, temperature, make_rng(self.config.seed, purpose, self.step_index)
         )
         return make_evaluation(episodes, self.step_index, split, mode, number_classes([level.key for level in levels]))
 
-    # ------------------------------------------------------------------ accounts
+    # ------------------------------------------------------------------ budget and timing
 
     def _count_budget(
         self, episodes: Sequence[Episode], policy_meter: Meter | None, batch_summary: BatchSummary | None
     ) -> Budget:
-        """What this step took; the totals of the run move with it."""
+        """The budget of this step, which is also added to the total of the run."""
         budget = Budget(
             optimizer_steps=policy_meter.optimizer_steps - policy_meter.skipped_steps if policy_meter else 0,
             env_steps=sum(episode.actions for episode in episodes),
             sampled_tokens=sum(episode.response_tokens for episode in episodes),
+            # Copies in the batch are counted too: they are trained on.
             trained_tokens=batch_summary.trained_tokens if batch_summary else 0,
         )
         self.total_budget = self.total_budget.add(budget)
@@ -424,7 +428,7 @@ class PPOTrainer:
     def _measure_timing(
         self, clock: Clock, timer: PhaseTimer, episodes: Sequence[Episode], prepared: PreparedBatch | None
     ) -> StepTiming:
-        """Seconds of the step and its phases, and how well they used the machine."""
+        """Seconds and MFU of the step's phases; the seconds of the step are added to the total of the run."""
         flops = {"rollout": estimate_rollout_flops(self.model.shape, episodes)}
         flops |= estimate_training_flops(self.model.shape, self.config, prepared.batch) if prepared else {}
         peak_flops_per_s = measure_peak_flops(self.device.type, self.model.model.pass_settings.dtype)
@@ -434,15 +438,16 @@ class PPOTrainer:
         return StepTiming(timer.seconds, mfu, peak_flops_per_s, seconds, cpu_seconds, self.seconds_total)
 
     def close(self) -> None:
-        """Give back what the engine holds: the trainer can sample no more."""
+        """Close the engine; the trainer cannot sample afterwards."""
         self.engine.close()
 
     # ------------------------------------------------------------------ state
 
     def get_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """All that the next step depends on: tensors by name, and JSON values. The reference is the base model.
+        """Everything that the next step depends on: tensors by name, and JSON values.
 
-        The tensors are the live ones: write or clone them before the next step.
+        The reference is not part of it, since it is the base model. The tensors are live: write or clone them before
+        the next step.
         """
         tensors = {name: value for backend in self.backends.values() for name, value in backend.state_dict().items()}
         return tensors, {
@@ -457,16 +462,20 @@ class PPOTrainer:
         }
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave. ValueError, and nothing is changed, where it is not of such a trainer."""
+        """Continue from a state that `get_state` returned.
+
+        Raises ValueError, before anything is changed, if the state does not fit this trainer.
+        """
         check_base(values.get("base"), self.base_fingerprint)
         for backend in self.backends.values():
             backend.check_state_shapes(get_shapes(tensors))
+        # Everything is read before anything is loaded, so that a refused state changes nothing.
         try:
             step, empty_steps, nonfinite_steps = (
                 int(values[key]) for key in ("step", "empty_in_a_row", "nonfinite_in_a_row")
             )
             seconds, coef = float(values["seconds_total"]), float(values["kl_coef"])
-            totals = Budget(**{item.name: int(values["totals"][item.name]) for item in fields(Budget)})
+            total_budget = Budget(**{item.name: int(values["totals"][item.name]) for item in fields(Budget)})
             averages = {
                 label: {name: float(std) for name, std in stds.items()}
                 for label, stds in values.get("collapse_averages", {}).items()
@@ -475,11 +484,8 @@ class PPOTrainer:
             raise ValueError(f"its values do not fit ({type(error).__name__}: {error})") from error
         for backend in self.backends.values():
             backend.load_state_dict(tensors)
-        self.step_index, self.consecutive_empty_steps, self.consecutive_nonfinite_steps = (
-            step,
-            empty_steps,
-            nonfinite_steps,
-        )
-        self.seconds_total, self.total_budget, self.collapse_averages = seconds, totals, averages
+        self.step_index = step
+        self.consecutive_empty_steps, self.consecutive_nonfinite_steps = empty_steps, nonfinite_steps
+        self.seconds_total, self.total_budget, self.collapse_averages = seconds, total_budget, averages
         self.kl_controller = replace(self.kl_controller, coef=coef)
         self.engine.sync_weights(step)

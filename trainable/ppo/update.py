@@ -1,7 +1,7 @@
-"""One step's optimizer steps: policy, critic, or both on a shared trunk. Losses from `algo`, settings as plain values.
+"""The optimizer steps of a training step: for the policy, the critic, or both on a shared trunk.
 
-A mini-batch is one optimizer step. Its loss is the mean over micro-batches of each one's own aggregation, as published;
-because every aggregation is a weight a token, passes may be cut anywhere without changing the sum.
+Each mini-batch is one optimizer step. As published, its loss is the mean over micro-batches of their aggregated losses.
+Every aggregation is a weighted sum over tokens, so a mini-batch can be cut into passes anywhere without changing it.
 """
 
 import operator
@@ -29,22 +29,31 @@ from trainable.rollout.batch import Batch, split_mini_batches
 
 
 class Targets(NamedTuple):
-    """What the losses aim at, (B, T) each; ref_logprobs is None where no reference pass was made."""
+    """Targets of the losses, (B, T) each.
+
+    ref_logprobs: None if there was no pass of the reference. sequence_weights: (B,), only for the tpo loss, where the
+    factor of a log-prob in the loss is minus the weight of its sequence (see `ActorUpdate.make_tpo_targets`).
+    """
 
     advantages: Tensor
     returns: Tensor
     values: Tensor
     ref_logprobs: Tensor | None
+    sequence_weights: Tensor | None = None
 
     def select_rows(self, index: Tensor, longest: int) -> "Targets":
         """The targets of the episodes at `index` (N,), cut to `longest` tokens."""
-        advantages, returns, values = (tensor[index, :longest] for tensor in self[:3])
-        ref_logprobs = None if self.ref_logprobs is None else self.ref_logprobs[index, :longest]
-        return Targets(advantages, returns, values, ref_logprobs)
+        return Targets(
+            advantages=self.advantages[index, :longest],
+            returns=self.returns[index, :longest],
+            values=self.values[index, :longest],
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[index, :longest],
+            sequence_weights=None if self.sequence_weights is None else self.sequence_weights[index],
+        )
 
 
 class PassInputs(NamedTuple):
-    """The rows of one pass: episodes, their targets, and the weight of each trained token (N,)."""
+    """The inputs of one pass: episodes, their targets, and the loss weight (N,) of each trained token."""
 
     batch: Batch
     targets: Targets
@@ -65,10 +74,11 @@ def make_passes(
     world: World = SINGLE_PROCESS,
     needs_padding: bool = False,
 ) -> Iterator[PassInputs]:
-    """Cut this rank's part of the mini-batch `rows` into passes, each with its share of the whole loss's weights.
+    """Split this rank's part of a mini-batch into passes, with the weights of their tokens in the mini-batch's loss.
 
-    Every rank gets equally many passes; one that has less to do gets passes without a trained token. pads: see
-    `cut_by_tokens`.
+    rows: (N,) indices of the episodes in the mini-batch. mode: how losses are aggregated. padded_length: tokens of the
+    longest episode of the whole batch. needs_padding: see `split_by_tokens`. All ranks get the same number of passes,
+    so that they can gather sharded weights together; the last passes of a rank may have no trained token.
     """
     weights = compute_loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
     lengths, max_tokens = batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type]
@@ -87,7 +97,10 @@ def make_passes(
 def make_weighted_passes(
     batch: Batch, targets: Targets, rows: Tensor, weights: Tensor, needs_padding: bool = False
 ) -> Iterator[PassInputs]:
-    """Cut the episodes at `rows` (N,) into passes; weights (N, T) of their tokens in the loss. pads: as in `passes`."""
+    """Split the episodes at `rows` (N,) into passes.
+
+    weights: (N, T) of their tokens in the loss. needs_padding: see `split_by_tokens`.
+    """
     for row_index in split_by_tokens(
         batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type], needs_padding
     ):
@@ -95,7 +108,7 @@ def make_weighted_passes(
 
 
 def _make_pass(batch: Batch, targets: Targets, index: Tensor, weights: Tensor) -> PassInputs:
-    """The pass of the episodes at `index` (n,); weights (n, T) of their tokens in the loss."""
+    """Make the pass of the episodes at `index` (n,); weights: (n, T) of their tokens in the loss."""
     pass_batch = batch.select_rows(index)
     longest = pass_batch.mask.shape[1]
     return PassInputs(pass_batch, targets.select_rows(index, longest), weights[:, :longest][pass_batch.mask])
@@ -110,9 +123,9 @@ def update_critic(
     settings: CriticConfig,
     loss_agg_mode: str = "token-mean",
 ) -> Meter:
-    """All optimizer steps of the critic for one training step, over mini-batches of `order` (B,).
+    """Make all optimizer steps of the critic for one training step.
 
-    loss_agg_mode: the policy's, as published.
+    order: (B,) the order in which episodes are split into mini-batches. loss_agg_mode: as published, the policy's.
     """
     meter = Meter()
 
@@ -148,13 +161,15 @@ def _run_optimizer_steps(
     norm_column: str,
     needs_padding: bool,
 ) -> Meter:
-    """An optimizer step for each mini-batch of `order`, each over passes whose losses sum to that of the mini-batch.
+    """Make an optimizer step for each mini-batch of `order` (B,), accumulating gradients over its passes.
 
-    targets_of: those (B, T) that hold for the mini-batch of the rows (n,), asked for just before its optimizer step.
+    get_targets: returns the targets of the batch for the mini-batch at rows (n,). It is called just before the step of
+    that mini-batch, because the targets of tpo depend on the current weights.
     """
     micro_batch_size, padded_length = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
     for _ in range(settings.ppo_epochs):
         for rows in split_mini_batches(order, settings.ppo_mini_batch_size):
+            # A list, since the backend must know which pass is the last.
             pass_inputs = list(
                 make_passes(
                     batch, get_targets(rows), rows, mode, micro_batch_size, padded_length, backend.world, needs_padding
@@ -167,7 +182,7 @@ def _run_optimizer_steps(
 
 
 def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, meter: Meter) -> Tensor:
-    """The clipped value loss of one pass; values (N,) at its trained tokens."""
+    """Clipped value loss of one pass; values: (N,) at its trained tokens."""
     token_loss = value_clip_loss(
         values, inputs.select_trained(inputs.targets.values), inputs.select_trained(inputs.targets.returns), cliprange
     )
@@ -178,9 +193,10 @@ def compute_value_loss(values: Tensor, inputs: PassInputs, cliprange: float, met
 
 @dataclass(frozen=True)
 class ActorUpdate:
-    """The policy's update: model, its frozen reference where the exact KL needs one, and the sampling temperature.
+    """The update of the policy.
 
-    On a shared trunk, `head` is the critic's and the value loss joins the policy's with weight `value_weight`.
+    temperature: of sampling. reference: the frozen reference, which the exact KL needs. value_head: on a shared trunk,
+    the head of the critic; the value loss is then added to the policy's with the weight `value_weight`.
     """
 
     model: LanguageModel
@@ -193,7 +209,7 @@ class ActorUpdate:
     cliprange_value: float = 0.5
 
     def run(self, batch: Batch, targets: Targets, order: Tensor) -> Meter:
-        """All optimizer steps of the policy for one training step, over mini-batches of `order` (B,)."""
+        """Make all optimizer steps of the policy for one training step, over mini-batches of `order` (B,)."""
         meter, settings = Meter(), self.settings
 
         def compute_loss(inputs: PassInputs) -> Tensor:
@@ -219,41 +235,43 @@ class ActorUpdate:
         )
 
     def make_tpo_targets(self, batch: Batch, targets: Targets, rows: Tensor, meter: Meter) -> Targets:
-        """`targets` for a tpo step on the mini-batch `rows` (n,): skills as advantages become the pull on each token.
+        """Targets for a tpo step on the mini-batch `rows` (n,): `targets` with the `sequence_weights` of its episodes.
 
-        The loss couples all rollouts of a group, but the gradient of each one's log-prob is a number, the same for all
-        of its tokens. A pass without gradients over the whole mini-batch makes these numbers, so that passes with
-        gradients may be cut anywhere. ValueError where `rows` splits a group.
+        The advantages in `targets` are the skills of the episodes. The loss couples all rollouts of a group, but its
+        gradient with respect to the log-probs of a rollout is one number, the same for all of its tokens. A pass over
+        the whole mini-batch without gradients computes these numbers, so that the passes with gradients can be cut
+        anywhere. Raises ValueError if `rows` splits a group.
         """
         mini_batch, world = batch.select_rows(rows), self.backend.world
         if int(torch.isin(batch.group_ids, mini_batch.group_ids).sum()) != len(rows):
             raise ValueError(
-                "a mini-batch of the tpo loss splits a group: use `update_order(batch, keeps_groups=True)`"
+                "a mini-batch of the tpo loss splits a group: use `make_update_order(batch, needs_whole_groups=True)`"
             )
         rows_per_pass = max(1, TOKENS_PER_PASS[mini_batch.tokens.device.type] // mini_batch.tokens.shape[1])
         logprobs = compute_at_trained_tokens(
             mini_batch, rows_per_pass, TokenFunction.for_logprobs(self.model, self.temperature), world
         )
+        # An episode has the same skill at all of its trained tokens: take the first one.
         skills = targets.advantages[rows, mini_batch.mask.int().argmax(1)]
         old_logprobs = (mini_batch.logprobs.double() * mini_batch.mask).sum(1)
         loss = target_policy_loss(
             logprobs.double().sum(1), old_logprobs, skills, mini_batch.group_ids, self.settings.tpo_eta
         )
         loss_terms = {"pg_loss": loss.loss, "tpo_target_entropy": loss.entropy, "tpo_target_top_prob": loss.top_prob}
-        # Every rank has the whole of them, and a meter sums what ranks have.
+        # Every rank has computed the whole terms, and the meter will be summed over ranks.
         meter.add(0, {name: value / world.size for name, value in loss_terms.items()}, {})
-        token_weights = torch.zeros_like(targets.advantages)
-        token_weights[rows] = loss.sequence_weights.to(token_weights.dtype)[:, None] * batch.mask[rows]
-        return targets._replace(advantages=token_weights)
+        sequence_weights = targets.advantages.new_zeros(len(batch.lengths))
+        sequence_weights[rows] = loss.sequence_weights.to(sequence_weights.dtype)
+        return targets._replace(sequence_weights=sequence_weights)
 
     def _compute_loss(self, inputs: PassInputs, meter: Meter) -> Tensor:
-        """The whole loss of one pass."""
+        """The total loss of one pass."""
         return reduce(operator.add, self.compute_loss_terms(inputs, meter).values())
 
     def compute_loss_terms(self, inputs: PassInputs, meter: Meter) -> dict[str, Tensor]:
-        """The terms of the loss of one pass, coefficients included; their sum is the loss.
+        """The terms of the loss of one pass, multiplied with their coefficients; the loss is their sum.
 
-        task, then, where they are on, entropy (a bonus: it is negative), kl, and value (on a shared trunk).
+        They are task and, if they are on: entropy (a bonus, hence negative), kl, and value (on a shared trunk).
         """
         settings, flat_positions = self.settings, inputs.batch.find_prediction_positions()
         hidden = self.model.model.compute_hidden_states(inputs.batch.tokens, flat_positions)
@@ -283,11 +301,15 @@ class ActorUpdate:
         return terms
 
     def _compute_task_loss(self, inputs: PassInputs, logprobs: Tensor, meter: Meter) -> Tensor:
-        """The policy loss of one pass; logprobs (N,) of its trained tokens now."""
+        """Policy loss of one pass; logprobs: (N,) of its trained tokens under the current policy."""
         settings, old_logprobs = self.settings, inputs.select_trained(inputs.batch.logprobs)
         if settings.loss.needs_pass_before_step:
             meter.add(len(old_logprobs), {}, {"ppo_kl": (old_logprobs - logprobs.detach()).sum()})
-            return -(inputs.select_trained(inputs.targets.advantages) * logprobs).sum()
+            assert inputs.targets.sequence_weights is not None
+            # Without `inputs.weights`, because the sequence weights include the mean over groups. This sum has the gradient
+            # of the loss but not its value, which `make_tpo_targets` has already reported.
+            token_weights = inputs.targets.sequence_weights[:, None].expand(inputs.batch.mask.shape)
+            return -(inputs.select_trained(token_weights) * logprobs).sum()
         policy_loss = ppo_clip_loss(
             logprobs,
             old_logprobs,
@@ -311,7 +333,7 @@ class ActorUpdate:
         return pg_loss
 
     def _compute_kl(self, inputs: PassInputs, statistics: TokenStatistics) -> Tensor:
-        """The KL penalty of each trained token (N,)."""
+        """KL penalty (N,) of each trained token."""
         if statistics.full_kl is not None:
             return statistics.full_kl
         assert inputs.targets.ref_logprobs is not None
@@ -320,7 +342,7 @@ class ActorUpdate:
         )
 
     def _compute_reference_inputs(self, inputs: PassInputs, flat_positions: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Hidden states (N, hidden) and head of the reference, where the exact KL needs its whole distributions."""
+        """Hidden states (N, hidden) and head of the reference if the exact KL needs its full distributions, or None."""
         if not (self.settings.use_kl_loss and self.settings.kl_loss_type == "full"):
             return None
         assert self.reference is not None
@@ -334,13 +356,14 @@ class ActorUpdate:
 def compute_at_trained_tokens(
     batch: Batch, rows_per_pass: int, function: "TokenFunction", world: World = SINGLE_PROCESS
 ) -> Tensor:
-    """`of(tokens (b, t), where (n,), targets (n,)) -> (n,)` at every trained token, without gradients; (B, T).
+    """Evaluate `function` at every trained token, without gradients; (B, T), 0 at other tokens.
 
-    A pass has at most the tokens of `rows_a_pass` rows of the longest episode. Ranks work on a part each, and all get
-    the whole.
+    A pass has at most as many tokens as `rows_per_pass` rows of the longest episode. Each rank computes a part of the
+    rows, and all ranks get the complete result.
     """
     values = torch.zeros(batch.tokens.shape, device=batch.tokens.device)
     lengths = batch.lengths.cpu()
+    # Every n-th row by length, so that ranks have rows of similar lengths.
     local_rows = torch.argsort(lengths, stable=True)[world.rank :: world.size]
     for row_index in split_by_tokens(
         lengths[local_rows], rows_per_pass * int(lengths.max()), function.trunk.needs_padding
@@ -356,14 +379,14 @@ def compute_at_trained_tokens(
 
 
 class TokenFunction:
-    """A number a trained token: log-prob under a model, or value. Two constructors, one call."""
+    """A function of trained tokens: their log-probs under a model, or the values of the states before them."""
 
     def __init__(self, trunk: Trunk, head: nn.Module, temperature: float | None) -> None:
         self.trunk, self.head, self.temperature = trunk, head, temperature
 
     @staticmethod
     def for_logprobs(model: LanguageModel, temperature: float) -> "TokenFunction":
-        """Log-prob of each trained token, in nats, of the tempered distribution."""
+        """Log-prob of each trained token, in nats, under the distribution at `temperature`."""
         return TokenFunction(model.model, model.lm_head, temperature)
 
     @staticmethod
@@ -372,7 +395,7 @@ class TokenFunction:
         return TokenFunction(trunk, head, None)
 
     def __call__(self, tokens: Tensor, flat_positions: Tensor, targets: Tensor) -> Tensor:
-        """Evaluate at flat positions `where` (n,), whose next tokens are `targets` (n,)."""
+        """Evaluate at flat positions (n,) in `tokens` (b, t), of which `targets` (n,) are the next tokens; (n,)."""
         hidden = self.trunk.compute_hidden_states(tokens, flat_positions)
         if self.temperature is None:
             return self.head(hidden).squeeze(-1)

@@ -1,1 +1,1 @@
-"""episodes, samplers (torch, vLLM), and the engine that plays them."""
+"""Rollouts: the episode loop, samplers (torch, vLLM), and the engines around them."""

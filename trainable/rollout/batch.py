@@ -1,4 +1,4 @@
-"""Episodes as tensors: what the update reads, and the flat view of its trained tokens."""
+"""Batches: episodes as padded tensors, from which the update reads its trained tokens."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -12,12 +12,12 @@ from trainable.rollout.episode import Episode
 
 
 class Batch(NamedTuple):
-    """B episodes padded on the right to T tokens; position t of every (B, T) tensor speaks of token t.
+    """B episodes, padded on the right to T tokens; position t of every (B, T) tensor belongs to token t.
 
-    tokens: int64. mask: True where the token was sampled, and so is trained. logprobs: of the sampling policy, nats.
-    turns: turn number. group_ids: (B,). scores: (B,) episode scores. rewards: (B, T) turn rewards at each turn's last
-    sampled token. lengths: (B,) tokens before padding. engine_logprobs: what the engine gave where it has weights of
-    its own, else `logprobs`.
+    tokens: int64. mask: True if the token was sampled, and is therefore trained. logprobs: of the sampling policy, in
+    nats. turns: turn number. rewards: (B, T), the reward of each turn at its last sampled token. group_ids: (B,).
+    scores: (B,) of the episodes. lengths: (B,) tokens without padding. engine_logprobs: the log-probs that the engine
+    reported if it has its own copy of the weights, otherwise `logprobs`.
     """
 
     tokens: Tensor
@@ -31,28 +31,28 @@ class Batch(NamedTuple):
     engine_logprobs: Tensor
 
     def select_rows(self, index: Tensor) -> "Batch":
-        """The episodes at `index` (N,), cut to the longest of them."""
+        """The episodes at `index` (N,), cut to the length of the longest of them."""
         longest = int(self.lengths[index].max())
-        return Batch(*(part[index][:, :longest] if part.dim() == 2 else part[index] for part in self))
+        return Batch(*(tensor[index][:, :longest] if tensor.dim() == 2 else tensor[index] for tensor in self))
 
     def find_prediction_positions(self) -> Tensor:
-        """Flat positions (N,) in B * T from which the trained tokens are predicted: each token's predecessor."""
+        """Flat positions (N,) in B * T from which trained tokens are predicted: the token before each of them."""
         return self.mask.flatten().nonzero().squeeze(-1) - 1
 
     def count_needed_tokens(self) -> Tensor:
-        """Tokens (B,) of each episode that a pass reads: all before its last trained one, 0 where none is trained."""
+        """Number (B,) of tokens that a pass has to read: those before the last trained token, 0 if none is trained."""
         return (torch.arange(self.mask.shape[1], device=self.mask.device) * self.mask).amax(1)
 
 
 def collate(episodes: Sequence[Episode]) -> Batch:
-    """Pad episodes into one batch, in their order."""
+    """Pad episodes to one length and stack them into a batch, in the given order."""
     longest = max(len(episode.tokens) for episode in episodes)
 
     def pad(arrays: Sequence[np.ndarray]) -> Tensor:
-        out = np.zeros((len(arrays), longest), dtype=arrays[0].dtype)
+        padded = np.zeros((len(arrays), longest), dtype=arrays[0].dtype)
         for row, array in enumerate(arrays):
-            out[row, : len(array)] = array
-        return torch.from_numpy(out)
+            padded[row, : len(array)] = array
+        return torch.from_numpy(padded)
 
     return Batch(
         tokens=pad([episode.tokens for episode in episodes]),
@@ -70,7 +70,7 @@ def collate(episodes: Sequence[Episode]) -> Batch:
 
 
 def place_turn_rewards(episode: Episode) -> np.ndarray:
-    """Each turn's reward at its last sampled token, (T,) float32."""
+    """Rewards (T,) float32: the reward of each turn at its last sampled token, 0 elsewhere."""
     rewards = np.zeros(len(episode.tokens), dtype=np.float32)
     for turn, reward in enumerate(episode.turn_rewards):
         rewards[np.flatnonzero(episode.mask & (episode.turns == turn))[-1]] = reward
@@ -78,19 +78,19 @@ def place_turn_rewards(episode: Episode) -> np.ndarray:
 
 
 def place_episode_scores(batch: Batch) -> Tensor:
-    """The episode's whole score at its last sampled token, (B, T): the published placement."""
+    """Rewards (B, T): the score of each episode at its last sampled token, 0 elsewhere; the published placement."""
     positions = torch.arange(batch.mask.shape[1], device=batch.mask.device).expand_as(batch.mask)
     last_positions = torch.where(batch.mask, positions, -1).max(dim=1).values
     return torch.where(positions == last_positions[:, None], batch.scores[:, None], 0.0)
 
 
 def make_update_order(batch: Batch, needs_whole_groups: bool) -> Tensor:
-    """Order (B,) in which episodes are cut into mini-batches: by length, groups together where a loss needs them so."""
+    """Order (B,) in which episodes are split into mini-batches: by length; `needs_whole_groups` keeps groups together."""
     if needs_whole_groups:
         return order_by_group(batch.lengths, batch.group_ids)
     return order_length_stratified(batch.lengths)
 
 
 def split_mini_batches(order: Tensor, size: int) -> Iterator[Tensor]:
-    """Consecutive pieces of an order (B,)."""
+    """Split an order (B,) into consecutive mini-batches of `size`; the last one may be smaller."""
     return iter(order.split(size))

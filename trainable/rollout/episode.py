@@ -1,4 +1,4 @@
-"""What rolling out gives: turns and episodes, frozen, with the mask made where the tokens were made."""
+"""Episodes: the results of rollouts, with a mask of the tokens that were sampled."""
 
 from enum import StrEnum
 from typing import NamedTuple
@@ -10,22 +10,24 @@ import numpy.typing as npt
 class StopReason(StrEnum):
     """How an episode ended."""
 
-    SOLVED = "solved"  # every box stands on a target
-    OUT_OF_ACTIONS = "out of actions"  # all actions of the episode executed, unsolved
-    OUT_OF_TURNS = "out of turns"  # all turns replied, actions left, unsolved
-    MALFORMED = "malformed"  # all turns replied and not one held a valid action
-    OUT_OF_CONTEXT = "out of context"  # the conversation filled the model's context
+    SOLVED = "solved"  # every box is on a target
+    OUT_OF_ACTIONS = "out of actions"  # unsolved after all actions that an episode may have
+    OUT_OF_TURNS = "out of turns"  # unsolved after all turns, with actions left
+    MALFORMED = "malformed"  # no reply of any turn contained a valid action
+    OUT_OF_CONTEXT = "out of context"  # another turn might not fit into the model's context
 
 
 class Episode(NamedTuple):
-    """One rollout of one level. T counts all tokens of the conversation.
+    """One rollout of one level. T is the number of tokens in the conversation.
 
     tokens: (T,) int64, in the order in which the model saw or sampled them.
-    mask: (T,) bool, True where the token was sampled.
+    mask: (T,) bool, True if the token was sampled.
     logprobs, entropies: (T,) float32, of the sampling distribution at each sampled token, in nats; 0 elsewhere.
-    turns: (T,) int64, number of the turn from 0.
-    score: sum of rewards and penalties. turn_rewards: the same, by turn. engine_logprobs: (T,) as logprobs, what the
-    engine gave its tokens where the trainer has read them again since; None where the two are one.
+    turns: (T,) int64, number of the turn, from 0.
+    turn_rewards: rewards and penalties of each turn. actions: number of executed actions. invalid_turns: number of
+    turns with an invalid or empty answer. texts: the replies.
+    engine_logprobs: (T,), like `logprobs`: the log-probs that the engine reported, if the trainer has recomputed
+    `logprobs` since; otherwise None.
     """
 
     level_seed: int
@@ -44,7 +46,7 @@ class Episode(NamedTuple):
 
     @property
     def score(self) -> float:
-        """Sum of the turns' rewards, penalties included."""
+        """Sum of the rewards of all turns, including penalties."""
         return float(sum(self.turn_rewards))
 
     @property

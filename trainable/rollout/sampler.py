@@ -1,4 +1,4 @@
-"""The one seam between rollouts and engines: a conversation with many rows, token ids in and token ids out."""
+"""The interface between the episode loop and engines: conversations with many rows, token ids in and out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How replies are drawn.
+    """Parameters of sampling.
 
-    temperature: 0 takes the likeliest token. max_new_tokens: a reply's length at most. stop_token: ends a reply and
+    temperature: 0 takes the most likely token. max_new_tokens: maximum length of a reply. stop_token: ends a reply, and
     is part of it.
     """
 
@@ -22,9 +22,9 @@ class SamplingParams:
 
 
 class SampledReply(NamedTuple):
-    """One reply of one row: ids (N,), and the log-prob and entropy (N,) of the distribution each was drawn from.
+    """One reply of one row: token ids (N,), and log-probs and entropies (N,) of the distributions they were drawn from.
 
-    At temperature 0 both are those of temperature 1. finished: the stop token was sampled.
+    At temperature 0, log-probs and entropies are those at temperature 1. finished: whether the stop token was sampled.
     """
 
     token_ids: npt.NDArray[np.int64]
@@ -34,13 +34,13 @@ class SampledReply(NamedTuple):
 
 
 class Conversation(Protocol):
-    """Rows that talk in turns; each keeps its own history."""
+    """Rows that take turns with the environment; each has its own history."""
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """Give each of `rows` (ascending, a subset of those of the turn before) new tokens, and sample its reply.
+        """Append new tokens to each of `rows`, and sample a reply of each.
 
-        Rows left out are finished and never come back. Before the first turn every row holds its prompt, and
-        `given` is empty for each.
+        rows: ascending, and a subset of the rows of the previous turn; rows that are left out are finished. new_tokens:
+        empty for every row in the first turn, when the rows contain their prompts.
         """
         ...
 
@@ -51,8 +51,8 @@ class Sampler(Protocol):
     def start_conversation(
         self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
     ) -> Conversation:
-        """Open a conversation of `len(prompts) * copies` rows; row r starts with prompt r // copies.
+        """Start a conversation of `len(prompts) * group_size` rows; row r starts with prompt r // group_size.
 
-        All randomness is drawn from `uniforms`, by row: dropping a row changes no other row's draws.
+        All random numbers come from `rng`, row by row: those of a row do not depend on which other rows are finished.
         """
         ...

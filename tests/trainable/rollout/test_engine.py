@@ -74,6 +74,6 @@ def test_truncated_weights_multiply_the_policys_loss(shift: float, weight: float
 
 
 def test_a_conversation_is_no_longer_than_the_setting_or_the_models_context() -> None:
-    assert make_quiet_trainer(rollout__max_model_len=200).rules.context_length == 200
+    assert make_quiet_trainer(rollout__max_model_len=200).limits.context_length == 200
     own = make_quiet_trainer().model.shape.max_position_embeddings
-    assert make_quiet_trainer(rollout__max_model_len=own + 1).rules.context_length == own
+    assert make_quiet_trainer(rollout__max_model_len=own + 1).limits.context_length == own
