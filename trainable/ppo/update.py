@@ -306,8 +306,8 @@ class ActorUpdate:
         if settings.loss.needs_pass_before_step:
             meter.add(len(old_logprobs), {}, {"ppo_kl": (old_logprobs - logprobs.detach()).sum()})
             assert inputs.targets.sequence_weights is not None
-            # Without `inputs.weights`, because the sequence weights include the mean over groups. This sum has the gradient
-            # of the loss but not its value, which `make_tpo_targets` has already reported.
+            # Without `inputs.weights`, because the sequence weights include the mean over groups. This sum has the
+            # gradient of the loss but not its value, which `make_tpo_targets` has already reported.
             token_weights = inputs.targets.sequence_weights[:, None].expand(inputs.batch.mask.shape)
             return -(inputs.select_trained(token_weights) * logprobs).sum()
         policy_loss = ppo_clip_loss(
@@ -395,7 +395,7 @@ class TokenFunction:
         return TokenFunction(trunk, head, None)
 
     def __call__(self, tokens: Tensor, flat_positions: Tensor, targets: Tensor) -> Tensor:
-        """Evaluate at flat positions (n,) in `tokens` (b, t), of which `targets` (n,) are the next tokens; (n,)."""
+        """Evaluate at flat positions (n,) in `tokens` (b, t), whose next tokens are `targets` (n,)."""
         hidden = self.trunk.compute_hidden_states(tokens, flat_positions)
         if self.temperature is None:
             return self.head(hidden).squeeze(-1)

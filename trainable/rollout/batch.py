@@ -85,7 +85,7 @@ def place_episode_scores(batch: Batch) -> Tensor:
 
 
 def make_update_order(batch: Batch, needs_whole_groups: bool) -> Tensor:
-    """Order (B,) in which episodes are split into mini-batches: by length; `needs_whole_groups` keeps groups together."""
+    """Order (B,) in which episodes are split into mini-batches: by length, with groups kept together if needed."""
     if needs_whole_groups:
         return order_by_group(batch.lengths, batch.group_ids)
     return order_length_stratified(batch.lengths)

@@ -1,7 +1,7 @@
-"""The engine that samples for a run: torch, which shares the trainer's weights, or vLLM, which has its own.
+"""Sampling engines of a trainer: torch, which shares the trainer's weights, or vLLM, which has its own copy.
 
-vLLM's weights are the trainer's only after a push. After every push a fixed prompt is read by both, and after every
-rollout all sampled tokens are read again by the trainer: its log-probs are those that training starts from.
+vLLM has the weights of the trainer only after a weight sync. After each sync, the log-probs of a fixed prompt are
+compared. After each rollout, the trainer recomputes the log-probs of all sampled tokens, and trains with its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,71 +26,75 @@ from trainable.rollout.sampler import Sampler
 from trainable.rollout.torch_sampler import TorchSampler
 
 GatherWeights = Callable[[], AbstractContextManager[None]]
-"""Within what it gives, the trainer's weights can be read (see `Backend.whole`)."""
+"""Returns a context in which the trainer's weights can be read (see `Backend.gather_weights`)."""
 
 
 class Engine(Protocol):
-    """What a trainer asks of the engine that samples for it."""
+    """The interface between a trainer and the engine that samples for it."""
 
     sampler: Sampler
 
     def sleep(self) -> None:
-        """Make room for an update."""
+        """Free memory for an update, if the engine can."""
         ...
 
     def wake_up(self) -> AbstractContextManager[None]:
-        """What sampling is done within: at its start the engine is made ready."""
+        """Make the engine ready; sample within the returned context."""
         ...
 
     def sync_weights(self, step: int) -> None:
-        """Take over the trainer's weights, which have changed at `step`."""
+        """Copy the trainer's weights, which have changed at `step`. Raises EngineMismatchError above the tolerance."""
         ...
 
     def recompute_logprobs(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """Training episodes with the log-probs and entropies that the trainer gives their tokens."""
+        """Training episodes with the log-probs and entropies of their tokens under the trainer's model."""
         ...
 
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch | None:
-        """How far engine and trainer are apart; None where they share weights. EngineMismatchError beyond tolerance."""
+        """Mismatch between engine and trainer over all sampled tokens; None if they share weights.
+
+        Raises EngineMismatchError if it is above rollout.logprob_tolerance.
+        """
         ...
 
     def close(self) -> None:
-        """End what the engine holds."""
+        """End the engine and free its memory."""
         ...
 
 
 class TorchEngine:
-    """Torch on the trainer's own weights: there is nothing to push, to read again, or to compare."""
+    """Samples in torch with the trainer's own weights, so there is nothing to sync, recompute or compare."""
 
     def __init__(self, model: LanguageModel, gather_weights: GatherWeights) -> None:
         self.sampler: Sampler = TorchSampler(model)
         self.gather_weights = gather_weights
 
     def sleep(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the engine has no memory of its own."""
 
     def wake_up(self) -> AbstractContextManager[None]:
-        """The trainer's weights are read."""
+        """Gather the trainer's weights for the duration of the context."""
         return self.gather_weights()
 
     def sync_weights(self, step: int) -> None:
-        """The weights are the trainer's."""
+        """Do nothing: the weights are the trainer's."""
 
     def recompute_logprobs(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """The episodes: a pass of the trainer would give the same numbers."""
+        """Return the episodes: a pass of the trainer would give the same numbers."""
         return list(episodes)
 
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> None:
-        """Nothing to compare."""
+        """Return None: there is nothing to compare."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there is no engine to end."""
 
 
 class VllmEngine:
-    """vLLM beside the trainer, in the same process and on the same device.
+    """Samples with vLLM, in the process of the trainer and on the same device.
 
-    prompt: token ids of a fixed prompt. context: tokens of a conversation at most. whole: the trainer's weights.
+    prompt: token ids of the fixed prompt that is compared after each weight sync. context_length: maximum number of
+    tokens in a conversation. gather_weights: makes the trainer's weights readable.
     """
 
     def __init__(
@@ -109,9 +113,10 @@ class VllmEngine:
         unknown_names = list_weight_names(policy.model) - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
         if unknown_names:
             raise ValueError(
-                f"vLLM does not know {len(unknown_names)} tensors of this model by the names that training has, such "
-                f"as {min(unknown_names)}: sample with --set rollout.name=torch."
+                f"vLLM cannot sample from this model: {len(unknown_names)} of its tensors have other names in the files "
+                f"than in training, such as {min(unknown_names)}. Sample with --set rollout.name=torch."
             )
+        # gpu_memory_utilization refers to the part of the GPU that the trial has, and vLLM's setting to the whole GPU.
         gpu_fraction = min(1.0, config.trainer.n_gpus_per_node or 1.0)
         self.vllm_sampler = VllmSampler(
             policy.folder,
@@ -127,17 +132,18 @@ class VllmEngine:
         self.sampler: Sampler = self.vllm_sampler
 
     def sleep(self) -> None:
-        """Leave the device, where rollout.free_cache_engine asks for it."""
+        """Free the device memory, if rollout.free_cache_engine is set."""
         self.vllm_sampler.sleep()
 
     def wake_up(self) -> AbstractContextManager[None]:
-        """It comes back with the weights as they were."""
+        """Bring the engine back with the weights that it had."""
+        # Not if it is awake: waking resets the prefix cache, which is still valid.
         if self.vllm_sampler.is_sleeping:
             self.vllm_sampler.wake_up()
         return nullcontext()
 
     def sync_weights(self, step: int) -> None:
-        """Push all weights and compare the fixed prompt's log-probs (see `Engine.follow`)."""
+        """Copy all weights, and compare the log-probs of the fixed prompt (see `Engine.sync_weights`)."""
         with self.gather_weights():
             self.vllm_sampler.update_weights(iter_hub_weights(self.model))
             trainer_logprobs = _compute_logprobs(self.model, torch.tensor([self.prompt], device=self.device)).cpu()
@@ -147,7 +153,7 @@ class VllmEngine:
         )
 
     def recompute_logprobs(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """One pass of the trainer over all sampled tokens (see `Engine.reread`); the engine's stay beside them."""
+        """Recompute log-probs with the trainer, and keep the engine's, too (see `Engine.recompute_logprobs`)."""
         micro_batch_size = self.config.rollout.log_prob_micro_batch_size_per_gpu
         with self.gather_weights():
             return recompute_logprobs(
@@ -155,7 +161,7 @@ class VllmEngine:
             )
 
     def measure_mismatch(self, episodes: Sequence[Episode], step: int) -> LogprobMismatch:
-        """Over all sampled tokens (see `Engine.compare`)."""
+        """Compare over all sampled tokens (see `Engine.measure_mismatch`)."""
         trainer_logprobs = np.concatenate([episode.logprobs[episode.mask] for episode in episodes])
         engine_logprobs = np.concatenate(
             [episode.engine_logprobs[episode.mask] for episode in episodes if episode.engine_logprobs is not None]
@@ -177,7 +183,7 @@ def make_engine(
     context_length: int,
     gather_weights: GatherWeights,
 ) -> Engine:
-    """The engine that rollout.name asks for (arguments: see `Vllm`)."""
+    """Make the engine that rollout.name selects; for the arguments see `VllmEngine`."""
     if config.rollout.name == "vllm":
         return VllmEngine(config, policy, device, prompt, context_length, gather_weights)
     return TorchEngine(policy.model, gather_weights)
@@ -187,13 +193,13 @@ def make_engine(
 def recompute_logprobs(
     model: LanguageModel, episodes: Sequence[Episode], temperature: float, micro_batch_size: int, device: torch.device
 ) -> list[Episode]:
-    """`episodes` with the model's own log-probs and entropies; what the engine gave stays as `engine_logprobs`.
+    """`episodes` with log-probs and entropies of `model`; those of the engine move to `engine_logprobs`.
 
-    A pass has as many tokens at most as `rows_a_pass` rows of the longest episode.
+    A pass has at most as many tokens as `micro_batch_size` rows of the longest episode.
     """
     if not episodes:
         return []
-    batch = Batch(*(part.to(device) for part in collate(episodes)))
+    batch = Batch(*(tensor.to(device) for tensor in collate(episodes)))
     logprobs, entropies = torch.zeros_like(batch.logprobs), torch.zeros_like(batch.logprobs)
     lengths = batch.lengths.cpu()
     for index in split_by_tokens(lengths, micro_batch_size * int(lengths.max()), model.model.needs_padding):
@@ -212,11 +218,11 @@ def recompute_logprobs(
             padded_values = torch.zeros(micro_batch.mask.shape, device=device)
             padded_values[micro_batch.mask] = values.float()
             output[index, : micro_batch.mask.shape[1]] = padded_values
-    arrays = logprobs.cpu().numpy(), entropies.cpu().numpy()
+    logprob_rows, entropy_rows = logprobs.cpu().numpy(), entropies.cpu().numpy()
     return [
         episode._replace(
-            logprobs=arrays[0][row, : len(episode.tokens)],
-            entropies=arrays[1][row, : len(episode.tokens)],
+            logprobs=logprob_rows[row, : len(episode.tokens)],
+            entropies=entropy_rows[row, : len(episode.tokens)],
             engine_logprobs=episode.logprobs,
         )
         for row, episode in enumerate(episodes)
@@ -225,7 +231,7 @@ def recompute_logprobs(
 
 @torch.no_grad()
 def _compute_logprobs(model: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probs (T - 1,) at temperature 1 of the tokens (1, T) after the first."""
+    """Log-probs (T - 1,) at temperature 1 of `tokens` (1, T), without the first one."""
     flat_positions = torch.arange(tokens.shape[1] - 1, device=tokens.device)
     logprobs: torch.Tensor = model.lm_head(
         model.model.compute_hidden_states(tokens, flat_positions),

@@ -1,4 +1,4 @@
-"""Where game meets model: P levels, G episodes each, turn by turn."""
+"""The episode loop: a model plays P levels, G episodes each, turn by turn."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """The protocol's limits (see `EnvConfig`); context is the most tokens a conversation may have."""
+    """Limits of an episode (see `EnvConfig`); context_length: maximum number of tokens in a conversation."""
 
     max_turn: int
     max_actions_per_turn: int
@@ -27,18 +27,18 @@ class EpisodeLimits:
 def check_first_turn(
     first_observation: Observation, template: PromptTemplate, codec: Codec, context_length: int, response_length: int
 ) -> None:
-    """ValueError for a reply length that leaves the model's context no room for the first turn."""
+    """Raise ValueError if the first prompt and a reply of full length do not fit into the model's context."""
     needed_tokens = len(codec.encode([template.format_first_turn(first_observation)])[0]) + response_length
     if needed_tokens > context_length:
         raise ValueError(
-            f"A first turn takes {needed_tokens} tokens (the prompt, and rollout.response_length={response_length}), "
-            f"and the model's context has {context_length}: lower it with --set rollout.response_length=N."
+            f"The first turn may need {needed_tokens} tokens (the prompt and rollout.response_length={response_length}) "
+            f"and the context has {context_length}: shorten replies with --set rollout.response_length=N."
         )
 
 
 @dataclass
 class _EpisodeState:
-    """An episode while it is played."""
+    """An episode in progress. tokens, replies, turns: one entry per message; a prompt has no reply (None)."""
 
     level: Level
     group: int
@@ -53,7 +53,7 @@ class _EpisodeState:
     length: int = 0
     solved: bool = False
     out_of_context: bool = False
-    last_reward: float = 0.0  # of the environment, in the last turn: the penalty is not shown to the model
+    last_reward: float = 0.0  # of the environment in the last turn; the format penalty is not shown to the model
     last_invalid: bool = False
 
     def append_tokens(self, ids: Sequence[int] | np.ndarray, reply: SampledReply | None, turn: int) -> None:
@@ -73,9 +73,10 @@ def roll_out_episodes(
     params: SamplingParams,
     rng: np.random.Generator,
 ) -> list[Episode]:
-    """Play every level `copies` times, all episodes in lock-step; episodes of a level stand together.
+    """Play every level `group_size` times, all episodes in lock-step; the episodes of a level are consecutive.
 
-    Rewards: the environment's, plus the format penalty once for each invalid turn. Randomness comes from `rng` only.
+    A turn's reward is that of the environment, plus the format penalty if the turn is invalid. All randomness comes
+    from `rng`.
     """
     states = [_EpisodeState(level, group, level.cells) for group, level in enumerate(levels) for _ in range(group_size)]
     prompts = codec.encode(
@@ -85,7 +86,7 @@ def roll_out_episodes(
         state.append_tokens(prompts[state.group], None, 0)
     conversation = sampler.start_conversation(prompts, group_size, params, rng)
     live_rows = list(range(len(states)))
-    new_tokens: list[list[int]] = [[] for _ in live_rows]
+    new_tokens: list[list[int]] = [[] for _ in live_rows]  # none yet: the conversation already has the prompts
     for turn in range(limits.max_turn):
         replies = conversation.sample_replies(live_rows, new_tokens)
         _apply_replies([states[row] for row in live_rows], replies, turn, codec, limits)
@@ -95,13 +96,13 @@ def roll_out_episodes(
         live_rows, new_tokens = _append_observations(states, live_rows, template, codec, limits, params)
         if not live_rows:
             break
-    return [_make_episode(seat, limits) for seat in states]
+    return [_make_episode(state, limits) for state in states]
 
 
 def _apply_replies(
     states: Sequence[_EpisodeState], replies: Sequence[SampledReply], turn: int, codec: Codec, limits: EpisodeLimits
 ) -> None:
-    """Read each reply, play its actions, and note in its seat what came of it."""
+    """Parse the replies, execute their actions, and record the outcomes in `states`."""
     texts = codec.decode([reply.token_ids for reply in replies])
     parsed_replies = [parse_reply(text, limits.max_actions_per_turn) for text in texts]
     rewards = _step_boards(states, parsed_replies, limits)
@@ -114,17 +115,17 @@ def _apply_replies(
 
 
 def _step_boards(states: Sequence[_EpisodeState], replies: Sequence[ParsedReply], limits: EpisodeLimits) -> np.ndarray:
-    """Play the replies' actions on all boards at once; summed rewards (B,)."""
+    """Execute the actions of the replies on all boards at once; return the summed reward (B,) of each board."""
     action_rows = np.zeros((len(states), limits.max_actions_per_turn), dtype=np.int64)
     for row, (state, reply) in enumerate(zip(states, replies, strict=True)):
         allowed_actions = reply.actions[: limits.max_actions - state.actions]
-        action_rows[row, : len(allowed_actions)] = allowed_actions
-    cells = np.stack([seat.cells for seat in states])
+        action_rows[row, : len(allowed_actions)] = allowed_actions  # the rest stays Action.NONE
+    cells = np.stack([state.cells for state in states])
     solved = np.zeros(len(states), dtype=bool)
     rewards = np.zeros(len(states))
     action_counts = np.zeros(len(states), dtype=np.int64)
     for column in action_rows.T:
-        actions = np.where(solved, Action.NONE, column)
+        actions = np.where(solved, Action.NONE, column)  # actions after the solution are ignored
         outcome = step(cells, actions)
         cells = outcome.cells
         rewards += outcome.rewards
@@ -148,7 +149,10 @@ def _append_observations(
     limits: EpisodeLimits,
     params: SamplingParams,
 ) -> tuple[list[int], list[list[int]]]:
-    """The next turn's given tokens; rows whose conversation would outgrow the context leave."""
+    """Append the observations of the next turn; return the rows that continue, and their new tokens.
+
+    A row ends if its next turn, with a reply of full length, could exceed the context.
+    """
     texts = []
     for row in live_rows:
         state = states[row]
@@ -156,6 +160,7 @@ def _append_observations(
         text = template.format_next_turn(
             Observation(len(state.texts) + 1, state.cells, actions_left, state.last_reward, state.last_invalid)
         )
+        # A reply that was cut at its maximum length lacks the end marker of its message.
         last_reply = state.replies[-1]
         texts.append(text if last_reply is not None and last_reply.finished else template.end_marker + text)
     next_rows, new_tokens = [], []
@@ -181,17 +186,17 @@ def _find_stop_reason(state: _EpisodeState, limits: EpisodeLimits) -> StopReason
 
 
 def _make_episode(state: _EpisodeState, limits: EpisodeLimits) -> Episode:
-    """The finished record; positions of given tokens hold False and 0."""
-    lengths = [len(part) for part in state.tokens]
+    """Make the record of a finished episode; mask, log-probs and entropies of prompt tokens are False and 0."""
+    lengths = [len(ids) for ids in state.tokens]
     zero_arrays = [np.zeros(size, dtype=np.float32) for size in lengths]
     pairs = list(zip(state.replies, zero_arrays, strict=True))
     return Episode(
         level_seed=state.level.seed,
         group=state.group,
         tokens=np.concatenate(state.tokens),
-        mask=np.repeat([sampled is not None for sampled in state.replies], lengths),
-        logprobs=np.concatenate([zeros if sampled is None else sampled.logprobs for sampled, zeros in pairs]),
-        entropies=np.concatenate([zeros if sampled is None else sampled.entropies for sampled, zeros in pairs]),
+        mask=np.repeat([reply is not None for reply in state.replies], lengths),
+        logprobs=np.concatenate([zeros if reply is None else reply.logprobs for reply, zeros in pairs]),
+        entropies=np.concatenate([zeros if reply is None else reply.entropies for reply, zeros in pairs]),
         turns=np.repeat(state.turns, lengths),
         turn_rewards=tuple(state.rewards),
         actions=state.actions,

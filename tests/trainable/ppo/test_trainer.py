@@ -177,7 +177,7 @@ def test_the_accounts_of_a_step_are_those_of_its_episodes() -> None:
     assert {name: row[name] for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_step_is_the_published_one_computed_literally() -> None:
+def test_step_matches_reference_implementation() -> None:
     """Losses and gradient norms of a step that hardly moves, from transformers' forward on the same episodes."""
     trainer = make_quiet_trainer(
         actor__lr=1e-12,
