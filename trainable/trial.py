@@ -28,7 +28,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     instead, `step`, and `failed`: the reason for each run that failed while the others could continue.
 
     A run continues from the newest complete checkpoint in its folder, no matter who restarts it; no pickle is read.
-    Runs begin in the first step and not in `setup`, because Ray reports an error in `setup` as text only, and the study
+    Runs begin in the first step rather than in `setup`, because Ray reports an error in `setup` as text only, and the study
     needs to know the kind of failure. Every error leaves a step as a RunFailedError.
     """
 
@@ -54,7 +54,7 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
             raise RunFailedError(classify_failure(error, has_rows)) from None
 
     def _train(self) -> tuple["StepReport", str]:
-        """The report of a step, and the note about notable events since the last one."""
+        """Train one step; return its report, and a note about events since the last report."""
         training = self.begin()
         if self.mirror is None:
             report = training.step()

@@ -50,6 +50,7 @@ def make_trainer(settings: RunConfig, diagnostics: Diagnostics) -> "PPOTrainer |
 
 
 def _make_rendezvous_path() -> Path:
+    """A file name that no other run uses."""
     return Path(tempfile.gettempdir()) / f"tune_study_ranks_{uuid4().hex}"
 
 
@@ -64,7 +65,7 @@ class RankActor:
         self.rank, self.world_size, self.rendezvous_file = rank, world_size, Path(rendezvous_file)
 
     def run_method(self, method_name: str) -> None:
-        """Call a method of the trainer together with rank 0, or `join`; results are dropped, since rank 0 has them."""
+        """Call a method of the trainer together with rank 0, or "join"; rank 0 has the result, too, and returns it."""
         if method_name == "load_state":
             # Outside of the `try`: all ranks refuse a state that does not fit, stay connected, and try the next one.
             self.trainer.load_state(self.world.broadcast(None), self.world.all_gather_object({})[0])
@@ -149,7 +150,7 @@ class DistributedTrainer:
         disconnect(self.rendezvous_file)
 
     def _run_on_all_ranks(self, method_name: str, call: Callable[[], T]) -> T:
-        """Run `method_name` on all other ranks and `call` here at the same time; raise the error that came first."""
+        """Run `method_name` on all other ranks and `call` here at the same time; raise the error that caused a failure."""
         self.pending_refs = [other.run_method.remote(method_name) for other in self.rank_actors]
         is_done = threading.Event()
         threading.Thread(target=_watch_ranks, args=(self.pending_refs, is_done), daemon=True).start()
@@ -166,7 +167,7 @@ class DistributedTrainer:
 def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Exception:
     """The error that caused the failure, as opposed to errors about the connection that it closed on other ranks.
 
-    pending_refs: the calls on ranks 1, 2, .... local_error: the error of rank 0, which may be the error of one of them.
+    pending_refs: the calls on the ranks from 1. local_error: the error of rank 0, which may be the error of one of them.
     """
     ready_refs, _ = (
         ray.wait(pending_refs, num_returns=len(pending_refs), timeout=_ERROR_TIMEOUT_S) if pending_refs else ([], [])
@@ -187,7 +188,7 @@ def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Except
             dead_rank_errors.append(
                 RuntimeError(f"rank {rank} of {len(pending_refs) + 1} has ended: {str(error).strip()}")
             )
-    # For the same reason, and because a RayError is the error of another rank.
+    # An error of rank 0 may just be a consequence: of a closed connection, or of an error that Ray passed on.
     is_local_cause = not isinstance(local_error, RuntimeError | ray.exceptions.RayError)
     causes_by_likelihood = [
         *([local_error] if is_local_cause else []),
