@@ -1,4 +1,4 @@
-"""A trial of one run without Ray's driver: what Tune would call, in this process."""
+"""A trial with one run, without Ray's driver: the calls that Tune would make, in this process."""
 
 from pathlib import Path
 
@@ -34,10 +34,12 @@ def test_a_row_has_every_column_and_says_whose_it_is(straight: UninterruptedRun)
 
 def test_rows_are_on_disk_as_they_were_reported(straight: UninterruptedRun) -> None:
     rows, _ = read_run_files(straight[0])
-    assert not any(value is None for row in rows for value in row.values())  # what was not measured takes no room
+    assert not any(
+        value is None for row in rows for value in row.values()
+    )  # columns that were not measured take no space on disk
     rows = [{**make_empty_row(), **row} for row in rows]
-    told = [{**row, "training_iteration": row["step"], "note": "", "saved": True} for row in rows]
-    assert [{**row, "done": row["step"] == 3} for row in told] == straight[1]
+    reported = [{**row, "training_iteration": row["step"], "note": "", "saved": True} for row in rows]
+    assert [{**row, "done": row["step"] == 3} for row in reported] == straight[1]
 
 
 def test_evaluations_are_on_disk(straight: UninterruptedRun) -> None:
@@ -159,7 +161,7 @@ def test_the_row_at_which_a_rule_fires_has_the_closing_evaluation(tmp_path: Path
     ]
 
 
-def test_a_run_that_a_rule_has_stopped_does_not_go_on(tmp_path: Path) -> None:
+def test_a_run_that_a_rule_has_stopped_does_not_continue(tmp_path: Path) -> None:
     trainable = start_trial(tmp_path, **STOPS)
     trainable.step()
     stopped = trainable.step()
@@ -195,7 +197,7 @@ def test_the_seed_is_the_runs_own(tmp_path: Path) -> None:
 
 
 def test_rows_of_other_tools_in_the_file_do_not_matter(tmp_path: Path) -> None:
-    """A row beyond the state, left by a run that was cut, is not counted by the stop rules."""
+    """A row after the last checkpoint, left by an interrupted run, is not counted by the stop rules."""
     trainable = start_trial(tmp_path, **STOPS)
     trainable.step()
     append_json_line(tmp_path / "runs" / "r" / "metrics.jsonl", {"step": 2, "groups_kept": 2, "val_success": 0.0})

@@ -18,21 +18,21 @@ EPISODES = [episode(0, True, 10.9, 1, 0), episode(0, False, -1.0, 5, 1), episode
 
 
 def test_an_evaluation_counts_episodes_and_turns() -> None:
-    found = make_evaluation(EPISODES, 5, "val", "sampled", [7, 3])
-    assert found.success == pytest.approx(1 / 3)
-    assert found.score == pytest.approx(9.4 / 3)
-    assert found.invalid_turns == pytest.approx(3 / 10)
-    assert found.levels == (100, 100, 101)
-    assert found.clusters == (7, 7, 3)
-    assert found.solved == (True, False, False)
+    evaluation = make_evaluation(EPISODES, 5, "val", "sampled", [7, 3])
+    assert evaluation.success == pytest.approx(1 / 3)
+    assert evaluation.score == pytest.approx(9.4 / 3)
+    assert evaluation.invalid_turns == pytest.approx(3 / 10)
+    assert evaluation.levels == (100, 100, 101)
+    assert evaluation.clusters == (7, 7, 3)
+    assert evaluation.solved == (True, False, False)
 
 
 def test_success_over_a_part_of_the_levels() -> None:
-    found = make_evaluation(EPISODES, 5, "val", "sampled", [0, 1])
-    assert found.compute_success_where([True, False, False]) == 1.0
-    assert found.compute_success_where([True, False, True]) == 0.5
-    assert found.compute_success_where([False, True, True]) == 0.0
-    assert found.compute_success_where([False] * 3) is None
+    evaluation = make_evaluation(EPISODES, 5, "val", "sampled", [0, 1])
+    assert evaluation.compute_success_where([True, False, False]) == 1.0
+    assert evaluation.compute_success_where([True, False, True]) == 0.5
+    assert evaluation.compute_success_where([False, True, True]) == 0.0
+    assert evaluation.compute_success_where([False] * 3) is None
 
 
 def test_the_line_is_the_one_of_the_contract() -> None:

@@ -1,4 +1,4 @@
-"""Operations of a step: against what torch counts while the model runs, and where shares come from."""
+"""FLOP of a step against torch's FLOP counter, and MFU."""
 
 import pytest
 import torch
@@ -16,8 +16,8 @@ from trainable.ppo.flops import (
 )
 
 
-def test_counted_operations_are_those_that_torch_counts() -> None:
-    """Products by torch's own counter; attention, of which causal ones do half, by a sum over pairs."""
+def test_estimated_flops_match_torchs_counter() -> None:
+    """Matrix products by torch's counter; causal attention, which it does not halve, by a sum over pairs."""
     model = make_random_model(
         make_qwen2_shape(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
     )
@@ -33,7 +33,7 @@ def test_counted_operations_are_those_that_torch_counts() -> None:
     assert after_five == products + attention + 3 * sum(lengths) * 4 * 32 * 5
 
 
-def test_sampling_is_reading_everything_once_but_for_openings() -> None:
+def test_rollout_flops_are_one_forward_pass_with_shared_prompts() -> None:
     trainer = make_quiet_trainer()
     episodes = trainer.roll_out(trainer.levels[0], 3, make_rng(0, "sampling", 1))
     sizes = trainer.model.shape
@@ -42,13 +42,12 @@ def test_sampling_is_reading_everything_once_but_for_openings() -> None:
         for episode in episodes
     )
     openings = {episode.group: int(episode.mask.argmax()) for episode in episodes}
-    again = 2 * sum(
-        estimate_forward_flops(sizes, [length], 0, 0) for length in openings.values()
-    )  # copies 2 and 3 of each
+    # Rollouts 2 and 3 of each group share the prefill of its prompt.
+    again = 2 * sum(estimate_forward_flops(sizes, [length], 0, 0) for length in openings.values())
     assert estimate_rollout_flops(sizes, episodes) == pytest.approx(each - again)
 
 
-def test_phases_that_are_off_have_no_operations() -> None:
+def test_phases_that_are_off_have_no_flops() -> None:
     def phases(**overrides: object) -> dict[str, float]:
         trainer = make_quiet_trainer(**overrides)
         episodes = trainer.roll_out(trainer.levels[0], 4, make_rng(0, "sampling", 1))
@@ -68,13 +67,13 @@ def test_phases_that_are_off_have_no_operations() -> None:
     assert tpo["update_actor"] == pytest.approx(4 / 3 * phases()["update_actor"])
 
 
-def test_utilisation_is_operations_over_time_and_rate() -> None:
+def test_mfu_is_flops_over_time_and_peak() -> None:
     seconds = {"values": 2.0, "update_actor": 0.0}
     assert compute_mfu({"values": 30.0, "update_actor": 5.0, "reference": 5.0}, seconds, 10.0) == {"values": 1.5}
 
 
-def test_rows_have_the_share_of_each_phase() -> None:
+def test_rows_have_the_mfu_of_each_phase() -> None:
     row = make_quiet_trainer(actor__use_kl_loss=True, actor__kl_loss_coef=0.1).step().row
     assert row["peak_flops_per_s"] == measure_peak_flops("cpu", torch.float32) > 1e8
     for name in ("rollout", "values", "reference", "update_critic", "update_actor"):
-        assert 0 < row[f"mfu_{name}"] < 1.5  # a rate of a shared machine moves
+        assert 0 < row[f"mfu_{name}"] < 1.5  # the peak of a shared machine varies

@@ -21,15 +21,17 @@ from trainable.ppo.step_record import (
 from trainable.runs.records import STEP_COLUMNS
 
 COLUMNS = {column.name for column in STEP_COLUMNS}
-PARTS = (RolloutSummary, EngineMismatch, FilterDecision, BatchSummary, Update, Budget, Validation)
+RECORD_TYPES = (RolloutSummary, EngineMismatch, FilterDecision, BatchSummary, Update, Budget, Validation)
 
 
-def filled(part: type, value: float = 1.0) -> object:
-    return part(**{item.name: value for item in fields(part)})
+def make_filled(record_type: type, value: float = 1.0) -> object:
+    return record_type(**{item.name: value for item in fields(record_type)})
 
 
 def record() -> StepRecord:
-    collection, engine, decision, batch, update, budget, validation = (filled(part) for part in PARTS)
+    collection, engine, decision, batch, update, budget, validation = (
+        make_filled(record_type) for record_type in RECORD_TYPES
+    )
     duration = StepTiming({"rollout": 2.0}, {"rollout": 0.5}, 1e9, 3.0, 4.0, 5.0)
     return StepRecord(
         collection,
@@ -47,16 +49,16 @@ def record() -> StepRecord:
     )
 
 
-@pytest.mark.parametrize("part", PARTS)
-def test_fields_are_columns(part: type) -> None:
-    assert {item.name for item in fields(part)} <= COLUMNS
+@pytest.mark.parametrize("part", RECORD_TYPES)
+def test_fields_are_columns(record_type: type) -> None:
+    assert {item.name for item in fields(record_type)} <= COLUMNS
 
 
 def test_a_full_record_has_every_column_but_those_of_phases_and_diagnostics() -> None:
     row = record().to_row()
     assert set(row) <= COLUMNS
-    rest = {name for name in COLUMNS - set(row) if not name.startswith(("seconds_", "mfu_", "collapse_"))}
-    assert rest == {"test_success", "test_greedy_success"}  # of the last step, which FinalEvaluation adds
+    missing_columns = {name for name in COLUMNS - set(row) if not name.startswith(("seconds_", "mfu_", "collapse_"))}
+    assert missing_columns == {"test_success", "test_greedy_success"}  # of the last step, which FinalEvaluation adds
     assert row["tokens_per_second"] == 0.5
 
 
@@ -65,7 +67,9 @@ def test_what_was_not_measured_is_no_column() -> None:
         record(), batch=None, update=None, engine_mismatch=None, validation=None, base_validation=None, collapse={}
     )
     row = empty.to_row()
-    names = {item.name for part in (BatchSummary, Update, EngineMismatch, Validation) for item in fields(part)}
+    names = {
+        item.name for record_type in (BatchSummary, Update, EngineMismatch, Validation) for item in fields(record_type)
+    }
     assert names & set(row) == {"trained_tokens"}  # which the budget has too
     assert not any(name.startswith(("base_", "collapse_")) for name in row)
     assert None not in replace(record(), batch=replace(record().batch, value_mean=None)).to_row().values()

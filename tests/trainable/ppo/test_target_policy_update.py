@@ -1,4 +1,4 @@
-"""The tpo loss in the update: the gradient of the one-shot loss for any cut, any number of ranks, and whole runs."""
+"""The tpo loss in the update: its gradient for any split into passes and any number of ranks, and training runs."""
 
 import copy
 import threading
@@ -50,9 +50,10 @@ MODEL = make_random_model(make_qwen2_shape(), seed=1, std=0.25).double()
 
 
 def make_batch() -> Batch:
-    """Three groups of episodes of two turns, whose old log-probs lie around the model's; rows of groups interleaved.
+    """Three interleaved groups of episodes with two turns, whose old log-probs lie around the model's.
 
-    All have as many trained tokens, and unequally many others: sums far apart would leave a group nothing to learn.
+    All have the same number of trained tokens, but different numbers of others: with sums that are far apart, a group
+    would have nothing to learn.
     """
     rng = np.random.default_rng(5)
     turns = [[(int(rng.integers(1, 6)), sampled, 0.0) for sampled in (3, 2)] for _ in range(3 * SIZE)]
@@ -72,7 +73,7 @@ def targets() -> Targets:
     return Targets(SKILLS[:, None] * BATCH.mask, nothing, nothing, 0.5 * BATCH.logprobs)
 
 
-def ran(
+def run_update(
     model: Qwen2, world: World = SINGLE_PROCESS, order: Tensor = ORDER, **settings: Any
 ) -> tuple[list[Tensor], Meter]:
     actor = ActorConfig(**{**CUT, **settings})
@@ -84,7 +85,7 @@ def ran(
 
 
 def one_shot(rows: Tensor) -> tuple[float, Tensor]:
-    """Loss and gradient of a mini-batch at once: whole padded forwards of transformers, autograd through the loss."""
+    """Loss and gradient of a mini-batch at once: padded forward passes of transformers, autograd through the loss."""
     twin, part = make_hub_twin(MODEL).double(), BATCH.select_rows(rows)
     logs = (twin(input_ids=part.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
     taken = logs.gather(-1, part.tokens[:, 1:, None])[..., 0]
@@ -96,10 +97,10 @@ def one_shot(rows: Tensor) -> tuple[float, Tensor]:
     return float(loss.detach()), torch.cat([named[name].grad.flatten() for name, _ in MODEL.named_parameters()])
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
+def close(actual: Tensor, expected: Tensor) -> None:
     """Within 1e-6 of the gradient's norm, which is far from 0."""
-    assert float(wanted.norm()) > 0.1
-    assert float((found - wanted).norm() / wanted.norm()) < 1e-6
+    assert float(expected.norm()) > 0.1
+    assert float((actual - expected).norm() / expected.norm()) < 1e-6
 
 
 @pytest.mark.parametrize("tokens_a_pass", [1, 40, 10_000])
@@ -108,17 +109,17 @@ def test_any_cut_gives_the_gradient_of_the_loss_at_once(
     monkeypatch: pytest.MonkeyPatch, tokens_a_pass: int, micro: int
 ) -> None:
     monkeypatch.setitem(update.TOKENS_PER_PASS, "cpu", tokens_a_pass)
-    found, meter = ran(MODEL, ppo_micro_batch_size_per_gpu=micro)
-    wanted = [one_shot(rows) for rows in ORDER.split(8)]
+    actual, meter = run_update(MODEL, ppo_micro_batch_size_per_gpu=micro)
+    expected = [one_shot(rows) for rows in ORDER.split(8)]
     assert [len(rows) for rows in ORDER.split(8)] == [8, 4]
-    for gradient, (_, at_once) in zip(found, wanted, strict=True):
+    for gradient, (_, at_once) in zip(actual, expected, strict=True):
         close(gradient, at_once)
-    assert meter.compute_means()["pg_loss"] == pytest.approx(sum(loss for loss, _ in wanted) / 2, rel=1e-6)
+    assert meter.compute_means()["pg_loss"] == pytest.approx(sum(loss for loss, _ in expected) / 2, rel=1e-6)
 
 
 def test_a_mini_batch_of_one_group_leaves_the_others_out() -> None:
-    found, _ = ran(MODEL, ppo_mini_batch_size=4)
-    for gradient, rows in zip(found, ORDER.split(4), strict=True):
+    actual, _ = run_update(MODEL, ppo_mini_batch_size=4)
+    for gradient, rows in zip(actual, ORDER.split(4), strict=True):
         close(gradient, one_shot(rows)[1])
 
 
@@ -129,12 +130,12 @@ def test_kl_and_entropy_are_added_as_to_any_policy_loss() -> None:
         "kl_loss_coef": 0.5,
         "kl_loss_type": "low_var_kl",
     }
-    both, meter = ran(MODEL, **terms)
-    alone, _ = ran(MODEL)
+    both, meter = run_update(MODEL, **terms)
+    alone, _ = run_update(MODEL)
     clipped: dict[str, Any] = {"policy_loss": "ppo_clip", "clip_ratio_low": 0.0, "clip_ratio_high": 0.0}
-    with_terms, without = ran(MODEL, **clipped, **terms)[0], ran(MODEL, **clipped)[0]
-    for found, task, more, less in zip(both, alone, with_terms, without, strict=True):
-        assert float((found - task - (more - less)).norm() / found.norm()) < 1e-5
+    with_terms, without = run_update(MODEL, **clipped, **terms)[0], run_update(MODEL, **clipped)[0]
+    for actual, task, more, less in zip(both, alone, with_terms, without, strict=True):
+        assert float((actual - task - (more - less)).norm() / actual.norm()) < 1e-5
     assert {"kl_loss", "entropy_loss", "ppo_kl", "tpo_target_entropy", "tpo_target_top_prob"} <= set(
         meter.compute_means()
     )
@@ -150,9 +151,9 @@ class Threads:
     def all_gather_object(self, mine: Any) -> list[Any]:
         self.desk[self.rank] = mine
         self.barrier.wait()
-        found = [self.desk[rank] for rank in range(self.size)]
+        actual = [self.desk[rank] for rank in range(self.size)]
         self.barrier.wait()
-        return found
+        return actual
 
     def all_reduce(self, part: Tensor) -> Tensor:
         parts: Sequence[Tensor] = self.all_gather_object(part.clone())
@@ -161,23 +162,23 @@ class Threads:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_share_out_a_groups_rollouts_sum_to_the_same_gradient(size: int) -> None:
-    barrier, desk, found = threading.Barrier(size), {}, {}
+    barrier, desk, actual = threading.Barrier(size), {}, {}
 
     def work(rank: int) -> None:
         world: Any = Threads(rank, size, barrier, desk)
-        found[rank] = ran(copy.deepcopy(MODEL), world)
+        actual[rank] = run_update(copy.deepcopy(MODEL), world)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    alone, meter = ran(MODEL)
+    alone, meter = run_update(MODEL)
     for number, gradient in enumerate(alone):
-        close(torch.stack([found[rank][0][number] for rank in range(size)]).sum(0), gradient)
+        close(torch.stack([actual[rank][0][number] for rank in range(size)]).sum(0), gradient)
     for name, value in meter.compute_means().items():
-        if name != "actor_grad_norm":  # that of one device, which here has a part of the gradient
-            assert found[0][1].compute_means()[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        if name != "actor_grad_norm":  # of one device, which has only a part of the gradient here
+            assert actual[0][1].compute_means()[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 def test_tpo_targets_are_the_sequence_weights_of_the_mini_batch() -> None:
@@ -203,7 +204,7 @@ def test_tpo_targets_are_the_sequence_weights_of_the_mini_batch() -> None:
 
 def test_a_mini_batch_that_splits_a_group_is_refused() -> None:
     with pytest.raises(ValueError, match=r"splits a group: use `make_update_order\(batch, needs_whole_groups=True\)`"):
-        ran(MODEL, order=torch.arange(3 * SIZE))
+        run_update(MODEL, order=torch.arange(3 * SIZE))
 
 
 def test_descending_brings_the_policy_to_its_target() -> None:
@@ -215,7 +216,7 @@ def test_descending_brings_the_policy_to_its_target() -> None:
     for _ in range(30):
         means = actor.run(BATCH, targets(), ORDER).compute_means()
         losses.append(means["pg_loss"])
-    least = means["tpo_target_entropy"]  # cross-entropy is least where the policy is the target
+    least = means["tpo_target_entropy"]  # the cross-entropy is minimal if the policy equals the target
     assert all(after < before for before, after in pairwise(losses))
     assert losses[-1] - least < 0.2 * (losses[0] - least)
 
@@ -225,7 +226,7 @@ def test_descending_brings_the_policy_to_its_target() -> None:
 TPO = {"actor__policy_loss": "tpo", "algorithm__adv_estimator": "group_skill"}
 
 
-def test_a_run_trains_and_says_what_its_targets_were() -> None:
+def test_a_run_trains_and_reports_its_targets() -> None:
     trainer = make_quiet_trainer(**TPO, actor__ppo_epochs=2)
     before = copy_weights(trainer)
     rows = run_steps(trainer, 2)
@@ -240,8 +241,8 @@ def test_a_run_trains_and_says_what_its_targets_were() -> None:
     assert trainer.critic is None
 
 
-def test_on_the_sampling_policy_the_first_pull_is_towards_the_skilled() -> None:
-    """One mini-batch of the whole batch: nothing has moved, so p is the old policy and the loss is cross-entropy."""
+def test_the_first_update_moves_the_policy_towards_skilled_rollouts() -> None:
+    """With the whole batch as one mini-batch, p is still the old policy, and the loss is the cross-entropy."""
     trainer = make_quiet_trainer(**TPO, actor__ppo_mini_batch_size=8)
     (row,) = run_steps(trainer, 1)
     assert row["pg_loss"] > row["tpo_target_entropy"]
@@ -249,7 +250,7 @@ def test_on_the_sampling_policy_the_first_pull_is_towards_the_skilled() -> None:
 
 
 def test_nothing_is_copied_into_a_group() -> None:
-    """Three kept groups in mini-batches of two: the last one has one group, where others would copy episodes."""
+    """Three groups in mini-batches of two groups: the last one has one group; other losses would copy episodes."""
     settings = {"env__env_groups": 3, "actor__ppo_mini_batch_size": 8}
     (row,), (other,) = run_steps(make_quiet_trainer(**TPO, **settings), 1), run_steps(make_quiet_trainer(**settings), 1)
     assert (row["batch_size"], row["optimizer_steps"]) == (12, 2)

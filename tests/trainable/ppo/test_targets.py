@@ -1,4 +1,4 @@
-"""Every estimator against the loops of oracles_algo, on batches of episodes."""
+"""Every estimator against the loops of tests.oracles.algo, on batches of episodes."""
 
 import pytest
 import torch
@@ -41,9 +41,9 @@ def per_sequence(advantages: list[float]) -> Tensor:
     return torch.tensor(advantages)[:, None] * BATCH.mask
 
 
-def close(found: Tensor, wanted: Tensor) -> None:
-    torch.testing.assert_close(found[BATCH.mask], wanted[BATCH.mask], rtol=1e-4, atol=1e-5)
-    assert not found[~BATCH.mask].any()
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual[BATCH.mask], expected[BATCH.mask], rtol=1e-4, atol=1e-5)
+    assert not actual[~BATCH.mask].any()
 
 
 def gae_oracle(rewards: list[list[float]], gamma: float, lam: float) -> tuple[Tensor, Tensor]:
@@ -56,12 +56,12 @@ def gae_oracle(rewards: list[list[float]], gamma: float, lam: float) -> tuple[Te
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.97, 0.9)])
 def test_gae_has_the_score_at_the_last_token_and_is_whitened(gamma: float, lam: float) -> None:
-    found = targets(gamma=gamma, lam=lam)
+    actual = targets(gamma=gamma, lam=lam)
     advantages, returns = gae_oracle(scores_at_the_end(), gamma, lam)
-    close(found.advantages, advantages)
-    close(found.returns, returns)
-    assert torch.equal(found.values, VALUES)
-    assert found.ref_logprobs is REFERENCE
+    close(actual.advantages, advantages)
+    close(actual.returns, returns)
+    assert torch.equal(actual.values, VALUES)
+    assert actual.ref_logprobs is REFERENCE
 
 
 def test_with_gamma_and_lambda_1_every_return_is_the_score() -> None:
@@ -69,15 +69,15 @@ def test_with_gamma_and_lambda_1_every_return_is_the_score() -> None:
 
 
 def test_bi_level_gae_has_each_turns_reward_at_its_end() -> None:
-    found = targets(gamma=0.98, lam=0.9, bi_level_gae=True, high_level_gamma=0.8)
+    actual = targets(gamma=0.98, lam=0.9, bi_level_gae=True, high_level_gamma=0.8)
     pairs = [
         oracle.bi_level_gae(rewards, values, mask, turns, 0.98, 0.9, 0.8)
         for rewards, values, mask, turns in zip(
             BATCH.rewards.tolist(), VALUES.tolist(), MASK, BATCH.turns.tolist(), strict=True
         )
     ]
-    close(found.advantages, whitened([advantages for advantages, _ in pairs]))
-    close(found.returns, torch.tensor([returns for _, returns in pairs]))
+    close(actual.advantages, whitened([advantages for advantages, _ in pairs]))
+    close(actual.returns, torch.tensor([returns for _, returns in pairs]))
 
 
 SCORES, GROUPS = BATCH.scores.tolist(), BATCH.group_ids.tolist()
@@ -85,9 +85,9 @@ SCORES, GROUPS = BATCH.scores.tolist(), BATCH.group_ids.tolist()
 
 @pytest.mark.parametrize("by_std", [True, False])
 def test_grpo(by_std: bool) -> None:
-    found = targets(adv_estimator="grpo", norm_adv_by_std_in_grpo=by_std)
-    close(found.advantages, per_sequence(oracle.grpo(SCORES, GROUPS, by_std)))
-    assert not found.returns.any()
+    actual = targets(adv_estimator="grpo", norm_adv_by_std_in_grpo=by_std)
+    close(actual.advantages, per_sequence(oracle.grpo(SCORES, GROUPS, by_std)))
+    assert not actual.returns.any()
 
 
 def test_rloo() -> None:
@@ -136,15 +136,15 @@ def penalised(kl_coef: float) -> list[list[float]]:
 
 
 def test_kl_in_the_reward_is_taken_off_token_by_token() -> None:
-    found = targets(kl_coef=0.7, use_kl_in_reward=True, gamma=0.9, lam=0.95)
+    actual = targets(kl_coef=0.7, use_kl_in_reward=True, gamma=0.9, lam=0.95)
     advantages, returns = gae_oracle(penalised(0.7), 0.9, 0.95)
-    close(found.advantages, advantages)
-    close(found.returns, returns)
+    close(actual.advantages, advantages)
+    close(actual.returns, returns)
 
 
 def test_kl_in_the_reward_reaches_estimators_without_a_critic() -> None:
-    found = targets(kl_coef=0.7, use_kl_in_reward=True, adv_estimator="rloo")
-    close(found.advantages, per_sequence(oracle.rloo([sum(row) for row in penalised(0.7)], GROUPS)))
+    actual = targets(kl_coef=0.7, use_kl_in_reward=True, adv_estimator="rloo")
+    close(actual.advantages, per_sequence(oracle.rloo([sum(row) for row in penalised(0.7)], GROUPS)))
 
 
 def test_kl_in_the_reward_at_coefficient_0_or_switched_off_changes_nothing() -> None:
@@ -158,14 +158,14 @@ def test_kl_in_the_reward_at_coefficient_0_or_switched_off_changes_nothing() -> 
 def test_nothing_is_made_on_another_device_than_the_batch(estimator: str) -> None:
     """As in test_qwen2: what names no device lands on `meta`."""
     settings = {"adv_estimator": estimator, "use_kl_in_reward": True, "bi_level_gae": estimator == "gae"}
-    wanted = targets(kl_coef=0.5, **settings)
+    expected = targets(kl_coef=0.5, **settings)
     with torch.device("meta"):
-        found = targets(kl_coef=0.5, **settings)
-    assert torch.equal(found.advantages, wanted.advantages)
-    assert torch.equal(found.returns, wanted.returns)
+        actual = targets(kl_coef=0.5, **settings)
+    assert torch.equal(actual.advantages, expected.advantages)
+    assert torch.equal(actual.returns, expected.returns)
 
 
 def test_without_a_critic_values_are_zero() -> None:
-    found = make_targets(BATCH, None, None, AlgorithmConfig(adv_estimator="grpo"), 0.0, 1.0)
-    assert not found.values.any()
-    assert found.ref_logprobs is None
+    actual = make_targets(BATCH, None, None, AlgorithmConfig(adv_estimator="grpo"), 0.0, 1.0)
+    assert not actual.values.any()
+    assert actual.ref_logprobs is None

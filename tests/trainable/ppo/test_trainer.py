@@ -208,8 +208,8 @@ def test_step_matches_reference_implementation() -> None:
         oracle.compute_critic_step(critic_twin, head, batch, targets, rows, config.critic) for rows in mini_batches
     ]
     expected = {
-        name: np.mean([step.losses[name] for step in part])
-        for part, names in ((policy, ("pg_loss", "entropy_loss", "kl_loss")), (value, ("vf_loss",)))
+        name: np.mean([step.losses[name] for step in oracle_steps])
+        for oracle_steps, names in ((policy, ("pg_loss", "entropy_loss", "kl_loss")), (value, ("vf_loss",)))
         for name in names
     }
     expected["actor_grad_norm"] = np.mean([oracle.compute_norm(step) for step in policy])
@@ -281,8 +281,8 @@ def test_a_step_with_nothing_kept_trains_and_validates_nothing(random_folder: Pa
         )
     )
     before = copy_weights(trainer)
-    found = [trainer.step() for _ in range(3)]
-    for number, (row, evaluations) in enumerate(((step.row, step.evaluations) for step in found), start=1):
+    outputs = [trainer.step() for _ in range(3)]
+    for number, (row, evaluations) in enumerate(((step.row, step.evaluations) for step in outputs), start=1):
         assert (row["groups_kept"], row["kept_ratio"], row["reward_std_kept"], row["zero_std_groups"]) == (0, 0, 0, 2)
         assert row["consecutive_empty_steps"] == number
         assert (row["optimizer_steps"], row["trained_tokens"], row["total_trained_tokens"]) == (0, 0, 0)

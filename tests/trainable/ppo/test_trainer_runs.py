@@ -46,15 +46,15 @@ def test_when_validation_happens(freq: int, expected: list[Any]) -> None:
 def test_the_base_policy_is_validated_before_the_first_update_only() -> None:
     trainer = PPOTrainer(make_small_config())
     fresh = PPOTrainer(make_small_config())
-    wanted = [fresh.evaluate("val", mode) for mode in ("sampled", "greedy")]
+    evaluations = [fresh.evaluate("val", mode) for mode in ("sampled", "greedy")]
     step = trainer.step()
-    assert step.evaluations[:2] == wanted
+    assert step.evaluations[:2] == evaluations
     assert {name: number for name, number in step.row.items() if name.startswith("base_")} == {
-        "base_val_success": wanted[0].success,
-        "base_val_greedy_success": wanted[1].success,
-        "base_val_success_unseen": wanted[0].compute_success_where(fresh.is_val_unseen),
-        "base_val_reward": wanted[0].score,
-        "base_val_invalid_turns": wanted[0].invalid_turns,
+        "base_val_success": evaluations[0].success,
+        "base_val_greedy_success": evaluations[1].success,
+        "base_val_success_unseen": evaluations[0].compute_success_where(fresh.is_val_unseen),
+        "base_val_reward": evaluations[0].score,
+        "base_val_invalid_turns": evaluations[0].invalid_turns,
     }
     assert not any(name.startswith("base_") for name in trainer.step().row)
     assert PPOTrainer(make_small_config(trainer__val_before_train=False)).step()[1] == []
@@ -64,10 +64,10 @@ def test_validation_always_plays_the_same_levels_with_fresh_draws() -> None:
     trainer = PPOTrainer(
         make_small_config(trainer__test_freq=1, actor__lr=1e-12, critic__lr=1e-12, env__val_env_groups=64)
     )
-    found = [e for _ in range(3) for e in trainer.step()[1] if e.mode == "sampled"]
-    assert all(e.levels == tuple(range(123, 187)) for e in found)
-    assert len({e.clusters for e in found}) == 1
-    assert len({e.solved for e in found}) == len(found) == 4
+    evaluations = [e for _ in range(3) for e in trainer.step()[1] if e.mode == "sampled"]
+    assert all(e.levels == tuple(range(123, 187)) for e in evaluations)
+    assert len({e.clusters for e in evaluations}) == 1
+    assert len({e.solved for e in evaluations}) == len(evaluations) == 4
 
 
 def test_validation_has_its_own_temperature() -> None:
@@ -79,43 +79,43 @@ def test_validation_has_its_own_temperature() -> None:
 
 def test_levels_that_are_alike_share_a_cluster() -> None:
     trainer = PPOTrainer(make_small_config(env__val_env_groups=64))
-    found = trainer.evaluate("val", "sampled")
+    evaluation = trainer.evaluate("val", "sampled")
     keys = [level.key for level in trainer.val_levels]
     for one in range(64):
         for other in range(one):
-            assert (found.clusters[one] == found.clusters[other]) == (keys[one] == keys[other])
-    assert len(set(found.clusters)) < 64
+            assert (evaluation.clusters[one] == evaluation.clusters[other]) == (keys[one] == keys[other])
+    assert len(set(evaluation.clusters)) < 64
 
 
 def test_success_on_unseen_levels_leaves_out_levels_of_the_training_run() -> None:
     trainer = PPOTrainer(
         make_small_config(env__val_env_groups=64, env__val_group_size=2, trainer__total_training_steps=40)
     )
-    found = trainer.evaluate("val", "sampled")
-    row = asdict(summarise_validation([found], trainer.is_val_unseen))
+    evaluation = trainer.evaluate("val", "sampled")
+    row = asdict(summarise_validation([evaluation], trainer.is_val_unseen))
     trained = {level.key for levels in trainer.levels for level in levels}
     unseen = [
-        solved for number, solved in enumerate(found.solved) if trainer.val_levels[number // 2].key not in trained
+        solved for number, solved in enumerate(evaluation.solved) if trainer.val_levels[number // 2].key not in trained
     ]
     assert 0 < len(unseen) < 128
     assert row["val_success_unseen"] == pytest.approx(np.mean(unseen))
-    assert row["val_success"] == pytest.approx(np.mean(found.solved))
-    assert found.levels[:4] == (123, 123, 124, 124)
+    assert row["val_success"] == pytest.approx(np.mean(evaluation.solved))
+    assert evaluation.levels[:4] == (123, 123, 124, 124)
 
 
 def test_closing_adds_greedy_and_test_success_and_their_time() -> None:
     trainer = PPOTrainer(make_small_config(trainer__total_training_steps=1))
     before = trainer.step().row
-    final, found = trainer.evaluate_final()
+    final, evaluations = trainer.evaluate_final()
     row = final.add_to_row(before)
-    assert [(e.step, e.split, e.mode) for e in found] == [
+    assert [(e.step, e.split, e.mode) for e in evaluations] == [
         (1, "val", "greedy"),
         (1, "test", "sampled"),
         (1, "test", "greedy"),
     ]
     columns = ("val_greedy_success", "test_success", "test_greedy_success")
-    assert [row[name] for name in columns] == [e.success for e in found]
-    assert found[1].levels == tuple(level.seed for level in level_sets.make_test_levels(8))
+    assert [row[name] for name in columns] == [e.success for e in evaluations]
+    assert evaluations[1].levels == tuple(level.seed for level in level_sets.make_test_levels(8))
     spent = row["seconds_validation"] - before["seconds_validation"]
     assert spent > 0
     for name in ("seconds_step", "seconds_total"):
@@ -195,12 +195,12 @@ def test_resumed_equals_straight_through(name: str, stop: int, tmp_path: Path) -
     rows = run_steps(straight, stop)
     write_checkpoint(tmp_path / "state", *straight.get_state())
     seconds = straight.seconds_total
-    wanted = run_steps(straight, 3 - stop)
+    expected_rows = run_steps(straight, 3 - stop)
     resumed = PPOTrainer(settings)
     resumed.load_state(*read_checkpoint(tmp_path / "state"))
     assert resumed.step_index == len(rows) == stop
     assert resumed.seconds_total == seconds
-    assert run_steps(resumed, 3 - stop) == wanted
+    assert run_steps(resumed, 3 - stop) == expected_rows
     assert has_same_weights(resumed, straight)
     assert resumed.get_state()[1] | {"seconds_total": 0} == straight.get_state()[1] | {"seconds_total": 0}
 
@@ -274,7 +274,7 @@ def test_seeds_draw_differently_in_the_same_levels() -> None:
 
 
 def test_arms_of_one_seed_start_alike() -> None:
-    """Levels, draws and the base's validation are paired across arms; from the first update on they part."""
+    """Levels, random numbers and the base validation are paired across arms, which differ after the first update."""
     plain, other = PPOTrainer(make_small_config()), PPOTrainer(make_small_config(actor__entropy_coeff=0.5))
     one, two = plain.step(), other.step()
     assert one[1] == two[1]
@@ -324,8 +324,8 @@ def test_it_learns() -> None:
         "env.test_env_groups": 0,
     }
     trainer = PPOTrainer(apply_overrides(RunConfig(), settings))
-    found: list[Evaluation] = [e for _ in range(20) for e in trainer.step()[1]]
-    assert [(e.step, e.mode) for e in found] == [(0, "sampled"), (0, "greedy"), (20, "sampled")]
-    before, greedy, after = (e.success for e in found)
+    evaluations: list[Evaluation] = [e for _ in range(20) for e in trainer.step()[1]]
+    assert [(e.step, e.mode) for e in evaluations] == [(0, "sampled"), (0, "greedy"), (20, "sampled")]
+    before, greedy, after = (e.success for e in evaluations)
     assert after > before + 0.2
     assert after > greedy

@@ -1,4 +1,4 @@
-"""The update against oracles_update: transformers' forward, autograd, one micro-batch at a time."""
+"""The update against tests.oracles.update: transformers' forward, autograd, one micro-batch at a time."""
 
 import copy
 from collections.abc import Iterable
@@ -34,19 +34,19 @@ class Recorder(torch.optim.SGD):
         self.steps.append([weight.grad.clone() for group in self.param_groups for weight in group["params"]])
 
 
-def owning(network: nn.Module, optimizer: torch.optim.Optimizer) -> TorchBackend:
+def make_backend(network: nn.Module, optimizer: torch.optim.Optimizer) -> TorchBackend:
     """The backend of one network."""
     return TorchBackend("optimizer", {"network": network}, optimizer, CUT["grad_clip"])
 
 
-def drawn(like: Tensor, seed: int, spread: float = 1.0) -> Tensor:
+def draw_noise(like: Tensor, seed: int, spread: float = 1.0) -> Tensor:
     return spread * torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
 
 
 MODEL = make_random_model(make_qwen2_shape(), seed=1)
 REFERENCE = copy.deepcopy(MODEL)
 for number, weight in enumerate(REFERENCE.parameters()):
-    weight.data += drawn(weight, number, 0.1)
+    weight.data += draw_noise(weight, number, 0.1)
 CRITIC = ValueModel(make_qwen2_shape())
 CRITIC.model.load_state_dict(make_random_model(make_qwen2_shape(), seed=3).model.state_dict())
 
@@ -58,7 +58,7 @@ def at_tokens(batch: Batch, model: Qwen2) -> Tensor:
 def make_batch(count: int = 12) -> Batch:
     """Episodes whose old log-probs lie around the model's: some ratios beyond the clips, some beyond the dual clip."""
     batch = collate(make_random_episodes(count, 4, seed=5))
-    noise = drawn(batch.logprobs, 6, 0.4)
+    noise = draw_noise(batch.logprobs, 6, 0.4)
     noise[:, ::7] -= 2.0
     return batch._replace(logprobs=(at_tokens(batch, MODEL) + noise) * batch.mask)
 
@@ -67,14 +67,14 @@ BATCH = make_batch()
 ORDER = order_length_stratified(BATCH.lengths)
 VALUES = compute_at_trained_tokens(BATCH, 4, TokenFunction.for_values(CRITIC.model, CRITIC.score))
 TARGETS = Targets(
-    advantages=drawn(BATCH.logprobs, 7) * BATCH.mask,
-    returns=(VALUES + drawn(VALUES, 8)) * BATCH.mask,
-    values=(VALUES + drawn(VALUES, 9, 0.6)) * BATCH.mask,
+    advantages=draw_noise(BATCH.logprobs, 7) * BATCH.mask,
+    returns=(VALUES + draw_noise(VALUES, 8)) * BATCH.mask,
+    values=(VALUES + draw_noise(VALUES, 9, 0.6)) * BATCH.mask,
     ref_logprobs=at_tokens(BATCH, REFERENCE),
 )
 
 
-def ran(
+def run_update(
     settings: ActorConfig,
     batch: Batch = BATCH,
     targets: Targets = TARGETS,
@@ -93,31 +93,31 @@ def named(recorder: Recorder, model: nn.Module) -> list[dict[str, Tensor]]:
     return [dict(zip(names, gradients, strict=True)) for gradients in recorder.steps]
 
 
-def close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert set(found) == set(wanted)
-    for name, gradient in wanted.items():
+def close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert set(actual) == set(expected)
+    for name, gradient in expected.items():
         size = float(gradient.abs().max())
-        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5 * max(1.0, size), msg=name)
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-3, atol=1e-5 * max(1.0, size), msg=name)
 
 
 def compare(settings: ActorConfig) -> None:
     """Gradients of both mini-batches (8 and 4 sequences), and every number that the meter reports."""
-    recorder, meter = ran(settings)
+    recorder, meter = run_update(settings)
     twin, reference = make_hub_twin(MODEL), make_hub_twin(REFERENCE)
-    wanted = [
+    expected = [
         oracle.compute_actor_step(twin, reference, BATCH, TARGETS, rows, settings, TEMPERATURE)
         for rows in ORDER.split(8)
     ]
-    for found, step in zip(named(recorder, MODEL), wanted, strict=True):
-        close(found, step.gradients)
+    for actual, step in zip(named(recorder, MODEL), expected, strict=True):
+        close(actual, step.gradients)
     means = meter.compute_means()
     for name in ("pg_loss", "entropy_loss", *(["kl_loss"] if settings.use_kl_loss else [])):
-        assert means[name] == pytest.approx(sum(step.losses[name] for step in wanted) / 2, rel=1e-4, abs=1e-6), name
+        assert means[name] == pytest.approx(sum(step.losses[name] for step in expected) / 2, rel=1e-4, abs=1e-6), name
     tokens = [int(BATCH.mask[rows].sum()) for rows in ORDER.split(8)]
     for name in ("pg_clipfrac", "pg_clipfrac_lower", "ppo_kl"):
-        total = sum(step.losses[name] * count for step, count in zip(wanted, tokens, strict=True))
+        total = sum(step.losses[name] * count for step, count in zip(expected, tokens, strict=True))
         assert means[name] == pytest.approx(total / sum(tokens), rel=1e-4, abs=1e-6), name
-    assert means["actor_grad_norm"] == pytest.approx(sum(map(oracle.compute_norm, wanted)) / 2, rel=1e-3)
+    assert means["actor_grad_norm"] == pytest.approx(sum(map(oracle.compute_norm, expected)) / 2, rel=1e-3)
     assert ("kl_loss" in means) == settings.use_kl_loss
 
 
@@ -143,7 +143,7 @@ def test_the_loss_without_kl(settings: dict[str, float]) -> None:
 
 
 def test_the_batch_reaches_both_clips() -> None:
-    means = ran(ActorConfig(**CUT))[1].compute_means()
+    means = run_update(ActorConfig(**CUT))[1].compute_means()
     assert means["pg_clipfrac"] > 0.1
     assert means["pg_clipfrac_lower"] > 0.02
 
@@ -154,9 +154,9 @@ def test_gradients_do_not_depend_on_where_passes_are_cut(
     tokens: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ActorConfig(**CUT, loss_agg_mode=mode, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="mse")
-    usual, _ = ran(settings)
+    usual, _ = run_update(settings)
     monkeypatch.setattr(update, "TOKENS_PER_PASS", {"cpu": tokens})
-    cut, _ = ran(settings)
+    cut, _ = run_update(settings)
     for one, other in zip(named(usual, MODEL), named(cut, MODEL), strict=True):
         close(one, other)
 
@@ -169,18 +169,18 @@ def test_gradients_do_not_depend_on_chunks_of_the_vocabulary(
     settings = ActorConfig(
         **CUT, entropy_coeff=0.5, use_kl_loss=True, kl_loss_type=kind, entropy_from_logits_with_chunking=chunking
     )
-    usual, meter = ran(settings)
+    usual, meter = run_update(settings)
     monkeypatch.setattr(update, "CHUNK_ELEMENTS", 7 * 23)
-    cut, cut_meter = ran(settings)
+    cut, cut_meter = run_update(settings)
     for one, other in zip(named(usual, MODEL), named(cut, MODEL), strict=True):
         close(one, other)
     assert cut_meter.compute_means() == pytest.approx(meter.compute_means(), rel=1e-4, abs=1e-6)
 
 
 def test_the_means_of_micro_batches_are_not_the_mean_over_tokens() -> None:
-    """The published quirk is there to be seen: with one micro-batch a mini-batch the gradient is another."""
-    quirk, _ = ran(ActorConfig(**CUT))
-    whole, _ = ran(ActorConfig(**{**CUT, "ppo_micro_batch_size_per_gpu": 8}))
+    """The published quirk is visible: with one micro-batch per mini-batch, the gradient is a different one."""
+    quirk, _ = run_update(ActorConfig(**CUT))
+    whole, _ = run_update(ActorConfig(**{**CUT, "ppo_micro_batch_size_per_gpu": 8}))
     assert max(float((a - b).abs().max()) for a, b in zip(quirk.steps[0], whole.steps[0], strict=True)) > 1e-3
 
 
@@ -192,7 +192,7 @@ def on_policy() -> Batch:
 
 
 def test_while_the_policy_is_the_one_that_sampled_nothing_is_clipped() -> None:
-    _, meter = ran(ActorConfig(**CUT), on_policy())
+    _, meter = run_update(ActorConfig(**CUT), on_policy())
     means = meter.compute_means()
     assert means["pg_clipfrac"] == means["pg_clipfrac_lower"] == 0
     assert abs(means["ppo_kl"]) < 1e-6
@@ -201,7 +201,7 @@ def test_while_the_policy_is_the_one_that_sampled_nothing_is_clipped() -> None:
 def test_at_ratio_one_the_loss_is_minus_the_advantages_and_moves_towards_them() -> None:
     settings = ActorConfig(**CUT, loss_agg_mode="seq-mean-token-sum-norm")
     advantages = BATCH.mask.float()
-    recorder, meter = ran(settings, on_policy(), TARGETS._replace(advantages=advantages))
+    recorder, meter = run_update(settings, on_policy(), TARGETS._replace(advantages=advantages))
     # Two mini-batches of 8 and 4 in micro-batches of 4: each token weighs 1 / (padded length * micro-batches).
     pieces = [
         -float(BATCH.mask[rows].sum()) / BATCH.tokens.shape[1] / count
@@ -225,7 +225,9 @@ KL_ONLY = {"use_kl_loss": True, "kl_loss_coef": 1.0}
 )
 def test_at_the_reference_the_kl_gradient_is_zero_but_for_k1(kind: str, anchors: bool) -> None:
     targets = TARGETS._replace(advantages=torch.zeros_like(TARGETS.advantages), ref_logprobs=at_tokens(BATCH, MODEL))
-    recorder, meter = ran(ActorConfig(**CUT, **KL_ONLY, kl_loss_type=kind), on_policy(), targets, copy.deepcopy(MODEL))
+    recorder, meter = run_update(
+        ActorConfig(**CUT, **KL_ONLY, kl_loss_type=kind), on_policy(), targets, copy.deepcopy(MODEL)
+    )
     size = max(float(g.abs().max()) for g in recorder.steps[0])
     assert size < 1e-5 if anchors else size > 0.01
     assert abs(meter.compute_means()["kl_loss"]) < 1e-6
@@ -235,8 +237,8 @@ def test_at_the_reference_the_kl_gradient_is_zero_but_for_k1(kind: str, anchors:
 
 
 def test_the_gradient_is_clipped_and_its_norm_reported_before() -> None:
-    recorder, meter = ran(ActorConfig(**{**CUT, "grad_clip": 0.05}))
-    free, _ = ran(ActorConfig(**CUT))
+    recorder, meter = run_update(ActorConfig(**{**CUT, "grad_clip": 0.05}))
+    free, _ = run_update(ActorConfig(**CUT))
     for clipped, whole in zip(recorder.steps, free.steps, strict=True):
         norm = torch.cat([g.flatten() for g in whole]).norm()
         assert norm > 0.1
@@ -246,7 +248,7 @@ def test_the_gradient_is_clipped_and_its_norm_reported_before() -> None:
 
 
 def test_epochs_go_over_all_mini_batches_again() -> None:
-    recorder, meter = ran(ActorConfig(**CUT, ppo_epochs=3))
+    recorder, meter = run_update(ActorConfig(**CUT, ppo_epochs=3))
     assert meter.optimizer_steps == len(recorder.steps) == 6
     assert meter.tokens == 3 * int(BATCH.mask.sum())
 
@@ -265,7 +267,7 @@ def with_bad_advantage(value: float, row: int) -> Targets:
 def test_a_gradient_that_is_not_finite_makes_no_step_and_is_counted(bad: float) -> None:
     model = copy.deepcopy(MODEL)
     optimizer = adam(model)
-    actor = ActorUpdate(model, owning(model, optimizer), ActorConfig(**CUT), TEMPERATURE)
+    actor = ActorUpdate(model, make_backend(model, optimizer), ActorConfig(**CUT), TEMPERATURE)
     spoiled = ORDER[:8]
     meter = actor.run(BATCH, with_bad_advantage(bad, int(spoiled[0])), spoiled)
     assert (meter.optimizer_steps, meter.skipped_steps) == (1, 1)
@@ -277,11 +279,11 @@ def test_a_gradient_that_is_not_finite_makes_no_step_and_is_counted(bad: float) 
 
 def test_a_skipped_step_leaves_the_others_alone() -> None:
     model = copy.deepcopy(MODEL)
-    actor = ActorUpdate(model, owning(model, adam(model)), ActorConfig(**CUT), TEMPERATURE)
+    actor = ActorUpdate(model, make_backend(model, adam(model)), ActorConfig(**CUT), TEMPERATURE)
     meter = actor.run(BATCH, with_bad_advantage(float("nan"), int(ORDER[0])), ORDER)
     assert (meter.optimizer_steps, meter.skipped_steps) == (2, 1)
     alone = copy.deepcopy(MODEL)
-    update = ActorUpdate(alone, owning(alone, adam(alone)), ActorConfig(**CUT), TEMPERATURE)
+    update = ActorUpdate(alone, make_backend(alone, adam(alone)), ActorConfig(**CUT), TEMPERATURE)
     only = update.run(BATCH, TARGETS, ORDER[8:])
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
     assert meter.compute_means()["actor_grad_norm"] == pytest.approx(only.compute_means()["actor_grad_norm"])
@@ -303,15 +305,15 @@ def hub_critic(critic: ValueModel) -> tuple[nn.Module, nn.Linear]:
 
 def test_the_value_loss_is_the_published_one() -> None:
     recorder = Recorder(CRITIC.parameters())
-    meter = update_critic(CRITIC, owning(CRITIC, recorder), BATCH, TARGETS, ORDER, CRITIC_CUT)
+    meter = update_critic(CRITIC, make_backend(CRITIC, recorder), BATCH, TARGETS, ORDER, CRITIC_CUT)
     twin, head = hub_critic(CRITIC)
-    wanted = [oracle.compute_critic_step(twin, head, BATCH, TARGETS, rows, CRITIC_CUT) for rows in ORDER.split(8)]
-    for found, step in zip(named(recorder, CRITIC), wanted, strict=True):
-        close(found, step.gradients)
+    expected = [oracle.compute_critic_step(twin, head, BATCH, TARGETS, rows, CRITIC_CUT) for rows in ORDER.split(8)]
+    for actual, step in zip(named(recorder, CRITIC), expected, strict=True):
+        close(actual, step.gradients)
     means = meter.compute_means()
-    assert means["vf_loss"] == pytest.approx(sum(step.losses["vf_loss"] for step in wanted) / 2, rel=1e-4)
+    assert means["vf_loss"] == pytest.approx(sum(step.losses["vf_loss"] for step in expected) / 2, rel=1e-4)
     tokens = [int(BATCH.mask[rows].sum()) for rows in ORDER.split(8)]
-    clipped = sum(step.losses["vf_clipfrac"] * count for step, count in zip(wanted, tokens, strict=True))
+    clipped = sum(step.losses["vf_clipfrac"] * count for step, count in zip(expected, tokens, strict=True))
     assert means["vf_clipfrac"] == pytest.approx(clipped / sum(tokens))
     assert 0.1 < means["vf_clipfrac"] < 0.9
     assert means["critic_grad_norm"] > 0
@@ -322,7 +324,7 @@ def test_a_critics_step_that_is_not_finite_is_skipped_too() -> None:
     returns = TARGETS.returns.clone()
     returns[BATCH.mask] = float("nan")
     meter = update_critic(
-        critic, owning(critic, adam(critic)), BATCH, TARGETS._replace(returns=returns), ORDER, CRITIC_CUT
+        critic, make_backend(critic, adam(critic)), BATCH, TARGETS._replace(returns=returns), ORDER, CRITIC_CUT
     )
     assert (meter.optimizer_steps, meter.skipped_steps) == (2, 2)
     assert all(torch.equal(a, b) for a, b in zip(critic.parameters(), CRITIC.parameters(), strict=True))
@@ -330,7 +332,7 @@ def test_a_critics_step_that_is_not_finite_is_skipped_too() -> None:
 
 def test_on_a_shared_trunk_the_value_loss_joins_with_its_weight() -> None:
     settings = ActorConfig(**CUT, entropy_coeff=0.1)
-    recorder, meter = ran(settings, head=CRITIC.score)
+    recorder, meter = run_update(settings, head=CRITIC.score)
     twin = make_hub_twin(MODEL)
     head = nn.Linear(16, 1)
     head.load_state_dict(CRITIC.score.state_dict())
@@ -338,8 +340,8 @@ def test_on_a_shared_trunk_the_value_loss_joins_with_its_weight() -> None:
     policy = oracle.compute_actor_step(twin, None, BATCH, TARGETS, rows, settings, TEMPERATURE).gradients
     value = oracle.compute_critic_step(twin, head, BATCH, TARGETS, rows, CRITIC_CUT).gradients
     *trunk, weight, bias = recorder.steps[0]
-    found = dict(zip(dict(MODEL.named_parameters()), trunk, strict=True))
-    close(found, {name: policy[name] + 0.01 * value[name] for name in found})
+    actual = dict(zip(dict(MODEL.named_parameters()), trunk, strict=True))
+    close(actual, {name: policy[name] + 0.01 * value[name] for name in actual})
     close({"w": weight, "b": bias}, {"w": 0.01 * value["score.weight"], "b": 0.01 * value["score.bias"]})
     assert {"vf_loss", "vf_clipfrac", "pg_loss"} <= set(meter.compute_means())
 
@@ -351,26 +353,26 @@ def test_on_a_shared_trunk_the_value_loss_joins_with_its_weight() -> None:
 def test_numbers_at_trained_tokens_are_those_of_transformers(rows_a_pass: int) -> None:
     with torch.no_grad():
         logs = (make_hub_twin(MODEL)(input_ids=BATCH.tokens).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-        wanted = torch.zeros(BATCH.tokens.shape)
-        wanted[:, 1:] = logs.gather(-1, BATCH.tokens[:, 1:, None])[..., 0]
+        expected = torch.zeros(BATCH.tokens.shape)
+        expected[:, 1:] = logs.gather(-1, BATCH.tokens[:, 1:, None])[..., 0]
         twin, head = hub_critic(CRITIC)
         values = torch.zeros(BATCH.tokens.shape)
         values[:, 1:] = head(twin.model(input_ids=BATCH.tokens).last_hidden_state)[:, :-1, 0]
-    found = compute_at_trained_tokens(BATCH, rows_a_pass, TokenFunction.for_logprobs(MODEL, TEMPERATURE))
-    torch.testing.assert_close(found, wanted * BATCH.mask, rtol=1e-5, atol=1e-5)
-    found = compute_at_trained_tokens(BATCH, rows_a_pass, TokenFunction.for_values(CRITIC.model, CRITIC.score))
-    torch.testing.assert_close(found, values * BATCH.mask, rtol=1e-5, atol=1e-5)
-    assert not found.requires_grad
+    actual = compute_at_trained_tokens(BATCH, rows_a_pass, TokenFunction.for_logprobs(MODEL, TEMPERATURE))
+    torch.testing.assert_close(actual, expected * BATCH.mask, rtol=1e-5, atol=1e-5)
+    actual = compute_at_trained_tokens(BATCH, rows_a_pass, TokenFunction.for_values(CRITIC.model, CRITIC.score))
+    torch.testing.assert_close(actual, values * BATCH.mask, rtol=1e-5, atol=1e-5)
+    assert not actual.requires_grad
 
 
 def test_nothing_is_made_on_another_device_than_the_batch() -> None:
     """As in test_qwen2: what names no device lands on `meta`."""
     settings = ActorConfig(**CUT, entropy_coeff=0.1, use_kl_loss=True, kl_loss_type="low_var_kl")
-    wanted, _ = ran(settings, head=CRITIC.score)
+    expected, _ = run_update(settings, head=CRITIC.score)
     rows = torch.arange(len(BATCH.lengths))
     with torch.device("meta"):
-        found, _ = ran(settings, head=CRITIC.score)
-        update_critic(CRITIC, owning(CRITIC, Recorder(CRITIC.parameters())), BATCH, TARGETS, rows, CRITIC_CUT)
+        actual, _ = run_update(settings, head=CRITIC.score)
+        update_critic(CRITIC, make_backend(CRITIC, Recorder(CRITIC.parameters())), BATCH, TARGETS, rows, CRITIC_CUT)
         logprobs = at_tokens(BATCH, MODEL)
-    assert all(torch.equal(a, b) for a, b in zip(found.steps[0], wanted.steps[0], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(actual.steps[0], expected.steps[0], strict=True))
     assert logprobs.device.type == "cpu"

@@ -21,44 +21,44 @@ def tensors(pairs: list[tuple[float, float]]) -> tuple[torch.Tensor, torch.Tenso
 
 @given(PAIRS)
 def test_the_columns_are_their_formulas(pairs: list[tuple[float, float]]) -> None:
-    found = measure_mismatch(*tensors(pairs))
+    actual = measure_mismatch(*tensors(pairs))
     differences = [trainer - engine for trainer, engine in pairs]
     weights = [math.exp(difference) for difference in differences]
-    assert found.mean_abs == pytest.approx(sum(map(abs, differences)) / len(pairs))
-    assert found.max_abs == pytest.approx(max(map(abs, differences)))
+    assert actual.mean_abs == pytest.approx(sum(map(abs, differences)) / len(pairs))
+    assert actual.max_abs == pytest.approx(max(map(abs, differences)))
     k3 = [weight - 1 - difference for weight, difference in zip(weights, differences, strict=True)]
-    assert found.kl == pytest.approx(sum(k3) / len(pairs), rel=1e-6, abs=1e-9)
+    assert actual.kl == pytest.approx(sum(k3) / len(pairs), rel=1e-6, abs=1e-9)
     squares = sum(weight**2 for weight in weights)
-    assert found.ess_fraction == pytest.approx(sum(weights) ** 2 / (len(pairs) * squares))
+    assert actual.ess_fraction == pytest.approx(sum(weights) ** 2 / (len(pairs) * squares))
 
 
 @given(PAIRS)
 def test_the_columns_keep_their_bounds(pairs: list[tuple[float, float]]) -> None:
-    found = measure_mismatch(*tensors(pairs))
-    assert 0 <= found.mean_abs <= found.max_abs + 1e-12
-    assert found.kl >= 0
-    assert 1 / len(pairs) - 1e-12 <= found.ess_fraction <= 1 + 1e-12
+    actual = measure_mismatch(*tensors(pairs))
+    assert 0 <= actual.mean_abs <= actual.max_abs + 1e-12
+    assert actual.kl >= 0
+    assert 1 / len(pairs) - 1e-12 <= actual.ess_fraction <= 1 + 1e-12
 
 
-def test_equal_logprobs_agree_wholly() -> None:
+def test_equal_logprobs_have_no_mismatch() -> None:
     logprobs = torch.tensor([-0.5, -3.0, -1e-4])
     assert measure_mismatch(logprobs, logprobs) == (0.0, 0.0, 0.0, 1.0)
 
 
-def test_the_effective_share_is_the_share_of_tokens_that_count() -> None:
+def test_the_ess_fraction_is_the_fraction_of_tokens_that_count() -> None:
     engine = torch.full((10,), -1.0)
     trainer = torch.where(torch.arange(10) < 3, engine, engine - 60)
     assert measure_mismatch(trainer, engine).ess_fraction == pytest.approx(0.3)
 
 
 def test_the_columns_survive_differences_whose_exponential_overflows_float32() -> None:
-    found = measure_mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -200.0]))
-    assert found.ess_fraction == pytest.approx(0.5)
-    assert math.isfinite(found.kl)
+    actual = measure_mismatch(torch.tensor([-1.0, -1.0]), torch.tensor([-1.0, -200.0]))
+    assert actual.ess_fraction == pytest.approx(0.5)
+    assert math.isfinite(actual.kl)
 
 
 def test_kl_and_weights_estimate_over_the_engines_tokens() -> None:
-    """Tokens of the engine's distribution q: E k3 = KL(q || p), E w f = E_p f, both by hand."""
+    """Over tokens of the engine's distribution q: E k3 = KL(q || p) and E w f = E_p f, both computed by hand."""
     q, p = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.4, 0.25, 0.2, 0.15])
     tokens = np.repeat(np.arange(4), (1000 * q).round().astype(int))  # q itself, not a sample of it
     trainer, engine = torch.from_numpy(np.log(p)[tokens]), torch.from_numpy(np.log(q)[tokens])
@@ -77,25 +77,25 @@ def test_nothing_to_compare_is_an_error() -> None:
 @given(PAIRS, st.floats(0.1, 8))
 def test_importance_weights_are_cut_ratios(pairs: list[tuple[float, float]], cap: float) -> None:
     trainer, engine = tensors(pairs)
-    found = importance_weights(trainer, engine, cap)
-    wanted = [min(math.exp(one - other), cap) for one, other in pairs]
-    np.testing.assert_allclose(found, wanted, rtol=1e-9)
+    actual = importance_weights(trainer, engine, cap)
+    expected = [min(math.exp(one - other), cap) for one, other in pairs]
+    np.testing.assert_allclose(actual, expected, rtol=1e-9)
 
 
 def test_importance_weights_carry_no_gradient_and_never_overflow() -> None:
     trainer = torch.tensor([[-1.0, -1.0], [-2.0, -1.0]], requires_grad=True)
-    found = importance_weights(trainer, torch.tensor([[-1.0, -300.0], [-1.0, -1.0]]), 2.0)
-    assert not found.requires_grad
-    torch.testing.assert_close(found, torch.tensor([[1.0, 2.0], [math.exp(-1), 1.0]]))
+    actual = importance_weights(trainer, torch.tensor([[-1.0, -300.0], [-1.0, -1.0]]), 2.0)
+    assert not actual.requires_grad
+    torch.testing.assert_close(actual, torch.tensor([[1.0, 2.0], [math.exp(-1), 1.0]]))
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.01, 0.05])
-def test_agreement_within_the_tolerance_passes(mean: float) -> None:
+def test_a_mismatch_within_the_tolerance_passes(mean: float) -> None:
     check_mismatch(mean, 0.05, step=1)
 
 
 @pytest.mark.parametrize("mean", [0.0501, 0.7, math.inf, math.nan])
-def test_disagreement_ends_the_run_for_good(mean: float) -> None:
+def test_a_mismatch_ends_the_run_without_retry(mean: float) -> None:
     with pytest.raises(EngineMismatchError, match=r"At step 7 .* samples from other weights") as caught:
         check_mismatch(mean, 0.05, step=7)
     assert "0.05 is allowed" in str(caught.value)

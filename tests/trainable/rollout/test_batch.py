@@ -18,10 +18,10 @@ def test_every_number_of_an_episode_is_at_its_place(episodes) -> None:
     for row, episode in enumerate(episodes):
         size = len(episode.tokens)
         assert int(batch.lengths[row]) == size
-        for part in ("tokens", "mask", "logprobs", "turns"):
-            found = getattr(batch, part)[row]
-            assert found[:size].tolist() == getattr(episode, part).tolist()
-            assert not found[size:].any()
+        for field_name in ("tokens", "mask", "logprobs", "turns"):
+            actual = getattr(batch, field_name)[row]
+            assert actual[:size].tolist() == getattr(episode, field_name).tolist()
+            assert not actual[size:].any()
         assert batch.rewards[row, :size].tolist() == place_turn_rewards(episode).tolist()
         assert int(batch.group_ids[row]) == episode.group
         assert float(batch.scores[row]) == pytest.approx(episode.score)
@@ -61,8 +61,8 @@ def test_a_trained_token_is_predicted_from_the_one_before_it(episodes) -> None:
 def test_rows_are_the_batch_of_the_chosen_episodes(episodes, random) -> None:
     index = [random.randrange(len(episodes)) for _ in range(random.randint(1, 5))]
     chosen = collate(episodes).select_rows(torch.tensor(index))
-    for found, wanted in zip(chosen, collate([episodes[row] for row in index]), strict=True):
-        assert torch.equal(found, wanted)
+    for actual, expected in zip(chosen, collate([episodes[row] for row in index]), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_mini_batches_are_consecutive_and_the_last_may_be_short() -> None:
@@ -73,13 +73,13 @@ def test_mini_batches_are_consecutive_and_the_last_may_be_short() -> None:
 def test_nothing_is_made_on_another_device_than_the_batch() -> None:
     """As in test_qwen2: what names no device lands on `meta`."""
     batch = collate(make_random_episodes(4, 2))
-    wanted = place_episode_scores(batch)
+    expected = place_episode_scores(batch)
     with torch.device("meta"):
-        found, where, rows = (
+        actual, where, rows = (
             place_episode_scores(batch),
             batch.find_prediction_positions(),
             batch.select_rows(torch.tensor([0, 2], device="cpu")),
         )
-    assert torch.equal(found, wanted)
+    assert torch.equal(actual, expected)
     assert where.device.type == rows.tokens.device.type == "cpu"
     assert isinstance(rows, Batch)

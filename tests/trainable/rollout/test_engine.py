@@ -1,4 +1,4 @@
-"""What a trainer reads again of an engine's episodes, and what it does with the difference."""
+"""Log-probs that a trainer recomputes for the episodes of an engine, and the mismatch."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ def played(trainer: PPOTrainer) -> list[Episode]:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_what_is_read_again_is_what_the_shared_sampler_gave(temperature: float) -> None:
+def test_recomputed_logprobs_are_those_of_the_shared_sampler(temperature: float) -> None:
     trainer = make_quiet_trainer(rollout__temperature=temperature)
     episodes = played(trainer)
     again = recompute_logprobs(trainer.model, episodes, temperature, 2, trainer.device)
@@ -32,7 +32,7 @@ def test_what_is_read_again_is_what_the_shared_sampler_gave(temperature: float) 
 
 
 def shifted(episodes: list[Episode], by: float) -> list[Episode]:
-    """The episodes of an engine whose log-probs are off."""
+    """Episodes with log-probs of an engine that differ from the trainer's."""
     return [
         episode._replace(engine_logprobs=np.where(episode.mask, episode.logprobs - by, 0).astype(np.float32))
         for episode in episodes
@@ -45,10 +45,10 @@ def test_the_difference_is_measured_and_too_large_a_one_ends_the_run() -> None:
     assert TorchEngine(trainer.model, trainer.backends["actor"].gather_weights).measure_mismatch(episodes, 1) is None
     engine = VllmEngine.__new__(VllmEngine)
     engine.config = trainer.config
-    agreement = engine.measure_mismatch(shifted(episodes, 0.01), 1)
-    assert agreement.mean_abs == pytest.approx(0.01, rel=1e-3)
-    assert agreement.max_abs == pytest.approx(0.01, rel=1e-3)
-    assert agreement.ess_fraction == pytest.approx(1)
+    mismatch = engine.measure_mismatch(shifted(episodes, 0.01), 1)
+    assert mismatch.mean_abs == pytest.approx(0.01, rel=1e-3)
+    assert mismatch.max_abs == pytest.approx(0.01, rel=1e-3)
+    assert mismatch.ess_fraction == pytest.approx(1)
     with pytest.raises(EngineMismatchError, match="At step 4 the engine's log-probs differ"):
         engine.measure_mismatch(shifted(episodes, 0.2), 4)
 
@@ -65,8 +65,8 @@ def test_truncated_weights_multiply_the_policys_loss(shift: float, weight: float
         with torch.no_grad():
             losses.append(
                 [
-                    float(trainer.make_actor_update().compute_loss_terms(part, meter)["task"])
-                    for part in make_passes(batch, targets, rows, "token-mean", 2, batch.tokens.shape[1])
+                    float(trainer.make_actor_update().compute_loss_terms(inputs, meter)["task"])
+                    for inputs in make_passes(batch, targets, rows, "token-mean", 2, batch.tokens.shape[1])
                 ]
             )
     assert losses[1] == pytest.approx([weight * loss for loss in losses[0]], rel=1e-4)
@@ -75,5 +75,5 @@ def test_truncated_weights_multiply_the_policys_loss(shift: float, weight: float
 
 def test_a_conversation_is_no_longer_than_the_setting_or_the_models_context() -> None:
     assert make_quiet_trainer(rollout__max_model_len=200).limits.context_length == 200
-    own = make_quiet_trainer().model.shape.max_position_embeddings
-    assert make_quiet_trainer(rollout__max_model_len=own + 1).limits.context_length == own
+    model_context = make_quiet_trainer().model.shape.max_position_embeddings
+    assert make_quiet_trainer(rollout__max_model_len=model_context + 1).limits.context_length == model_context

@@ -35,7 +35,7 @@ def ids(text: str) -> list[int]:
 
 
 def played(script: Sequence[Sequence[str]], rules: EpisodeLimits = RULES, levels: int = 1, copies: int = 1) -> Played:
-    """Episodes in which row r says script[r][turn]; 512 tokens of context, 24 a reply."""
+    """Episodes in which row r says script[r][turn]; 512 tokens of context, 24 per reply."""
     sampler = ScriptedSampler([[ids(text) for text in row] for row in script])
     episodes = roll_out_episodes(
         LEVELS[:levels],
@@ -113,7 +113,7 @@ def test_the_penalty_is_a_setting() -> None:
 
 
 def given_texts(sampler: ScriptedSampler, row: int = 0) -> list[str]:
-    """What the row was told after each of its replies but the last."""
+    """The tokens that the row was given after each of its replies except the last."""
     return [TOKENIZER.decode(turn[row], skip_special_tokens=False) for turn in sampler.requests[1:] if row in turn]
 
 
@@ -223,7 +223,7 @@ def test_a_row_that_has_ended_is_not_asked_again(many: Played) -> None:
 def test_a_conversation_that_would_outgrow_the_context_ends() -> None:
     prompt = len(ids(PROTOCOL.format_first_turn(Observation(1, LEVELS[0].cells, 10))))
     reply = len(ids(said("R")))
-    # Room for the second turn's 11 given tokens and 24 new ones, and not for the third's.
+    # The second turn's 11 prompt tokens and 24 new ones fit, and those of the third do not.
     context = prompt + reply + 11 + 24
     episode = one(*[said("R")] * 5, context_length=context)
     assert outcome(episode) == (StopReason.OUT_OF_CONTEXT, -0.2, 2, 2, 0)

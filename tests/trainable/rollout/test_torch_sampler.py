@@ -38,7 +38,7 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     nothing = -float("inf")
     logits = [nothing, 0.0, nothing, 0.0, nothing]
     assert picked(logits, [0.0, 0.499, 0.501, BELOW_ONE]) == [1, 1, 3, 3]
-    # So improbable that it is 0 in float32 is as good as without.
+    # A probability that is 0 in float32 counts as no probability.
     assert picked([-200.0, 0.0, -200.0], [0.0, BELOW_ONE]) == [1, 1]
 
 
@@ -77,7 +77,7 @@ STOP = 2
 
 @pytest.fixture(scope="module")
 def model() -> Qwen2:
-    """Small and random, with a stop token that comes every few tokens."""
+    """A small random model that samples the stop token every few tokens."""
     return make_random_model(make_qwen2_shape(num_hidden_layers=2), seed=4, std=0.25)
 
 
@@ -91,7 +91,7 @@ Prompts = Sequence[Sequence[int]]
 def talk(
     model: Qwen2, prompts: Prompts, copies: int, script: Script, temperature: float = 1.0, length: int = 9
 ) -> list[Turn]:
-    """Replies by row, a turn each; script: the rows that go on, and what each is given."""
+    """Replies by row, one per turn; script: for each turn, the live rows and their new tokens."""
     params = SamplingParams(temperature, length, STOP)
     conversation = TorchSampler(model).start_conversation(prompts, copies, params, np.random.default_rng(7))
     rows = list(range(len(prompts) * copies))
@@ -110,17 +110,17 @@ def full_script(rows: Sequence[int]) -> Script:
 
 
 def histories(turns: list[Turn], copies: int, script: Script, row: int) -> list[tuple[list[int], SampledReply]]:
-    """What the row had seen before each of its replies."""
-    seen, found = list(PROMPTS[row // copies]), []
+    """The tokens that the row had seen before each of its replies."""
+    seen, actual = list(PROMPTS[row // copies]), []
     for number, turn in enumerate(turns):
         if number:
             going, given = script[number - 1]
             if row not in going:
                 break
             seen = [*seen, *given[list(going).index(row)]]
-        found.append((seen, turn[row]))
+        actual.append((seen, turn[row]))
         seen = [*seen, *turn[row].token_ids.tolist()]
-    return found
+    return actual
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 0.0])
@@ -134,9 +134,9 @@ def test_numbers_of_every_turn_are_those_of_a_full_forward(model: Qwen2, tempera
             tokens = torch.tensor([[*seen, *reply.token_ids.tolist()]])
             with torch.no_grad():
                 logits = twin(input_ids=tokens).logits[0, len(seen) - 1 : -1] / (temperature or 1.0)
-            wanted = torch.distributions.Categorical(logits=logits)
-            np.testing.assert_allclose(reply.logprobs, wanted.log_prob(tokens[0, len(seen) :]), rtol=1e-5, atol=1e-5)
-            np.testing.assert_allclose(reply.entropies, wanted.entropy(), rtol=1e-5, atol=1e-5)
+            expected = torch.distributions.Categorical(logits=logits)
+            np.testing.assert_allclose(reply.logprobs, expected.log_prob(tokens[0, len(seen) :]), rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(reply.entropies, expected.entropy(), rtol=1e-5, atol=1e-5)
             if temperature == 0:
                 assert reply.token_ids.tolist() == logits.argmax(-1).tolist()
     assert replies == 6 + 6 + 3 + 2
@@ -244,8 +244,8 @@ def test_the_sampler_and_the_trainer_agree(shipped: Policy, temperature: float) 
     played = episodes(shipped, temperature)
     assert len({episode.stop_reason for episode in played}) > 1
     batch = collate(played)
-    found = compute_at_trained_tokens(batch, 5, TokenFunction.for_logprobs(shipped.model, temperature))
-    torch.testing.assert_close(batch.logprobs, found, rtol=1e-5, atol=1e-5)
+    actual = compute_at_trained_tokens(batch, 5, TokenFunction.for_logprobs(shipped.model, temperature))
+    torch.testing.assert_close(batch.logprobs, actual, rtol=1e-5, atol=1e-5)
 
 
 def test_greedy_episodes_of_a_level_are_equal(shipped: Policy) -> None:

@@ -1,4 +1,4 @@
-"""What VllmSampler does before there is an engine; tests/engines has the rest."""
+"""VllmSampler without an engine; tests/engines has the tests with one."""
 
 import fcntl
 import importlib.util
