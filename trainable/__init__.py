@@ -1,1 +1,1 @@
-"""Training of single runs, which know nothing of the study that they belong to."""
+"""Train: one run, with no knowledge of the study it belongs to."""

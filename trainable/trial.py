@@ -28,8 +28,8 @@ class Trial(tune.Trainable):  # type: ignore[misc]  # Ray is untyped
     instead, `step`, and `failed`: the reason for each run that failed while the others could continue.
 
     A run continues from the newest complete checkpoint in its folder, no matter who restarts it; no pickle is read.
-    Runs begin in the first step rather than in `setup`, because Ray reports an error in `setup` as text only, and the study
-    needs to know the kind of failure. Every error leaves a step as a RunFailedError.
+    Runs begin in the first step rather than in `setup`, because Ray reports an error in `setup` as text only, and the
+    study needs to know the kind of failure. Every error leaves a step as a RunFailedError.
     """
 
     training: "TrainingLoop | None" = None

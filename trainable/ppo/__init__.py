@@ -1,1 +1,1 @@
-"""The PPO trainer: steps, updates, targets, evaluation, ranks."""
+"""the PPO trainer: steps, updates, targets, evaluation, ranks."""

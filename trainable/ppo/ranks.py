@@ -150,7 +150,7 @@ class DistributedTrainer:
         disconnect(self.rendezvous_file)
 
     def _run_on_all_ranks(self, method_name: str, call: Callable[[], T]) -> T:
-        """Run `method_name` on all other ranks and `call` here at the same time; raise the error that caused a failure."""
+        """Run `method_name` on all other ranks and `call` here at the same time; raise the first error."""
         self.pending_refs = [other.run_method.remote(method_name) for other in self.rank_actors]
         is_done = threading.Event()
         threading.Thread(target=_watch_ranks, args=(self.pending_refs, is_done), daemon=True).start()
@@ -167,7 +167,7 @@ class DistributedTrainer:
 def _find_first_error(pending_refs: list[Any], local_error: Exception) -> Exception:
     """The error that caused the failure, as opposed to errors about the connection that it closed on other ranks.
 
-    pending_refs: the calls on the ranks from 1. local_error: the error of rank 0, which may be the error of one of them.
+    pending_refs: the calls on ranks 1 and up. local_error: the error of rank 0, which may come from one of them.
     """
     ready_refs, _ = (
         ray.wait(pending_refs, num_returns=len(pending_refs), timeout=_ERROR_TIMEOUT_S) if pending_refs else ([], [])

@@ -1,1 +1,1 @@
-"""Rollouts: the episode loop, samplers (torch, vLLM), and the engines around them."""
+"""the episode loop, samplers (torch, vLLM), and the engines around them."""

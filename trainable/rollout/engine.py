@@ -113,8 +113,8 @@ class VllmEngine:
         unknown_names = list_weight_names(policy.model) - read_weight_shapes(policy.folder).keys() - {LM_HEAD_NAME}
         if unknown_names:
             raise ValueError(
-                f"vLLM cannot sample from this model: {len(unknown_names)} of its tensors have other names in the files "
-                f"than in training, such as {min(unknown_names)}. Sample with --set rollout.name=torch."
+                f"vLLM cannot sample from this model: {len(unknown_names)} of its tensors have other names in its "
+                f"files than in training, such as {min(unknown_names)}. Sample with --set rollout.name=torch."
             )
         # gpu_memory_utilization refers to the part of the GPU that the trial has, and vLLM's setting to the whole GPU.
         gpu_fraction = min(1.0, config.trainer.n_gpus_per_node or 1.0)

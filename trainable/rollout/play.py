@@ -31,7 +31,7 @@ def check_first_turn(
     needed_tokens = len(codec.encode([template.format_first_turn(first_observation)])[0]) + response_length
     if needed_tokens > context_length:
         raise ValueError(
-            f"The first turn may need {needed_tokens} tokens (the prompt and rollout.response_length={response_length}) "
+            f"The first turn may need {needed_tokens} tokens (prompt and rollout.response_length={response_length}), "
             f"and the context has {context_length}: shorten replies with --set rollout.response_length=N."
         )
 

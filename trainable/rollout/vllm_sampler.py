@@ -114,8 +114,8 @@ class VllmSampler:
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache until `update_weights` or `wake_up`.
 
-        Does nothing on a CPU, or without `enable_sleep_mode`. No conversation may be open. vLLM's sleep level 1 keeps the
-        weights in host memory.
+        Does nothing on a CPU, or without `enable_sleep_mode`. No conversation may be open. At vLLM's sleep level 1, the
+        weights stay in host memory.
         """
         if self.settings.enable_sleep_mode and self.settings.device.type == "cuda" and not self.is_sleeping:
             with _lock_gpu_memory(self.settings.device):

@@ -49,7 +49,7 @@ def record() -> StepRecord:
     )
 
 
-@pytest.mark.parametrize("part", RECORD_TYPES)
+@pytest.mark.parametrize("record_type", RECORD_TYPES)
 def test_fields_are_columns(record_type: type) -> None:
     assert {item.name for item in fields(record_type)} <= COLUMNS
 
