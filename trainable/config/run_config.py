@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from trainable.config.aliases import ALIASES
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
@@ -239,7 +238,7 @@ def format_validation_error(error: ValidationError, max_errors: int = 10) -> str
     return " ".join(_format_error_item(item) for item in error.errors()[:max_errors])
 
 
-def _format_error_item(item: ErrorDetails) -> str:
+def _format_error_item(item: Mapping[str, Any]) -> str:
     location = format_value(".".join(str(key) for key in item["loc"]))
     message = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be", 1)
     message = message[0].lower() + message[1:]
