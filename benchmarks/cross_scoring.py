@@ -27,7 +27,7 @@ from trainable.diagnostics.thoughts import ThoughtPairs, read_turns, sample_firs
 from trainable.models.qwen2 import Qwen2
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.play import roll_out_episodes
+from trainable.rollout.episode_loop import roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 
 COMPUTE_FREQ = 5

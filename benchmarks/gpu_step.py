@@ -18,7 +18,7 @@ from machine import describe
 
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.mutual_information import compute_information_metrics
-from trainable.backend.one_device import TorchBackend
+from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.models.load import find_model, make_frozen_copy
@@ -30,7 +30,7 @@ from trainable.rollout.batch import Batch, collate
 from trainable.rollout.episode import Episode, StopReason
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
-from tune_study.placement.model_shapes import find_published_sizes
+from tune_study.placement.published_sizes import find_published_sizes
 
 GROUP_SIZE = 16
 TURNS = 5

@@ -21,7 +21,7 @@ from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
 from trainable.models.load import find_model
 from trainable.ppo.trainer import PPOTrainer
-from trainable.rollout.play import roll_out_episodes
+from trainable.rollout.episode_loop import roll_out_episodes
 from trainable.rollout.sampler import Conversation, SampledReply, Sampler, SamplingParams
 
 

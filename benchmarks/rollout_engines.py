@@ -19,7 +19,7 @@ from trainable.config.seeds import make_rng
 from trainable.envs.sokoban.level_sets import make_training_levels
 from trainable.envs.sokoban.prompt import make_prompt_template
 from trainable.models.load import Policy, load_policy, make_codec
-from trainable.rollout.play import EpisodeLimits, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, roll_out_episodes
 from trainable.rollout.sampler import Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import EngineSettings, VllmSampler

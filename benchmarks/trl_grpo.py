@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, T
 from trl import GRPOConfig, GRPOTrainer
 
 from trainable.algo.advantages import grpo
-from trainable.backend.one_device import TorchBackend
+from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig
 from trainable.config.seeds import make_rng
 from trainable.models.load import find_model, load_policy

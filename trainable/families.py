@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.diagnostics.standard import DIAGNOSTICS
+from trainable.ppo.distributed import DistributedTrainer, make_trainer
 from trainable.ppo.evaluation import Evaluation
-from trainable.ppo.ranks import DistributedTrainer, make_trainer
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.records import make_empty_row
 from trainable.runs.run import LinesByFile, Row, TrainerState

@@ -9,7 +9,7 @@ import pandas as pd
 
 from analysis.data.families import Row, Schema, TableFamily, get_family
 from analysis.data.frames import FRAME_NAMES, Study, StudyFrames, cast_frame, concat_studies, make_setting_column
-from analysis.data.line_files import (
+from analysis.data.run_files import (
     flatten_config,
     get_analysis_key,
     get_evaluation_key,

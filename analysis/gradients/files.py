@@ -8,7 +8,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from analysis.gradients import plots, tables
-from analysis.gradients.keys import TABLE_COLUMNS, make_published_metrics, make_published_tables
+from analysis.gradients.published_metrics import TABLE_COLUMNS, make_published_metrics, make_published_tables
 from trainable.runs.links import atomic_write
 
 DPI = 150

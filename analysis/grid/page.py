@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.frames import StudyFrames, to_records
-from analysis.grid import anchor as grid_anchor
+from analysis.grid import kl_anchoring as grid_anchor
 from analysis.grid import layout
 from analysis.grid.contrasts import compare_switch, list_switches
 from analysis.grid.measures import MEASURES

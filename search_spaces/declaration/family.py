@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainable.config.study_config import BaseRunConfig
+from trainable.config.base_config import BaseRunConfig
 
 Settings = Mapping[str, object]
 """Dotted setting of a family's configuration -> value."""

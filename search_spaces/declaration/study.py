@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from search_spaces.declaration.family import Family, Settings
-from trainable.config.study_config import BaseRunConfig
+from trainable.config.base_config import BaseRunConfig
 
 Contrasts = Mapping[str, tuple[tuple[str, str], ...]]
 """Description of a comparison -> pairs of arms that differ in nothing else; the difference is first minus second."""

@@ -4,8 +4,8 @@ import re
 
 from search_spaces.declaration.family import DisplayColumn, Family, make_value_label
 from search_spaces.declaration.presets import DEFAULT_SEEDS, PRESETS
+from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import RunConfig
-from trainable.config.study_config import BaseRunConfig
 
 INCLUDE_ZERO_TAGS = {True: "nofilter", False: "filter_zero"}
 """rollout_filter_include_zero -> its published tag."""

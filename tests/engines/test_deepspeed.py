@@ -217,7 +217,7 @@ AGAIN = """
 from tests.fakes.scripted import make_small_config
 from tests.fakes.trainers import QUIET_SETTINGS
 from trainable.diagnostics.standard import DIAGNOSTICS
-from trainable.ppo.ranks import make_trainer
+from trainable.ppo.distributed import make_trainer
 for _ in range(2):
     trainer = make_trainer(make_small_config(**{**QUIET_SETTINGS, "trainer__strategy": "deepspeed"}), DIAGNOSTICS)
     assert trainer.step().row["optimizer_steps"] == 2

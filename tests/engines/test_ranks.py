@@ -17,7 +17,7 @@ from rich.console import Console
 from tests.fakes.scripted import SMALL_SETTINGS
 from tests.fakes.trainers import QUIET_SETTINGS
 from tune_study.placement.resources import make_bundles
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.tune.local_ray import start_local_ray
 from tune_study.tune.run import prepare_environment
 
@@ -75,7 +75,7 @@ def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_trial_of_two_ranks_writes_the_rows_of_one(tmp_path: Path, gpus: None, stage: int) -> None:
     from tests.fakes.trainers import make_quiet_trainer
-    from trainable.backend.one_device import TorchBackend
+    from trainable.backend.torch_backend import TorchBackend
 
     rows, result = run(tmp_path, **{"trainer.zero_stage": stage})
     assert result.error is None
@@ -167,7 +167,7 @@ def test_what_another_rank_met_is_the_trials_error(tmp_path: Path, gpus: None) -
     """A ValueError of one rank is told, not the connections that it closed for the others."""
     import ray
 
-    from trainable.ppo.ranks import _find_first_error
+    from trainable.ppo.distributed import _find_first_error
 
     @ray.remote
     def fails() -> None:

@@ -15,9 +15,9 @@ from trainable.envs.sokoban.level_sets import make_training_levels
 from trainable.envs.sokoban.prompt import make_prompt_template
 from trainable.models.load import Policy, load_policy, make_codec
 from trainable.models.qwen2 import Qwen2
-from trainable.rollout.agreement import EngineMismatchError, check_mismatch, measure_mismatch
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.play import EpisodeLimits, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, roll_out_episodes
+from trainable.rollout.logprob_mismatch import EngineMismatchError, check_mismatch, measure_mismatch
 from trainable.rollout.sampler import SampledReply, Sampler, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import LM_HEAD_NAME, EngineSettings, VllmSampler

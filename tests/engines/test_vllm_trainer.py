@@ -15,7 +15,7 @@ pytestmark = [
 def test_adapters_reach_vllm_merged(dtype: str) -> None:
     from tests.fakes.trainers import make_quiet_trainer
     from trainable.models.lora import ADAPTER_NAME, find_adapters
-    from trainable.rollout.agreement import EngineMismatchError
+    from trainable.rollout.logprob_mismatch import EngineMismatchError
 
     trainer = make_quiet_trainer(
         rollout__name="vllm", rollout__max_model_len=256, model__lora_rank=8, model__dtype=dtype, actor__lr=3e-3,
@@ -32,7 +32,7 @@ def test_adapters_reach_vllm_merged(dtype: str) -> None:
 
 def test_rows_have_the_agreement_and_old_weights_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.fakes.trainers import make_quiet_trainer
-    from trainable.rollout.agreement import EngineMismatchError
+    from trainable.rollout.logprob_mismatch import EngineMismatchError
 
     trainer = make_quiet_trainer(rollout__name="vllm", rollout__max_model_len=256, trainer__total_training_steps=4)
     for _ in range(2):

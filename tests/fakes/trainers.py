@@ -10,7 +10,7 @@ from trainable.config.seeds import make_rng
 from trainable.diagnostics.standard import DIAGNOSTICS
 from trainable.ppo.trainer import PPOTrainer
 from trainable.rollout.episode import Episode
-from trainable.rollout.play import roll_out_episodes
+from trainable.rollout.episode_loop import roll_out_episodes
 from trainable.runs.records import TIME_COLUMNS
 
 Row = dict[str, Any]

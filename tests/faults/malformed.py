@@ -22,9 +22,9 @@ from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
 from trainable.config.aliases import ALIASES
+from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, list_field_names
 from trainable.config.setting_types import MAX_INTEGER
-from trainable.config.study_config import BaseRunConfig
 from tune_study.commands.cli import app
 from tune_study.plan.study_plan import MAX_SEEDS
 from tune_study.tune.run import WANDB_MODES

@@ -12,8 +12,8 @@ from search_spaces.declaration.presets import PRESETS
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
 from search_spaces.sandbox.age_not_capacity import solve_decay
+from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import apply_overrides, list_field_names, resolve_key
-from trainable.config.study_config import BaseRunConfig
 from trainable.runs.stop_rules import RULES
 
 ALL = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)

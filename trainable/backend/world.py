@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # not in its stubs
 
-from trainable.runs.state import LazyTensors
+from trainable.runs.flat_state import LazyTensors
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from trainable.backend.meter import Meter
-from trainable.backend.one_device import list_named_parameters, make_adamw, select_below
+from trainable.backend.torch_backend import list_named_parameters, make_adamw, select_below
 from trainable.backend.world import World
 from trainable.backend.zero_weights import MOMENTS, ReplicatedWeights, ShardedWeights, Weights
 from trainable.config.constants import ZERO_BUCKET_SIZE, ZERO_MAX_LIVE_PARAMETERS
 from trainable.config.sections import OptimConfig, TrainerConfig
-from trainable.runs.state import check_shapes, compute_flat_shapes, get_trainable_parameters
+from trainable.runs.flat_state import check_shapes, compute_flat_shapes, get_trainable_parameters
 
 
 class _Networks(nn.Module):

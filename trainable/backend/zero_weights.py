@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trainable.backend.one_device import list_named_parameters
+from trainable.backend.torch_backend import list_named_parameters
 from trainable.backend.world import World
 from trainable.models.qwen2 import PassSettings
+from trainable.runs.flat_state import get_trainable_parameters
 from trainable.runs.nonfinite import find_nonfinite_weights
-from trainable.runs.state import get_trainable_parameters
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

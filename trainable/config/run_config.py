@@ -14,6 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from trainable.config.aliases import ALIASES
+from trainable.config.base_config import BaseRunConfig
 from trainable.config.choices import FILTER_STRATEGIES, POLICY_LOSSES, find_unused_settings
 from trainable.config.sections import (
     ActorConfig,
@@ -28,7 +29,6 @@ from trainable.config.sections import (
     TrainerConfig,
 )
 from trainable.config.setting_types import format_value
-from trainable.config.study_config import BaseRunConfig
 
 C = TypeVar("C", bound=BaseRunConfig)
 

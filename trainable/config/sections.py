@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from trainable.config.base_config import BaseTrainerConfig
 from trainable.config.choices import (
     ADVANTAGE_ESTIMATORS,
     FILTER_STRATEGIES,
@@ -30,7 +31,6 @@ from trainable.config.setting_types import (
     ParseNull,
     Positive,
 )
-from trainable.config.study_config import BaseTrainerConfig
 
 
 class ModelConfig(Section):

@@ -53,12 +53,12 @@ from trainable.ppo.update import ActorUpdate, TokenFunction, compute_at_trained_
 from trainable.rollout.batch import Batch, collate, make_update_order
 from trainable.rollout.engine import make_engine
 from trainable.rollout.episode import Episode
-from trainable.rollout.play import EpisodeLimits, check_first_turn, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, check_first_turn, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.runs.failures import NonFiniteError
+from trainable.runs.flat_state import get_shapes
 from trainable.runs.nonfinite import check_finite
 from trainable.runs.run import Row
-from trainable.runs.state import get_shapes
 
 SHARED_VALUE_WEIGHT = 0.01  # rewards reach 10.9, and squared errors would dwarf the policy loss
 

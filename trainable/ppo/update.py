@@ -19,13 +19,13 @@ from trainable.algo.reductions import compute_loss_weights
 from trainable.algo.target_policy import target_policy_loss
 from trainable.algo.vocabulary import TokenStatistics, compute_token_statistics, logprobs_from_hidden
 from trainable.backend.meter import Meter
-from trainable.backend.one_device import Backend
+from trainable.backend.torch_backend import Backend
 from trainable.backend.world import SINGLE_PROCESS, World, shard_rows
 from trainable.config.constants import CHUNK_ELEMENTS, TOKENS_PER_PASS
 from trainable.config.sections import ActorConfig, CriticConfig, OptimConfig
 from trainable.models.interface import Critic, LanguageModel, Trunk
-from trainable.rollout.agreement import importance_weights
 from trainable.rollout.batch import Batch, split_mini_batches
+from trainable.rollout.logprob_mismatch import importance_weights
 
 
 class Targets(NamedTuple):

@@ -19,9 +19,9 @@ from trainable.config.run_config import RunConfig
 from trainable.models.interface import LanguageModel
 from trainable.models.load import Policy
 from trainable.models.lora import iter_hub_weights, list_weight_names
-from trainable.rollout.agreement import LogprobMismatch, check_mismatch, measure_mismatch
 from trainable.rollout.batch import Batch, collate
 from trainable.rollout.episode import Episode
+from trainable.rollout.logprob_mismatch import LogprobMismatch, check_mismatch, measure_mismatch
 from trainable.rollout.sampler import Sampler
 from trainable.rollout.torch_sampler import TorchSampler
 

@@ -1,7 +1,7 @@
 """Sampling with vLLM in the process of the trial: token ids in, token ids and their log-probs out.
 
 The engine has its own copy of the weights, which equals the policy only after `update_weights`. The trainer calls it
-after every update and after restoring a checkpoint; `trainable.rollout.agreement` checks the result. Written for
+after every update and after restoring a checkpoint; `trainable.rollout.logprob_mismatch` checks the result. Written for
 vLLM 0.32.
 """
 

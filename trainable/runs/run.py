@@ -8,7 +8,7 @@ from typing import Any, BinaryIO
 
 from torch import Tensor
 
-from trainable.config.study_config import BaseRunConfig
+from trainable.config.base_config import BaseRunConfig
 from trainable.runs.checkpoint import (
     CheckpointError,
     iter_checkpoints,

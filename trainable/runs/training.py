@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
+from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import apply_overrides
-from trainable.config.study_config import BaseRunConfig
 from trainable.runs.checkpoint import CheckpointError
-from trainable.runs.full_disk import call_with_retry
+from trainable.runs.retry import call_with_retry
 from trainable.runs.run import LinesByFile, Row, Run, TrainerState
 from trainable.runs.stop_rules import StopDecision
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trainable.runs.failures import StorageError
-from trainable.runs.full_disk import RetryPolicy, call_with_retry
+from trainable.runs.retry import RetryPolicy, call_with_retry
 from trainable.runs.run_files import CHECKSUMS_FILE, PROBES_FILE, STATE_FOLDER, acquire_lock
 from trainable.storage.remote import (
     StoragePath,

@@ -15,8 +15,8 @@ from trainable.config.run_config import ConfigError
 from tune_study.commands import describe
 from tune_study.commands import options as opt
 from tune_study.commands.axis_options import VALUES_OPTION, add_axis_options
-from tune_study.commands.choices import RunOptions, find_studies, plan_from_options
 from tune_study.commands.preflight import LaunchOptions, explain_paper_misfit, start_studies
+from tune_study.commands.run_options import RunOptions, find_studies, plan_from_options
 from tune_study.folder import locate, outputs, study_file
 from tune_study.folder.summary import DEFAULT_SKIPPED, parse_skipped_statuses
 from tune_study.host.gpus import detect_gpus
@@ -261,14 +261,14 @@ def plot_gradients(
 ) -> None:
     """Plot the gradient analyses of RUN: figures and numbers of each analysed step."""
     folder = locate.fetch_for_writing(run)
-    from tune_study.commands import gradients
+    from tune_study.commands import plot_gradients
 
-    frames = gradients.read_analyses(folder)
-    selections = gradients.select_steps(frames, trial, source, gradients.parse_steps(steps or []))
+    frames = plot_gradients.read_analyses(folder)
+    selections = plot_gradients.select_steps(frames, trial, source, plot_gradients.parse_steps(steps or []))
     if list_steps:
-        gradients.print_steps(Console(), frames, selections)
+        plot_gradients.print_steps(Console(), frames, selections)
     else:
-        gradients.write_plots(Console(), folder, frames, selections, output_dir)
+        plot_gradients.write_plots(Console(), folder, frames, selections, output_dir)
 
 
 @app.command("doctor", epilog="\b\nExample: python -m tune_study doctor --output out")

@@ -18,7 +18,7 @@ from tune_study.folder import outputs
 from tune_study.host.console import print_line, print_table
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan, format_values
 
 

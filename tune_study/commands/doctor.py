@@ -22,14 +22,14 @@ from search_spaces.declaration.presets import PRESETS
 from trainable.config.constants import SHIPPED_MODEL
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.setting_types import format_value
-from tune_study.host import machine
+from tune_study.host import machine_checks
 from tune_study.host.console import print_line, print_table
 from tune_study.host.gpus import Gpu, count_cpus, detect_gpus
-from tune_study.host.machine import CheckResult
+from tune_study.host.machine_checks import CheckResult
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER
-from tune_study.placement.models import check_model
+from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import choose_preset, make_bundles
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError
 
 _TIMEOUT_S = 120.0
@@ -95,16 +95,16 @@ def run_checks(
         raise PlanError(
             f"There is no preset `{format_value(chosen_preset)}`: type --preset {' or --preset '.join(PRESETS)}."
         )
-    ray_folder = machine.find_ray_folder(environ)
+    ray_folder = machine_checks.find_ray_folder(environ)
     checks: tuple[tuple[str, Callable[[], Iterable[CheckResult]]], ...] = (
         ("requirements", lambda: check_requirements("tune_study")),
-        ("processor", lambda: machine.check_resources(chosen_preset, gpus)),
-        ("disk", lambda: machine.check_disks(output, ray_folder, chosen_preset)),
-        ("output", lambda: machine.check_output(output)),
-        ("network", lambda: [machine.check_ports(), machine.check_host_name(socket.gethostname())]),
-        ("Ray's sockets", lambda: [machine.check_socket_path(ray_folder)]),
+        ("processor", lambda: machine_checks.check_resources(chosen_preset, gpus)),
+        ("disk", lambda: machine_checks.check_disks(output, ray_folder, chosen_preset)),
+        ("output", lambda: machine_checks.check_output(output)),
+        ("network", lambda: [machine_checks.check_ports(), machine_checks.check_host_name(socket.gethostname())]),
+        ("Ray's sockets", lambda: [machine_checks.check_socket_path(ray_folder)]),
         ("model", lambda: [check_preset_model(chosen_preset, environ)]),
-        ("GPU", lambda: machine.check_gpus(gpus, len(detect_gpus({})))),
+        ("GPU", lambda: machine_checks.check_gpus(gpus, len(detect_gpus({})))),
         ("Importing torch ...", lambda: check_torch(gpus, environ)),
         ("Importing ray.tune ...", lambda: [check_import("ray.tune", environ)]),
         ("Importing transformers ...", lambda: [check_import("transformers", environ)]),

@@ -17,9 +17,9 @@ from trainable.config.run_config import RunConfig
 from trainable.runs.failures import StorageError
 from trainable.storage.uris import join_uri
 from tune_study.folder.outputs import read_versions
-from tune_study.host.machine import measure_available_memory, query_gpu_memory
+from tune_study.host.machine_checks import measure_available_memory, query_gpu_memory
 from tune_study.placement.memory_plan import GpuCapacity
-from tune_study.placement.models import check_model
+from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_engines
 from tune_study.plan.study_plan import PlanError, StudyPlan
 from tune_study.tune.cluster import Node, count_fitting_runs

@@ -21,7 +21,7 @@ from trainable.runs.run_files import PROBES_FILE, STATE_FOLDER, read_json_lines
 from tune_study.folder import outputs
 from tune_study.folder.study_file import plan_from_folder
 from tune_study.host.console import print_line
-from tune_study.placement.models import check_model
+from tune_study.placement.model_files import check_model
 from tune_study.placement.resources import check_sampler
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, flatten_settings, make_template_values
 
@@ -60,7 +60,7 @@ def restore(
 ) -> PPOTrainer:
     """Restore the trainer of a run from a checkpoint.
 
-    `trainer.roll_out` and `trainer.evaluate` play episodes; `trainable.diagnostics.questions` reads transcripts,
+    `trainer.roll_out` and `trainer.evaluate` play episodes; `trainable.diagnostics.token_scores` reads transcripts,
     log-probs, entropies and values. `trainer.step()` would continue training in this process only, and write nothing.
     `trainer.close()` frees the memory of the sampling engine.
 

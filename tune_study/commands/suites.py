@@ -11,7 +11,7 @@ from tune_study.folder import outputs
 from tune_study.host.console import print_line
 from tune_study.host.interrupt import make_interrupt
 from tune_study.placement.disk import DiskBudget
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.run import SuiteContext, execute_study

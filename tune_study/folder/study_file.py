@@ -12,9 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from search_spaces import STUDIES
 from search_spaces.declaration.study import Study
+from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, apply_overrides, format_validation_error
 from trainable.config.setting_types import format_value
-from trainable.config.study_config import BaseRunConfig
 from trainable.runs.stop_rules import RULES
 from trainable.storage.uris import is_same_folder
 from tune_study.folder.outputs import read_json

@@ -9,7 +9,7 @@ from search_spaces.language_model.family import get_model_name
 from trainable.config.setting_types import format_value
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.outputs import ENDED_STATUSES, RunStatus, make_timestamp, read_status, write_text
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan, format_values, make_template_values
 
 DEFAULT_SKIPPED = ",".join(ENDED_STATUSES)

@@ -18,7 +18,7 @@ from tune_study.placement.model_size import (
     list_trained_tensor_sizes,
     read_model_shape,
 )
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 _FLOAT32 = 4

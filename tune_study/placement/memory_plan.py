@@ -9,12 +9,12 @@ from typing import NamedTuple
 from search_spaces.declaration.study import Study
 from trainable.config.run_config import ConfigError, apply_overrides
 from trainable.runs.orphans import find_orphans
-from tune_study.host import machine
+from tune_study.host import machine_checks
 from tune_study.host.gpus import Gpu
 from tune_study.placement import memory
 from tune_study.placement.memory import GIB, PHASES, Allocation
 from tune_study.placement.model_size import ModelShape, read_model_shape
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, RunSpec, StudyPlan
 
 ASSUMED_GIB = 80.0
@@ -112,7 +112,9 @@ def find_gpu_capacity(requested_gib: float | None, gpus: Sequence[Gpu]) -> GpuCa
             )
         return GpuCapacity(int(requested_gib * GIB), "set by --gpu-memory-gib", True)
     uuids = {gpu.uuid for gpu in gpus if gpu.uuid}
-    reported_totals = [entry.total_mib for entry in machine.query_gpu_memory() if entry.uuid in uuids] if uuids else []
+    reported_totals = (
+        [entry.total_mib for entry in machine_checks.query_gpu_memory() if entry.uuid in uuids] if uuids else []
+    )
     sizes = [total for total in reported_totals if total is not None]
     if sizes and len(sizes) == len(gpus):
         return GpuCapacity(min(sizes) * 2**20, "from nvidia-smi", True)
@@ -390,7 +392,7 @@ def _would_fit(memory_plan: MemoryPlan, change: Mapping[str, object]) -> bool:
 def check_memory(memory_plan: MemoryPlan, plan: StudyPlan, gpus: Sequence[Gpu]) -> None:
     """Raise PlanError if the runs do not fit their GPUs, the host memory, or what other processes leave of `gpus`."""
     check_fits(memory_plan, plan.study)
-    available_bytes = machine.measure_available_memory()
+    available_bytes = machine_checks.measure_available_memory()
     if memory_plan.host_bytes * memory_plan.runs_per_node > available_bytes:
         needed_text = _format_gib(memory_plan.host_bytes * memory_plan.runs_per_node)
         raise PlanError(
@@ -417,8 +419,8 @@ def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: Abstr
 
     ending_pids: ids of processes that are ended before the runs start; their memory counts as free.
     """
-    free_by_uuid = {entry.uuid: entry.free_mib for entry in machine.query_gpu_memory()}
-    processes = machine.query_gpu_processes()
+    free_by_uuid = {entry.uuid: entry.free_mib for entry in machine_checks.query_gpu_memory()}
+    processes = machine_checks.query_gpu_processes()
     for gpu in gpus:
         holders = [holder for holder in processes if holder.uuid == gpu.uuid]
         available_mib = free_by_uuid.get(gpu.uuid)
@@ -427,7 +429,7 @@ def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: Abstr
         available_mib += sum(holder.used_mib or 0 for holder in holders if holder.pid in ending_pids)
         if available_mib * 2**20 >= needed_bytes:
             continue
-        holder_text = machine.format_processes([holder for holder in holders if holder.pid not in ending_pids])
+        holder_text = machine_checks.format_processes([holder for holder in holders if holder.pid not in ending_pids])
         raise PlanError(
             f"GPU {gpu.id} has {available_mib / 1024:.1f} GiB free and the runs on it need {_format_gib(needed_bytes)} "
             f"GiB; its memory is {holder_text}. End these processes if they are orphans, wait until they end, or "

@@ -11,8 +11,8 @@ from trainable.config.constants import QWEN2_ARCHITECTURE, SHIPPED_MODEL, SHIPPE
 from trainable.config.run_config import RunConfig
 from trainable.config.sections import ModelConfig
 from tune_study.folder.outputs import read_json
-from tune_study.placement.model_shapes import find_published_sizes
-from tune_study.placement.models import find_hub_cache
+from tune_study.placement.model_files import find_hub_cache
+from tune_study.placement.published_sizes import find_published_sizes
 
 
 class ModelShape(BaseModel):

@@ -12,7 +12,7 @@ from tune_study.placement import memory
 from tune_study.placement.disk import count_occurrences
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.placement.model_size import ModelShape, count_policy_parameters
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import StudyPlan
 
 ASSUMED_MFU, ASSUMED_BANDWIDTH_FRACTION = 0.4, 0.5

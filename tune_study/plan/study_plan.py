@@ -9,9 +9,9 @@ from search_spaces import STUDIES, SUITES
 from search_spaces.declaration.family import make_value_label
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import as_run_config
+from trainable.config.base_config import BaseRunConfig
 from trainable.config.run_config import ConfigError, RunConfig, apply_overrides, list_field_names, resolve_key
 from trainable.config.setting_types import format_value
-from trainable.config.study_config import BaseRunConfig
 from trainable.storage.uris import join_uri
 
 MAX_SEEDS = 401

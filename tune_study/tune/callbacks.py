@@ -15,7 +15,7 @@ from trainable.runs.orphans import terminate_orphans
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder.outputs import ENDED_STATUSES, RunStatus, append_line, make_timestamp, read_status, write_status
 from tune_study.folder.summary import write_summary
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import RunSpec, StudyPlan
 from tune_study.tune.progress import Progress, format_step, format_stop_reason
 from tune_study.tune.trials import list_run_ids, split_rows_by_run

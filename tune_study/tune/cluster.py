@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from trainable.config.setting_types import format_value
 from tune_study.host.gpus import Gpu
 from tune_study.placement import resources
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan
 
 _CONNECT_TIMEOUT_S = 10.0

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from trainable.runs.orphans import MARK_ENV, make_ray_mark
 from tune_study.host.console import print_line
-from tune_study.host.machine import find_ray_folder
+from tune_study.host.machine_checks import find_ray_folder
 from tune_study.host.session_folder import make_session_folder
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 
 if TYPE_CHECKING:
     from tune_study.tune.watchdog import Daemon

@@ -21,9 +21,9 @@ from tune_study.folder.outputs import RunStatus
 from tune_study.folder.summary import find_finished_runs, write_summary
 from tune_study.host.console import print_line
 from tune_study.host.interrupt import Interrupt, make_interrupt
-from tune_study.host.machine import find_ray_folder
+from tune_study.host.machine_checks import find_ray_folder
 from tune_study.placement.resources import make_placement_group
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.progress import Progress

@@ -129,7 +129,7 @@ class WandbCallback(tune.Callback):  # type: ignore[misc]  # Ray is untyped
             return {}
         import wandb
 
-        from analysis.gradients.keys import TABLE_COLUMNS, read_published_metrics
+        from analysis.gradients.published_metrics import TABLE_COLUMNS, read_published_metrics
 
         analysis = read_published_metrics(self._plan.get_run_dir(run_id) / GRADIENTS_FILE, step)
         tables = {key: wandb.Table(columns=list(TABLE_COLUMNS), data=rows) for key, rows in analysis.tables.items()}

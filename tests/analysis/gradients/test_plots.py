@@ -17,7 +17,7 @@ from analysis.data.load import read_study
 from analysis.gradients import plots as gradient_plots
 from analysis.gradients import tables as gradients
 from analysis.gradients.files import draw_step, write_analyses
-from analysis.gradients.keys import make_published_metrics
+from analysis.gradients.published_metrics import make_published_metrics
 from analysis.sweep import plots
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy
 from tests.fakes.run_folders import write_analyses as write_made

@@ -21,7 +21,7 @@ from trainable.envs.sokoban.prompt import END_OF_MESSAGE, make_prompt_template
 from trainable.models.codec import Codec
 from trainable.models.load import load_policy, make_codec
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.play import EpisodeLimits, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.tiny.tokenizer import build_tokenizer

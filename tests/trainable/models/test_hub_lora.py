@@ -15,7 +15,7 @@ from trainable.algo.batching import split_by_tokens
 from trainable.config.sections import ModelConfig
 from trainable.models.lora import iter_hub_weights, list_weight_names, make_adapted_policy, write_adapters
 from trainable.ppo import update
-from trainable.runs.state import flatten_state, load_flat_state
+from trainable.runs.flat_state import flatten_state, load_flat_state
 
 SMALL = {
     "rollout__response_length": 8,

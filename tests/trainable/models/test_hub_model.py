@@ -21,7 +21,7 @@ from trainable.models.qwen2 import PassSettings, Qwen2
 from trainable.rollout.sampler import SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler
 from trainable.rollout.vllm_sampler import read_weight_shapes
-from trainable.runs.state import flatten_state, load_flat_state
+from trainable.runs.flat_state import flatten_state, load_flat_state
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from tests.fakes.scripted import (
 from tests.trainable.algo.test_vocabulary import Largest
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.losses import logprobs_from_logits
-from trainable.backend.one_device import TorchBackend
+from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig, ModelConfig
 from trainable.diagnostics.cross_scores import compute_cross_scores
 from trainable.diagnostics.gradient_probe import probe_gradients

@@ -15,7 +15,7 @@ from tests.fakes.scripted import make_episode, make_hub_twin, make_qwen2_shape, 
 from tests.fakes.trainers import copy_weights, has_changed, is_finite, make_quiet_trainer, run_steps
 from trainable.algo.target_policy import target_policy_loss
 from trainable.backend.meter import Meter
-from trainable.backend.one_device import TorchBackend
+from trainable.backend.torch_backend import TorchBackend
 from trainable.backend.world import SINGLE_PROCESS, World
 from trainable.config.run_config import ConfigError
 from trainable.config.sections import ActorConfig

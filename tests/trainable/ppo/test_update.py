@@ -12,7 +12,7 @@ from tests.oracles import update as oracle
 from trainable.algo.batching import order_length_stratified
 from trainable.algo.reductions import LOSS_AGG_MODES
 from trainable.backend.meter import Meter
-from trainable.backend.one_device import TorchBackend
+from trainable.backend.torch_backend import TorchBackend
 from trainable.config.sections import ActorConfig, CriticConfig
 from trainable.models.qwen2 import Qwen2, ValueModel
 from trainable.ppo import update

@@ -9,9 +9,9 @@ from trainable.backend.meter import Meter
 from trainable.config.seeds import make_rng
 from trainable.ppo.trainer import PPOTrainer
 from trainable.ppo.update import make_passes
-from trainable.rollout.agreement import EngineMismatchError
 from trainable.rollout.engine import TorchEngine, VllmEngine, recompute_logprobs
 from trainable.rollout.episode import Episode
+from trainable.rollout.logprob_mismatch import EngineMismatchError
 
 
 def played(trainer: PPOTrainer) -> list[Episode]:

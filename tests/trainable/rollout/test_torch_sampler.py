@@ -13,7 +13,7 @@ from trainable.models.qwen2 import Qwen2
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
 from trainable.rollout.batch import collate
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.play import EpisodeLimits, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, roll_out_episodes
 from trainable.rollout.sampler import SampledReply, SamplingParams
 from trainable.rollout.torch_sampler import TorchSampler, sample_tokens
 

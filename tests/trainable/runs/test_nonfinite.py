@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tests.fakes.trainers import copy_weights, make_quiet_trainer
 from tests.fakes.trials import find_newest_checkpoint, get_rows, start_trial
-from trainable.backend.one_device import TorchBackend
+from trainable.backend.torch_backend import TorchBackend
 from trainable.ppo.trainer import PPOTrainer
 from trainable.runs.checkpoint import read_checkpoint
 from trainable.runs.failures import NON_FINITE, NonFiniteError, RunFailedError, classify_failure

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trainable.runs.state import LazyTensors, check_shapes, compute_flat_shapes, get_shapes
+from trainable.runs.flat_state import LazyTensors, check_shapes, compute_flat_shapes, get_shapes
 
 
 def test_a_lazy_tensor_is_made_when_it_is_asked_for_and_not_before() -> None:

@@ -13,7 +13,7 @@ from trainable.envs.sokoban.solver import compute_distance_table, solve
 from trainable.envs.sokoban.text import parse_grid
 from trainable.models.load import make_codec
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.play import EpisodeLimits, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.tiny.demonstrations import Habits, Segment, make_dialogue, make_dialogues
 from trainable.tiny.tokenizer import build_tokenizer

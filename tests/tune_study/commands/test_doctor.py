@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tune_study.commands import doctor
-from tune_study.host import machine
+from tune_study.host import machine_checks
 from tune_study.host.gpus import Gpu
-from tune_study.host.machine import CheckResult
+from tune_study.host.machine_checks import CheckResult
 from tune_study.plan.study_plan import PlanError
 
 H100 = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3")
@@ -213,7 +213,7 @@ def test_the_shipped_model_must_be_whole(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_ray_that_cannot_start_names_its_logs(short: Path) -> None:
     folder = short / ("x" * 60)
-    assert machine.check_socket_path(folder).severity == "problem"
+    assert machine_checks.check_socket_path(folder).severity == "problem"
     found = doctor.check_ray_start(folder, {**os.environ, "RAY_TMPDIR": str(folder)}, 120)
     assert found.severity == "problem"
     assert "AF_UNIX path length cannot exceed" in found.detail

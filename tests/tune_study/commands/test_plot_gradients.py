@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from tests.fakes import sandbox_folders
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, FakeStudy, write_analyses, write_study
 from tune_study.commands.cli import app
-from tune_study.commands.gradients import StepSelection, parse_steps, read_analyses, select_steps
+from tune_study.commands.plot_gradients import StepSelection, parse_steps, read_analyses, select_steps
 from tune_study.plan.study_plan import PlanError
 
 STUDY = FakeStudy(total_steps=3, test_freq=2, levels=10)

@@ -18,7 +18,7 @@ from search_spaces import STUDIES
 from search_spaces.declaration.presets import PRESETS
 from trainable.config.run_config import RunConfig, apply_overrides
 from trainable.config.seeds import make_rng
-from trainable.diagnostics.questions import format_transcript, score_tokens
+from trainable.diagnostics.token_scores import format_transcript, score_tokens
 from trainable.ppo.update import TokenFunction, compute_at_trained_tokens
 from trainable.runs.run_files import read_json_lines
 from trainable.trial import Trial

@@ -31,9 +31,9 @@ from tune_study.folder.summary import (
     parse_skipped_statuses,
     write_summary,
 )
-from tune_study.placement.models import check_model, find_hub_cache, make_absolute
+from tune_study.placement.model_files import check_model, find_hub_cache, make_absolute
 from tune_study.placement.resources import preflight
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 
 

@@ -20,8 +20,8 @@ from trainable.config.seeds import make_rng
 from trainable.models.hub_model import HubModel
 from trainable.models.load import Policy, load_policy, make_critic, make_frozen_copy
 from tune_study.placement import memory
+from tune_study.placement.model_files import check_model
 from tune_study.placement.model_size import count_critic_parameters, count_policy_parameters, read_model_shape
-from tune_study.placement.models import check_model
 from tune_study.plan.study_plan import PlanError
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import analysis
 from trainable.config.seeds import make_rng
-from trainable.diagnostics.questions import format_transcript, score_tokens
+from trainable.diagnostics.token_scores import format_transcript, score_tokens
 from trainable.models.lora import find_adapters
 from trainable.runs.run_files import read_json_lines
 from tune_study.commands import probe

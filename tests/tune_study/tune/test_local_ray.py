@@ -9,7 +9,7 @@ from rich.console import Console
 
 from trainable.runs.orphans import MARK_ENV, make_ray_mark
 from tune_study.placement.resources import make_bundles
-from tune_study.plan.allotment import ResourcePlan
+from tune_study.plan.resource_plan import ResourcePlan
 from tune_study.tune import local_ray, watchdog
 from tune_study.tune.local_ray import LocalRay
 from tune_study.tune.watchdog import Daemon

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tune_study.host import machine
+from tune_study.host import machine_checks
 from tune_study.host.session_folder import FOLDER_PREFIX, RAY_SUBFOLDER, make_session_folder, remove_abandoned_folders
 
 ROOT = Path(__file__).parents[3]
@@ -71,9 +71,9 @@ def test_no_worker_is_started_before_a_trial_asks_for_one(seen: dict[str, Any]) 
 def test_rays_files_are_private_and_go_with_it(seen: dict[str, Any]) -> None:
     assert seen["mode"] == "700"
     assert seen["after"] == []
-    assert max(seen["sockets"]) <= machine._MAX_SOCKET_PATH_BYTES
+    assert max(seen["sockets"]) <= machine_checks._MAX_SOCKET_PATH_BYTES
     # Ray's names are as long as the check of its folder takes them to be.
-    assumed = machine._LONGEST_SOCKET_NAME.split("/")[3].rpartition("_")[0]
+    assumed = machine_checks._LONGEST_SOCKET_NAME.split("/")[3].rpartition("_")[0]
     assert len(seen["session"].rpartition("_")[0]) == len(assumed)
 
 

@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from trainable.config.base_config import BaseRunConfig, BaseTrainerConfig
 from trainable.config.setting_types import Common, Fraction, ModelPath, NonNegative, ParseNull, Positive
-from trainable.config.study_config import BaseRunConfig, BaseTrainerConfig
 from trainable.sandbox.config.names import NOISE_MODES, REPLAY_PRIORITIES, TASKS
 from trainable.sandbox.config.rejections import find_rejection
 from trainable.sandbox.config.rules import DEFAULT_METHOD, METHODS, RULES, Rule

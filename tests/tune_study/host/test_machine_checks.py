@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tune_study.host import machine
+from tune_study.host import machine_checks
 from tune_study.host.gpus import Gpu
-from tune_study.host.machine import GpuMemory, GpuProcess
+from tune_study.host.machine_checks import GpuMemory, GpuProcess
 
 H100 = Gpu("0", "GPU-5a4b", "NVIDIA H100 80GB HBM3")
 UNLIMITED = resource.RLIM_INFINITY
@@ -44,7 +44,7 @@ def limited(kind: int, soft: int) -> Iterator[None]:
     ],
 )
 def test_memory_is_counted_in_trials(available: float, trials: int, level: str, advice: str) -> None:
-    found = machine.check_memory(int(available), trials)
+    found = machine_checks.check_memory(int(available), trials)
     assert found.severity == level
     assert advice in found.advice
     assert bool(found.advice) == (level != "ok")
@@ -58,35 +58,35 @@ def control_group(folder: Path, **numbers: object) -> None:
 
 def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
     control_group(tmp_path / "a" / "b", memory_max="max", memory_current=5)
-    assert machine.read_cgroup_free(tmp_path, "0::/a/b\n") is None
+    assert machine_checks.read_cgroup_free(tmp_path, "0::/a/b\n") is None
     control_group(tmp_path / "a", memory_max=1000, memory_current=300)
-    assert machine.read_cgroup_free(tmp_path, "0::/a/b\n") == 700
+    assert machine_checks.read_cgroup_free(tmp_path, "0::/a/b\n") == 700
     control_group(tmp_path / "a" / "b", memory_max=400, memory_current=350, memory_stat="anon 9\ninactive_file 20")
-    assert machine.read_cgroup_free(tmp_path, "0::/a/b\n") == 70
+    assert machine_checks.read_cgroup_free(tmp_path, "0::/a/b\n") == 70
     control_group(tmp_path / "a" / "b", memory_max=400, memory_current=450, memory_stat="anon 9")
-    assert machine.read_cgroup_free(tmp_path, "0::/a/b\n") == 0
+    assert machine_checks.read_cgroup_free(tmp_path, "0::/a/b\n") == 0
 
 
 def test_control_groups_of_version_1_and_in_a_container(tmp_path: Path) -> None:
     limits = {"memory_limit_in_bytes": 1000, "memory_usage_in_bytes": 900, "memory_stat": "total_inactive_file 50"}
     control_group(tmp_path / "memory", **limits)
     # A container names its group as the host does, and sees it at the root.
-    assert machine.read_cgroup_free(tmp_path, "5:cpuset:/x\n4:cpu,memory:/docker/12ab\n0::/\n") == 150
-    assert machine.read_cgroup_free(tmp_path, "5:cpuset:/x\n") is None
+    assert machine_checks.read_cgroup_free(tmp_path, "5:cpuset:/x\n4:cpu,memory:/docker/12ab\n0::/\n") == 150
+    assert machine_checks.read_cgroup_free(tmp_path, "5:cpuset:/x\n") is None
 
 
 @given(st.text() | st.from_regex(r"([0-9]*:[a-z,]*:[/.a-z]*\n)*", fullmatch=True))
 def test_no_list_of_control_groups_breaks_the_reading(membership: str) -> None:
-    assert machine.read_cgroup_free(Path("/no-such-mount"), membership) is None
+    assert machine_checks.read_cgroup_free(Path("/no-such-mount"), membership) is None
 
 
 def test_the_memory_that_is_available_is_that_of_this_machine() -> None:
-    assert 0 < machine.measure_available_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < machine_checks.measure_available_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_a_low_limit_on_open_files_is_a_remark_with_the_command() -> None:
     with limited(resource.RLIMIT_NOFILE, 1024):
-        cores, _, files = machine.check_resources("laptop", ())
+        cores, _, files = machine_checks.check_resources("laptop", ())
     assert cores.severity == "ok"
     assert (files.severity, files.detail) == ("remark", "at most 1024; Ray needs 4096")
     assert "ulimit -n 4096" in files.advice
@@ -102,7 +102,7 @@ def test_a_low_limit_on_open_files_is_a_remark_with_the_command() -> None:
     ],
 )
 def test_limits_on_open_files(soft: int, hard: int, level: str, advice: str) -> None:
-    found = machine.check_open_files(soft, hard)
+    found = machine_checks.check_open_files(soft, hard)
     assert found.severity == level
     assert advice in found.advice
 
@@ -115,13 +115,13 @@ def test_limits_on_open_files(soft: int, hard: int, level: str, advice: str) -> 
     [(2 * GB, 1 * GB, "ok"), (0.5 * GB, 1 * GB, "remark"), (0.09 * GB, 1 * GB, "problem"), (0, 0, "problem")],
 )
 def test_room_on_a_disk(free: float, wanted: float, level: str) -> None:
-    found = machine.check_space("disk", Path("/out"), int(free), wanted, "Free some.")
+    found = machine_checks.check_space("disk", Path("/out"), int(free), wanted, "Free some.")
     assert (found.severity, found.advice) == (level, "" if level == "ok" else "Free some.")
     assert "/out" in found.detail
 
 
 def test_the_disks_of_this_machine_are_asked(tmp_path: Path) -> None:
-    output, ray = machine.check_disks(tmp_path / "not" / "yet", Path("/no-such-folder/below"), "laptop")[:2]
+    output, ray = machine_checks.check_disks(tmp_path / "not" / "yet", Path("/no-such-folder/below"), "laptop")[:2]
     assert (output.name, ray.name) == ("disk: output", "disk: Ray")
     assert str(tmp_path / "not" / "yet") in output.detail
     assert list(tmp_path.iterdir()) == []
@@ -132,7 +132,7 @@ def test_the_disks_of_this_machine_are_asked(tmp_path: Path) -> None:
     [(64 * 2**20, 8 * GB, "remark"), (2.5 * GB, 8 * GB, "ok"), (2.3 * GB, 8 * GB, "remark"), (10 * GB, 999 * GB, "ok")],
 )
 def test_shared_memory_against_rays_object_store(shared: float, memory: float, level: str) -> None:
-    assert machine.check_shared_memory(int(shared), int(memory)).severity == level
+    assert machine_checks.check_shared_memory(int(shared), int(memory)).severity == level
 
 
 # The output folder
@@ -140,7 +140,7 @@ def test_shared_memory_against_rays_object_store(shared: float, memory: float, l
 
 def test_an_output_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
-    writing, locks = machine.check_output(tmp_path / "new" / "folder")
+    writing, locks = machine_checks.check_output(tmp_path / "new" / "folder")
     assert (writing.severity, locks.severity) == ("ok", "ok")
     assert str(tmp_path) in writing.detail
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
@@ -148,15 +148,15 @@ def test_an_output_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
 
 def test_an_output_below_a_file_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("mine")
-    (found,) = machine.check_output(tmp_path / "taken" / "below")
+    (found,) = machine_checks.check_output(tmp_path / "taken" / "below")
     assert (found.severity, found.detail) == ("problem", f"{tmp_path / 'taken'} is not a folder")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
-    (found,) = machine.check_output(tmp_path / "dangling")
+    (found,) = machine_checks.check_output(tmp_path / "dangling")
     assert found.severity == "problem"
 
 
 def test_an_output_that_nobody_may_write_is_a_problem() -> None:
-    (found,) = machine.check_output(Path("/proc/no-such-folder"))
+    (found,) = machine_checks.check_output(Path("/proc/no-such-folder"))
     assert (found.name, found.severity) == ("write access", "problem")
     assert found.detail.startswith("/proc: ")
     assert "--output" in found.advice
@@ -164,7 +164,7 @@ def test_an_output_that_nobody_may_write_is_a_problem() -> None:
 
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with limited(resource.RLIMIT_FSIZE, 2**12):
-        (found,) = machine.check_output(tmp_path)
+        (found,) = machine_checks.check_output(tmp_path)
     assert (found.severity, found.detail) == ("problem", f"{tmp_path}: {os.strerror(errno.EFBIG)}")
     assert list(tmp_path.iterdir()) == []
 
@@ -175,7 +175,7 @@ def refuse(*_: object) -> None:
 
 def test_a_disk_without_locks_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse)
-    writing, locks = machine.check_output(tmp_path)
+    writing, locks = machine_checks.check_output(tmp_path)
     assert (writing.severity, locks.severity) == ("ok", "problem")
     assert os.strerror(errno.ENOLCK) in locks.detail
     assert list(tmp_path.iterdir()) == []
@@ -183,27 +183,27 @@ def test_a_disk_without_locks_is_a_problem(tmp_path: Path, monkeypatch: pytest.M
 
 def test_a_lock_that_keeps_nobody_out_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
-    assert machine.check_locks(tmp_path).detail == "a lock there does not keep other processes out"
+    assert machine_checks.check_locks(tmp_path).detail == "a lock there does not keep other processes out"
 
 
 # Network and sockets
 
 
 def test_loopback_ports_can_be_used() -> None:
-    assert machine.check_ports().severity == "ok"
+    assert machine_checks.check_ports().severity == "ok"
 
 
 def test_ports_that_cannot_be_had_are_a_problem() -> None:
     lowest = os.dup(0)
     os.close(lowest)
     with limited(resource.RLIMIT_NOFILE, lowest + 3):
-        found = machine.check_ports()
+        found = machine_checks.check_ports()
     assert (found.severity, found.detail) == ("problem", f"127.0.0.1: {os.strerror(errno.EMFILE)}")
 
 
 @pytest.mark.parametrize(("name", "level"), [("localhost", "ok"), ("no such host", "remark"), ("a..b", "remark")])
 def test_host_names(name: str, level: str) -> None:
-    found = machine.check_host_name(name)
+    found = machine_checks.check_host_name(name)
     assert found.severity == level
     assert (name in found.advice) == (level != "ok")
 
@@ -213,15 +213,15 @@ def test_host_names(name: str, level: str) -> None:
 def test_the_longest_folder_is_the_one_that_ray_accepts(letter: str, excess: int) -> None:
     from ray._private.utils import validate_socket_filepath
 
-    room = machine._MAX_SOCKET_PATH_BYTES - len(machine._LONGEST_SOCKET_NAME) + excess - 2
+    room = machine_checks._MAX_SOCKET_PATH_BYTES - len(machine_checks._LONGEST_SOCKET_NAME) + excess - 2
     folder = Path("/" + "y" * (room % len(letter.encode()) + 1) + letter * (room // len(letter.encode())))
     if excess:
-        assert machine.check_socket_path(folder).severity == "problem"
+        assert machine_checks.check_socket_path(folder).severity == "problem"
         with pytest.raises(OSError, match="AF_UNIX path length cannot exceed"):
-            validate_socket_filepath(f"{folder}{machine._LONGEST_SOCKET_NAME}")
+            validate_socket_filepath(f"{folder}{machine_checks._LONGEST_SOCKET_NAME}")
     else:
-        assert machine.check_socket_path(folder).severity == "ok"
-        validate_socket_filepath(f"{folder}{machine._LONGEST_SOCKET_NAME}")
+        assert machine_checks.check_socket_path(folder).severity == "ok"
+        validate_socket_filepath(f"{folder}{machine_checks._LONGEST_SOCKET_NAME}")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_rays_folder_is_where_ray_says(environ: dict[str, str], monkeypatch: pyt
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    assert machine.find_ray_folder(environ) == Path(get_default_system_temp_dir())
+    assert machine_checks.find_ray_folder(environ) == Path(get_default_system_temp_dir())
 
 
 # GPUs
@@ -251,23 +251,23 @@ COMPLAINT = "NVIDIA-SMI has failed because it couldn't communicate, at all, with
 
 
 def test_what_nvidia_smi_prints_is_read() -> None:
-    assert machine.parse_gpu_memory(MEMORY + COMPLAINT) == (
+    assert machine_checks.parse_gpu_memory(MEMORY + COMPLAINT) == (
         GpuMemory("GPU-5a4b", 81037, 81559),
         GpuMemory("GPU-77aa", None, None),
         GpuMemory("GPU-88cc", 1024, 81559),
     )
-    assert machine.parse_gpu_processes(PROCESSES) == (
+    assert machine_checks.parse_gpu_processes(PROCESSES) == (
         GpuProcess("GPU-88cc", 4242, 70000),
         GpuProcess("GPU-88cc", 4243, None),
     )
     for complaint in (COMPLAINT, "No devices were found\n", "No running processes found", ""):
-        assert machine.parse_gpu_memory(complaint) == machine.parse_gpu_processes(complaint) == ()
+        assert machine_checks.parse_gpu_memory(complaint) == machine_checks.parse_gpu_processes(complaint) == ()
 
 
 @given(st.text() | st.lists(st.lists(st.text(), max_size=5).map(", ".join)).map("\n".join))
 def test_no_text_breaks_the_reading(text: str) -> None:
-    machine.parse_gpu_memory(text)
-    machine.parse_gpu_processes(text)
+    machine_checks.parse_gpu_memory(text)
+    machine_checks.parse_gpu_processes(text)
 
 
 sizes = st.none() | st.integers(0, 10**6)
@@ -277,13 +277,13 @@ uuids = st.from_regex(r"GPU-[0-9a-f-]{1,36}", fullmatch=True)
 @given(st.lists(st.builds(GpuMemory, uuids, sizes, sizes)), st.sampled_from(["[N/A]", "[Not Supported]", ""]))
 def test_memory_that_is_printed_is_read_again(listing: list[GpuMemory], nothing: str) -> None:
     cells = [[nothing if cell is None else str(cell) for cell in (i, *entry)] for i, entry in enumerate(listing)]
-    assert machine.parse_gpu_memory("\n".join(map(", ".join, cells))) == tuple(listing)
+    assert machine_checks.parse_gpu_memory("\n".join(map(", ".join, cells))) == tuple(listing)
 
 
 @given(st.lists(st.builds(GpuProcess, uuids, st.integers(1, 2**22), sizes)))
 def test_processes_that_are_printed_are_read_again(listing: list[GpuProcess]) -> None:
     cells = [["[N/A]" if cell is None else str(cell) for cell in entry] for entry in listing]
-    assert machine.parse_gpu_processes("\n".join(map(", ".join, cells))) == tuple(listing)
+    assert machine_checks.parse_gpu_processes("\n".join(map(", ".join, cells))) == tuple(listing)
 
 
 def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
@@ -301,7 +301,7 @@ def test_gpus_that_others_use_are_a_remark_with_their_processes(
     fake_nvidia_smi(tmp_path, monkeypatch)
     mig = Gpu("MIG-1", "MIG-1", "NVIDIA H100")
     gpus = (H100, Gpu("1", "GPU-77aa", "NVIDIA GB10"), Gpu("2", "GPU-88cc", "NVIDIA H100"), mig)
-    free, unknown, held, slice_ = machine.check_gpus(gpus, 3)
+    free, unknown, held, slice_ = machine_checks.check_gpus(gpus, 3)
     assert (free.severity, free.detail) == ("ok", "NVIDIA H100 80GB HBM3, 79.1 of 79.6 GiB free")
     assert (unknown.severity, unknown.detail) == ("ok", "NVIDIA GB10, free memory unknown")
     assert (slice_.name, slice_.severity) == ("GPU MIG-1", "ok")
@@ -314,21 +314,21 @@ def test_a_driver_that_does_not_answer_leaves_the_memory_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_nvidia_smi(tmp_path, monkeypatch, code=9)
-    (found,) = machine.check_gpus((H100,), 1)
+    (found,) = machine_checks.check_gpus((H100,), 1)
     assert (found.severity, found.detail) == ("ok", "NVIDIA H100 80GB HBM3, free memory unknown")
 
 
 @given(st.integers(0, 81559))
 def test_memory_that_no_visible_process_holds_is_a_remark(free: int) -> None:
-    found = machine.check_gpu(H100, GpuMemory(H100.uuid, free, 81559), [])
+    found = machine_checks.check_gpu(H100, GpuMemory(H100.uuid, free, 81559), [])
     assert (found.severity == "remark") == (81559 - free > 8155.9)
     assert ("not visible here" in found.detail) == (found.severity == "remark")
 
 
 def test_no_gpu_is_a_remark_and_says_which_preset_needs_none() -> None:
-    (found,) = machine.check_gpus((), 0)
+    (found,) = machine_checks.check_gpus((), 0)
     assert found.severity == "remark"
     assert "--preset laptop" in found.advice
-    (hidden,) = machine.check_gpus((), 2)
+    (hidden,) = machine_checks.check_gpus((), 2)
     assert hidden.severity == "remark"
     assert "unset CUDA_VISIBLE_DEVICES" in hidden.advice

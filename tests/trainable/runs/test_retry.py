@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainable.runs import full_disk
+from trainable.runs import retry
 from trainable.runs.checkpoint import iter_checkpoints, read_checkpoint, write_rolling_checkpoint
-from trainable.runs.full_disk import call_with_retry
+from trainable.runs.retry import call_with_retry
 from trainable.runs.run_files import append_json_line, read_rows
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(full_disk, "_RETRY_INTERVAL_S", 0.001)
+    monkeypatch.setattr(retry, "_RETRY_INTERVAL_S", 0.001)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pandas as pd
 
 from analysis.data.frames import SCHEMAS, cast_frame, to_records
-from analysis.data.line_files import get_analysis_key, make_gradient_rows, make_group_rows, read_jsonl
+from analysis.data.run_files import get_analysis_key, make_gradient_rows, make_group_rows, read_jsonl
 from analysis.gradients.tables import COMPONENTS, WHOLE_BATCH, check_single_analysis, drop_empty_batches
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 

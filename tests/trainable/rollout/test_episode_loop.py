@@ -12,7 +12,7 @@ from trainable.envs.sokoban.prompt import END_OF_MESSAGE, Observation, format_re
 from trainable.models.load import make_codec
 from trainable.rollout.batch import place_turn_rewards
 from trainable.rollout.episode import Episode, StopReason
-from trainable.rollout.play import EpisodeLimits, roll_out_episodes
+from trainable.rollout.episode_loop import EpisodeLimits, roll_out_episodes
 from trainable.rollout.sampler import SamplingParams
 from trainable.tiny.tokenizer import build_tokenizer
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from rich.console import Console
 
 from analysis.data.frames import StudyFrames, to_records
-from analysis.data.line_files import ANALYSIS_SOURCES
 from analysis.data.load import load
+from analysis.data.run_files import ANALYSIS_SOURCES
 from analysis.gradients.files import write_analyses
 from analysis.gradients.plots import FILTER_LABELS
 from analysis.gradients.tables import make_analysis_table

@@ -8,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from analysis.gradients.keys import make_published_metrics, make_published_tables, read_published_metrics
+from analysis.gradients.published_metrics import make_published_metrics, make_published_tables, read_published_metrics
 from tests.analysis.gradients.test_tables import AFTER, ALL, BEFORE, frames_of, rows_of
 from tests.fakes.run_folders import FakeAnalysis, FakeRun, write_lines
 

@@ -11,7 +11,7 @@ from trainable.config.run_config import list_field_names
 from trainable.config.setting_types import format_value
 from tune_study.commands.axis_options import VALUES_OPTION
 from tune_study.folder import locate
-from tune_study.placement.models import make_absolute
+from tune_study.placement.model_files import make_absolute
 from tune_study.plan.study_plan import (
     PlanError,
     StudyPlan,

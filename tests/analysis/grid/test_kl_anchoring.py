@@ -12,7 +12,7 @@ from scipy import stats
 
 from analysis.data.frames import StudyFrames
 from analysis.data.load import load
-from analysis.grid import anchor
+from analysis.grid import kl_anchoring
 from tests.fakes.grid_folders import Anchor, compute_anchored_kl, make_runs, make_study
 from tests.fakes.run_folders import write_study
 
@@ -24,14 +24,14 @@ def grid_of(folder: Path, groups: Mapping[str, tuple[str, ...]], made: Anchor = 
 
 
 def told(table: pd.DataFrame) -> str:
-    trends = anchor.summarize_anchoring(table, np.random.default_rng(0))
-    return " ".join(anchor.describe_anchoring(trends, anchor.compare_to_k1(table)))
+    trends = kl_anchoring.summarize_anchoring(table, np.random.default_rng(0))
+    return " ".join(kl_anchoring.describe_anchoring(trends, kl_anchoring.compare_to_k1(table)))
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> pd.DataFrame:
     """Two forms at 16 points each; of k1, one run failed and one never ran."""
-    return anchor.make_kl_table(grid_of(tmp_path_factory.mktemp("anchor"), GROUPS))
+    return kl_anchoring.make_kl_table(grid_of(tmp_path_factory.mktemp("anchor"), GROUPS))
 
 
 def test_what_is_measured_and_what_matches(made: pd.DataFrame) -> None:
@@ -45,7 +45,7 @@ def test_what_is_measured_and_what_matches(made: pd.DataFrame) -> None:
 
 
 def test_correlations_are_those_of_scipy(made: pd.DataFrame) -> None:
-    found = anchor.compute_correlations(made).set_index(["form", "match"])["rho"]
+    found = kl_anchoring.compute_correlations(made).set_index(["form", "match"])["rho"]
     for (form, match), runs in made.groupby(["form", "match"]):
         if len(runs) >= 3:
             assert found[form, match] == pytest.approx(stats.spearmanr(runs["coefficient"], runs["kl"]).statistic)
@@ -54,7 +54,7 @@ def test_correlations_are_those_of_scipy(made: pd.DataFrame) -> None:
 
 
 def test_the_made_grid_shows_that_k1_does_not_anchor(made: pd.DataFrame) -> None:
-    trends = anchor.summarize_anchoring(made, np.random.default_rng(0)).set_index("form")
+    trends = kl_anchoring.summarize_anchoring(made, np.random.default_rng(0)).set_index("form")
     assert trends.loc["mse", "rho"] == -1
     assert trends.loc["mse", "p"] < 0.001
     assert trends.loc["mse", "runs"] == 16
@@ -68,7 +68,7 @@ def test_the_made_grid_shows_that_k1_does_not_anchor(made: pd.DataFrame) -> None
 
 def test_a_k1_that_held_the_policy_would_be_told_so(tmp_path: Path) -> None:
     """Made the other way round, the sentences turn: the report repeats its data, not its theory."""
-    table = anchor.make_kl_table(
+    table = kl_anchoring.make_kl_table(
         grid_of(tmp_path, GROUPS, lambda form, at: compute_anchored_kl("kl" if form == "mse" else "mse", at))
     )
     words = told(table)
@@ -77,12 +77,12 @@ def test_a_k1_that_held_the_policy_would_be_told_so(tmp_path: Path) -> None:
 
 
 def test_nothing_is_claimed_without_runs_of_k1(tmp_path: Path) -> None:
-    assert told(anchor.make_kl_table(grid_of(tmp_path / "mse", {"mse": ("5",)}))) == ""
-    only = told(anchor.make_kl_table(grid_of(tmp_path / "kl", {"kl": ("5",)})))
+    assert told(kl_anchoring.make_kl_table(grid_of(tmp_path / "mse", {"mse": ("5",)}))) == ""
+    only = told(kl_anchoring.make_kl_table(grid_of(tmp_path / "kl", {"kl": ("5",)})))
     assert "No other KL loss has matching runs in this study" in only
     unmeasured = grid_of(tmp_path / "none", {"kl": ("5",)}, lambda *_: float("nan"))
-    assert anchor.make_kl_table(unmeasured).empty
-    assert told(anchor.make_kl_table(unmeasured)) == ""
+    assert kl_anchoring.make_kl_table(unmeasured).empty
+    assert told(kl_anchoring.make_kl_table(unmeasured)) == ""
 
 
 def points(rhos: dict[str, list[list[float]]]) -> pd.DataFrame:
@@ -97,13 +97,13 @@ def points(rhos: dict[str, list[list[float]]]) -> pd.DataFrame:
 
 def test_the_difference_is_paired_and_signed() -> None:
     falls, rises, mixed = [4.0, 3.0, 2.0, 1.0], [1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 4.0, 3.0]
-    table = anchor.compare_to_k1(points({"kl": [rises, rises, mixed], "mse": [falls, falls, falls]}))
+    table = kl_anchoring.compare_to_k1(points({"kl": [rises, rises, mixed], "mse": [falls, falls, falls]}))
     (row,) = table.to_dict("records")
     assert (row["form"], row["sets"]) == ("mse", 3)
     assert row["difference"] == pytest.approx((2 + 2 + 1.8) / 3)
     assert 0 < row["low"] < row["difference"] <= row["high"] <= 2
     assert "as k1 does not" in told(points({"kl": [rises, rises, mixed], "mse": [falls, falls, falls]}))
-    two = anchor.compare_to_k1(points({"kl": [rises, mixed], "mse": [falls, falls]}))
+    two = kl_anchoring.compare_to_k1(points({"kl": [rises, mixed], "mse": [falls, falls]}))
     assert np.isnan(two["low"].iloc[0])  # below three sets there is no interval, and nothing is resolved
     assert "is not resolved" in told(points({"kl": [rises, mixed], "mse": [falls, falls]}))
 
@@ -122,9 +122,9 @@ def test_anchoring_is_claimed_only_where_kl_falls_with_the_form_and_not_with_k1(
 @given(st.lists(st.permutations([1.0, 2.0, 3.0, 4.0]), min_size=3, max_size=6), st.floats(0.1, 100))
 def test_units_do_not_matter_and_a_turned_order_flips_the_sign(sets: list[list[float]], unit: float) -> None:
     generator = np.random.default_rng
-    here = anchor.summarize_anchoring(points({"kl": sets}), generator(0))
-    scaled = anchor.summarize_anchoring(points({"kl": [[unit * kl for kl in kls] for kls in sets]}), generator(0))
-    turned = anchor.summarize_anchoring(points({"kl": [kls[::-1] for kls in sets]}), generator(0))
+    here = kl_anchoring.summarize_anchoring(points({"kl": sets}), generator(0))
+    scaled = kl_anchoring.summarize_anchoring(points({"kl": [[unit * kl for kl in kls] for kls in sets]}), generator(0))
+    turned = kl_anchoring.summarize_anchoring(points({"kl": [kls[::-1] for kls in sets]}), generator(0))
     assert scaled["rho"].iloc[0] == pytest.approx(here["rho"].iloc[0])
     assert scaled["p"].iloc[0] == here["p"].iloc[0]
     assert turned["rho"].iloc[0] == pytest.approx(-here["rho"].iloc[0])

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from trainable.backend.meter import Meter
 from trainable.backend.world import SINGLE_PROCESS, World
 from trainable.config.sections import OptimConfig
-from trainable.runs.nonfinite import NamedParameters, find_nonfinite_gradients, find_nonfinite_weights
-from trainable.runs.state import (
+from trainable.runs.flat_state import (
     check_shapes,
     compute_flat_shapes,
     flatten_state,
     get_trainable_parameters,
     load_flat_state,
 )
+from trainable.runs.nonfinite import NamedParameters, find_nonfinite_gradients, find_nonfinite_weights
 
 T = TypeVar("T")
 

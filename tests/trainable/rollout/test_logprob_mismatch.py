@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from trainable.rollout.agreement import EngineMismatchError, check_mismatch, importance_weights, measure_mismatch
+from trainable.rollout.logprob_mismatch import EngineMismatchError, check_mismatch, importance_weights, measure_mismatch
 from trainable.runs.failures import classify_failure
 
 LOGPROBS = st.floats(-20, 0)
