@@ -133,8 +133,10 @@ def to_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
     """`frame` with every column of `schema`, in its type also when all missing; columns beside it come last."""
-    columns = {name: _cast_column(frame[name], kind) if name in frame else _make_missing_column(frame, kind)
-               for name, kind in schema.items()}  # fmt: skip
+    columns = {
+        name: _cast_column(frame[name], kind) if name in frame else _make_missing_column(frame, kind)
+        for name, kind in schema.items()
+    }
     extra_columns = {name: _fill_text(frame[name]) for name in frame.columns if name not in schema}
     return pd.DataFrame({**columns, **extra_columns}, index=frame.index).reset_index(drop=True)
 
@@ -216,8 +218,9 @@ def diff_frames(a: pd.DataFrame, b: pd.DataFrame, ignored_columns: Iterable[str]
         return [f"columns differ: {sorted(set(columns_a) ^ set(columns_b)) or 'in order'}"]
     if len(a) != len(b):
         return [f"{len(a)} rows against {len(b)}"]
-    differences = (_describe_difference(name, a[name].reset_index(drop=True), b[name].reset_index(drop=True))
-                   for name in columns_a)  # fmt: skip
+    differences = (
+        _describe_difference(name, a[name].reset_index(drop=True), b[name].reset_index(drop=True)) for name in columns_a
+    )
     return [difference for difference in differences if difference]
 
 

@@ -55,8 +55,10 @@ def load(path: Path | str, *, live: bool = False) -> StudyFrames:
     ValueError when no study.json is found, or one of an unknown family.
     """
     folders = find_study_folders(Path(path))
-    study_frames = [_read_parquet(folder, live) if _is_parquet_newest(folder) else read_study(folder, live=live)
-             for folder in folders]  # fmt: skip
+    study_frames = [
+        _read_parquet(folder, live) if _is_parquet_newest(folder) else read_study(folder, live=live)
+        for folder in folders
+    ]
     return concat_studies(study_frames)
 
 
@@ -105,8 +107,10 @@ def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFile
     """Every run that study.json lists or that has a folder."""
     headers_by_id = {head["run_id"]: head for head in study.get("runs", [])}
     run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
-    return [_read_run_files(folder / "runs" / run_id, headers_by_id.get(run_id, {"run_id": run_id}), family)
-            for run_id in dict.fromkeys((*headers_by_id, *run_ids_on_disk))]  # fmt: skip
+    return [
+        _read_run_files(folder / "runs" / run_id, headers_by_id.get(run_id, {"run_id": run_id}), family)
+        for run_id in dict.fromkeys((*headers_by_id, *run_ids_on_disk))
+    ]
 
 
 def _read_run_files(folder: Path, listed_header: Row, family: TableFamily) -> _RunFiles:

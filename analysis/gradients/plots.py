@@ -13,17 +13,27 @@ from matplotlib.ticker import AutoLocator, FormatStrFormatter, NullLocator, Symm
 from analysis.sweep.plots import STYLE, TEXT_COLOR, add_line_legend
 
 COMPONENT_COLORS: Mapping[str, str] = {
-    "total": "#555555", "regularizer": "#8c6d1f", "task": "#0072b2", "entropy": "#e69f00", "kl": "#009e73",
-    "value": "#cc79a7", "spread": "#56748c",
-}  # fmt: skip
+    "total": "#555555",
+    "regularizer": "#8c6d1f",
+    "task": "#0072b2",
+    "entropy": "#e69f00",
+    "kl": "#009e73",
+    "value": "#cc79a7",
+    "spread": "#56748c",
+}
 COMPONENT_LABELS: Mapping[str, str] = {
-    "task": "task (policy)", "entropy": "entropy", "kl": "KL", "value": "value", "total": "total",
+    "task": "task (policy)",
+    "entropy": "entropy",
+    "kl": "KL",
+    "value": "value",
+    "total": "total",
     "regularizer": "regularizer: KL + entropy",
-}  # fmt: skip
+}
 REWARD_STD_LABEL = "mean reward std of the bucket (reward)"
 SHARE_LABELS: Mapping[str, str] = {
-    "signal_share": "signed share of the expected step (share)", "share": "signed share of the sampled step (share)",
-}  # fmt: skip
+    "signal_share": "signed share of the expected step (share)",
+    "share": "signed share of the sampled step (share)",
+}
 FILTER_LABELS: Mapping[bool, str] = {True: "before the filter", False: "after the filter"}
 
 
@@ -166,8 +176,13 @@ def _draw_against_reward_std(axes: Any, table: pd.DataFrame, column: str) -> Non
         table["reward_std_mean"], table[column], "o-", color=COMPONENT_COLORS[column], markersize=5, linewidth=1.5
     )
     for row in table.itertuples():
-        axes.annotate(row.label, (row.reward_std_mean, getattr(row, column)), xytext=(3, 3), fontsize=7,
-                      textcoords="offset points")  # fmt: skip
+        axes.annotate(
+            row.label,
+            (row.reward_std_mean, getattr(row, column)),
+            xytext=(3, 3),
+            fontsize=7,
+            textcoords="offset points",
+        )
     axes.set_ylim(0, 1.12 * max(table[column].max(), 1e-12))
     axes.set_xlabel(REWARD_STD_LABEL)
     axes.set_ylabel("published norm (1)")

@@ -19,14 +19,20 @@ TABLE_COLUMNS = ("bucket", "group_id", "reward_std")
 _NORM_PREFIXES = {"norm": "", "norm_per_sample": "per_sample/", "norm_per_token": "per_token/"}
 _LOSS_KEYS = {"task": "policy", "entropy": "entropy", "kl": "kl", "total": "total"}
 _COUNT_KEYS = {
-    "sample_count": "sample_count", "sample_pct": "sample_pct", "group_count": "group_rv_count",
-    "reward_std_mean": "reward_std_mean", "reward_std_min": "reward_std_min", "reward_std_max": "reward_std_max",
-}  # fmt: skip
+    "sample_count": "sample_count",
+    "sample_pct": "sample_pct",
+    "group_count": "group_rv_count",
+    "reward_std_mean": "reward_std_mean",
+    "reward_std_min": "reward_std_min",
+    "reward_std_max": "reward_std_max",
+}
 _FILTER_KEYS = {
-    "source_groups_kept": "filter_kept_count", "source_kept_ratio": "filter_kept_ratio",
-    "source_zero_std_groups": "filter_zero_count", "source_reward_std": "in_group_reward_std",
+    "source_groups_kept": "filter_kept_count",
+    "source_kept_ratio": "filter_kept_ratio",
+    "source_zero_std_groups": "filter_zero_count",
+    "source_reward_std": "in_group_reward_std",
     "source_reward_std_kept": "chosen_in_group_reward_std",
-}  # fmt: skip
+}
 
 Tables = dict[str, list[list[str | int | float]]]
 
@@ -113,11 +119,13 @@ def _make_batch_metrics(rows: pd.DataFrame, prefilter: bool) -> dict[str, float]
     if prefilter:
         return sizes
     return {
-        **sizes, "source_env_groups": groups, "source_group_size": group_size,
+        **sizes,
+        "source_env_groups": groups,
+        "source_group_size": group_size,
         "empty_after_filter": float(first_row["empty_after_filter"] > 0),
         "uses_training_batch": float(first_row["uses_training_batch"]),
         **{key: float(first_row[column]) for column, key in _FILTER_KEYS.items()},
-    }  # fmt: skip
+    }
 
 
 def _make_skip_metrics(frame: pd.DataFrame) -> dict[str, float]:

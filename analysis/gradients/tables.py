@@ -25,10 +25,25 @@ REGULARIZERS = ("kl", "entropy")
 COMPONENTS = ("task", *REGULARIZERS)
 TREND_MEASURES = ("norm", "mean_norm", "signal")
 SIGNAL_COLUMNS = (
-    "reward_std_mean", "group_count", "fold_count", "norm", "mean_norm", "signal", "noise", "snr", "snr_low",
-    "snr_high", "share", "signal_share", "signal_share_low", "signal_share_high", "weight", "cosine_task",
-    "cosine_entropy", "cosine_kl",
-)  # fmt: skip
+    "reward_std_mean",
+    "group_count",
+    "fold_count",
+    "norm",
+    "mean_norm",
+    "signal",
+    "noise",
+    "snr",
+    "snr_low",
+    "snr_high",
+    "share",
+    "signal_share",
+    "signal_share_low",
+    "signal_share_high",
+    "weight",
+    "cosine_task",
+    "cosine_entropy",
+    "cosine_kl",
+)
 NUM_PERMUTATIONS = 1999
 
 
@@ -52,11 +67,15 @@ def make_analysis_table(gradients: pd.DataFrame) -> pd.DataFrame:
         )
         components = [name for name in dict.fromkeys(analysis_rows["component"]) if name != "total"]
         if len(bucket_rows):
-            rows.append({
-                **dict(zip(ANALYSIS_KEYS, names, strict=True)), "groups": whole_batch_rows["group_count"].max(),
-                "sequences": whole_batch_rows["sample_count"].max(), "buckets": bucket_rows["bucket"].nunique(),
-                "components": ", ".join(components),
-            })  # fmt: skip
+            rows.append(
+                {
+                    **dict(zip(ANALYSIS_KEYS, names, strict=True)),
+                    "groups": whole_batch_rows["group_count"].max(),
+                    "sequences": whole_batch_rows["sample_count"].max(),
+                    "buckets": bucket_rows["bucket"].nunique(),
+                    "components": ", ".join(components),
+                }
+            )
     return pd.DataFrame(rows, columns=[*ANALYSIS_KEYS, "groups", "sequences", "buckets", "components"])
 
 
@@ -143,10 +162,11 @@ def make_summary_table(frame: pd.DataFrame) -> pd.DataFrame:
     norms = norms.reindex(index=reward_stds["bucket"], columns=list(COMPONENTS))
     terms = [name for name in REGULARIZERS if norms[name].notna().any()]
     return reward_stds.assign(
-        label=prefixes + reward_stds["bucket"].str.removeprefix("bucket_"), task=norms["task"].to_numpy(),
+        label=prefixes + reward_stds["bucket"].str.removeprefix("bucket_"),
+        task=norms["task"].to_numpy(),
         regularizer=norms[list(REGULARIZERS)].sum(axis=1, min_count=1).to_numpy(),
         terms=" + ".join("KL" if name == "kl" else name for name in terms),
-    ).reset_index(drop=True)  # fmt: skip
+    ).reset_index(drop=True)
 
 
 def make_steps_table(gradients: pd.DataFrame, steps: Sequence[int]) -> pd.DataFrame:
@@ -256,9 +276,14 @@ def make_share_lines(gradients: pd.DataFrame) -> pd.DataFrame:
     lines = select_report_lines(gradients)
     names = lines[[*ANALYSIS_KEYS, "line"]].drop_duplicates()
     line_rows = make_share_table(lines, choose_share_column(lines)).merge(names, on=ANALYSIS_KEYS).drop(columns="value")
-    line_rows = line_rows.rename(columns={
-        "reward_std_mean": "spread", "regularizer": "value", "regularizer_low": "low", "regularizer_high": "high",
-    })  # fmt: skip
+    line_rows = line_rows.rename(
+        columns={
+            "reward_std_mean": "spread",
+            "regularizer": "value",
+            "regularizer_low": "low",
+            "regularizer_high": "high",
+        }
+    )
     return line_rows.dropna(subset="value")[[*ANALYSIS_KEYS, "line", "bucket", "spread", "value", "low", "high"]]
 
 
@@ -277,18 +302,25 @@ def compute_trends(
         [*ANALYSIS_KEYS, "component", "measure"], sort=False
     ):
         trend = spearman_trend(points["spread"], points["value"], np.zeros(len(points)), generator, NUM_PERMUTATIONS)
-        rows.append({
-            **dict(zip([*ANALYSIS_KEYS, "component", "measure"], names, strict=True)),
-            "buckets": trend.n, "rho": trend.rho, "p": trend.p, "ratio": _compute_half_ratio(points),
-        })  # fmt: skip
+        rows.append(
+            {
+                **dict(zip([*ANALYSIS_KEYS, "component", "measure"], names, strict=True)),
+                "buckets": trend.n,
+                "rho": trend.rho,
+                "p": trend.p,
+                "ratio": _compute_half_ratio(points),
+            }
+        )
     return pd.DataFrame(rows, columns=[*ANALYSIS_KEYS, "component", "measure", "buckets", "rho", "p", "ratio"])
 
 
 def _make_points(gradients: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
     """One row a bucket, component and measure that has a number: the analysis's names, component, spread, value."""
     rows = select_buckets(gradients[gradients["component"].isin(COMPONENTS)])
-    measure_points = [rows[[*ANALYSIS_KEYS, "component"]].assign(measure=name, spread=rows["reward_std_mean"], value=rows[name])
-             for name in measures]  # fmt: skip
+    measure_points = [
+        rows[[*ANALYSIS_KEYS, "component"]].assign(measure=name, spread=rows["reward_std_mean"], value=rows[name])
+        for name in measures
+    ]
     return pd.concat(measure_points, ignore_index=True).dropna(subset=["spread", "value"])
 
 
@@ -317,12 +349,21 @@ def summarize_trends(
     ranked = points.assign(block=points.groupby(ANALYSIS_KEYS, sort=False).ngroup())
     ranked[["spread", "value"]] = points.groupby([*ANALYSIS_KEYS, "component", "measure"])[["spread", "value"]].rank()
     grouped_points: Any = ranked.groupby(group_columns, sort=False)
-    pooled_trends = {names: spearman_trend(rows["spread"], rows["value"], rows["block"], generator, NUM_PERMUTATIONS)
-              for names, rows in grouped_points}  # fmt: skip
-    rows = [{
-        **dict(zip(group_columns, names, strict=True)), "runs": arm_trends["run_id"].nunique(), "analyses": len(arm_trends),
-        "buckets": int(arm_trends["buckets"].sum()), **_estimate_over_runs(arm_trends), "p": pooled_trends[names].p,
-    } for names, arm_trends in analysis_trends.groupby(group_columns, sort=False)]  # fmt: skip
+    pooled_trends = {
+        names: spearman_trend(rows["spread"], rows["value"], rows["block"], generator, NUM_PERMUTATIONS)
+        for names, rows in grouped_points
+    }
+    rows = [
+        {
+            **dict(zip(group_columns, names, strict=True)),
+            "runs": arm_trends["run_id"].nunique(),
+            "analyses": len(arm_trends),
+            "buckets": int(arm_trends["buckets"].sum()),
+            **_estimate_over_runs(arm_trends),
+            "p": pooled_trends[names].p,
+        }
+        for names, arm_trends in analysis_trends.groupby(group_columns, sort=False)
+    ]
     value_columns = [
         "runs",
         "analyses",
@@ -344,9 +385,13 @@ def _estimate_over_runs(trend_rows: pd.DataFrame) -> dict[str, float]:
     rho, ratio = (_estimate_mean(log_rows.groupby("run_id")[name].mean().dropna()) for name in ("rho", "ratio"))
     low, high = (float(bound) for bound in np.clip((rho.low, rho.high), -1, 1))
     return {
-        "rho": rho.value, "rho_low": low, "rho_high": high,
-        "ratio": math.exp(ratio.value), "ratio_low": math.exp(ratio.low), "ratio_high": math.exp(ratio.high),
-    }  # fmt: skip
+        "rho": rho.value,
+        "rho_low": low,
+        "rho_high": high,
+        "ratio": math.exp(ratio.value),
+        "ratio_low": math.exp(ratio.low),
+        "ratio_high": math.exp(ratio.high),
+    }
 
 
 def _estimate_mean(per_run: "pd.Series[float]") -> Estimate:

@@ -41,9 +41,14 @@ def _make_contrast_row(group: Any, pairs: pd.DataFrame, measure: str) -> dict[st
         else {"low": float("nan"), "high": float("nan")}
     )
     return {
-        "of": ", ".join(group) if isinstance(group, tuple) else group, "measure": measure, "pairs": len(complete_pairs),
-        "off": complete_pairs[f"{measure}_off"].mean(), "on": complete_pairs[f"{measure}_on"].mean(), "difference": difference.mean(),
-        **interval_bounds, "higher": int((difference > 0).sum()),
+        "of": ", ".join(group) if isinstance(group, tuple) else group,
+        "measure": measure,
+        "pairs": len(complete_pairs),
+        "off": complete_pairs[f"{measure}_off"].mean(),
+        "on": complete_pairs[f"{measure}_on"].mean(),
+        "difference": difference.mean(),
+        **interval_bounds,
+        "higher": int((difference > 0).sum()),
         "stopped_off": int((complete_pairs["status_off"] == "early_stopped").sum()),
         "stopped_on": int((complete_pairs["status_on"] == "early_stopped").sum()),
-    }  # fmt: skip
+    }

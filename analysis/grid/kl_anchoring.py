@@ -97,14 +97,25 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
         kl_ranks = runs.groupby("match")["kl"].rank() / (1 + runs.groupby("match")["kl"].transform("size"))
         rho_estimate = _estimate_over_sets(form_rhos["rho"])
         coefficient_range = {"smallest": runs["coefficient"].min(), "largest": runs["coefficient"].max()}
-        rows.append({
-            "form": form, "sets": len(form_rhos), "runs": len(runs),
-            "early_stopped": int((runs["status"] == "early_stopped").sum()),
-            "rho": rho_estimate.value, "rho_low": rho_estimate.low, "rho_high": rho_estimate.high,
-            "p": spearman_trend(runs["coefficient"], kl_ranks, runs["match"], generator).p,
-            **coefficient_range, **{f"kl_{end}": _geometric_mean(runs.loc[runs["coefficient"] == coefficient, "kl"]) for end, coefficient in coefficient_range.items()},
-            "first": int(runs["first"].min()), "last": int(runs["last"].max()),
-        })  # fmt: skip
+        rows.append(
+            {
+                "form": form,
+                "sets": len(form_rhos),
+                "runs": len(runs),
+                "early_stopped": int((runs["status"] == "early_stopped").sum()),
+                "rho": rho_estimate.value,
+                "rho_low": rho_estimate.low,
+                "rho_high": rho_estimate.high,
+                "p": spearman_trend(runs["coefficient"], kl_ranks, runs["match"], generator).p,
+                **coefficient_range,
+                **{
+                    f"kl_{end}": _geometric_mean(runs.loc[runs["coefficient"] == coefficient, "kl"])
+                    for end, coefficient in coefficient_range.items()
+                },
+                "first": int(runs["first"].min()),
+                "last": int(runs["last"].max()),
+            }
+        )
     return pd.DataFrame(rows)
 
 

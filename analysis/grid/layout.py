@@ -150,8 +150,10 @@ def _repeat_idle_rows(table: pd.DataFrame, setting: str, governing_setting: str,
     """Rows whose `setting` is idle, as `other` is 0, once for each of its values."""
     is_idle = table[governing_setting] == 0
     home_values = table.loc[is_idle, setting]
-    copies = [table[is_idle].assign(**{setting: value, "shared": True, "home": home_values == value})
-              for value in grid.factor_values[setting]]  # fmt: skip
+    copies = [
+        table[is_idle].assign(**{setting: value, "shared": True, "home": home_values == value})
+        for value in grid.factor_values[setting]
+    ]
     return pd.concat([table[~is_idle], *copies])
 
 

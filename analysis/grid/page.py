@@ -47,14 +47,16 @@ def make_context(frames: StudyFrames, grid: layout.Grid, arms: list[dict[str, An
         "cells": [(panel, to_records(rows)) for panel, rows in cell_table.groupby("panel", sort=False)],
         "measures": {measure.name: measure.label for measure in MEASURES if cell_table[measure.name].notna().any()},
         "shared": int(member_table.loc[member_table["shared"], "run_id"].nunique()),
-        "contrasts": [(setting, layout.shorten_setting(setting), to_records(compare_switch(grid, member_table, setting)))
-                      for setting in list_switches(grid)],
+        "contrasts": [
+            (setting, layout.shorten_setting(setting), to_records(compare_switch(grid, member_table, setting)))
+            for setting in list_switches(grid)
+        ],
         "comparisons": sum(not np.isnan(arm["p"]) for arm in arms),
         "anchor": grid_anchor.describe_anchoring(trends, differences),
         "trends": to_records(trends),
         "differences": to_records(differences),
         "files": [name for name, _ in make_tables(frames, grid)],
-    }  # fmt: skip
+    }
 
 
 def _describe_factor(grid: layout.Grid, setting: str) -> dict[str, str]:
@@ -76,8 +78,15 @@ def _make_panel_entries(
     for panel in layout.list_panels(grid, member_table)["panel"]:
         home_rows = member_table[member_table["home"] & (member_table["panel"] == panel)]
         points = home_rows.drop_duplicates("arm").sort_values([grid.y, grid.x])
-        arm_rows = [{**rows[labels[point["arm"]]], "x": layout.format_value(point[grid.x]), "y": layout.format_value(point[grid.y]),
-                "name": point["arm"]} for point in to_records(points)]  # fmt: skip
+        arm_rows = [
+            {
+                **rows[labels[point["arm"]]],
+                "x": layout.format_value(point[grid.x]),
+                "y": layout.format_value(point[grid.y]),
+                "name": point["arm"],
+            }
+            for point in to_records(points)
+        ]
         counts: dict[str, int] = {}
         for row in arm_rows:
             counts[row["outcome"]] = counts.get(row["outcome"], 0) + 1

@@ -126,8 +126,10 @@ def _write_cell(axes: Any, x: int, y: int, row: Any, value: float, color: str) -
 
 def choose_text_color(color: str) -> str:
     """White or black, whichever has the larger contrast ratio on `color` (relative luminance as in WCAG 2)."""
-    red, green, blue = (channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
-                        for channel in mpl.colors.to_rgb(color))  # fmt: skip
+    red, green, blue = (
+        channel / 12.92 if channel <= 0.04045 else ((channel + 0.055) / 1.055) ** 2.4
+        for channel in mpl.colors.to_rgb(color)
+    )
     luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
     return "white" if 1.05 / (luminance + 0.05) > (luminance + 0.05) / 0.05 else "black"
 

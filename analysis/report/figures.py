@@ -126,27 +126,46 @@ def _keeps_every_group(frames: StudyFrames) -> bool:
 
 CURVES: tuple[Curve, ...] = (
     Curve(
-        "validation_curves", "curves", "val_success", "validation success (share)",
-        "Every run's validation success, sampled.", explains_marks=True, carry_forward=True,
+        "validation_curves",
+        "curves",
+        "val_success",
+        "validation success (share)",
+        "Every run's validation success, sampled.",
+        explains_marks=True,
+        carry_forward=True,
     ),
     Curve(
-        "reward_std", "stops", "reward_std", "reward std in the group (reward)",
+        "reward_std",
+        "stops",
+        "reward_std",
+        "reward std in the group (reward)",
         "Mean over groups of the reward's spread. Where it nears zero, the groups' rewards carry no signal.",
     ),
     Curve(
-        "entropy", "stops", "entropy", "entropy (nats a token)",
+        "entropy",
+        "stops",
+        "entropy",
+        "entropy (nats a token)",
         "Token mean of the sampling policy's entropy.",
     ),
     Curve(
-        "reference_kl", "stops", "kl_to_reference", "KL to the reference (nats)",
+        "reference_kl",
+        "stops",
+        "kl_to_reference",
+        "KL to the reference (nats)",
         "KL to the reference (k3 estimate, whatever the form of the loss) at the trained tokens, before each update; "
-        "runs without a reference pass do not have it.", only_in_grids=True,
+        "runs without a reference pass do not have it.",
+        only_in_grids=True,
     ),
     Curve(
-        "kept_groups", "stops", "groups_kept", "groups trained on (groups)",
-        "Groups that the filter kept, of those collected.", is_uninformative=_keeps_every_group,
+        "kept_groups",
+        "stops",
+        "groups_kept",
+        "groups trained on (groups)",
+        "Groups that the filter kept, of those collected.",
+        is_uninformative=_keeps_every_group,
     ),
-)  # fmt: skip
+)
 
 
 def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:

@@ -37,8 +37,11 @@ def format_headline(summary: pd.DataFrame) -> str:
         arms = summary.loc[summary["outcome"] == outcome, "arm"].to_list()
         if arms:
             sentences.append(f"{outcome_label}: {_format_arms(arms)}.")
-    partly_stopped = [f"{row['arm']} ({row['early_stopped']} of {row['early_stopped'] + row['completed']})"
-              for row in to_records(summary) if row["early_stopped"] and row["completed"]]  # fmt: skip
+    partly_stopped = [
+        f"{row['arm']} ({row['early_stopped']} of {row['early_stopped'] + row['completed']})"
+        for row in to_records(summary)
+        if row["early_stopped"] and row["completed"]
+    ]
     sentences += [f"Some runs stopped by a rule: {_format_arms(partly_stopped)}."] if partly_stopped else []
     return " ".join(sentences)
 

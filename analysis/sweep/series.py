@@ -99,11 +99,16 @@ def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
         steps = frames.steps[frames.steps["arm"] == arm]
         progress = steps["step"] / steps.groupby("run_id")["step"].transform("max")
         first_quarter, last_quarter = steps[progress <= 0.25], steps[progress > 0.75]
-        rows.append({
-            "arm": arm, "groups": steps["groups"].mean(),
-            "kept_first": first_quarter["groups_kept"].mean(), "kept_last": last_quarter["groups_kept"].mean(),
-            "zero_std_first": first_quarter["zero_std_groups"].mean(), "zero_std_last": last_quarter["zero_std_groups"].mean(),
-        })  # fmt: skip
+        rows.append(
+            {
+                "arm": arm,
+                "groups": steps["groups"].mean(),
+                "kept_first": first_quarter["groups_kept"].mean(),
+                "kept_last": last_quarter["groups_kept"].mean(),
+                "zero_std_first": first_quarter["zero_std_groups"].mean(),
+                "zero_std_last": last_quarter["zero_std_groups"].mean(),
+            }
+        )
     return pd.DataFrame(rows)
 
 

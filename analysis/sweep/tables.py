@@ -68,8 +68,9 @@ def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
         return table
     table["p_holm"] = holm_adjust(table["p"])
     comparisons = int(table["p"].notna().sum())
-    table["detectable"] = [detectable_difference(se, df, comparisons)
-                           for se, df in zip(table["se"], table["df"], strict=True)]  # fmt: skip
+    table["detectable"] = [
+        detectable_difference(se, df, comparisons) for se, df in zip(table["se"], table["df"], strict=True)
+    ]
     rows = to_records(table)
     return table.assign(outcome=[classify_outcome(row) for row in rows], verdict=[format_verdict(row) for row in rows])
 
@@ -191,11 +192,13 @@ def _compute_positions(values: list[float], positive_positions: list[float], off
     nonpositive_values = sorted({value for value in values if value <= 0}, reverse=True)
     word_indices = [index for index, value in enumerate(values) if math.isnan(value)]
     return [
-        right + offset * (1 + word_indices.index(index)) if math.isnan(value)
-        else positive_positions[positive_values.index(value)] if value > 0
+        right + offset * (1 + word_indices.index(index))
+        if math.isnan(value)
+        else positive_positions[positive_values.index(value)]
+        if value > 0
         else left - offset * nonpositive_values.index(value)
         for index, value in enumerate(values)
-    ]  # fmt: skip
+    ]
 
 
 def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
@@ -210,13 +213,26 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     for arm, x in zip(names, positions, strict=True):
         runs, scored_runs = select_runs(frames, arm), select_runs(frames, arm, scored_only=True)
         estimate, value = estimate_success(frames, scored_runs), float(runs["axis_value"].iloc[0])
-        rows.append({
-            "arm": arm, "axis_value": value, "x": x, "scale": scale, "named": math.isnan(value), "runs": len(runs),
-            "scored": len(scored_runs), "early_stopped": int((scored_runs["status"] == "early_stopped").sum()),
-            "success": estimate.value, "low": estimate.low, "high": estimate.high, "basis": describe_basis(len(scored_runs)),
-            "greedy": _mean(scored_runs["final_val_greedy_success"]), "test": _mean(scored_runs["test_success"]),
-            "base": base, "base_greedy": base_greedy,
-        })  # fmt: skip
+        rows.append(
+            {
+                "arm": arm,
+                "axis_value": value,
+                "x": x,
+                "scale": scale,
+                "named": math.isnan(value),
+                "runs": len(runs),
+                "scored": len(scored_runs),
+                "early_stopped": int((scored_runs["status"] == "early_stopped").sum()),
+                "success": estimate.value,
+                "low": estimate.low,
+                "high": estimate.high,
+                "basis": describe_basis(len(scored_runs)),
+                "greedy": _mean(scored_runs["final_val_greedy_success"]),
+                "test": _mean(scored_runs["test_success"]),
+                "base": base,
+                "base_greedy": base_greedy,
+            }
+        )
     return pd.DataFrame(rows)
 
 

@@ -61,8 +61,10 @@ def describe_stops(runs: pd.DataFrame) -> str:
     stops_by_rule: dict[str, list[str]] = {}
     for run in to_records(runs.loc[runs["status"] == "early_stopped", _STOP_COLUMNS]):
         stops_by_rule.setdefault(run["stop_rule"] or "a rule", []).append(describe_stop(run))
-    return " and ".join(f"{rule} stopped {len(stop_texts)} of {len(runs)} runs ({'; '.join(stop_texts)})"
-                        for rule, stop_texts in stops_by_rule.items())  # fmt: skip
+    return " and ".join(
+        f"{rule} stopped {len(stop_texts)} of {len(runs)} runs ({'; '.join(stop_texts)})"
+        for rule, stop_texts in stops_by_rule.items()
+    )
 
 
 def describe_stop(run: Mapping[str, Any]) -> str:

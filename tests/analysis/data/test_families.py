@@ -25,10 +25,27 @@ from trainable.sandbox.measure import records as sandbox
 
 SHORT = FakeStudy(total_steps=60)
 COMMON = (
-    "run_id", "study", "arm", "seed", "axis_setting", "axis_value", "trial_id", "config_hash", "experiment_name",
-    "status", "reason", "failure_class", "steps_done", "steps_total", "started_at", "ended_at", "stop_rule",
-    "stop_value", "stop_threshold", "stop_step",
-)  # fmt: skip
+    "run_id",
+    "study",
+    "arm",
+    "seed",
+    "axis_setting",
+    "axis_value",
+    "trial_id",
+    "config_hash",
+    "experiment_name",
+    "status",
+    "reason",
+    "failure_class",
+    "steps_done",
+    "steps_total",
+    "started_at",
+    "ended_at",
+    "stop_rule",
+    "stop_value",
+    "stop_threshold",
+    "stop_step",
+)
 
 
 def one(folder: Path, run: FakeRun, study: FakeStudy = SHORT) -> StudyFrames:

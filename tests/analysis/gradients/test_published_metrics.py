@@ -14,18 +14,50 @@ from tests.fakes.run_folders import FakeAnalysis, FakeRun, write_lines
 
 BUCKETS = ("all", "bucket_1", "bucket_2")
 PUBLISHED = {
-    *(f"grad_norm/{bucket}/{key}" for bucket in BUCKETS for key in (
-        "task", "entropy", "kl", "per_sample/task", "per_sample/entropy", "per_sample/kl", "per_token/task",
-        "per_token/entropy", "per_token/kl", "loss/policy", "loss/entropy", "loss/kl", "loss/total", "sample_count",
-        "sample_pct", "reward_std_mean", "reward_std_min", "reward_std_max", "group_rv_count",
-    )),
-    "actor/loss/policy", "actor/loss/entropy", "actor/loss/kl", "actor/loss/total",
-    "actor/grad_norm/task", "actor/grad_norm/entropy", "actor/grad_norm/kl",
-    "grad_analysis/source_env_groups", "grad_analysis/source_group_size", "grad_analysis/source_batch_size",
-    "grad_analysis/adjusted_batch_size", "grad_analysis/empty_after_filter", "grad_analysis/uses_training_batch",
-    "grad_analysis/filter_kept_count", "grad_analysis/filter_kept_ratio", "grad_analysis/filter_zero_count",
-    "grad_analysis/in_group_reward_std", "grad_analysis/chosen_in_group_reward_std",
-}  # fmt: skip
+    *(
+        f"grad_norm/{bucket}/{key}"
+        for bucket in BUCKETS
+        for key in (
+            "task",
+            "entropy",
+            "kl",
+            "per_sample/task",
+            "per_sample/entropy",
+            "per_sample/kl",
+            "per_token/task",
+            "per_token/entropy",
+            "per_token/kl",
+            "loss/policy",
+            "loss/entropy",
+            "loss/kl",
+            "loss/total",
+            "sample_count",
+            "sample_pct",
+            "reward_std_mean",
+            "reward_std_min",
+            "reward_std_max",
+            "group_rv_count",
+        )
+    ),
+    "actor/loss/policy",
+    "actor/loss/entropy",
+    "actor/loss/kl",
+    "actor/loss/total",
+    "actor/grad_norm/task",
+    "actor/grad_norm/entropy",
+    "actor/grad_norm/kl",
+    "grad_analysis/source_env_groups",
+    "grad_analysis/source_group_size",
+    "grad_analysis/source_batch_size",
+    "grad_analysis/adjusted_batch_size",
+    "grad_analysis/empty_after_filter",
+    "grad_analysis/uses_training_batch",
+    "grad_analysis/filter_kept_count",
+    "grad_analysis/filter_kept_ratio",
+    "grad_analysis/filter_zero_count",
+    "grad_analysis/in_group_reward_std",
+    "grad_analysis/chosen_in_group_reward_std",
+}
 
 
 def test_published_keys_are_those_of_the_published_system(tmp_path: Path) -> None:
@@ -75,14 +107,29 @@ def test_the_value_loss_has_no_published_key_and_is_in_the_total(tmp_path: Path)
 
 def test_a_filter_that_kept_nothing_has_a_key_that_says_so(tmp_path: Path) -> None:
     nothing = replace(AFTER, buckets=0)
-    found, alone = (make_published_metrics(rows_of(tmp_path / name, *made)) for name, made in (
-        ("both", [BEFORE, nothing]), ("alone", [nothing]),
-    ))  # fmt: skip
-    expected = {f"grad_analysis/{name}": value for name, value in {
-        "empty_after_filter": 1, "source_env_groups": 24, "source_group_size": 16, "source_batch_size": 384,
-        "adjusted_batch_size": 0, "uses_training_batch": 0, "filter_kept_count": 0, "filter_kept_ratio": 0,
-        "filter_zero_count": 24, "in_group_reward_std": 0, "chosen_in_group_reward_std": 0,
-    }.items()}  # fmt: skip
+    found, alone = (
+        make_published_metrics(rows_of(tmp_path / name, *made))
+        for name, made in (
+            ("both", [BEFORE, nothing]),
+            ("alone", [nothing]),
+        )
+    )
+    expected = {
+        f"grad_analysis/{name}": value
+        for name, value in {
+            "empty_after_filter": 1,
+            "source_env_groups": 24,
+            "source_group_size": 16,
+            "source_batch_size": 384,
+            "adjusted_batch_size": 0,
+            "uses_training_batch": 0,
+            "filter_kept_count": 0,
+            "filter_kept_ratio": 0,
+            "filter_zero_count": 24,
+            "in_group_reward_std": 0,
+            "chosen_in_group_reward_std": 0,
+        }.items()
+    }
     assert alone == expected
     assert {key: value for key, value in found.items() if "_prefilter" not in key} == expected
     assert "grad_norm_prefilter/all/task" in found
@@ -99,8 +146,16 @@ def test_what_an_analysis_alone_skips_has_keys(tmp_path: Path, form: str, has_cr
 
 def test_rows_of_an_older_version_have_the_keys_they_can(tmp_path: Path) -> None:
     rows = rows_of(tmp_path, AFTER)
-    added = ["empty_after_filter", "analysis_only", *(name for name in rows if name.startswith("source_")
-             and name not in ("source_env_groups", "source_group_size", "source_batch_size"))]  # fmt: skip
+    added = [
+        "empty_after_filter",
+        "analysis_only",
+        *(
+            name
+            for name in rows
+            if name.startswith("source_")
+            and name not in ("source_env_groups", "source_group_size", "source_batch_size")
+        ),
+    ]
     found = make_published_metrics(rows.assign(**dict.fromkeys(added, math.nan)))
     assert found["grad_analysis/empty_after_filter"] == 0
     assert "grad_analysis/filter_kept_count" not in found
@@ -111,8 +166,11 @@ def test_the_groups_are_a_table_a_bucket_and_one_of_all(tmp_path: Path) -> None:
     frames = frames_of(tmp_path, [(FakeRun("0", steps=3), [BEFORE, AFTER])])
     found = make_published_tables(frames.gradient_groups)
     prefixes = ("grad_norm", "grad_norm_prefilter")
-    assert set(found) == {f"{prefix}/{bucket}/group_rv_table" for prefix in prefixes
-                          for bucket in ("all", *(f"bucket_{number}" for number in range(1, 7)))}  # fmt: skip
+    assert set(found) == {
+        f"{prefix}/{bucket}/group_rv_table"
+        for prefix in prefixes
+        for bucket in ("all", *(f"bucket_{number}" for number in range(1, 7)))
+    }
     written = [[group["bucket"], group["group"], group["reward_std"]] for group in AFTER.make_line()["groups"]]
     assert found["grad_norm/all/group_rv_table"] == written
     assert found["grad_norm/bucket_3/group_rv_table"] == [row for row in written if row[0] == "bucket_3"]

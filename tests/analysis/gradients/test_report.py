@@ -124,8 +124,10 @@ def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
     frames = with_retrieval(read_with(tmp_path, {"0": [], "0.1": []}))
     figures = pages.draw_figures(frames)
     assert [axes.get_ylabel() for axes in figures["retrieval"].axes] == [
-        "retrieval, all turns (share)", "retrieval, first turns (share)", "entropy (nats a token)",
-    ]  # fmt: skip
+        "retrieval, all turns (share)",
+        "retrieval, first turns (share)",
+        "entropy (nats a token)",
+    ]
     for axes in figures["retrieval"].axes[:2]:
         lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
         curve, chance = ([1, 3, 5], [1, 1 / 3, 1 / 5]), ([1, 3, 5], [1 / 64] * 3)

@@ -150,9 +150,12 @@ def test_lines_of_several_arms_are_the_last_steps_of_their_runs_and_every_probe(
     ]
     table = gradients.select_report_lines(frames_of(tmp_path, runs).gradients)
     assert table[["line", "step", "source"]].drop_duplicates().to_numpy().tolist() == [
-        ["0", 51, "train"], ["0.1", 1, "train"], ["0, probe", 101, "probe"],
-        ["0.1, probe of step 1", 1, "probe"], ["0.1, probe of step 51", 51, "probe"],
-    ]  # fmt: skip
+        ["0", 51, "train"],
+        ["0.1", 1, "train"],
+        ["0, probe", 101, "probe"],
+        ["0.1, probe of step 1", 1, "probe"],
+        ["0.1, probe of step 51", 51, "probe"],
+    ]
 
 
 def test_what_the_filter_left_empty_is_in_no_table(tmp_path: Path, generator: np.random.Generator) -> None:
@@ -190,10 +193,14 @@ def test_labels_are_the_buckets_own_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("components", "expected"),
     [
-        (("task", "entropy"), "own"), (("task", "kl"), "own"), (ALL, "rest"), ((*ALL, "value"), "none"),
-        (("task", "entropy", "value"), "own"), (("task",), "none"),
+        (("task", "entropy"), "own"),
+        (("task", "kl"), "own"),
+        (ALL, "rest"),
+        ((*ALL, "value"), "none"),
+        (("task", "entropy", "value"), "own"),
+        (("task",), "none"),
     ],
-)  # fmt: skip
+)
 def test_the_regularizers_interval_is_its_terms_or_what_the_task_leaves(
     tmp_path: Path, components: tuple[str, ...], expected: str
 ) -> None:
@@ -207,8 +214,9 @@ def test_the_regularizers_interval_is_its_terms_or_what_the_task_leaves(
         elif expected == "own":
             row = rows[found.bucket, "kl" if "kl" in components else "entropy"]
             assert (found.regularizer_low, found.regularizer_high) == (
-                row["signal_share_low"], row["signal_share_high"],
-            )  # fmt: skip
+                row["signal_share_low"],
+                row["signal_share_high"],
+            )
             assert found.regularizer == row["signal_share"]
         else:
             row = rows[found.bucket, "task"]

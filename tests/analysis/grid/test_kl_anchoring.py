@@ -88,10 +88,20 @@ def test_nothing_is_claimed_without_runs_of_k1(tmp_path: Path) -> None:
 def points(rhos: dict[str, list[list[float]]]) -> pd.DataFrame:
     """Measured KL (nats) of each form: a list a set, over rising coefficients."""
     rows = [
-        {"run_id": f"{form}{match}{at}", "form": form, "coefficient": 10.0**at, "match": match, "status": "completed",
-         "first": 1, "last": 4, "kl": kl}
-        for form, sets in rhos.items() for match, kls in enumerate(sets) for at, kl in enumerate(kls)
-    ]  # fmt: skip
+        {
+            "run_id": f"{form}{match}{at}",
+            "form": form,
+            "coefficient": 10.0**at,
+            "match": match,
+            "status": "completed",
+            "first": 1,
+            "last": 4,
+            "kl": kl,
+        }
+        for form, sets in rhos.items()
+        for match, kls in enumerate(sets)
+        for at, kl in enumerate(kls)
+    ]
     return pd.DataFrame(rows)
 
 

@@ -63,8 +63,12 @@ def test_panels_and_their_sizes_are_those_of_the_groups(one: StudyFrames) -> Non
         .to_dict()
     )
     assert sizes == {
-        "filter 1": 25, "filter 1, zero task advantage": 16, "filter 0.8": 9, "filter 0.6": 9, "filter 0.4": 9,
-    }  # fmt: skip
+        "filter 1": 25,
+        "filter 1, zero task advantage": 16,
+        "filter 0.8": 9,
+        "filter 0.6": 9,
+        "filter 0.4": 9,
+    }
 
 
 def test_one_axis_is_no_grid_and_two_are(tmp_path: Path) -> None:
@@ -80,8 +84,12 @@ def test_one_axis_is_no_grid_and_two_are(tmp_path: Path) -> None:
 
 
 def test_the_plane_is_the_pair_with_the_most_points(tmp_path: Path) -> None:
-    arms = {f"{a}-{b}-{c}": {"actor.lr": a, ENTROPY: b, FILTER: c}
-            for a in (0.1, 0.2) for b in (0.0, 0.1, 0.2) for c in (1.0, 0.8, 0.6)}  # fmt: skip
+    arms = {
+        f"{a}-{b}-{c}": {"actor.lr": a, ENTROPY: b, FILTER: c}
+        for a in (0.1, 0.2)
+        for b in (0.0, 0.1, 0.2)
+        for c in (1.0, 0.8, 0.6)
+    }
     found = found_in(named(tmp_path, arms))
     assert {found.x, found.y} == {ENTROPY, FILTER}
     assert found.panels == ("actor.lr",)
@@ -151,8 +159,10 @@ def test_labels_name_points_and_are_unique(three: StudyFrames) -> None:
 
 def test_equal_points_keep_their_own_names(tmp_path: Path) -> None:
     arms: dict[str, dict[str, object]] = {
-        "a": {ENTROPY: 0.0, FILTER: 1.0}, "b": {ENTROPY: 0.0, FILTER: 1.0}, "c": {ENTROPY: 0.1, FILTER: 0.5},
-    }  # fmt: skip
+        "a": {ENTROPY: 0.0, FILTER: 1.0},
+        "b": {ENTROPY: 0.0, FILTER: 1.0},
+        "c": {ENTROPY: 0.1, FILTER: 0.5},
+    }
     frames = named(tmp_path, arms)
     assert list(layout.make_arm_labels(frames, found_in(frames)).values())[:2] == [
         "entropy 0 · filter 1 (a)",

@@ -78,8 +78,11 @@ def test_one_scale_of_colours_and_text_that_is_read_on_it(frames: StudyFrames, f
     _, table = cells_of(frames)
     low, high = table["success"].min(), table["success"].max()
     for panel, axes in panels_of(figures["grid_success"]).items():
-        squares = {(patch.get_x() + 0.5, patch.get_y() + 0.5): patch.get_facecolor()
-                   for patch in axes.patches if patch.get_fill()}  # fmt: skip
+        squares = {
+            (patch.get_x() + 0.5, patch.get_y() + 0.5): patch.get_facecolor()
+            for patch in axes.patches
+            if patch.get_fill()
+        }
         for cell in to_records(table[(table["panel"] == panel) & table["success"].notna()]):
             xs, ys = (sorted(table[axis].unique()) for axis in ("x", "y"))
             expected = mpl.colormaps["cividis"]((cell["success"] - low) / (high - low))
@@ -175,8 +178,11 @@ def test_a_headline_counts_arms_that_do_not_fit_a_line(frames: StudyFrames) -> N
 
 
 def test_many_lines_that_were_never_stopped_are_counted() -> None:
-    rows = [{"arm": f"a panel with a long name {n}", "step": step, "share": 1.0, "runs": 4, "stopped": 0}
-            for n in range(9) for step in (0, 20)]  # fmt: skip
+    rows = [
+        {"arm": f"a panel with a long name {n}", "step": step, "share": 1.0, "runs": 4, "stopped": 0}
+        for n in range(9)
+        for step in (0, 20)
+    ]
     (axes,) = plots.draw_survival(pd.DataFrame(rows), {}).axes
     (label,) = axes.get_legend_handles_labels()[1]
     assert label == "never stopped: 9 of 9"

@@ -196,7 +196,7 @@ ENDED = {"status": "early_stopped", "steps": 10, "stop": STOP}
         ([FakeRun(arm, seed, steps=10) for arm in ("0", "nofilter") for seed in range(3)], "over 3 seeds"),
         ([FakeRun("0.1", steps=10)], "has no scored run with a seed of this arm"),
     ],
-)  # fmt: skip
+)
 def test_every_kind_of_study_has_a_report(tmp_path: Path, runs: list[FakeRun], words: str) -> None:
     written = write_study(tmp_path, runs, SMALL)
     found = page_without_figures(written)

@@ -173,8 +173,10 @@ def test_spearman_trend_enumerates_few_runs() -> None:
     axis, outcome = [0, 0.01, 0.03, 0.1, 0.3], [0.5, 0.6, 0.4, 0.3, 0.2]
     found = estimates.spearman_trend(axis, outcome, [0] * 5, np.random.default_rng(0))
     assert found.rho == pytest.approx(scipy_stats.spearmanr(axis, outcome).statistic)
-    far = [abs(scipy_stats.spearmanr(axis, order).statistic) >= abs(found.rho) - 1e-9
-           for order in itertools.permutations(outcome)]  # fmt: skip
+    far = [
+        abs(scipy_stats.spearmanr(axis, order).statistic) >= abs(found.rho) - 1e-9
+        for order in itertools.permutations(outcome)
+    ]
     assert found.p == pytest.approx(np.mean(far))
 
 

@@ -153,8 +153,10 @@ def test_stops_are_a_rate_of_their_own(seeded: StudyFrames) -> None:
     )
 
 
-@pytest.mark.parametrize(("seeds", "words"), [(0, ""), (1, ONE_RUN), (2, "over levels, of these 2 runs; "
-                                              "says nothing about seeds"), (3, "over 3 seeds")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seeds", "words"),
+    [(0, ""), (1, ONE_RUN), (2, "over levels, of these 2 runs; says nothing about seeds"), (3, "over 3 seeds")],
+)
 def test_basis_never_claims_more(seeds: int, words: str) -> None:
     assert describe_basis(seeds) == words
 
@@ -226,10 +228,16 @@ def test_verdicts_of_two_rules_in_one_arm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("seeds", "difference", "p_holm", "word"),
-    [(3, 0.1, 0.049, "better"), (5, -0.1, 0.049, "worse"), (3, 0.1, 0.051, "no difference resolved"),
-     (3, 0.1, float("nan"), "no comparison"), (1, 0.1, 0.049, "ended higher"), (2, -0.1, 0.001, "ended lower"),
-     (2, 0.1, 0.051, "no difference resolved")],
-)  # fmt: skip
+    [
+        (3, 0.1, 0.049, "better"),
+        (5, -0.1, 0.049, "worse"),
+        (3, 0.1, 0.051, "no difference resolved"),
+        (3, 0.1, float("nan"), "no comparison"),
+        (1, 0.1, 0.049, "ended higher"),
+        (2, -0.1, 0.001, "ended lower"),
+        (2, 0.1, 0.051, "no difference resolved"),
+    ],
+)
 def test_the_outcome_follows_the_adjusted_p_and_the_seeds(
     seeds: int, difference: float, p_holm: float, word: str
 ) -> None:
