@@ -19,7 +19,7 @@ COMPONENT_COLORS: Mapping[str, str] = {
     "entropy": "#e69f00",
     "kl": "#009e73",
     "value": "#cc79a7",
-    "spread": "#56748c",
+    "reward_std": "#56748c",
 }
 COMPONENT_LABELS: Mapping[str, str] = {
     "task": "task (policy)",
@@ -68,7 +68,7 @@ def draw_reward_std(table: pd.DataFrame, title: str) -> Figure:
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(7.0, 3.6), layout="constrained")
         axes = figure.add_subplot()
-        bars = axes.bar(_format_bucket_labels(table), table["reward_std_mean"], color=COMPONENT_COLORS["spread"])
+        bars = axes.bar(_format_bucket_labels(table), table["reward_std_mean"], color=COMPONENT_COLORS["reward_std"])
         _label_bars(axes, bars, table["reward_std_mean"])
         axes.set_xlabel("bucket, smallest spread first")
         axes.set_ylabel("mean reward std (reward)")
@@ -161,7 +161,7 @@ def _draw_ranges(axes: Any, table: pd.DataFrame) -> None:
     mean = table["reward_std_mean"]
     error_bars = [(mean - table["reward_std_min"]).clip(lower=0), (table["reward_std_max"] - mean).clip(lower=0)]
     axes.errorbar(
-        table["label"], mean, yerr=error_bars, fmt="o", color=COMPONENT_COLORS["spread"], markersize=5, capsize=4
+        table["label"], mean, yerr=error_bars, fmt="o", color=COMPONENT_COLORS["reward_std"], markersize=5, capsize=4
     )
 
 
@@ -332,8 +332,8 @@ def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> Fi
             curves = table[table["prefilter"] == prefilter].groupby(["line", "run_id", "step", "source"], sort=False)
             for (line, _, _, source), rows in curves:
                 style = "o--" if source == "probe" else "o-"
-                axes.plot(rows["spread"], rows["value"], style, color=colors[line], linewidth=1.3, markersize=4)
-                axes.vlines(rows["spread"], rows["low"], rows["high"], color=colors[line], linewidth=1.4, alpha=0.5)
+                axes.plot(rows["reward_std"], rows["value"], style, color=colors[line], linewidth=1.3, markersize=4)
+                axes.vlines(rows["reward_std"], rows["low"], rows["high"], color=colors[line], linewidth=1.4, alpha=0.5)
             axes.set_title(FILTER_LABELS[bool(prefilter)], loc="left")
             axes.set_xlabel(REWARD_STD_LABEL)
             axes.set_yscale("symlog", linthresh=1)

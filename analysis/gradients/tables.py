@@ -266,9 +266,9 @@ def make_signal_lines(gradients: pd.DataFrame) -> pd.DataFrame:
     """
     rows = select_buckets(select_report_lines(gradients))
     rows = rows[rows["component"] == "task"].rename(
-        columns={"reward_std_mean": "spread", "snr": "value", "snr_low": "low", "snr_high": "high"}
+        columns={"reward_std_mean": "reward_std", "snr": "value", "snr_low": "low", "snr_high": "high"}
     )
-    return rows.dropna(subset="value")[[*ANALYSIS_KEYS, "line", "bucket", "spread", "value", "low", "high"]]
+    return rows.dropna(subset="value")[[*ANALYSIS_KEYS, "line", "bucket", "reward_std", "value", "low", "high"]]
 
 
 def make_share_lines(gradients: pd.DataFrame) -> pd.DataFrame:
@@ -278,13 +278,13 @@ def make_share_lines(gradients: pd.DataFrame) -> pd.DataFrame:
     line_rows = make_share_table(lines, choose_share_column(lines)).merge(names, on=ANALYSIS_KEYS).drop(columns="value")
     line_rows = line_rows.rename(
         columns={
-            "reward_std_mean": "spread",
+            "reward_std_mean": "reward_std",
             "regularizer": "value",
             "regularizer_low": "low",
             "regularizer_high": "high",
         }
     )
-    return line_rows.dropna(subset="value")[[*ANALYSIS_KEYS, "line", "bucket", "spread", "value", "low", "high"]]
+    return line_rows.dropna(subset="value")[[*ANALYSIS_KEYS, "line", "bucket", "reward_std", "value", "low", "high"]]
 
 
 def compute_trends(
@@ -301,7 +301,9 @@ def compute_trends(
     for names, points in _make_points(gradients, measures).groupby(
         [*ANALYSIS_KEYS, "component", "measure"], sort=False
     ):
-        trend = spearman_trend(points["spread"], points["value"], np.zeros(len(points)), generator, NUM_PERMUTATIONS)
+        trend = spearman_trend(
+            points["reward_std"], points["value"], np.zeros(len(points)), generator, NUM_PERMUTATIONS
+        )
         rows.append(
             {
                 **dict(zip([*ANALYSIS_KEYS, "component", "measure"], names, strict=True)),
@@ -318,14 +320,14 @@ def _make_points(gradients: pd.DataFrame, measures: Sequence[str]) -> pd.DataFra
     """One row a bucket, component and measure that has a number: the analysis's names, component, spread, value."""
     rows = select_buckets(gradients[gradients["component"].isin(COMPONENTS)])
     measure_points = [
-        rows[[*ANALYSIS_KEYS, "component"]].assign(measure=name, spread=rows["reward_std_mean"], value=rows[name])
+        rows[[*ANALYSIS_KEYS, "component"]].assign(measure=name, reward_std=rows["reward_std_mean"], value=rows[name])
         for name in measures
     ]
-    return pd.concat(measure_points, ignore_index=True).dropna(subset=["spread", "value"])
+    return pd.concat(measure_points, ignore_index=True).dropna(subset=["reward_std", "value"])
 
 
 def _compute_half_ratio(points: pd.DataFrame) -> float:
-    values = points.sort_values("spread", kind="stable")["value"].to_numpy()
+    values = points.sort_values("reward_std", kind="stable")["value"].to_numpy()
     half = len(values) // 2
     if half == 0 or (points["measure"] == "signal").any():
         return math.nan
@@ -347,10 +349,12 @@ def summarize_trends(
     points = _make_points(gradients, measures)
     group_columns = ["study", "arm", "source", "prefilter", "component", "measure"]
     ranked = points.assign(block=points.groupby(ANALYSIS_KEYS, sort=False).ngroup())
-    ranked[["spread", "value"]] = points.groupby([*ANALYSIS_KEYS, "component", "measure"])[["spread", "value"]].rank()
+    ranked[["reward_std", "value"]] = points.groupby([*ANALYSIS_KEYS, "component", "measure"])[
+        ["reward_std", "value"]
+    ].rank()
     grouped_points: Any = ranked.groupby(group_columns, sort=False)
     pooled_trends = {
-        names: spearman_trend(rows["spread"], rows["value"], rows["block"], generator, NUM_PERMUTATIONS)
+        names: spearman_trend(rows["reward_std"], rows["value"], rows["block"], generator, NUM_PERMUTATIONS)
         for names, rows in grouped_points
     }
     rows = [

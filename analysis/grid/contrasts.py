@@ -41,7 +41,7 @@ def _make_contrast_row(group: Any, pairs: pd.DataFrame, measure: str) -> dict[st
         else {"low": float("nan"), "high": float("nan")}
     )
     return {
-        "of": ", ".join(group) if isinstance(group, tuple) else group,
+        "group": ", ".join(group) if isinstance(group, tuple) else group,
         "measure": measure,
         "pairs": len(complete_pairs),
         "off": complete_pairs[f"{measure}_off"].mean(),

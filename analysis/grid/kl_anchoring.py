@@ -39,7 +39,7 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
     match: number of the setting that it shares with runs of any form and coefficient, seed included. kl: mean of
     `kl_to_reference` (nats) over steps first to last. Empty where a study lacks the settings or the column.
     """
-    columns = ["run_id", "form", "coefficient", "match", "status", "first", "last", "kl"]
+    columns = ["run_id", "form", "coefficient", "match", "status", "first_step", "last_step", "kl"]
     trials, steps = frames.trials, frames.steps.dropna(subset="kl_to_reference")
     if not {FORM_COLUMN, COEFFICIENT_COLUMN, SWITCH_COLUMN} <= set(trials) or steps.empty:
         return pd.DataFrame(columns=columns)
@@ -49,11 +49,13 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
         form=runs[FORM_COLUMN], coefficient=runs[COEFFICIENT_COLUMN].astype(float)
     )
     table["match"] = _assign_match_ids(runs)
-    table["last"] = table["run_id"].map(steps.groupby("run_id")["step"].max())
-    table["last"] = table.groupby("match")["last"].transform("min")
-    table["first"] = (_LATE_START * table["last"]).astype(int) + 1
-    window_steps = steps[["run_id", "step", "kl_to_reference"]].merge(table[["run_id", "first", "last"]], on="run_id")
-    late_steps = window_steps[window_steps["step"].between(window_steps["first"], window_steps["last"])]
+    table["last_step"] = table["run_id"].map(steps.groupby("run_id")["step"].max())
+    table["last_step"] = table.groupby("match")["last_step"].transform("min")
+    table["first_step"] = (_LATE_START * table["last_step"]).astype(int) + 1
+    window_steps = steps[["run_id", "step", "kl_to_reference"]].merge(
+        table[["run_id", "first_step", "last_step"]], on="run_id"
+    )
+    late_steps = window_steps[window_steps["step"].between(window_steps["first_step"], window_steps["last_step"])]
     table["kl"] = table["run_id"].map(late_steps.groupby("run_id")["kl_to_reference"].mean())
     return table.dropna(subset="kl")[columns].reset_index(drop=True)
 
@@ -112,8 +114,8 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
                     f"kl_{end}": _geometric_mean(runs.loc[runs["coefficient"] == coefficient, "kl"])
                     for end, coefficient in coefficient_range.items()
                 },
-                "first": int(runs["first"].min()),
-                "last": int(runs["last"].max()),
+                "first_step": int(runs["first_step"].min()),
+                "last_step": int(runs["last_step"].max()),
             }
         )
     return pd.DataFrame(rows)

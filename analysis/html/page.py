@@ -100,20 +100,20 @@ def make_environment() -> jinja2.Environment:
         undefined=jinja2.StrictUndefined,
     )
     jinja_env.filters |= {
-        "share": verdicts.format_fraction,
+        "fraction": verdicts.format_fraction,
         "signed": verdicts.format_signed,
         "signed_number": verdicts.format_signed_number,
         "number": verdicts.format_number,
         "count": format_count,
         "duration": format_duration,
-        "word": verdicts.format_status,
+        "status_text": verdicts.format_status,
         "p_value": lambda p: "–" if np.isnan(p) else verdicts.format_p_value(p),
     }
     jinja_env.globals |= {
         "interval": verdicts.format_interval,
         "bounds": verdicts.format_bounds,
-        "stop": verdicts.describe_stop,
+        "describe_stop": verdicts.describe_stop,
     }
-    jinja_env.globals["when"] = gradient_plots.FILTER_LABELS
+    jinja_env.globals["filter_labels"] = gradient_plots.FILTER_LABELS
     jinja_env.tests["missing"] = lambda value: value is None or bool(pd.isna(value))
     return jinja_env

@@ -37,7 +37,7 @@ class AxisView:
     def arm_colors(self) -> dict[str, str]:
         """Arm -> colour, along the axis; words such as nofilter apart."""
         return plots.make_arm_colors(
-            self.dose_response["arm"].to_list(), self.dose_response.loc[self.dose_response["named"], "arm"].to_list()
+            self.dose_response["arm"].to_list(), self.dose_response.loc[self.dose_response["is_word"], "arm"].to_list()
         )
 
     @property

@@ -108,12 +108,12 @@ def write_index(output: Path | str) -> Path:
         for folder, frames in zip(folders, study_frames, strict=True)
     ]
     frames = concat_studies(study_frames)
-    agreement = to_records(series.check_consistency(frames))
+    consistency = to_records(series.check_consistency(frames))
     published_numbers = sandbox_report.make_published_context(frames)
     page = (
         make_environment()
         .get_template("index.html.j2")
-        .render(studies=studies, agreement=agreement, **published_numbers)
+        .render(studies=studies, consistency=consistency, **published_numbers)
     )
     return write_page(output / "index.html", page)
 
@@ -150,12 +150,12 @@ def make_report_context(frames: StudyFrames) -> dict[str, Any]:
         "trend": findings.describe_trend(trend, page_p_value),
         "learning": [line for row in arms if row["is_baseline"] for line in findings.describe_learning(row)],
         "caveats": findings.list_caveats(frames, summary),
-        "stopped": [run for run in findings.list_runs(frames) if run["status"] == "early_stopped"],
-        "kept": to_records(
+        "stopped_runs": [run for run in findings.list_runs(frames) if run["status"] == "early_stopped"],
+        "kept_groups": to_records(
             series.count_kept_groups(grid_page.group_arms_by_panel(original_frames, grid) if grid else frames)
         ),
         "budgets": _make_budget_rows(frames),
-        "agreement": to_records(series.check_consistency(frames)),
+        "consistency": to_records(series.check_consistency(frames)),
         **_make_gradient_tables(frames),
         "runs": findings.list_runs(frames),
         "settings": make_settings_rows(frames.studies[0]),

@@ -64,8 +64,8 @@ def draw_dose_response(table: pd.DataFrame, runs: pd.DataFrame, setting: str) ->
         figure = Figure(figsize=(8.0, 4.2), layout="constrained")
         axes = figure.add_subplot()
         _draw_base_lines(axes, table)
-        colors = make_arm_colors(table["arm"].to_list(), table.loc[table["named"], "arm"].to_list())
-        on_scale = table[~table["named"] & ((table["axis_value"] > 0) | (table["scale"] == "rank"))]
+        colors = make_arm_colors(table["arm"].to_list(), table.loc[table["is_word"], "arm"].to_list())
+        on_scale = table[~table["is_word"] & ((table["axis_value"] > 0) | (table["scale"] == "rank"))]
         axes.plot(on_scale["x"], on_scale["success"], color="#bbbbbb", linewidth=1, zorder=1)
         for row in table.itertuples():
             _draw_arm_point(axes, row, colors[str(row.arm)])
@@ -108,7 +108,7 @@ def _draw_arm_point(axes: Any, row: Any, color: str) -> None:
 
 def _draw_separators(axes: Any, table: pd.DataFrame) -> None:
     """Dotted lines between the scale and what stands apart from it."""
-    scale_rows, word_rows = table[~table["named"]], table[table["named"]]
+    scale_rows, word_rows = table[~table["is_word"]], table[table["is_word"]]
     nonpositive_rows, positive_rows = (
         scale_rows[scale_rows["axis_value"] <= 0],
         scale_rows[scale_rows["axis_value"] > 0],
@@ -279,9 +279,19 @@ def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
             )
         for arm, rows in table[table["stopped"] > 0].groupby("arm", sort=False):
             label = f"{arm}: {rows['stopped'].iloc[0]} of {rows['runs'].iloc[0]} stopped"
-            axes.step(rows["step"], rows["share"], where="post", color=colors[str(arm)], linewidth=2, label=label)
-            drops = rows[rows["share"].diff() < 0]
-            axes.scatter(drops["step"], drops["share"], marker="X", s=42, color=STOPPED_COLOR, zorder=4, clip_on=False)
+            axes.step(
+                rows["step"], rows["surviving_fraction"], where="post", color=colors[str(arm)], linewidth=2, label=label
+            )
+            drops = rows[rows["surviving_fraction"].diff() < 0]
+            axes.scatter(
+                drops["step"],
+                drops["surviving_fraction"],
+                marker="X",
+                s=42,
+                color=STOPPED_COLOR,
+                zorder=4,
+                clip_on=False,
+            )
         axes.set_ylim(-0.03, 1.06)
         axes.set_xlim(left=0)
         axes.set_xlabel("training step")

@@ -92,7 +92,7 @@ def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
 def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
     """One row an arm: groups collected a step, and kept and without spread in the first and last quarter of its steps.
 
-    Columns: arm, groups, kept_first, kept_last, zero_std_first, zero_std_last. Means over steps and runs.
+    Columns: arm, groups, kept_first_quarter, kept_last_quarter, zero_std_first_quarter, zero_std_last_quarter. Means over steps and runs.
     """
     rows = []
     for arm in list_arms(require_single_study(frames)):
@@ -103,17 +103,17 @@ def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
             {
                 "arm": arm,
                 "groups": steps["groups"].mean(),
-                "kept_first": first_quarter["groups_kept"].mean(),
-                "kept_last": last_quarter["groups_kept"].mean(),
-                "zero_std_first": first_quarter["zero_std_groups"].mean(),
-                "zero_std_last": last_quarter["zero_std_groups"].mean(),
+                "kept_first_quarter": first_quarter["groups_kept"].mean(),
+                "kept_last_quarter": last_quarter["groups_kept"].mean(),
+                "zero_std_first_quarter": first_quarter["zero_std_groups"].mean(),
+                "zero_std_last_quarter": last_quarter["zero_std_groups"].mean(),
             }
         )
     return pd.DataFrame(rows)
 
 
 def compute_stop_survival(frames: StudyFrames) -> pd.DataFrame:
-    """Share of an arm's runs that no rule has stopped, by step (Kaplan-Meier): arm, step, share, runs, stopped.
+    """Share of an arm's runs that no rule has stopped, by step (Kaplan-Meier): arm, step, surviving_fraction, runs, stopped.
 
     A run that failed or was interrupted counts as followed up to its last step. The last row of an arm is at its
     runs' last step. Arms without a step are left out.
@@ -132,11 +132,11 @@ def compute_stop_survival(frames: StudyFrames) -> pd.DataFrame:
             {
                 "arm": arm,
                 "step": [*steps, *extra_steps],
-                "share": [*fractions, *fractions[len(fractions) - len(extra_steps) :]],
+                "surviving_fraction": [*fractions, *fractions[len(fractions) - len(extra_steps) :]],
             }
         )
         curve_frames.append(table.assign(runs=len(runs), stopped=int(is_stopped.sum())))
-    columns = ["arm", "step", "share", "runs", "stopped"]
+    columns = ["arm", "step", "surviving_fraction", "runs", "stopped"]
     return pd.concat(curve_frames, ignore_index=True) if curve_frames else pd.DataFrame(columns=columns)
 
 

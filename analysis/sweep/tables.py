@@ -204,7 +204,7 @@ def _compute_positions(values: list[float], positive_positions: list[float], off
 def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
     """The table behind the dose-response figure: one row an arm, with its place x and the interval of its success.
 
-    Columns: arm, axis_value, x, scale, named, runs, scored, early_stopped, success, low, high, basis, greedy, test,
+    Columns: arm, axis_value, x, scale, is_word, runs, scored, early_stopped, success, low, high, basis, greedy, test,
     base, base_greedy (means over all runs of the study: the policy before training).
     """
     names, positions, scale = compute_axis_positions(require_single_study(frames))
@@ -219,7 +219,7 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
                 "axis_value": value,
                 "x": x,
                 "scale": scale,
-                "named": math.isnan(value),
+                "is_word": math.isnan(value),
                 "runs": len(runs),
                 "scored": len(scored_runs),
                 "early_stopped": int((scored_runs["status"] == "early_stopped").sum()),

@@ -230,7 +230,7 @@ def test_the_figures_tables_hold_the_lines_numbers(tmp_path: Path) -> None:
     signal, share = gradients.make_signal_lines(rows), gradients.make_share_lines(rows)
     written = [row for row in AFTER.make_line()["rows"] if row["component"] == "task" and row["bucket"] != "all"]
     after = signal[~signal["prefilter"]]
-    for column, name in (("spread", "reward_std_mean"), ("value", "snr"), ("low", "snr_low"), ("high", "snr_high")):
+    for column, name in (("reward_std", "reward_std_mean"), ("value", "snr"), ("low", "snr_low"), ("high", "snr_high")):
         assert after[column].to_list() == [row[name] for row in written]
     written = [row for row in AFTER.make_line()["rows"] if row["component"] == "entropy" and row["bucket"] != "all"]
     for column, name in (("value", "signal_share"), ("low", "signal_share_low"), ("high", "signal_share_high")):

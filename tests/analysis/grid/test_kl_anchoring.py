@@ -39,9 +39,9 @@ def test_what_is_measured_and_what_matches(made: pd.DataFrame) -> None:
     assert made["match"].nunique() == 4  # one an entropy coefficient
     collapsed = made[made["status"] == "early_stopped"]
     assert len(collapsed) == 8
-    assert set(collapsed["last"]) == {15}  # of 20: the steps that all matching runs have
-    assert set(made.loc[made["status"] == "completed", "last"]) == {20}
-    assert set(made.loc[made["last"] == 20, "first"]) == {16}
+    assert set(collapsed["last_step"]) == {15}  # of 20: the steps that all matching runs have
+    assert set(made.loc[made["status"] == "completed", "last_step"]) == {20}
+    assert set(made.loc[made["last_step"] == 20, "first_step"]) == {16}
 
 
 def test_correlations_are_those_of_scipy(made: pd.DataFrame) -> None:
@@ -94,8 +94,8 @@ def points(rhos: dict[str, list[list[float]]]) -> pd.DataFrame:
             "coefficient": 10.0**at,
             "match": match,
             "status": "completed",
-            "first": 1,
-            "last": 4,
+            "first_step": 1,
+            "last_step": 4,
             "kl": kl,
         }
         for form, sets in rhos.items()

@@ -191,7 +191,7 @@ def test_the_contrast_is_on_minus_off_over_equal_points(one: StudyFrames) -> Non
 def test_each_form_of_the_loss_has_its_own_contrast(three: StudyFrames) -> None:
     found = found_in(three)
     table = compare_switch(found, layout.make_member_table(three, found), "algorithm.zero_task_advantage")
-    assert list(dict.fromkeys(table["of"])) == ["kl", "mse", "low_var_kl"]
+    assert list(dict.fromkeys(table["group"])) == ["kl", "mse", "low_var_kl"]
     assert (table["pairs"] == 16).all()
 
 

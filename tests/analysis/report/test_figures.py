@@ -23,7 +23,7 @@ SMALL = FakeStudy(levels=10, total_steps=4)
 def sections_of(*templates: str) -> list[str]:
     """The sections that these templates show, as often as they do."""
     texts = [(TEMPLATES / f"{name}.html.j2").read_text() for name in templates]
-    return [section for text in texts for section in re.findall(r'drawings\("([^"]+)"\)', text)]
+    return [section for text in texts for section in re.findall(r'render_figures\("([^"]+)"\)', text)]
 
 
 def test_every_section_of_a_figure_is_on_the_page_once(tmp_path: Path) -> None:
