@@ -1,4 +1,4 @@
-"""Read: a folder on disk to an answer, without torch and without Ray.
+"""Read results folders and report on them, without torch and without Ray.
 
 Example: `analysis.load(DIR).trials` has one row per run.
 """

@@ -1,1 +1,1 @@
-"""run folders to tidy frames, and which runs are compared."""
+"""Reads run folders into tidy frames, and selects the runs to compare."""

@@ -1,4 +1,4 @@
-"""Which runs of an arm count, what each scores, and how two sets of runs differ."""
+"""The outcome of a run, which runs of an arm are scored, and the difference between two sets of runs."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,57 +16,59 @@ from analysis.stats.estimates import (
 )
 
 SCORED_STATUSES = ("completed", "early_stopped")
+# From this many seeds on, intervals are over seeds; below, over levels (see `analysis.stats.estimates`).
 MIN_SEEDS = 3
 
 
 class EvalPoint(NamedTuple):
-    """An evaluation of a run: after `step` training steps, 0 being before training."""
+    """An evaluation of a run after `step` training steps; step 0 is before training."""
 
     run_id: str
     step: int
 
 
 def require_single_study(frames: StudyFrames) -> StudyFrames:
-    """`frames` if it holds one study, else ValueError naming them."""
+    """`frames` if they contain one study; otherwise a ValueError that lists the studies."""
     study_names = [study["name"] for study in frames.studies]
     if len(study_names) != 1:
         raise ValueError(
-            f"These frames hold {len(study_names)} studies ({', '.join(study_names)}): take one, frames.one(NAME)."
+            f"These frames contain {len(study_names)} studies ({', '.join(study_names)}). Select one: "
+            "frames.select_study(NAME)."
         )
     return frames
 
 
 def list_arms(frames: StudyFrames) -> list[str]:
-    """Arms of the study in the order of study.json."""
+    """The arms of the study, in the order of study.json."""
     return list(dict.fromkeys(frames.trials["arm"]))
 
 
 def select_runs(frames: StudyFrames, arm: str, *, scored_only: bool = False) -> pd.DataFrame:
-    """Rows of `trials` of one arm, settings left out. scored: only runs that completed or that a rule stopped."""
+    """Rows of `trials` of one arm, without settings. scored_only: only completed runs and runs stopped by a rule."""
     runs = frames.runs[frames.runs["arm"] == arm]
     return runs[runs["status"].isin(SCORED_STATUSES)] if scored_only else runs
 
 
 def compute_outcomes(runs: pd.DataFrame) -> "pd.Series[float]":
-    """The estimand of each run: sampled validation success at its last validation.
+    """The estimand of each run: sampled success at its last validation.
 
-    A run that a rule stopped keeps the last one it had; one stopped before its first has the base policy's.
+    A run stopped by a rule keeps its last value; a run stopped before its first validation has the base policy's value.
     """
     return runs["final_val_success"].fillna(runs["base_val_success"])
 
 
 def describe_basis(num_seeds: int) -> str:
-    """What an interval is over, in words that never claim more."""
+    """The population that an interval covers, in words: seeds, or the levels of these runs."""
     if num_seeds >= MIN_SEEDS:
         return f"over {num_seeds} seeds"
     runs_text = "this one run" if num_seeds == 1 else f"these {num_seeds} runs"
-    return f"over levels, of {runs_text}; says nothing about seeds" if num_seeds else ""
+    return f"over the levels of {runs_text}; says nothing about other seeds" if num_seeds else ""
 
 
 def collect_level_outcomes(
     frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled"
 ) -> dict[EvalPoint, pd.DataFrame]:
-    """The first and the last validation of each of `runs`: success of each level; see `StudyFrames.validations`."""
+    """Success on each level at the first and last validation of each run; see `StudyFrames.validations`."""
     return {
         EvalPoint(run_id, step): levels
         for run_id in sorted(runs["run_id"])
@@ -75,17 +77,21 @@ def collect_level_outcomes(
 
 
 def find_last_points(points: Iterable[EvalPoint]) -> dict[str, EvalPoint]:
-    """The last of `points` of each run."""
+    """The last evaluation of each run."""
     return {point.run_id: point for point in sorted(points)}
 
 
 def estimate_success(frames: StudyFrames, runs: pd.DataFrame) -> Estimate:
-    """Mean outcome of an arm's scored runs: t interval, cut to [0, 1], from 3 seeds on; else Wilson's over levels."""
+    """Mean outcome of an arm's scored runs.
+
+    With 3 or more seeds, the interval is a t interval over seeds, cut to [0, 1]. With fewer, it is Wilson's over levels.
+    """
     if len(runs) >= MIN_SEEDS:
         estimate = mean_over_seeds(compute_outcomes(runs))
         return estimate._replace(low=max(estimate.low, 0.0), high=min(estimate.high, 1.0))
     level_outcomes = collect_level_outcomes(frames, runs)
     final_points = find_last_points(level_outcomes)
+    # A run without outcomes of single levels would be missing from the interval: report the mean alone.
     if not final_points or len(final_points) < len(runs):
         return Estimate(float(compute_outcomes(runs).mean()))
     episodes = pd.concat([level_outcomes[point] for point in final_points.values()])
@@ -93,10 +99,10 @@ def estimate_success(frames: StudyFrames, runs: pd.DataFrame) -> Estimate:
 
 
 def estimate_difference(frames: StudyFrames, runs: pd.DataFrame, baseline_runs: pd.DataFrame) -> tuple[Estimate, int]:
-    """Outcome of `runs` minus that of `baseline`, paired by seed, and the number of seeds that both have.
+    """Outcome of `runs` minus that of `baseline_runs`, paired by seed, and the number of seeds that both have.
 
-    From 3 seeds on over seeds; below, over the levels of the paired runs. No common seed: an empty estimate. Without
-    the outcomes of single levels: a value without an interval.
+    With 3 or more common seeds the interval is over seeds, with fewer over the levels of the paired runs. Without a
+    common seed the estimate is empty. Without outcomes of single levels it has no interval.
     """
     paired_runs, paired_baseline_runs = runs.set_index("seed"), baseline_runs.set_index("seed")
     seeds = [seed for seed in paired_runs.index if seed in paired_baseline_runs.index]
@@ -117,15 +123,17 @@ def estimate_difference(frames: StudyFrames, runs: pd.DataFrame, baseline_runs: 
 
 
 def estimate_gain(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled") -> Estimate:
-    """Validation success at the end minus before training, of the same runs; over seeds from 3 on, else over levels.
+    """Validation success at the end minus before training, for the same runs.
 
-    Without the outcomes of single levels: a value without an interval.
+    With 3 or more seeds the interval is over seeds, with fewer over levels. Without outcomes of single levels the
+    estimate has no interval.
     """
     final_success = compute_outcomes(runs) if mode == "sampled" else runs["final_val_greedy_success"]
     base_success = runs["base_val_success" if mode == "sampled" else "base_val_greedy_success"]
     per_seed = (final_success - base_success).dropna()
     if len(per_seed) >= MIN_SEEDS:
         return mean_over_seeds(per_seed)
+    # Each run is paired with itself before training (step 0), level by level.
     level_outcomes = collect_level_outcomes(frames, runs.loc[per_seed.index], mode)
     pairs = [(point, EvalPoint(point.run_id, 0)) for point in find_last_points(level_outcomes).values()]
     if len(per_seed) == 0 or len(pairs) < len(per_seed) or any(base not in level_outcomes for _, base in pairs):
@@ -136,9 +144,10 @@ def estimate_gain(frames: StudyFrames, runs: pd.DataFrame, mode: str = "sampled"
 def estimate_paired_difference(
     level_outcomes: Mapping[EvalPoint, pd.DataFrame], pairs: list[tuple[EvalPoint, EvalPoint]]
 ) -> Estimate:
-    """Difference over the levels of each pair of evaluations, first minus second. levels: from `by_level`.
+    """Difference between the evaluations of each pair, first minus second, over their levels.
 
-    Levels that one evaluation lacks are left out. Pairs share clusters: a level met by two seeds is one level.
+    level_outcomes: from `collect_level_outcomes`. Levels that one evaluation lacks are left out. Pairs share clusters: a
+    level that two seeds play is one level, not two independent ones.
     """
     if not pairs:
         return Estimate()
@@ -148,9 +157,9 @@ def estimate_paired_difference(
 
 
 def compute_auc(frames: StudyFrames, runs: pd.DataFrame) -> "pd.Series[float]":
-    """Secondary estimand of each run: mean height of its validation curve from step 0 to steps_total.
+    """The secondary estimand of each run: mean height of its validation curve from step 0 to `steps_total`.
 
-    A run that a rule stopped keeps its last value to the end.
+    A run stopped by a rule keeps its last value up to `steps_total`.
     """
     run_rows = to_records(runs[["run_id", "base_val_success", "steps_total"]])
     areas = [

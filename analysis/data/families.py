@@ -1,7 +1,8 @@
-"""Families of studies: which columns their runs write, and what a run comes to. study.json names the family of a study.
+"""Study families: the columns that the runs of a family write, and the summary of a run.
 
-The columns that name a run and say how it ended are those of every family; a family adds what its trainer measures. A
-new one is a value in `FAMILIES` and, where its report differs, an entry in `analysis.report.pages.PAGES`.
+study.json names the family of a study. All families share the columns that identify a run and say how it ended; each
+family adds the measurements of its trainer. To add a family, add a value to `FAMILIES` and, if its report differs, an
+entry to `analysis.report.pages.PAGES`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,7 +29,9 @@ Schema = dict[str, str]
 
 TEXT, FLOAT, INT, NULLABLE_INT, BOOL = "str", "float64", "int64", "Int64", "bool"
 TIME = "datetime64[us, UTC]"
+# nats; the threshold of `first_step_entropy_low` (docs/metrics.md).
 LOW_ENTROPY = 0.1
+# Columns whose type does not follow from their unit.
 _DTYPE_OVERRIDES = {
     "seed": INT,
     "step": INT,
@@ -42,7 +45,7 @@ _DTYPE_OVERRIDES = {
 
 
 def _infer_dtype(column: Column) -> str:
-    """The dtype of a column of records.py: no unit is text, UTC is a time, all else a number."""
+    """The dtype of a column in records.py: text without a unit, a time for UTC, otherwise a number."""
     if column.name in _DTYPE_OVERRIDES:
         return _DTYPE_OVERRIDES[column.name]
     return {"": TEXT, "UTC": TIME}.get(column.unit, FLOAT)
@@ -69,12 +72,15 @@ _DETAIL_SCHEMAS = {
 
 @dataclass(frozen=True)
 class TableFamily:
-    """What the runs of one kind of study write.
+    """The tables that the runs of one family of studies write.
 
-    first_step: the least step of a row. step_columns: what a row measures. trial_columns: what stands of a run in
-    `trials`, in order, beside its names, its axis and its settings. values: from a run's rows, sorted by step, to its
-    `steps_done` and the trial columns that no file states; with them the step up to which the run keeps its last
-    values, None where that is its last row.
+    Attributes:
+        name: as in study.json.
+        first_step: step of the first row that a run can write.
+        step_columns: measurements in each row.
+        trial_columns: columns of `trials`, in order, in addition to names, axis and settings.
+        summarize_rows: computes `steps_done` and the trial columns that no file contains. Its arguments are the rows
+            of a run, sorted by step, and the step up to which the run keeps its last values (None: its last row).
     """
 
     name: str
@@ -85,7 +91,7 @@ class TableFamily:
 
     @cached_property
     def schemas(self) -> Mapping[str, Schema]:
-        """Columns and types of each frame. What only other families write (levels, gradients) is an empty frame."""
+        """Columns and types of each frame. Frames that only other families fill (levels, gradients) are empty."""
         return {
             "trials": {**_RUN_SCHEMA, **_AXIS_SCHEMA, **_make_schema(self.trial_columns)},
             "steps": _make_schema(ROW_COLUMNS, self.step_columns, STOP_COLUMNS),
@@ -94,22 +100,23 @@ class TableFamily:
 
 
 def get_family(study: Mapping[str, Any]) -> TableFamily:
-    """The family that study.json names; "ppo" where it names none. ValueError where there is no such family."""
+    """The family named in study.json, "ppo" if it names none. ValueError for an unknown family."""
     name = study.get("family", "ppo")
     if name not in FAMILIES:
         raise ValueError(
-            f"study.json of `{study.get('name', '')}` is of the family {name!r}, which this version cannot read; it "
-            f"reads {', '.join(FAMILIES)}."
+            f"study.json of `{study.get('name', '')}` names the family {name!r}, which this version cannot read. "
+            f"Known families: {', '.join(FAMILIES)}."
         )
     return FAMILIES[name]
 
 
 def find_last_value(rows: Sequence[Row], column: str) -> Any:
-    """The last value of a column that is not missing; None without one."""
+    """The last value of a column that is not missing, or None."""
     return next((row[column] for row in reversed(rows) if row.get(column) is not None), None)
 
 
 def _summarize_ppo_run(rows: Sequence[Row], end_step: int | None) -> Row:
+    # Most rows have no validation: only every n-th step is validated.
     validations = [row["val_success"] for row in rows if row.get("val_success") is not None]
     return {
         "steps_done": len(rows),
@@ -122,7 +129,7 @@ def _summarize_ppo_run(rows: Sequence[Row], end_step: int | None) -> Row:
 
 
 def _summarize_update_rule_run(rows: Sequence[Row], end_step: int | None) -> Row:
-    """Rows are evaluations: the last row's values, first steps at which something holds, means."""
+    """Values of the last evaluation, first steps at which a threshold is reached, and means. Rows are evaluations."""
     last_row = rows[-1] if rows else {}
     final_columns = [column.name for column in sandbox.TRIAL_COLUMNS if column.name.startswith("final_")]
     return {
@@ -139,15 +146,15 @@ def _summarize_update_rule_run(rows: Sequence[Row], end_step: int | None) -> Row
 
 
 def _find_first_step(rows: Sequence[Row], column: str, threshold: float) -> Any:
-    """The first step at which the column is at most `most`; None where it never is."""
+    """The first step at which the column is at most `threshold`, or None."""
     return next((row["step"] for row in rows if row.get(column) is not None and row[column] <= threshold), None)
 
 
 def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None:
-    """The mean of a column that is itself a mean over the batches since the row before; None where no row has it.
+    """Mean over batches of a column whose rows are means over the batches since the previous row; None without a value.
 
-    A row with a loss was written after the batch of its step, one without before it, so rows stand for unequal numbers
-    of batches: the first one of a run without delay for a single one, of age 0.
+    Rows cover unequal numbers of batches, so they are weighted. A row with a loss was written after the batch of its
+    step, a row without a loss before it. The first row of a run without delay covers a single batch, of age 0.
     """
     batches_done = [row["step"] + (row.get("loss") is not None) for row in rows]
     counts = [after - before for before, after in pairwise([0, *batches_done])]
@@ -162,20 +169,20 @@ def _compute_mean_over_batches(rows: Sequence[Row], column: str) -> float | None
 
 
 def _compute_mean_over_steps(rows: Sequence[Row], column: str, end_step: int) -> float:
-    """Mean height of the column's curve from its first value to the step `until`; NaN without a value."""
+    """Mean height of the column's curve from its first value to `end_step`; NaN without a value."""
     measured_rows = [row for row in rows if row.get(column) is not None]
     return area_under_curve([row["step"] for row in measured_rows], [row[column] for row in measured_rows], end_step)
 
 
 def _is_common_column(column: Column) -> bool:
-    """Whether a trial column of records.py is of every family: not a success on levels."""
+    """Whether all families have a trial column of records.py. Success on levels exists in PPO studies only."""
     return not column.name.endswith("_success") and not column.name.endswith("_success_unseen")
 
 
 _LAST_VALUE_COLUMNS = tuple(column for name in TRIAL_LAST_VALUES for column in STEP_COLUMNS if column.name == name)
 _COMMON_COLUMNS = tuple(column for column in TRIAL_COLUMNS if _is_common_column(column))
 RUN_FILE_SCHEMA: Schema = {**_RUN_SCHEMA, **_make_schema(_COMMON_COLUMNS, STOP_COLUMNS)}
-"""Types of what stands in run.json and status.json under a column's name."""
+"""Types of the fields of run.json and status.json that have the name of a column."""
 
 FAMILIES: dict[str, TableFamily] = {
     "ppo": TableFamily(

@@ -1,4 +1,4 @@
-"""The frames of a study: their columns, types, order, files, and equality."""
+"""`StudyFrames`: the results of a study as typed tables, with functions to combine, write and compare them."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,28 +18,30 @@ Study = dict[str, Any]
 
 FRAME_NAMES = ("trials", "steps", "levels", "gradients", "gradient_groups")
 SCHEMAS = FAMILIES["ppo"].schemas
-"""Columns and types of the frames of a study of language models; other families: `TableFamily.schemas`."""
+"""Columns and types of the frames of a PPO study; for other families see `TableFamily.schemas`."""
 
-# Differ between two executions of one run: times, and the name that Ray Tune gave it.
+# Columns that differ between two executions of the same run: times, and the trial name drawn by Ray Tune.
 NONDETERMINISTIC_COLUMNS: frozenset[str] = (
     TIME_COLUMNS | {column.name for column in sandbox.TIME_COLUMNS} | {"tokens_per_second", "trial_id"}
 )
 
 
 def make_empty_frame(name: str) -> pd.DataFrame:
-    """The frame called `name` without a row, every column in its type."""
+    """An empty frame with the columns and types of the frame `name`."""
     return cast_frame(pd.DataFrame(columns=list(SCHEMAS[name])), SCHEMAS[name])
 
 
 @dataclass(frozen=True)
 class StudyFrames:
-    """What a study wrote, as tidy frames.
+    """The results of one or several studies as tidy frames.
 
-    trials: one row a run. steps: one row a training step of a run, or an evaluation in the update-rule sandbox. levels:
-    one row an episode of an evaluation. gradients: one row a loss component in a bucket of an analysis batch.
-    gradient_groups: one row a group of one. Both are empty where no gradients were analysed, and with levels in the
-    sandbox.
-    study: study.json, or a list of them when several studies were loaded together.
+    Attributes:
+        trials: one row per run.
+        steps: one row per training step of a run; in the update-rule sandbox, one row per evaluation.
+        levels: one row per evaluated episode. Empty in the sandbox.
+        study: study.json, or a list of them if several studies were loaded together.
+        gradients: one row per loss component and bucket of an analysis batch. Empty if no gradients were analysed.
+        gradient_groups: one row per group of an analysis batch. Empty if no gradients were analysed.
     """
 
     trials: pd.DataFrame
@@ -51,36 +53,38 @@ class StudyFrames:
 
     @property
     def studies(self) -> list[Study]:
-        """study.json of each study, always as a list."""
+        """study.json of each study, as a list even for a single study."""
         return self.study if isinstance(self.study, list) else [self.study]
 
     @property
     def families(self) -> list[TableFamily]:
-        """The families of the studies, each once: one, unless studies of several kinds were loaded together."""
+        """The distinct families of the studies: more than one only if different kinds were loaded together."""
         return list({family.name: family for family in map(get_family, self.studies)}.values())
 
     @cached_property
     def runs(self) -> pd.DataFrame:
-        """`trials` without the columns of settings, which are most of them."""
+        """`trials` without the columns of settings, which are the large majority."""
         return self.trials[[name for name in self.trials if not str(name).startswith("config/")]]
 
     @cached_property
     def steps_by_run(self) -> dict[str, pd.DataFrame]:
-        """Rows of `steps` of each run that has some, in their order."""
+        """Rows of `steps` of each run that has any, in their order."""
         return {str(run_id): rows for run_id, rows in self.steps.groupby("run_id", sort=False)}
 
     def get_run_steps(self, run_id: str) -> pd.DataFrame:
-        """Rows of `steps` of one run; none for a run without a step."""
+        """Rows of `steps` of one run; empty for a run without a step."""
         return self.steps_by_run.get(run_id, self.steps.iloc[:0])
 
     @cached_property
     def validations(self) -> dict[tuple[str, str], dict[int, pd.DataFrame]]:
-        """The first and last validation of each run by (run_id, mode), then by step: (index level; success, cluster).
+        """The first and last validation of each run: {(run_id, mode): {step: frame}}.
 
-        The first is that before training, at step 0. The last is the last one no later than the run's last step.
-        Made in one pass over `levels`, which has a row an episode: hundreds of thousands in a grid.
+        Each frame has the columns success and cluster, and one row per level. The first validation is the one before
+        training, at step 0; the last one is at most at the run's last step. All of them are made in one pass over
+        `levels`, which has one row per episode: hundreds of thousands in a grid.
         """
         levels = self.levels[self.levels["split"] == "val"]
+        # levels.jsonl can contain a validation of a step whose row is not in metrics.jsonl: it does not count.
         steps_done: Any = levels["run_id"].map(self.trials.set_index("run_id")["steps_done"])
         levels = levels[levels["step"] <= steps_done.astype(FLOAT)]
         last_steps = levels.groupby(["run_id", "mode"])["step"].transform("max")
@@ -95,34 +99,42 @@ class StudyFrames:
         return rows_by_run_and_mode
 
     def select_study(self, name: str) -> "StudyFrames":
-        """The frames of the study called `name` in the `study` column, without columns of other families."""
+        """The frames of one study, without the columns of other families. name: its value in the `study` column."""
         names = [study["name"] for study in self.studies]
         if name not in names:
-            raise ValueError(f"There is no study `{name}` here; there are: {', '.join(names)}.")
+            raise ValueError(f"There is no study `{name}` here. Choose one of: {', '.join(names)}.")
         study = self.studies[names.index(name)]
         dropped_columns = find_foreign_columns(self.families, get_family(study))
-        frames = {part: getattr(self, part).drop(columns=list(dropped_columns[part])) for part in FRAME_NAMES}
-        rows = {part: frame[frame["study"] == name].reset_index(drop=True) for part, frame in frames.items()}
+        frames = {
+            frame_name: getattr(self, frame_name).drop(columns=dropped_columns[frame_name]) for frame_name in FRAME_NAMES
+        }
+        rows = {
+            frame_name: frame[frame["study"] == name].reset_index(drop=True) for frame_name, frame in frames.items()
+        }
         return StudyFrames(**rows, study=study)
 
     def write_parquet(self, folder: Path | str) -> None:
-        """Write every frame to `folder` as <name>.parquet, each beside and then renamed."""
+        """Write every frame to `folder` as <name>.parquet, each with an atomic rename."""
         for frame_name in FRAME_NAMES:
             with atomic_write(Path(folder) / f"{frame_name}.parquet") as temp_path:
                 getattr(self, frame_name).to_parquet(temp_path, index=False)
 
 
 def merge_schemas(families: Iterable[TableFamily], frame_name: str) -> Schema:
-    """The columns of all families in the frame called `part`; a name that two share has one type (a test)."""
+    """The columns of all families in one frame. A test ensures that a shared name has the same type."""
     return {name: kind for family in families for name, kind in family.schemas[frame_name].items()}
 
 
 def find_foreign_columns(families: Iterable[TableFamily], target_family: TableFamily) -> dict[str, list[str]]:
-    """Of each frame the columns that other families have and `own` does not."""
+    """For each frame, the columns that other families have and `target_family` does not."""
     all_families = list(families)
     return {
-        part: [name for name in merge_schemas(all_families, part) if name not in target_family.schemas[part]]
-        for part in FRAME_NAMES
+        frame_name: [
+            column
+            for column in merge_schemas(all_families, frame_name)
+            if column not in target_family.schemas[frame_name]
+        ]
+        for frame_name in FRAME_NAMES
     }
 
 
@@ -132,7 +144,7 @@ def to_records(frame: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
-    """`frame` with every column of `schema`, in its type also when all missing; columns beside it come last."""
+    """`frame` with every column of `schema`, typed even if all values are missing; other columns come last."""
     columns = {
         name: _cast_column(frame[name], kind) if name in frame else _make_missing_column(frame, kind)
         for name, kind in schema.items()
@@ -142,7 +154,7 @@ def cast_frame(frame: pd.DataFrame, schema: Mapping[str, str]) -> pd.DataFrame:
 
 
 def _cast_column(values: Any, dtype: str) -> Any:
-    """A pandas Series as `kind`; missing text is empty text."""
+    """A pandas Series as `dtype`; missing text becomes empty text."""
     if values.dtype == dtype and not values.hasnans:
         return values
     if dtype == TEXT:
@@ -151,6 +163,7 @@ def _cast_column(values: Any, dtype: str) -> Any:
         timestamps = values.astype(object).where(values.notna(), None)
         return pd.to_datetime(timestamps, utc=True, format="ISO8601").astype(TIME)
     if dtype == NULLABLE_INT:
+        # An object column that contains None converts to float first, and only then to Int64.
         return values.astype(FLOAT).astype(NULLABLE_INT)
     return values.astype(dtype)
 
@@ -160,13 +173,14 @@ def _make_missing_column(frame: pd.DataFrame, dtype: str) -> Any:
 
 
 def _fill_text(values: Any) -> Any:
-    """A text column's gaps as empty text; other types keep their own missing value."""
+    """Replace missing text by empty text; other types keep their missing value."""
     return _cast_column(values, TEXT) if isinstance(values.dtype, pd.StringDtype) or values.dtype == object else values
 
 
 def make_setting_column(values: list[Any]) -> Any:
-    """One setting of every run as a column: boolean, Int64, float64, or text (lists as JSON) that may be missing."""
+    """One setting of all runs as a column: boolean, Int64, float64, or text (lists as JSON); values may be missing."""
     present_values = [value for value in values if value is not None]
+    # bool is a subclass of int in Python, hence the checks for it.
     if present_values and all(isinstance(value, bool) for value in present_values):
         return pd.Series(values, dtype="boolean")
     if present_values and all(isinstance(value, int) and not isinstance(value, bool) for value in present_values):
@@ -179,26 +193,27 @@ def make_setting_column(values: list[Any]) -> Any:
 
 
 def concat_studies(study_frames: list[StudyFrames]) -> StudyFrames:
-    """Several studies as one; where two have the same name, their `study` column and name become the run's name.
+    """Concatenate studies. Studies that share a name are renamed to the name of their run folder.
 
-    Studies of different families stand below each other: a column that a study's family does not have is missing in
-    its rows, and `StudyFrames.one` leaves it out again. One study is itself.
+    Studies may be of different families: a column that the family of a study does not have is missing in its rows, and
+    `StudyFrames.select_study` drops it again. A single study is returned unchanged.
     """
     if len(study_frames) == 1:
         return study_frames[0]
-    names = [part.studies[0]["name"] for part in study_frames]
+    names = [frames.studies[0]["name"] for frames in study_frames]
     renamed_studies = [
-        _rename_to_run(part) if names.count(name) > 1 else part for part, name in zip(study_frames, names, strict=True)
+        _rename_to_run(frames) if names.count(name) > 1 else frames
+        for frames, name in zip(study_frames, names, strict=True)
     ]
-    families = [family for part in renamed_studies for family in part.families]
-    frames = {
+    families = [family for frames in renamed_studies for family in frames.families]
+    merged_frames = {
         name: cast_frame(
-            pd.concat([getattr(part, name) for part in renamed_studies], ignore_index=True),
+            pd.concat([getattr(frames, name) for frames in renamed_studies], ignore_index=True),
             merge_schemas(families, name),
         )
         for name in FRAME_NAMES
     }
-    return StudyFrames(**frames, study=[part.studies[0] for part in renamed_studies])
+    return StudyFrames(**merged_frames, study=[frames.studies[0] for frames in renamed_studies])
 
 
 def _rename_to_run(study_frames: StudyFrames) -> StudyFrames:
@@ -208,9 +223,9 @@ def _rename_to_run(study_frames: StudyFrames) -> StudyFrames:
 
 
 def diff_frames(a: pd.DataFrame, b: pd.DataFrame, ignored_columns: Iterable[str] = ()) -> list[str]:
-    """Differences between two frames of one kind as sentences; empty when they are equal bit for bit.
+    """Differences between two frames of the same kind as sentences; empty if they are equal bit for bit.
 
-    Times and Ray Tune's id are left out, and so are the columns of `leave_out`. Two missing values are equal.
+    Ignores times, the id drawn by Ray Tune, and `ignored_columns`. Two missing values are equal.
     """
     skipped_columns = NONDETERMINISTIC_COLUMNS | set(ignored_columns)
     columns_a, columns_b = ([name for name in frame.columns if name not in skipped_columns] for frame in (a, b))
@@ -232,4 +247,7 @@ def _describe_difference(name: str, a: Any, b: Any) -> str:
     if is_equal.all():
         return ""
     first_index = int(np.argmin(is_equal))
-    return f"{name}: {int((~is_equal).sum())} of {len(a)} rows differ, first {first_index}: {a[first_index]!r} against {b[first_index]!r}"
+    return (
+        f"{name}: {int((~is_equal).sum())} of {len(a)} rows differ, first {first_index}: "
+        f"{a[first_index]!r} against {b[first_index]!r}"
+    )

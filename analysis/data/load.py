@@ -1,4 +1,4 @@
-"""From a folder on disk to frames: the line files that every run appends to, or the parquet tables made of them."""
+"""Load studies from disk: from the JSONL files of the runs, or from the parquet tables made from them."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -37,7 +37,7 @@ _HEADER_FIELDS = ("config_hash", "experiment_name")
 
 
 class _RunFiles(NamedTuple):
-    """The files of one run: run.json, the last line of each step, evaluation and analysis, and status.json."""
+    """Contents of the files of one run: run.json, the last line per step, evaluation and analysis, and status.json."""
 
     header: Row
     rows: list[Row]
@@ -47,12 +47,18 @@ class _RunFiles(NamedTuple):
 
 
 def load(path: Path | str, *, live: bool = False) -> StudyFrames:
-    """Frames of the study or studies at `path`: an output folder, one results/<run> folder, or a folder above some.
+    """Load the study or studies at `path`.
 
-    Reads the parquet tables of a study where they are newer than each of its line files, else the line files; these too
-    where the tables are an older version's and lack a column. Several studies are added up, of whatever family (see
-    `frames.together`); the `study` column tells them apart. live: keep the status "running" (see `read_run`). Raises
-    ValueError when no study.json is found, or one of an unknown family.
+    Reads the parquet tables of a study if they are newer than all files of its runs and have every column of this
+    version. Otherwise reads the files of the runs. Several studies of any family are concatenated (see
+    `concat_studies`); the column `study` distinguishes them.
+
+    Args:
+        path: an output folder, a results/<run> folder, or any folder above these.
+        live: keep the status "running" (see `read_study`).
+
+    Raises:
+        ValueError: there is no study.json, or one of an unknown family.
     """
     folders = find_study_folders(Path(path))
     study_frames = [
@@ -63,29 +69,35 @@ def load(path: Path | str, *, live: bool = False) -> StudyFrames:
 
 
 def find_study_folders(path: Path) -> list[Path]:
-    """Every folder with a study.json at or below `path`, sorted; below `path`/results where there is one."""
+    """All folders with a study.json at or below `path`, sorted. Searches `path`/results only, if it exists."""
     if (path / "study.json").is_file():
         return [path]
     root = path / "results" if (path / "results").is_dir() else path
     folders = sorted(study_file.parent for study_file in root.rglob("study.json"))
     if not folders:
-        raise ValueError(f"There is no study at {path}: give an output folder that holds results/, or a results/<run>.")
+        raise ValueError(f"There is no study at {path}: give an output folder that contains results/, or a results/<run>.")
     return folders
 
 
 def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
-    """Frames of one study from the line files of its runs; missing files and torn or odd lines are no error.
+    """Read one study from the files of its runs. Missing files and truncated or invalid lines are not errors.
 
-    The last line of a step counts, the last of a (step, split, mode) of levels.jsonl, and the last of a (step, source,
-    prefilter) of gradients.jsonl and of probes.jsonl. A file cannot tell whether the process that wrote "running" still
-    exists: live=False reads it as "interrupted", live=True keeps it.
-    A run without a step is "never_ran", unless it failed before its first one. ValueError names a run.json or
-    status.json, which are written whole, that is none any more.
+    If lines repeat, the last one counts: per step in metrics.jsonl, per (step, split, mode) in levels.jsonl, and per
+    (step, source, prefilter) in gradients.jsonl and probes.jsonl. A run without a step has the status "never_ran",
+    unless it failed before its first step.
+
+    Args:
+        folder: a results/<run> folder.
+        live: keep the status "running". A file cannot show whether the process that wrote it still exists, so by
+            default "running" is read as "interrupted".
+
+    Raises:
+        ValueError: there is no study.json, or a run.json or status.json is damaged.
     """
     folder = Path(folder)
     study = read_json(folder / "study.json")
     if not study:
-        raise ValueError(f"{folder} holds no study.json: give a results/<run> folder that a study wrote.")
+        raise ValueError(f"{folder} contains no study.json: give a results/<run> folder that a study wrote.")
     family = get_family(study)
     schemas = family.schemas
     runs = sorted(_read_runs(folder, study, family), key=_make_sort_key(study))
@@ -104,7 +116,7 @@ def read_study(folder: Path | str, *, live: bool = False) -> StudyFrames:
 
 
 def _read_runs(folder: Path, study: Study, family: TableFamily) -> list[_RunFiles]:
-    """Every run that study.json lists or that has a folder."""
+    """Every run that is listed in study.json or has a folder."""
     headers_by_id = {head["run_id"]: head for head in study.get("runs", [])}
     run_ids_on_disk = sorted(path.name for path in (folder / "runs").glob("*") if path.is_dir())
     return [
@@ -120,6 +132,7 @@ def _read_run_files(folder: Path, listed_header: Row, family: TableFamily) -> _R
         evaluations=read_jsonl(folder / "levels.jsonl", get_evaluation_key),
         analyses=[
             *read_jsonl(folder / "gradients.jsonl", get_analysis_key),
+            # Probes read checkpoints in any order: an earlier step does not invalidate later ones.
             *read_jsonl(folder / "probes.jsonl", get_analysis_key, drop_rolled_back=False),
         ],
         status=read_json(folder / "status.json"),
@@ -127,7 +140,7 @@ def _read_run_files(folder: Path, listed_header: Row, family: TableFamily) -> _R
 
 
 def _make_sort_key(study: Study) -> Callable[[_RunFiles], tuple[int, str, int, str]]:
-    """Sorting key: arms in the order of study.json, then other arms by name, then seeds."""
+    """A sort key for runs: arms in the order of study.json, then other arms by name, then seeds."""
     rank = {arm: index for index, arm in enumerate(study.get("axis", {}).get("values", []))}
     return lambda run: (
         rank.get(run.header.get("arm", ""), len(rank)),
@@ -147,12 +160,13 @@ def _make_run_columns(study: Study, run: _RunFiles) -> Row:
 
 
 def _resolve_status(run: _RunFiles, live: bool) -> tuple[str, str]:
-    """Status and reason of a run, from status.json and from whether it has a step."""
+    """Status and reason of a run, from status.json and its rows."""
     status, reason = run.status.get("status") or "", run.status.get("reason") or ""
     if live and status == "running":
         return status, reason
     if not run.rows and status != "failed":
         return "never_ran", reason or "no training step was recorded"
+    # The process ended without writing a final status: it was killed.
     if status in ("", "running"):
         return "interrupted", reason or f"no end was recorded; the last step is {run.rows[-1]['step']}"
     return status, reason
@@ -170,18 +184,19 @@ def _make_trial_row(study: Study, run: _RunFiles, family: TableFamily, live: boo
         "status": status,
         "reason": reason,
         "steps_total": steps_total,
+        # Only a run stopped by a rule keeps its last values up to the planned end.
         **family.summarize_rows(run.rows, steps_total if status == "early_stopped" else None),
     }
 
 
 def _get_steps_total(run: _RunFiles) -> int | None:
-    """The steps that the run was asked for; None where its run.json does not say."""
+    """The planned number of steps, or None if run.json does not contain it."""
     steps_total = flatten_config(run.header.get("config") or {}).get("trainer.total_training_steps")
     return steps_total if is_int64(steps_total) else None
 
 
 def _parse_number(text: str) -> float:
-    """The number that `text` spells; NaN for a word such as nofilter."""
+    """`text` as a number; NaN for a word such as nofilter."""
     try:
         return float(text)
     except ValueError:
@@ -196,7 +211,7 @@ def _make_trials_frame(trials: list[Row], configs: list[Row], schema: Schema) ->
 
 
 def _make_step_rows(study: Study, run: _RunFiles, family: TableFamily) -> list[Row]:
-    """The run's rows; the one at which status.json says that a rule fired carries the stop columns."""
+    """The rows of a run. The row of the step at which a rule stopped it has the stop columns from status.json."""
     names = _make_run_columns(study, run)
     stop_columns = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
     stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None
@@ -224,19 +239,20 @@ def _make_analysis_frame(
 
 
 def _make_evaluation_frame(names: Row, line: Row) -> pd.DataFrame:
+    # One character per episode: "1" solved, "0" not.
     success = np.frombuffer(line["success"].encode(), dtype=np.uint8) == ord("1")
     if not len(line["levels"]) == len(line["clusters"]) == len(success):
         raise ValueError(
             f"levels.jsonl of {names['run_id']}, step {line['step']} {line['split']} {line['mode']}: "
             f"{len(line['levels'])} levels, {len(line['clusters'])} clusters and {len(success)} outcomes; "
-            "there must be one each an episode."
+            "each episode needs one of each."
         )
     shared_columns = {**names, "step": line["step"], "split": line["split"], "mode": line["mode"]}
     return pd.DataFrame({**shared_columns, "level": line["levels"], "cluster": line["clusters"], "success": success})
 
 
 def _is_parquet_newest(folder: Path) -> bool:
-    """Whether all tables exist and were written after every file that they are made of."""
+    """Whether all parquet tables exist and are newer than every file they are made from."""
     tables = [folder / f"{name}.parquet" for name in FRAME_NAMES]
     if not all(table.is_file() for table in tables):
         return False
@@ -249,9 +265,11 @@ def _read_parquet(folder: Path, live: bool) -> StudyFrames:
     study = read_json(folder / "study.json")
     schemas = get_family(study).schemas
     tables = {name: pd.read_parquet(folder / f"{name}.parquet") for name in FRAME_NAMES}
+    # Tables of an older version lack new columns. Rebuild them, if the files of the runs still exist.
     is_outdated = (
         any(not set(schemas[name]) <= set(tables[name]) for name in FRAME_NAMES) and (folder / "runs").is_dir()
     )
+    # "running" in a table may be stale as well; `read_study` reads it as "interrupted".
     if is_outdated or (not live and (tables["trials"]["status"] == "running").any()):
         return read_study(folder, live=live)
     frames = {name: cast_frame(tables[name], schemas[name]) for name in FRAME_NAMES}

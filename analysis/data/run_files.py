@@ -1,7 +1,7 @@
-"""The files of a run as they are read: JSON that is written whole, and lines of which a kill may have torn the last.
+"""Readers for the files of a run: JSON objects and JSON lines.
 
-A file of lines is read for what stands in it: a line that is torn, odd or without a key is left out. A file that is
-written whole and is damaged is an error that names it.
+A process that is killed while it appends can leave a truncated last line in a JSONL file. Such a line, and any other
+invalid line, is skipped. JSON objects are written atomically, so a damaged one is an error that names the file.
 """
 
 import json
@@ -20,13 +20,13 @@ ANALYSIS_SOURCES = ("train", "probe")
 
 
 def read_json(path: Path) -> Row:
-    """A JSON object, or an empty one where the file does not exist; ValueError where it is damaged."""
+    """Read a JSON object; empty if the file does not exist. ValueError if it is damaged."""
     if not path.is_file():
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}); it is written whole, so something else changed it.") from None
+        raise ValueError(f"{path} is not JSON ({error}). It is written atomically, so something else changed it.") from None
     invalid_names = (
         [name for name, value in content.items() if not _is_valid_value(name, value)]
         if isinstance(content, dict)
@@ -34,13 +34,13 @@ def read_json(path: Path) -> Row:
     )
     if invalid_names:
         raise ValueError(
-            f"{path} is damaged (in {', '.join(invalid_names)}); it is written whole, so something else changed it."
+            f"{path} has invalid values ({', '.join(invalid_names)}). It is written atomically, so something else changed it."
         )
     return dict(content)
 
 
 def flatten_config(config: Row, prefix: str = "") -> Row:
-    """A nested configuration as dotted fields; a list is kept as its JSON text."""
+    """A nested configuration as dotted fields; lists become JSON text."""
     fields: Row = {}
     for name, value in config.items():
         if isinstance(value, dict):
@@ -51,7 +51,7 @@ def flatten_config(config: Row, prefix: str = "") -> Row:
 
 
 def is_int64(value: object) -> bool:
-    """Whether `value` is a whole number that 64 bits hold; True and False are none."""
+    """Whether `value` is an integer that fits into 64 bits. True and False do not count."""
     return type(value) is int and abs(value) < 2**63
 
 
@@ -60,7 +60,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_text(value: object) -> bool:
-    """Whether `value` is text that UTF-8 has; JSON can spell half a character."""
+    """Whether `value` is text that UTF-8 can encode. JSON escapes can produce lone surrogates, which it cannot."""
     return isinstance(value, str) and value.encode(errors="ignore").decode() == value
 
 
@@ -83,7 +83,7 @@ _VALIDATORS: dict[str, Callable[[object], bool]] = {
 
 
 def _is_valid_value(name: str, value: object) -> bool:
-    """Whether `value` can stand in a column, or for the settings; a name that is no column takes anything."""
+    """Whether `value` is valid for a field of run.json or status.json. A field that is no column may have any value."""
     if name == "config":
         return isinstance(value, dict) and all(_is_setting(*field) for field in flatten_config(value).items())
     if name == "status":
@@ -93,14 +93,15 @@ def _is_valid_value(name: str, value: object) -> bool:
 
 
 def _is_setting(name: str, value: object) -> bool:
-    """Whether a field of run.json's `config` can stand in a column of the trials."""
+    """Whether a field of `config` in run.json can be stored in a column of the trials."""
     return _is_text(name) and (value is None or isinstance(value, bool | float) or is_int64(value) or _is_text(value))
 
 
 def read_jsonl(path: Path, key: Callable[[Row], Any], *, drop_rolled_back: bool = True) -> list[Row]:
-    """JSON lines: the last one of each key, sorted by key. A line that a kill tore, or without a key, is left out.
+    """Read JSON lines: the last line of each key, sorted by key. Truncated lines and lines without a key are skipped.
 
-    goes_back: a line of an earlier step than those before it is of a run that went back, and gave all of them up.
+    drop_rolled_back: a step that is smaller than in previous lines means that the run was restored from an earlier
+    checkpoint; the lines of later steps before it are dropped.
     """
     if not path.is_file():
         return []
@@ -122,12 +123,12 @@ def read_jsonl(path: Path, key: Callable[[Row], Any], *, drop_rolled_back: bool 
 
 
 def make_step_key(family: TableFamily) -> Callable[[Row], int | None]:
-    """The step of a line of metrics.jsonl; None below the family's first."""
+    """A key function for metrics.jsonl: the step, or None if it is below the first step of the family."""
     return lambda row: row["step"] if row["step"] >= family.first_step else None
 
 
 def get_evaluation_key(row: Row) -> tuple[int, str, str] | None:
-    """(step, split, mode) of a line of levels.jsonl; None where something in it is missing or of another type."""
+    """(step, split, mode) of a line of levels.jsonl, or None if a field is missing or has the wrong type."""
     has_names = all(_is_text(row.get(name)) for name in ("split", "mode", "success"))
     has_lists = all(
         isinstance(row.get(name), list) and all(map(is_int64, row[name])) for name in ("levels", "clusters")
@@ -136,7 +137,7 @@ def get_evaluation_key(row: Row) -> tuple[int, str, str] | None:
 
 
 def get_analysis_key(row: Row) -> tuple[int, str, bool] | None:
-    """(step, source, prefilter) of a line of gradients.jsonl or probes.jsonl; None where it is odd, as above."""
+    """(step, source, prefilter) of a line of gradients.jsonl or probes.jsonl, or None if a field is invalid."""
     if row.get("source") not in ANALYSIS_SOURCES or not _is_bool(row.get("prefilter")) or row["step"] < 0:
         return None
     has_rows = _has_valid_entries(
@@ -147,15 +148,15 @@ def get_analysis_key(row: Row) -> tuple[int, str, bool] | None:
 
 
 def _has_valid_entries(entries: object, validators: dict[str, Callable[[object], bool]]) -> bool:
-    """Whether `entries` is a list of objects in each of which the needed values are there and of their types."""
+    """Whether `entries` is a list of objects that all have valid values for the keys of `validators`."""
     return isinstance(entries, list) and all(
-        isinstance(entry, dict) and all(is_one(entry.get(name)) for name, is_one in validators.items())
+        isinstance(entry, dict) and all(is_valid(entry.get(name)) for name, is_valid in validators.items())
         for entry in entries
     )
 
 
 def parse_step_row(row: Row, family: TableFamily) -> Row:
-    """The step of a line of metrics.jsonl and its columns; a value that cannot stand in its column is missing."""
+    """The step and the columns of a line of metrics.jsonl, without values of the wrong type."""
     dtypes = family.schemas["steps"]
     names = [column.name for column in family.step_columns if column.name in row]
     valid_values = {name: row[name] for name in names if row[name] is None or _VALIDATORS[dtypes[name]](row[name])}
@@ -163,13 +164,13 @@ def parse_step_row(row: Row, family: TableFamily) -> Row:
 
 
 def make_gradient_rows(lines: Iterable[Row]) -> list[Row]:
-    """A row for each component of each bucket of the analyses in `lines`; a value that does not fit is missing."""
+    """One row per component and bucket of the analyses in `lines`, without values of the wrong type."""
     names = [column.name for column in GRADIENT_COLUMNS]
     return [_make_row(line, entry, names, "gradients") for line in lines for entry in line["rows"]]
 
 
 def make_group_rows(lines: Iterable[Row]) -> list[Row]:
-    """A row for each group of the analyses in `lines`."""
+    """One row per group of the analyses in `lines`."""
     names = ["bucket", "group", "reward_std"]
     return [_make_row(line, entry, names, "gradient_groups") for line in lines for entry in line["groups"]]
 

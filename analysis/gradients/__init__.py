@@ -1,1 +1,1 @@
-"""gradient analyses: tables, published keys, figures."""
+"""Gradient analyses: tables, published metrics and figures."""

@@ -1,4 +1,4 @@
-"""The pictures and numbers of one run's gradient analyses as files, under the names of the published system."""
+"""Writes the figures and numbers of a run's gradient analyses, with the file names of the published system."""
 
 import json
 from collections.abc import Sequence
@@ -16,10 +16,16 @@ MAX_COMPARED_STEPS = 3
 
 
 def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequence[int], folder: Path) -> list[Path]:
-    """Write the files of each of `steps`, and gradient_analysis_steps.png of at most three of them; return their paths.
+    """Write the files of each step, and gradient_analysis_steps.png for at most three of the steps; return the paths.
 
-    gradients, groups: the rows of `StudyFrames.gradients` and `.gradient_groups` of one run and source. folder: made
-    where it is not there; files of these names in it are replaced. OSError where it cannot be written.
+    Args:
+        gradients: rows of `StudyFrames.gradients` of one run and source.
+        groups: rows of `StudyFrames.gradient_groups` of the same run and source.
+        steps: steps with an analysis.
+        folder: created if missing. Existing files with the same names are replaced.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [
@@ -38,7 +44,7 @@ def write_analyses(gradients: pd.DataFrame, groups: pd.DataFrame, steps: Sequenc
 
 
 def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[Path]:
-    """The files of one step: six pictures, the published numbers, and the reward spread of every group."""
+    """Write the files of one step: six figures, the published metrics, and the reward std of every group."""
     step = rows["step"].iloc[0]
     paths = []
     for figure_name, figure in draw_step(rows, groups).items():
@@ -54,7 +60,7 @@ def _write_step(rows: pd.DataFrame, groups: pd.DataFrame, folder: Path) -> list[
 
 
 def _format_metrics(rows: pd.DataFrame, groups: pd.DataFrame) -> str:
-    """Every published key of one step as JSON, tables as W&B writes them: columns, and rows of data."""
+    """All published metrics of one step as JSON. Tables have the format of W&B: columns and data."""
     table_entries = {
         key: {"columns": TABLE_COLUMNS, "data": table} for key, table in make_published_tables(groups).items()
     }
@@ -62,7 +68,10 @@ def _format_metrics(rows: pd.DataFrame, groups: pd.DataFrame) -> str:
 
 
 def draw_step(rows: pd.DataFrame, groups: pd.DataFrame) -> dict[str, Figure]:
-    """The six pictures of one run, source and step by the middle of their names; the first five as trained on."""
+    """The six figures of one run, source and step: {middle of the file name: figure}.
+
+    The first five show the batch that the update sees; the last one also shows the batch before the filter.
+    """
     trained_rows = tables.select_trained(rows)
     buckets, summary = tables.make_bucket_table(trained_rows), tables.make_summary_table(trained_rows)
     first_row, column = rows.iloc[0], tables.choose_share_column(rows)

@@ -1,4 +1,7 @@
-"""Figures of gradient analyses: each draws tables of `gradients`. A component that is off has a panel that says so."""
+"""Figures of gradient analyses, drawn from the tables of `analysis.gradients.tables`.
+
+If a loss component is off, its panel says so.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,7 +41,10 @@ FILTER_LABELS: Mapping[bool, str] = {True: "before the filter", False: "after th
 
 
 def draw_norms(table: pd.DataFrame, title: str) -> Figure:
-    """The published norm of each component in each bucket; the buckets' reward spread below. table: `bucket_table`."""
+    """The published norm of each component in each bucket, with the reward std of the buckets below the panels.
+
+    table: from `make_bucket_table`.
+    """
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(10.0, 3.8), layout="constrained")
         panels = figure.subplots(1, 3)
@@ -52,7 +58,7 @@ def draw_norms(table: pd.DataFrame, title: str) -> Figure:
 
 
 def draw_losses(table: pd.DataFrame, title: str) -> Figure:
-    """The loss of each component in each bucket, coefficients included. table: `bucket_table`."""
+    """The loss of each component in each bucket, coefficients included. table: from `make_bucket_table`."""
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(8.4, 5.6), layout="constrained")
         for axes, name in zip(figure.subplots(2, 2).flat, ("task", "entropy", "kl", "total"), strict=True):
@@ -64,20 +70,23 @@ def draw_losses(table: pd.DataFrame, title: str) -> Figure:
 
 
 def draw_reward_std(table: pd.DataFrame, title: str) -> Figure:
-    """The mean reward spread of each bucket. table: `summary_table`."""
+    """The mean reward std of each bucket. table: from `make_summary_table`."""
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(7.0, 3.6), layout="constrained")
         axes = figure.add_subplot()
         bars = axes.bar(_format_bucket_labels(table), table["reward_std_mean"], color=COMPONENT_COLORS["reward_std"])
         _label_bars(axes, bars, table["reward_std_mean"])
-        axes.set_xlabel("bucket, smallest spread first")
+        axes.set_xlabel("bucket, smallest reward std first")
         axes.set_ylabel("mean reward std (reward)")
-        _set_title(figure, "Reward spread", title)
+        _set_title(figure, "Reward std", title)
     return figure
 
 
 def draw_normalized_norms(table: pd.DataFrame, title: str) -> Figure:
-    """The norm per sequence and per trained token of each component, each with its own scale. table: `bucket_table`."""
+    """The norm per sequence and per trained token of each component, each on its own scale.
+
+    table: from `make_bucket_table`.
+    """
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(10.0, 5.4), layout="constrained")
         rows = (("norm_per_sample", "norm / sequences (1)"), ("norm_per_token", "norm / trained tokens (1)"))
@@ -123,7 +132,7 @@ def _mark_as_off(axes: Any, name: str) -> None:
 
 
 def _format_reward_stds(table: pd.DataFrame) -> str:
-    """Mean, smallest and largest reward spread of every bucket, three buckets a line."""
+    """Mean, minimum and maximum reward std of every bucket, three buckets per line."""
     bucket_texts = [
         f"{row.bucket}: mean {row.reward_std_mean:.3f}, {row.reward_std_min:.3f} to {row.reward_std_max:.3f}"
         for row in table.drop_duplicates("bucket").itertuples()
@@ -133,10 +142,10 @@ def _format_reward_stds(table: pd.DataFrame) -> str:
 
 
 def draw_summary(table: pd.DataFrame, groups: pd.DataFrame, title: str) -> Figure:
-    """The groups' reward spread in each bucket, and the norms of task and regularizer against it.
+    """The reward std of the groups in each bucket, and the norms of task and regularizer against it.
 
-    table: `summary_table`. groups: rows of `gradient_groups` of the same analysis; without any, a bar runs from the
-    smallest to the largest spread instead of a box.
+    table: from `make_summary_table`. groups: rows of `gradient_groups` of the same analysis. Without them, each bucket
+    has a bar from the minimum to the maximum instead of a box.
     """
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(10.0, 3.6), layout="constrained")
@@ -149,7 +158,7 @@ def draw_summary(table: pd.DataFrame, groups: pd.DataFrame, title: str) -> Figur
         else:
             _draw_ranges(std_axes, table)
         std_axes.set_ylabel("reward std of a group (reward)")
-        std_axes.set_title("reward spread by bucket", loc="left")
+        std_axes.set_title("reward std by bucket", loc="left")
         _draw_against_reward_std(task_axes, table, "task")
         _draw_against_reward_std(regularizer_axes, table, "regularizer")
         _set_title(figure, "Summary", title)
@@ -157,8 +166,9 @@ def draw_summary(table: pd.DataFrame, groups: pd.DataFrame, title: str) -> Figur
 
 
 def _draw_ranges(axes: Any, table: pd.DataFrame) -> None:
-    """Each bucket's mean spread with a bar from its smallest to its largest; of equal ones the mean is rounded."""
+    """The mean reward std of each bucket, with a bar from minimum to maximum."""
     mean = table["reward_std_mean"]
+    # Rounding can put the mean of equal values slightly outside of them: error bars must not be negative.
     error_bars = [(mean - table["reward_std_min"]).clip(lower=0), (table["reward_std_max"] - mean).clip(lower=0)]
     axes.errorbar(
         table["label"], mean, yerr=error_bars, fmt="o", color=COMPONENT_COLORS["reward_std"], markersize=5, capsize=4
@@ -166,7 +176,7 @@ def _draw_ranges(axes: Any, table: pd.DataFrame) -> None:
 
 
 def _draw_against_reward_std(axes: Any, table: pd.DataFrame, column: str) -> None:
-    """A norm of `summary_table` against the spread, each point with its bucket's label."""
+    """A norm of the summary table against the reward std. Each point has the label of its bucket."""
     terms = f" ({table['terms'].iloc[0]})" if column == "regularizer" and table["terms"].iloc[0] else ""
     axes.set_title(f"{column}{terms} norm", loc="left")
     if table[column].isna().all():
@@ -183,13 +193,17 @@ def _draw_against_reward_std(axes: Any, table: pd.DataFrame, column: str) -> Non
             fontsize=7,
             textcoords="offset points",
         )
+    # 12 % above the largest norm for the labels; a limit above 0 even if all norms are 0.
     axes.set_ylim(0, 1.12 * max(table[column].max(), 1e-12))
     axes.set_xlabel(REWARD_STD_LABEL)
     axes.set_ylabel("published norm (1)")
 
 
 def draw_steps(table: pd.DataFrame, title: str) -> Figure:
-    """A row of panels a step: spread by bucket, norms of task and regularizer against it. table: `steps_table`."""
+    """One row of panels per step: reward std by bucket, and the norms of task and regularizer against it.
+
+    table: from `make_steps_table`.
+    """
     steps = list(dict.fromkeys(table["step"]))
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(10.0, 0.6 + 2.6 * len(steps)), layout="constrained")
@@ -199,13 +213,14 @@ def draw_steps(table: pd.DataFrame, title: str) -> Figure:
             _draw_ranges(std_axes, rows)
             std_axes.set_yscale("symlog", linthresh=0.1)
             std_axes.set_title(
-                f"step {step}, {FILTER_LABELS[bool(rows['prefilter'].iloc[0])]}: reward spread", loc="left"
+                f"step {step}, {FILTER_LABELS[bool(rows['prefilter'].iloc[0])]}: reward std", loc="left"
             )
             std_axes.set_ylabel("reward std (reward)")
             for axes, name in ((task_axes, "task"), (regularizer_axes, "regularizer")):
                 _draw_against_reward_std(axes, rows, name)
                 axes.set_xscale("symlog", linthresh=0.1)
                 axes.set_title(f"step {step}: {axes.get_title(loc='left')}", loc="left")
+        # The rows share their x axes: only the last row needs labels.
         for axes in (axes for row in panels[:-1] for axes in row):
             axes.set_xlabel("")
         for column, is_from_zero in enumerate((False, True, True)):
@@ -213,14 +228,14 @@ def draw_steps(table: pd.DataFrame, title: str) -> Figure:
         for std_axes, *others in panels:
             for axis in (std_axes.yaxis, *(axes.xaxis for axes in others)):
                 _set_log_ticks(axis)
-        _set_title(figure, "Steps compared; reward spread: logarithmic from 0.1 on, linear below", title)
+        _set_title(figure, "Comparison of steps; reward std: logarithmic above 0.1, linear below", title)
     return figure
 
 
 def _set_log_ticks(axis: Any, linear_threshold: float = 0.1) -> None:
-    """Numbers at 1, 2 and 5 times the powers of ten, or evenly where the panel shows too little for these.
+    """Ticks at 1, 2 and 5 times the powers of ten, or evenly spaced ticks if the range is too narrow for these.
 
-    linear: up to where the axis is linear on both sides of 0.
+    linear_threshold: the axis is linear up to this distance from 0.
     """
     low, high = axis.get_view_interval()
     is_wide = max(high, -low) > 5 * max(low, linear_threshold)
@@ -232,7 +247,7 @@ def _set_log_ticks(axis: Any, linear_threshold: float = 0.1) -> None:
 
 
 def _equalize_y_limits(panels: Sequence[Any], is_from_zero: bool) -> None:
-    """One scale for panels of one column, so that steps compare; panels that are off have none."""
+    """Give the panels of a column the same y limits, so that steps can be compared. Panels that are off are skipped."""
     drawn_panels = [axes for axes in panels if axes.lines or axes.containers]
     y_limits = [axes.get_ylim() for axes in drawn_panels]
     for axes in drawn_panels:
@@ -240,9 +255,13 @@ def _equalize_y_limits(panels: Sequence[Any], is_from_zero: bool) -> None:
 
 
 def draw_signal(signal_table: pd.DataFrame, share_table: pd.DataFrame, title: str, label: str) -> Figure:
-    """Signal-to-noise with its interval and signed shares, against the spread; before and after the filter apart.
+    """Signal-to-noise ratios with intervals, and signed shares, against the reward std; one column per filter state.
 
-    trusted, shares: the tables of `gradients`, their rows of one run, source and step. label: which shares they are.
+    Args:
+        signal_table: from `make_signal_table`, for one run, source and step.
+        share_table: from `make_share_table`, for the same run, source and step.
+        title: of the figure.
+        label: y label of the shares.
     """
     filter_states = sorted(set(signal_table["prefilter"]), reverse=True)
     with mpl.rc_context(dict(STYLE)):
@@ -254,7 +273,7 @@ def draw_signal(signal_table: pd.DataFrame, share_table: pd.DataFrame, title: st
             axes.set_title(FILTER_LABELS[bool(prefilter)], loc="left")
             _draw_shares(share_axes, share_table[share_table["prefilter"] == prefilter])
             share_axes.set_xlabel(REWARD_STD_LABEL)
-        for axes in (ratio_panels[0], share_panels[0]):  # the others of a row share them
+        for axes in (ratio_panels[0], share_panels[0]):  # the panels of a row share the y axis
             _set_log_ticks(axes.yaxis, 1)
         ratio_panels[0].set_ylabel("signal / noise (1)")
         share_panels[0].set_ylabel(label)
@@ -268,7 +287,7 @@ def _draw_text(axes: Any, text: str) -> None:
 
 
 def _draw_ratios(axes: Any, rows: pd.DataFrame) -> None:
-    """The ratio of each component with a bar over its interval, where it has one."""
+    """The ratio of each component, with a bar for its interval if it has one."""
     if rows["snr"].isna().all():
         _draw_text(axes, "no ratio: a bucket needs\ntwo groups with a gradient")
         return
@@ -289,7 +308,7 @@ def _draw_ratios(axes: Any, rows: pd.DataFrame) -> None:
 
 
 def _draw_shares(axes: Any, rows: pd.DataFrame) -> None:
-    """The share of each component, the regularizer's drawn thick and with a bar over its interval, where it has one."""
+    """The share of each component. The regularizer has a thick line, and a bar for its interval if it has one."""
     for name in ("regularizer", "task", "entropy", "kl", "value"):
         if rows[name].notna().any():
             linewidth = 2.4 if name == "regularizer" else 1.0
@@ -304,7 +323,7 @@ def _draw_shares(axes: Any, rows: pd.DataFrame) -> None:
 
 
 def _add_component_legend(figure: Figure, signal_table: pd.DataFrame, share_table: pd.DataFrame) -> None:
-    """One legend for all panels, of what is on."""
+    """One legend for all panels, with the components that are on."""
     drawn_components = {
         *signal_table["component"],
         *(["regularizer"] if share_table["regularizer"].notna().any() else []),
@@ -318,10 +337,14 @@ def _add_component_legend(figure: Figure, signal_table: pd.DataFrame, share_tabl
 
 
 def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> Figure:
-    """A curve for each run and step of a report's lines against the spread, before and after the filter apart.
+    """A curve against the reward std for each run and step of the report, with one panel per filter state.
 
-    table: `gradients.signal_lines` or `share_lines`; probes are dashed. colors: line -> colour. Linear up to 1 on both
-    sides of 0, logarithmic from there on.
+    Probes are dashed. The y axis is linear between -1 and 1, and logarithmic beyond.
+
+    Args:
+        table: from `make_signal_lines` or `make_share_lines`.
+        colors: line -> colour.
+        label: y label.
     """
     filter_states = sorted(set(table["prefilter"]), reverse=True)
     with mpl.rc_context(dict(STYLE)):

@@ -1,7 +1,7 @@
-"""Gradient analyses under the keys of the published system, for its plots and for W&B.
+"""Gradient analyses under the metric names of the published system, for its plots and for W&B.
 
-Keys below `grad_norm/` and `grad_analysis/` are after the filter, those below `grad_norm_prefilter/` and
-`grad_analysis_prefilter/` before it.
+`grad_norm/` and `grad_analysis/` describe the batch after the filter; `grad_norm_prefilter/` and
+`grad_analysis_prefilter/` the batch before it.
 """
 
 import math
@@ -16,6 +16,7 @@ from analysis.gradients.tables import COMPONENTS, WHOLE_BATCH, check_single_anal
 from trainable.config.choices import ADVANTAGE_ESTIMATORS
 
 TABLE_COLUMNS = ("bucket", "group_id", "reward_std")
+# Our columns and the published keys, or prefixes of keys.
 _NORM_PREFIXES = {"norm": "", "norm_per_sample": "per_sample/", "norm_per_token": "per_token/"}
 _LOSS_KEYS = {"task": "policy", "entropy": "entropy", "kl": "kl", "total": "total"}
 _COUNT_KEYS = {
@@ -38,14 +39,14 @@ Tables = dict[str, list[list[str | int | float]]]
 
 
 class PublishedMetrics(NamedTuple):
-    """numbers: by key. tables: by key, rows of TABLE_COLUMNS."""
+    """Published metrics of one step. numbers: {key: value}. tables: {key: rows with TABLE_COLUMNS}."""
 
     numbers: dict[str, float]
     tables: Tables
 
 
 def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
-    """Numbers and tables of one step in a run's gradients.jsonl; none where it says nothing of the step."""
+    """Numbers and tables of one step in a run's gradients.jsonl; empty if the step has no analysis."""
     lines = [line for line in read_jsonl(path, get_analysis_key) if line["step"] == step]
     frames = [
         cast_frame(pd.DataFrame(rows).assign(run_id=path.parent.name, seed=0), SCHEMAS[name]) if rows else None
@@ -59,10 +60,15 @@ def read_published_metrics(path: Path, step: int) -> PublishedMetrics:
 
 
 def make_published_metrics(frame: pd.DataFrame) -> dict[str, float]:
-    """The numbers of one run, source and step under the keys of the published system; a missing one has no key.
+    """The numbers of one run, source and step under their published keys. A missing number has no key.
 
-    frame: rows of `gradients`. The value loss of a shared trunk has no published key; it is in `loss/total`. ValueError
-    where the rows are of more than one step, source or run.
+    The value loss of a shared trunk has no published key of its own; it is part of `loss/total`.
+
+    Args:
+        frame: rows of `StudyFrames.gradients`.
+
+    Raises:
+        ValueError: the rows belong to more than one step, source or run.
     """
     check_single_analysis(frame, ["study", "run_id", "source", "step"])
     metrics: dict[str, float] = {}
@@ -75,7 +81,8 @@ def make_published_metrics(frame: pd.DataFrame) -> dict[str, float]:
         metrics |= {
             f"grad_analysis{suffix}/{key}": value for key, value in _make_batch_metrics(rows, bool(prefilter)).items()
         }
-    for name, key in _LOSS_KEYS.items():  # the published system logs the whole batch after the filter twice
+    # The published system logs the whole batch after the filter a second time, under `actor/`.
+    for name, key in _LOSS_KEYS.items():
         metrics[f"actor/loss/{key}"] = metrics.get(f"grad_norm/{WHOLE_BATCH}/loss/{key}", math.nan)
         if name != "total":
             metrics[f"actor/grad_norm/{name}"] = metrics.get(f"grad_norm/{WHOLE_BATCH}/{name}", math.nan)
@@ -84,9 +91,9 @@ def make_published_metrics(frame: pd.DataFrame) -> dict[str, float]:
 
 
 def make_published_tables(groups: pd.DataFrame) -> Tables:
-    """The reward std of every group of one run, source and step, by key: a table a bucket, and one of the whole batch.
+    """The reward std of every group of one run, source and step: one table per bucket, and one of the whole batch.
 
-    groups: rows of `gradient_groups`.
+    groups: rows of `StudyFrames.gradient_groups`.
     """
     tables: Tables = {}
     for prefilter, rows in groups.groupby("prefilter"):
@@ -100,7 +107,7 @@ def make_published_tables(groups: pd.DataFrame) -> Tables:
 
 
 def _make_bucket_metrics(components: pd.DataFrame) -> dict[str, float]:
-    """Keys below grad_norm/<bucket>/ of one bucket. components: its rows."""
+    """The metrics below grad_norm/<bucket>/. components: the rows of one bucket."""
     metrics = {key: float(components[column].iloc[0]) for column, key in _COUNT_KEYS.items()}
     for row in to_records(components):
         name = row["component"]
@@ -112,7 +119,10 @@ def _make_bucket_metrics(components: pd.DataFrame) -> dict[str, float]:
 
 
 def _make_batch_metrics(rows: pd.DataFrame, prefilter: bool) -> dict[str, float]:
-    """Keys below grad_analysis/ or grad_analysis_prefilter/; the published source batch is what was played for both."""
+    """The metrics below grad_analysis/ or grad_analysis_prefilter/.
+
+    The source batch is the batch before the filter, under both prefixes, as in the published system.
+    """
     first_row = rows.iloc[0]
     groups, group_size = (float(first_row[name]) for name in ("source_env_groups", "source_group_size"))
     sizes = {"source_batch_size": groups * group_size, "adjusted_batch_size": float(first_row["adjusted_batch_size"])}
@@ -129,7 +139,7 @@ def _make_batch_metrics(rows: pd.DataFrame, prefilter: bool) -> dict[str, float]
 
 
 def _make_skip_metrics(frame: pd.DataFrame) -> dict[str, float]:
-    """The keys of an analysis without an update; that of the critic where there is one."""
+    """The metrics of an analysis without an update. The critic has one only if the algorithm uses a critic."""
     if not (frame["analysis_only"] > 0).any():
         return {}
     forms = [ADVANTAGE_ESTIMATORS[form] for form in frame["form"].unique() if form in ADVANTAGE_ESTIMATORS]

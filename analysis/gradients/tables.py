@@ -1,9 +1,9 @@
-"""Tables of gradient analyses: the numbers behind each picture, signal told from noise, and trends.
+"""Tables of gradient analyses: the numbers behind the figures, signal-to-noise ratios, and trends.
 
-One analysis is what a run measured on one batch: at one step, while training or as a probe of a checkpoint, before the
-filter or after it. Its rows of `StudyFrames.gradients` are one component of the loss in one bucket of groups each.
-Buckets are ordered by reward spread; the bucket `all` is the whole batch. A batch of which the filter kept nothing is
-one row without a gradient, which the tables leave out.
+An analysis is the measurement of one batch of a run at one step: while training or as a probe of a checkpoint, and
+before or after the filter. Each of its rows in `StudyFrames.gradients` is one loss component in one bucket of groups.
+Buckets are ordered by reward std (the standard deviation of the rewards in a group); the bucket `all` is the whole
+batch. If the filter kept nothing of a batch, it has a single row without a gradient, which the tables leave out.
 """
 
 import math
@@ -48,16 +48,17 @@ NUM_PERMUTATIONS = 1999
 
 
 def subsample_evenly(values: Sequence[T], max_count: int) -> list[T]:
-    """`values`, or where there are more than `at_most` so many of them, evenly spaced, the first and last included."""
+    """At most `max_count` of the values, evenly spaced, with the first and the last."""
     if len(values) <= max_count:
         return list(values)
     return [values[index] for index in np.linspace(0, len(values) - 1, max_count).round().astype(int)]
 
 
 def make_analysis_table(gradients: pd.DataFrame) -> pd.DataFrame:
-    """One row an analysis with at least one bucket, those of a run by step.
+    """One row per analysis with at least one bucket; those of a run are in the order of steps.
 
-    Columns: the analysis's names, groups, sequences, buckets (how many), and components, a text such as task, entropy.
+    Columns: `ANALYSIS_KEYS`; the numbers of groups, sequences and buckets; and components, a text such as
+    "task, entropy".
     """
     rows = []
     for names, analysis_rows in gradients.groupby(ANALYSIS_KEYS, sort=False):
@@ -85,29 +86,29 @@ def select_step(frame: pd.DataFrame, run_id: str, source: str, step: int) -> pd.
 
 
 def drop_empty_batches(gradients: pd.DataFrame) -> pd.DataFrame:
-    """The rows of `gradients` with a gradient: without those that say that the filter kept nothing."""
+    """The rows of `gradients` without batches of which the filter kept nothing."""
     return gradients[~(gradients["empty_after_filter"] > 0)]
 
 
 def select_trained(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows after the filter, which the update sees; those before it where the filter kept nothing."""
+    """The rows after the filter, which the update sees; the rows before it if the filter kept nothing."""
     rows = drop_empty_batches(frame) if "empty_after_filter" in frame else frame
     filtered_rows = rows[~rows["prefilter"]]
     return filtered_rows if len(filtered_rows) else rows
 
 
 def check_single_analysis(frame: pd.DataFrame, columns: list[str]) -> None:
-    """ValueError unless the rows of `frame` agree in `names`."""
+    """ValueError unless all rows of `frame` have the same values in `columns`."""
     distinct_rows = frame[columns].drop_duplicates()
     if len(distinct_rows) != 1:
         listing = "; ".join(
             ", ".join(f"{name} {value}" for name, value in row.items()) for row in to_records(distinct_rows)
         )
-        raise ValueError(f"These rows are of {len(distinct_rows)} analyses ({listing}): take those of one.")
+        raise ValueError(f"These rows belong to {len(distinct_rows)} analyses ({listing}). Select those of one.")
 
 
 def select_buckets(frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows of single buckets, by the bucket's number within an analysis; the bucket `all` is left out."""
+    """The rows of single buckets, sorted by bucket number within each analysis; without the bucket `all`."""
     rows = frame[frame["bucket"] != WHOLE_BATCH]
     numbered_rows = rows.assign(
         _analysis=rows.groupby(ANALYSIS_KEYS, sort=False).ngroup(),
@@ -117,11 +118,13 @@ def select_buckets(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_bucket_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row a bucket and component (task, kl, entropy, total) of one analysis; what is off has `on` False, no number.
+    """One row per bucket and component (task, kl, entropy, total) of one analysis.
+
+    A component that is off has `on` False and no numbers.
 
     Columns: bucket, component, on, norm, norm_per_sample, norm_per_token, loss, bucket_mode, reward_std_mean,
-    reward_std_min, reward_std_max, sample_count, group_count. frame: rows of `gradients`; ValueError where several
-    analyses have them.
+    reward_std_min, reward_std_max, sample_count, group_count. frame: rows of `StudyFrames.gradients`; ValueError if they
+    belong to several analyses.
     """
     check_single_analysis(frame, ANALYSIS_KEYS)
     value_columns = ["norm", "norm_per_sample", "norm_per_token", "loss"]
@@ -148,11 +151,11 @@ def make_bucket_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_summary_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """One row a bucket of one analysis, with its reward spread and two norms: behind the summary.
+    """One row per bucket of one analysis, with its reward std and two norms: the table of the summary figure.
 
-    Columns: bucket, reward_std_mean, reward_std_min, reward_std_max, label (the bucket's number, Q1, Q2, ... of
-    quantiles), task, regularizer, terms. The norms are the published ones: that of task, and the sum of those of
-    `terms`, "KL + entropy" where both are on.
+    Columns: bucket, reward_std_mean, reward_std_min, reward_std_max, label (the number of the bucket; Q1, Q2, ... for
+    quantiles), task, regularizer, terms. The norms are the published ones: the norm of task, and the sum of the norms
+    of `terms`, which is "KL + entropy" if both are on.
     """
     table = make_bucket_table(frame)
     bucket_rows = table.drop_duplicates("bucket")
@@ -170,7 +173,7 @@ def make_summary_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_steps_table(gradients: pd.DataFrame, steps: Sequence[int]) -> pd.DataFrame:
-    """`summary_table` of each of the `steps` of one run and source, as trained on, with columns step and prefilter."""
+    """`make_summary_table` of the trained batch of each step of one run and source, with columns step and prefilter."""
     rows_by_step = {step: select_trained(gradients[gradients["step"] == step]) for step in steps}
     summaries = [
         make_summary_table(rows).assign(step=step, prefilter=bool(rows["prefilter"].iloc[0]))
@@ -180,11 +183,11 @@ def make_steps_table(gradients: pd.DataFrame, steps: Sequence[int]) -> pd.DataFr
 
 
 def make_signal_table(gradients: pd.DataFrame) -> pd.DataFrame:
-    """One row a bucket and component of every analysis, the bucket `all` last: signal told from noise.
+    """One row per bucket and component of every analysis, the bucket `all` last: estimates of signal and noise.
 
-    The analysis's names, bucket, component, the columns TRUSTED (docs/metrics.md), and `above_noise`: whether the whole
-    interval of the signal-to-noise ratio is above 0. Noise does not bias `signal`, and raises the published norm and
-    mean_norm, which stand beside it to compare.
+    Columns: `ANALYSIS_KEYS`, bucket, component, `SIGNAL_COLUMNS` (docs/metrics.md), and `above_noise`: whether the
+    whole interval of the signal-to-noise ratio is above 0. Noise does not bias `signal`. It increases the published norm
+    and `mean_norm`, which are included for comparison.
     """
     rows = drop_empty_batches(pd.concat([select_buckets(gradients), gradients[gradients["bucket"] == WHOLE_BATCH]]))
     table = rows[[*ANALYSIS_KEYS, "bucket", "component", *SIGNAL_COLUMNS]].reset_index(drop=True)
@@ -192,17 +195,20 @@ def make_signal_table(gradients: pd.DataFrame) -> pd.DataFrame:
 
 
 def choose_share_column(gradients: pd.DataFrame) -> str:
-    """Which shares to show: `signal_share`, those in the expected step, or `share` where no row has one."""
+    """The column of shares to show: `signal_share` (of the expected step), or `share` if no row has that."""
     return "signal_share" if gradients["signal_share"].notna().any() else "share"
 
 
 def make_share_table(gradients: pd.DataFrame, column: str = "share") -> pd.DataFrame:
-    """One row a bucket of every analysis: its names, bucket, reward_std_mean, and the share of each part.
+    """One row per bucket of every analysis: `ANALYSIS_KEYS`, bucket, reward_std_mean, and the share of each component.
 
-    column: `share`, those in the step as it was sampled, or `signal_share`, those in the expected step. task, kl,
-    entropy, value (missing where off) and regularizer = kl + entropy are signed shares; task, regularizer and value sum
-    to 1. regularizer_low and regularizer_high are the interval of a signal_share; missing on a shared trunk with both
-    terms on.
+    task, kl, entropy, value (missing if off) and regularizer = kl + entropy are signed shares; task, regularizer and
+    value sum to 1. regularizer_low and regularizer_high are the interval of a `signal_share`. They are missing on a
+    shared trunk with both terms on.
+
+    Args:
+        gradients: rows of `StudyFrames.gradients`.
+        column: `share` for the step as sampled, `signal_share` for the expected step.
     """
     rows = drop_empty_batches(select_buckets(gradients))
     wide = _pivot_by_component(rows, column)
@@ -223,17 +229,17 @@ def make_share_table(gradients: pd.DataFrame, column: str = "share") -> pd.DataF
 
 
 def _pivot_by_component(rows: pd.DataFrame, column: str) -> pd.DataFrame:
-    """A column of `gradients` with a row a bucket and a column a component."""
+    """A column of `gradients` as a table with one row per bucket and one column per component."""
     components, keys = [*COMPONENTS, "value"], [*ANALYSIS_KEYS, "bucket", "reward_std_mean"]
     wide = rows[rows["component"].isin(components)].set_index([*keys, "component"])[column].unstack("component")
     return wide.reindex(index=pd.MultiIndex.from_frame(rows[keys].drop_duplicates()), columns=components)
 
 
 def select_report_lines(gradients: pd.DataFrame, max_lines: int = 6) -> pd.DataFrame:
-    """The rows of `gradients` that a report draws, with `line`, the name of the line that they belong to.
+    """The rows of `gradients` that a report draws, with the column `line`, the name of their line in the figure.
 
-    While training: of one arm a line a step, of at most so many steps, evenly spaced; of several arms a line an arm,
-    the last analysis of each of its runs. Every probe is on a line of its own.
+    Analyses while training: with a single arm, one line per step, for at most `max_lines` evenly spaced steps; with
+    several arms, one line per arm, with the last analysis of each run. Every probe has its own line.
     """
     rows, has_several_arms = drop_empty_batches(gradients), gradients["arm"].nunique() > 1
     training_rows, probe_rows = rows[rows["source"] == "train"], rows[rows["source"] == "probe"]
@@ -252,7 +258,7 @@ def select_report_lines(gradients: pd.DataFrame, max_lines: int = 6) -> pd.DataF
         return f"{arm}, probe{f' of step {step}' * (probe_counts[arm] > 1)}" if source == "probe" else arm
 
     row_groups = [
-        part if has_several_arms else part.sort_values("step", kind="stable") for part in (training_rows, probe_rows)
+        rows if has_several_arms else rows.sort_values("step", kind="stable") for rows in (training_rows, probe_rows)
     ]
     line_rows = pd.concat(row_groups)
     names = [format_line_name(*row) for row in line_rows[["arm", "step", "source"]].itertuples(index=False, name=None)]
@@ -260,9 +266,9 @@ def select_report_lines(gradients: pd.DataFrame, max_lines: int = 6) -> pd.DataF
 
 
 def make_signal_lines(gradients: pd.DataFrame) -> pd.DataFrame:
-    """The task gradient's signal-to-noise ratio on the lines of `report_lines`, one row a bucket.
+    """The signal-to-noise ratio of the task gradient, one row per bucket of each line of `select_report_lines`.
 
-    Columns: the analysis's names, line, bucket, spread (reward_std_mean), value, low, high.
+    Columns: `ANALYSIS_KEYS`, line, bucket, reward_std (mean of the bucket), value, low, high.
     """
     rows = select_buckets(select_report_lines(gradients))
     rows = rows[rows["component"] == "task"].rename(
@@ -272,7 +278,7 @@ def make_signal_lines(gradients: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_share_lines(gradients: pd.DataFrame) -> pd.DataFrame:
-    """The regularizer's signed share on the lines of `report_lines`, as `signal_lines`: that of `share_column`."""
+    """The signed share of the regularizer, in the format of `make_signal_lines`; see `choose_share_column`."""
     lines = select_report_lines(gradients)
     names = lines[[*ANALYSIS_KEYS, "line"]].drop_duplicates()
     line_rows = make_share_table(lines, choose_share_column(lines)).merge(names, on=ANALYSIS_KEYS).drop(columns="value")
@@ -290,12 +296,12 @@ def make_share_lines(gradients: pd.DataFrame) -> pd.DataFrame:
 def compute_trends(
     gradients: pd.DataFrame, generator: np.random.Generator, measures: Sequence[str] = TREND_MEASURES
 ) -> pd.DataFrame:
-    """How each measure of each component goes with the reward spread over the buckets of each analysis.
+    """The trend of each measure of each component with the reward std, over the buckets of each analysis.
 
-    Columns: the analysis's names, component, measure, buckets (with a number), rho (Spearman, of the measure with
-    reward_std_mean), p (two-sided, by permuting the buckets), and ratio: mean of the measure over the upper half of the
-    buckets / over the lower half, the middle one left out; none for `signal`, which may be negative. With six buckets
-    the smallest p is 2/720. Fewer than 3 buckets: no rho.
+    Columns: `ANALYSIS_KEYS`, component, measure, buckets (number of buckets with a value), rho (Spearman, of the
+    measure with reward_std_mean), p (two-sided, by permuting the buckets), and ratio: mean of the measure over the upper
+    half of the buckets / mean over the lower half, without the middle bucket. `signal` has no ratio because it may be
+    negative. With six buckets the smallest p is 2/720. With fewer than 3 buckets there is no rho.
     """
     rows = []
     for names, points in _make_points(gradients, measures).groupby(
@@ -317,7 +323,7 @@ def compute_trends(
 
 
 def _make_points(gradients: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
-    """One row a bucket, component and measure that has a number: the analysis's names, component, spread, value."""
+    """One row per bucket, component and measure with a value: `ANALYSIS_KEYS`, component, measure, reward_std, value."""
     rows = select_buckets(gradients[gradients["component"].isin(COMPONENTS)])
     measure_points = [
         rows[[*ANALYSIS_KEYS, "component"]].assign(measure=name, reward_std=rows["reward_std_mean"], value=rows[name])
@@ -329,6 +335,7 @@ def _make_points(gradients: pd.DataFrame, measures: Sequence[str]) -> pd.DataFra
 def _compute_half_ratio(points: pd.DataFrame) -> float:
     values = points.sort_values("reward_std", kind="stable")["value"].to_numpy()
     half = len(values) // 2
+    # A ratio of values that may be negative has no meaning.
     if half == 0 or (points["measure"] == "signal").any():
         return math.nan
     lower, upper = float(values[:half].mean()), float(values[-half:].mean())
@@ -338,16 +345,17 @@ def _compute_half_ratio(points: pd.DataFrame) -> float:
 def summarize_trends(
     gradients: pd.DataFrame, generator: np.random.Generator, measures: Sequence[str] = TREND_MEASURES
 ) -> pd.DataFrame:
-    """`trends` over all analyses of an arm: one row an arm, source, prefilter, component and measure.
+    """Combine `compute_trends` over all analyses of an arm: one row per arm, source, prefilter, component and measure.
 
-    runs, analyses, buckets: how many there are. rho is the mean over runs of the mean over a run's steps; rho_low and
-    rho_high are its t interval over runs, from three on. ratio is the geometric mean, its interval likewise on the log.
-    p permutes the buckets within every analysis: it asks whether these measurements go with the spread, and says
-    nothing about other runs; steps of one run are no independent runs.
+    runs, analyses and buckets are counts. rho is the mean over runs of the mean over the steps of a run; rho_low and
+    rho_high are its t interval over runs, with three or more runs. ratio is the geometric mean, with the same interval
+    on the log scale. p permutes the buckets within every analysis: it refers to these measurements and not to other
+    runs, because the steps of one run are not independent runs.
     """
     analysis_trends = compute_trends(gradients, generator, measures)
     points = _make_points(gradients, measures)
     group_columns = ["study", "arm", "source", "prefilter", "component", "measure"]
+    # Ranks within an analysis: analyses differ in scale, and only the order within each one is permuted.
     ranked = points.assign(block=points.groupby(ANALYSIS_KEYS, sort=False).ngroup())
     ranked[["reward_std", "value"]] = points.groupby([*ANALYSIS_KEYS, "component", "measure"])[
         ["reward_std", "value"]
@@ -384,7 +392,7 @@ def summarize_trends(
 
 
 def _estimate_over_runs(trend_rows: pd.DataFrame) -> dict[str, float]:
-    """Mean and interval over runs of rho and of ratio. found: rows of `trends`."""
+    """Mean and interval over runs of rho and ratio. trend_rows: from `compute_trends`."""
     log_rows = trend_rows.assign(ratio=np.log(trend_rows["ratio"].where(trend_rows["ratio"] > 0)))
     rho, ratio = (_estimate_mean(log_rows.groupby("run_id")[name].mean().dropna()) for name in ("rho", "ratio"))
     low, high = (float(bound) for bound in np.clip((rho.low, rho.high), -1, 1))
