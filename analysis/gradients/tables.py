@@ -219,9 +219,10 @@ def make_share_table(gradients: pd.DataFrame, column: str = "share") -> pd.DataF
             wide[f"regularizer_{end}"] = np.nan
             continue
         term_bounds = _pivot_by_component(rows, f"{column}_{end}")[list(REGULARIZERS)].where(is_on)
-        complement = 1 - _pivot_by_component(rows, f"{column}_{other}")["task"].where(
-            has_no_value_term
-        )  # all that the task does not have
+        # With one regularizer on, the interval is that of its term. With both, their sum is all that the task does not
+        # have, so its low end follows from the high end of the task.
+        task_bounds = _pivot_by_component(rows, f"{column}_{other}")["task"].where(has_no_value_term)
+        complement = 1 - task_bounds
         wide[f"regularizer_{end}"] = term_bounds.max(axis=1).where(
             is_on.sum(axis=1) == 1, complement.where(is_on.all(axis=1))
         )

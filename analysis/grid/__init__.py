@@ -1,1 +1,1 @@
-"""arms on a grid of factors: panels, heat maps, switches."""
+"""Studies whose arms form a grid of factors: panels, heat maps and switches."""

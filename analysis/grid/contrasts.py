@@ -1,4 +1,4 @@
-"""A switch of a grid on and off at equal points: what regularisation does alone, beside training on the task."""
+"""Compares the two states of a switch over otherwise equal points of a grid, such as training without the task."""
 
 from typing import Any
 
@@ -10,19 +10,21 @@ from analysis.stats.estimates import mean_over_seeds
 
 
 def list_switches(grid: Grid) -> list[str]:
-    """Factors of the panels that are on or off."""
+    """The boolean factors of the panels."""
     return [setting for setting in grid.panels if isinstance(grid.factor_values[setting][0], bool)]
 
 
 def compare_switch(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """A switch on against off, in pairs of scored runs alike in all else, seed included. table: `grid.members`.
+    """Compare a switch on and off, in pairs of scored runs with otherwise equal settings and the same seed.
 
-    One row a value of each factor in words (such as the loss) and measure: of (those values; "" without such a factor),
-    measure, pairs, off, on (means over pairs), difference (on minus off) with low and high (t interval over pairs, from
-    three on), higher (pairs in which on is above off), stopped_off, stopped_on (runs of the pairs that a rule stopped).
+    One row per measure and combination of text factors (such as the loss): group (those values; "" without such a
+    factor), measure, pairs, off, on (means over pairs), difference (on minus off), low, high (t interval over pairs,
+    with three or more), higher (pairs in which on is above off), stopped_off, stopped_on (runs in these pairs that a
+    rule stopped). table: from `layout.make_member_table`.
     """
     word_settings = [name for name in grid.panels if isinstance(grid.factor_values[name][0], str)]
     keys = [name for name in grid.factor_values if name != setting]
+    # A run that is shown in several panels counts once.
     home_rows = table[table["home"]]
     off_rows, on_rows = (home_rows[home_rows[setting] == value] for value in (False, True))
     pairs = off_rows.merge(on_rows, on=[*keys, "seed"], suffixes=("_off", "_on"))

@@ -1,14 +1,14 @@
-"""Does a KL loss hold the policy at its reference? What a grid over KL coefficients and losses shows.
+"""Does a KL loss keep the policy at its reference? Answers from a grid of KL coefficients and losses.
 
-Measured by `kl_to_reference`, the k3 estimate of KL(pi || ref) at the trained tokens before each update: one column for
-every form of the loss. Runs without a reference pass do not have it.
+The measure is `kl_to_reference`, the k3 estimate of KL(pi || ref) at the trained tokens before each update. It is the
+same for every form of the loss. Runs without a reference pass do not have it.
 
-As a loss k1 = log pi - log ref has the gradient of log pi: the reference does not occur in it, and on-policy its
-expectation is 0. So its coefficient cannot anchor; k2, k3 and forms with a + have the gradient of a distance.
+Used as a loss, k1 = log pi - log ref has the gradient of log pi: the reference does not occur in it, and on-policy its
+expectation is 0. So its coefficient cannot anchor the policy. k2, k3 and forms with a + have the gradient of a distance.
 
-Compared are runs that are alike in all else. A set holds the runs of one loss that differ in the coefficient alone; two
-sets of different losses match where all other settings and the seed are equal. Every run of matching sets is measured
-over the same steps, the last quarter of those that all of them have: one that a rule stopped moved for less long.
+Only runs with otherwise equal settings are compared. A set is the runs of one loss that differ only in the coefficient.
+Two sets of different losses match if all other settings and the seed are equal. All runs of matching sets are measured
+over the same steps, the last quarter of the steps that all of them have, because a stopped run moved for fewer steps.
 """
 
 from typing import Any
@@ -34,10 +34,10 @@ _LATE_START = 0.75
 
 
 def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
-    """One row a scored run with a KL loss: run_id, form, coefficient, match, status, first and last step, kl.
+    """One row per scored run with a KL loss: run_id, form, coefficient, match, status, first_step, last_step, kl.
 
-    match: number of the setting that it shares with runs of any form and coefficient, seed included. kl: mean of
-    `kl_to_reference` (nats) over steps first to last. Empty where a study lacks the settings or the column.
+    match: id of the combination of all other settings and the seed. kl: mean of `kl_to_reference` (nats) over
+    first_step to last_step. Empty if the study lacks the settings or the column.
     """
     columns = ["run_id", "form", "coefficient", "match", "status", "first_step", "last_step", "kl"]
     trials, steps = frames.trials, frames.steps.dropna(subset="kl_to_reference")
@@ -50,6 +50,7 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
     )
     table["match"] = _assign_match_ids(runs)
     table["last_step"] = table["run_id"].map(steps.groupby("run_id")["step"].max())
+    # All runs with one match are measured over the steps that the shortest of them has.
     table["last_step"] = table.groupby("match")["last_step"].transform("min")
     table["first_step"] = (_LATE_START * table["last_step"]).astype(int) + 1
     window_steps = steps[["run_id", "step", "kl_to_reference"]].merge(
@@ -61,7 +62,7 @@ def make_kl_table(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _assign_match_ids(runs: pd.DataFrame) -> Any:
-    """The number of each run's combination of all settings but form and coefficient."""
+    """An id for each combination of the seed and all settings except form and coefficient."""
     other_settings = [
         name
         for name in runs.columns
@@ -73,9 +74,9 @@ def _assign_match_ids(runs: pd.DataFrame) -> Any:
 
 
 def compute_correlations(table: pd.DataFrame) -> pd.DataFrame:
-    """One row a set of at least three coefficients: form, match, runs, rho. table: `measured`.
+    """One row per set of at least three coefficients: form, match, runs, rho. table: from `make_kl_table`.
 
-    rho: Spearman's correlation of KL to the reference with the coefficient; -1: it falls at each step up.
+    rho: Spearman's correlation of KL to the reference with the coefficient. At -1, KL falls at every increase.
     """
     rows = []
     for (form, match), runs in table.groupby(["form", "match"], sort=False):
@@ -86,16 +87,17 @@ def compute_correlations(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> pd.DataFrame:
-    """One row a form of the loss: how KL to the reference goes with its coefficient. table: `measured`.
+    """One row per form of the loss: the trend of KL to the reference with the coefficient. table: from `make_kl_table`.
 
-    Columns: form, sets, runs, early_stopped, rho (mean over sets, with t interval over sets from three on: rho_low,
-    rho_high), p (permuting KL within sets), smallest, kl_smallest, largest, kl_largest (coefficients, and geometric
-    means of KL there, in nats), first, last (steps that were measured: least and largest).
+    Columns: form, sets, runs, early_stopped, rho (mean over sets; rho_low and rho_high are its t interval over sets,
+    with three or more), p (from permuting KL within sets), smallest, kl_smallest, largest, kl_largest (coefficients, and
+    the geometric mean of KL at each, in nats), first_step, last_step (range of the measured steps).
     """
     rhos = compute_correlations(table)
     rows = []
     for form, form_rhos in rhos.groupby("form", sort=False):
         runs = table[(table["form"] == form) & table["match"].isin(form_rhos["match"])]
+        # Ranks relative to the size of the set, so that sets of different sizes can be pooled.
         kl_ranks = runs.groupby("match")["kl"].rank() / (1 + runs.groupby("match")["kl"].transform("size"))
         rho_estimate = _estimate_over_sets(form_rhos["rho"])
         coefficient_range = {"smallest": runs["coefficient"].min(), "largest": runs["coefficient"].max()}
@@ -122,7 +124,7 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
 
 
 def _estimate_over_sets(values: Any) -> Estimate:
-    """Mean of rank correlations with its interval, cut to [-1, 1]; below three sets without one."""
+    """Mean of rank correlations. Its interval is cut to [-1, 1]; with fewer than three sets there is none."""
     estimate = mean_over_seeds(values)
     if estimate.n < MIN_SETS:
         return Estimate(float(np.mean(values)), n=estimate.n)
@@ -130,16 +132,17 @@ def _estimate_over_sets(values: Any) -> Estimate:
 
 
 def _geometric_mean(values: "pd.Series[float]") -> float:
-    """Geometric mean of the positive values; NaN without one."""
+    """Geometric mean of the positive values; NaN if there are none."""
     positive = values[values > 0]
     return float(np.exp(np.log(positive).mean())) if len(positive) else float("nan")
 
 
 def compare_to_k1(table: pd.DataFrame) -> pd.DataFrame:
-    """One row a form beside k1, over matching sets: form, sets, difference, low, high. table: `measured`.
+    """Compare each other form with k1 over matching sets: form, sets, difference, low, high. table: from `make_kl_table`.
 
-    difference: mean of rho of k1 minus rho of the form; above 0 where KL falls with the form's coefficient and less, or
-    not at all, with that of k1. low, high: t interval over sets, cut to [-2, 2]; missing below three sets.
+    difference: mean of rho of k1 minus rho of the form. It is positive if KL falls with the coefficient of the form, and
+    falls less or not at all with the coefficient of k1. low, high: t interval over sets, cut to [-2, 2]; missing with
+    fewer than three sets.
     """
     rhos = compute_correlations(table).pivot_table(index="match", columns="form", values="rho")
     k1 = next((form for form in K1_NAMES if form in rhos), None)
@@ -158,14 +161,17 @@ def compare_to_k1(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[str]:
-    """What the grid shows of k1; nothing where no set of its runs was measured. From `anchoring` and `against_k1`."""
+    """Sentences on whether k1 anchors the policy; none if no set of k1 was measured.
+
+    trends: from `summarize_anchoring`. differences: from `compare_to_k1`.
+    """
     rows = to_records(trends)
     if not any(row["form"] in K1_NAMES for row in rows):
         return []
     theory = (
-        "k1 (kl_loss_type=kl) used as a loss does not anchor to the reference: its gradient is that of log pi at the "
-        "sampled tokens, in which the reference does not occur, and its expectation on-policy is 0. So much is "
-        "algebra; what the runs of this grid show:"
+        "In theory, k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference: its gradient is that "
+        "of log pi at the sampled tokens, which does not contain the reference and whose expectation on-policy is 0. "
+        "The runs of this grid show:"
     )
     falling_forms = {row["form"] for row in rows if _is_falling(row)}
     return [
@@ -176,18 +182,19 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
 
 
 def _is_falling(row: dict[str, Any]) -> bool:
-    """Whether KL to the reference falls with the coefficient, beyond chance."""
+    """Whether KL to the reference falls significantly with the coefficient."""
     return bool(row["rho_high"] < 0 and row["p"] < SIGNIFICANCE_LEVEL)
 
 
 def _describe_trend(row: dict[str, Any]) -> str:
     is_rising = row["rho_low"] > 0 and row["p"] < SIGNIFICANCE_LEVEL
-    verb = "falls" if _is_falling(row) else "rises" if is_rising else "neither falls nor rises resolvably"
+    verb = "falls" if _is_falling(row) else "rises" if is_rising else "neither clearly falls nor clearly rises"
     interval_text = format_interval(row["rho_low"], row["rho_high"], 2) or NO_INTERVAL_TEXT
     stopped_text = f"{row['early_stopped']} of them stopped by a rule" if row["early_stopped"] else "none stopped"
     return (
         f"Under the loss {row['form']}, KL to the reference {verb} with the coefficient: mean rank correlation "
-        f"{format_signed(row['rho'], 2)} {interval_text} over {row['sets']} sets alike in all else, {row['runs']} runs "
+        f"{format_signed(row['rho'], 2)} {interval_text} over {row['sets']} sets with otherwise equal settings, "
+        f"{row['runs']} runs "
         f"({stopped_text}), permutation {format_p_value(row['p'])}; {row['kl_smallest']:.2g} nats at {row['smallest']:g}, "
         f"{row['kl_largest']:.2g} at {row['largest']:g}."
     )
@@ -195,7 +202,7 @@ def _describe_trend(row: dict[str, Any]) -> str:
 
 def _describe_differences(rows: list[dict[str, Any]], falling_forms: set[str]) -> list[str]:
     if not rows:
-        return ["No other KL loss has matching runs in this study, so k1 is compared with none."]
+        return ["No other KL loss has matching runs in this study, so k1 is not compared with another loss."]
     return [
         _describe_difference(row, row["form"] in falling_forms and not falling_forms.intersection(K1_NAMES))
         for row in rows
@@ -203,15 +210,15 @@ def _describe_differences(rows: list[dict[str, Any]], falling_forms: set[str]) -
 
 
 def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
-    """is_anchoring: KL to the reference falls with the form's own coefficient, and with that of k1 it does not."""
+    """is_anchoring: KL to the reference falls with the coefficient of this form, and does not fall with that of k1."""
     interval_text = format_interval(row["low"], row["high"], 2) or NO_INTERVAL_TEXT
     estimate_text = f"{format_signed(row['difference'], 2)} {interval_text} over {row['sets']} matching sets"
     if row["low"] > 0 and is_anchoring:
-        statement = f"At the same coefficients {row['form']} pulls the policy to the reference as k1 does not"
+        statement = f"At the same coefficients, {row['form']} pulls the policy towards the reference and k1 does not"
     elif row["low"] > 0:
-        statement = f"The rank correlation is lower under {row['form']} than under k1, which alone is no anchoring"
+        statement = f"The rank correlation is lower under {row['form']} than under k1, which alone does not show anchoring"
     elif row["high"] < 0:
         statement = f"KL to the reference falls more with the coefficient of k1 than with that of {row['form']}"
     else:
-        statement = f"A difference between k1 and {row['form']} is not resolved in this grid"
+        statement = f"There is no clear difference between k1 and {row['form']} in this grid"
     return f"{statement}: rank correlation of k1 minus that of {row['form']} {estimate_text}."

@@ -1,7 +1,7 @@
-"""A study whose arms are the points of a grid: its factors, as the runs' configurations have them, and its cells.
+"""The factors and cells of a study whose arms are points of a grid, derived from the configurations of its runs.
 
-A run belongs to a point: two numbers that span the plane of a heat map (x and y), and a panel, which is what else the
-arms differ in. Panels say what a reader compares: a filter beside another, a loss beside another.
+Two numeric factors, x and y, span the plane of the heat maps. All other factors, such as the filter or the loss, make
+up the panels, which a reader compares side by side.
 """
 
 from dataclasses import dataclass, replace
@@ -23,24 +23,28 @@ SHORT_NAMES = {
     "filter.rollout_filter_value": "filter",
     "algorithm.zero_task_advantage": "zero task advantage",
 }
-"""Short names of settings in labels; another setting is called by the last part of its name."""
+"""Short names of settings for labels. Other settings use the last part of their name."""
 
 PLANE_SETTINGS = {"actor.kl_loss_coef", "actor.entropy_coeff"}
-"""The numbers of a plane that is drawn wherever a study has it."""
+"""The settings that span the plane whenever a study varies both."""
 
 SWITCH_SETTINGS = {"actor.use_kl_loss": "actor.kl_loss_coef"}
-"""A setting that only says whether another is above 0, and is thus no factor of its own."""
+"""Settings that only say whether another setting is above 0; they are not factors."""
 
 IDLE_SETTINGS = {"actor.kl_loss_type": "actor.kl_loss_coef"}
-"""A setting without effect where another is 0: such a run belongs to every value of it."""
+"""Settings without effect if another setting is 0: such a run appears under every value."""
 
 LATE_START = 0.75
+# The most serious status first: it is the one that a cell without a scored run shows.
 _UNSCORED_STATUSES = ("failed", "interrupted", "running", "never_ran")
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The factors of a grid: dotted settings. x, y: the plane. panels: what else differs. levels: values in order."""
+    """The factors of a grid, as dotted settings.
+
+    x, y: axes of the plane. panels: all other factors. factor_values: the values of each factor, in order.
+    """
 
     x: str
     y: str
@@ -48,35 +52,35 @@ class Grid:
     factor_values: dict[str, tuple[Any, ...]]
 
     def format_factor(self, setting: str, value: Any) -> str:
-        """A value of a factor in words: `filter 0.8`; a switch has its name where it is on, and nothing where off."""
+        """A label such as `filter 0.8`. A switch is labelled by its name if it is on, and not at all if it is off."""
         if isinstance(value, bool | np.bool_):
             return shorten_setting(setting) if value else ""
         return f"{shorten_setting(setting)} {format_value(value)}"
 
     def format_panel(self, row: dict[str, Any]) -> str:
-        """The panel of a run in words, `filter 0.8, loss mse`; row: its settings."""
+        """The panel of a run, such as `filter 0.8, loss mse`. row: the settings of the run."""
         labels = [self.format_factor(setting, row[setting]) for setting in self.panels]
-        return ", ".join(part for part in labels if part) or "others"
+        return ", ".join(label for label in labels if label) or "others"
 
 
 def shorten_setting(setting: str) -> str:
-    """A setting's short name."""
+    """The short name of a setting."""
     return SHORT_NAMES.get(setting, setting.rpartition(".")[2])
 
 
 def format_value(value: Any) -> str:
-    """A factor's value as a label: 0.001, 0, 6, mse, on, off."""
+    """The value of a factor as a label: 0.001, 0, 6, mse, on, off."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def find_grid(frames: StudyFrames) -> Grid | None:
-    """The grid that the study's arms form, or None: arms with words for names that differ in two numbers or more.
+    """The grid that the arms of a study form, or None.
 
-    Where an arm's name is a number the study has one axis. x and y are the coefficients of KL and entropy where both
-    differ, else the two numbers with the most combinations; of equals the first in the configuration, where y comes
-    before x.
+    A study is a grid if its arms are named by words and differ in at least two numeric settings. If an arm is named by
+    a number, the study has a single axis. x and y are the coefficients of KL and entropy if both differ; otherwise the
+    two numeric settings with the most combinations. In a tie, the first in the configuration win; y comes before x.
     """
     trials = require_single_study(frames).trials
     if trials.empty or trials["axis_value"].notna().any():
@@ -93,7 +97,7 @@ def find_grid(frames: StudyFrames) -> Grid | None:
 
 
 def _select_settings(trials: pd.DataFrame) -> pd.DataFrame:
-    """The settings in which arms differ, a column each, without seeds and switches."""
+    """One column per setting in which arms differ, without the seed and `SWITCH_SETTINGS`."""
     columns = {name: name.removeprefix("config/") for name in map(str, trials.columns) if name.startswith("config/")}
     settings = trials[list(columns)].rename(columns=columns)
     differing_settings = [
@@ -109,18 +113,18 @@ def _is_numeric(values: Any) -> bool:
 
 
 def _list_factor_values(values: Any) -> tuple[Any, ...]:
-    """Values of a factor: truths off first, all else in the order of the study's arms."""
+    """The values of a factor: False before True, all others in the order of the arms."""
     distinct_values = values.dropna().drop_duplicates().to_list()
     return tuple(sorted(distinct_values) if pd.api.types.is_bool_dtype(values) else distinct_values)
 
 
 def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
-    """One row a run and panel of its own: run_id, arm, seed, status, each factor, panel, shared, home, and measures.
+    """One row per run and panel: run_id, arm, seed, status, each factor, panel, shared, home, and measures.
 
-    shared: the run is shown in several panels, as it has no KL loss whose type could matter; home: in the one that its
-    configuration names. Measures: `success` at the
-    end (as scored), and `entropy` (nats), `reward_std` (reward), `kl_to_reference` (nats) as means over the last
-    quarter of the run's own steps; missing where the run is not scored.
+    A run with KL coefficient 0 appears in the panels of all loss types (shared); home marks the panel of its
+    configuration. Measures: `success` at the end (as scored); `entropy` (nats), `reward_std` (reward) and
+    `kl_to_reference` (nats) as means over the last quarter of the run's own steps. They are missing if the run is not
+    scored.
     """
     trials = frames.trials
     table = trials[["run_id", "arm", "seed", "status"]].copy()
@@ -139,7 +143,7 @@ def make_member_table(frames: StudyFrames, grid: Grid) -> pd.DataFrame:
 
 
 def _compute_late_means(frames: StudyFrames, column: str) -> "pd.Series[float]":
-    """Mean of a step column over the last quarter of each run's steps (index run_id)."""
+    """Mean of a step column over the last quarter of each run's steps, indexed by run_id."""
     steps = frames.steps[["run_id", "step", column]]
     last_steps = steps.groupby("run_id")["step"].transform("max")
     means: pd.Series[float] = steps[steps["step"] > LATE_START * last_steps].groupby("run_id")[column].mean()
@@ -147,7 +151,7 @@ def _compute_late_means(frames: StudyFrames, column: str) -> "pd.Series[float]":
 
 
 def _repeat_idle_rows(table: pd.DataFrame, setting: str, governing_setting: str, grid: Grid) -> pd.DataFrame:
-    """Rows whose `setting` is idle, as `other` is 0, once for each of its values."""
+    """Repeat the rows in which `setting` is idle (`governing_setting` is 0) for each of its values."""
     is_idle = table[governing_setting] == 0
     home_values = table.loc[is_idle, setting]
     copies = [
@@ -160,14 +164,17 @@ def _repeat_idle_rows(table: pd.DataFrame, setting: str, governing_setting: str,
 def make_panel_curves(frames: StudyFrames, grid: Grid, member_table: pd.DataFrame, column: str) -> pd.DataFrame:
     """A step column of every run in each of its panels: panel, its factors, x, run_id, status, step, value.
 
-    table: `members`. Step 0 is the policy before training, where the column has it.
+    member_table: from `make_member_table`. Step 0 is the policy before training, for columns that have this value.
     """
     panel_rows = member_table[["run_id", "panel", *grid.panels, grid.x]].rename(columns={grid.x: "x"})
     return panel_rows.merge(series.make_curves(frames, column), on="run_id", sort=False)
 
 
 def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
-    """The panels that have a run, in the order of the factors' values: panel, and its factors. table: `members`."""
+    """The panels with at least one run, in the order of the factor values: panel, and its factors.
+
+    member_table: from `make_member_table`.
+    """
     panel_rows = member_table[["panel", *grid.panels]].drop_duplicates()
     rank = {
         setting: {value: place for place, value in enumerate(grid.factor_values[setting])} for setting in grid.panels
@@ -180,11 +187,11 @@ def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
-    """One row a panel and point that has a run. table: `members`.
+    """One row per panel and point with at least one run. member_table: from `make_member_table`.
 
-    Columns: panel, its factors, x and y (values), arms (names), runs, scored, early_stopped, shared, state, and of each
-    measure the mean over scored runs, the std (ddof 1; missing below two), the least and the largest. state: "scored",
-    "stopped" where a rule stopped a scored run, or without a scored run the status of most concern.
+    Columns: panel, its factors, x and y (values), arms (names), runs, scored, early_stopped, shared, state, and for each
+    measure its mean over scored runs, std (ddof 1; missing below two runs), minimum and maximum. state is "stopped" if a
+    rule stopped a scored run, otherwise "scored"; without a scored run it is the most serious status.
     """
     ranked_rows = member_table.assign(
         scored=member_table["status"].isin(SCORED_STATUSES),
@@ -211,9 +218,9 @@ def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_arm_labels(frames: StudyFrames, grid: Grid) -> dict[str, str]:
-    """A short name for each arm, from its place in the grid: `filter 0.8 · KL 0.01 · entropy 0`.
+    """A short name for each arm from its point in the grid: `filter 0.8 · KL 0.01 · entropy 0`.
 
-    Arms of one point, which differ in nothing, keep their own names beside it.
+    If several arms share a point, their original names are added in parentheses.
     """
     trials = frames.trials.drop_duplicates("arm")
     columns = {f"config/{setting}": setting for setting in grid.factor_values}
@@ -229,14 +236,14 @@ def _format_arm_label(grid: Grid, row: dict[str, Any]) -> str:
         grid.format_factor(setting, row[setting]) for setting in grid.factor_values if setting not in idle_settings
     ]
     ordered_labels = [grid.format_factor(setting, row[setting]) for setting in (*grid.panels, grid.x, grid.y)]
-    return " · ".join(part for part in ordered_labels if part and part in active_labels)
+    return " · ".join(label for label in ordered_labels if label and label in active_labels)
 
 
 def rename_arms(frames: StudyFrames, labels: dict[str, str]) -> StudyFrames:
-    """The frames with each arm called by its label, also where study.json names arms."""
-    frames_by_name = {part: getattr(frames, part) for part in FRAME_NAMES}
+    """The frames with arms renamed by `labels`, including the baseline in study.json."""
+    frames_by_name = {name: getattr(frames, name) for name in FRAME_NAMES}
     renamed_frames = {
-        part: frame.assign(arm=frame["arm"].map(labels).fillna(frame["arm"])) for part, frame in frames_by_name.items()
+        name: frame.assign(arm=frame["arm"].map(labels).fillna(frame["arm"])) for name, frame in frames_by_name.items()
     }
     study = dict(frames.studies[0])
     study["baseline"] = labels.get(study.get("baseline", ""), study.get("baseline", ""))

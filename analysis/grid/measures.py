@@ -1,10 +1,10 @@
-"""What the cells of a grid are measured by: each measure is a column of `layout.cells` and a heat map of the report."""
+"""The measures of a grid. Each is a column of `layout.make_cell_table` and a heat map of the report."""
 
 from typing import NamedTuple
 
 
 class Measure(NamedTuple):
-    """name: of its column. label: with its unit. caption: of its heat map. log: whether the colours' scale is."""
+    """A measure: name of its column, label with unit, caption of its heat map, and whether its colour scale is log."""
 
     name: str
     label: str
@@ -15,27 +15,27 @@ class Measure(NamedTuple):
 SUCCESS = Measure(
     "success",
     "success at the end (share of episodes)",
-    "Success on the validation levels, sampled, at the last validation.",
+    "Sampled success on the validation levels, at the last validation.",
 )
 LATE_MEANS: tuple[Measure, ...] = (
     Measure(
         "entropy",
-        "entropy (nats a token)",
-        "Entropy of the sampling policy, mean over the last quarter of each run's steps.",
+        "entropy (nats per token)",
+        "Entropy of the sampling policy: mean over the last quarter of each run's steps.",
     ),
     Measure(
         "reward_std",
         "reward std in the group (reward)",
-        "Standard deviation of rewards in a group, mean over the last quarter of each run's steps. Near 0 the rewards "
+        "Standard deviation of the rewards in a group: mean over the last quarter of each run's steps. Near 0 the rewards "
         "carry no signal.",
     ),
     Measure(
         "kl_to_reference",
         "KL to the reference (nats)",
-        "KL to the reference (k3 estimate, whatever the form of the loss), mean over the last quarter of each run's "
-        "steps; log scale. Without a KL loss there is no reference pass, and no number.",
+        "KL to the reference (k3 estimate for all forms of the loss): mean over the last quarter of each run's steps, on "
+        "a log scale. Without a KL loss there is no reference pass and thus no number.",
         log=True,
     ),
 )
-"""Step columns, as means over the last quarter of a run's own steps."""
+"""Step columns that are averaged over the last quarter of a run's own steps."""
 MEASURES: tuple[Measure, ...] = (SUCCESS, *LATE_MEANS)

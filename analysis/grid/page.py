@@ -1,4 +1,4 @@
-"""What the report of a grid has instead of one axis: tables beside its figures, and what they show in words."""
+"""Report sections for grid studies: the tables behind the heat maps, and the context of the grid templates."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,14 +14,14 @@ from analysis.grid.measures import MEASURES
 
 
 def group_arms_by_panel(frames: StudyFrames, grid: layout.Grid) -> StudyFrames:
-    """The frames with each arm called by its panel: one arm a panel, its points being its runs."""
+    """The frames with arms renamed to their panel, so that all points of a panel are runs of one arm."""
     member_table = layout.make_member_table(frames, grid)
     home_rows = member_table[member_table["home"]]
     return layout.rename_arms(frames, dict(zip(home_rows["arm"], home_rows["panel"], strict=True)))
 
 
 def make_tables(frames: StudyFrames, grid: layout.Grid) -> Iterator[tuple[str, pd.DataFrame]]:
-    """The tables behind the heat maps, by the name of a file: every number that is coloured, with runs and spread."""
+    """The tables behind the heat maps by file name: every number that is drawn, with run counts and std."""
     member_table = layout.make_member_table(frames, grid)
     yield "grid_cells", layout.make_cell_table(grid, member_table).rename(columns={"x": grid.x, "y": grid.y})
     for setting in list_switches(grid):
@@ -32,7 +32,10 @@ def make_tables(frames: StudyFrames, grid: layout.Grid) -> Iterator[tuple[str, p
 
 
 def make_context(frames: StudyFrames, grid: layout.Grid, arms: list[dict[str, Any]], seed: int) -> dict[str, Any]:
-    """What the page says of a grid. arms: rows of `tables.arm_summary` of the renamed frames. seed: of permutations."""
+    """The template context of a grid.
+
+    arms: rows of `tables.summarize_arms` for frames whose arms have their grid labels. seed: of the permutation tests.
+    """
     member_table = layout.make_member_table(frames, grid)
     labels = layout.make_arm_labels(frames, grid)
     kl_table = grid_anchor.make_kl_table(frames)
@@ -72,7 +75,7 @@ def _describe_factor(grid: layout.Grid, setting: str) -> dict[str, str]:
 def _make_panel_entries(
     grid: layout.Grid, member_table: pd.DataFrame, labels: dict[str, str], arms: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """One entry a panel: its arms' rows, each with its point, and how many arms have which outcome."""
+    """One entry per panel: the rows of its arms with their points, and the number of arms with each outcome."""
     rows = {row["arm"]: row for row in arms}
     entries = []
     for panel in layout.list_panels(grid, member_table)["panel"]:

@@ -1,8 +1,8 @@
-"""Figures of a grid: heat maps of its cells and thin curves of its runs, a panel for each panel of the grid.
+"""Figures of a grid: heat maps of its cells and curves of its runs, with one subplot per panel of the grid.
 
-Every panel of a figure has one colour scale (cividis, told apart without colour vision and in grey) and the same axes,
-whose values are evenly spaced in order, 0 first. A cell has its number; a vermilion frame and a cross mark what a rule
-stopped; grey cells name why there is no number; a place without a run stays blank.
+All panels of a figure share one colour scale (cividis, which is readable without colour vision and in grey) and the
+same axes, with values evenly spaced in order and 0 first. Each cell shows its number. A vermilion frame and a cross mark
+runs stopped by a rule. Grey cells give the reason why there is no number. A point without a run stays blank.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ _COLORMAP = "cividis"
 
 
 class PanelLayout(NamedTuple):
-    """Where panels stand. places: panel -> (row, column)."""
+    """The positions of panels in a figure. positions: panel -> (row, column)."""
 
     rows: int
     columns: int
@@ -36,7 +36,7 @@ class PanelLayout(NamedTuple):
 
 
 def arrange_panels(grid: Grid, member_table: pd.DataFrame) -> PanelLayout:
-    """Panels side by side by the factor whose values are words, such as a loss's type; without one in rows of three."""
+    """Put the values of the first text factor, such as the type of loss, side by side; without one, use rows of three."""
     panel_rows = list_panels(grid, member_table)
     names = panel_rows["panel"].to_list()
     word_settings = [
@@ -55,7 +55,10 @@ def arrange_panels(grid: Grid, member_table: pd.DataFrame) -> PanelLayout:
 
 
 def draw_heat_maps(grid: Grid, table: pd.DataFrame, measure: str, label: str, *, log: bool = False) -> Figure:
-    """`measure` over the plane of the grid, a panel each. table: `grid.cells`. label: of the colours, with a unit."""
+    """Heat maps of `measure` over the plane of the grid, one per panel.
+
+    table: from `layout.make_cell_table`. label: of the colour bar, with a unit.
+    """
     panel_layout = arrange_panels(grid, table)
     xs, ys = (sorted(table[axis].unique()) for axis in ("x", "y"))
     norm = _make_norm(table[measure], log)
@@ -78,7 +81,7 @@ def draw_heat_maps(grid: Grid, table: pd.DataFrame, measure: str, label: str, *,
 
 
 def _make_norm(values: "pd.Series[float]", log: bool) -> Normalize:
-    """One scale for every panel; a scale of one value is widened, so that it has a place in the middle."""
+    """One colour scale for all panels. If all values are equal, the range is widened to be non-empty."""
     shown_values = values[values > 0] if log else values.dropna()
     low, high = (float(shown_values.min()), float(shown_values.max())) if len(shown_values) else (0.0, 1.0)
     if log:
@@ -95,7 +98,7 @@ def _remove_unused(axes: Any, panel_layout: PanelLayout) -> None:
 def _draw_map(
     axes: Any, cells: pd.DataFrame, axis_values: tuple[list[float], list[float]], measure: str, norm: Normalize
 ) -> None:
-    """One panel: a square a cell that has a run."""
+    """Draw one panel: a square for each cell with a run."""
     xs, ys = axis_values
     rows: Any = cells.itertuples()
     for row in rows:
@@ -115,12 +118,14 @@ def _draw_map(
 
 
 def _write_cell(axes: Any, x: int, y: int, row: Any, value: float, color: str) -> None:
-    """A cell's number, or why it has none; with a cross where a rule stopped one of its runs."""
+    """Write the number of a cell or the reason why it has none, with a cross if a rule stopped one of its runs."""
     text = format_cell(row.state, row.early_stopped, row.scored, row.runs, value)
+    # Longer texts on one line need a smaller font to fit into the square.
     font_size = 7.6 if len(text) <= 6 or "\n" in text else 6.4
     annotation = axes.text(
         x, y, text, ha="center", va="center", fontsize=font_size, color=choose_text_color(color), linespacing=0.95
     )
+    # Texts inside of cells cannot change the layout; excluding them saves time.
     annotation.set_in_layout(False)
 
 
@@ -135,7 +140,7 @@ def choose_text_color(color: str) -> str:
 
 
 def format_cell(state: str, num_stopped: int, num_scored: int, num_runs: int, value: float) -> str:
-    """What is written into a cell: its mean; `✕` for a stop, `✕ 1/3` where some of three runs were; else a status."""
+    """The text of a cell: its mean, with `✕` if all runs were stopped and `✕1/3` if one of three was; or a status."""
     if not num_scored:
         return format_status(state).replace(" ", "\n")
     value_text = "–" if np.isnan(value) else format_short(value)
@@ -145,7 +150,7 @@ def format_cell(state: str, num_stopped: int, num_scored: int, num_runs: int, va
 
 
 def format_short(value: float) -> str:
-    """A number with two to three digits that fits into a cell: 0.53 as .53, 1.24, 12.3, 4.1e-4."""
+    """A number with two to three digits that fits into a cell: .53 for 0.53, 1.24, 12.3, 4.1e-4."""
     if value == 0:
         return "0"
     if abs(value) < 0.0095:
@@ -165,7 +170,7 @@ def _add_map_legend(figure: Figure, table: pd.DataFrame) -> None:
 
 
 def draw_curves(grid: Grid, table: pd.DataFrame, label: str) -> Figure:
-    """Every run of the grid as a thin line, coloured by its value of x. table: `grid.curves`."""
+    """Every run of the grid as a thin line, coloured by its x value. table: from `layout.make_panel_curves`."""
     panel_layout, xs = arrange_panels(grid, table), sorted(table["x"].unique())
     colors = dict(zip(xs, make_arm_colors([format_value(value) for value in xs]).values(), strict=True))
     with mpl.rc_context(dict(STYLE)):
@@ -188,7 +193,7 @@ def draw_curves(grid: Grid, table: pd.DataFrame, label: str) -> Figure:
 
 
 def _draw_lines(axes: Any, table: pd.DataFrame, colors: dict[float, str]) -> None:
-    """The curves of one panel; a cross ends a run that a rule stopped, a ring one that ended otherwise."""
+    """The curves of one panel. A cross marks the end of a run stopped by a rule, a ring any other incomplete run."""
     runs = [rows for _, rows in table.groupby("run_id", sort=False)]
     segments = [rows[["step", "value"]].to_numpy(dtype=float) for rows in runs]
     line_colors = [colors[rows["x"].iloc[0]] for rows in runs]
@@ -207,7 +212,7 @@ def _draw_lines(axes: Any, table: pd.DataFrame, colors: dict[float, str]) -> Non
 
 
 def _classify_ending(status: str) -> str | None:
-    """How a run's end is marked: "early_stopped", "" for any other than completion, None for completion."""
+    """The mark at the end of a run: "early_stopped", "" for other incomplete runs, None for a completed run."""
     return None if status == "completed" else status if status == "early_stopped" else ""
 
 
