@@ -125,7 +125,7 @@ def _write_cell(axes: Any, x: int, y: int, row: Any, value: float, color: str) -
     annotation = axes.text(
         x, y, text, ha="center", va="center", fontsize=font_size, color=choose_text_color(color), linespacing=0.95
     )
-    # Texts inside of cells cannot change the layout; excluding them saves time.
+    # The text stays inside its cell, so the layout needs no space for it.
     annotation.set_in_layout(False)
 
 

@@ -1,1 +1,1 @@
-"""templates, formats, figures as elements of a page."""
+"""HTML pages: templates, number formats, and figures as SVG elements."""

@@ -1,4 +1,4 @@
-"""What a figure of a report is: its name, its place, its caption, its table and its drawing, declared in one place."""
+"""Declarations of report figures: name, section, caption, table and drawing function of a figure in one place."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,17 +9,19 @@ from matplotlib.figure import Figure
 from analysis.html.page import render_svg
 
 View_contra = TypeVar("View_contra", contravariant=True)
-"""What the figures of a page make their tables from: the frames of a study, and what is computed of them once."""
+"""The data of a page: the frames of a study, and results that several figures share."""
 
 
 @dataclass(frozen=True)
 class ReportFigure(Generic[View_contra]):
-    """One figure of a page, in one declaration.
+    """The declaration of one figure of a page.
 
-    name: of its file in figures/, and prefix of its ids on the page. section: where on the page it stands; a section
-    shows all of its figures, in the order of the page's list. caption: the sentences below it, or how they follow from
-    the view. table: what is drawn, a DataFrame or several; None where there is nothing to show. draw: the picture of
-    that table; the view gives colours and layouts, and no further number.
+    Attributes:
+        name: of its file in figures/, and prefix of its ids on the page.
+        section: section of the page. A section shows all of its figures, in the order of the page's list.
+        caption: the text below the figure, or a function of the view that returns it.
+        make_table: returns the data to draw, one DataFrame or several; None if there is nothing to show.
+        draw: draws that data. The view provides colours and layouts only, no further numbers.
     """
 
     name: str
@@ -29,12 +31,12 @@ class ReportFigure(Generic[View_contra]):
     draw: Callable[[Any, View_contra], Figure]
 
     def get_caption(self, view: View_contra) -> str:
-        """The caption on the page of `view`."""
+        """The caption for `view`."""
         return self.caption if isinstance(self.caption, str) else self.caption(view)
 
 
 class RenderedFigure(NamedTuple):
-    """A figure as a template shows it. svg: an element of the page."""
+    """A figure as a template uses it. svg: an <svg> element."""
 
     name: str
     section: str
@@ -44,18 +46,18 @@ class RenderedFigure(NamedTuple):
 
 @dataclass(frozen=True)
 class Gallery(Generic[View_contra]):
-    """The figures that a page lists, in the order in which a section shows them, and the view that they are of."""
+    """The figures of a page, in the order in which sections show them, and the view they are drawn from."""
 
     figures: Sequence[ReportFigure[View_contra]]
     view: View_contra
 
     def draw(self) -> dict[str, Figure]:
-        """Every figure that has something to show, by name."""
+        """Draw every figure that has something to show: {name: figure}."""
         tables = [(figure, figure.make_table(self.view)) for figure in self.figures]
         return {figure.name: figure.draw(table, self.view) for figure, table in tables if table is not None}
 
     def render(self, drawn_figures: Mapping[str, Figure]) -> list[RenderedFigure]:
-        """What a template needs of the figures in `drawn`, in the order of the list."""
+        """The figures of `drawn_figures` for a template, in the order of the list."""
         return [
             RenderedFigure(
                 figure.name,

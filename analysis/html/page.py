@@ -1,4 +1,4 @@
-"""What every page is made with: templates, formats of numbers, figures as elements, settings as rows."""
+"""Building blocks of all HTML pages: templates, number formats, SVG figures and tables of settings."""
 
 import io
 import json
@@ -22,16 +22,16 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(path: Path, page: str) -> Path:
-    """Write a page beside its place and rename it there; returns `path`."""
+    """Write a page with an atomic rename, and return `path`."""
     with atomic_write(path) as temp_path:
         temp_path.write_text(page, encoding="utf-8")
     return path
 
 
 def make_settings_rows(study: Study) -> list[dict[str, Any]]:
-    """Every setting of the study: name, value as JSON, and whether it differs from the default.
+    """Every setting of the study: name, value and default as JSON, and whether it was changed from the default.
 
-    Defaults are those of study.json's `defaults`; without them `changed` is None.
+    Defaults come from `defaults` in study.json; if it is missing, `changed` is None.
     """
     settings, defaults = (_flatten_settings(study.get(name) or {}) for name in ("settings", "defaults"))
     return [
@@ -55,12 +55,14 @@ def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str
 
 
 def render_svg(name: str, figure: Figure) -> str:
-    """A figure as an <svg> element for a page: its ids prefixed by `name`, no prologue, no size of its own."""
+    """A figure as an <svg> element without XML prologue and fixed size. Its ids are prefixed by `name`."""
     buffer = io.BytesIO()
+    # A fixed salt and no date make the output reproducible: the same figure gives the same text.
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "path"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = buffer.getvalue().decode()
     text = text[text.index("<svg") :]
+    # Ids must be unique on a page with several figures; references to them change likewise.
     text = re.sub(r'\bid="', f'id="{name}-', text)
     text = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", text)
     return re.sub(r'^<svg ([^>]*?)width="[^"]*" height="[^"]*"', r'<svg role="img" \1', text, count=1)
@@ -75,7 +77,8 @@ def format_count(value: float) -> str:
         return "–"
     if abs(value) < 1e4:
         return f"{value:,.0f}".replace(",", " ")
-    rounded = float(f"{value:.3g}")  # before the unit is chosen: 999 999 is 1 M
+    # Round before choosing the unit: 999 999 is 1 M.
+    rounded = float(f"{value:.3g}")
     size, unit = next(entry for entry in _UNITS if abs(rounded) >= entry[0])
     return f"{rounded / size:.3g} {unit}"
 
@@ -91,7 +94,7 @@ def format_duration(seconds: float) -> str:
 
 
 def make_environment() -> jinja2.Environment:
-    """The templates with the formats that they use; a name that a template does not get is an error."""
+    """The Jinja environment with all templates, filters and functions. Undefined names in a template are errors."""
     jinja_env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,

@@ -1,1 +1,1 @@
-"""tables and figures to one page per study, and an index."""
+"""Writes one HTML report per study, and an index of all studies."""

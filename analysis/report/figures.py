@@ -1,6 +1,6 @@
-"""Every figure in the report of a study of language models, each declared once.
+"""The figures in the reports of PPO studies, each declared once.
 
-To show one more column over training, add one `Curve` to `CURVES`: the reports along an axis and of a grid follow.
+To show another column over training, add a `Curve` to `CURVES`: it appears in reports of one-axis and grid studies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,48 +24,48 @@ from analysis.sweep import findings, plots, series, tables
 
 @dataclass(frozen=True)
 class AxisView:
-    """A study with one axis, and what several of its figures draw from. frames: with a run at least."""
+    """A study with one axis, and the tables that several figures share. frames: with at least one run."""
 
     frames: StudyFrames
 
     @cached_property
     def dose_response(self) -> pd.DataFrame:
-        """`tables.dose_response`: a row for each arm."""
+        """From `tables.make_dose_response`: one row per arm."""
         return tables.make_dose_response(self.frames)
 
     @cached_property
     def arm_colors(self) -> dict[str, str]:
-        """Arm -> colour, along the axis; words such as nofilter apart."""
+        """Arm -> colour, in the order of the axis; words such as nofilter have separate colours."""
         return plots.make_arm_colors(
             self.dose_response["arm"].to_list(), self.dose_response.loc[self.dose_response["is_word"], "arm"].to_list()
         )
 
     @property
     def line_frames(self) -> StudyFrames:
-        """The frames whose arms are lines where a figure has a line for many runs."""
+        """The frames whose arms are the lines of figures with one line for several runs."""
         return self.frames
 
     @property
     def line_colors(self) -> dict[str, str]:
-        """A colour for each of those lines."""
+        """Line -> colour."""
         return self.arm_colors
 
 
 @dataclass(frozen=True)
 class GridView:
-    """A study whose arms are the points of a grid, and what several of its figures draw from."""
+    """A study whose arms are the points of a grid, and the tables that several figures share."""
 
     frames: StudyFrames
     grid: layout.Grid
 
     @cached_property
     def members(self) -> pd.DataFrame:
-        """`layout.members`: a row for each run and panel."""
+        """From `layout.make_member_table`: one row per run and panel."""
         return layout.make_member_table(self.frames, self.grid)
 
     @cached_property
     def cells(self) -> pd.DataFrame:
-        """`layout.cells`: a row for each panel and point."""
+        """From `layout.make_cell_table`: one row per panel and point."""
         return layout.make_cell_table(self.grid, self.members)
 
     @cached_property
@@ -75,7 +75,7 @@ class GridView:
 
     @cached_property
     def line_frames(self) -> StudyFrames:
-        """The frames with a panel for an arm, so that a line is a panel's: a line for each point would be hundreds."""
+        """The frames with panels as arms, for one line per panel: one line per point would be hundreds of lines."""
         return group_arms_by_panel(self.frames, self.grid)
 
     @cached_property
@@ -92,7 +92,7 @@ def _make_arm_colors(frames: StudyFrames) -> dict[str, str]:
 
 
 def make_gallery(frames: StudyFrames) -> Gallery[Any]:
-    """The figures of a study along an axis or of a grid; none where it has no run."""
+    """The figures of a one-axis or grid study; none if it has no run."""
     grid = layout.find_grid(frames)
     if grid:
         return Gallery(GRID_FIGURES, GridView(frames, grid))
@@ -101,12 +101,16 @@ def make_gallery(frames: StudyFrames) -> Gallery[Any]:
 
 @dataclass(frozen=True)
 class Curve:
-    """A step column over training, for every run, in each of the reports.
+    """A figure of one step column over training, with a line per run.
 
-    name, section, caption: as in `ReportFigure`. column: of the rows. label: of the vertical axis, with a unit.
-    explains_marks: the caption goes on with what lines and marks mean, which is said once on a page. carries: in a mean
-    over runs a stopped one keeps its last value. says_nothing: whether these frames have nothing to see in the column.
-    only_in_grids: the report along an axis leaves it out.
+    Attributes:
+        name, section, caption: as in `ReportFigure`.
+        column: a step column.
+        label: of the y axis, with a unit.
+        explains_marks: append the meaning of lines and marks to the caption; set once per page.
+        carry_forward: in a mean over runs, a stopped run keeps its last value.
+        is_uninformative: returns True if the column of these frames has nothing to show.
+        only_in_grids: leave the figure out of one-axis reports.
     """
 
     name: str
@@ -130,7 +134,7 @@ CURVES: tuple[Curve, ...] = (
         "curves",
         "val_success",
         "validation success (share)",
-        "Every run's validation success, sampled.",
+        "Sampled validation success of every run.",
         explains_marks=True,
         carry_forward=True,
     ),
@@ -139,22 +143,22 @@ CURVES: tuple[Curve, ...] = (
         "stops",
         "reward_std",
         "reward std in the group (reward)",
-        "Mean over groups of the reward's spread. Where it nears zero, the groups' rewards carry no signal.",
+        "Standard deviation of the rewards in a group, averaged over groups. Near zero, rewards carry no signal.",
     ),
     Curve(
         "entropy",
         "stops",
         "entropy",
-        "entropy (nats a token)",
-        "Token mean of the sampling policy's entropy.",
+        "entropy (nats per token)",
+        "Entropy of the sampling policy, averaged over tokens.",
     ),
     Curve(
         "reference_kl",
         "stops",
         "kl_to_reference",
         "KL to the reference (nats)",
-        "KL to the reference (k3 estimate, whatever the form of the loss) at the trained tokens, before each update; "
-        "runs without a reference pass do not have it.",
+        "KL to the reference (k3 estimate for all forms of the loss) at the trained tokens, before each update. Runs "
+        "without a reference pass do not have it.",
         only_in_grids=True,
     ),
     Curve(
@@ -162,14 +166,14 @@ CURVES: tuple[Curve, ...] = (
         "stops",
         "groups_kept",
         "groups trained on (groups)",
-        "Groups that the filter kept, of those collected.",
+        "Number of collected groups that the filter kept.",
         is_uninformative=_keeps_every_group,
     ),
 )
 
 
 def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
-    """A panel for each arm, with the mean over its runs."""
+    """Declare the figure of `curve` with one panel per arm and the mean over its runs."""
 
     def make_table(view: AxisView) -> pd.DataFrame | None:
         return (
@@ -183,9 +187,9 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
         return plots.draw_curves(table, means, view.arm_colors, curve.label)
 
     marks_caption = (
-        " A panel an arm; the other arms' runs are grey. Step 0 is the policy before training. Thin lines are single "
-        "runs; a thick line over thin ones is their mean, in which a stopped run keeps its last value. A cross ends a "
-        "run that a rule stopped, a ring one that ended otherwise."
+        " One panel per arm; runs of other arms are grey. Step 0 is the policy before training. Thin lines are single "
+        "runs, and a thick line is their mean, in which a stopped run keeps its last value. A cross marks the end of a "
+        "run stopped by a rule, a ring any other incomplete run."
     )
     return ReportFigure(
         curve.name, curve.section, curve.caption + marks_caption * curve.explains_marks, make_table, draw
@@ -193,7 +197,7 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
 
 
 def _make_panel_figure(curve: Curve) -> ReportFigure[GridView]:
-    """A panel for each panel of the grid, with a thin line for each run."""
+    """Declare the figure of `curve` with the panels of the grid and a thin line per run."""
 
     def make_table(view: GridView) -> pd.DataFrame | None:
         if curve.is_uninformative(view.frames):
@@ -205,8 +209,8 @@ def _make_panel_figure(curve: Curve) -> ReportFigure[GridView]:
 
     def make_caption(view: GridView) -> str:
         marks_caption = (
-            f" A thin line a run, coloured by {layout.shorten_setting(view.grid.x)}. Step 0 is the policy before training. A "
-            "cross ends a run that a rule stopped, a ring one that ended otherwise."
+            f" One thin line per run, coloured by {layout.shorten_setting(view.grid.x)}. Step 0 is the policy before "
+            "training. A cross marks the end of a run stopped by a rule, a ring any other incomplete run."
         )
         return curve.caption + marks_caption * curve.explains_marks
 
@@ -239,9 +243,9 @@ def _draw_successes(table: pd.DataFrame, view: AxisView) -> Figure:
 def _make_dose_caption(view: AxisView) -> str:
     basis = findings.describe_interval_basis(view.dose_response) or "no scored run"
     return (
-        f"Filled: sampled validation success at the end, with its 95 % interval ({basis}). Open triangle: greedy. "
-        "Open square: test levels, sampled. A vermilion cross: a rule stopped every scored run of the arm; a vermilion "
-        "edge: some of them. Lines: the policy before training."
+        f"Filled: sampled validation success at the end, with its 95 % interval ({basis}). Open triangle: greedy "
+        "validation success. Open square: sampled success on the test levels. Vermilion cross: a rule stopped all scored "
+        "runs of the arm; vermilion edge: some of them. Horizontal lines: the policy before training."
     )
 
 
@@ -257,7 +261,7 @@ def _draw_gradients(make_label: Callable[[StudyFrames], str], table: pd.DataFram
 
 
 def _make_gradient_colors(table: pd.DataFrame, arm_colors: Mapping[str, str], has_several_arms: bool) -> dict[str, str]:
-    """A colour for each line: of several arms the arm's own, for its probes lighter ones; of one arm one per line."""
+    """Line -> colour. With several arms, the colour of the arm, lighter for its probes; with one arm, one per line."""
     lines = list(dict.fromkeys(zip(table["line"], table["arm"], strict=True)))
     if not has_several_arms:
         return plots.make_arm_colors([line for line, _ in lines])
@@ -281,7 +285,7 @@ DOSE_RESPONSE: ReportFigure[AxisView] = ReportFigure(
 STOPS: ReportFigure[View] = ReportFigure(
     "stop_survival",
     "stops",
-    "Share of runs that no rule has stopped, by step (Kaplan-Meier; a run that failed or was interrupted counts up to "
+    "Fraction of runs that no rule has stopped, by step (Kaplan-Meier; a run that failed or was interrupted counts up to "
     "its last step).",
     _make_stop_table,
     lambda table, view: plots.draw_survival(table, view.line_colors),
@@ -289,10 +293,10 @@ STOPS: ReportFigure[View] = ReportFigure(
 RETRIEVAL: ReportFigure[View] = ReportFigure(
     "retrieval",
     "retrieval",
-    "Retrieval: the share of sampled thoughts that the policy finds likelier after their own prompt than after every "
-    "other one; every arm is a line, the mean of its runs. Dashed: what thoughts that depend on no prompt would reach. "
-    "Entropy may stay high while retrieval falls to chance: then the thoughts vary without saying anything about the "
-    "level.",
+    "Given a thought, can one tell which level it was written for? Retrieval is the fraction of sampled thoughts that the "
+    "policy finds more likely after their own prompt than after every other prompt. 1: always. Dashed: guessing. Each "
+    "arm is one line, the mean of its runs. If entropy stays high while retrieval falls to guessing, thoughts vary but "
+    "no longer depend on the level.",
     lambda view: _none_if_empty(series.make_arm_lines(view.line_frames)),
     lambda table, view: plots.draw_arm_lines(table, view.line_colors),
 )
@@ -301,18 +305,20 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "gradient_signal",
         "gradients",
         "Signal-to-noise ratio of the task gradient in each bucket, with its 95 % interval over folds of prompts (none "
-        "with fewer than 3 folds). 0: all of the bucket's gradient may be noise. A line a step, or an arm where there "
-        "are several, then at its runs' last analysis; probes are dashed; a curve a run.",
+        "with fewer than 3 folds). At 0, the whole gradient of the bucket may be noise. With one arm, each colour is a "
+        "step. With several arms, each colour is an arm, at the last analysis of its runs. Each run has its own curve; "
+        "probes are dashed.",
         lambda view: _none_if_empty(gradients.make_signal_lines(view.frames.gradients)),
         partial(_draw_gradients, lambda frames: "signal / noise of the task gradient (1)"),
     ),
     ReportFigure(
         "regularizer_share",
         "gradients",
-        "Signed share of KL and entropy together in the bucket's step, with its 95 % interval where it has one. In the "
-        "expected step noise has no part: near 1, with a narrow interval, such a bucket moves the policy next to "
-        "nowhere but towards the regularizers. A bucket is left out where its gradient is no more than noise. In the "
-        "sampled step the noise of the task counts as task, so that the share is near 0 whatever the bucket teaches.",
+        "Signed share of KL and entropy together in the step of the bucket, with its 95 % interval if it has one. The "
+        "share of the expected step excludes noise: if it is near 1 with a narrow interval, the bucket moves the policy "
+        "almost only towards the regularizers. Buckets whose gradient is not distinguishable from noise are left out. "
+        "In the share of the sampled step, noise of the task counts as task, so this share is near 0 whatever the "
+        "bucket teaches.",
         lambda view: _none_if_empty(gradients.make_share_lines(view.frames.gradients)),
         partial(_draw_gradients, _make_share_label),
     ),

@@ -1,4 +1,4 @@
-"""Tables and figures of a study as one HTML file that opens anywhere, and an index of several."""
+"""Writes the report of a study as one self-contained HTML file, and an index of several studies."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -35,36 +35,37 @@ BUDGET_NAMES = {
 
 
 class Conclusion(NamedTuple):
-    """What a study came to in words: its headline, and one line per arm (arm, outcome, verdict)."""
+    """The results of a study in words: its headline, and one line per arm (arm, outcome, verdict)."""
 
     headline: str
     arms: tuple[str, ...]
 
 
 def write_report(folder: Path | str, *, live: bool = False) -> Path:
-    """Write report.html and figures/*.png into a results/<run> folder; returns the report's path.
+    """Write report.html and figures/*.png into a results/<run> folder, and return the path of the report.
 
-    The page needs no network and no script, and is that of the study's family (`PAGES`). Tables beside it are written
-    as figures/*.csv. live: the study's process still runs, so "running" is kept as a status.
+    The page needs no network and no script. The family of the study selects it from `PAGES`. Some tables are also
+    written as figures/*.csv. live: the process of the study is still running, so keep the status "running".
     """
     return write_frames_report(load(folder, live=live), Path(folder))
 
 
 def conclude(frames: StudyFrames) -> Conclusion:
-    """The headline and the verdicts of a study's report, for a terminal."""
+    """The headline and verdicts of the report, for the terminal."""
     index_entry = _get_page(frames).make_index_entry(frames)
     lines = (f"{row['arm']}: {index_entry['number']} {row['number']}; {row['verdict']}" for row in index_entry["arms"])
     return Conclusion(index_entry["headline"], tuple(lines))
 
 
 def write_frames_report(frames: StudyFrames, folder: Path) -> Path:
-    """`write_report` for a study that is loaded already."""
+    """`write_report` for a study that is already loaded."""
     drawn_figures = draw_figures(frames)
     figures_folder = make_folder(folder, "figures")
     for name, figure in drawn_figures.items():
         with atomic_write(figures_folder / f"{name}.png") as temp_path:
             figure.savefig(temp_path, dpi=150, format="png")
-        figure.set_layout_engine("none")  # laid out once; the page's copy is the same figure
+        # savefig has computed the layout. Keep it for the page, which shows the same figure.
+        figure.set_layout_engine("none")
     for name, table in _get_page(frames).make_tables(frames):
         with atomic_write(figures_folder / f"{name}.csv") as temp_path:
             table.to_csv(temp_path, index=False)
@@ -72,12 +73,12 @@ def write_frames_report(frames: StudyFrames, folder: Path) -> Path:
 
 
 def draw_figures(frames: StudyFrames) -> dict[str, Figure]:
-    """Every figure that the study has something to show in, by name."""
+    """Draw every figure for which the study has data: {name: figure}."""
     return _get_page(frames).make_gallery(frames).draw()
 
 
 def render_page(frames: StudyFrames, drawn_figures: Mapping[str, Figure]) -> str:
-    """The report of a study as HTML, with the figures in `drawn` (see `draw_figures`) where they are declared to be."""
+    """The report of a study as HTML, with `drawn_figures` (from `draw_figures`) in their sections."""
     page = _get_page(frames)
     rendered_figures = page.make_gallery(frames).render(drawn_figures)
     return make_environment().get_template(page.template).render(page.make_context(frames), figures=rendered_figures)
@@ -86,14 +87,14 @@ def render_page(frames: StudyFrames, drawn_figures: Mapping[str, Figure]) -> str
 def _get_page(frames: StudyFrames) -> "Page":
     (family,) = require_single_study(frames).families
     if family.name not in PAGES:
-        raise ValueError(f"no report is declared for the family {family.name}: analysis.report.pages.PAGES has none.")
+        raise ValueError(f"The family {family.name} has no report: add one to analysis.report.pages.PAGES.")
     return PAGES[family.name]
 
 
 def write_index(output: Path | str) -> Path:
-    """Write <output>/index.html: a link to the report of every study below, and equal runs held against each other.
+    """Write <output>/index.html, with links to the reports of all studies below and a comparison of equal runs.
 
-    Published numbers of update rules are laid beside those of all studies together, with one correction over all cells.
+    The published numbers of update rules are compared with all studies together, with one correction over all cells.
     """
     output = Path(output)
     folders = find_study_folders(output)
@@ -119,7 +120,7 @@ def write_index(output: Path | str) -> Path:
 
 
 def _make_index_entry(frames: StudyFrames) -> dict[str, Any]:
-    """What the index says of a study: headline, and number and verdict of each arm."""
+    """The index entry of a study: headline, and number and verdict of each arm."""
     summary = tables.summarize_arms(frames)
     arms = [{**row, "number": verdicts.format_fraction(row["final_val_success"])} for row in to_records(summary)]
     return {"headline": findings.format_headline(summary), "number": "success", "arms": arms}
@@ -131,9 +132,9 @@ def _make_grid_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]
 
 
 def make_report_context(frames: StudyFrames) -> dict[str, Any]:
-    """Everything that the template shows beside figures, by name; all numbers come from the tables.
+    """The template context of a report, without figures. All numbers come from the tables.
 
-    The arms of a grid are called by their points, and where an arm has no room of its own, by their panels.
+    The arms of a grid are named by their points, or by their panels where a row per point would be too many.
     """
     grid, original_frames = layout.find_grid(frames), frames
     if grid:
@@ -166,7 +167,7 @@ def make_report_context(frames: StudyFrames) -> dict[str, Any]:
 
 
 def _make_gradient_tables(frames: StudyFrames) -> dict[str, list[dict[str, Any]]]:
-    """The trends of every arm and the whole batches of the analyses that the figures show; and the empty batches."""
+    """Tables of the analyses that the figures show: trends per arm, whole batches, and empty batches."""
     generator = np.random.default_rng(PERMUTATION_SEED)
     lines = gradients.select_report_lines(frames.gradients)
     signal_table = gradients.make_signal_table(lines)
@@ -181,7 +182,7 @@ def _make_gradient_tables(frames: StudyFrames) -> dict[str, list[dict[str, Any]]
 
 
 def _make_trend_rows(rows: pd.DataFrame, step: Any, generator: np.random.Generator) -> list[dict[str, Any]]:
-    """The trends at one step: of mean_norm, and beside it those of signal, which have no ratio."""
+    """The trends of mean_norm at one step, merged with those of signal, which have no ratio."""
     trends = gradients.summarize_trends(rows, generator, ("mean_norm", "signal")).assign(step=step)
     names = ["study", "arm", "source", "prefilter", "component"]
     signal = trends.loc[trends["measure"] == "signal", [*names, "rho", "rho_low", "rho_high", "p"]]
@@ -190,7 +191,7 @@ def _make_trend_rows(rows: pd.DataFrame, step: Any, generator: np.random.Generat
 
 
 def _make_budget_rows(frames: StudyFrames) -> list[dict[str, Any]]:
-    """Equal budgets, a row an arm: {"arm", budget: success, ...}, preceded by the row of amounts (arm "")."""
+    """Success at equal budgets: first a row of amounts (arm ""), then one row {"arm", budget: success, ...} per arm."""
     table = series.compare_at_equal_budget(frames)
     if table.empty:
         return []
@@ -204,7 +205,7 @@ def _make_budget_rows(frames: StudyFrames) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Page:
-    """The report of one family: template, what it shows, figures, the tables beside it, its part of an index."""
+    """The report of one family: template, template context, figures, CSV tables, and index entry."""
 
     template: str
     make_context: Callable[[StudyFrames], dict[str, Any]]
@@ -223,4 +224,4 @@ PAGES: dict[str, Page] = {
         sandbox_report.make_index_entry,
     ),
 }
-"""By the name of a family (`analysis.data.families.FAMILIES`)."""
+"""Reports by family name (`analysis.data.families.FAMILIES`)."""

@@ -1,1 +1,1 @@
-"""intervals, paired differences, trends, adjusted p-values."""
+"""Statistics: intervals, paired differences, trends and adjusted p-values."""

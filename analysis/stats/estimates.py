@@ -1,10 +1,11 @@
-"""Statistics of a sweep: arrays in, estimates with intervals out. Randomness is an argument.
+"""Statistics of a sweep: functions from arrays to estimates with intervals. Random generators are arguments.
 
-Estimand, fixed before any result: success on the validation levels, sampled, at the run's last validation. Secondary:
-the area under that curve. A peak is never compared: picking the best of noisy validations is biased upwards.
+The estimand, fixed before any result, is sampled success on the validation levels at the last validation of a run. The
+secondary estimand is the mean height of that curve. Peaks are never compared: the best of several noisy validations is
+biased upwards.
 
-Over levels or over seeds. With 3 or more paired seeds a difference is taken per seed (t interval over seeds). With
-fewer it is taken per level: that says how these very runs differ, and nothing about how other seeds would.
+With 3 or more paired seeds, a difference is taken per seed, with a t interval over seeds. With fewer, it is taken per
+level: that describes how these runs differ, and not how other seeds would.
 """
 
 import math
@@ -17,11 +18,12 @@ from scipy import stats
 
 Floats = NDArray[np.float64]
 NAN = float("nan")
+# 7! = 5040 permutations are fewer than the 9999 random ones drawn otherwise.
 MAX_EXACT_RUNS = 7
 
 
 class Estimate(NamedTuple):
-    """A number with its interval. n counts what the interval is over; p is two-sided, of "the value is 0"."""
+    """A number with its interval. n: the units that the interval is over. p: two-sided, for "the true value is 0"."""
 
     value: float = NAN
     low: float = NAN
@@ -33,7 +35,7 @@ class Estimate(NamedTuple):
 
 
 class Trend(NamedTuple):
-    """Rank correlation of an outcome with an ordered axis; p is two-sided by permutation of the n runs."""
+    """Rank correlation of an outcome with an ordered axis. p: two-sided, from permuting the n runs."""
 
     rho: float = NAN
     p: float = NAN
@@ -41,7 +43,7 @@ class Trend(NamedTuple):
 
 
 def wilson_interval(successes: float, n: float, confidence_level: float = 0.95) -> Estimate:
-    """Wilson's score interval of a share of n independent trials; n may be an effective number, thus not whole.
+    """Wilson's score interval of a fraction of n independent trials. n may be an effective, non-integer number.
 
     Interval: (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). Source: Wilson 1927. n = 0: (NaN, 0, 1).
     """
@@ -57,18 +59,18 @@ def wilson_interval(successes: float, n: float, confidence_level: float = 0.95) 
 
 
 def cluster_sums(values: ArrayLike, clusters: ArrayLike) -> tuple[Floats, Floats]:
-    """Sum of `values` (N,) and count in each of the C clusters named by `clusters` (N,): two arrays (C,)."""
+    """Sum and number of `values` (N,) in each of the C clusters in `clusters` (N,): two arrays (C,)."""
     _, index = np.unique(np.asarray(clusters), return_inverse=True)
     sums = np.bincount(index, weights=np.asarray(values, dtype=float))
     return sums.astype(float), np.bincount(index).astype(float)
 
 
 def fraction_over_levels(success: ArrayLike, clusters: ArrayLike, confidence_level: float = 0.95) -> Estimate:
-    """Share of successes (N,) with Wilson's interval at the effective number of episodes.
+    """Fraction of successes (N,) with Wilson's interval at the effective number of episodes.
 
-    Levels that are equal up to symmetry, and one level met by several runs, are not independent; `clusters` (N,)
-    names them. n_eff = p(1-p) / V with the cluster-robust V = C/(C-1) sum_c (S_c - n_c p)^2 / N^2, at most N.
-    At p = 0 or 1 there is no V: n_eff = C.
+    Levels that are equal up to symmetry are not independent, nor is one level played by several runs; they share a
+    value in `clusters` (N,). n_eff = p(1-p) / V with the cluster-robust V = C/(C-1) sum_c (S_c - n_c p)^2 / N^2, at most N.
+    At p = 0 or 1, V is 0, and n_eff = C.
     """
     values = np.asarray(success, dtype=float)
     if values.size == 0:
@@ -84,13 +86,13 @@ def fraction_over_levels(success: ArrayLike, clusters: ArrayLike, confidence_lev
 def difference_over_levels(differences: ArrayLike, clusters: ArrayLike, confidence_level: float = 0.95) -> Estimate:
     """Mean of paired per-level differences (N,), each in [-1, 1], with a cluster-robust interval. n is C.
 
-    d = sum D / N is reported. The interval is d' +- t(C+1) s', where d' and s' are the mean and its cluster-robust
+    The value is d = sum D / N. The interval is d' +- t(C+1) s', where d' and s' are the mean and its cluster-robust
     standard error after adding two pseudo-pairs, half +1, half -1 and one 0, to the data (Agresti and Min 2005, here in
     a cluster-robust variance: s'^2 = [sum_c (S_c - n_c d')^2 + (1 + 2 d'^2)] / (N+2)^2).
 
-    Chosen over a cluster bootstrap (BCa) because there are hundreds of small clusters, where both agree, because it
-    needs no random numbers, and because without any discordant level a bootstrap gives an interval of width zero,
-    which no finite number of levels supports; this one keeps about +- 2/N. tests/analysis checks its coverage.
+    It is preferred to a cluster bootstrap (BCa) for three reasons: with hundreds of small clusters both give the same
+    result; it needs no random numbers; and if no level differs, a bootstrap interval has width zero, which no finite
+    number of levels supports, while this one keeps about +- 2/N. tests/analysis checks its coverage.
     """
     values = np.asarray(differences, dtype=float)
     if values.size == 0:
@@ -103,9 +105,9 @@ def difference_over_levels(differences: ArrayLike, clusters: ArrayLike, confiden
 
 
 def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = 0.95) -> Estimate:
-    """Mean of one number a seed (n,), such as a paired difference, with Student's t interval; n < 2: no interval.
+    """Mean of one number per seed (n,), such as a paired difference, with Student's t interval; none if n < 2.
 
-    Equal numbers give an interval of width zero: with a handful of seeds read it as "too few to tell".
+    Equal numbers give an interval of width zero: with a handful of seeds, read it as "too few to tell".
     """
     values = np.asarray(per_seed, dtype=float)
     if values.size < 2:
@@ -116,7 +118,10 @@ def mean_over_seeds(per_seed: ArrayLike, confidence_level: float = 0.95) -> Esti
 
 
 class SampleStats(NamedTuple):
-    """What is known of n independent numbers: their mean and their standard deviation (ddof 1)."""
+    """Summary of n independent numbers: mean and standard deviation (ddof 1).
+
+    The order of the fields is that of the arguments of `scipy.stats.ttest_ind_from_stats`.
+    """
 
     mean: float
     std: float
@@ -124,10 +129,11 @@ class SampleStats(NamedTuple):
 
 
 def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: float = 0.95) -> Estimate:
-    """ours.mean - theirs.mean with Welch's t interval and p; n is that of both together.
+    """sample.mean - reference.mean with Welch's t interval and p. n is the total of both samples.
 
-    se^2 = s1^2/n1 + s2^2/n2, df = se^4 / sum (s^2/n)^2 / (n - 1). Source: Welch 1947. Fewer than 2 numbers on a side:
-    no interval. Two spreads of 0 have no test: the caller decides what stands for them.
+    se^2 = s1^2/n1 + s2^2/n2, df = se^4 / sum((s^2/n)^2 / (n - 1)). Source: Welch 1947. With fewer than 2 numbers in
+    either sample there is no interval. If both standard deviations are 0, there is no test: the caller must replace
+    them.
     """
     value = sample.mean - reference.mean
     if min(sample.n, reference.n) < 2:
@@ -145,12 +151,13 @@ def welch_t_test(sample: SampleStats, reference: SampleStats, confidence_level: 
 
 def _make_t_interval(value: float, centre: float, se: float, df: int, n: int, confidence_level: float) -> Estimate:
     half_width = float(stats.t.ppf(0.5 + confidence_level / 2, df)) * se
+    # Without any spread, p is 1 for a mean of 0, and 0 for any other mean.
     p = 2 * float(stats.t.sf(abs(centre) / se, df)) if se > 0 else float(centre == 0)
     return Estimate(value, centre - half_width, centre + half_width, n, se, df, p)
 
 
 def holm_adjust(p_values: ArrayLike) -> Floats:
-    """Holm's step-down adjusted p-values (m,) -> (m,): max over smaller p of (m - rank) p, cut at 1. NaN stays NaN."""
+    """Holm's step-down adjusted p-values (m,) -> (m,): running maximum of (m - rank) p, cut at 1. NaN stays NaN."""
     p = np.asarray(p_values, dtype=float)
     adjusted = np.full(p.shape, NAN)
     order = [int(index) for index in np.argsort(p) if not np.isnan(p[index])]
@@ -164,10 +171,10 @@ def holm_adjust(p_values: ArrayLike) -> Floats:
 def detectable_difference(
     se: float, df: float, comparisons: int = 1, power: float = 0.8, confidence_level: float = 0.95
 ) -> float:
-    """Smallest true difference that a test with this standard error finds with probability `power`.
+    """Smallest true difference that a test with this standard error detects with probability `power`.
 
-    (t(1 - alpha/2m) + t(power)) se, alpha = 1 - level, m comparisons: the hardest step of Holm's procedure. It uses the
-    noise that was seen, not the effect that was seen. NaN without a standard error.
+    (t(1 - alpha/2m) + t(power)) se, with alpha = 1 - confidence_level and m comparisons: the strictest step of Holm's
+    procedure. It depends on the observed noise and not on the observed effect. NaN without a standard error.
     """
     if not (se > 0 and df > 0):
         return NAN
@@ -178,10 +185,11 @@ def detectable_difference(
 def spearman_trend(
     axis: ArrayLike, outcome: ArrayLike, blocks: ArrayLike, generator: np.random.Generator, num_permutations: int = 9999
 ) -> Trend:
-    """Spearman's rank correlation of outcome (n,) with axis (n,); p by permuting outcomes within each block (n,).
+    """Spearman's rank correlation of outcome (n,) with axis (n,); p from permuting outcomes within each block (n,).
 
-    Blocks are seeds: runs of one seed are exchangeable when the axis does nothing. One block of at most 7 runs is
-    enumerated, else p = (1 + draws at least as far from 0) / (1 + draws). Fewer than 3 runs, or no spread: NaN.
+    Blocks are seeds: runs of one seed are exchangeable if the axis has no effect. For one block of at most 7 runs all
+    permutations are enumerated; otherwise p = (1 + draws at least as far from 0) / (1 + draws). NaN with fewer than 3
+    runs or constant values.
     """
     x, y, block = (np.asarray(values) for values in (axis, outcome, blocks))
     if len(x) < 3 or len(np.unique(x)) < 2 or len(np.unique(y)) < 2:
@@ -193,6 +201,7 @@ def spearman_trend(
         permuted_ranks, observed_count = np.array(list(permutations(ranks_y))), 0
     else:
         permuted_ranks, observed_count = _permute_within_blocks(ranks_y, block, generator, num_permutations), 1
+    # The tolerance counts permutations that are equal up to rounding.
     is_extreme = np.abs(permuted_ranks @ ranks_x) / norm >= abs(rho) - 1e-12
     return Trend(rho, (observed_count + int(is_extreme.sum())) / (observed_count + len(is_extreme)), len(x))
 
@@ -220,10 +229,10 @@ def page_trend_p_value(outcomes: ArrayLike) -> float:
 
 
 def area_under_curve(steps: ArrayLike, values: ArrayLike, end_step: float) -> float:
-    """Mean height of the curve through (steps, values) from its first step to `until`, by trapezoids.
+    """Mean height of the curve through (steps, values) from its first step to `end_step`, by trapezoids.
 
-    A curve that ends early keeps its last value to `until`: a stopped run goes on at what it had. Points beyond `until`
-    are cut off. One point is that value; none is NaN. Unit: that of `values`.
+    A curve that ends earlier keeps its last value up to `end_step`, as a stopped run does. Points beyond `end_step` are
+    cut off. A single point gives its value, no point gives NaN. The unit is that of `values`.
     """
     x, y = np.asarray(steps, dtype=float), np.asarray(values, dtype=float)
     if x.size == 0:
@@ -238,7 +247,7 @@ def area_under_curve(steps: ArrayLike, values: ArrayLike, end_step: float) -> fl
 def probability_of_improvement(arm: ArrayLike, baseline: ArrayLike) -> float:
     """P(X > Y) + P(X = Y)/2 over all pairs of a run X (n,) of the arm and a run Y (m,) of the baseline.
 
-    Source: Agarwal et al. 2021 (arXiv 2108.13264). It ignores by how much. NaN when either is empty.
+    Source: Agarwal et al. 2021 (arXiv 2108.13264). It ignores the size of improvements. NaN if either is empty.
     """
     x, y = np.asarray(arm, dtype=float), np.asarray(baseline, dtype=float)
     if x.size == 0 or y.size == 0:
@@ -247,10 +256,10 @@ def probability_of_improvement(arm: ArrayLike, baseline: ArrayLike) -> float:
 
 
 def kaplan_meier(end_steps: ArrayLike, is_stopped: ArrayLike) -> tuple[Floats, Floats]:
-    """Kaplan-Meier share of runs not stopped after each step at which one was: (steps, shares), from step 0.
+    """Kaplan-Meier fraction of runs not stopped, at step 0 and after each step with a stop: (steps, fractions).
 
-    ends (n,): last step of each run. stopped (n,): True where a rule ended it there, False where it was followed no
-    further for another reason. Without a stop the curve is the one point (0, 1).
+    end_steps (n,): last step of each run. is_stopped (n,): True if a rule stopped the run there, False if it ended for
+    another reason (censored). Without a stop, the curve is the single point (0, 1).
     """
     end_steps, is_stopped = np.asarray(end_steps, dtype=float), np.asarray(is_stopped, dtype=bool)
     steps = np.unique(end_steps[is_stopped])

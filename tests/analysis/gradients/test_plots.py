@@ -137,7 +137,7 @@ def test_the_comparison_has_a_row_a_step_and_a_scale_a_column(tmp_path: Path, co
     for number, step in enumerate(steps):
         made = replace(WITH_KL, step=step)
         spread, task, regularizer = axes[3 * number : 3 * number + 3]
-        assert spread.get_title("left") == f"step {step}, after the filter: reward spread"
+        assert spread.get_title("left") == f"step {step}, after the filter: reward std"
         assert curves(task) == [(column_of(made, "task", "reward_std_mean"), column_of(made, "task", "norm"))]
         assert (spread.get_yscale(), task.get_xscale(), regularizer.get_xscale()) == ("symlog",) * 3
     for column in range(3):

@@ -62,7 +62,7 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     for step in (1, 5):  # step, arm, which batch, component, runs, buckets
         assert f"{step} 0 before the filter task 3 18" in words
     assert words.count("arm0-seed2 5 after the filter") == 3  # task, entropy and total of the whole batch
-    assert "Spearman's rank correlation with the reward spread" in words
+    assert "Spearman's rank correlation with the reward std" in words
 
 
 def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
     assert [axes.get_ylabel() for axes in figures["retrieval"].axes] == [
         "retrieval, all turns (share)",
         "retrieval, first turns (share)",
-        "entropy (nats a token)",
+        "entropy (nats per token)",
     ]
     for axes in figures["retrieval"].axes[:2]:
         lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
@@ -137,7 +137,7 @@ def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
     assert all(tick == int(tick) for tick in ticks)
     page = page_of(frames)
     assert "retrieval" in page.ids
-    assert "every arm is a line" in words_of(page)
+    assert "Each arm is one line" in words_of(page)
 
 
 def test_a_hundred_arms_are_a_hundred_lines(tmp_path: Path) -> None:
@@ -154,12 +154,12 @@ def test_arm_lines_are_means_over_the_runs_of_an_arm(tmp_path: Path) -> None:
     frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_accuracy"] = 0.5
     frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_chance_level"] = 3 / 64
     table = series.make_arm_lines(frames)
-    assert table["measure"].drop_duplicates().to_list() == ["retrieval, all turns (share)", "entropy (nats a token)"]
+    assert table["measure"].drop_duplicates().to_list() == ["retrieval, all turns (share)", "entropy (nats per token)"]
     first = table[(table["arm"] == "0") & (table["measure"] == "retrieval, all turns (share)")]
     assert first["step"].to_list() == [1, 2, 3, 4, 5, 6]
     assert first["value"].to_list() == pytest.approx([0.75, 0.5, (1 / 3 + 0.5) / 2, 0.5, 0.35, 0.5], rel=1e-12)
     assert first["chance"].to_list() == pytest.approx([2 / 64, 3 / 64] * 3, rel=1e-12)
-    assert table.loc[table["measure"] == "entropy (nats a token)", "chance"].isna().all()
+    assert table.loc[table["measure"] == "entropy (nats per token)", "chance"].isna().all()
 
 
 def test_without_a_retrieval_there_are_no_lines(tmp_path: Path) -> None:
