@@ -84,7 +84,8 @@ def find_last_points(points: Iterable[EvalPoint]) -> dict[str, EvalPoint]:
 def estimate_success(frames: StudyFrames, runs: pd.DataFrame) -> Estimate:
     """Mean outcome of an arm's scored runs.
 
-    With 3 or more seeds, the interval is a t interval over seeds, cut to [0, 1]. With fewer, it is Wilson's over levels.
+    With 3 or more seeds, the interval is a t interval over seeds, cut to [0, 1]. With fewer, it is Wilson's over
+    levels.
     """
     if len(runs) >= MIN_SEEDS:
         estimate = mean_over_seeds(compute_outcomes(runs))
@@ -146,8 +147,8 @@ def estimate_paired_difference(
 ) -> Estimate:
     """Difference between the evaluations of each pair, first minus second, over their levels.
 
-    level_outcomes: from `collect_level_outcomes`. Levels that one evaluation lacks are left out. Pairs share clusters: a
-    level that two seeds play is one level, not two independent ones.
+    level_outcomes: from `collect_level_outcomes`. Levels that one evaluation lacks are left out. Pairs share clusters:
+    a level that two seeds play is one level, not two independent ones.
     """
     if not pairs:
         return Estimate()

@@ -106,7 +106,8 @@ class StudyFrames:
         study = self.studies[names.index(name)]
         dropped_columns = find_foreign_columns(self.families, get_family(study))
         frames = {
-            frame_name: getattr(self, frame_name).drop(columns=dropped_columns[frame_name]) for frame_name in FRAME_NAMES
+            frame_name: getattr(self, frame_name).drop(columns=dropped_columns[frame_name])
+            for frame_name in FRAME_NAMES
         }
         rows = {
             frame_name: frame[frame["study"] == name].reset_index(drop=True) for frame_name, frame in frames.items()

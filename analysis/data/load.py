@@ -75,7 +75,9 @@ def find_study_folders(path: Path) -> list[Path]:
     root = path / "results" if (path / "results").is_dir() else path
     folders = sorted(study_file.parent for study_file in root.rglob("study.json"))
     if not folders:
-        raise ValueError(f"There is no study at {path}: give an output folder that contains results/, or a results/<run>.")
+        raise ValueError(
+            f"There is no study at {path}: give an output folder that contains results/, or a results/<run>."
+        )
     return folders
 
 

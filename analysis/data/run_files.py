@@ -26,7 +26,9 @@ def read_json(path: Path) -> Row:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON ({error}). It is written atomically, so something else changed it.") from None
+        raise ValueError(
+            f"{path} is not JSON ({error}). It is written atomically, so something else changed it."
+        ) from None
     invalid_names = (
         [name for name, value in content.items() if not _is_valid_value(name, value)]
         if isinstance(content, dict)
@@ -34,7 +36,8 @@ def read_json(path: Path) -> Row:
     )
     if invalid_names:
         raise ValueError(
-            f"{path} has invalid values ({', '.join(invalid_names)}). It is written atomically, so something else changed it."
+            f"{path} has invalid values ({', '.join(invalid_names)}). It is written atomically, so something else "
+            "changed it."
         )
     return dict(content)
 

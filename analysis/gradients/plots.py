@@ -34,8 +34,8 @@ COMPONENT_LABELS: Mapping[str, str] = {
 }
 REWARD_STD_LABEL = "mean reward std of the bucket (reward)"
 SHARE_LABELS: Mapping[str, str] = {
-    "signal_share": "signed share of the expected step (share)",
-    "share": "signed share of the sampled step (share)",
+    "signal_share": "signed share of the expected step (fraction)",
+    "share": "signed share of the sampled step (fraction)",
 }
 FILTER_LABELS: Mapping[bool, str] = {True: "before the filter", False: "after the filter"}
 
@@ -212,9 +212,7 @@ def draw_steps(table: pd.DataFrame, title: str) -> Figure:
             rows = table[table["step"] == step]
             _draw_ranges(std_axes, rows)
             std_axes.set_yscale("symlog", linthresh=0.1)
-            std_axes.set_title(
-                f"step {step}, {FILTER_LABELS[bool(rows['prefilter'].iloc[0])]}: reward std", loc="left"
-            )
+            std_axes.set_title(f"step {step}, {FILTER_LABELS[bool(rows['prefilter'].iloc[0])]}: reward std", loc="left")
             std_axes.set_ylabel("reward std (reward)")
             for axes, name in ((task_axes, "task"), (regularizer_axes, "regularizer")):
                 _draw_against_reward_std(axes, rows, name)

@@ -123,8 +123,8 @@ def make_bucket_table(frame: pd.DataFrame) -> pd.DataFrame:
     A component that is off has `on` False and no numbers.
 
     Columns: bucket, component, on, norm, norm_per_sample, norm_per_token, loss, bucket_mode, reward_std_mean,
-    reward_std_min, reward_std_max, sample_count, group_count. frame: rows of `StudyFrames.gradients`; ValueError if they
-    belong to several analyses.
+    reward_std_min, reward_std_max, sample_count, group_count. frame: rows of `StudyFrames.gradients`; ValueError if
+    they belong to several analyses.
     """
     check_single_analysis(frame, ANALYSIS_KEYS)
     value_columns = ["norm", "norm_per_sample", "norm_per_token", "loss"]
@@ -186,8 +186,8 @@ def make_signal_table(gradients: pd.DataFrame) -> pd.DataFrame:
     """One row per bucket and component of every analysis, the bucket `all` last: estimates of signal and noise.
 
     Columns: `ANALYSIS_KEYS`, bucket, component, `SIGNAL_COLUMNS` (docs/metrics.md), and `above_noise`: whether the
-    whole interval of the signal-to-noise ratio is above 0. Noise does not bias `signal`. It increases the published norm
-    and `mean_norm`, which are included for comparison.
+    whole interval of the signal-to-noise ratio is above 0. Noise does not bias `signal`. It increases the published
+    norm and `mean_norm`, which are included for comparison.
     """
     rows = drop_empty_batches(pd.concat([select_buckets(gradients), gradients[gradients["bucket"] == WHOLE_BATCH]]))
     table = rows[[*ANALYSIS_KEYS, "bucket", "component", *SIGNAL_COLUMNS]].reset_index(drop=True)
@@ -300,9 +300,9 @@ def compute_trends(
     """The trend of each measure of each component with the reward std, over the buckets of each analysis.
 
     Columns: `ANALYSIS_KEYS`, component, measure, buckets (number of buckets with a value), rho (Spearman, of the
-    measure with reward_std_mean), p (two-sided, by permuting the buckets), and ratio: mean of the measure over the upper
-    half of the buckets / mean over the lower half, without the middle bucket. `signal` has no ratio because it may be
-    negative. With six buckets the smallest p is 2/720. With fewer than 3 buckets there is no rho.
+    measure with reward_std_mean), p (two-sided, by permuting the buckets), and ratio: mean of the measure over the
+    upper half of the buckets / mean over the lower half, without the middle bucket. `signal` has no ratio because it
+    may be negative. With six buckets the smallest p is 2/720. With fewer than 3 buckets there is no rho.
     """
     rows = []
     for names, points in _make_points(gradients, measures).groupby(
@@ -324,7 +324,10 @@ def compute_trends(
 
 
 def _make_points(gradients: pd.DataFrame, measures: Sequence[str]) -> pd.DataFrame:
-    """One row per bucket, component and measure with a value: `ANALYSIS_KEYS`, component, measure, reward_std, value."""
+    """One row per bucket, component and measure with a value.
+
+    Columns: `ANALYSIS_KEYS`, component, measure, reward_std, value.
+    """
     rows = select_buckets(gradients[gradients["component"].isin(COMPONENTS)])
     measure_points = [
         rows[[*ANALYSIS_KEYS, "component"]].assign(measure=name, reward_std=rows["reward_std_mean"], value=rows[name])

@@ -4,7 +4,8 @@ The measure is `kl_to_reference`, the k3 estimate of KL(pi || ref) at the traine
 same for every form of the loss. Runs without a reference pass do not have it.
 
 Used as a loss, k1 = log pi - log ref has the gradient of log pi: the reference does not occur in it, and on-policy its
-expectation is 0. So its coefficient cannot anchor the policy. k2, k3 and forms with a + have the gradient of a distance.
+expectation is 0. So its coefficient cannot anchor the policy. k2, k3 and forms with a + have the gradient of a
+distance.
 
 Only runs with otherwise equal settings are compared. A set is the runs of one loss that differ only in the coefficient.
 Two sets of different losses match if all other settings and the seed are equal. All runs of matching sets are measured
@@ -90,8 +91,8 @@ def summarize_anchoring(table: pd.DataFrame, generator: np.random.Generator) -> 
     """One row per form of the loss: the trend of KL to the reference with the coefficient. table: from `make_kl_table`.
 
     Columns: form, sets, runs, early_stopped, rho (mean over sets; rho_low and rho_high are its t interval over sets,
-    with three or more), p (from permuting KL within sets), smallest, kl_smallest, largest, kl_largest (coefficients, and
-    the geometric mean of KL at each, in nats), first_step, last_step (range of the measured steps).
+    with three or more), p (from permuting KL within sets), smallest, kl_smallest, largest, kl_largest (coefficients,
+    and the geometric mean of KL at each, in nats), first_step, last_step (range of the measured steps).
     """
     rhos = compute_correlations(table)
     rows = []
@@ -138,11 +139,13 @@ def _geometric_mean(values: "pd.Series[float]") -> float:
 
 
 def compare_to_k1(table: pd.DataFrame) -> pd.DataFrame:
-    """Compare each other form with k1 over matching sets: form, sets, difference, low, high. table: from `make_kl_table`.
+    """Compare each other form with k1 over matching sets: form, sets, difference, low, high.
 
-    difference: mean of rho of k1 minus rho of the form. It is positive if KL falls with the coefficient of the form, and
-    falls less or not at all with the coefficient of k1. low, high: t interval over sets, cut to [-2, 2]; missing with
-    fewer than three sets.
+    table: from `make_kl_table`.
+
+    difference: mean of rho of k1 minus rho of the form. It is positive if KL falls with the coefficient of the form,
+    and falls less or not at all with the coefficient of k1. low, high: t interval over sets, cut to [-2, 2]; missing
+    with fewer than three sets.
     """
     rhos = compute_correlations(table).pivot_table(index="match", columns="form", values="rho")
     k1 = next((form for form in K1_NAMES if form in rhos), None)
@@ -169,9 +172,9 @@ def describe_anchoring(trends: pd.DataFrame, differences: pd.DataFrame) -> list[
     if not any(row["form"] in K1_NAMES for row in rows):
         return []
     theory = (
-        "In theory, k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference: its gradient is that "
-        "of log pi at the sampled tokens, which does not contain the reference and whose expectation on-policy is 0. "
-        "The runs of this grid show:"
+        "In theory, k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference: its gradient is "
+        "that of log pi at the sampled tokens, which does not contain the reference and whose expectation on-policy "
+        "is 0. The runs of this grid show:"
     )
     falling_forms = {row["form"] for row in rows if _is_falling(row)}
     return [
@@ -194,9 +197,8 @@ def _describe_trend(row: dict[str, Any]) -> str:
     return (
         f"Under the loss {row['form']}, KL to the reference {verb} with the coefficient: mean rank correlation "
         f"{format_signed(row['rho'], 2)} {interval_text} over {row['sets']} sets with otherwise equal settings, "
-        f"{row['runs']} runs "
-        f"({stopped_text}), permutation {format_p_value(row['p'])}; {row['kl_smallest']:.2g} nats at {row['smallest']:g}, "
-        f"{row['kl_largest']:.2g} at {row['largest']:g}."
+        f"{row['runs']} runs ({stopped_text}), permutation {format_p_value(row['p'])}; {row['kl_smallest']:.2g} nats "
+        f"at {row['smallest']:g}, {row['kl_largest']:.2g} at {row['largest']:g}."
     )
 
 
@@ -216,7 +218,9 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
     if row["low"] > 0 and is_anchoring:
         statement = f"At the same coefficients, {row['form']} pulls the policy towards the reference and k1 does not"
     elif row["low"] > 0:
-        statement = f"The rank correlation is lower under {row['form']} than under k1, which alone does not show anchoring"
+        statement = (
+            f"The rank correlation is lower under {row['form']} than under k1, which alone does not show anchoring"
+        )
     elif row["high"] < 0:
         statement = f"KL to the reference falls more with the coefficient of k1 than with that of {row['form']}"
     else:

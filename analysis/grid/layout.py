@@ -189,9 +189,9 @@ def list_panels(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
 def make_cell_table(grid: Grid, member_table: pd.DataFrame) -> pd.DataFrame:
     """One row per panel and point with at least one run. member_table: from `make_member_table`.
 
-    Columns: panel, its factors, x and y (values), arms (names), runs, scored, early_stopped, shared, state, and for each
-    measure its mean over scored runs, std (ddof 1; missing below two runs), minimum and maximum. state is "stopped" if a
-    rule stopped a scored run, otherwise "scored"; without a scored run it is the most serious status.
+    Columns: panel, its factors, x and y (values), arms (names), runs, scored, early_stopped, shared, state, and for
+    each measure its mean over scored runs, std (ddof 1; missing below two runs), minimum and maximum. state is
+    "stopped" if a rule stopped a scored run, otherwise "scored"; without a scored run it is the most serious status.
     """
     ranked_rows = member_table.assign(
         scored=member_table["status"].isin(SCORED_STATUSES),

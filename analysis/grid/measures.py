@@ -14,7 +14,7 @@ class Measure(NamedTuple):
 
 SUCCESS = Measure(
     "success",
-    "success at the end (share of episodes)",
+    "success at the end (fraction of episodes)",
     "Sampled success on the validation levels, at the last validation.",
 )
 LATE_MEANS: tuple[Measure, ...] = (
@@ -26,14 +26,14 @@ LATE_MEANS: tuple[Measure, ...] = (
     Measure(
         "reward_std",
         "reward std in the group (reward)",
-        "Standard deviation of the rewards in a group: mean over the last quarter of each run's steps. Near 0 the rewards "
-        "carry no signal.",
+        "Standard deviation of the rewards in a group: mean over the last quarter of each run's steps. Near 0 the "
+        "rewards carry no signal.",
     ),
     Measure(
         "kl_to_reference",
         "KL to the reference (nats)",
-        "KL to the reference (k3 estimate for all forms of the loss): mean over the last quarter of each run's steps, on "
-        "a log scale. Without a KL loss there is no reference pass and thus no number.",
+        "KL to the reference (k3 estimate for all forms of the loss): mean over the last quarter of each run's steps, "
+        "on a log scale. Without a KL loss there is no reference pass and thus no number.",
         log=True,
     ),
 )

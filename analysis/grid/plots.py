@@ -1,8 +1,8 @@
 """Figures of a grid: heat maps of its cells and curves of its runs, with one subplot per panel of the grid.
 
 All panels of a figure share one colour scale (cividis, which is readable without colour vision and in grey) and the
-same axes, with values evenly spaced in order and 0 first. Each cell shows its number. A vermilion frame and a cross mark
-runs stopped by a rule. Grey cells give the reason why there is no number. A point without a run stays blank.
+same axes, with values evenly spaced in order and 0 first. Each cell shows its number. A vermilion frame and a cross
+mark runs stopped by a rule. Grey cells give the reason why there is no number. A point without a run stays blank.
 """
 
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ class PanelLayout(NamedTuple):
 
 
 def arrange_panels(grid: Grid, member_table: pd.DataFrame) -> PanelLayout:
-    """Put the values of the first text factor, such as the type of loss, side by side; without one, use rows of three."""
+    """Put the values of the first text factor (such as the type of loss) side by side; without one, rows of three."""
     panel_rows = list_panels(grid, member_table)
     names = panel_rows["panel"].to_list()
     word_settings = [

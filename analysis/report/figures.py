@@ -133,7 +133,7 @@ CURVES: tuple[Curve, ...] = (
         "validation_curves",
         "curves",
         "val_success",
-        "validation success (share)",
+        "validation success (fraction)",
         "Sampled validation success of every run.",
         explains_marks=True,
         carry_forward=True,
@@ -244,8 +244,8 @@ def _make_dose_caption(view: AxisView) -> str:
     basis = findings.describe_interval_basis(view.dose_response) or "no scored run"
     return (
         f"Filled: sampled validation success at the end, with its 95 % interval ({basis}). Open triangle: greedy "
-        "validation success. Open square: sampled success on the test levels. Vermilion cross: a rule stopped all scored "
-        "runs of the arm; vermilion edge: some of them. Horizontal lines: the policy before training."
+        "validation success. Open square: sampled success on the test levels. Vermilion cross: a rule stopped all "
+        "scored runs of the arm; vermilion edge: some of them. Horizontal lines: the policy before training."
     )
 
 
@@ -285,18 +285,18 @@ DOSE_RESPONSE: ReportFigure[AxisView] = ReportFigure(
 STOPS: ReportFigure[View] = ReportFigure(
     "stop_survival",
     "stops",
-    "Fraction of runs that no rule has stopped, by step (Kaplan-Meier; a run that failed or was interrupted counts up to "
-    "its last step).",
+    "Fraction of runs that no rule has stopped, by step (Kaplan-Meier; a run that failed or was interrupted counts up "
+    "to its last step).",
     _make_stop_table,
     lambda table, view: plots.draw_survival(table, view.line_colors),
 )
 RETRIEVAL: ReportFigure[View] = ReportFigure(
     "retrieval",
     "retrieval",
-    "Given a thought, can one tell which level it was written for? Retrieval is the fraction of sampled thoughts that the "
-    "policy finds more likely after their own prompt than after every other prompt. 1: always. Dashed: guessing. Each "
-    "arm is one line, the mean of its runs. If entropy stays high while retrieval falls to guessing, thoughts vary but "
-    "no longer depend on the level.",
+    "Given a thought, can one tell which level it was written for? Retrieval is the fraction of sampled thoughts that "
+    "the policy finds more likely after their own prompt than after every other prompt. 1: always. Dashed: guessing. "
+    "Each arm is one line, the mean of its runs. If entropy stays high while retrieval falls to guessing, thoughts "
+    "vary but no longer depend on the level.",
     lambda view: _none_if_empty(series.make_arm_lines(view.line_frames)),
     lambda table, view: plots.draw_arm_lines(table, view.line_colors),
 )
@@ -315,10 +315,10 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "regularizer_share",
         "gradients",
         "Signed share of KL and entropy together in the step of the bucket, with its 95 % interval if it has one. The "
-        "share of the expected step excludes noise: if it is near 1 with a narrow interval, the bucket moves the policy "
-        "almost only towards the regularizers. Buckets whose gradient is not distinguishable from noise are left out. "
-        "In the share of the sampled step, noise of the task counts as task, so this share is near 0 whatever the "
-        "bucket teaches.",
+        "share of the expected step excludes noise: if it is near 1 with a narrow interval, the bucket moves the "
+        "policy almost only towards the regularizers. Buckets whose gradient is not distinguishable from noise are "
+        "left out. In the share of the sampled step, noise of the task counts as task, so this share is near 0 "
+        "whatever the bucket teaches.",
         lambda view: _none_if_empty(gradients.make_share_lines(view.frames.gradients)),
         partial(_draw_gradients, _make_share_label),
     ),

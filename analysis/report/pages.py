@@ -148,7 +148,7 @@ def make_report_context(frames: StudyFrames) -> dict[str, Any]:
         "arms": arms,
         "headline": findings.format_headline(summary),
         "statuses": findings.format_status_counts(frames.trials),
-        "trend": findings.describe_trend(trend, page_p_value),
+        "trend": findings.describe_trend(trend, page_p_value, frames.studies[0].get("axis", {}).get("setting", "")),
         "learning": [line for row in arms if row["is_baseline"] for line in findings.describe_learning(row)],
         "caveats": findings.list_caveats(frames, summary),
         "stopped_runs": [run for run in findings.list_runs(frames) if run["status"] == "early_stopped"],

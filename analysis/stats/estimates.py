@@ -69,8 +69,8 @@ def fraction_over_levels(success: ArrayLike, clusters: ArrayLike, confidence_lev
     """Fraction of successes (N,) with Wilson's interval at the effective number of episodes.
 
     Levels that are equal up to symmetry are not independent, nor is one level played by several runs; they share a
-    value in `clusters` (N,). n_eff = p(1-p) / V with the cluster-robust V = C/(C-1) sum_c (S_c - n_c p)^2 / N^2, at most N.
-    At p = 0 or 1, V is 0, and n_eff = C.
+    value in `clusters` (N,). n_eff = p(1-p) / V with the cluster-robust V = C/(C-1) sum_c (S_c - n_c p)^2 / N^2, at
+    most N. At p = 0 or 1, V is 0, and n_eff = C.
     """
     values = np.asarray(success, dtype=float)
     if values.size == 0:

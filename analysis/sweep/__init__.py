@@ -1,1 +1,1 @@
-"""arms along an axis: tables, curves, verdicts, figures."""
+"""Studies whose arms lie along one axis: tables, curves, verdicts and figures."""

@@ -1,4 +1,4 @@
-"""What a report says in words: sentences made of the tables, no more than the numbers carry."""
+"""The sentences of a report, generated from its tables."""
 
 from typing import Any
 
@@ -8,27 +8,37 @@ import pandas as pd
 from analysis.data.compare import MIN_SEEDS, SCORED_STATUSES
 from analysis.data.frames import StudyFrames, to_records
 from analysis.stats.estimates import Trend
-from analysis.sweep.verdicts import format_fraction, format_interval, format_p_value, format_signed, format_status
+from analysis.sweep.verdicts import (
+    SIGNIFICANCE_LEVEL,
+    format_fraction,
+    format_interval,
+    format_p_value,
+    format_signed,
+    format_status,
+)
 
 MAX_LINE_LENGTH = 120
 _OUTCOME_LABELS = {
-    "better": "Better than it",
-    "worse": "Worse than it",
-    "ended higher": "Ended higher than it",
-    "ended lower": "Ended lower than it",
-    "no difference resolved": "No difference from it resolved",
+    "better": "Better than the baseline",
+    "worse": "Worse than the baseline",
+    "ended higher": "Ended higher than the baseline",
+    "ended lower": "Ended lower than the baseline",
+    "no clear difference": "No clear difference from the baseline",
     "failed regime": "Failed regime, stopped by a rule",
-    "no comparison": "Without comparison",
-    "no verdict": "Without a scored run",
+    "no comparison": "Not compared",
+    "no verdict": "No scored run",
 }
 
 
 def format_headline(summary: pd.DataFrame) -> str:
-    """The arms by verdict, in one line, with what the comparison is over. summary: `tables.arm_summary`."""
+    """The arms grouped by verdict in one line, with the basis of the comparison.
+
+    summary: from `tables.summarize_arms`.
+    """
     if summary.empty:
         return "No run is recorded."
     baseline = summary["baseline"].iloc[0]
-    baseline_text = f"baseline {baseline}" if isinstance(baseline, str) and baseline else "no baseline among them"
+    baseline_text = f"baseline {baseline}" if isinstance(baseline, str) and baseline else "no baseline arm"
     sentences = [
         f"{len(summary)} arm{'s' if len(summary) > 1 else ''}, {baseline_text}.",
         *_describe_comparison_basis(summary),
@@ -47,26 +57,26 @@ def format_headline(summary: pd.DataFrame) -> str:
 
 
 def _describe_comparison_basis(summary: pd.DataFrame) -> list[str]:
-    """What the arms' comparisons are over, in a sentence; none where nothing was compared."""
+    """A sentence on the basis of the comparisons; none if nothing was compared."""
     seeds = summary.loc[summary["p"].notna(), "paired_seeds"]
     if seeds.empty:
         return []
     if seeds.min() >= MIN_SEEDS:
         return [f"Compared over {format_range(seeds)} seeds."]
     return [
-        f"Compared over validation levels, by {format_range(seeds)} run{'s' if seeds.max() > 1 else ''} per arm: this is what "
-        "these runs did, and another seed may turn out differently."
+        f"Compared over validation levels, with {format_range(seeds)} run{'s' if seeds.max() > 1 else ''} per arm: "
+        "the result describes these runs, and another seed may give a different one."
     ]
 
 
 def format_range(numbers: "pd.Series[int]") -> str:
-    """`3`, or `3 to 5` where the numbers differ."""
+    """`3`, or `3 to 5` if the numbers differ."""
     low, high = int(numbers.min()), int(numbers.max())
     return str(low) if low == high else f"{low} to {high}"
 
 
 def _format_arms(arms: list[str]) -> str:
-    """Arms by name where that is a line, else their number."""
+    """The names of the arms if they fit into a line, otherwise their number."""
     listing = ", ".join(arms)
     return (
         f"{len(arms)} arms"
@@ -76,7 +86,7 @@ def _format_arms(arms: list[str]) -> str:
 
 
 def describe_interval_basis(table: pd.DataFrame) -> str:
-    """Over what the arms' own intervals are; arms are named where they differ. table: `tables.dose_response`."""
+    """The basis of each arm's interval; arms are named if it differs. table: from `tables.make_dose_response`."""
     arms_by_basis = table[table["basis"] != ""].groupby("basis", sort=False)["arm"].agg(_format_arm_list).to_dict()
     if len(arms_by_basis) <= 1:
         return "".join(str(basis) for basis in arms_by_basis)
@@ -89,29 +99,32 @@ def _format_arm_list(arms: "pd.Series[str]") -> str:
 
 
 def format_status_counts(trials: pd.DataFrame) -> str:
-    """The runs counted by status: `6 runs: 5 completed, 1 early stopped`."""
+    """Counts of runs by status: `6 runs: 5 completed, 1 early stopped`."""
     counts = trials["status"].value_counts()
     order = ["completed", "early_stopped", "failed", "interrupted", "never_ran", "running"]
     count_texts = [f"{counts[status]} {format_status(status)}" for status in order if status in counts]
     return f"{len(trials)} run{'s' if len(trials) != 1 else ''}: {', '.join(count_texts)}" if count_texts else "no run"
 
 
-def describe_trend(trend: Trend, page_p_value: float) -> str:
-    """The trend over the ordered axis in words."""
+def describe_trend(trend: Trend, page_p_value: float, setting: str = "") -> str:
+    """The trend of success over the ordered axis in words. setting: the dotted setting of the axis."""
     if np.isnan(trend.rho):
-        return "A trend over the axis needs three scored runs at two values that differ in success."
+        return "A trend needs at least three scored runs, at two or more values of the axis, with different success."
+    verb = "fall" if trend.rho < 0 else "rise" if trend.rho > 0 else "stay equal"
+    # The direction is a result only if chance alone would rarely produce it.
+    chance_text = "" if trend.p < SIGNIFICANCE_LEVEL else "; not distinguishable from no trend"
     page_text = "" if np.isnan(page_p_value) else f" Page's test over the paired seeds: {format_p_value(page_p_value)}."
     return (
-        f"Trend over the ordered axis: Spearman's rho {format_signed(trend.rho, 2)} over {trend.n} runs, permutation "
-        f"{format_p_value(trend.p)} (words have no place in the order and are left out; a stopped run has its last value)."
-        f"{page_text}"
+        f"Success tends to {verb} as {setting or 'the axis'} grows (rank correlation {format_signed(trend.rho, 2)}, "
+        f"{format_p_value(trend.p)} over {trend.n} runs{chance_text}).{page_text} Arms named by words are left out; a "
+        "stopped run counts with its last value."
     )
 
 
 def describe_learning(row: dict[str, Any]) -> list[str]:
-    """What success before and after training shows for one arm, and what it does not. row: of `arm_summary`."""
+    """Sentences on success before and after training of one arm. row: of `tables.summarize_arms`."""
     if np.isnan(row["gain"]):
-        return [f"Arm {row['arm']} has no success before training to compare with."]
+        return [f"Arm {row['arm']} was not validated before training, so there is no comparison."]
     gains = [f"sampled {format_signed(row['gain'])} {format_interval(row['gain_low'], row['gain_high'])}"]
     if not np.isnan(row["gain_greedy"]):
         greedy = format_interval(row["gain_greedy_low"], row["gain_greedy_high"])
@@ -122,7 +135,7 @@ def describe_learning(row: dict[str, Any]) -> list[str]:
     if not np.isnan(base_greedy):
         side = "above" if final > base_greedy else "not above"
         sentences.append(
-            f"Sampled success at the end ({format_fraction(final)}) is {side} the base policy's own greedy success "
+            f"Sampled success at the end ({format_fraction(final)}) is {side} the greedy success of the base policy "
             f"({format_fraction(base_greedy)})."
         )
     return sentences
@@ -130,31 +143,31 @@ def describe_learning(row: dict[str, Any]) -> list[str]:
 
 def _interpret_gain(row: dict[str, Any]) -> str:
     if np.isnan(row["gain_low"]):
-        return "Without the outcomes of single levels it stays open whether this is more than chance."
+        return "Without outcomes of single levels, it is open whether this is more than chance."
     if not row["gain_low"] > 0:
-        return "A rise of sampled success is not resolved."
+        return "Sampled success does not clearly rise."
     if np.isnan(row["gain_greedy"]):
-        return "Without greedy success it stays open whether more levels can be solved or samples are only less noisy."
+        return "Without greedy success, it is open whether more levels can be solved or samples are only less noisy."
     if row["gain_greedy_low"] > 0:
         return (
-            "Both rise: the likeliest reply solves more levels than before, so the gain is not only less noise in "
+            "Both rise: the most likely reply solves more levels than before, so the gain is not only less noise in "
             "sampling. It does not show which skill was learned."
         )
     return (
-        "Sampled success rises and a rise of greedy success is not resolved: the policy samples more of what it "
-        "already preferred. That is no evidence that it solves levels which it could not solve before."
+        "Sampled success rises, and greedy success does not clearly rise: the policy samples more of what it already "
+        "preferred. This is no evidence that it solves levels that it could not solve before."
     )
 
 
 def list_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[str]:
-    """What the report cannot claim, for this study as it ran."""
+    """The limits of the report, for the runs that this study has."""
     return [
         *_list_seed_caveats(frames),
         *_list_level_caveats(frames),
         *_list_scoring_caveats(frames, summary),
         *_list_comparison_caveats(summary),
-        "A peak is the best of many noisy validations and thus too high; no verdict uses it.",
-        "Repeating a seed on the same machine was not part of this study; times depend on what else the machine did.",
+        "A peak is the best of many noisy validations and thus too high. No verdict uses it.",
+        "No seed was repeated on the same machine in this study. Times depend on the load of the machine.",
     ]
 
 
@@ -162,26 +175,27 @@ def _list_seed_caveats(frames: StudyFrames) -> list[str]:
     scored_runs = frames.trials[frames.trials["status"].isin(SCORED_STATUSES)]
     num_seeds = scored_runs["seed"].nunique()
     if num_seeds == 0:
-        return ["No run ended by the protocol, so nothing is compared."]
+        return ["No run completed or was stopped by a rule, so nothing is compared."]
     if num_seeds < MIN_SEEDS:
         return [
-            f"{num_seeds} seed{'s' if num_seeds > 1 else ''}: intervals and p-values are over validation levels, of the very "
-            "runs shown. Another seed may turn out differently; nothing here is a claim about the setting itself."
+            f"{num_seeds} seed{'s' if num_seeds > 1 else ''}: intervals and p-values are over validation levels of "
+            "the runs shown. Another seed may give a different result; nothing here is a claim about the setting "
+            "itself."
         ]
-    advice = " Five are the usual least for a claim, ten are better." if num_seeds < 5 else ""
+    advice = " Five is the usual minimum for a claim; ten are better." if num_seeds < 5 else ""
     return [f"{num_seeds} seeds: differences are paired by seed, with Student's t interval.{advice}"]
 
 
 def _list_level_caveats(frames: StudyFrames) -> list[str]:
     levels = frames.levels[frames.levels["split"] == "val"]
     if levels.empty:
-        return ["The outcomes of single levels are missing, so below three seeds there are no intervals."]
+        return ["Outcomes of single levels are missing, so there are no intervals with fewer than three seeds."]
     num_levels, num_classes = levels["level"].nunique(), levels["cluster"].nunique()
     is_same = (levels.groupby(["run_id", "step", "mode"])["level"].nunique() == num_levels).all()
     scope_text = "All arms were validated on the same" if is_same else "Runs were validated on different sets of"
     return [
-        f"{scope_text} {num_levels} levels, {num_classes} of them different up to symmetry. Intervals over levels treat symmetric "
-        "levels as one cluster; they do not speak of levels of another kind or size."
+        f"{scope_text} {num_levels} levels, {num_classes} of them different up to symmetry. Intervals over levels "
+        "treat symmetric levels as one cluster. They do not apply to levels of another kind or size."
     ]
 
 
@@ -189,16 +203,20 @@ def _list_scoring_caveats(frames: StudyFrames, summary: pd.DataFrame) -> list[st
     sentences = []
     if len(summary) and (summary["early_stopped"] > 0).any():
         sentences.append(
-            "An early stop is part of the protocol: the arm is a failed regime, and its run keeps the last validation "
-            "it had. The section on stops shows the same mean with a stopped run scored 0, and with it left out."
+            "An early stop is part of the protocol: the arm is a failed regime, and the run keeps the value of its "
+            "last validation. The section on stops also shows the mean with stopped runs scored 0 and with them left "
+            "out."
         )
     num_unscored = int((~frames.trials["status"].isin(SCORED_STATUSES)).sum())
     if num_unscored:
-        sentences.append(f"{num_unscored} of {len(frames.trials)} runs did not end by the protocol and are not scored.")
+        sentences.append(
+            f"{num_unscored} of {len(frames.trials)} runs neither completed nor were stopped by a rule; they are not "
+            "scored."
+        )
     if len(summary) and summary["kept_ratio"].min() < 0.99:
         sentences.append(
-            "Arms differ in how many groups they kept, hence in optimizer steps and trained tokens; compare them at "
-            "equal budgets before calling one more efficient."
+            "Arms differ in the number of groups they kept, and thus in optimizer steps and trained tokens. Compare "
+            "them at equal budgets before calling one more efficient."
         )
     return sentences
 
@@ -208,13 +226,13 @@ def _list_comparison_caveats(summary: pd.DataFrame) -> list[str]:
     if num_comparisons == 0:
         return []
     return [
-        f"{num_comparisons} comparison{'s' if num_comparisons > 1 else ''} with the baseline: p-values are adjusted by Holm's procedure "
-        "within this study; an interval is that of its arm alone."
+        f"{num_comparisons} comparison{'s' if num_comparisons > 1 else ''} with the baseline: p-values are "
+        "corrected with Holm's method within this study. Each interval covers its arm alone."
     ]
 
 
 def summarize_levels(frames: StudyFrames) -> list[dict[str, Any]]:
-    """The levels of each split: how many, how many up to symmetry, the range of their seeds, how they were decoded."""
+    """The levels of each split: number, number up to symmetry, range of seeds, and decoding modes."""
     return [
         {
             "split": split,
@@ -229,7 +247,7 @@ def summarize_levels(frames: StudyFrames) -> list[dict[str, Any]]:
 
 
 def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:
-    """The settings in which runs differ, seeds left out: each with its value in every arm."""
+    """The settings in which runs differ, without seeds, each with its value in every arm."""
     setting_columns = [name for name in frames.trials.columns if name.startswith("config/") and name != "config/seed"]
     differing_settings = [name for name in setting_columns if frames.trials[name].astype("str").nunique() > 1]
     by_arm = frames.trials.groupby("arm", sort=False)
@@ -240,5 +258,5 @@ def list_arm_settings(frames: StudyFrames) -> list[dict[str, Any]]:
 
 
 def list_runs(frames: StudyFrames) -> list[dict[str, Any]]:
-    """Every run, for the list at the end of a report."""
+    """All runs, for the list at the end of a report."""
     return to_records(frames.trials)

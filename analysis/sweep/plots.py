@@ -1,7 +1,7 @@
-"""Figures: each function draws one table of `tables` or `series` and computes nothing of its own.
+"""Figures of one-axis studies. Each function draws a table of `tables` or `series` and computes no further numbers.
 
-Colours run along an ordered map that is told apart without colour vision and in grey; a run that a rule stopped ends in
-a vermilion cross wherever it is drawn.
+Colours come from an ordered map that is readable without colour vision and in grey. A run stopped by a rule ends in a
+vermilion cross in every figure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ STYLE: Mapping[str, Any] = {
     "axes.edgecolor": "#888888",
     "axes.labelcolor": TEXT_COLOR,
     "axes.titlesize": 9,
-    "axes.titley": 1.0,  # a place of its own: looking for one above the ticks takes a fifth of the drawing
+    "axes.titley": 1.0,  # fixed: an automatic position above the ticks takes a fifth of the drawing time
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -46,7 +46,7 @@ STYLE: Mapping[str, Any] = {
 
 
 def make_arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str, str]:
-    """A colour for each arm: along the map in the order given, greys and browns for `words` such as nofilter."""
+    """Arm -> colour: along the map in the given order, and greys and browns for `words` such as nofilter."""
     ordered_arms = [arm for arm in arms if arm not in words]
     shades = mpl.colormaps["viridis"](np.linspace(0.0, 0.82, max(len(ordered_arms), 1)))
     colors = {arm: mpl.colors.to_hex(shade) for arm, shade in zip(ordered_arms, shades, strict=False)}
@@ -54,21 +54,26 @@ def make_arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str,
 
 
 def lighten_color(color: str, white_fraction: float) -> str:
-    """`color` with that part of white in it, from 0 to 1."""
+    """Mix `color` with white. white_fraction: from 0 to 1."""
     return mpl.colors.to_hex([white_fraction + (1 - white_fraction) * channel for channel in mpl.colors.to_rgb(color)])
 
 
 def draw_dose_response(table: pd.DataFrame, runs: pd.DataFrame, setting: str) -> Figure:
-    """Success at the end against the axis. table: `tables.dose_response`. runs: `tables.run_outcomes`."""
+    """Success at the end against the axis.
+
+    table: from `tables.make_dose_response`. runs: from `tables.make_run_outcomes`.
+    """
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(8.0, 4.2), layout="constrained")
         axes = figure.add_subplot()
         _draw_base_lines(axes, table)
         colors = make_arm_colors(table["arm"].to_list(), table.loc[table["is_word"], "arm"].to_list())
+        # The line connects the arms on the scale: words never, and 0 only if the scale is by rank.
         on_scale = table[~table["is_word"] & ((table["axis_value"] > 0) | (table["scale"] == "rank"))]
         axes.plot(on_scale["x"], on_scale["success"], color="#bbbbbb", linewidth=1, zorder=1)
         for row in table.itertuples():
             _draw_arm_point(axes, row, colors[str(row.arm)])
+        # With one run per arm, these points would repeat the means.
         if len(runs) > len(table):
             axes.scatter(runs["x"], runs["outcome"], s=9, color=TEXT_COLOR, alpha=0.55, zorder=4, label="single runs")
         _draw_separators(axes, table)
@@ -85,7 +90,7 @@ def _draw_base_lines(axes: Any, table: pd.DataFrame) -> None:
 
 
 def _draw_arm_point(axes: Any, row: Any, color: str) -> None:
-    """Sampled success with its interval; greedy and test beside it, open."""
+    """Sampled success with its interval, and open marks for greedy and test success next to it."""
     has_failed = row.scored and row.early_stopped == row.scored
     color = STOPPED_COLOR if has_failed else color
     if not np.isnan(row.low):
@@ -107,7 +112,7 @@ def _draw_arm_point(axes: Any, row: Any, color: str) -> None:
 
 
 def _draw_separators(axes: Any, table: pd.DataFrame) -> None:
-    """Dotted lines between the scale and what stands apart from it."""
+    """Dotted lines that separate 0 and words from the scale."""
     scale_rows, word_rows = table[~table["is_word"]], table[table["is_word"]]
     nonpositive_rows, positive_rows = (
         scale_rows[scale_rows["axis_value"] <= 0],
@@ -119,10 +124,10 @@ def _draw_separators(axes: Any, table: pd.DataFrame) -> None:
 
 
 def _set_dose_axes(axes: Any, table: pd.DataFrame, setting: str) -> None:
-    note = "log scale; 0 and words stand apart" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
+    note = "log scale; 0 and words are separate" if table["scale"].iloc[0] == "log" else "evenly spaced by rank"
     axes.set_xticks(table["x"].to_list(), table["arm"].to_list())
     axes.set_xlabel(f"{setting}  ({note})")
-    axes.set_ylabel("success (share of episodes)")
+    axes.set_ylabel("success (fraction of episodes)")
     axes.set_ylim(bottom=min(-0.01, -0.03 * axes.get_ylim()[1]))
     margin = 0.08 * max(table["x"].max() - table["x"].min(), 1.0)
     axes.set_xlim(table["x"].min() - margin, table["x"].max() + margin)
@@ -152,9 +157,10 @@ def _add_dose_legend(axes: Any, table: pd.DataFrame) -> None:
 
 
 def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, str], label: str) -> Figure:
-    """Every run's curve, a panel an arm, the other arms' runs behind it in grey, the mean of several runs on top.
+    """The curves of all runs: one panel per arm, with runs of other arms in grey, and the mean of several runs on top.
 
-    table: `series.curves`. means: `series.mean_curves`. colors: arm -> colour; its order is that of the panels.
+    table: from `series.make_curves`. means: from `series.compute_mean_curves`. colors: arm -> colour, in the order of
+    the panels.
     """
     arms = [arm for arm in colors if (table["arm"] == arm).any()]
     columns = 3 if len(arms) in (5, 6) else min(max(len(arms), 1), 4)
@@ -165,28 +171,28 @@ def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, s
     with mpl.rc_context(dict(STYLE)):
         figure_size = (8.4, 0.7 + 1.75 * rows)
         figure = Figure(figsize=figure_size)
-        # Equal panels need no search for a layout, which takes longer than all else where there are many.
+        # Fixed margins: with many panels, an automatic layout takes longer than everything else.
         margins = {"left": 0.7 / figure_size[0], "right": 1 - 0.15 / figure_size[0], "bottom": 0.55 / figure_size[1]}
         spacing = {"top": 1 - 0.3 / figure_size[1], "wspace": 0.08, "hspace": 0.35}
         panels = figure.subplots(
             rows, columns, sharex=True, sharey=True, squeeze=False, gridspec_kw={**margins, **spacing}
         )
-        title_width = (
-            72 * (figure_size[0] - 0.85) / columns / 0.66
-        )  # points that a title has, by those of a letter of one point
+        # Width of a panel in points, divided by 0.66: the width of a letter relative to its font size.
+        title_width = 72 * (figure_size[0] - 0.85) / columns / 0.66
         title_size = min(mpl.rcParams["axes.titlesize"], title_width / max((len(arm) for arm in arms), default=1))
         for panel, arm in zip(panels.flat, arms, strict=False):
             ghost_line = _as_one_line(points[point_arms != arm], run_indices[point_arms != arm])
             panel.plot(*ghost_line, color=GHOST_COLOR, linewidth=0.8, zorder=1)
             _draw_runs(panel, runs[arm], means[means["arm"] == arm], colors[arm])
             panel.set_title(arm, loc="left", color=colors[arm], fontweight="bold", fontsize=title_size)
+        # The last panel of each column needs tick labels, also if the last row is incomplete.
         for panel in panels.flat[max(len(arms) - columns, 0) : len(arms)]:
             panel.tick_params(labelbottom=True)
         for panel in panels.flat[len(arms) :]:
             panel.remove()
         if arms:
             panels[0, 0].set_ylim(bottom=min(0.0, 1.05 * table["value"].min()))
-            panels[0, 0].xaxis.set_major_locator(MaxNLocator(4, integer=True))  # the panels share both
+            panels[0, 0].xaxis.set_major_locator(MaxNLocator(4, integer=True))  # all panels share both axes
             panels[0, 0].yaxis.set_major_locator(MaxNLocator(4))
         figure.supxlabel("training step", y=0.1 / figure_size[1], va="bottom", fontsize=9)
         figure.supylabel(label, x=0.1 / figure_size[0], ha="left", fontsize=9)
@@ -203,15 +209,15 @@ def _draw_runs(panel: Any, runs: pd.DataFrame, mean: pd.DataFrame, color: str) -
 
 
 def _as_one_line(points: NDArray[np.float64], run_indices: NDArray[np.intp]) -> NDArray[np.float64]:
-    """Points (N, 2) of many runs, one after another, with a gap after each, (2, N + gaps).
+    """Join the points (N, 2) of many runs to one line (2, N + gaps) with a NaN gap between runs.
 
-    A line for each of them in each panel takes seconds. runs: (N,) which run a point is of.
+    One line object per run and panel would take seconds to draw. run_indices (N,): the run of each point.
     """
     return np.insert(points, np.flatnonzero(np.diff(run_indices)) + 1, np.nan, axis=0).T
 
 
 def _draw_end_mark(panel: Any, run: pd.DataFrame) -> None:
-    """How a run ended, where that is not by its last step."""
+    """Mark the end of a run that did not complete: a cross if a rule stopped it, otherwise a ring."""
     status, last_row = run["status"].iloc[-1], run.iloc[-1]
     if status == "early_stopped":
         panel.scatter(
@@ -224,9 +230,9 @@ def _draw_end_mark(panel: Any, run: pd.DataFrame) -> None:
 
 
 def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
-    """A panel a measure with the arms as lines, so that a hundred of them fit. table: `series.arm_lines`.
+    """One panel per measure with one line per arm, so that a hundred arms fit. The dashed line is the level of chance.
 
-    A dashed line is what chance alone gives. colors: arm -> colour.
+    table: from `series.make_arm_lines`. colors: arm -> colour.
     """
     measures = list(dict.fromkeys(table["measure"]))
     with mpl.rc_context(dict(STYLE)):
@@ -250,7 +256,7 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
 
 
 def add_line_legend(figure: Figure, colors: Mapping[str, str]) -> None:
-    """A legend of lines by colour, right of the panels; where there are many, of some of them, evenly spaced."""
+    """A legend of lines right of the panels. If there are many, it shows an evenly spaced selection."""
     names = list(colors)
     shown_names = names
     if len(names) > MAX_LEGEND_NAMES:
@@ -261,7 +267,7 @@ def add_line_legend(figure: Figure, colors: Mapping[str, str]) -> None:
 
 
 def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
-    """Share of runs not stopped against the step; arms without a stop are one line. table: `series.stop_survival`."""
+    """Fraction of runs not stopped, by step; arms without a stop share a line. table: from `compute_stop_survival`."""
     with mpl.rc_context(dict(STYLE)):
         num_arms = table["arm"].nunique()
         figure = Figure(figsize=(8.0, max(2.8, 0.6 + 0.19 * num_arms)), layout="constrained")
@@ -295,6 +301,6 @@ def draw_survival(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
         axes.set_ylim(-0.03, 1.06)
         axes.set_xlim(left=0)
         axes.set_xlabel("training step")
-        axes.set_ylabel("share of runs not stopped")
+        axes.set_ylabel("fraction of runs not stopped")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8)
     return figure

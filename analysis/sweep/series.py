@@ -1,4 +1,4 @@
-"""The tables that follow training: curves, kept groups, survival, equal budgets, and rows that must agree."""
+"""Tables over the course of training: curves, kept groups, survival, equal budgets, and consistency of equal runs."""
 
 from dataclasses import replace
 from itertools import combinations
@@ -18,19 +18,19 @@ BUDGET_COLUMNS = (
     "seconds_total",
 )
 RETRIEVAL_LABELS = {
-    "collapse_trajectory_retrieval_accuracy": "retrieval, all turns (share)",
-    "collapse_first_turn_retrieval_accuracy": "retrieval, first turns (share)",
+    "collapse_trajectory_retrieval_accuracy": "retrieval, all turns (fraction)",
+    "collapse_first_turn_retrieval_accuracy": "retrieval, first turns (fraction)",
 }
 
 
 def make_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
-    """One row a run and step at which the step column `column` has a value: arm, seed, run_id, status, step, value.
+    """The values of a step column, one row per run and step: arm, seed, run_id, status, step, value.
 
-    A column with a value before training (val_success and its like) has it at step 0.
+    If the column has a value before training, such as val_success, it is at step 0.
     """
     columns = {step_column.name for family in frames.families for step_column in family.step_columns}
     if column not in columns:
-        raise ValueError(f"There is no step column `{column}`; docs/metrics.md lists them all.")
+        raise ValueError(f"There is no step column `{column}`. docs/metrics.md lists all columns.")
     status = dict(zip(require_single_study(frames).trials["run_id"], frames.trials["status"], strict=True))
     names = ["arm", "seed", "run_id", "step"]
     value_frames = [frames.steps[[*names, column]].rename(columns={column: "value"})]
@@ -45,10 +45,10 @@ def make_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
 
 
 def compute_mean_curves(table: pd.DataFrame, *, carry_forward: bool = False) -> pd.DataFrame:
-    """Mean over scored runs at each step, for arms with several: arm, step, value. table: from `curves`.
+    """Mean over scored runs at each step, for arms with several runs: arm, step, value. table: from `make_curves`.
 
-    carry: a run that a rule stopped keeps its last value to the end, as it is scored; otherwise the mean is over the
-    runs that have the step.
+    carry_forward: a run stopped by a rule keeps its last value to the end, as it is scored. Otherwise the mean is over
+    the runs that have the step.
     """
     mean_frames = []
     for arm, rows in table[table["status"].isin(SCORED_STATUSES)].groupby("arm", sort=False):
@@ -65,11 +65,11 @@ def compute_mean_curves(table: pd.DataFrame, *, carry_forward: bool = False) -> 
 
 
 def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
-    """Retrieval accuracy and entropy of every arm by step: arm, measure, step, value, chance. Means over an arm's runs.
+    """Retrieval accuracy and entropy of each arm by step: arm, measure, step, value, chance; means over runs.
 
-    Retrieval: the share of thoughts that are likelier after their own prompt than after all others. chance is what
-    thoughts that depend on no prompt would reach, a mean over all runs at the step (missing for entropy). Empty where
-    no run measured a retrieval.
+    Retrieval accuracy is the fraction of thoughts that are more likely after their own prompt than after all others.
+    chance is the accuracy of thoughts that do not depend on the prompt, a mean over all runs at the step (missing for
+    entropy). Empty if no run measured retrieval.
     """
     names = [*RETRIEVAL_LABELS, "entropy"]
     measured_columns = {
@@ -85,14 +85,15 @@ def make_arm_lines(frames: StudyFrames) -> pd.DataFrame:
         rows = frames.steps[["arm", "step"]].assign(value=values, chance=chance).dropna(subset="value")
         rows["chance"] = rows.groupby("step")["chance"].transform("mean")
         means = rows.groupby(["arm", "step"], sort=False, as_index=False).mean().sort_values("step", kind="stable")
-        line_frames.append(means.assign(measure=RETRIEVAL_LABELS.get(name, "entropy (nats a token)")))
+        line_frames.append(means.assign(measure=RETRIEVAL_LABELS.get(name, "entropy (nats per token)")))
     return pd.concat(line_frames, ignore_index=True)[columns]
 
 
 def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
-    """One row an arm: groups collected a step, and kept and without spread in the first and last quarter of its steps.
+    """Groups per step of each arm: collected, and kept and with zero std in the first and last quarter of training.
 
-    Columns: arm, groups, kept_first_quarter, kept_last_quarter, zero_std_first_quarter, zero_std_last_quarter. Means over steps and runs.
+    Columns: arm, groups, kept_first_quarter, kept_last_quarter, zero_std_first_quarter, zero_std_last_quarter. Means
+    over steps and runs.
     """
     rows = []
     for arm in list_arms(require_single_study(frames)):
@@ -113,10 +114,10 @@ def count_kept_groups(frames: StudyFrames) -> pd.DataFrame:
 
 
 def compute_stop_survival(frames: StudyFrames) -> pd.DataFrame:
-    """Share of an arm's runs that no rule has stopped, by step (Kaplan-Meier): arm, step, surviving_fraction, runs, stopped.
+    """Fraction of the runs of each arm that no rule has stopped, by step (Kaplan-Meier).
 
-    A run that failed or was interrupted counts as followed up to its last step. The last row of an arm is at its
-    runs' last step. Arms without a step are left out.
+    Columns: arm, step, surviving_fraction, runs, stopped. A run that failed or was interrupted is censored at its last
+    step. The last row of an arm is at the last step of its runs. Arms without a step are left out.
     """
     curve_frames = []
     for arm in list_arms(require_single_study(frames)):
@@ -127,6 +128,7 @@ def compute_stop_survival(frames: StudyFrames) -> pd.DataFrame:
         is_stopped = runs["status"] == "early_stopped"
         end_steps = runs["stop_step"].astype("float64").fillna(runs["steps_done"])
         steps, fractions = kaplan_meier(end_steps, is_stopped)
+        # The curve ends at its last drop; continue it to the last step of the arm.
         extra_steps = [float(end_steps.max())] if end_steps.max() > steps[-1] else []
         table = pd.DataFrame(
             {
@@ -143,8 +145,8 @@ def compute_stop_survival(frames: StudyFrames) -> pd.DataFrame:
 def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
     """Sampled validation success at the same amount of each budget: budget, amount, arm, success, runs.
 
-    The amount is the smallest that a completed run used up. Success is interpolated between a run's validations; a run
-    that a rule stopped before it keeps its last value. Means over scored runs. Without a completed run: empty.
+    The amount is the smallest that a completed run used. Success is interpolated between the validations of a run; a
+    run stopped earlier by a rule keeps its last value. Means over scored runs. Empty without a completed run.
     """
     scored_runs = require_single_study(frames).trials.loc[
         frames.trials["status"].isin(SCORED_STATUSES), ["arm", "run_id", "status", *BUDGET_COLUMNS]
@@ -167,7 +169,7 @@ def compare_at_equal_budget(frames: StudyFrames) -> pd.DataFrame:
 
 
 def _interpolate_success(frames: StudyFrames, run_id: str, budget: str, amount: float) -> float:
-    """A run's validation success when it had used `amount`, linear between validations, flat after the last."""
+    """Validation success of a run after using `amount`: linear between validations, constant after the last."""
     steps = frames.get_run_steps(run_id)
     base_values = steps["base_val_success"].dropna().to_list()[:1]
     points = steps[[budget, "val_success"]].to_numpy(dtype=float)
@@ -176,9 +178,9 @@ def _interpolate_success(frames: StudyFrames, run_id: str, budget: str, amount: 
 
 
 def check_consistency(frames: StudyFrames) -> pd.DataFrame:
-    """Pairs of ended runs with one configuration and seed, which must have equal rows: a, b, seed, agree, difference.
+    """Compare scored runs with equal configuration and seed, which must have equal rows: a, b, seed, agree, difference.
 
-    frames may hold several studies: KL 0 of one sweep is entropy 0 of another. A run is named study/run_id.
+    frames may contain several studies: KL 0 of one sweep is entropy 0 of another. Runs are named study/run_id.
     """
     is_comparable = frames.trials["status"].isin(SCORED_STATUSES) & (frames.trials["config_hash"] != "")
     trials = frames.trials.loc[is_comparable, ["config_hash", "seed", "study", "run_id"]]

@@ -1,4 +1,4 @@
-"""The tables of one study that compare its arms: one row an arm, or one a run."""
+"""Tables that compare the arms of one study, with one row per arm or per run."""
 
 import math
 from dataclasses import replace
@@ -49,20 +49,22 @@ _MEAN_COLUMNS = (
     "test_success",
     "test_greedy_success",
 )
+# Closer values on a log axis, as a fraction of its length, would be hard to tell apart.
 MIN_GAP_FRACTION = 0.05
 
 
 def summarize_arms(frames: StudyFrames) -> pd.DataFrame:
-    """One row an arm: statuses, success before and after, difference to the baseline arm, stops, costs, verdict.
+    """One row per arm: statuses, success before and after, difference from the baseline arm, stops, costs, verdict.
 
     Success columns are means over scored runs (completed, or stopped by a rule). `final_val_success` has an interval
-    (`final_low`, `final_high`), and so have `gain` (minus the base policy) and `difference` (minus the baseline arm);
-    `basis` says over what. `p_holm` is adjusted over all arms that are compared. `stopped_fraction` is the share of scored
-    runs that a rule stopped, with Wilson's interval. `final_stopped_as_zero` and `final_survivors` are the sensitivity
-    of the mean to how a stopped run is scored: as 0, or left out. Costs are means over the scored runs.
+    (`final_low`, `final_high`), as have `gain` (minus the base policy) and `difference` (minus the baseline arm);
+    `basis` says whether it is over seeds or levels. `p_holm` is corrected over all compared arms. `stopped_fraction` is
+    the fraction of scored runs that a rule stopped, with Wilson's interval. `final_stopped_as_zero` and
+    `final_survivors` are the mean with stopped runs scored 0 or left out. Costs are means over scored runs.
     """
     baseline = require_single_study(frames).studies[0].get("baseline", "")
-    frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])  # settings cost time and are not asked for
+    # The columns of settings are not needed, and copying them for every arm takes time.
+    frames = replace(frames, trials=frames.trials[list(SCHEMAS["trials"])])
     table = pd.DataFrame([_summarize_arm(frames, arm, baseline) for arm in list_arms(frames)])
     if table.empty:
         return table
@@ -121,7 +123,7 @@ def _mean(values: "pd.Series[float]") -> float:
 
 
 def _compare_to_baseline(frames: StudyFrames, arm: str, scored_runs: pd.DataFrame, baseline: str) -> Row:
-    """The arm against the baseline arm; nothing for the baseline itself."""
+    """Compare an arm with the baseline arm; values are missing for the baseline itself."""
     baseline_runs = select_runs(frames, baseline, scored_only=True)
     estimate, seeds = (Estimate(), 0) if arm == baseline else estimate_difference(frames, scored_runs, baseline_runs)
     arm_auc, baseline_auc = (compute_auc(frames, runs).set_axis(runs["seed"]) for runs in (scored_runs, baseline_runs))
@@ -160,7 +162,7 @@ def _summarize_cost(frames: StudyFrames, runs: pd.DataFrame) -> Row:
 
 
 def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:
-    """One row a scored run: arm, seed, run_id, status, x (its place in `dose_response`), outcome."""
+    """One row per scored run: arm, seed, run_id, status, x (position in `make_dose_response`), outcome."""
     scored_runs = require_single_study(frames).trials[frames.trials["status"].isin(SCORED_STATUSES)]
     positions = dict(zip(*compute_axis_positions(frames)[:2], strict=True))
     table = scored_runs[["arm", "seed", "run_id", "status"]].reset_index(drop=True)
@@ -168,10 +170,11 @@ def make_run_outcomes(frames: StudyFrames) -> pd.DataFrame:
 
 
 def compute_axis_positions(frames: StudyFrames) -> tuple[list[str], list[float], str]:
-    """Arms, where each stands on the horizontal axis of a figure, and the scale: "log" or "rank".
+    """Arms, their positions on the x axis of a figure, and the scale: "log" or "rank".
 
-    log: at log10 of the value, 0 (or less) apart to the left, words such as nofilter apart to the right. rank: evenly
-    spaced by value, where two values would be closer than a twentieth of the axis, as 0.98 and 1.0 are.
+    log: log10 of the value, with values of 0 or less separate on the left, and words such as nofilter on the right.
+    rank: evenly spaced in the order of values. It is used if two values would be closer than a twentieth of the axis,
+    as 0.98 and 1.0 are.
     """
     names = list_arms(frames)
     values = [float(select_runs(frames, arm)["axis_value"].iloc[0]) for arm in names]
@@ -191,21 +194,22 @@ def _compute_positions(values: list[float], positive_positions: list[float], off
     positive_values = sorted({value for value in values if value > 0})
     nonpositive_values = sorted({value for value in values if value <= 0}, reverse=True)
     word_indices = [index for index, value in enumerate(values) if math.isnan(value)]
-    return [
-        right + offset * (1 + word_indices.index(index))
-        if math.isnan(value)
-        else positive_positions[positive_values.index(value)]
-        if value > 0
-        else left - offset * nonpositive_values.index(value)
-        for index, value in enumerate(values)
-    ]
+
+    def compute_position(index: int, value: float) -> float:
+        if math.isnan(value):  # a word: right of the scale
+            return right + offset * (1 + word_indices.index(index))
+        if value > 0:
+            return positive_positions[positive_values.index(value)]
+        return left - offset * nonpositive_values.index(value)  # 0 and less: left of the scale
+
+    return [compute_position(index, value) for index, value in enumerate(values)]
 
 
 def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
-    """The table behind the dose-response figure: one row an arm, with its place x and the interval of its success.
+    """The table of the dose-response figure: one row per arm, with its position x and the interval of its success.
 
-    Columns: arm, axis_value, x, scale, is_word, runs, scored, early_stopped, success, low, high, basis, greedy, test,
-    base, base_greedy (means over all runs of the study: the policy before training).
+    Columns: arm, axis_value, x, scale, is_word (the arm is named by a word), runs, scored, early_stopped, success, low,
+    high, basis, greedy, test, base, base_greedy (the policy before training: means over all runs of the study).
     """
     names, positions, scale = compute_axis_positions(require_single_study(frames))
     base, base_greedy = (_mean(frames.trials[name]) for name in ("base_val_success", "base_val_greedy_success"))
@@ -237,9 +241,9 @@ def make_dose_response(frames: StudyFrames) -> pd.DataFrame:
 
 
 def compute_trend(frames: StudyFrames, generator: np.random.Generator) -> tuple[Trend, float]:
-    """Spearman's trend of the outcome over the ordered axis, and Page's p where every arm has the same 2 or more seeds.
+    """Spearman's trend of the outcome over the ordered axis, and Page's p if all arms have the same 2 or more seeds.
 
-    Over scored runs; words such as nofilter have no place in the order and are left out.
+    Only scored runs count. Arms named by words such as nofilter have no position in the order and are left out.
     """
     runs = require_single_study(frames).trials
     runs = runs[runs["status"].isin(SCORED_STATUSES) & runs["axis_value"].notna()]

@@ -1,4 +1,4 @@
-"""One plain sentence for each arm of a study, made of the numbers of its row in the summary."""
+"""Verdicts: one sentence per arm, generated from its row in the summary; and formats of numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,37 +17,37 @@ STATUS_WORDS = {"never_ran": "never ran", "early_stopped": "early stopped"}
 
 
 def format_status(status: str) -> str:
-    """A status as a word for people: `early stopped`, `never ran`."""
+    """A status as readable text: `early stopped`, `never ran`."""
     return STATUS_WORDS.get(status, status)
 
 
 def format_number(value: float) -> str:
-    """A value or threshold with three digits."""
+    """A value or threshold with three significant digits."""
     return f"{value:.3g}"
 
 
 def format_fraction(value: float) -> str:
-    """A share with three decimals, or a dash."""
+    """A fraction with three decimals, or a dash if missing."""
     return "–" if np.isnan(value) else f"{value:.3f}"
 
 
 def format_signed(value: float, decimals: int = 3) -> str:
-    """A difference with its sign, or a dash."""
+    """A difference with its sign, or a dash if missing."""
     return "–" if np.isnan(value) else f"{value:+.{decimals}f}".replace("-", "−")
 
 
 def format_signed_number(value: float) -> str:
-    """A difference of any size with its sign and two digits, or a dash."""
+    """A difference of any size with its sign and two significant digits, or a dash if missing."""
     return "–" if np.isnan(value) else f"{value:+.2g}".replace("-", "−")
 
 
 def format_interval(low: float, high: float, decimals: int = 3) -> str:
-    """An interval of a difference in brackets, or nothing where there is none."""
+    """The interval of a difference in brackets, or empty text if missing."""
     return "" if np.isnan(low) else f"[{format_signed(low, decimals)}, {format_signed(high, decimals)}]"
 
 
 def format_bounds(low: float, high: float) -> str:
-    """An interval of a share in brackets, or nothing where there is none."""
+    """The interval of a fraction in brackets, or empty text if missing."""
     return "" if np.isnan(low) else f"[{format_fraction(low)}, {format_fraction(high)}]"
 
 
@@ -57,7 +57,7 @@ def format_p_value(p: float) -> str:
 
 
 def describe_stops(runs: pd.DataFrame) -> str:
-    """Which rule stopped how many of an arm's scored runs, at which step, with which value against which bound."""
+    """For each stop rule, the number of scored runs of an arm that it stopped, with steps, values and thresholds."""
     stops_by_rule: dict[str, list[str]] = {}
     for run in to_records(runs.loc[runs["status"] == "early_stopped", _STOP_COLUMNS]):
         stops_by_rule.setdefault(run["stop_rule"] or "a rule", []).append(describe_stop(run))
@@ -68,19 +68,19 @@ def describe_stops(runs: pd.DataFrame) -> str:
 
 
 def describe_stop(run: Mapping[str, Any]) -> str:
-    """`step 45: 0.002 < 0.01`: when a rule stopped a run, its value and the bound that it broke."""
+    """`step 45: 0.002 < 0.01`: the step at which a rule stopped a run, the value, and the threshold."""
     step_text = "" if pd.isna(run["stop_step"]) else f"step {run['stop_step']}: "
     value, threshold = run["stop_value"], run["stop_threshold"]
     return f"{step_text}{format_number(value)} {format_comparison(value, threshold)} {format_number(threshold)}"
 
 
 def format_comparison(value: float, threshold: float) -> str:
-    """The sign between a value and the bound that it broke."""
+    """The comparison sign between a value and the threshold that it crossed."""
     return "<" if value < threshold else "≥"
 
 
 def describe_unfinished(runs: pd.DataFrame) -> str:
-    """The runs of an arm that did not end by the protocol, and why; empty when all did."""
+    """The runs of an arm that neither completed nor were stopped by a rule, with reasons; empty if there are none."""
     return "; ".join(
         _describe_unfinished_run(run)
         for run in to_records(runs.loc[runs["status"].isin(UNFINISHED_STATUSES), _END_COLUMNS])
@@ -95,19 +95,20 @@ def _describe_unfinished_run(run: Mapping[str, Any]) -> str:
 
 
 def format_runs(num_seeds: int) -> str:
-    """The runs of an arm that a sentence is about: `this run`, or `these 2 runs`."""
+    """The runs that a sentence is about: `this run`, or `these 2 runs`."""
     return "this run" if num_seeds == 1 else f"these {num_seeds} runs"
 
 
 def classify_outcome(row: Mapping[str, Any]) -> str:
-    """The verdict in words of a fixed list, to sort and colour by.
+    """The outcome of an arm as one of a fixed list of words, for sorting and colours.
 
-    `better` and `worse` speak of the setting and need an interval over seeds (`compare.SEEDS_FOR_SEEDS` of them);
-    with fewer, `ended higher` and `ended lower` say what the runs did that were made.
+    `better` and `worse` are claims about the setting and need an interval over seeds (`compare.MIN_SEEDS`). With fewer
+    seeds, `ended higher` and `ended lower` only describe the runs of this study.
     """
     num_scored = row["completed"] + row["early_stopped"]
     if not num_scored:
         return "no verdict"
+    # Before the baseline and p-values: a collapsed arm is a failure, whatever its last value was.
     if row["early_stopped"] == num_scored:
         return "failed regime"
     if row["is_baseline"]:
@@ -115,19 +116,19 @@ def classify_outcome(row: Mapping[str, Any]) -> str:
     if np.isnan(row["p_holm"]):
         return "no comparison"
     if row["p_holm"] >= SIGNIFICANCE_LEVEL:
-        return "no difference resolved"
+        return "no clear difference"
     if row["paired_seeds"] < MIN_SEEDS:
         return "ended higher" if row["difference"] > 0 else "ended lower"
     return "better" if row["difference"] > 0 else "worse"
 
 
 def format_verdict(row: Mapping[str, Any]) -> str:
-    """One sentence on an arm. row: a row of `tables.arm_summary`.
+    """One sentence on an arm. row: of `tables.summarize_arms`.
 
-    An arm whose scored runs were all stopped by a rule is a failed regime, whatever its last success was. Otherwise it
-    is better or worse than the baseline, or no difference is resolved, and then how small a one could have been. With
-    fewer than three seeds the sentence is about these runs, which ended higher or lower, and not about the setting.
-    Runs that failed, were interrupted or never ran are named; they are not scored.
+    If a rule stopped all scored runs of an arm, it is a failed regime, whatever its last success was. Otherwise it is
+    better or worse than the baseline, or there is no clear difference; then the sentence says which differences would
+    have been missed. With fewer than three seeds the sentence is about these runs, which ended higher or lower, and not
+    about the setting. Runs that failed, were interrupted or never ran are listed; they are not scored.
     """
     outcome_name, num_scored = classify_outcome(row), row["completed"] + row["early_stopped"]
     clauses = []
@@ -146,8 +147,8 @@ def _describe_gain(row: Mapping[str, Any]) -> str:
         return f"baseline: {format_fraction(row['final_val_success'])} at the end; the base policy was not validated"
     interval_text = format_interval(row["gain_low"], row["gain_high"]) or "(no interval)"
     return (
-        f"baseline: {format_fraction(row['final_val_success'])} at the end, {format_signed(row['gain'])} {interval_text} from the base policy "
-        f"({row['gain_basis']})"
+        f"baseline: {format_fraction(row['final_val_success'])} at the end, {format_signed(row['gain'])} "
+        f"{interval_text} from the base policy ({row['gain_basis']})"
     )
 
 
@@ -158,22 +159,25 @@ def _describe_difference(row: Mapping[str, Any], outcome_name: str) -> str:
     if outcome_name == "no comparison":
         if np.isnan(row["difference"]):
             return f"no comparison: {baseline_text} has no scored run with a seed of this arm"
-        return (
-            f"no interval: {format_signed(row['difference'])} to {baseline_text}, without the outcomes of single levels"
-        )
+        difference = format_signed(row["difference"])
+        return f"no interval: {difference} from {baseline_text}; outcomes of single levels are missing"
     difference_text = (
         f"{format_signed(row['difference'])} {format_interval(row['difference_low'], row['difference_high'])}"
     )
     test_text = f"{difference_text}, Holm {format_p_value(row['p_holm'])}"
     failed_text = ", itself a failed regime" if row["baseline_failed"] else ""
     runs_text = f"{format_runs(row['paired_seeds'])} " if row["paired_seeds"] < MIN_SEEDS else ""
-    if outcome_name != "no difference resolved":
+    if outcome_name != "no clear difference":
         return f"{runs_text}{outcome_name} than {baseline_text}{failed_text}: {test_text} ({row['basis']})"
     detectable_size = row["detectable"]
+    # Success lies in [0, 1], so no true difference can be as large as 1.
     missed_text = (
-        f"one below about {format_fraction(detectable_size)} would probably be missed"
+        f"differences smaller than about {format_fraction(detectable_size)} would probably be missed"
         if detectable_size < 1
-        else "any would probably be missed"
+        else "any difference would probably be missed"
     )
     of_runs_text = f" of {runs_text.strip()}" if runs_text else ""
-    return f"no difference{of_runs_text} from {baseline_text}{failed_text} resolved: {test_text}; {missed_text} ({row['basis']})"
+    return (
+        f"no clear difference{of_runs_text} from {baseline_text}{failed_text}: {test_text}; {missed_text} "
+        f"({row['basis']})"
+    )

@@ -249,7 +249,7 @@ def test_studies_of_two_families_stand_below_each_other(tmp_path: Path) -> None:
 
 def test_an_unknown_family_is_named(tmp_path: Path) -> None:
     folder = write_sandbox(tmp_path, [FakeRun("DG", steps=60)], FakeStudy(extra={"family": "trees"}))
-    with pytest.raises(ValueError, match=r"`influence` is of the family 'trees', .* it reads ppo, update_rules"):
+    with pytest.raises(ValueError, match=r"`influence` names the family 'trees', .* Known families: ppo, update_rules"):
         load(folder)
     assert get_family({"name": "kl"}) is FAMILIES["ppo"]
 

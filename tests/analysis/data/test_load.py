@@ -257,7 +257,7 @@ def test_several_studies_are_told_apart(tmp_path: Path) -> None:
     assert [study["name"] for study in frames.studies] == ["entropy", "kl"]
     alone = load(tmp_path / "results" / "entropy_sweep")
     assert differences(frames.select_study("entropy"), alone) == []
-    with pytest.raises(ValueError, match="There is no study `top-p` here; there are: entropy, kl"):
+    with pytest.raises(ValueError, match=r"There is no study `top-p` here\. Choose one of: entropy, kl"):
         frames.select_study("top-p")
 
 
@@ -272,7 +272,7 @@ def test_studies_of_one_name_are_told_apart_by_their_run(tmp_path: Path) -> None
 def test_a_folder_without_a_study_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"There is no study at .*: give an output folder"):
         load(tmp_path)
-    with pytest.raises(ValueError, match=r"holds no study\.json"):
+    with pytest.raises(ValueError, match=r"contains no study\.json"):
         read_study(tmp_path)
 
 

@@ -124,8 +124,8 @@ def test_retrieval_is_one_figure_with_the_arms_as_lines(tmp_path: Path) -> None:
     frames = with_retrieval(read_with(tmp_path, {"0": [], "0.1": []}))
     figures = pages.draw_figures(frames)
     assert [axes.get_ylabel() for axes in figures["retrieval"].axes] == [
-        "retrieval, all turns (share)",
-        "retrieval, first turns (share)",
+        "retrieval, all turns (fraction)",
+        "retrieval, first turns (fraction)",
         "entropy (nats per token)",
     ]
     for axes in figures["retrieval"].axes[:2]:
@@ -154,8 +154,11 @@ def test_arm_lines_are_means_over_the_runs_of_an_arm(tmp_path: Path) -> None:
     frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_accuracy"] = 0.5
     frames.steps.loc[frames.steps["seed"] == 1, f"{TRAJECTORY}_chance_level"] = 3 / 64
     table = series.make_arm_lines(frames)
-    assert table["measure"].drop_duplicates().to_list() == ["retrieval, all turns (share)", "entropy (nats per token)"]
-    first = table[(table["arm"] == "0") & (table["measure"] == "retrieval, all turns (share)")]
+    assert table["measure"].drop_duplicates().to_list() == [
+        "retrieval, all turns (fraction)",
+        "entropy (nats per token)",
+    ]
+    first = table[(table["arm"] == "0") & (table["measure"] == "retrieval, all turns (fraction)")]
     assert first["step"].to_list() == [1, 2, 3, 4, 5, 6]
     assert first["value"].to_list() == pytest.approx([0.75, 0.5, (1 / 3 + 0.5) / 2, 0.5, 0.35, 0.5], rel=1e-12)
     assert first["chance"].to_list() == pytest.approx([2 / 64, 3 / 64] * 3, rel=1e-12)

@@ -115,7 +115,9 @@ def test_the_difference_is_paired_and_signed() -> None:
     assert "and k1 does not" in told(points({"kl": [rises, rises, mixed], "mse": [falls, falls, falls]}))
     two = kl_anchoring.compare_to_k1(points({"kl": [rises, mixed], "mse": [falls, falls]}))
     assert np.isnan(two["low"].iloc[0])  # below three sets there is no interval, and nothing is resolved
-    assert "There is no clear difference between k1 and mse" in told(points({"kl": [rises, mixed], "mse": [falls, falls]}))
+    assert "There is no clear difference between k1 and mse" in told(
+        points({"kl": [rises, mixed], "mse": [falls, falls]})
+    )
 
 
 def test_anchoring_is_claimed_only_where_kl_falls_with_the_form_and_not_with_k1() -> None:

@@ -135,10 +135,10 @@ def test_the_page_is_whole_and_says_what_it_must(frames: StudyFrames, page: Page
     words = " ".join(page.text.split())
     for told in (
         "164 runs: 146 completed, 16 early stopped, 1 failed, 1 never ran",
-        "161 comparisons with one baseline: p-values are Holm's, over all of them",
-        "20 runs without a KL loss belong to every form of it and are shown under each",
-        "k1 (kl_loss_type=kl) used as a loss does not anchor to the reference",
-        "What regularisation does alone",
+        "161 comparisons with one baseline: p-values are corrected with Holm's method over all of them",
+        "20 runs with KL 0 appear in the panels of every loss but count once",
+        "k1 (kl_loss_type=kl) used as a loss does not anchor the policy to the reference",
+        "Regularisation without the task",
         "1 seed: intervals and p-values are over validation levels",
         "reward_variance_collapse stopped 1 of 1 runs (step 15: 0.09 < 0.1)",
     ):
@@ -153,7 +153,7 @@ def test_one_loss_has_no_word_on_k1(tmp_path: Path) -> None:
     found = load(write_grid(tmp_path, {"low_var_kl": ("3", "4", "5")}, levels=10))
     assert len(found.trials) == len(runs)
     page = checked(pages.render_page(found, {}))
-    assert "hold the policy at its reference" not in page.text
+    assert "keep the policy at its reference" not in page.text
     assert "k1 (kl_loss_type=kl)" not in page.text
 
 

@@ -110,7 +110,7 @@ def test_the_stop_is_told_with_rule_value_threshold_and_step(page: Page) -> None
 
 
 def test_one_seed_is_called_one_seed(page: Page) -> None:
-    assert "over levels, of this one run; says nothing about seeds" in page.text
+    assert "over the levels of this one run; says nothing about other seeds" in page.text
     assert "nothing here is a claim about the setting itself" in page.text
     assert "200 levels, 175 of them different up to symmetry" in page.text
 
@@ -189,7 +189,7 @@ ENDED = {"status": "early_stopped", "steps": 10, "stop": STOP}
     [
         ([], "No run is recorded."),
         ([FakeRun("0", status="", steps=0)], "no verdict: seed 0 never ran"),
-        ([FakeRun("0", status="running", steps=0)], "Without a scored run: arm 0."),
+        ([FakeRun("0", status="running", steps=0)], "No scored run: arm 0."),
         ([FakeRun("0", steps=10)], "1 arm, baseline 0."),
         ([FakeRun(arm, **FAILED) for arm in ("0", "0.1")], "(RuntimeError: <x>)"),  # type: ignore[arg-type]
         ([FakeRun(arm, **ENDED) for arm in ("0", "0.1")], "Failed regime, stopped by"),  # type: ignore[arg-type]
@@ -254,7 +254,7 @@ def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
     summary = tables.summarize_arms(frames)
     assert findings.format_headline(summary).endswith(" Some runs stopped by a rule: arm 0.1 (1 of 3).")
     assert findings.describe_interval_basis(tables.make_dose_response(frames)) == (
-        "0: over levels, of these 2 runs; says nothing about seeds; 0.1: over 3 seeds"
+        "0: over the levels of these 2 runs; says nothing about other seeds; 0.1: over 3 seeds"
     )
 
 
@@ -262,9 +262,9 @@ def test_arms_that_failed_in_part_are_in_the_headline(tmp_path: Path) -> None:
     ("gain", "greedy", "words"),
     [
         ((0.2, 0.1, 0.3), (0.1, 0.05, 0.15), "Both rise"),
-        ((0.2, 0.1, 0.3), (0.0, -0.05, 0.05), "a rise of greedy success is not resolved"),
-        ((0.02, -0.1, 0.1), (0.1, 0.05, 0.15), "A rise of sampled success is not resolved"),
-        ((0.2, 0.1, 0.3), (float("nan"),) * 3, "Without greedy success it stays open"),
+        ((0.2, 0.1, 0.3), (0.0, -0.05, 0.05), "greedy success does not clearly rise"),
+        ((0.02, -0.1, 0.1), (0.1, 0.05, 0.15), "Sampled success does not clearly rise"),
+        ((0.2, 0.1, 0.3), (float("nan"),) * 3, "Without greedy success, it is open"),
     ],
 )
 def test_learning_is_told_with_what_it_does_not_show(
@@ -276,7 +276,7 @@ def test_learning_is_told_with_what_it_does_not_show(
     row |= {f"gain_greedy{name}": value for name, value in zip(names, greedy, strict=True)}
     sentences = findings.describe_learning(row)
     assert any(words in sentence for sentence in sentences)
-    assert "Sampled success at the end (0.650) is above the base policy's own greedy success (0.600)." in sentences
+    assert "Sampled success at the end (0.650) is above the greedy success of the base policy (0.600)." in sentences
 
 
 def test_five_seeds_are_no_longer_called_few(tmp_path: Path) -> None:

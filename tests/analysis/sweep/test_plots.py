@@ -102,7 +102,7 @@ def test_a_stopped_arm_is_marked_apart(frames: StudyFrames) -> None:
 def test_curves_have_a_panel_an_arm_with_every_run(frames: StudyFrames, colors: dict[str, str]) -> None:
     table = series.make_curves(frames, "val_success")
     means = series.compute_mean_curves(table, carry_forward=True)
-    figure = plots.draw_curves(table, means, colors, "validation success (share)")
+    figure = plots.draw_curves(table, means, colors, "validation success (fraction)")
     assert [panel.get_title("left") for panel in figure.axes] == list(colors)
     for panel, arm in zip(figure.axes, colors, strict=True):
         (grey,) = [line for line in panel.get_lines() if to_hex(line.get_color()) == plots.GHOST_COLOR]
@@ -138,9 +138,9 @@ def test_curves_mark_how_a_run_ended(frames: StudyFrames, colors: dict[str, str]
 
 def test_labels_have_units(frames: StudyFrames, colors: dict[str, str]) -> None:
     table = series.make_curves(frames, "entropy")
-    figure = plots.draw_curves(table, series.compute_mean_curves(table), colors, "entropy (nats a token)")
+    figure = plots.draw_curves(table, series.compute_mean_curves(table), colors, "entropy (nats per token)")
     assert figure.get_supxlabel() == "training step"
-    assert figure.get_supylabel() == "entropy (nats a token)"
+    assert figure.get_supylabel() == "entropy (nats per token)"
 
 
 def test_steps_are_whole_numbers_in_a_short_study_too(frames: StudyFrames, colors: dict[str, str]) -> None:

@@ -11,12 +11,12 @@ from scipy import stats as scipy_stats
 from analysis.data.compare import collect_level_outcomes, describe_basis, find_last_points
 from analysis.data.frames import StudyFrames
 from analysis.data.load import read_study
-from analysis.stats.estimates import detectable_difference, difference_over_levels, holm_adjust
+from analysis.stats.estimates import Trend, detectable_difference, difference_over_levels, holm_adjust
 from analysis.sweep import findings, tables, verdicts
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
 
 LOW = ("low_validation_success", 0.002, 0.01)
-ONE_RUN = "over levels, of this one run; says nothing about seeds"
+ONE_RUN = "over the levels of this one run; says nothing about other seeds"
 
 
 def collapsed(arm: str, seed: int = 0, steps: int = 45) -> FakeRun:
@@ -138,7 +138,7 @@ def test_three_seeds_are_compared_over_seeds(seeded: StudyFrames) -> None:
 def test_a_failed_run_is_named_and_not_scored(seeded: StudyFrames) -> None:
     row = row_of(seeded, "nofilter")
     assert (row["runs"], row["completed"], row["failed"], row["paired_seeds"]) == (3, 2, 1, 2)
-    assert row["basis"] == "over levels, of these 2 runs; says nothing about seeds"
+    assert row["basis"] == "over the levels of these 2 runs; says nothing about other seeds"
     assert row["verdict"].endswith("not scored: seed 2 failed after 12 of 60 steps (RuntimeError: no memory)")
     scored = seeded.trials[(seeded.trials["arm"] == "nofilter") & (seeded.trials["status"] == "completed")]
     assert row["final_val_success"] == pytest.approx(scored["final_val_success"].mean())
@@ -155,7 +155,12 @@ def test_stops_are_a_rate_of_their_own(seeded: StudyFrames) -> None:
 
 @pytest.mark.parametrize(
     ("seeds", "words"),
-    [(0, ""), (1, ONE_RUN), (2, "over levels, of these 2 runs; says nothing about seeds"), (3, "over 3 seeds")],
+    [
+        (0, ""),
+        (1, ONE_RUN),
+        (2, "over the levels of these 2 runs; says nothing about other seeds"),
+        (3, "over 3 seeds"),
+    ],
 )
 def test_basis_never_claims_more(seeds: int, words: str) -> None:
     assert describe_basis(seeds) == words
@@ -231,11 +236,11 @@ def test_verdicts_of_two_rules_in_one_arm(tmp_path: Path) -> None:
     [
         (3, 0.1, 0.049, "better"),
         (5, -0.1, 0.049, "worse"),
-        (3, 0.1, 0.051, "no difference resolved"),
+        (3, 0.1, 0.051, "no clear difference"),
         (3, 0.1, float("nan"), "no comparison"),
         (1, 0.1, 0.049, "ended higher"),
         (2, -0.1, 0.001, "ended lower"),
-        (2, 0.1, 0.051, "no difference resolved"),
+        (2, 0.1, 0.051, "no clear difference"),
     ],
 )
 def test_the_outcome_follows_the_adjusted_p_and_the_seeds(
@@ -262,16 +267,17 @@ def test_with_three_seeds_the_verdict_is_about_the_setting(tmp_path: Path) -> No
     assert row_of(summary, "0.1")["verdict"].startswith("better than the baseline (0): +0.")
     assert row_of(summary, "1")["verdict"].startswith("worse than the baseline (0): −0.")
     assert findings.format_headline(summary) == (
-        "3 arms, baseline 0. Compared over 3 seeds. Better than it: arm 0.1. Worse than it: arm 1."
+        "3 arms, baseline 0. Compared over 3 seeds. Better than the baseline: arm 0.1. Worse than the baseline: arm 1."
     )
 
 
 def test_the_headline_of_one_seed_says_what_the_runs_did(summary: pd.DataFrame) -> None:
     headline = findings.format_headline(summary)
     assert (
-        "Compared over validation levels, by 1 run per arm: this is what these runs did, and another seed" in headline
+        "Compared over validation levels, with 1 run per arm: the result describes these runs, and another seed"
+        in headline
     )
-    assert "Ended lower than it: " in headline
+    assert "Ended lower than the baseline: " in headline
     assert "orse than" not in headline
     assert "etter than" not in headline
     assert not any(word in verdict for verdict in summary["verdict"] for word in ("worse than", "better than"))
@@ -279,15 +285,18 @@ def test_the_headline_of_one_seed_says_what_the_runs_did(summary: pd.DataFrame) 
 
 def test_verdict_of_an_unresolved_difference_says_what_would_have_been_missed(summary: pd.DataFrame) -> None:
     row = row_of(summary, "0.03")
-    assert row["outcome"] == "no difference resolved"
-    assert row["verdict"].startswith("no difference of this run from the baseline (0) resolved: ")
-    assert f"; one below about {row['detectable']:.3f} would probably be missed ({ONE_RUN})" in row["verdict"]
+    assert row["outcome"] == "no clear difference"
+    assert row["verdict"].startswith("no clear difference of this run from the baseline (0): ")
+    assert (
+        f"; differences smaller than about {row['detectable']:.3f} would probably be missed ({ONE_RUN})"
+        in row["verdict"]
+    )
     assert row["detectable"] > (row["difference_high"] - row["difference_low"]) / 2
 
 
 def test_a_hopeless_comparison_says_so(summary: pd.DataFrame) -> None:
     row = {**row_of(summary, "0.03"), "arm": "0.03", "detectable": 1.7}
-    assert "; any would probably be missed (" in verdicts.format_verdict(row)
+    assert "; any difference would probably be missed (" in verdicts.format_verdict(row)
 
 
 def test_an_interval_of_a_share_stays_within_its_bounds(seeded: StudyFrames) -> None:
@@ -343,7 +352,9 @@ def test_no_run_at_all(tmp_path: Path) -> None:
 
 def test_several_studies_are_refused(six: StudyFrames, summary: pd.DataFrame) -> None:
     both = StudyFrames(six.trials, six.steps, six.levels, [*six.studies, *six.studies])
-    with pytest.raises(ValueError, match="These frames hold 2 studies"):
+    with pytest.raises(
+        ValueError, match=r"These frames contain 2 studies \(.*\)\. Select one: frames\.select_study\(NAME\)"
+    ):
         tables.summarize_arms(both)
 
 
@@ -417,3 +428,14 @@ def test_numbers_are_written_with_a_true_minus() -> None:
     assert verdicts.format_interval(float("nan"), 0.2) == ""
     assert verdicts.format_fraction(float("nan")) == "–"
     assert (verdicts.format_p_value(0.0004), verdicts.format_p_value(0.0123)) == ("p < 0.001", "p 0.012")
+
+
+def test_a_trend_is_told_with_its_direction_and_whether_chance_explains_it() -> None:
+    clear, unclear = Trend(-0.83, 0.012, 6), Trend(0.5, 0.31, 6)
+    assert findings.describe_trend(clear, float("nan"), "actor.kl_loss_coef").startswith(
+        "Success tends to fall as actor.kl_loss_coef grows (rank correlation −0.83, p 0.012 over 6 runs)."
+    )
+    assert findings.describe_trend(unclear, 0.4).startswith(
+        "Success tends to rise as the axis grows (rank correlation +0.50, p 0.31 over 6 runs; not distinguishable "
+        "from no trend). Page's test over the paired seeds: p 0.4."
+    )
