@@ -58,7 +58,7 @@ def test_gradients_are_on_the_page(tmp_path: Path) -> None:
     assert "gradients" in page.ids
     assert "Signed share of KL and entropy together" in words
     assert "signal: rho" in words
-    assert "In the expected step noise has no part" in words
+    assert "The share of the expected step excludes noise" in words
     for step in (1, 5):  # step, arm, which batch, component, runs, buckets
         assert f"{step} 0 before the filter task 3 18" in words
     assert words.count("arm0-seed2 5 after the filter") == 3  # task, entropy and total of the whole batch
@@ -84,7 +84,7 @@ def test_probes_are_lines_and_rows_of_their_own_beside_training(tmp_path: Path) 
 def test_a_filter_that_kept_nothing_is_on_the_page(tmp_path: Path) -> None:
     made = [FakeAnalysis(1, prefilter=True), FakeAnalysis(1, buckets=0)]
     words = words_of(page_of(read_with(tmp_path, {"0": made})))
-    assert "The filter kept nothing of arm0-seed0, step 1. Whole batches" in words
+    assert "The filter kept nothing of arm0-seed0, step 1. The rows are whole batches" in words
     assert "1 0 before the filter task 1 6" in words
 
 

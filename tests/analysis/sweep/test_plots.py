@@ -57,7 +57,7 @@ def test_dose_response_draws_every_arm_with_its_interval(frames: StudyFrames) ->
     assert axes.get_xticks().tolist() == table["x"].to_list()
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "0.1", "1", "nofilter"]
     assert axes.get_xlabel().startswith("actor.kl_loss_coef")
-    assert axes.get_ylabel() == "success (share of episodes)"
+    assert axes.get_ylabel() == "success (fraction of episodes)"
     for base in (table["base"].iloc[0], table["base_greedy"].iloc[0]):
         assert any(y == [base, base] for _, y in drawn)
 
