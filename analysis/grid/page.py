@@ -7,8 +7,7 @@ import numpy as np
 import pandas as pd
 
 from analysis.data.frames import StudyFrames, to_records
-from analysis.grid import kl_anchoring as grid_anchor
-from analysis.grid import layout
+from analysis.grid import kl_anchoring, layout
 from analysis.grid.contrasts import compare_switch, list_switches
 from analysis.grid.measures import MEASURES
 
@@ -26,7 +25,7 @@ def make_tables(frames: StudyFrames, grid: layout.Grid) -> Iterator[tuple[str, p
     yield "grid_cells", layout.make_cell_table(grid, member_table).rename(columns={"x": grid.x, "y": grid.y})
     for setting in list_switches(grid):
         yield f"grid_{setting.rpartition('.')[2]}", compare_switch(grid, member_table, setting)
-    kl_table = grid_anchor.make_kl_table(frames)
+    kl_table = kl_anchoring.make_kl_table(frames)
     if len(kl_table):
         yield "grid_kl_to_reference", kl_table.drop(columns="match")
 
@@ -38,9 +37,9 @@ def make_context(frames: StudyFrames, grid: layout.Grid, arms: list[dict[str, An
     """
     member_table = layout.make_member_table(frames, grid)
     labels = layout.make_arm_labels(frames, grid)
-    kl_table = grid_anchor.make_kl_table(frames)
-    trends = grid_anchor.summarize_anchoring(kl_table, np.random.default_rng(seed))
-    differences = grid_anchor.compare_to_k1(kl_table)
+    kl_table = kl_anchoring.make_kl_table(frames)
+    trends = kl_anchoring.summarize_anchoring(kl_table, np.random.default_rng(seed))
+    differences = kl_anchoring.compare_to_k1(kl_table)
     cell_table = layout.make_cell_table(grid, member_table)
     return {
         "x": layout.shorten_setting(grid.x),
@@ -55,7 +54,7 @@ def make_context(frames: StudyFrames, grid: layout.Grid, arms: list[dict[str, An
             for setting in list_switches(grid)
         ],
         "comparisons": sum(not np.isnan(arm["p"]) for arm in arms),
-        "anchor": grid_anchor.describe_anchoring(trends, differences),
+        "anchor": kl_anchoring.describe_anchoring(trends, differences),
         "trends": to_records(trends),
         "differences": to_records(differences),
         "files": [name for name, _ in make_tables(frames, grid)],
