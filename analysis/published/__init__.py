@@ -1,1 +1,1 @@
-"""numbers that others published, and ours against them."""
+"""published numbers, and our runs compared with them."""

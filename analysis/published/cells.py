@@ -1,28 +1,28 @@
-"""One published number, with what it takes to hold runs of ours against it."""
+"""A published number, with everything needed to compare our runs with it."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MIN_STD = 0.01
-"""The spread that stands for a spread of 0, in shares, rewards and nats."""
+"""Replaces a standard deviation of 0 in a test; in the unit of the column (fraction, reward or nats)."""
 
 PER_SEED, POOLED, NEVER_REACHED = "per seed", "pooled", "never"
-"""What a cell is: mean and spread over seeds; over logged rows of all seeds; or "no seed ever reached it"."""
+"""What a cell gives: mean and std over seeds; mean and std over the logged rows of all seeds; or "never reached"."""
 
-NOT_DISTINGUISHABLE, DIFFERS, NO_EXPECTATION = "agrees", "differs", "open"
-"""What was expected of a cell before any run of ours."""
+NOT_DISTINGUISHABLE, DIFFERS, NO_EXPECTATION = "not distinguishable", "differs", "open"
+"""The verdict that was expected for a cell before any of our runs; "open": either would be unsurprising."""
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """What the published runs of an arm were made with: settings by their dotted names, the defaults among them."""
+    """Settings of the published runs of an arm, by dotted name, defaults included."""
 
     settings: Mapping[str, object]
 
     @property
     def eval_interval(self) -> int:
-        """Steps between two evaluations."""
+        """Steps between evaluations."""
         return int(str(self.settings["trainer.test_freq"]))
 
 
@@ -30,9 +30,17 @@ class Conditions:
 class Cell:
     """One unique cell of the published tables.
 
-    studies: those of ours that run it, the first being the one that is tested; a cell that is printed in two tables is
-    one cell. column: of `trials`; of `steps` where it is pooled. spread: the standard deviation (ddof 1). n: seeds, or
-    rows where it is pooled. section: the table in the source. expected, why: stated before any run of ours.
+    A number that is printed in two tables is one cell.
+
+    Attributes:
+        studies: our studies that run it. The test uses the first one that is present.
+        column: a column of `trials`, or of `steps` if the cell is pooled.
+        std: standard deviation (ddof 1).
+        n: number of seeds, or of rows if the cell is pooled.
+        section: the table in the source.
+        kind: PER_SEED, POOLED or NEVER_REACHED.
+        expected_verdict, rationale: stated before any of our runs.
+        conditions: the settings of the published runs.
     """
 
     studies: tuple[str, ...]
@@ -49,8 +57,8 @@ class Cell:
 
     @property
     def min_std(self) -> float:
-        """What stands for a spread of 0: `FLOOR`; for a step, that of one which an evaluation every d steps rounds.
+        """Standard deviation that replaces 0: `MIN_STD`, or for a step the rounding error of the evaluation interval.
 
-        A step within d is uniform, so that its standard deviation is d / sqrt(12).
+        With an evaluation every d steps, the true step is uniform within d, with standard deviation d / sqrt(12).
         """
         return self.conditions.eval_interval / math.sqrt(12) if self.column.startswith("first_step") else MIN_STD

@@ -1,9 +1,9 @@
-"""Our runs against the numbers that others published: one test a cell, fixed before the first run.
+"""Compare our runs with published numbers: one test per cell, fixed before the first run.
 
-The test of a cell is Welch's of our seeds against the published mean, standard deviation and number of seeds, where a
-spread of 0, on either side, counts as `Cell.floor`. p-values are Holm's over all cells that are tested together.
-"agrees" says that no difference is resolved; the interval says how large a one could have been missed. What cannot be
-tested is in the table all the same, with its reason.
+Each cell is tested with Welch's t test: our seeds against the published mean, standard deviation and number of seeds.
+A standard deviation of 0, on either side, is replaced by `Cell.min_std`. Holm's method covers all cells that are tested
+together. "not distinguishable" means that the test finds no difference; the interval shows how large a missed
+difference could be. Cells that cannot be tested stay in the table, with the reason.
 """
 
 import math
@@ -22,22 +22,26 @@ from analysis.sweep.verdicts import SIGNIFICANCE_LEVEL, format_p_value, format_s
 
 NOT_TESTED = "cannot be tested"
 PLANNED_SEEDS = 10
+# Rounding in a mean of equal numbers would give them a tiny std, and Welch's test a huge t.
 _ZERO_STD_TOLERANCE = 1e-12
 COLUMNS = (
-    "study", "arm", "column", "section", "kind", "published_mean", "published_spread", "published_n", "mean", "spread",
-    "n", "difference", "low", "high", "df", "p", "p_holm", "verdict", "reason", "expected", "as_expected", "why",
-    "notes",
-)  # fmt: skip
+    *("study", "arm", "column", "section", "kind"),
+    *("published_mean", "published_std", "published_n", "mean", "std", "n"),
+    *("difference", "low", "high", "df", "p", "p_holm", "verdict", "reason"),
+    *("expected_verdict", "as_expected", "rationale", "notes"),
+)
 
 
 def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> pd.DataFrame:
-    """One row a published cell whose study is in `frames`, in the order of `cells`; columns: `COLUMNS`.
+    """One row per published cell whose study is in `frames`, in the order of `cells`, with the columns `COLUMNS`.
 
-    mean, spread (standard deviation, ddof 1) and n are ours: over scored runs (completed, or stopped by a rule, which
-    keep their last row), or over logged rows where the cell is pooled. verdict: agrees, differs or cannot be tested;
-    reason: why not. as_expected: whether it is what `expected` said; None where that was open or nothing was tested.
-    notes: runs of the arm that were not counted, were stopped, or never reached the step. A cell that two studies
-    run is tested once, on the first of them that is here.
+    * mean, std (ddof 1) and n are ours, over scored runs (completed, or stopped by a rule, which keep their last row).
+      For a pooled cell they are over logged rows.
+    * verdict: not distinguishable, differs, or cannot be tested; reason: why it cannot be tested.
+    * as_expected: whether the verdict equals expected_verdict; None if that was open or nothing was tested.
+    * notes: runs of the arm that were not counted, were stopped by a rule, or never reached the step.
+
+    A cell that two studies run is tested once, with the first of them that is in `frames`.
     """
     study_names = {study["name"] for study in frames.studies}
     rows = [_make_row(frames, cell, study) for cell in cells for study in _select_study(cell, study_names)]
@@ -48,7 +52,7 @@ def compare_to_published(frames: StudyFrames, cells: Sequence[Cell] = CELLS) -> 
     table["verdict"] = np.where(is_tested, test_verdicts, NOT_TESTED)
     table["as_expected"] = [
         verdict == expected if verdict != NOT_TESTED and expected != NO_EXPECTATION else None
-        for verdict, expected in zip(table["verdict"], table["expected"], strict=True)
+        for verdict, expected in zip(table["verdict"], table["expected_verdict"], strict=True)
     ]
     return table
 
@@ -66,12 +70,27 @@ def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
     reason = _explain_untestable(cell, runs, values)
     estimate = Estimate(sample.mean - cell.mean) if reason else _compute_welch_test(sample, cell)
     return {
-        "study": study, "arm": cell.arm, "column": cell.column, "section": cell.section, "kind": cell.kind,
-        "published_mean": cell.mean, "published_spread": cell.std, "published_n": cell.n,
-        "mean": sample.mean, "spread": sample.std, "n": sample.n,
-        "difference": estimate.value, "low": estimate.low, "high": estimate.high, "df": estimate.df, "p": estimate.p,
-        "reason": reason, "expected": cell.expected_verdict, "why": cell.rationale, "notes": _format_notes(cell, trials),
-    }  # fmt: skip
+        "study": study,
+        "arm": cell.arm,
+        "column": cell.column,
+        "section": cell.section,
+        "kind": cell.kind,
+        "published_mean": cell.mean,
+        "published_std": cell.std,
+        "published_n": cell.n,
+        "mean": sample.mean,
+        "std": sample.std,
+        "n": sample.n,
+        "difference": estimate.value,
+        "low": estimate.low,
+        "high": estimate.high,
+        "df": estimate.df,
+        "p": estimate.p,
+        "reason": reason,
+        "expected_verdict": cell.expected_verdict,
+        "rationale": cell.rationale,
+        "notes": _format_notes(cell, trials),
+    }
 
 
 def _select_values(rows: pd.DataFrame, column: str) -> Floats:
@@ -79,7 +98,7 @@ def _select_values(rows: pd.DataFrame, column: str) -> Floats:
 
 
 def sample_std(values: Floats) -> float:
-    """Standard deviation (ddof 1) of numbers (n,), exactly 0 where they are equal; NaN for fewer than two."""
+    """Standard deviation (ddof 1) of values (n,); exactly 0 if all are equal, NaN for fewer than two."""
     if len(values) < 2:
         return math.nan
     return 0.0 if np.ptp(values) < _ZERO_STD_TOLERANCE else float(values.std(ddof=1))
@@ -91,35 +110,39 @@ def _compute_welch_test(ours: SampleStats, cell: Cell) -> Estimate:
 
 
 def _explain_untestable(cell: Cell, runs: pd.DataFrame, values: Floats) -> str:
-    """Why a cell cannot be tested; empty where it can."""
+    """Why a cell cannot be tested; an empty string if it can."""
     if cell.kind == POOLED:
-        return "pooled over rows: no spread of seeds is published"
+        return "pooled over rows: no standard deviation over seeds is published"
     if not len(runs):
-        return "no run of this arm ended by the protocol"
+        return "no run of this arm was completed or stopped by a rule"
     setting_mismatch = _find_setting_mismatch(cell, runs)
     if setting_mismatch:
         return setting_mismatch
     if cell.column.startswith("first_step"):
-        reached_text = f"{len(values)} of our {len(runs)} runs reach it"
+        reached_text = f"{len(values)} of our {len(runs)} runs"
         if cell.kind == NEVER_REACHED:
-            return f"none of the {cell.n} published seeds reaches it, {reached_text}"
+            return f"none of the {cell.n} published seeds reaches this step; {reached_text} do"
+        # Runs that never reach a step have no number. A mean over the others would be that of the fastest runs.
         if len(values) < len(runs):
-            return f"{reached_text}, all {cell.n} published seeds do: the mean of those that do would be too small"
-    return "" if len(values) > 1 else f"{len(values)} of our runs has a value: two are needed for a spread"
+            return (
+                f"{reached_text} reach this step, and all {cell.n} published seeds do: a mean over only the runs that "
+                "reach it would be too small"
+            )
+    return "" if len(values) > 1 else f"a standard deviation needs two values; our runs have {len(values)}"
 
 
 def _find_setting_mismatch(cell: Cell, runs: pd.DataFrame) -> str:
-    """The first setting in which our runs differ from the published ones."""
+    """The first setting in which our runs differ from the published ones; an empty string if there is none."""
     for name, value in cell.conditions.settings.items():
         our_values = runs[f"config/{name}"].unique().tolist() if f"config/{name}" in runs else []
         if our_values != [value]:
             our_text = ", ".join(map(str, our_values)) or "not recorded"
-            return f"the published runs have {name} {value}, ours: {our_text}"
+            return f"{name} is {value} in the published runs, {our_text} in ours"
     return ""
 
 
 def _format_notes(cell: Cell, trials: pd.DataFrame) -> str:
-    """Runs of the arm that are told apart, with their seeds."""
+    """Seeds of the runs that did not complete, or never reached the step of a first_step column."""
     notes = []
     for status, rows in trials[trials["status"] != "completed"].groupby("status", sort=False):
         counting_text = "counted with the last row" if status in SCORED_STATUSES else "not counted"
@@ -137,7 +160,7 @@ def _format_seeds(rows: pd.DataFrame) -> str:
 
 
 def format_sentence(row: Row) -> str:
-    """The verdict on one cell in words. row: of `reproduction`."""
+    """The verdict on one cell in words. row: a row of `compare_to_published`."""
     name = f"{row['study']} {row['arm']} {row['column']}" + (f" ({row['section']})" if row["kind"] == POOLED else "")
     published_text = (
         f"never (n {row['published_n']})" if row["kind"] == NEVER_REACHED else _format_number(row, "published_")
@@ -153,29 +176,34 @@ def format_sentence(row: Row) -> str:
 
 
 def _format_number(row: Row, prefix: str) -> str:
-    """`0.3345 (SD 0.0043, n 3)`. whose: "published_" or "" for ours."""
+    """A number such as `0.3345 (SD 0.0043, n 3)`. prefix: "published_", or "" for ours."""
     if not row[f"{prefix}n"]:
         return "none"
-    std_text = "" if math.isnan(row[f"{prefix}spread"]) else f"SD {row[f'{prefix}spread']:.3g}, "
+    std_text = "" if math.isnan(row[f"{prefix}std"]) else f"SD {row[f'{prefix}std']:.3g}, "
     return f"{row[f'{prefix}mean']:.4g} ({std_text}{'rows' if row['kind'] == POOLED else 'n'} {row[f'{prefix}n']})"
 
 
 def format_sentences(table: pd.DataFrame) -> list[str]:
-    """One line a cell. table: `reproduction`."""
+    """One line per cell. table: the result of `compare_to_published`."""
     return [format_sentence(row) for row in to_records(table)]
 
 
 def summarize_verdicts(table: pd.DataFrame) -> str:
-    """How the cells turned out, in one line. table: `reproduction`."""
+    """The number of cells by verdict, in one line. table: the result of `compare_to_published`."""
     if table.empty:
-        return "No published number is held for these studies."
+        return "No published numbers are recorded for these studies."
     counts = table["verdict"].value_counts()
-    verdict_counts = [f"{counts[verdict]} {_inflect_verdict(verdict, counts[verdict])}" for verdict in (NOT_DISTINGUISHABLE, DIFFERS, NOT_TESTED)
-             if verdict in counts]  # fmt: skip
+    verdict_counts = [
+        f"{counts[verdict]} {_inflect_verdict(verdict, counts[verdict])}"
+        for verdict in (NOT_DISTINGUISHABLE, DIFFERS, NOT_TESTED)
+        if verdict in counts
+    ]
     unexpected_count = int((table["as_expected"] == False).sum())  # noqa: E712 (None is neither)
     max_seeds = table.loc[table["kind"] == PER_SEED, "n"].max()
     seed_warning = (
-        "" if max_seeds >= PLANNED_SEEDS else f" At most {max_seeds:.0f} of our seeds: {PLANNED_SEEDS} were planned."
+        ""
+        if max_seeds >= PLANNED_SEEDS
+        else f" Our arms have at most {max_seeds:.0f} of {PLANNED_SEEDS} planned seeds."
     )
     return (
         f"{len(table)} published cells: {', '.join(verdict_counts)}; {unexpected_count} not as expected.{seed_warning}"
@@ -183,4 +211,5 @@ def summarize_verdicts(table: pd.DataFrame) -> str:
 
 
 def _inflect_verdict(verdict: str, count: int) -> str:
-    return verdict if count == 1 else {NOT_DISTINGUISHABLE: "agree", DIFFERS: "differ"}.get(verdict, verdict)
+    """The verdict as it follows a count: "1 differs", but "2 differ"; the other verdicts do not change."""
+    return "differ" if verdict == DIFFERS and count != 1 else verdict

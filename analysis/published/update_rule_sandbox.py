@@ -1,9 +1,10 @@
 """The tables of the update-rule sandbox (github.com/deepakvijaykee/rl-experiments, rl_sandbox), each cell once.
 
-Three seeds a row. What stands after "+/-" there is the sample standard deviation, although newer documents of the same
-source call it a standard error: 53.3333 +/- 11.5470 are the steps 40, 60 and 60, whose standard error is 6.667. Ages
-and entropy changes are pooled: their spread is over 15 logged rows of 3 seeds and says nothing of seeds, so that no
-test between seeds can use it. `expected` and `why` were written down before a run of ours was held against a cell.
+Each row has three seeds. The number after "+/-" is the sample standard deviation, although newer documents of the same
+source call it a standard error: 53.3333 +/- 11.5470 come from the steps 40, 60 and 60, whose standard error is 6.667.
+Ages and entropy changes are pooled: their standard deviation is over 15 logged rows of each of 3 seeds. It does not
+measure variation between seeds, so no test between seeds can use it. `expected_verdict` and `rationale` were written
+down before any of our runs was compared with a cell.
 """
 
 from collections.abc import Iterable, Mapping
@@ -19,40 +20,84 @@ from analysis.published.cells import (
 )
 
 SOURCE = "the documents of the update-rule sandbox"
-NUM_SEEDS, NUM_ROWS = 3, 45
+NUM_SEEDS = 3
+NUM_ROWS = 45  # of a pooled cell: 15 logged rows of each seed
 
 _ERROR, _ENTROPY, _UNSCORED_ERROR = "final_test_error", "final_entropy", "final_test_error_unscored"
 _LOW_ENTROPY_STEP, _ZERO_ERROR_STEP = "first_step_entropy_low", "first_step_error_zero"
 _REPLAY_AGE, _ENTROPY_DELTA, _ENTROPY_DROP = "replay_age", "batch_delta_entropy", "entropy_drop_pos_adv"
 
 _SHARED_SETTINGS: Mapping[str, object] = {
-    "method": "DG", "delay": 0, "lr": 1e-3, "inner_epochs": 1, "group_size": 4, "baseline": "expected",
-    "std_normalization": True, "eta": 1.0, "tpo_eta": 1.0, "grpo_beta": 0.04, "iw_cap": 10.0, "clip_low": 0.2,
-    "clip_high": 0.28, "kondo_keep": 0.5, "guard_strength": 0.5, "uncertainty_scale": 1.0,
-    "uncertainty_threshold": 0.5, "distill_alpha": 0.5, "replay_capacity": 0, "replay_priority": "fresh_delight",
-    "replay_age_decay": 0.02, "reward_noise": 0.0, "reward_noise_mode": "none", "vocab_size": 2, "seq_len": 10,
-    "score_len": 5, "binary_reward": False, "d_model": 64, "nhead": 2, "num_layers": 2, "fallback_patience": 10,
-    "batch_size": 96, "trainer.total_training_steps": 300, "trainer.test_freq": 20,
-}  # fmt: skip
-"""What holds unless a study or an arm says otherwise: the source's defaults, and its batches, steps and rhythm."""
+    "method": "DG",
+    "delay": 0,
+    "lr": 1e-3,
+    "inner_epochs": 1,
+    "group_size": 4,
+    "baseline": "expected",
+    "std_normalization": True,
+    "eta": 1.0,
+    "tpo_eta": 1.0,
+    "grpo_beta": 0.04,
+    "iw_cap": 10.0,
+    "clip_low": 0.2,
+    "clip_high": 0.28,
+    "kondo_keep": 0.5,
+    "guard_strength": 0.5,
+    "uncertainty_scale": 1.0,
+    "uncertainty_threshold": 0.5,
+    "distill_alpha": 0.5,
+    "replay_capacity": 0,
+    "replay_priority": "fresh_delight",
+    "replay_age_decay": 0.02,
+    "reward_noise": 0.0,
+    "reward_noise_mode": "none",
+    "vocab_size": 2,
+    "seq_len": 10,
+    "score_len": 5,
+    "binary_reward": False,
+    "d_model": 64,
+    "nhead": 2,
+    "num_layers": 2,
+    "fallback_patience": 10,
+    "batch_size": 96,
+    "trainer.total_training_steps": 300,
+    "trainer.test_freq": 20,
+}
+"""Settings unless a study or an arm changes them: the source's defaults, batch size, steps and evaluation interval."""
 STUDY_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "influence": {"task": "token_reversal"},
     "reward-noise": {
-        "task": "token_reversal", "reward_noise": 0.2, "reward_noise_mode": "false_positive_rare_token",
+        "task": "token_reversal",
+        "reward_noise": 0.2,
+        "reward_noise_mode": "false_positive_rare_token",
     },
     "replay": {"task": "token_reversal", "delay": 4},
     "partial-credit": {"task": "masked_reversal"},
     "dense-correction": {
-        "task": "chain_reversal", "trainer.total_training_steps": 1500, "trainer.test_freq": 50,
+        "task": "chain_reversal",
+        "trainer.total_training_steps": 1500,
+        "trainer.test_freq": 50,
     },
     "grpo-entropy": {"task": "token_reversal"},
-}  # fmt: skip
+}
 _GROUPED_SETTINGS: Mapping[str, object] = {"group_size": 8, "inner_epochs": 4}
 ARM_SETTINGS: Mapping[str, Mapping[str, object]] = {
-    **{name: {"method": name} for name in (
-        "DG", "UncertaintyDG", "FilteredDG", "RewardVarianceDG", "ASPO", "R2VPO", "CE", "SelfDistillDG", "SCOPELite",
-        "DGToken", "DGEntropyGuard",
-    )},
+    **{
+        name: {"method": name}
+        for name in (
+            "DG",
+            "UncertaintyDG",
+            "FilteredDG",
+            "RewardVarianceDG",
+            "ASPO",
+            "R2VPO",
+            "CE",
+            "SelfDistillDG",
+            "SCOPELite",
+            "DGToken",
+            "DGEntropyGuard",
+        )
+    },
     **{name: {"method": name, **_GROUPED_SETTINGS} for name in ("GRPO", "TPO", "TPOToken", "GRPOToken")},
     "TEMPO": {"method": "TEMPO", "group_size": 8},
     "FilteredDG-0.2": {"method": "FilteredDG", "uncertainty_threshold": 0.2},
@@ -62,42 +107,45 @@ ARM_SETTINGS: Mapping[str, Mapping[str, object]] = {
     "ReplayDG-32": {"method": "ReplayDG", "replay_capacity": 32},
     "FreshDG-32": {"method": "FreshDG", "replay_capacity": 32},
     "FreshDG-32-decay0.5": {"method": "FreshDG", "replay_capacity": 32, "replay_age_decay": 0.5},
-}  # fmt: skip
+}
 
 
 def make_conditions(study: str, arm: str) -> Conditions:
-    """Every setting that makes the published runs of an arm what they are."""
+    """All settings of the published runs of an arm."""
     return Conditions({**_SHARED_SETTINGS, **STUDY_SETTINGS[study], **ARM_SETTINGS[arm]})
 
 
 _NUMERICAL_NOISE = (
-    "with one epoch and no delay all ratios are 1, so that ASPO and R2VPO are REINFORCE with the baseline sum pi^2: "
-    "float noise alone moves single seeds of it from 0.37 to 0.51, and three seeds show little of that spread"
+    "with one epoch and no delay, all ratios are 1, so ASPO and R2VPO are REINFORCE with the baseline sum pi^2. "
+    "Floating-point noise alone moves its single seeds between 0.37 and 0.51, and three seeds show little of this range"
 )
 _STOPPED_EARLY = (
-    "all three published seeds stop early, at a step that is not told; a second implementation did not stop, and its "
-    "errors were 0.33 to 0.41 where scored and 0.46 to 0.51 where not"
+    "all three published seeds stop early, at a step that is not given; a second implementation did not stop, and its "
+    "errors were 0.33 to 0.41 at scored positions and 0.46 to 0.51 at the others"
 )
 _RANDOM_COLLAPSE = (
-    "a buffer of 32 batches ends in a constant output, and which token it is, content (error 0.50) or separator "
-    "(error 1.00), is luck; a second implementation had the published order reversed"
+    "with a buffer of 32 batches, the policy collapses to a constant output. Whether it is a content token (error "
+    "0.50) or the separator (error 1.00) is chance; a second implementation had the published order reversed"
 )
 _UNTRAINED = (
-    "the filter keeps no batch, so that this is the spread of first weights: agreement speaks of their distribution, "
-    "not of the rule"
+    "the filter keeps no batch, so the numbers are those of the initial weights: an equal error says something about "
+    "their distribution, not about the rule"
 )
 _SAME_DELAY = (
-    "capacity 5 with delay 4 leaves one batch to draw, so that this is DG with delay 4; the published digits are the "
-    "same because the draw has a generator of its own on CUDA, and ours are because streams have names"
+    "capacity 5 with delay 4 leaves one batch to draw, so this is DG with delay 4. The published digits are the same "
+    "because the draw has its own generator on CUDA; ours are the same because random streams have names"
 )
-_BIMODAL = "two published seeds are near 0 and one near 0.37; next to such a spread nearly anything agrees"
-_UNSCORED_LEAK = "the rule pushes unscored positions up whatever was sampled, separators included"
-_COARSE_EVAL_GRID = "three seeds on a grid of 50 steps, and in a second implementation the order of the rules changed"
-_EQUAL_DG = "rewards in [0, 1] deviate by at most 0.5, so that the filter keeps every batch: this is DG"
-_ROW_LEVEL = "pooled over 45 logged rows: the spread is that of rows, and no test between seeds can use it"
-_AGE_ROWS = f"{_ROW_LEVEL}; the rows are those of steps 4, 24, ..., 284, there and here"
-_EARLY_STEPS = "over early steps, of which no document says how many: ours are over all steps"
-_NO_SEED = "no published seed gets there: a count of seeds, without a mean"
+_BIMODAL = (
+    "two published seeds are near 0 and one is near 0.37; with such a standard deviation, hardly any value can be "
+    "distinguished from it"
+)
+_UNSCORED_LEAK = "at unscored positions the rule reinforces whatever was sampled, including separators"
+_COARSE_EVAL_GRID = "three seeds, evaluated every 50 steps; in a second implementation the order of the rules changed"
+_EQUAL_DG = "the standard deviation of rewards in [0, 1] is at most 0.5, so the filter keeps every batch: this is the same as DG"
+_ROW_LEVEL = "pooled over 45 logged rows: the standard deviation is that of rows, and no test between seeds can use it"
+_AGE_ROWS = f"{_ROW_LEVEL}; the rows are those of the steps 4, 24, ..., 284, in the published runs and in ours"
+_EARLY_STEPS = "over early steps (no document says how many); ours are over all steps"
+_NO_SEED = "no published seed reaches this step: a count of seeds, without a mean"
 
 _ArmResult = tuple[str, float, float]
 
@@ -109,12 +157,26 @@ def _make_cells(
     rows: Iterable[_ArmResult],
     expectations: Mapping[str, tuple[str, str]],
 ) -> tuple[Cell, ...]:
-    """Cells of one column of a table. notes: of an arm, what is expected and why."""
-    return tuple(
-        Cell(studies, arm, column, mean, spread, NUM_SEEDS, section, expected_verdict=expectations.get(arm, (NOT_DISTINGUISHABLE, ""))[0],
-             rationale=expectations.get(arm, (NOT_DISTINGUISHABLE, ""))[1], conditions=make_conditions(studies[0], arm))
-        for arm, mean, spread in rows
-    )  # fmt: skip
+    """Cells of one column of a table. expectations: by arm, the expected verdict and its rationale."""
+    cells = []
+    for arm, mean, std in rows:
+        expected_verdict, rationale = expectations.get(arm, (NOT_DISTINGUISHABLE, ""))
+        conditions = make_conditions(studies[0], arm)
+        cells.append(
+            Cell(
+                studies,
+                arm,
+                column,
+                mean,
+                std,
+                NUM_SEEDS,
+                section,
+                expected_verdict=expected_verdict,
+                rationale=rationale,
+                conditions=conditions,
+            )
+        )
+    return tuple(cells)
 
 
 def _make_pooled_cells(
@@ -126,7 +188,7 @@ def _make_pooled_cells(
             arm,
             column,
             mean,
-            spread,
+            std,
             NUM_ROWS,
             section,
             POOLED,
@@ -134,7 +196,7 @@ def _make_pooled_cells(
             rationale,
             make_conditions(study, arm),
         )
-        for arm, mean, spread in rows
+        for arm, mean, std in rows
     )
 
 
@@ -190,18 +252,28 @@ DENSE_CORRECTION = (
             dict.fromkeys(("CE", "SelfDistillDG", "SCOPELite"), (NO_EXPECTATION, _COARSE_EVAL_GRID))),
 )  # fmt: skip
 
+_REPLAY_EXPECTATIONS = {
+    "ReplayDG-5": (NOT_DISTINGUISHABLE, _SAME_DELAY),
+    "ReplayDG-32": (DIFFERS, _RANDOM_COLLAPSE),
+    "FreshDG-32": (NO_EXPECTATION, _RANDOM_COLLAPSE),
+    "FreshDG-32-decay0.5": (DIFFERS, _RANDOM_COLLAPSE),
+}
 REPLAY = (
     *_make_cells(("replay",), "replay", _ERROR, (
         ("DG", 0.5032, 0.0080), ("ReplayDG-5", 0.5032, 0.0080), ("FreshDG-5", 0.4902, 0.0049),
         ("ReplayDG-32", 0.9997, 0.0006), ("FreshDG-32", 0.5946, 0.1391), ("FreshDG-32-decay0.5", 0.5048, 0.0082),
-    ), {"ReplayDG-5": (NOT_DISTINGUISHABLE, _SAME_DELAY),
-        "ReplayDG-32": (DIFFERS, _RANDOM_COLLAPSE), "FreshDG-32": (NO_EXPECTATION, _RANDOM_COLLAPSE), "FreshDG-32-decay0.5": (DIFFERS, _RANDOM_COLLAPSE)}),
+    ), _REPLAY_EXPECTATIONS),
     *_make_pooled_cells("replay", "replay", _REPLAY_AGE, (
         ("ReplayDG-5", 4.0, 0.0), ("FreshDG-5", 4.0, 0.0), ("ReplayDG-32", 18.0667, 9.5237),
         ("FreshDG-32", 16.4667, 7.9418), ("FreshDG-32-decay0.5", 7.4444, 5.5496),
     ), _AGE_ROWS),
 )  # fmt: skip
 
+_UNSCORED_EXPECTATIONS = {
+    "TEMPO": (NO_EXPECTATION, _STOPPED_EARLY),
+    "DGToken": (NOT_DISTINGUISHABLE, _UNSCORED_LEAK),
+    "GRPOToken": (NO_EXPECTATION, _BIMODAL),
+}
 PARTIAL_CREDIT = (
     *_make_cells(("partial-credit",), "partial credit", _ERROR, (
         ("CE", 0.2738, 0.0612), ("DG", 0.3260, 0.0132), ("DGToken", 0.2851, 0.0234), ("TEMPO", 0.4975, 0.0098),
@@ -210,7 +282,7 @@ PARTIAL_CREDIT = (
     *_make_cells(("partial-credit",), "partial credit", _UNSCORED_ERROR, (
         ("CE", 0.2793, 0.0087), ("DG", 0.4711, 0.0149), ("DGToken", 0.6286, 0.0392), ("TEMPO", 0.5018, 0.0049),
         ("TPOToken", 0.4910, 0.0133), ("GRPOToken", 0.4525, 0.0560),
-    ), {"TEMPO": (NO_EXPECTATION, _STOPPED_EARLY), "DGToken": (NOT_DISTINGUISHABLE, _UNSCORED_LEAK), "GRPOToken": (NO_EXPECTATION, _BIMODAL)}),
+    ), _UNSCORED_EXPECTATIONS),
 )  # fmt: skip
 
 GRPO_ENTROPY = (
@@ -240,6 +312,11 @@ GRPO_ENTROPY = (
 )  # fmt: skip
 
 CELLS: tuple[Cell, ...] = (
-    *CLEAN_REVERSAL, *REWARD_NOISE, *DENSE_CORRECTION, *REPLAY, *PARTIAL_CREDIT, *GRPO_ENTROPY,
-)  # fmt: skip
-"""Every cell of the six tables, once, in their order."""
+    *CLEAN_REVERSAL,
+    *REWARD_NOISE,
+    *DENSE_CORRECTION,
+    *REPLAY,
+    *PARTIAL_CREDIT,
+    *GRPO_ENTROPY,
+)
+"""Every cell of the six tables once, in the order of the tables."""

@@ -1,1 +1,1 @@
-"""update rules: tables, declared contrasts, figures, page."""
+"""report of update-rule studies: tables, declared contrasts, figures, page."""

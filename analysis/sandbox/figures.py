@@ -1,4 +1,4 @@
-"""Every figure in the report of a study of the update-rule sandbox, each declared once."""
+"""The figures in the report of an update-rule study, each declared once."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ from analysis.sweep.plots import draw_curves
 
 @dataclass(frozen=True)
 class UpdateRuleView:
-    """A study of update rules, and what several of its figures draw from."""
+    """A study of update rules, with the tables that several of its figures need."""
 
     frames: StudyFrames
 
@@ -29,7 +29,7 @@ class UpdateRuleView:
 
     @cached_property
     def curves(self) -> dict[Panel, tuple[pd.DataFrame, pd.DataFrame]]:
-        """`series.curves` and `tables.means` of the column of each panel of the study."""
+        """For each panel of the study, the curves of single runs and the mean curves of its column."""
         return {
             panel: (
                 series.make_curves(self.frames, panel.column),
@@ -40,7 +40,7 @@ class UpdateRuleView:
 
 
 def make_gallery(frames: StudyFrames) -> Gallery[UpdateRuleView]:
-    """The figures of a study: the mean curves of its columns together, every run of each column, its contrasts."""
+    """The figures of a study: one with the mean curves, one per column with every run, and one of the contrasts."""
     view = UpdateRuleView(frames)
     if not view.curves:
         return Gallery((), view)
@@ -48,7 +48,7 @@ def make_gallery(frames: StudyFrames) -> Gallery[UpdateRuleView]:
 
 
 def _make_runs_figure(panel: Panel) -> ReportFigure[UpdateRuleView]:
-    """A panel for each arm with its runs' curves of one column."""
+    """A figure of one column, with a panel per arm that shows the arm's runs."""
 
     def draw(curve_tables: tuple[pd.DataFrame, pd.DataFrame], view: UpdateRuleView) -> Figure:
         runs, means = curve_tables
@@ -57,8 +57,8 @@ def _make_runs_figure(panel: Panel) -> ReportFigure[UpdateRuleView]:
     return ReportFigure(
         f"runs_{panel.column}",
         "every-run",
-        f"{panel.column}: thin lines are single runs, a thick one over them their mean; other arms are grey. A cross: "
-        "a rule stopped the run; a ring: it ended otherwise.",
+        f"{panel.column}: thin lines are single runs, the thick line is their mean; other arms are grey. A cross marks "
+        "a run that a rule stopped, a ring a run that did not complete for another reason.",
         lambda view: view.curves[panel],
         draw,
     )
@@ -72,18 +72,18 @@ def _make_contrast_tables(view: UpdateRuleView) -> tuple[pd.DataFrame, pd.DataFr
 MEAN_CURVES_FIGURE: ReportFigure[UpdateRuleView] = ReportFigure(
     "curves",
     "curves",
-    "Thick: the mean over an arm's runs; band: plus and minus one standard error of that mean (not a deviation of "
-    "runs); thin: single runs. A run that a rule stopped keeps its last value in the mean, and a cross marks its end. "
-    "Runs that failed or were interrupted are drawn thin and are in no mean. Step 0 is before the first update. "
-    "Dashed: the error of random content tokens.",
+    "Thick: the mean over an arm's runs; band: plus and minus one standard error of that mean (not the standard "
+    "deviation of runs); thin: single runs. A run that a rule stopped keeps its last value in the mean, and a cross "
+    "marks its end. Runs that failed or were interrupted are drawn thin and excluded from the mean. Step 0 is before "
+    "the first update. Dashed: the error of random content tokens.",
     lambda view: [(panel, runs, means) for panel, (runs, means) in view.curves.items()],
-    lambda drawn, view: plots.draw_mean_curves(drawn, view.colors, compute_chance_error(view.frames)),
+    lambda panel_curves, view: plots.draw_mean_curves(panel_curves, view.colors, compute_chance_error(view.frames)),
 )
 CONTRASTS_FIGURE: ReportFigure[UpdateRuleView] = ReportFigure(
     "contrasts",
     "contrasts",
-    "Point: mean over the pairs, with its interval over seeds where there are three. Rings below it: single pairs, "
-    "means over their seeds. Left of the dashed line the first arm is lower.",
+    "Point: mean over the pairs, with an interval over seeds if there are three or more. Rings below it: single pairs, "
+    "each a mean over its seeds. Left of the dashed line, the first arm is lower.",
     _make_contrast_tables,
     lambda table, view: plots.draw_contrasts(*table),
 )

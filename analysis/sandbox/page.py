@@ -1,4 +1,4 @@
-"""The report of a study of the update-rule sandbox: what its template shows, and the tables beside it."""
+"""Report of an update-rule study: the context of its template, and the tables that are written with it."""
 
 from collections.abc import Iterable
 
@@ -23,15 +23,15 @@ from analysis.sweep.verdicts import (
 )
 from trainable.sandbox.measure.records import TRIAL_COLUMNS
 
-CHANCE_TOLERANCE = 0.02
-COLLAPSE_THRESHOLD = 0.5
+CHANCE_TOLERANCE = 0.02  # a mean error this close to chance is noted too
+COLLAPSE_THRESHOLD = 0.5  # fraction of separators above which a run counts as collapsed
 _MEANINGS = {column.name: f"{column.meaning} ({column.unit})" for column in TRIAL_COLUMNS}
 _TOKEN_TASKS = {"token_reversal", "masked_reversal"}
 
 
 def make_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
-    """Tables to write beside the report, by name: what the page shows, and the curves behind its figures."""
-    yield "arm_numbers", tables.compute_arm_statistics(frames)
+    """Tables to write with the report, by name: those that the page shows, and the curves of its figures."""
+    yield "arm_statistics", tables.compute_arm_statistics(frames)
     yield "differences", tables.compute_differences(frames)
     if contrasts.read_contrasts(frames.studies[0]):
         yield "contrasts", contrasts.compute_contrasts(frames)
@@ -44,7 +44,7 @@ def make_tables(frames: StudyFrames) -> Iterable[tuple[str, pd.DataFrame]]:
 
 
 def make_context(frames: StudyFrames) -> Row:
-    """Everything that the template shows beside figures, by name; all numbers come from the tables."""
+    """Everything that the template shows except figures, by name; all numbers come from the tables."""
     differences, published = tables.compute_differences(frames), make_published_context(frames)
     return {
         **published,
@@ -67,25 +67,25 @@ def make_context(frames: StudyFrames) -> Row:
 
 
 def make_published_context(frames: StudyFrames) -> Row:
-    """Published cells of the studies in `frames` beside ours, those that are only listed, and what was expected."""
+    """Published numbers of the studies in `frames` and ours: tested cells, pooled cells, and the expectations."""
     cells = compare_to_published(frames)
     return {
         "cells": to_records(cells[cells["kind"] != POOLED]),
         "pooled": to_records(cells[cells["kind"] == POOLED]),
-        "reasons": _group_rationales(to_records(cells)),
-        "tally": summarize_verdicts(cells),
+        "rationales": _group_rationales(to_records(cells)),
+        "verdict_summary": summarize_verdicts(cells),
         "source": SOURCE,
     }
 
 
 def make_contrast_context(frames: StudyFrames) -> Row:
-    """The declared contrasts: how many, what is said of them, and by column their rows and those of their pairs."""
+    """The declared contrasts: their number, sentences, and by column the rows of contrasts and of pairs."""
     table, pair_table = contrasts.compute_contrasts(frames), contrasts.compute_pair_differences(frames)
     column_sections = [
         {
             "column": column,
             "meaning": _MEANINGS[column],
-            "why": contrasts.CONTRASTED_COLUMNS[column],
+            "reason": contrasts.CONTRASTED_COLUMNS[column],
             "rows": to_records(table[table["column"] == column]),
             "pairs": to_records(pair_table[pair_table["column"] == column]),
         }
@@ -95,7 +95,7 @@ def make_contrast_context(frames: StudyFrames) -> Row:
         ["first", "second"]
     )
     return {
-        "declared": len(contrasts.read_contrasts(frames.studies[0])),
+        "contrast_count": len(contrasts.read_contrasts(frames.studies[0])),
         "contrasts": column_sections,
         "contrast_lines": contrasts.format_sentences(table),
         "unequal_pairs": to_records(
@@ -105,7 +105,7 @@ def make_contrast_context(frames: StudyFrames) -> Row:
 
 
 def make_index_entry(frames: StudyFrames) -> Row:
-    """What an index says of a study: headline, and test error of each arm with what became of its difference."""
+    """Entry of a study in an index: headline, and each arm's test error with the verdict on its difference."""
     differences = tables.compute_differences(frames)
     arm_statistics = tables.compute_arm_statistics(frames)
     error_differences = {
@@ -124,7 +124,7 @@ def make_index_entry(frames: StudyFrames) -> Row:
 
 
 def _format_difference(row: Row | None) -> str:
-    """The difference of an arm to the baseline in words; a dash for the baseline itself, and for what is not tested."""
+    """An arm's difference from the baseline in words; a dash for the baseline itself, and if it was not tested."""
     if row is None or np.isnan(row["p_holm"]):
         return "–"
     verdict = (
@@ -140,7 +140,7 @@ def _format_difference(row: Row | None) -> str:
 
 
 def _group_by_column(rows: list[Row], differences: pd.DataFrame) -> list[Row]:
-    """The numbers of all arms by column, each with its difference to the baseline, or none."""
+    """The numbers of all arms by column, each with its difference from the baseline, or None for the baseline."""
     difference_by_arm = {(row["arm"], row["column"]): row for row in to_records(differences)}
     columns = list(dict.fromkeys(row["column"] for row in rows))
     return [
@@ -148,7 +148,9 @@ def _group_by_column(rows: list[Row], differences: pd.DataFrame) -> list[Row]:
             "column": name,
             "meaning": _MEANINGS[name],
             "rows": [
-                {**row, "against": difference_by_arm.get((row["arm"], name))} for row in rows if row["column"] == name
+                {**row, "comparison": difference_by_arm.get((row["arm"], name))}
+                for row in rows
+                if row["column"] == name
             ],
         }
         for name in columns
@@ -156,19 +158,25 @@ def _group_by_column(rows: list[Row], differences: pd.DataFrame) -> list[Row]:
 
 
 def _group_rationales(cells: list[Row]) -> list[Row]:
-    """Why cells were expected to differ, or left open: each reason of a study once, with its arms."""
+    """The rationales of expected verdicts: each one of a study once, with its arms."""
     arms_by_rationale: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
-        if cell["why"]:
-            arms_by_rationale.setdefault((cell["study"], cell["expected"], cell["why"]), []).append(cell["arm"])
+        if cell["rationale"]:
+            key = (cell["study"], cell["expected_verdict"], cell["rationale"])
+            arms_by_rationale.setdefault(key, []).append(cell["arm"])
     return [
-        {"study": study, "expected": expected, "why": why, "arms": ", ".join(dict.fromkeys(named))}
-        for (study, expected, why), named in arms_by_rationale.items()
+        {
+            "study": study,
+            "expected_verdict": expected_verdict,
+            "rationale": rationale,
+            "arms": ", ".join(dict.fromkeys(arm_names)),
+        }
+        for (study, expected_verdict, rationale), arm_names in arms_by_rationale.items()
     ]
 
 
 def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
-    """The arms by how their test error at the end compares with the baseline's, in one line."""
+    """One line that groups the arms by how their final test error compares with the baseline's."""
     if frames.trials.empty:
         return "No run is recorded."
     error_rows = differences[differences["column"] == "final_test_error"]
@@ -181,17 +189,17 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
     sentences += [f"Compared with it: {basis_text}."] if basis_text else []
     is_resolved = error_rows["p_holm"] < SIGNIFICANCE_LEVEL
     for group_label, rows in (
-        ("Lower test error than it at the end", error_rows[is_resolved & (error_rows["difference"] < 0)]),
+        ("Lower final test error", error_rows[is_resolved & (error_rows["difference"] < 0)]),
         ("Higher", error_rows[is_resolved & (error_rows["difference"] > 0)]),
         ("No difference resolved", error_rows[~is_resolved & error_rows["p"].notna()]),
-        ("Without a comparison", error_rows[error_rows["p"].isna()]),
+        ("Not compared", error_rows[error_rows["p"].isna()]),
     ):
         sentences += [f"{group_label}: {', '.join(rows['arm'])}."] if len(rows) else []
     return " ".join(sentences)
 
 
 def compute_chance_error(frames: StudyFrames) -> float | None:
-    """Test error of content tokens drawn at random, 1 - 1/V, where the tasks count single tokens; else None."""
+    """Test error of random content tokens, 1 - 1/V; None unless every task of the study scores single tokens."""
     columns = ("config/task", "config/vocab_size", "config/binary_reward")
     if frames.trials.empty or any(name not in frames.trials for name in columns):
         return None
@@ -202,36 +210,40 @@ def compute_chance_error(frames: StudyFrames) -> float | None:
 
 
 def make_notes(frames: StudyFrames) -> list[str]:
-    """What a reader must know before the numbers: seeds, stops, collapse, chance, arms that coincide."""
+    """Warnings for a reader of the numbers: few seeds, stops, collapse, errors at chance, equal arms."""
     lines = [*_make_seed_notes(frames), *_make_ending_notes(frames)]
     for arm in list_arms(frames):
         runs = select_runs(frames, arm, scored_only=True)
         lines += [*_make_collapse_notes(arm, runs), *_make_chance_notes(arm, runs, compute_chance_error(frames))]
         kept_fractions = frames.steps.loc[frames.steps["run_id"].isin(runs["run_id"]), "kept_frac"].dropna()
         if len(kept_fractions) and (kept_fractions == 0).all():
-            lines.append(f"{arm}: its filter kept nothing of any logged batch, so that its weights may be the first.")
-    lines += [f"{a} and {b} end with equal numbers in every seed: here they are one algorithm."
-              for a, b in tables.find_equal_arms(frames)]  # fmt: skip
+            lines.append(
+                f"{arm}: its filter kept nothing of any logged batch, so it may still have its initial weights."
+            )
+    lines += [
+        f"{a} and {b} end with equal numbers in every seed: here they are the same algorithm."
+        for a, b in tables.find_equal_arms(frames)
+    ]
     return lines
 
 
 def _make_seed_notes(frames: StudyFrames) -> list[str]:
     seed_count = frames.trials.loc[frames.trials["status"].isin(SCORED_STATUSES), "seed"].nunique()
     if seed_count == 0:
-        return ["No run ended by the protocol, so nothing is compared."]
+        return ["No run was completed or stopped by a rule, so nothing is compared."]
     if seed_count < MIN_SEEDS:
         missing_text = "no standard error and no interval" if seed_count == 1 else "intervals need three"
         return [
             f"{seed_count} seed{'s' if seed_count > 1 else ''}: {missing_text}; another seed may turn out differently."
         ]
-    seed_advice = " Five are the usual least for a claim, ten are better." if seed_count < 5 else ""
+    seed_advice = " For a claim, five are the usual minimum, and ten are better." if seed_count < 5 else ""
     return [
         f"{seed_count} seeds: intervals are Student's t over seeds; a band in a figure is a standard error.{seed_advice}"
     ]
 
 
 def _make_ending_notes(frames: StudyFrames) -> list[str]:
-    """Runs that a rule stopped, and runs that did not end by the protocol."""
+    """Runs that a rule stopped, and runs that failed, were interrupted or never ran."""
     lines = []
     for arm in list_arms(frames):
         stop_text, unfinished_text = (
@@ -249,8 +261,8 @@ def _make_collapse_notes(arm: str, runs: pd.DataFrame) -> list[str]:
         return []
     seeds = ", ".join(map(str, collapsed_runs["seed"]))
     return [
-        f"{arm}: in {len(collapsed_runs)} of {len(runs)} runs (seed {seeds}) more than half of the greedily decoded tokens "
-        "are separators, which are never right: the error there is that of a collapse onto one token."
+        f"{arm}: in {len(collapsed_runs)} of {len(runs)} runs (seed {seeds}) more than half of the greedily decoded "
+        "tokens are separators, which are never correct: the error of these runs is that of a collapse onto one token."
     ]
 
 
@@ -259,13 +271,13 @@ def _make_chance_notes(arm: str, runs: pd.DataFrame, chance_error: float | None)
     if chance_error is None or not mean_error >= chance_error - CHANCE_TOLERANCE:
         return []
     return [
-        f"{arm}: a test error of {mean_error:.3f} is at or above that of random content tokens ({chance_error:.2f}): no more is "
-        "learned, in the mean, than to leave separators out."
+        f"{arm}: a test error of {mean_error:.3f} is at or above that of random content tokens ({chance_error:.2f}): "
+        "on average, the policy has learned at most to avoid separators."
     ]
 
 
 def _sum_trial_seconds(frames: StudyFrames) -> float:
-    """Run time of all trials, each counted once: the longest of the runs that it carried."""
+    """Run time of all trials. The runs of a trial share its time, so each trial counts as its longest run."""
     if frames.steps.empty:
         return float("nan")
     run_seconds = frames.steps.groupby("run_id")["seconds_total"].max()

@@ -1,4 +1,4 @@
-"""Figures of the update-rule sandbox: each draws one table of `sandbox_tables` or `series` and computes nothing."""
+"""Draw the figures of update-rule studies; their numbers come from analysis.sandbox and analysis.sweep.series."""
 
 from collections.abc import Mapping, Sequence
 from textwrap import fill
@@ -14,11 +14,11 @@ from analysis.sandbox.tables import Panel
 from analysis.sweep.plots import STOPPED_COLOR, STYLE, TEXT_COLOR, make_arm_colors
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#222222", "#8c6d31", "#7b61c4")
-"""Arms are rules, without an order: hues that are told apart without colour vision; the red of stops is left out."""
+"""Rules have no order, so these are distinct hues, safe for colour-blind readers; red is reserved for stopped runs."""
 
 
 def make_rule_colors(arms: Sequence[str]) -> dict[str, str]:
-    """A colour for each arm: hues where there are enough, else along the map of `plots.arm_colors`."""
+    """A colour for each arm: from `COLORS` if there are enough, otherwise from `make_arm_colors`."""
     return dict(zip(arms, COLORS, strict=False)) if len(arms) <= len(COLORS) else make_arm_colors(arms)
 
 
@@ -27,10 +27,14 @@ def draw_mean_curves(
     colors: Mapping[str, str],
     chance_error: float | None,
 ) -> Figure:
-    """A panel a column: each arm's mean with a band of its standard error, its runs as thin lines.
+    """One panel per column: each arm's mean with a band of its standard error, and its runs as thin lines.
 
-    drawn: the panel, `series.curves` and `sandbox_tables.means` of its column. chance: test error of a random content
-    token, a dashed line in panels of a test error; None: none.
+    Args:
+        panel_curves: for each panel, the panel with the results of `series.make_curves` and
+            `tables.compute_mean_curves` for its column.
+        colors: by arm.
+        chance_error: test error of random content tokens, drawn as a dashed line in panels of a test error; None: no
+            line.
     """
     with mpl.rc_context(dict(STYLE)):
         figure = Figure(figsize=(8.8 if len(panel_curves) > 1 else 6.6, 4.2), layout="constrained")
@@ -62,6 +66,7 @@ def _draw_curves(axes: Any, runs: pd.DataFrame, means: pd.DataFrame, colors: Map
     run_counts = runs.groupby("arm")["run_id"].nunique()
     for arm, color in colors.items():
         for _, run in runs[runs["arm"] == arm].groupby("run_id", sort=False):
+            # The only run of an arm has no mean curve over it, so it is drawn like one.
             line_style = {"linewidth": 0.6, "alpha": 0.4} if run_counts[arm] > 1 else {"linewidth": 1.8}
             axes.plot(run["step"], run["value"], color=color, zorder=2, **line_style)
             if run["status"].iloc[-1] == "early_stopped":
@@ -77,7 +82,8 @@ def _draw_curves(axes: Any, runs: pd.DataFrame, means: pd.DataFrame, colors: Map
                 )
         mean_curve = means[(means["arm"] == arm) & (means["runs"] > 1)]
         if len(mean_curve):
-            low, high = mean_curve["value"] - mean_curve["error"], mean_curve["value"] + mean_curve["error"]
+            low = mean_curve["value"] - mean_curve["standard_error"]
+            high = mean_curve["value"] + mean_curve["standard_error"]
             axes.fill_between(
                 mean_curve["step"].astype(float), low, high, color=color, alpha=0.22, linewidth=0, zorder=3
             )
@@ -85,9 +91,9 @@ def _draw_curves(axes: Any, runs: pd.DataFrame, means: pd.DataFrame, colors: Map
 
 
 def draw_contrasts(table: pd.DataFrame, pair_table: pd.DataFrame) -> Figure:
-    """A panel a column, a line a contrast: its difference with its interval, below it its pairs as rings, 0 dashed.
+    """One panel per column, one row per contrast: its difference with the interval, and below it its pairs as rings.
 
-    table: `contrasts.contrasts`. singles: `contrasts.pairs`.
+    A dashed line marks 0. table: the result of `compute_contrasts`. pair_table: of `compute_pair_differences`.
     """
     columns = list(dict.fromkeys(table["column"]))
     names = list(dict.fromkeys(table["contrast"]))
@@ -98,6 +104,7 @@ def draw_contrasts(table: pd.DataFrame, pair_table: pd.DataFrame) -> Figure:
         for axes, column in zip(axes_row, columns, strict=True):
             axes.axvline(0, color="#888888", linestyle=(0, (4, 3)), linewidth=1, zorder=0)
             pair_rows = pair_table[pair_table["column"] == column]
+            # 0.24 of a row below the contrast itself.
             axes.scatter(
                 pair_rows["difference"],
                 pair_rows["contrast"].map(heights) - 0.24,

@@ -1,7 +1,7 @@
-"""The tables of a study of the update-rule sandbox: numbers of arms, differences to the baseline, mean curves.
+"""Tables of an update-rule study: statistics of arms, differences from the baseline, mean curves.
 
 Every number of an arm is over its scored runs: completed, or stopped by a rule, which keep their last row. The standard
-error is the standard deviation (ddof 1) over the root of n, and both are shown under their names.
+error is the standard deviation (ddof 1) divided by the root of n; tables have both, under their names.
 """
 
 import math
@@ -32,44 +32,45 @@ COMPARED_COLUMNS = (*(name for name in FINAL_COLUMNS if name != SEPARATOR_COLUMN
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel of the learning curves: a step column, and how its axis is called."""
+    """One panel of the learning curves: a step column, and the label of its axis."""
 
     column: str
     label: str
 
 
-ERROR_PANEL = Panel("test_error", "test error (share)")
+ERROR_PANEL = Panel("test_error", "test error (fraction)")
 ENTROPY_PANEL = Panel("entropy", "entropy (nats)")
 STUDY_PANELS: Mapping[str, tuple[Panel, ...]] = {
     "replay": (ERROR_PANEL, Panel("replay_age", "age of the batch (updates)")),
     "partial-credit": (
-        Panel("test_error", "test error, scored (share)"),
-        Panel("test_error_unscored", "test error, not scored (share)"),
+        Panel("test_error", "test error, scored (fraction)"),
+        Panel("test_error_unscored", "test error, not scored (fraction)"),
     ),
     "dense-correction": (ERROR_PANEL, Panel("chain_reward", "chain reward (reward)")),
 }
-"""Which columns the figure of a study draws; of another study those of `STANDARD`."""
+"""Columns that the figure of a study draws; other studies have `DEFAULT_PANELS`."""
 DEFAULT_PANELS = (ERROR_PANEL, ENTROPY_PANEL)
 
 
 def select_panels(frames: StudyFrames) -> tuple[Panel, ...]:
-    """The panels of the study that some run has a value for."""
+    """The panels of the study for which at least one run has a value."""
     study_panels = STUDY_PANELS.get(require_single_study(frames).studies[0]["name"], DEFAULT_PANELS)
     return tuple(panel for panel in study_panels if frames.steps[panel.column].notna().any())
 
 
 def compute_arm_statistics(frames: StudyFrames) -> pd.DataFrame:
-    """One row an arm and measured trial column, in their order: the number over the arm's scored runs.
+    """One row per measured trial column and arm, in their order: statistics over the arm's scored runs.
 
-    Columns: arm, column, mean, standard_error, standard_deviation, n, scored, without: the seeds of scored runs that
-    have no value, such as those that never reach a step. One value has neither error nor deviation.
+    Columns: arm, column, mean, standard_error, standard_deviation, n, scored_runs, and missing_seeds: the seeds of
+    scored runs without a value, such as those that never reach a step. A single value has neither a standard error nor
+    a standard deviation.
     """
     measured_columns = [
         name for name in (*FINAL_COLUMNS, *FIRST_STEP_COLUMNS, *MEAN_COLUMNS) if frames.trials[name].notna().any()
     ]
     scored_runs = {arm: select_runs(frames, arm, scored_only=True) for arm in list_arms(frames)}
     rows = [_make_statistics_row(runs, arm, name) for name in measured_columns for arm, runs in scored_runs.items()]
-    columns = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored", "without"]
+    columns = ["arm", "column", "mean", "standard_error", "standard_deviation", "n", "scored_runs", "missing_seeds"]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -84,18 +85,18 @@ def _make_statistics_row(runs: pd.DataFrame, arm: str, column: str) -> Row:
         "standard_error": std / math.sqrt(len(values)) if len(values) else math.nan,
         "standard_deviation": std,
         "n": len(values),
-        "scored": len(runs),
-        "without": missing_seeds,
+        "scored_runs": len(runs),
+        "missing_seeds": missing_seeds,
     }
 
 
 def compute_differences(frames: StudyFrames) -> pd.DataFrame:
-    """One row a column of `COMPARED` and arm other than the baseline: arm minus baseline, with interval and Holm's p.
+    """One row per column of `COMPARED_COLUMNS` and arm other than the baseline: arm minus baseline, with its interval.
 
-    Paired by seed where `SEEDS_FOR_SEEDS` seeds have both, else Welch's where both arms have that many runs, else
-    without an interval; `basis` says which. p_holm is Holm's over the arms of one column: the test error is the
-    outcome, and the other columns describe it. First steps are not compared, as runs that never reach one have no
-    number.
+    The difference is paired by seed if at least `MIN_SEEDS` seeds have both. Otherwise Welch's test is used if both
+    arms have that many runs, and if not, there is no interval; `basis` says which of them applies. p_holm is corrected
+    with Holm's method over the arms of one column: the test error is the outcome, and the other columns describe it.
+    First steps are not compared, because runs that never reach one have no number.
     """
     baseline = str(require_single_study(frames).studies[0].get("baseline", ""))
     measured_columns = [name for name in COMPARED_COLUMNS if frames.trials[name].notna().any()]
@@ -112,12 +113,14 @@ def compute_differences(frames: StudyFrames) -> pd.DataFrame:
         for arm in other_arms
     ]
     table = pd.DataFrame(rows, columns=["arm", "column", "baseline", "difference", "low", "high", "n", "p", "basis"])
-    adjusted_p_values = [holm_adjust(own["p"].to_numpy(dtype=float)) for _, own in table.groupby("column", sort=False)]
+    adjusted_p_values = [
+        holm_adjust(column_rows["p"].to_numpy(dtype=float)) for _, column_rows in table.groupby("column", sort=False)
+    ]
     return table.assign(p_holm=np.concatenate(adjusted_p_values) if adjusted_p_values else np.empty(0))
 
 
 def _compute_difference(arm_values: "pd.Series[float]", baseline_values: "pd.Series[float]") -> Row:
-    """Numbers of an arm and of the baseline by seed: their difference, with its interval and what that is over."""
+    """Difference between an arm and the baseline, whose values are indexed by seed, with its interval and basis."""
     arm_values, baseline_values = arm_values.dropna(), baseline_values.dropna()
     seeds = [seed for seed in arm_values.index if seed in baseline_values.index]
     paired_differences = arm_values.loc[seeds] - baseline_values.loc[seeds]
@@ -130,6 +133,7 @@ def _compute_difference(arm_values: "pd.Series[float]", baseline_values: "pd.Ser
             f"not paired, {len(arm_values)} against {len(baseline_values)} runs",
         )
     elif len(seeds):
+        # Still paired, although there are too few seeds for an interval.
         estimate = Estimate(float(paired_differences.mean()))
     estimate_columns = {
         "difference": estimate.value,
@@ -147,10 +151,10 @@ def _make_sample(values: ArrayLike) -> SampleStats:
 
 
 def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
-    """Mean curve of each arm with its standard error: arm, step, value, error (NaN for one run), runs.
+    """Mean curve of each arm with its standard error: arm, step, value, standard_error (NaN for one run), runs.
 
-    Over scored runs, at the steps at which all of them have a value; a run that a rule stopped keeps its last one to
-    the end, as it is scored.
+    The mean is over scored runs, at the steps at which all of them have a value. A run that a rule stopped keeps its
+    last value to the end, because that is the value it is scored with.
     """
     table = make_curves(frames, column)
     arm_dtype = pd.CategoricalDtype(list_arms(frames))
@@ -161,12 +165,14 @@ def compute_mean_curves(frames: StudyFrames, column: str) -> pd.DataFrame:
         value_table.loc[arm, seed] = value_table.loc[arm, seed].ffill().to_numpy()
     run_counts = value_table.notna().groupby(level="arm", observed=True).transform("any").sum(axis=1)
     standard_error = value_table.std(axis=1, ddof=1) / np.sqrt(run_counts)
-    mean_curves = pd.DataFrame({"value": value_table.mean(axis=1), "error": standard_error, "runs": run_counts})
+    mean_curves = pd.DataFrame(
+        {"value": value_table.mean(axis=1), "standard_error": standard_error, "runs": run_counts}
+    )
     return mean_curves[value_table.count(axis=1) == run_counts].reset_index().astype({"arm": table["arm"].dtype})
 
 
 def count_statuses(frames: StudyFrames) -> list[Row]:
-    """One row an arm: how many of its runs ended how, and its last steps."""
+    """One row per arm: its number of runs by status, and the last steps of its runs."""
     rows = []
     for arm in list_arms(frames):
         runs = select_runs(frames, arm)
@@ -177,7 +183,7 @@ def count_statuses(frames: StudyFrames) -> list[Row]:
 
 
 def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
-    """Pairs of arms whose scored runs have the same numbers at the end in every seed, of two seeds or more."""
+    """Pairs of arms with two seeds or more whose scored runs have equal final numbers in every seed."""
     measured_columns = [name for name in FINAL_COLUMNS if frames.trials[name].notna().any()]
     final_values: dict[str, Any] = {}
     for arm in list_arms(frames):
@@ -188,12 +194,12 @@ def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
 
 
 def add_published(table: pd.DataFrame, cells: Iterable[Row]) -> list[Row]:
-    """Rows of `arm_numbers` with the published number of the same arm and column, where there is one.
+    """Rows of `compute_arm_statistics` with the published number of the same arm and column.
 
-    cells: rows of `reproduction`. Keys added: published_mean, published_spread, published_n (None without one).
+    cells: rows of `compare_to_published`. Added keys: published_mean, published_std, published_n; None without a cell.
     """
     published_cells = {(cell["arm"], cell["column"]): cell for cell in cells if cell["kind"] == "per seed"}
-    columns = ("published_mean", "published_spread", "published_n")
+    columns = ("published_mean", "published_std", "published_n")
     return [
         {**row, **{name: published_cells.get((row["arm"], row["column"]), {}).get(name) for name in columns}}
         for row in to_records(table)

@@ -95,7 +95,7 @@ def compute_contrast(
         "p": math.nan,
         "seeds": len(seed_differences),
         "pairs_used": len(pair_means),
-        "used": sum(map(len, by_pair)),
+        "run_pairs_used": sum(map(len, by_pair)),
         "lower": sum(mean < 0 for mean in pair_means),
         "higher": sum(mean > 0 for mean in pair_means),
         "equal": sum(mean == 0 for mean in pair_means),

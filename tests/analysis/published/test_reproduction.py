@@ -53,7 +53,7 @@ def test_a_cell_is_tested_as_by_hand(tmp_path: Path) -> None:
         assert row[name] == pytest.approx(value, rel=1e-9)
     assert (row["mean"], row["n"]) == (pytest.approx(0.335), 5)
     assert row["difference"] > 0  # ours minus the published one
-    assert (row["verdict"], row["as_expected"]) == ("agrees", True)
+    assert (row["verdict"], row["as_expected"]) == ("not distinguishable", True)
 
 
 def test_holm_is_over_all_cells_that_are_tested(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_holm_is_over_all_cells_that_are_tested(tmp_path: Path) -> None:
     assert tested["arm"].to_list() == ["DG", "GRPO"]
     assert tested["p_holm"].to_list() == holm_adjust(tested["p"]).tolist()
     assert tested["p_holm"].iloc[1] == pytest.approx(2 * tested["p"].iloc[1])
-    assert table["verdict"].to_list() == ["agrees", "differs", "cannot be tested"]
+    assert table["verdict"].to_list() == ["not distinguishable", "differs", "cannot be tested"]
     assert table["as_expected"].to_list() == [True, False, None]
 
 
@@ -98,8 +98,8 @@ def test_a_spread_of_0_counts_as_the_floor_on_either_side(tmp_path: Path) -> Non
     row = rows_of(tmp_path, runs, "dense-correction")["CE", "final_test_error"]
     expected = welch_t_test(SampleStats(0.0, 0.01, 4), SampleStats(0.0, 0.01, 3))
     assert (row["low"], row["high"], row["p"]) == (expected.low, expected.high, 1.0)
-    assert (row["spread"], row["published_spread"]) == (0.0, 0.0)  # shown as they are
-    assert row["verdict"] == "agrees"
+    assert (row["std"], row["published_std"]) == (0.0, 0.0)  # shown as they are
+    assert row["verdict"] == "not distinguishable"
 
 
 def test_the_floor_of_a_step_is_that_of_its_grid(tmp_path: Path) -> None:
@@ -116,13 +116,13 @@ def test_a_step_that_some_runs_never_reach_is_not_tested_but_told(tmp_path: Path
     found = rows_of(tmp_path, runs, "grpo-entropy")
     low = found["GRPO", "first_step_entropy_low"]
     assert (low["verdict"], low["n"], low["notes"]) == ("cannot be tested", 3, "never reached: seed 2")
-    assert low["reason"].startswith("3 of our 4 runs reach it, all 3 published seeds do")
+    assert low["reason"].startswith("3 of our 4 runs reach this step, and all 3 published seeds do")
     never = found["DG", "first_step_entropy_low"]
     assert (never["verdict"], never["kind"]) == ("cannot be tested", "never")
-    assert never["reason"] == "none of the 3 published seeds reaches it, 2 of our 4 runs reach it"
+    assert never["reason"] == "none of the 3 published seeds reaches this step; 2 of our 4 runs do"
     assert never["notes"] == "never reached: seeds 0, 1"
     clean = found["GRPO", "final_test_error"]
-    assert (clean["study"], clean["verdict"]) == ("grpo-entropy", "agrees")
+    assert (clean["study"], clean["verdict"]) == ("grpo-entropy", "not distinguishable")
 
 
 def test_runs_that_failed_are_left_out_and_named_and_stopped_ones_count(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_runs_that_failed_are_left_out_and_named_and_stopped_ones_count(tmp_path
 def test_pooled_cells_are_laid_beside_but_not_tested(tmp_path: Path) -> None:
     runs = [FakeRun("ReplayDG-5", seed, rows={"replay_age": 4.0}) for seed in range(3)]
     row = rows_of(tmp_path, runs, "replay")["ReplayDG-5", "replay_age"]
-    assert (row["mean"], row["spread"], row["n"], row["published_n"]) == (4.0, 0.0, 48, 45)
+    assert (row["mean"], row["std"], row["n"], row["published_n"]) == (4.0, 0.0, 48, 45)
     assert (row["verdict"], row["as_expected"]) == ("cannot be tested", None)
     assert math.isnan(row["p"])
 
@@ -147,22 +147,22 @@ def test_pooled_cells_are_laid_beside_but_not_tested(tmp_path: Path) -> None:
 def test_runs_with_other_settings_are_not_held_against_the_published_ones(tmp_path: Path) -> None:
     short = replace(study("influence"), total_steps=40)
     table = compare_to_published(load(write_sandbox(tmp_path, make_seed_runs("DG", DG), short)))
-    assert table["reason"].to_list()[0] == "the published runs have trainer.total_training_steps 300, ours: 40"
+    assert table["reason"].to_list()[0] == "trainer.total_training_steps is 300 in the published runs, 40 in ours"
     assert set(table["verdict"]) == {"cannot be tested"}
-    assert "no run of this arm ended by the protocol" in table["reason"].to_list()
+    assert "no run of this arm was completed or stopped by a rule" in table["reason"].to_list()
     one = compare_to_published(load(write_sandbox(tmp_path / "one", make_seed_runs("DG", DG[:1]), study("influence"))))
-    assert one["reason"].iloc[0] == "1 of our runs has a value: two are needed for a spread"
-    assert math.isnan(one["spread"].iloc[0])
+    assert one["reason"].iloc[0] == "a standard deviation needs two values; our runs have 1"
+    assert math.isnan(one["std"].iloc[0])
 
 
 @pytest.mark.parametrize(
     ("of_all", "of_tpo", "difference"),
     [
-        ({"lr": 0.1}, {}, "lr 0.001, ours: 0.1"),
-        ({"seq_len": 4}, {}, "seq_len 10, ours: 4"),
-        ({}, {"method": "GRPO"}, "method TPO, ours: GRPO"),
-        ({}, {"inner_epochs": 1}, "inner_epochs 4, ours: 1"),
-        ({}, {"group_size": 12}, "group_size 8, ours: 12"),
+        ({"lr": 0.1}, {}, "lr is 0.001 in the published runs, 0.1 in ours"),
+        ({"seq_len": 4}, {}, "seq_len is 10 in the published runs, 4 in ours"),
+        ({}, {"method": "GRPO"}, "method is TPO in the published runs, GRPO in ours"),
+        ({}, {"inner_epochs": 1}, "inner_epochs is 4 in the published runs, 1 in ours"),
+        ({}, {"group_size": 12}, "group_size is 8 in the published runs, 12 in ours"),
     ],
 )
 def test_every_setting_of_an_arm_must_be_the_published_one(
@@ -173,7 +173,7 @@ def test_every_setting_of_an_arm_must_be_the_published_one(
     other = replace(made, settings={**made.settings, **of_all})
     table = compare_to_published(load(write_sandbox(tmp_path, [*make_seed_runs("DG", DG), *runs], other)))
     reasons = dict(zip(table["arm"], table["reason"], strict=True))
-    assert reasons["TPO"] == f"the published runs have {difference}"
+    assert reasons["TPO"] == difference
     assert (reasons["DG"] == "") == (not of_all)
 
 
@@ -191,7 +191,7 @@ def test_a_study_without_published_cells_has_an_empty_table(tmp_path: Path) -> N
         load(write_sandbox(tmp_path, make_seed_runs("DG", DG), FakeStudy("entropy-mechanism")))
     )
     assert table.empty
-    assert summarize_verdicts(table) == "No published number is held for these studies."
+    assert summarize_verdicts(table) == "No published numbers are recorded for these studies."
 
 
 GOLDEN = (Path(__file__).parents[2] / "golden" / "sandbox_verdicts.txt").read_text(encoding="utf-8")

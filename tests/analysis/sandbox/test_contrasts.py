@@ -59,7 +59,7 @@ def test_by_hand(tmp_path: Path) -> None:
     assert (row["low"], row["high"]) == (pytest.approx(0.06 - half), pytest.approx(0.06 + half))
     assert (row["seeds"], row["pairs"], row["pairs_used"]) == (3, 2, 2)
     assert (row["lower"], row["higher"], row["equal"]) == (0, 2, 0)
-    assert (row["used"], row["planned"], row["left_out"], row["stopped"]) == (6, 6, "", "")
+    assert (row["run_pairs_used"], row["run_pairs"], row["excluded_runs"], row["early_stopped_runs"]) == (6, 6, "", "")
     assert row["verdict"] == "higher"
     one = to_records(compute_pair_differences(frames))[0]
     assert (one["first"], one["second"], one["seeds"]) == ("A", "B", 3)
@@ -146,14 +146,14 @@ def test_every_run_that_a_pair_lacks_is_named(
     held = set(frames.trials["seed"])
     for row in to_records(compute_contrasts(frames)):
         own = singles[(singles["contrast"] == row["contrast"])]
-        assert len(own) == row["planned"] == row["pairs"] * len(held)
+        assert len(own) == row["run_pairs"] == row["pairs"] * len(held)
         for cell in to_records(own[own["difference"].isna()]):
             lacking = [cell[which] for which in ("first", "second") if math.isnan(cell[f"{which}_value"])]
             assert lacking
             for arm in lacking:
-                named = [part.split(": ")[1] for part in row["left_out"].split("; ") if part.startswith(f"{arm} ")]
+                named = [part.split(": ")[1] for part in row["excluded_runs"].split("; ") if part.startswith(f"{arm} ")]
                 assert any(str(cell["seed"]) in seeds for seeds in named)
-        assert bool(row["left_out"]) == (row["used"] < row["planned"])
+        assert bool(row["excluded_runs"]) == (row["run_pairs_used"] < row["run_pairs"])
 
 
 def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts(tmp_path: Path) -> None:
@@ -166,16 +166,16 @@ def test_failed_and_missing_runs_are_left_out_and_named_and_a_stopped_one_counts
     ]
     frames = frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"], ["C", "nobody"]]), ("none", [["A", "nobody"]]))
     row = row_of(compute_contrasts(frames), "up")
-    assert row["left_out"] == "B failed: seed 1; D not run: seed 0; nobody not run: seeds 0, 1, 2"
-    assert (row["stopped"], row["stopped_runs"]) == ("C: seed 2 at step 107", 1)
+    assert row["excluded_runs"] == "B failed: seed 1; D not run: seed 0; nobody not run: seeds 0, 1, 2"
+    assert (row["early_stopped_runs"], row["num_early_stopped"]) == ("C: seed 2 at step 107", 1)
     per_seed = [0.10, 0.04, (0.06 + 0.02) / 2]
     assert row["difference"] == pytest.approx(np.mean(per_seed))
     assert row["p"] == pytest.approx(stats.ttest_1samp(per_seed, 0).pvalue)
-    assert (row["used"], row["planned"], row["pairs"], row["pairs_used"]) == (4, 9, 3, 2)
+    assert (row["run_pairs_used"], row["run_pairs"], row["pairs"], row["pairs_used"]) == (4, 9, 3, 2)
     assert math.isnan(row["difference_same_pairs"])  # A with B lacks seed 1, C with D lacks seed 0
     nothing = row_of(compute_contrasts(frames), "none")
-    assert (nothing["verdict"], nothing["seeds"], nothing["used"]) == ("no comparison", 0, 0)
-    assert nothing["left_out"] == "nobody not run: seeds 0, 1, 2"
+    assert (nothing["verdict"], nothing["seeds"], nothing["run_pairs_used"]) == ("no comparison", 0, 0)
+    assert nothing["excluded_runs"] == "nobody not run: seeds 0, 1, 2"
 
 
 def test_many_stopped_runs_are_counted_in_words_and_named_in_the_table(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_many_stopped_runs_are_counted_in_words_and_named_in_the_table(tmp_path:
     ]
     table = compute_contrasts(frames_of(tmp_path, runs, ("up", [["A", "B"], ["C", "D"]])))
     row = row_of(table, "up")
-    assert row["stopped_runs"] == row["stopped"].count(" at step 107") == 6
+    assert row["num_early_stopped"] == row["early_stopped_runs"].count(" at step 107") == 6
     assert format_sentences(table)[0].endswith("; 6 runs stopped by a rule, counted with the last row")
 
 
@@ -237,7 +237,7 @@ def test_columns_of_some_tasks_are_contrasted_where_all_runs_have_them(tmp_path:
     assert found["verdict"].to_list() == ["no difference resolved"]
     one = [replace(run, rows={"entropy": None}) if (run.arm, run.seed) == ("A", 1) else run for run in FOUR]
     row = row_of(compute_contrasts(frames_of(tmp_path / "one", one, ("up", [["A", "B"]]))), "up", "mean_entropy")
-    assert row["left_out"] == "A without a value: seed 1"
+    assert row["excluded_runs"] == "A without a value: seed 1"
 
 
 def test_every_trial_column_is_contrasted_or_left_out_with_a_reason() -> None:
@@ -264,8 +264,8 @@ def test_without_a_run_there_is_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "told"),
     [
-        ([{"name": "x", "pairs": [["A", "A"]]}], "'x' of `s` pairs A with A, which is one arm"),
-        ([{"name": "x", "pairs": [["A", "B"], ["C", "D"], ["B", "A"]]}], "'x' of `s` pairs A with B, twice"),
+        ([{"name": "x", "pairs": [["A", "A"]]}], "'x' of `s` pairs A with itself: list each pair"),
+        ([{"name": "x", "pairs": [["A", "B"], ["C", "D"], ["B", "A"]]}], "'x' of `s` pairs A with B twice: list each"),
         ([{"name": "x", "pairs": [["A", "B"]]}, {"name": "x", "pairs": [["C", "D"]]}], "two contrasts named 'x'"),
     ],
 )

@@ -57,9 +57,9 @@ def test_the_page_says_what_it_must(page: Page) -> None:
         "GRPO, not counted: seed 2 failed after 40 of 300 steps (RuntimeError: <x>).",
         "GRPO: in 2 of 2 runs (seed 0, 1) more than half of the greedily decoded tokens are separators",
         "GRPO: a test error of 0.680 is at or above that of random content tokens (0.50)",
-        "DG and SameAsDG end with equal numbers in every seed: here they are one algorithm.",
-        "plus and minus one standard error of that mean (not a deviation of runs)",
-        "3 published cells: 3 agree; 0 not as expected. At most 3 of our seeds: 10 were planned.",
+        "DG and SameAsDG end with equal numbers in every seed: here they are the same algorithm.",
+        "plus and minus one standard error of that mean (not the standard deviation of runs)",
+        "3 published cells: 3 not distinguishable; 0 not as expected. Our arms have at most 3 of 10 planned seeds.",
         "never: seed 0, 1, 2",
         "python -m tune_study run influence",
     ):
@@ -80,7 +80,7 @@ def test_numbers_are_named_and_stand_beside_the_published_ones(folder: Path, pag
 def test_files_beside_the_page(folder: Path) -> None:
     names = {path.name for path in (folder / "figures").iterdir()}
     assert names == {
-        "curves.png", "runs_test_error.png", "runs_entropy.png", "arm_numbers.csv", "differences.csv",
+        "curves.png", "runs_test_error.png", "runs_entropy.png", "arm_statistics.csv", "differences.csv",
         "reproduction.csv", "mean_test_error.csv", "mean_entropy.csv",
     }  # fmt: skip
     cells = pd.read_csv(folder / "figures" / "reproduction.csv", keep_default_na=False, na_values=["NaN"])
@@ -115,7 +115,7 @@ def test_without_published_numbers_there_is_no_word_of_them(tmp_path: Path) -> N
     ("runs", "told"),
     [
         ([], "No run is recorded."),
-        ([FakeRun("DG", steps=None, status="")], "No run ended by the protocol, so nothing is compared."),
+        ([FakeRun("DG", steps=None, status="")], "No run was completed or stopped by a rule, so nothing is compared."),
         ([FakeRun("DG", steps=0, status="running")], "DG, not counted: seed 0 interrupted after 0 of 40 steps"),
         ([FakeRun("DG", steps=40), FakeRun("TPO", steps=40)], "1 seed: no standard error and no interval"),
         ([FakeRun("TPO", steps=40)], "1 arm, no baseline among them."),
@@ -146,7 +146,7 @@ def test_a_filter_that_keeps_nothing_is_told(tmp_path: Path) -> None:
     runs = [FakeRun("FilteredDG", steps=40, rows={"kept_frac": 0.0}), FakeRun("DG", steps=40, rows={"kept_frac": 1.0})]
     told = sandbox_report.make_notes(load(write_sandbox(tmp_path, runs, SMALL)))
     assert [line for line in told if "kept nothing" in line] == [
-        "FilteredDG: its filter kept nothing of any logged batch, so that its weights may be the first."
+        "FilteredDG: its filter kept nothing of any logged batch, so it may still have its initial weights."
     ]
 
 
@@ -171,7 +171,7 @@ def test_the_figure_shows_what_the_tables_hold(folder: Path) -> None:
     frames = load(folder)
     figure = pages.draw_figures(frames)["curves"]
     error, entropy = figure.axes
-    assert (error.get_ylabel(), entropy.get_ylabel()) == ("test error (share)", "entropy (nats)")
+    assert (error.get_ylabel(), entropy.get_ylabel()) == ("test error (fraction)", "entropy (nats)")
     colors = sandbox_plots.make_rule_colors(["DG", "TPO", "GRPO", "SameAsDG"])
     for axes, lines in ((error, 12 + 4 + 1), (entropy, 12 + 4)):  # runs, means, and chance
         assert len(axes.lines) == lines
@@ -221,8 +221,8 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
     assert "influence 9 runs: 9 completed" in words
     assert re.search(r"DG 0\.3300 – .*GRPO 0\.5100 higher: \+0\.1800 against the baseline, Holm p", words)
     assert re.search(r"TPO 0\.3333 no difference resolved: \+0\.0033 against the baseline, Holm p", words)
-    assert words.count("Beside the published numbers") == 1
-    assert "3 published cells: 2 agree" in words
+    assert words.count("Comparison with published numbers") == 1
+    assert "3 published cells: 2 not distinguishable" in words
 
 
 def test_rows_of_several_studies_say_which_they_are_of(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) ->
         "GRPO failed: seed 2",
         "TPO: seed 2 at step 107",
         "ASPO not run: seeds 0, 1, 2",
-        "Contrasted for: what a rule is for.",
+        "Reason for this column: the outcome that a rule should improve.",
     ):
         assert told in words, told
     names = {path.name for path in (written / "figures").iterdir()}
@@ -287,4 +287,4 @@ def test_pairs_of_different_lengths_are_named(tmp_path: Path) -> None:
     longer = [FakeRun("DG", 0, steps=40), FakeRun("TPO", 0, steps=80, settings={"trainer.total_training_steps": 80})]
     made = FakeStudy("some-study", total_steps=40, extra={"contrasts": [{"name": "x", "pairs": [["TPO", "DG"]]}]})
     words = words_of(load(write_sandbox(tmp_path, longer, made)))
-    assert "a mean over a run is one over different stretches of training: TPO (80 steps) and DG (40)." in words
+    assert "means over their runs cover different stretches of training: TPO (80 steps) and DG (40)." in words

@@ -35,7 +35,7 @@ def test_error_and_deviation_are_two_numbers(tmp_path: Path) -> None:
     assert row["mean"] == pytest.approx(0.33)
     assert row["standard_deviation"] == pytest.approx(deviation)
     assert row["standard_error"] == pytest.approx(deviation / math.sqrt(3))
-    assert (row["n"], row["scored"], row["without"]) == (3, 3, "")
+    assert (row["n"], row["scored_runs"], row["missing_seeds"]) == (3, 3, "")
     single = row_of(tables.compute_arm_statistics(frames), "TPO")
     assert (single["mean"], single["n"]) == (0.20, 1)
     assert math.isnan(float(str(single["standard_error"])))
@@ -48,7 +48,7 @@ def test_only_scored_runs_count_and_runs_that_never_reach_a_step_are_named(tmp_p
     table = tables.compute_arm_statistics(frames_of(tmp_path, runs))
     assert row_of(table, "DG")["n"] == 3
     low = row_of(table, "DG", "first_step_entropy_low")
-    assert (low["n"], low["scored"], low["without"]) == (2, 3, "0")
+    assert (low["n"], low["scored_runs"], low["missing_seeds"]) == (2, 3, "0")
     assert "final_chain_reward" not in set(table["column"])  # nobody measured it
 
 
@@ -103,9 +103,9 @@ def test_a_band_is_the_standard_error_of_the_mean(tmp_path: Path) -> None:
     assert table["step"].to_list() == list(range(0, 301, 20))
     last = table.iloc[-1]
     assert (last["value"], last["runs"]) == (pytest.approx(0.33), 3)
-    assert last["error"] == pytest.approx(np.std(DG, ddof=1) / math.sqrt(3))
+    assert last["standard_error"] == pytest.approx(np.std(DG, ddof=1) / math.sqrt(3))
     alone = tables.compute_mean_curves(frames_of(tmp_path / "one", make_seed_runs("DG", DG[:1])), "test_error")
-    assert alone["error"].isna().all()
+    assert alone["standard_error"].isna().all()
     assert alone["runs"].to_list() == [1] * 16
 
 

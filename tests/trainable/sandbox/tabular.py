@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainable.runs.training import StepResult
-from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.training.trainer import UpdateRuleTrainer

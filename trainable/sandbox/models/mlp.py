@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.rngs import MemberRngs
 
 
 class MLPEnsemble:

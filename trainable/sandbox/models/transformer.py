@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.rngs import MemberRngs
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from trainable.models.load import load_policy
-from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.decoding import select_log_probs

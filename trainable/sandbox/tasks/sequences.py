@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.reward_noise import corrupt_rewards, detect_sequence_feature
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig

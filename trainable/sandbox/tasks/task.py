@@ -5,7 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainable.runs.run import LinesByFile, Row, TrainerState
 from trainable.runs.training import StepResult
-from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.batch.slices import flatten_rollouts, slice_member, stack_members, unflatten_rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
@@ -18,7 +18,7 @@ from trainable.sandbox.rules.rule import UpdateRule
 from trainable.sandbox.tasks.task import Task
 from trainable.sandbox.training.optimizer import MemberAdam
 from trainable.sandbox.training.replay import AgeStatistics, ReplayDraw, make_buffer
-from trainable.sandbox.training.state import add_prefix, select_prefix
+from trainable.sandbox.training.prefixes import add_prefix, select_prefix
 from trainable.sandbox.training.update import Learner
 
 UNIFORM_GROUPS = "uniform_groups"

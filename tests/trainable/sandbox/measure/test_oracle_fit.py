@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.trainable.sandbox.tabular import TabularTask
-from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.measure.oracle_fit import SampleInfluence, compute_fit_statistics, compute_sample_influence
 from trainable.sandbox.rules.oracle_labels import cross_entropy

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.models.decoding import generate_completions, sample_actions
 from trainable.sandbox.models.transformer import TransformerEnsemble, TransformerShape, init_transformer_ensemble
 

@@ -10,7 +10,7 @@ import torch
 from tests.fakes.hub_models import make_model, write_model
 from tests.trainable.sandbox.tasks import oracles
 from trainable.models.load import load_policy
-from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.language_models import LanguageModelEnsemble
 from trainable.sandbox.tasks.lm_bandit import LanguageModelBandit

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.trainable.sandbox.tasks import oracles
-from trainable.sandbox.batch.members import MemberRngs
+from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.transformer import TransformerEnsemble
