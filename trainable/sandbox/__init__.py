@@ -1,1 +1,1 @@
-"""update rules on toy tasks, all seeds of an arm side by side."""
+"""update rules on toy tasks, with all seeds of an arm trained together."""

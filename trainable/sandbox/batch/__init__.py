@@ -1,1 +1,1 @@
-"""rollouts of several members at once, and noise in their rewards."""
+"""rollouts of several members at once, and reward noise."""

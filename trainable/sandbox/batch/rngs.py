@@ -1,4 +1,4 @@
-"""The seeds of a condition, trained side by side: their random streams, and the ends of what they share."""
+"""Random numbers for the members of an ensemble, which are the seeds of one condition trained together."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,9 +9,9 @@ from trainable.config.seeds import make_rng
 
 
 class MemberRngs:
-    """Random numbers of each member from (its seed, purpose, indices): no state to save, and none is shared.
+    """Random numbers of each member, a function of (its seed, purpose, indices), without a state to save or share.
 
-    A member draws the same numbers whoever is beside it, whatever the update rule does, and however often it is
+    A member draws the same numbers regardless of the other members, of the update rule, and of how often it is
     evaluated.
     """
 
@@ -23,7 +23,7 @@ class MemberRngs:
         return self._stack_draws(lambda seed: make_rng(seed, purpose, *indices).random(shape))
 
     def integers(self, purpose: str, *indices: int, high: int, shape: tuple[int, ...]) -> Tensor:
-        """[E, *shape] whole numbers in 0 ... below - 1."""
+        """[E, *shape] integers in 0 ... high - 1."""
         return self._stack_draws(lambda seed: make_rng(seed, purpose, *indices).integers(high, size=shape))
 
     def normal(self, purpose: str, *indices: int, shape: tuple[int, ...]) -> Tensor:

@@ -1,4 +1,4 @@
-"""What was sampled: the batch that goes from tasks through replay to the update rules."""
+"""The batch of rollouts that tasks sample, the replay buffer stores, and update rules train on."""
 
 from dataclasses import dataclass, field
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Candidates:
-    """Next-token candidates at every prefix of the behaviour sequences; E members, B prompts, T positions, K each.
+    """Next-token candidates at every prefix of the sampled sequences: E members, B prompts, T positions, K candidates.
 
-    actions, log_probs (of the sampling policy), rewards: [E, B, T, K]. Candidate 0 is the token that the behaviour
-    sequence goes on with. Duplicates are entries of their own.
+    actions, log_probs (of the sampling policy), rewards: [E, B, T, K]. Candidate 0 is the next token of the sampled
+    sequence. A token that was drawn twice is two candidates.
     """
 
     actions: Tensor
@@ -20,17 +20,25 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """One batch of each of E members (seeds of one condition), B rollouts of T positions; a bandit has T 1.
+    """One batch for each of E members (seeds of one condition): B rollouts of T positions; T is 1 for a bandit.
 
-    observations: [E, B, L] tokens: prompt, separator, sampled tokens; bandits: pixels [E, B, 784] as floats, or
-    contexts [E, B, context_len]. actions, labels (the right action): [E, B, T], whole numbers. rewards: [E, B].
-    actor_log_probs: [E, B, T] of the taken actions under the policy that sampled. actor_baseline: [E, B, T], that
-    policy's sum of squared probabilities. keep: [E, B], False for rollouts that are not trained on (groups without a
-    spread of rewards, or what Kondo leaves out); at least one True a member. group_size: rollouts i*K to (i+1)*K-1
-    share a prompt; None: ungrouped. score_mask: [E, B, T], True where a position counts for the reward; None: all do.
-    expected_reward: [E, B], exact mean reward of the sampling policy, where it is known. age: [E], updates since the
-    batch was sampled. candidates: of rules that compare tokens. scalars: numbers of the sampler, [E] each:
-    informative_group_rate, retained_group_rate, used_group_fallback for grouped batches.
+    Attributes:
+        observations: [E, B, L] tokens (prompt, separator, sampled tokens). Bandits: pixels [E, B, 784] as floats, or
+            contexts [E, B, context_len].
+        actions: [E, B, T] integers.
+        labels: [E, B, T] integers, the correct actions.
+        rewards: [E, B].
+        behavior_log_probs: [E, B, T], of the taken actions under the sampling policy.
+        behavior_baseline: [E, B, T], that policy's sum of squared probabilities.
+        keep_mask: [E, B], False for rollouts that are not trained on: groups whose rewards do not differ, and rollouts
+            that Kondo drops. At least one is True per member.
+        age: [E], updates since the batch was sampled.
+        group_size: K; rollouts i K to (i + 1) K - 1 share a prompt. None: ungrouped.
+        score_mask: [E, B, T], True where a position counts for the reward. None: all positions do.
+        expected_reward: [E, B], exact mean reward of the sampling policy; None where it is unknown.
+        candidates: for rules that compare tokens.
+        scalars: statistics of the sampler, [E] each: informative_group_rate, retained_group_rate and
+            used_group_fallback of grouped batches.
     """
 
     observations: Tensor

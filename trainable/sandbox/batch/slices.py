@@ -1,4 +1,4 @@
-"""Batches of several members: flat by name, one member's share, and put together again."""
+"""Convert batches to flat dictionaries of tensors, take one member's slice, and stack slices again."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -9,11 +9,11 @@ from torch import Tensor
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 
 _NESTED_FIELDS = ("candidates", "scalars")
-"""Fields of a batch that hold tensors by name themselves."""
+"""Fields of a batch that contain named tensors themselves."""
 
 
 def flatten_rollouts(rollouts: Rollouts) -> dict[str, Tensor]:
-    """Every tensor of `rollouts` by its name, such as `actions` or `candidates/actions`; [E, ...] each."""
+    """Every tensor of `rollouts` by name, such as `actions` or `candidates/actions`; [E, ...] each."""
     tensors: dict[str, Tensor] = {}
     for field in fields(rollouts):
         value = getattr(rollouts, field.name)
@@ -27,8 +27,8 @@ def flatten_rollouts(rollouts: Rollouts) -> dict[str, Tensor]:
 
 
 def unflatten_rollouts(tensors: Mapping[str, Tensor], group_size: int | None) -> Rollouts:
-    """The batch that `flat` took apart."""
-    nested_fields: dict[str, dict[str, Tensor]] = {part: {} for part in _NESTED_FIELDS}
+    """The inverse of `flatten_rollouts`."""
+    nested_fields: dict[str, dict[str, Tensor]] = {field: {} for field in _NESTED_FIELDS}
     plain_fields: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         prefix, _, key = name.rpartition("/")
@@ -38,10 +38,10 @@ def unflatten_rollouts(tensors: Mapping[str, Tensor], group_size: int | None) ->
 
 
 def slice_member(tensors: Mapping[str, Tensor], member: int) -> dict[str, Tensor]:
-    """The slice of `member` of each tensor, as a copy that does not keep the others' memory alive."""
+    """The slice of `member` of each tensor, as a copy, so that the memory of the other members can be freed."""
     return {name: tensor[member].detach().clone() for name, tensor in tensors.items()}
 
 
 def stack_members(slices: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of which `slices` are the members' shares, in this order."""
+    """The inverse of `slice_member`: stack the members' slices, in this order, along a new first axis."""
     return {name: torch.stack([member[name] for member in slices]) for name in slices[0]}

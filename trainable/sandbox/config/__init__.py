@@ -1,1 +1,1 @@
-"""settings of the sandbox, and combinations that it refuses."""
+"""settings of the sandbox, and combinations that it rejects."""

@@ -1,4 +1,4 @@
-"""Combinations of settings that would not measure what their names say, and why they are refused."""
+"""Reject combinations of settings that would not measure what their names say, with a reason and a fix."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,9 +7,10 @@ from trainable.sandbox.config.names import BANDIT_TASKS, CHAIN_TASKS, SEQUENCE_N
 
 
 class Rejection(NamedTuple):
-    """What is refused, and why: a sentence with settings in braces that says what to set.
+    """A rejected combination of settings.
 
-    applies: of an `UpdateRuleConfig`, whose own module checks itself with this one and so cannot be named here.
+    applies: whether an `UpdateRuleConfig` is such a combination. It is typed Any, because the module of that class
+    imports this one. reason: a sentence that says what to set, with settings in braces.
     """
 
     applies: Callable[[Any], bool]
@@ -20,7 +21,7 @@ REJECTIONS: tuple[Rejection, ...] = (
     # Shapes and schedules.
     Rejection(
         lambda c: c.d_model % c.nhead != 0,
-        "nhead={c.nhead} does not divide d_model={c.d_model}: set nhead=1, or a divisor",
+        "nhead={c.nhead} does not divide d_model={c.d_model}: set nhead=1, or another divisor",
     ),
     Rejection(
         lambda c: 0 < c.replay_capacity <= c.delay,
@@ -29,8 +30,8 @@ REJECTIONS: tuple[Rejection, ...] = (
     ),
     Rejection(
         lambda c: c.delay >= c.trainer.total_training_steps,
-        "delay={c.delay} is not over after total_training_steps={c.trainer.total_training_steps} steps, all on fresh "
-        "batches: set num_steps above delay",
+        "delay={c.delay} has no effect within total_training_steps={c.trainer.total_training_steps} steps, which would "
+        "all train on new batches: set num_steps above delay",
     ),
     Rejection(
         lambda c: c.task in ("chain_arithmetic", "format_answer") and c.seq_len < 2,
@@ -43,12 +44,13 @@ REJECTIONS: tuple[Rejection, ...] = (
     ),
     Rejection(
         lambda c: c.task in CHAIN_TASKS and c.binary_reward,
-        "task={c.task} pays for each part of the chain, which a binary reward cannot: set binary_reward=false",
+        "task={c.task} rewards each part of the chain, and a binary reward has no parts: set binary_reward=false",
     ),
     # Reward noise.
     Rejection(
         lambda c: c.reward_noise > 0 and c.reward_noise_mode == "none",
-        "reward_noise={c.reward_noise} needs a mode: set reward_noise_mode, such as label_flip, or reward_noise=0",
+        "reward_noise={c.reward_noise} needs a mode: set reward_noise_mode=label_flip, or another mode, or "
+        "reward_noise=0",
     ),
     Rejection(
         lambda c: c.reward_noise == 0 and c.reward_noise_mode != "none",
@@ -57,104 +59,107 @@ REJECTIONS: tuple[Rejection, ...] = (
     ),
     Rejection(
         lambda c: c.task in BANDIT_TASKS and c.reward_noise_mode in SEQUENCE_NOISE_MODES,
-        "reward_noise_mode={c.reward_noise_mode} looks for a token in a sequence, and task={c.task} has one action: "
-        "set reward_noise_mode=false_positive_action0, or task=token_reversal",
+        "reward_noise_mode={c.reward_noise_mode} looks for a token in a sequence, but task={c.task} has only one "
+        "action: set reward_noise_mode=false_positive_action0, or task=token_reversal",
     ),
     # Which rule fits which regime.
     Rejection(
         lambda c: (c.rule.has_groups or c.rule.has_candidates) and c.group_size < 2,
-        "method={c.method} compares samples of one prompt, and group_size={c.group_size} leaves nothing to compare: "
-        "set group_size=2 or more",
+        "method={c.method} compares samples of the same prompt, and with group_size={c.group_size} there is nothing to "
+        "compare: set group_size=2 or more",
     ),
     Rejection(
         lambda c: c.rule.has_groups and c.batch_size % c.group_size != 0,
-        "method={c.method} splits a batch into groups, and batch_size={c.batch_size} is no multiple of "
+        "method={c.method} splits a batch into groups, but batch_size={c.batch_size} is not a multiple of "
         "group_size={c.group_size}: set batch_size=96 group_size=8, or another multiple",
     ),
     Rejection(
         lambda c: c.rule.needs_token_labels and c.task in BANDIT_TASKS,
-        "method={c.method} gives credit to the tokens of a sequence, and task={c.task} has one action: set "
+        "method={c.method} assigns credit to the tokens of a sequence, but task={c.task} has only one action: set "
         "task=token_reversal",
     ),
     Rejection(
         lambda c: c.rule.needs_token_rewards and c.task not in TOKEN_REWARD_TASKS,
-        "method={c.method} needs rewards that are a sum over tokens, which task={c.task} does not pay: set "
+        "method={c.method} needs rewards that are a sum over tokens, but those of task={c.task} are not: set "
         "task=token_reversal or task=masked_reversal",
     ),
     Rejection(
         lambda c: c.rule.needs_token_rewards and c.binary_reward,
-        "method={c.method} needs a reward for each token, and a binary reward has one a sequence: set "
+        "method={c.method} needs a reward for each token, but a binary reward is one number per sequence: set "
         "binary_reward=false",
     ),
     Rejection(
         lambda c: c.rule.needs_token_rewards and c.reward_noise > 0,
-        "method={c.method} asks whether each token is right, and noise changes rewards of sequences only: set "
+        "method={c.method} reads whether each token is correct, but noise changes the rewards of sequences only: set "
         "reward_noise=0 reward_noise_mode=none",
     ),
     Rejection(
         lambda c: c.rule.has_candidates and (c.delay > 0 or c.replay_capacity > 0),
-        "method={c.method} draws candidates at the prefixes of the step it trains on: set delay=0 replay_capacity=0",
+        "method={c.method} needs candidates from the current policy, so it cannot train on old batches: set delay=0 "
+        "replay_capacity=0",
     ),
     Rejection(
         lambda c: c.rule.has_candidates and (c.diagnostics or c.entropy_diagnostics or c.oracle_fit),
-        "method={c.method} trains on candidates, and the diagnostics measure tokens that were taken: set "
+        "method={c.method} trains on candidates, but the diagnostics measure only the tokens that were taken: set "
         "diagnostics=false entropy_diagnostics=false oracle_fit=false",
     ),
     Rejection(
         lambda c: c.rule.needs_replay and c.replay_capacity == 0,
-        "method={c.method} without a replay buffer is {c.rule.on_policy_rule} under another name: set replay_capacity=5, "
-        "or method={c.rule.on_policy_rule}",
+        "method={c.method} without a replay buffer is the same as {c.rule.on_policy_rule}: set replay_capacity=5, or "
+        "method={c.rule.on_policy_rule}",
     ),
     Rejection(
         lambda c: c.rule.discounts_age and c.replay_capacity == 0 and c.delay == 0,
-        "method={c.method} on batches of age 0 is {c.rule.on_policy_rule} under another name: set replay_capacity=5 or "
+        "method={c.method} on batches of age 0 is the same as {c.rule.on_policy_rule}: set replay_capacity=5 or "
         "delay=4, or method={c.rule.on_policy_rule}",
     ),
     Rejection(
         lambda c: c.rule.needs_one_action and c.task not in BANDIT_TASKS,
-        "method={c.method} weights by the probability of one action, and task={c.task} has sequences: set task=mnist",
+        "method={c.method} weights a sample by the probability of one action, but task={c.task} has sequences: set "
+        "task=mnist",
     ),
     Rejection(
         lambda c: c.rule.needs_kl_free_rewards and c.kl_weight > 0,
-        "method={c.method} is defined without a KL in the reward, and kl_weight={c.kl_weight} puts one there: set "
+        "method={c.method} is defined for rewards without a KL term, but kl_weight={c.kl_weight} adds one: set "
         "kl_weight=0",
     ),
     Rejection(
         lambda c: c.rule.needs_noise_free_rewards and c.reward_noise > 0,
-        "method={c.method} is derived for rewards that say what is right, and noise breaks that: set reward_noise=0 "
+        "method={c.method} is derived for rewards that are always correct, and noise breaks that: set reward_noise=0 "
         "reward_noise_mode=none",
     ),
     Rejection(
         lambda c: c.rule.needs_success_rate and c.task in CHAIN_TASKS,
-        "method={c.method} divides by a success rate, and task={c.task} pays for parts: set task=token_reversal "
+        "method={c.method} divides by a success rate, but task={c.task} gives partial rewards: set task=token_reversal "
         "binary_reward=true",
     ),
     Rejection(
         lambda c: c.rule.needs_success_rate and c.task in TOKEN_REWARD_TASKS and not c.binary_reward,
-        "method={c.method} divides by a success rate, which rewards between 0 and 1 do not have: set "
+        "method={c.method} divides by a success rate, which is not defined for rewards between 0 and 1: set "
         "binary_reward=true",
     ),
     Rejection(
         lambda c: c.rule.needs_success_rate and c.task == "lm_bandit" and c.kl_weight > 0,
-        "method={c.method} needs rewards of 0 and 1, and kl_weight={c.kl_weight} adds a KL to them: set kl_weight=0",
+        "method={c.method} needs rewards of 0 and 1, but kl_weight={c.kl_weight} adds a KL term: set kl_weight=0",
     ),
     Rejection(
         lambda c: c.rule.needs_all_actions and c.task != "mnist",
-        "method={c.method} makes a target over all actions of one choice, which only mnist has few of: set task=mnist",
+        "method={c.method} builds a target over all actions of one choice, and only mnist has few enough: set "
+        "task=mnist",
     ),
     Rejection(
         lambda c: c.rule.needs_all_actions and (c.delay > 0 or c.replay_capacity > 0 or c.inner_epochs > 1),
-        "method={c.method} starts its target from the policy that learns, so old samples would move it: set delay=0 "
-        "replay_capacity=0 inner_epochs=1",
+        "method={c.method} builds its target from the current policy, so old samples would move the target: set "
+        "delay=0 replay_capacity=0 inner_epochs=1",
     ),
-    # Numbers that a rule divides by, or that leave it without effect.
+    # Values that a rule would divide by zero with, or that leave it without effect.
     Rejection(
         lambda c: c.rule.temperature == "gate" and c.eta == 0,
         "method={c.method} divides delight by eta, which must be above 0: set eta=1",
     ),
     Rejection(
         lambda c: c.rule.temperature == "regression" and c.eta == 0,
-        "method={c.method} fits the log-ratio times eta to the advantage, and at eta=0 nothing is fitted: set eta=1",
+        "method={c.method} fits the log-ratio times eta to the advantage, so eta=0 leaves nothing to fit: set eta=1",
     ),
     Rejection(
         lambda c: c.rule.temperature == "target" and c.tpo_eta == 0,
@@ -162,14 +167,15 @@ REJECTIONS: tuple[Rejection, ...] = (
     ),
     Rejection(
         lambda c: c.rule.clip is not None and c.clip_low >= 1,
-        "clip_low={c.clip_low} bounds nothing, since a ratio is never below 0: set clip_low=0.2, or another below 1",
+        "clip_low={c.clip_low} clips nothing, because a ratio is never below 0: set clip_low=0.2, or another value "
+        "below 1",
     ),
 )
-"""Checked in this order; the first that applies is the reason given."""
+"""Checked in this order; the error message has the reason of the first one that applies."""
 
 
 def find_rejection(config: Any) -> str | None:
-    """Why `config` cannot be run, in a sentence that says what to set; None where it can."""
+    """Why `config` cannot be run, in a sentence that says what to set; None if it can be run."""
     for applies, reason in REJECTIONS:
         if applies(config):
             return reason.format(c=config)

@@ -1,7 +1,7 @@
-"""The update rules, each a record: where its formula is, and what the rest of the sandbox asks about it.
+"""Records of the update rules: where each formula is, and the properties that the rest of the sandbox depends on.
 
-Sampler, trainer, diagnostics and the checks of settings ask for a property, never for a name. So a new rule is a
-function in a module of `trainable.sandbox.rules` and a line of `RULES`.
+Sampler, trainer, diagnostics and the checks of settings depend on properties, never on names. A new rule therefore
+needs only a function in a module of `trainable.sandbox.rules` and a line in `RULES`.
 """
 
 from collections.abc import Mapping
@@ -11,51 +11,51 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Rule:
-    """One update rule. A property is True, or a value, where the rule has it."""
+    """One update rule. A property is True, or has a value, if the rule has it."""
 
     formula: str
-    """`<module>.<function>` in `trainable.sandbox.rules`: by name, since settings are checked without torch."""
+    """`<module>.<function>` in `trainable.sandbox.rules`; a name, because settings are checked without torch."""
     _: KW_ONLY
 
-    # What it samples.
+    # Sampling.
     has_groups: bool = False
     """Samples `group_size` rollouts per prompt and compares them."""
     has_candidates: bool = False
-    """Draws `group_size` next tokens at every prefix, each with a reward of its own."""
+    """Draws `group_size` next tokens at every prefix, each with its own reward."""
 
-    # How it is trained.
+    # Training.
     is_teacher_forced: bool = False
-    """Learns from log-probabilities after the right tokens, not after those that were sampled."""
+    """Learns from log-probabilities after the correct tokens, not after the sampled ones."""
     screens_batch: bool = False
-    """Has each batch screened by delight once, before its inner epochs."""
+    """Each batch is screened by delight once, before its inner epochs."""
     needs_replay: bool = False
-    """Differs from `on_policy_rule` only by what the replay buffer draws."""
+    """Differs from `on_policy_rule` only in the batches that the replay buffer draws."""
     discounts_age: bool = False
     """Weights a batch by exp(-`replay_age_decay` age)."""
     on_policy_rule: str | None = None
-    """The rule that it is on batches of age 0."""
+    """The rule that it equals on batches of age 0."""
 
-    # The numbers that it reads.
+    # Settings that it reads.
     temperature: Literal["gate", "target", "regression"] | None = None
     """gate: delight over `eta`. target: standardised rewards over `tpo_eta`. regression: log-ratios times `eta`."""
     clip: Literal["clip_low", "clip_high"] | None = None
-    """The setting that bounds ratios above 1; below 1 it is `clip_low`. None: ratios are not clipped on both sides."""
+    """Setting of the upper clip bound; the lower one is always `clip_low`. None: ratios are not clipped on both sides."""
 
-    # What it needs of task and rewards.
+    # Requirements on the task and its rewards.
     needs_token_labels: bool = False
-    """The right token of every position of a sequence."""
+    """Needs the correct token of every position of a sequence."""
     needs_token_rewards: bool = False
-    """A reward for every token."""
+    """Needs a reward for every token."""
     needs_one_action: bool = False
-    """The probability of one action, so no sequences."""
+    """Needs the probability of a single action, so it cannot train on sequences."""
     needs_all_actions: bool = False
-    """All actions of one choice among few, and a batch of the policy that learns."""
+    """Needs all actions of one choice among few, and a batch from the current policy."""
     needs_success_rate: bool = False
-    """Rewards of 0 and 1, whose mean is a rate."""
+    """Needs rewards of 0 and 1, whose mean is a rate."""
     needs_noise_free_rewards: bool = False
-    """Rewards without noise."""
+    """Needs rewards without noise."""
     needs_kl_free_rewards: bool = False
-    """Rewards without a KL in them."""
+    """Needs rewards without a KL term."""
 
 
 RULES: Mapping[str, Rule] = {
@@ -95,8 +95,8 @@ RULES: Mapping[str, Rule] = {
     "TPOToken": Rule("target_policy.tpo_token", has_candidates=True, temperature="target", needs_token_rewards=True),
     "GRPOToken": Rule("token_credit.grpo_token", has_candidates=True, clip="clip_low", needs_token_rewards=True),
 }
-"""Every update rule by its name, in the order in which they are listed."""
+"""Every update rule by name, in the order of lists."""
 
 METHODS = tuple(RULES)
-"""The names that the setting `method` chooses from."""
+"""The allowed values of the setting `method`."""
 DEFAULT_METHOD = "DG"
