@@ -1,4 +1,4 @@
-"""What an update did to the policy, of each member alone: ratios, entropies, directions of gradients."""
+"""Effect of an update on each member's policy: importance ratios, entropies, directions of gradients."""
 
 import torch
 from torch import Tensor
@@ -10,10 +10,11 @@ from trainable.sandbox.rules.rule import compute_behavior_advantages
 def compute_ratio_statistics(
     log_probs: Tensor, rollouts: Rollouts, clip_low: float, clip_high: float
 ) -> dict[str, Tensor]:
-    """Mean, standard deviation (divisor N) and maximum of pi(a) / pi_actor(a) over trained tokens; share outside.
+    """Mean, standard deviation (divisor N), maximum and clipped fraction of pi(a) / pi_actor(a) over trained tokens.
 
-    log_probs: [E, B, T, A]. Trained tokens are those of kept rollouts, or all candidates there. Outside:
-    [1 - clip_low, 1 + clip_high]. Named as RATIO_COLUMNS of trainable.sandbox.measure.records, [E] each.
+    log_probs: [E, B, T, A]. Trained tokens are those of kept rollouts, or all candidates at their positions. A ratio
+    counts as clipped outside [1 - clip_low, 1 + clip_high]. Returns RATIO_COLUMNS of trainable.sandbox.measure.records,
+    [E] each.
     """
     candidates = rollouts.candidates
     actions = rollouts.actions.unsqueeze(-1) if candidates is None else candidates.actions
@@ -30,13 +31,18 @@ def compute_ratio_statistics(
 
 
 def compute_entropy_statistics(logits_before: Tensor, logits_after: Tensor, rollouts: Rollouts) -> dict[str, Tensor]:
-    """What an update did to the entropy at the tokens of a batch.
+    """Effect of an update on the entropy at the tokens of a batch.
 
-    before, after: raw logits [E, B, T, A] at the batch's positions before and after the update. The advantage is reward
-    minus the actor's expected reward or baseline, whatever the rule's own is; surprisal and probability are of the
-    policy before the update. Thirds end at the quantiles 1/3 and 2/3 of a member's kept tokens, which belong to the
-    lower one. Named as DIAGNOSTIC_COLUMNS of trainable.sandbox.measure.records, [E] each; NaN where no token is of the
-    kind.
+    The advantage is the reward minus the sampling policy's expected reward or baseline, regardless of the rule's own
+    baseline. Surprisal and probability are those of the policy before the update. Thirds end at the quantiles 1/3 and
+    2/3 of a member's kept tokens; a quantile itself belongs to the lower third.
+
+    Args:
+        logits_before, logits_after: [E, B, T, A] at the batch's positions, before and after the update.
+        rollouts: the batch.
+
+    Returns:
+        DIAGNOSTIC_COLUMNS of trainable.sandbox.measure.records, [E] each; NaN for a mean over no tokens.
     """
     log_probs, actions = logits_before.log_softmax(-1), rollouts.actions.unsqueeze(-1)
     entropy_before, entropy_after = entropies(log_probs).flatten(1), entropies(logits_after.log_softmax(-1)).flatten(1)
@@ -57,22 +63,23 @@ def compute_entropy_statistics(logits_before: Tensor, logits_after: Tensor, roll
 
 
 def entropies(log_probs: Tensor) -> Tensor:
-    """Entropy of each distribution, in nats. log_probs: [..., A]; a probability of 0 adds nothing."""
+    """Entropy of each distribution, in nats. log_probs: [..., A]; a probability of 0 contributes 0."""
     return -torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)
 
 
 def correlation(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """[E], Pearson's, over the entries of each row where `kept`; all [E, N]. NaN where one of them does not vary."""
+    """[E], Pearson correlation of each row over the entries where `mask`; all [E, N]. NaN if x or y is constant."""
     variance_product = _masked_covariance(x, x, mask) * _masked_covariance(y, y, mask)
     return _masked_covariance(x, y, mask) / variance_product.sqrt()
 
 
 def cosine(x: Tensor, y: Tensor) -> Tensor:
-    """[E], cosine of the rows of two matrices [E, P]; NaN where one is zero."""
+    """[E], cosine between the rows of two matrices [E, P]; NaN where a row is zero."""
     return (x * y).sum(1) / (x.norm(dim=1) * y.norm(dim=1))
 
 
 def _mean_by_thirds(name: str, values: Tensor, entropy_drop: Tensor, token_mask: Tensor) -> dict[str, Tensor]:
+    # nanquantile ignores the tokens that are not kept.
     masked_values = values.masked_fill(~token_mask, torch.nan)
     low, high = torch.nanquantile(masked_values, torch.tensor([1 / 3, 2 / 3], dtype=values.dtype), dim=1).unsqueeze(-1)
     third_masks = {"low": values <= low, "mid": (values > low) & (values <= high), "high": values > high}
@@ -83,15 +90,15 @@ def _mean_by_thirds(name: str, values: Tensor, entropy_drop: Tensor, token_mask:
 
 
 def _expand_keep_mask(keep_mask: Tensor, like: Tensor) -> Tensor:
-    """[E, N], whether each of a batch's entries is of a kept rollout. keep: [E, B]. like: [E, B, ...] of N entries."""
+    """[E, N], whether each entry belongs to a kept rollout. keep_mask: [E, B]. like: [E, B, ...], N entries per member."""
     return keep_mask.reshape(*keep_mask.shape, *[1] * (like.dim() - 2)).expand_as(like).flatten(1)
 
 
 def _masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """[E], mean of [E, N] where `kept`; NaN where nothing is."""
+    """[E], mean of values [E, N] where `mask`; NaN for an empty mask."""
     return torch.where(mask, values, 0.0).sum(1) / mask.sum(1)
 
 
 def _masked_covariance(x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
-    """[E], population covariance of [E, N] where `kept`."""
+    """[E], population covariance of x and y [E, N] where `mask`."""
     return _masked_mean((x - _masked_mean(x, mask).unsqueeze(1)) * (y - _masked_mean(y, mask).unsqueeze(1)), mask)

@@ -1,4 +1,4 @@
-"""Does a rule's weight of a sample say how far training on it would help? Influence of samples against the oracle."""
+"""Compare the weight that a rule gives a sample with the sample's influence on the oracle's loss."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,12 +15,16 @@ from trainable.sandbox.tasks.task import ModelEnsemble, Task
 
 
 class SampleInfluence(NamedTuple):
-    """Of each taken token of a batch, [E, N] each; N samples in the order of the batch.
+    """Quantities of each taken token of a batch, [E, N] each; N samples in the order of the batch.
 
-    projection: product of the gradient of its log-probability with that of the oracle's cross-entropy, a loss: a token
-    whose log-probability should rise for the oracle's sake has a negative one. advantage: reward minus baseline,
-    whatever the rule is. surprisal: of the policy that learns. delight: advantage times surprisal. gate: sigmoid of
-    delight / eta. kept: whether the token's rollout is trained on.
+    Attributes:
+        projection: inner product of the gradients of the token's log-probability and of the oracle's cross-entropy. It
+            is negative if raising the log-probability lowers the oracle's loss.
+        advantage: reward minus baseline, for every rule.
+        surprisal: under the current policy.
+        delight: advantage times surprisal.
+        gate: sigmoid(delight / eta).
+        keep_mask: whether the token's rollout is trained on.
     """
 
     projection: Tensor
@@ -34,11 +38,11 @@ class SampleInfluence(NamedTuple):
 def compute_sample_influence(
     task: Task, models: ModelEnsemble, rollouts: Rollouts, oracle_gradients: Sequence[Tensor], config: UpdateRuleConfig
 ) -> SampleInfluence:
-    """What every taken token of `rollouts` would do to the oracle's loss, beside what rules weight it with.
+    """Influence of every taken token of `rollouts` on the oracle's loss, and the quantities that rules weight it with.
 
-    oracle_gradients: of the oracle's loss, in the order of the models' parameters, [E, ...] each.
+    oracle_gradients: gradients of the oracle's loss, in the order of the models' parameters, [E, ...] each.
     """
-    # Only the plain form of attention can be differentiated twice.
+    # Only the math implementation of attention can be differentiated twice.
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         log_probs = task.compute_log_probs(models, rollouts)
         action_log_probs = gather_log_probs(rollouts.actions, log_probs)
@@ -46,16 +50,17 @@ def compute_sample_influence(
     surprisal = -action_log_probs.detach()
     advantage = compute_advantages(rollouts, log_probs, config)
     delight = advantage * surprisal
+    # Rules without a gate may have eta 0; then this is the limit of the sigmoid.
     gate = torch.sigmoid(delight / config.eta) if config.eta else (delight > 0).to(delight.dtype)
     keep_mask = rollouts.keep_mask.unsqueeze(-1).expand_as(action_log_probs)
     quantities = (projection, advantage, surprisal, delight, gate, keep_mask)
-    return SampleInfluence(*(part.flatten(1) for part in quantities))
+    return SampleInfluence(*(quantity.flatten(1) for quantity in quantities))
 
 
 def compute_fit_statistics(samples: SampleInfluence) -> dict[str, Tensor]:
-    """Pearson correlation, over a member's samples, of the projection with each quantity; [E] each.
+    """Pearson correlation over a member's samples between the projection and each quantity; [E] each.
 
-    A quantity that picks what helps has a negative one. NaN where it is the same for all samples.
+    It is negative if the quantity is large for samples that help the oracle, and NaN if the quantity is constant.
     """
     quantities = {name: getattr(samples, name) for name in ("delight", "advantage", "surprisal", "gate")}
     return {
@@ -67,14 +72,18 @@ def compute_fit_statistics(samples: SampleInfluence) -> dict[str, Tensor]:
 def _compute_projections(
     action_log_probs: Tensor, parameters: Sequence[Tensor], directions: Sequence[Tensor]
 ) -> Tensor:
-    """[E, B, T], the product of each taken token's gradient with `directions`, all tokens at once.
+    """[E, B, T], the inner product of each taken token's gradient with `directions`, for all tokens at once.
 
-    The gradient of sum(v l) times the direction is linear in v: its own gradient by v is what is wanted.
+    The inner product of the gradient of sum_t v_t l_t with the direction is linear in v. Its gradient with respect to
+    v_t is the projection of token t, so two backward passes suffice for all tokens.
     """
+    # Linear in v, so its gradient is the same at every v; zeros do.
     weights = torch.zeros_like(action_log_probs, requires_grad=True)
     gradients = torch.autograd.grad(
         (weights * action_log_probs).sum(), parameters, create_graph=True, materialize_grads=True
     )
-    product = torch.stack([(one * other).sum() for one, other in zip(gradients, directions, strict=True)]).sum()
+    product = torch.stack(
+        [(gradient * direction).sum() for gradient, direction in zip(gradients, directions, strict=True)]
+    ).sum()
     (projection,) = torch.autograd.grad(product, weights)
     return projection

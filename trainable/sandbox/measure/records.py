@@ -1,8 +1,8 @@
-"""The columns that a run of the update-rule sandbox may write: name, unit, formula. docs/metrics.md has them too.
+"""Columns that a run of the update-rule sandbox may write: name, unit, meaning. docs/metrics.md lists them too.
 
-A row is one evaluation: `step` is the number of batches trained on so far, so the first row, of step 0, is of the first
-weights, and the last is that of the trained ones; with a delay, the first row is that of step `delay`. Columns of a
-batch are of the batch of that step, after the evaluation; the last row has none.
+A row is one evaluation. `step` is the number of batches trained on so far: the row of step 0 is of the initial weights,
+the last row of the final ones. With a delay, the first row has step `delay`. Columns of a batch are of the batch that
+is trained on after the evaluation; the last row has no such columns.
 """
 
 from trainable.runs.records import Column

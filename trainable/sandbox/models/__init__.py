@@ -1,1 +1,1 @@
-"""small models for several members at once, and their decoding."""
+"""ensembles of small models, and decoding."""

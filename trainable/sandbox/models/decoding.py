@@ -1,4 +1,4 @@
-"""Sampled and greedy continuations of the stacked transformers, with a key-value cache and no loop over sequences."""
+"""Sampling and greedy decoding from a transformer ensemble, with a key-value cache and no loop over sequences."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from trainable.sandbox.models.transformer import (
 
 
 class Completions(NamedTuple):
-    """tokens: [E, B, T]. log_probs: [E, B, T, A], of every token at each position, of the policy that went on."""
+    """tokens: [E, B, T]. log_probs: [E, B, T, A], of every token of the vocabulary at each position."""
 
     tokens: Tensor
     log_probs: Tensor
@@ -38,10 +38,16 @@ def generate_completions(
     uniforms: Tensor | None = None,
     samples_per_prompt: int = 1,
 ) -> Completions:
-    """Go on with prompts [E, P, L] for `steps` tokens, `each` times: rows i * each ... (i + 1) * each - 1 share one.
+    """Generate `num_tokens` tokens after each prompt, `samples_per_prompt` times.
 
-    uniforms: [E, P * each, steps] in [0, 1), which tokens are drawn by; None: the likeliest token. A prompt is read
-    once, whatever `each` is, and the last token is never read.
+    A prompt is read only once, and the last generated token is never read.
+
+    Args:
+        models: E transformers.
+        prompts: [E, P, L].
+        num_tokens: T, the length of every completion.
+        uniforms: [E, P S, T] in [0, 1), by which tokens are drawn; None: greedy decoding.
+        samples_per_prompt: S. The rows i S ... (i + 1) S - 1 of the result belong to prompt i.
     """
     folded_weights, length = models.fold_weights(), prompts.shape[-1]
     caches = _make_empty_caches(models, folded_weights, prompts, samples_per_prompt, length + num_tokens - 1)
@@ -60,10 +66,11 @@ def generate_completions(
 
 
 def sample_actions(log_probs: Tensor, uniforms: Tensor) -> Tensor:
-    """The action at which the cumulated probability first exceeds a uniform number: [...] of log_probs [..., A].
+    """Inverse-CDF sampling: actions [...] from log_probs [..., A] and uniforms [...] in [0, 1).
 
     An action of probability 0 is never drawn.
     """
+    # The last sum replaces 1, which rounding can miss.
     cumulative_probs = log_probs.double().exp().cumsum(-1)
     return (cumulative_probs[..., :-1] <= uniforms[..., None] * cumulative_probs[..., -1:]).sum(-1)
 
@@ -97,13 +104,14 @@ def _prefill(
     caches: list[_Cache],
     samples_per_prompt: int,
 ) -> Tensor:
-    """Fill the caches; hidden states [E, P * each, 1, d] of the prompts' last tokens after all blocks."""
+    """Fill the caches with the prompts; returns hidden states [E, P S, 1, d] of their last tokens after all blocks."""
     length = hidden.shape[2]
     for layer, (block, cache) in enumerate(zip(folded_weights.blocks, caches, strict=True)):
         normed_hidden = layer_norm(hidden)
         keys, values = compute_keys_values(block, normed_hidden, models.shape.num_heads)
         cache.keys[..., :length, :] = keys.repeat_interleave(samples_per_prompt, dim=1)
         cache.values[..., :length, :] = values.repeat_interleave(samples_per_prompt, dim=1)
+        # After the last block, only the last position is needed.
         num_queries = 1 if layer == len(caches) - 1 else length
         hidden = apply_block(block, hidden[:, :, -num_queries:], normed_hidden[:, :, -num_queries:], keys, values)
     return hidden.repeat_interleave(samples_per_prompt, dim=1)
@@ -112,7 +120,7 @@ def _prefill(
 def _decode_step(
     models: TransformerEnsemble, folded_weights: FoldedWeights, tokens: Tensor, caches: list[_Cache], position: int
 ) -> Tensor:
-    """Append tokens [E, B, 1] at position `place`; their hidden states [E, B, 1, d] after all blocks."""
+    """Read tokens [E, B, 1] at `position`, append to the caches; returns hidden states [E, B, 1, d] after all blocks."""
     hidden = embed_tokens(folded_weights, tokens, position)
     for block, cache in zip(folded_weights.blocks, caches, strict=True):
         normed_hidden = layer_norm(hidden)

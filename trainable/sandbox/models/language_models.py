@@ -1,4 +1,4 @@
-"""E language models that start from one policy on disk: the same modules, run with each member's own weights."""
+"""Ensemble of E language models that start from one pretrained policy: shared modules, separate weights."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from trainable.models.load import Policy
 
 
 class _NextTokenModel(nn.Module):
-    """The policy's model as a function of whole contexts."""
+    """The policy's model as a function from contexts to the logits of the next token."""
 
     def __init__(self, policy: Policy) -> None:
         super().__init__()
@@ -18,6 +18,7 @@ class _NextTokenModel(nn.Module):
 
     def forward(self, contexts: Tensor) -> Tensor:
         """Logits [B, V] of the token after each of contexts [B, L]."""
+        # Hidden states are selected by position in the flattened batch: the last one of each row.
         rows, length = contexts.shape
         last_positions = torch.arange(1, rows + 1) * length - 1
         logits: Tensor = self.policy.lm_head(self.policy.model.compute_hidden_states(contexts, last_positions))
@@ -25,9 +26,9 @@ class _NextTokenModel(nn.Module):
 
 
 class LanguageModelEnsemble:
-    """weights: [E, ...] each, named as the model's parameters. The policy itself keeps the first ones.
+    """E language models. weights: [E, ...] each, named as the model's parameters; the policy keeps the initial ones.
 
-    Members are run one after another, which costs little at the size of a language model.
+    Members run one after another, which costs little for models of this size.
     """
 
     def __init__(self, policy: Policy, num_members: int) -> None:
@@ -47,7 +48,7 @@ class LanguageModelEnsemble:
         return torch.stack(
             [
                 functional_call(
-                    self.initial_model, {name: parts[member] for name, parts in member_weights.items()}, (rows,)
+                    self.initial_model, {name: weights[member] for name, weights in member_weights.items()}, (rows,)
                 )
                 for member, rows in enumerate(contexts)
             ]
@@ -55,6 +56,6 @@ class LanguageModelEnsemble:
 
     @torch.no_grad()
     def compute_initial_log_probs(self, contexts: Tensor) -> Tensor:
-        """Log-probabilities [..., B, V] of the token after contexts [..., B, L], of the weights that all began with."""
+        """Log-probabilities [..., B, V] of the token after contexts [..., B, L], under the initial weights."""
         flat_log_probs: Tensor = self.initial_model(contexts.flatten(0, -2)).log_softmax(-1)
         return flat_log_probs.unflatten(0, contexts.shape[:-1])

@@ -1,7 +1,7 @@
-"""E multilayer perceptrons of one shape, side by side: every weight has a leading axis of members.
+"""Ensemble of E multilayer perceptrons of one shape; every weight has a leading axis of members.
 
-The model of mnist: two hidden layers with ReLU, started as torch.nn.Linear starts: weights and biases uniform within
-1 / sqrt(inputs).
+The model of mnist: two hidden layers with ReLU, initialised like torch.nn.Linear, with weights and biases uniform
+within 1 / sqrt(inputs).
 """
 
 import itertools
@@ -14,7 +14,7 @@ from trainable.sandbox.batch.rngs import MemberRngs
 
 
 class MLPEnsemble:
-    """weights: "layers.<k>.weight" [E, out, in] and "layers.<k>.bias" [E, out], of any number of layers."""
+    """E perceptrons. weights: "layers.<k>.weight" [E, out, in] and "layers.<k>.bias" [E, out] of each layer k."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self.weights = dict(weights)
@@ -35,7 +35,7 @@ class MLPEnsemble:
 
 
 def init_mlp_ensemble(layer_sizes: tuple[int, ...], rngs: MemberRngs) -> MLPEnsemble:
-    """First weights of each member from its own stream; sizes: of the input, of each hidden layer, of the output."""
+    """Initial weights of each member from its own stream. layer_sizes: of the input, the hidden layers, the output."""
     weights = {}
     for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(layer_sizes)):
         for tensor_index, shape in enumerate(((fan_out, fan_in), (fan_out,))):

@@ -1,9 +1,9 @@
-"""E causal transformers of one shape, side by side: every weight has a leading axis of members.
+"""Ensemble of E causal transformers of one shape; every weight has a leading axis of members.
 
-The model of the sequence tasks: token embedding times sqrt(d_model) plus a learned position, pre-norm blocks with a
-ReLU feed-forward of 4 d_model, a final normalisation, a head without bias. It computes what a
-`torch.nn.TransformerEncoder` of the same weights computes, in fewer passes over memory: a normalisation's scale and
-shift are folded into the matrix that follows it, and the last block leaves out the positions nobody reads.
+The model of the sequence tasks: token embedding times sqrt(d_model) plus a learned position embedding, pre-norm blocks
+with a ReLU feed-forward layer of width 4 d_model, a final normalisation, and a head without bias. It is equal to a
+`torch.nn.TransformerEncoder` with the same weights but needs fewer passes over memory: the scale and shift of a
+normalisation are folded into the matrix that follows it, and the last block skips positions whose output is not read.
 """
 
 import math
@@ -20,7 +20,7 @@ from trainable.sandbox.batch.rngs import MemberRngs
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """Sizes: tokens of the vocabulary, width d, heads of d / heads channels, blocks, and the longest sequence."""
+    """Sizes of a transformer: vocabulary, width d, heads of d / heads channels, blocks, and the longest sequence."""
 
     vocab_size: int
     d_model: int
@@ -30,14 +30,14 @@ class TransformerShape:
 
 
 class Linear(NamedTuple):
-    """matrix [E, in, out] and shift [E, 1, out]."""
+    """An affine map of each member: matrix [E, in, out] and bias [E, 1, out]."""
 
     matrix: Tensor
     bias: Tensor
 
 
 class Block(NamedTuple):
-    """What one block multiplies with; the normalisation before a matrix is part of it, as is 1 / sqrt(d / heads)."""
+    """The maps of one block; the preceding normalisation and the scale 1 / sqrt(d / heads) are folded into them."""
 
     query: Linear
     key_value: Linear
@@ -47,7 +47,10 @@ class Block(NamedTuple):
 
 
 class FoldedWeights(NamedTuple):
-    """All of the models' weights as a pass uses them. tokens: [E, vocab, d], scaled. positions: [E, positions, d]."""
+    """The models' weights in the form that a pass uses.
+
+    token_embeddings: [E, vocab, d], scaled by sqrt(d). position_embeddings: [E, positions, d].
+    """
 
     token_embeddings: Tensor
     position_embeddings: Tensor
@@ -56,7 +59,7 @@ class FoldedWeights(NamedTuple):
 
 
 class TransformerEnsemble:
-    """E causal transformers (see the module). Weights are named and laid out as torch's layers have them, after E."""
+    """E causal transformers (see the module). Weights have the names and shapes of torch's layers, after the axis E."""
 
     def __init__(self, shape: TransformerShape, weights: Mapping[str, Tensor]) -> None:
         self.shape = shape
@@ -67,7 +70,7 @@ class TransformerEnsemble:
         return self.weights
 
     def compute_logits(self, tokens: Tensor, logits_to_keep: int) -> Tensor:
-        """Logits [E, B, last, vocab] at the last positions of tokens [E, B, L]; all sequences have one length."""
+        """Logits [E, B, logits_to_keep, vocab] at the last positions of tokens [E, B, L], without padding."""
         folded_weights = self.fold_weights()
         hidden = embed_tokens(folded_weights, tokens, 0)
         for layer, block in enumerate(folded_weights.blocks):
@@ -78,12 +81,12 @@ class TransformerEnsemble:
         return linear(layer_norm(hidden), folded_weights.head)
 
     def fold_weights(self) -> FoldedWeights:
-        """The weights as passes use them; gradients flow through."""
+        """The weights in the form that passes use; gradients flow through."""
         weights = self.weights
         return FoldedWeights(
             weights["embedding.weight"] * math.sqrt(self.shape.d_model),
             weights["positions.weight"],
-            tuple(self._fold_block(f"blocks.{number}.") for number in range(self.shape.num_layers)),
+            tuple(self._fold_block(f"blocks.{layer}.") for layer in range(self.shape.num_layers)),
             _fold_norm(weights["norm.weight"], weights["norm.bias"], weights["head.weight"], None),
         )
 
@@ -97,6 +100,7 @@ class TransformerEnsemble:
             block_weights["self_attn.in_proj_weight"],
             block_weights["self_attn.in_proj_bias"],
         )
+        # The scale of attention, 1 / sqrt(d / heads), is folded into the queries.
         scale = math.sqrt(self.shape.num_heads / width)
         return Block(
             query=_fold_norm(*norm1, in_proj_weight[:, :width] * scale, in_proj_bias[:, :width] * scale),
@@ -112,7 +116,10 @@ def _make_linear(weight: Tensor, bias: Tensor) -> Linear:
 
 
 def _fold_norm(norm_scale: Tensor, norm_shift: Tensor, weight: Tensor, bias: Tensor | None) -> Linear:
-    """What applies `weight` [E, out, in] and `bias` [E, out] to a state times norm_scale plus norm_shift [E, in]."""
+    """The affine map x -> weight (norm_scale x + norm_shift) + bias.
+
+    norm_scale, norm_shift: [E, in]. weight: [E, out, in]. bias: [E, out]; None: 0.
+    """
     folded_bias = torch.bmm(norm_shift[:, None], weight.transpose(1, 2))
     return Linear(
         (weight * norm_scale[:, None]).transpose(1, 2), folded_bias if bias is None else folded_bias + bias[:, None]
@@ -120,12 +127,12 @@ def _fold_norm(norm_scale: Tensor, norm_shift: Tensor, weight: Tensor, bias: Ten
 
 
 def layer_norm(hidden: Tensor) -> Tensor:
-    """Layer normalisation of the last axis, without scale and shift."""
+    """Layer normalisation over the last axis, without scale and shift, which are folded into the next matrix."""
     return F.layer_norm(hidden, hidden.shape[-1:])
 
 
 def linear(states: Tensor, layer: Linear) -> Tensor:
-    """States [E, B, L, in] times the members' matrices, plus their shifts: [E, B, L, out]."""
+    """Apply each member's affine map to states [E, B, L, in]: [E, B, L, out]."""
     return _flat_linear(states, layer).view(*states.shape[:-1], -1)
 
 
@@ -135,7 +142,7 @@ def _flat_linear(states: Tensor, layer: Linear) -> Tensor:
 
 
 def embed_tokens(folded_weights: FoldedWeights, tokens: Tensor, start_position: int) -> Tensor:
-    """Hidden states [E, B, L, d] of tokens [E, B, L] that stand at positions first, first + 1, ..."""
+    """Hidden states [E, B, L, d] of tokens [E, B, L] at the positions start_position, start_position + 1, ..."""
     num_members, rows, length = tokens.shape
     one_hot = tokens.flatten(1)[..., None] == torch.arange(folded_weights.token_embeddings.shape[1])
     states = torch.bmm(one_hot.to(folded_weights.token_embeddings.dtype), folded_weights.token_embeddings).view(
@@ -145,7 +152,7 @@ def embed_tokens(folded_weights: FoldedWeights, tokens: Tensor, start_position: 
 
 
 def compute_keys_values(block: Block, normed_hidden: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values, [E, B, heads, L, d / heads] each, of normalised states [E, B, L, d]."""
+    """Keys and values, [E, B, heads, L, d / heads] each, of normalised hidden states [E, B, L, d]."""
     keys_values = linear(normed_hidden, block.key_value).unflatten(-1, (2, num_heads, -1))
     keys, values = keys_values.permute(3, 0, 1, 4, 2, 5)
     return keys, values
@@ -154,22 +161,22 @@ def compute_keys_values(block: Block, normed_hidden: Tensor, num_heads: int) -> 
 def apply_block(block: Block, hidden: Tensor, normed_hidden: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Hidden states [E, B, q, d] after the block.
 
-    hidden, normal: [E, B, q, d], what enters it and the same normalised, at the last q positions of the keys.
+    hidden, normed_hidden: [E, B, q, d], the input and the normalised input, at the last q positions of the keys.
     """
     queries = linear(normed_hidden, block.query).unflatten(-1, (keys.shape[2], -1)).transpose(2, 3)
     hidden = _add_linear(hidden, _attention(queries, keys, values).flatten(1, 2), block.out)
-    # In place before it is a view: in place on a view would cost copies of it in the backward pass.
+    # The flat result is no view; an in-place operation on a view would cost copies in the backward pass.
     return _add_linear(hidden, _flat_linear(layer_norm(hidden), block.up).relu_(), block.down)
 
 
 def _add_linear(hidden: Tensor, update: Tensor, layer: Linear) -> Tensor:
-    """Hidden states [E, B, q, d] plus an update [E, B q, in] times the members' matrices, plus their shifts."""
+    """Hidden states [E, B, q, d] plus each member's affine map of an update [E, B q, in], in one operation."""
     residual = (hidden + layer.bias[:, None]).flatten(1, 2)
     return torch.baddbmm(residual, update, layer.matrix).view(hidden.shape)
 
 
 def _attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """Mixed values [E, B, q, d] of scaled queries [E, B, heads, q, c]; a query sees keys up to its own position."""
+    """Causal attention: [E, B, q, d] of scaled queries [E, B, heads, q, c], which are at the last q positions."""
     num_members, rows, num_heads, num_queries, channels = queries.shape
     length = keys.shape[3]
     causal_mask = torch.full((num_queries, length), -math.inf).triu(length - num_queries + 1)
@@ -179,9 +186,9 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
 
 
 def init_transformer_ensemble(shape: TransformerShape, rngs: MemberRngs) -> TransformerEnsemble:
-    """First weights of each member from its own stream, distributed as torch's layers start.
+    """Initial weights of each member from its own stream, with the distributions of torch's layers.
 
-    Normal embeddings; all blocks alike, as torch.nn.TransformerEncoder copies one layer.
+    Embeddings are normal. All blocks start with equal weights, because torch.nn.TransformerEncoder copies one layer.
     """
     width = shape.d_model
     initial_weights = {
@@ -190,6 +197,7 @@ def init_transformer_ensemble(shape: TransformerShape, rngs: MemberRngs) -> Tran
         "head.weight": _draw_uniform(rngs, 3, (shape.vocab_size, width), width**-0.5),
     }
     block_weights = {
+        # Xavier's bound, sqrt(6 / (inputs + outputs)), as torch.nn.MultiheadAttention uses.
         "self_attn.in_proj_weight": _draw_uniform(rngs, 4, (3 * width, width), math.sqrt(6 / (4 * width))),
         "self_attn.out_proj.weight": _draw_uniform(rngs, 5, (width, width), width**-0.5),
         "linear1.weight": _draw_uniform(rngs, 6, (4 * width, width), width**-0.5),

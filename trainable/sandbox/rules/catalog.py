@@ -1,4 +1,4 @@
-"""The function of every update rule by name, from the records of `trainable.sandbox.config.rules`."""
+"""Look up the function of every update rule from the records of `trainable.sandbox.config.rules`."""
 
 from importlib import import_module
 
@@ -7,9 +7,9 @@ from trainable.sandbox.rules.rule import UpdateRule
 
 
 def load_formula(formula: str) -> UpdateRule:
-    """The function that a record names as `<module>.<function>` of this folder.
+    """The function `<module>.<function>` of this folder that a record names.
 
-    ModuleNotFoundError or AttributeError: there is no such module, or no such function in it.
+    Raises ModuleNotFoundError or AttributeError if the module or the function does not exist.
     """
     module, _, name = formula.rpartition(".")
     function: UpdateRule = getattr(import_module(f"trainable.sandbox.rules.{module}"), name)

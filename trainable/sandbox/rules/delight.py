@@ -1,8 +1,8 @@
-"""Delightful policy gradients: a gate on each sample, from its advantage times its surprisal.
+"""Delightful policy gradients: gate each sample by its advantage times its surprisal.
 
     delight = A · s,    g = σ(delight / eta)
 
-A good action that was unlikely passes, a bad one that was unlikely does not; g is 1/2 where either factor is 0.
+The gate is open for good unlikely actions and closed for bad unlikely ones; g is 1/2 where either factor is 0.
 """
 
 import torch
@@ -20,7 +20,7 @@ from trainable.sandbox.rules.rule import (
 
 
 def compute_gate(advantage: Tensor, action_log_probs: Tensor, eta: float) -> Tensor:
-    """g = σ(A · s / eta), a constant of the shape of `advantage` and `taken` (l); eta > 0."""
+    """g = σ(A · s / eta), without gradient, of the shape of `advantage` and `action_log_probs` (l); eta > 0."""
     return torch.sigmoid(-advantage * action_log_probs.detach() / eta)
 
 
@@ -28,8 +28,8 @@ def dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleL
     """−mean( l · sg(g · A) ),  g = σ(A · s / eta).
 
     Source: Osband 2026, arXiv:2603.14608.
-    Reduces to: half of REINFORCE as eta grows; for small eta, REINFORCE on samples of positive advantage alone.
-    Axis: influence. Surprisal decides, beside the advantage, how much a sample counts.
+    Reduces to: half of REINFORCE as eta grows; for small eta, REINFORCE on samples of positive advantage only.
+    Axis: influence. The weight of a sample depends on its surprisal as well as on its advantage.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     advantage = compute_advantages(rollouts, log_probs, config)
@@ -38,11 +38,11 @@ def dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleL
 
 
 def replay_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """−mean( l · sg(g · A) ) on a batch of the replay buffer, without any correction for its age.
+    """−mean( l · sg(g · A) ) on a batch from the replay buffer, without any correction for its age.
 
     Source: this sandbox.
-    Reduces to: DG; and with replay_capacity = delay + 1 to DG with that delay, since one batch can be drawn.
-    Axis: support. It bets that old samples still inform the policy that learns.
+    Reduces to: DG; with replay_capacity = delay + 1 to DG with that delay, because only one batch can be drawn.
+    Axis: support. It assumes that old samples are still informative for the current policy.
     """
     return dg(rollouts, log_probs, config)
 
@@ -52,7 +52,7 @@ def fresh_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
 
     Source: this sandbox.
     Reduces to: DG at age 0 or decay 0; at a constant age, to DG with its loss scaled.
-    Axis: support. A sample is worth less with every update since it was drawn.
+    Axis: support. The weight of a sample decays with every update since it was drawn.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     advantage = compute_advantages(rollouts, log_probs, config)
@@ -64,15 +64,15 @@ def fresh_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
 
 
 def dg_entropy_guard(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """−mean( l · sg(h · g · A) ), with less weight on good actions that are already likely.
+    """−mean( l · sg(h · g · A) ), with a lower weight for good actions that are already likely.
 
-        h = 1 − guard_strength · clip(π(a) − 1/n, 0, 1) where A > 0, else 1
+        h = 1 − guard_strength · clip(π(a) − 1/n, 0, 1) where A > 0, otherwise 1
 
-    with n actions, so that 1/n is the mean probability of an action.
+    n is the number of actions, so 1/n is the mean probability of an action.
 
     Source: this sandbox.
-    Reduces to: DG at guard_strength 0, or where no good action is likelier than chance.
-    Axis: geometry. It holds entropy at the probability of the sampled action, downstream of the advantage.
+    Reduces to: DG at guard_strength 0, or if no good action is likelier than chance.
+    Axis: geometry. It protects entropy through the probability of the sampled action, after the advantage is computed.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     advantage = compute_advantages(rollouts, log_probs, config)
@@ -86,11 +86,11 @@ def dg_entropy_guard(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCo
 def uncertainty_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """−mean( l · sg(g · A) ),  g = σ( (A · s − κ u) / eta ),  κ = uncertainty_scale.
 
-    u is the standard deviation of rewards in the group, or of the batch where there are no groups.
+    u is the standard deviation of rewards in the group, or in the batch if there are no groups.
 
     Source: this sandbox.
-    Reduces to: DG at κ = 0 or where all rewards are equal.
-    Axis: reward uncertainty. The gate closes where rewards scatter.
+    Reduces to: DG at κ = 0 or if all rewards are equal.
+    Axis: reward uncertainty. The gate closes where rewards vary.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     advantage = compute_advantages(rollouts, log_probs, config)
@@ -103,12 +103,12 @@ def uncertainty_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConf
 
 
 def filtered_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """−mean( l · sg(1[u <= uncertainty_threshold] · g · A) ); what is left out still counts in the mean.
+    """−mean( l · sg(1[u <= uncertainty_threshold] · g · A) ); filtered samples count in the mean, with weight 0.
 
-    Without groups u is one number of the batch, so a batch passes as a whole or not at all.
+    Without groups, u is one number for the batch, so the filter passes the whole batch or nothing.
 
     Source: this sandbox.
-    Reduces to: DG at a threshold of 0.5 or more where rewards lie in [0, 1], whose deviation is at most 0.5.
+    Reduces to: DG at a threshold of 0.5 or more if rewards lie in [0, 1], whose standard deviation is at most 0.5.
     Axis: reward uncertainty, by a hard threshold.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
@@ -126,8 +126,8 @@ def reward_variance_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRule
     """−mean( l · sg(g · A') ),  A' = A / (1 + κ u),  g = σ(A' · s / eta),  κ = uncertainty_scale.
 
     Source: this sandbox.
-    Reduces to: DG at κ = 0 or where all rewards are equal.
-    Axis: reward uncertainty. Advantages shrink where rewards scatter, in the gate as well.
+    Reduces to: DG at κ = 0 or if all rewards are equal.
+    Axis: reward uncertainty. Advantages shrink where rewards vary, in the gate as well.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     reward_std = compute_reward_std(rollouts)

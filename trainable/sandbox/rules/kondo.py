@@ -1,4 +1,4 @@
-"""Kondo: a batch is screened by delight before it costs a backward pass, and DG learns from what is left."""
+"""Kondo: screen a batch by delight before it costs a backward pass, then train DG on the rollouts that are left."""
 
 from dataclasses import replace
 
@@ -12,28 +12,28 @@ from trainable.sandbox.rules.rule import RuleLoss, compute_behavior_advantages, 
 
 BISECTIONS = 20
 MARGIN = 10.0
-"""In units of eta. σ(±10) is within 5e-5 of 1 and 0, so a share between those has its threshold inside."""
+"""Search margin around the scores, in units of eta. σ(±10) is within 5e-5 of 1 and 0, so the threshold lies inside."""
 
 
 def kondo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """−mean over what `screen` kept of l · sg(g · A); the trainer screens a batch once, before its inner epochs.
+    """−mean( l · sg(g · A) ) over the rollouts that `screen_rollouts` keeps, which runs once, before the inner epochs.
 
-    Source: the Kondo gate, arXiv:2603.20526; a sequence is kept or not as a whole, by its largest delight.
+    Source: the Kondo gate, arXiv:2603.20526; a sequence is kept or dropped as a whole, by its largest delight.
     Reduces to: DG at kondo_keep = 1.
-    Axis: influence. Samples of little delight get no weight, and no backward pass.
+    Axis: influence. Samples with little delight get no weight, and no backward pass.
     """
     return dg(rollouts, log_probs, config)
 
 
 def compute_behavior_delight(rollouts: Rollouts) -> Tensor:
-    """[E, B, T] A · (−μ) under the policy that sampled: R minus its expected reward, or minus its Σ_a π(a)²."""
+    """[E, B, T] A · (−μ) under the sampling policy; A is R minus its expected reward, or minus its Σ_a π(a)²."""
     return compute_behavior_advantages(rollouts) * -rollouts.behavior_log_probs
 
 
 def find_threshold(scores: Tensor, keep_mask: Tensor, keep_fraction: float, eta: float) -> Tensor:
-    """[E] λ with mean over kept of σ((score − λ)/eta) = share, by 20 bisections; scores and keep [E, B].
+    """[E] λ such that the mean over kept rollouts of σ((score − λ) / eta) is `keep_fraction`, by bisection.
 
-    share is below 1. The mean falls with λ, so the root is the only one.
+    The mean falls with λ, so there is only one root. scores, keep_mask: [E, B]. keep_fraction: below 1.
     """
     low = scores.masked_fill(~keep_mask, torch.inf).amin(1) - MARGIN * eta
     high = scores.masked_fill(~keep_mask, -torch.inf).amax(1) + MARGIN * eta
@@ -47,20 +47,23 @@ def find_threshold(scores: Tensor, keep_mask: Tensor, keep_fraction: float, eta:
 def screen_rollouts(
     rollouts: Rollouts, uniforms: Tensor, config: UpdateRuleConfig
 ) -> tuple[Rollouts, dict[str, Tensor]]:
-    """Keep each rollout with probability σ((score − λ)/eta), so that a share of kondo_keep stays on average.
+    """Keep each rollout with probability σ((score − λ) / eta), so that on average a fraction kondo_keep stays.
 
-    A rollout's score is its largest delight at any position. Where a member would keep none, the best score stays.
+    The score of a rollout is its largest delight at any position. If a member would keep none, it keeps the rollout
+    with the best score.
 
     Args:
-        rollouts: a batch; what it does not keep stays out, and counts nowhere.
-        uniforms: [E, B] numbers in [0, 1), one a rollout.
+        rollouts: a batch; rollouts outside its `keep_mask` stay out and count nowhere.
+        uniforms: [E, B] numbers in [0, 1), one per rollout.
         config: kondo_keep in (0, 1], eta > 0.
 
     Returns:
-        The batch with a smaller `keep`, and kept_frac and gate_prob_mean, [E] each: shares of what came in.
+        The batch with a smaller `keep_mask`, and kept_frac and gate_prob_mean, [E] each: fractions of the rollouts that
+        were kept before.
     """
     keep_mask = rollouts.keep_mask
     if config.kondo_keep == 1:
+        # No finite threshold keeps everything.
         kept_fraction = masked_mean(torch.ones_like(rollouts.rewards), keep_mask)
         return rollouts, {"kept_frac": kept_fraction, "gate_prob_mean": kept_fraction}
     scores = compute_behavior_delight(rollouts).amax(-1)

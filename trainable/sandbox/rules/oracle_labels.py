@@ -1,4 +1,4 @@
-"""Rules that train on the right tokens themselves: the oracle that others are measured against, and two in between."""
+"""Rules that train on the correct tokens: the oracle that others are compared with, and two that are in between."""
 
 import torch
 from torch import Tensor
@@ -11,13 +11,14 @@ from trainable.sandbox.rules.token_credit import find_correct_tokens, get_score_
 
 
 def cross_entropy(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """−mean log π(y_t) of the right token y_t at every position; `log_probs` are those after right tokens.
+    """−mean log π(y_t) of the correct token y_t at every position; `log_probs` are those after correct tokens.
 
-    Rewards, and which positions count, play no part.
+    It reads neither rewards nor which positions count.
 
     Source: definition (maximum likelihood).
-    Reduces to: nothing simpler; REINFORCE with baseline 0 where every sample is right and was sampled after right ones.
-    Axis: privileged acquisition, at its limit: the rollout itself is replaced by the right one.
+    Reduces to: nothing simpler; equal to REINFORCE with baseline 0 if every sampled token, and so every prefix, is
+    correct.
+    Axis: privileged acquisition, at its limit: the rollout is replaced by the correct one.
     """
     return make_rule_loss(rollouts, -masked_mean(gather_log_probs(rollouts.labels, log_probs), rollouts.keep_mask))
 
@@ -25,13 +26,14 @@ def cross_entropy(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfi
 def self_distill_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """−mean( l · sg(g · A) ) + distill_alpha · mean( sg(g) · −log π(y_t) ),  g = σ(A · s / eta).
 
-        A_t = 1[a_t right] − Σ_a π(a)², and 0 at positions that do not count
+        A_t = 1[a_t correct] − Σ_a π(a)², and 0 at positions that do not count
 
-    after the sampled tokens. The second term is over all positions, those that do not count included.
+    Log-probabilities are those after the sampled tokens. The second term is over all positions, including those that do
+    not count.
 
     Source: this sandbox; labels on the learner's own prefixes as in Ross et al. 2011, arXiv:1011.0686 (DAgger).
     Reduces to: on bandits at distill_alpha 0, DG with baseline `expected`.
-    Axis: granularity and privileged acquisition. Every token is judged and corrected; sequence rewards are not read.
+    Axis: granularity and privileged acquisition. Every token is judged and corrected; sequence rewards are not used.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     correct = find_correct_tokens(rollouts).to(action_log_probs.dtype)
@@ -46,12 +48,12 @@ def self_distill_dg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
 def scope_lite(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """DG + distill_alpha · (sum of −log π(y_t) over corrected positions) / max(1, corrected positions).
 
-    Corrected are, of sequences with a wrong token, the positions from the first wrong one on; where not all positions
-    count, only those that do are wrong or corrected.
+    Corrected positions are those from the first wrong token of a sequence onwards. If not all positions count, only
+    those that do can be wrong or corrected.
 
     Source: this sandbox.
-    Reduces to: DG at distill_alpha 0, or where no sequence has a wrong token.
-    Axis: granularity and privileged acquisition. Failures are corrected from where they failed.
+    Reduces to: DG at distill_alpha 0, or if no sequence has a wrong token.
+    Axis: granularity and privileged acquisition. A failed sequence is corrected from its first error onwards.
     """
     dg_result = dg(rollouts, log_probs, config)
     score_mask = get_score_mask(rollouts)

@@ -1,9 +1,9 @@
-"""What all update rules share: their result, and the quantities that their formulas are made of.
+"""Building blocks of update rules: their result type, and the quantities in their formulas.
 
-Axes: E members, B rollouts, T positions, A actions, P groups, K rollouts of a group. In the formulas of all rules l is
-the log-probability of the taken action under the policy π that learns, μ the one under the policy that sampled (named μ
-too), s = −l the surprisal, x = l − μ, r = exp(x), R the reward of a rollout, sg(.) a constant without gradient, σ the
-logistic function, and `mean` runs over the kept rollouts of a member and their positions.
+Axes: E members, B rollouts, T positions, A actions, P groups, K rollouts of a group. In the formulas of all rules, l is
+the log-probability of the taken action under the current policy π, μ the one under the sampling policy (also called μ),
+s = −l the surprisal, x = l − μ, r = exp(x), R the reward of a rollout, sg(.) a stop-gradient, σ the logistic function,
+and `mean` is over the kept rollouts of a member and their positions.
 """
 
 from collections.abc import Callable
@@ -17,25 +17,25 @@ from trainable.algo.losses import LOG_RATIO_LIMIT
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 
-CONSTANT_BASELINE = 0.5
+CONSTANT_BASELINE = 0.5  # of baseline=constant
 
 
 @dataclass(frozen=True)
 class RuleLoss:
-    """loss: [E], with gradients. metrics: [E] each, without, named as in `RULE_COLUMNS` of the sandbox's records."""
+    """loss: [E], with gradients. metrics: [E] each, without gradients; columns of `RULE_COLUMNS`."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
 
 
 UpdateRule = Callable[[Rollouts, Tensor, UpdateRuleConfig], RuleLoss]
-"""rule(rollouts, log_probs [E, B, T, A], config): the loss of one inner epoch. ValueError: the batch does not fit."""
+"""rule(rollouts, log_probs [E, B, T, A], config) -> loss of one inner epoch; ValueError if the batch does not fit."""
 
 
 def masked_mean(x: Tensor, keep_mask: Tensor) -> Tensor:
-    """[E] mean of `x` [E, B] or [E, B, ...] over what `keep` [E, B] keeps; 0 where it keeps nothing.
+    """[E] mean of `x` [E, B] or [E, B, ...] over the rollouts in `keep_mask` [E, B]; 0 for an empty mask.
 
-    What `x` holds elsewhere, NaN included, is not read.
+    Other entries of `x` are not read and may be NaN.
     """
     rows = x.flatten(2) if x.dim() > 2 else x.unsqueeze(-1)
     masked_rows = torch.where(keep_mask.unsqueeze(-1), rows, 0)
@@ -43,7 +43,7 @@ def masked_mean(x: Tensor, keep_mask: Tensor) -> Tensor:
 
 
 def make_rule_loss(rollouts: Rollouts, loss: Tensor, **metrics: Tensor) -> RuleLoss:
-    """`loss` [E] with its `metrics` [E] and the mean reward, which every rule reports."""
+    """The result of a rule: `loss` [E], `metrics` [E] each, and the mean reward, which every rule reports."""
     all_metrics = {"reward": masked_mean(rollouts.rewards, rollouts.keep_mask), **metrics}
     return RuleLoss(loss, {name: value.detach() for name, value in all_metrics.items()})
 
@@ -51,9 +51,13 @@ def make_rule_loss(rollouts: Rollouts, loss: Tensor, **metrics: Tensor) -> RuleL
 def policy_gradient_loss(
     rollouts: Rollouts, action_log_probs: Tensor, weights: Tensor, **sample_metrics: Tensor
 ) -> RuleLoss:
-    """−mean( l · sg(w) ): the loss of every rule that only weights what was sampled.
+    """−mean( l · sg(w) ): the loss of every rule that only weights its samples.
 
-    taken: [E, B, T] l. weights: w, of the same shape. samples: numbers [E, B] or [E, B, T] whose means are metrics.
+    Args:
+        rollouts: the batch.
+        action_log_probs: [E, B, T] l.
+        weights: w, of the same shape.
+        sample_metrics: values [E, B] or [E, B, T] whose means are metrics.
     """
     loss = -masked_mean(action_log_probs * weights.detach(), rollouts.keep_mask)
     return make_rule_loss(
@@ -62,22 +66,22 @@ def policy_gradient_loss(
 
 
 def gather_log_probs(actions: Tensor, log_probs: Tensor) -> Tensor:
-    """[E, B, T] log-probabilities, of `log_probs` [E, B, T, A], of one action [E, B, T] at each position."""
+    """[E, B, T] log-probabilities of `actions` [E, B, T] from `log_probs` [E, B, T, A]."""
     return log_probs.gather(-1, actions.unsqueeze(-1)).squeeze(-1)
 
 
 def log_ratios(action_log_probs: Tensor, rollouts: Rollouts) -> Tensor:
-    """[E, B, T] x = l − μ, clamped to ±20 nats, beyond which a ratio says nothing."""
+    """[E, B, T] x = l − μ, clamped to ±20 nats, beyond which a ratio is not informative."""
     return (action_log_probs - rollouts.behavior_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def capped_ratios(action_log_probs: Tensor, rollouts: Rollouts, cap: float) -> Tensor:
-    """[E, B, T] min(r, cap), a constant."""
+    """[E, B, T] min(r, cap), without gradient."""
     return (action_log_probs.detach() - rollouts.behavior_log_probs).exp().clamp(max=cap)
 
 
 def sum_squared_probs(log_probs: Tensor) -> Tensor:
-    """[E, B, T] Σ_a π(a)², a constant: the mean reward of a policy that is right as often as it is sure."""
+    """[E, B, T] Σ_a π(a)², without gradient: the mean reward of a calibrated policy, correct as often as it is sure."""
     return log_probs.detach().exp().square().sum(-1)
 
 
@@ -96,7 +100,7 @@ def compute_advantages(rollouts: Rollouts, log_probs: Tensor, config: UpdateRule
 
 
 def compute_behavior_advantages(rollouts: Rollouts) -> Tensor:
-    """[E, B, T] R − b of the policy that sampled: b is its mean reward where that is known, or its Σ_a π(a)²."""
+    """[E, B, T] R − b of the sampling policy: b is its mean reward where that is known, otherwise its Σ_a π(a)²."""
     expected_reward = rollouts.expected_reward
     return rollouts.rewards.unsqueeze(-1) - (
         rollouts.behavior_baseline if expected_reward is None else expected_reward.unsqueeze(-1)
@@ -104,7 +108,10 @@ def compute_behavior_advantages(rollouts: Rollouts) -> Tensor:
 
 
 class MaskedMoments(NamedTuple):
-    """Of kept values along the last axis, in float64: values minus mean [..., n], mean and std (divisor N) [..., 1]."""
+    """Moments of kept values along the last axis, in float64.
+
+    deviations: [..., n], value minus mean, and 0 outside the mask. mean, std (divisor N): [..., 1].
+    """
 
     deviations: Tensor
     mean: Tensor
@@ -112,9 +119,10 @@ class MaskedMoments(NamedTuple):
 
 
 def masked_moments(values: Tensor, keep_mask: Tensor) -> MaskedMoments:
-    """Mean, and distance from it, of the values [..., n] that `keep` keeps; values that it does not are 0 in `centred`.
+    """Moments of the values [..., n] where `keep_mask`.
 
-    In float32 the mean of equal rewards can miss them by a rounding, which a division by the deviation would blow up.
+    They are computed in float64: in float32 the mean of equal rewards can differ from them by a rounding error, which a
+    division by the standard deviation would amplify.
     """
     count = keep_mask.sum(-1, keepdim=True).clamp(min=1)
     exact_values = torch.where(keep_mask, values.double(), 0)
@@ -124,17 +132,17 @@ def masked_moments(values: Tensor, keep_mask: Tensor) -> MaskedMoments:
 
 
 def unflatten_groups(x: Tensor, rollouts: Rollouts) -> Tensor:
-    """[E, P, K, ...] of `x` [E, B, ...]; ValueError where rollouts are not in groups."""
+    """`x` [E, B, ...] as groups, [E, P, K, ...]; ValueError if the batch has no groups."""
     if rollouts.group_size is None:
-        raise ValueError("This update rule compares the rollouts of a prompt; this batch has no groups.")
+        raise ValueError("This update rule compares the rollouts of a prompt, but this batch has no groups.")
     return x.unflatten(1, (-1, rollouts.group_size))
 
 
 def make_group_ids(rollouts: Rollouts) -> Tensor:
-    """[E · B] numbers, equal for the kept rollouts of a group; one that is not kept is a group by itself.
+    """[E · B] numbers, equal for the kept rollouts of a group; every other rollout is a group by itself.
 
-    So what `trainable.algo` computes by group is computed for all members at once, and reads kept rollouts only.
-    ValueError where rollouts are not in groups.
+    With these, a function of `trainable.algo` that works by group handles all members at once, and reads kept rollouts
+    only. ValueError if the batch has no groups.
     """
     keep_mask = unflatten_groups(rollouts.keep_mask, rollouts)
     indices = torch.arange(keep_mask.numel()).unflatten(0, keep_mask.shape)
@@ -142,14 +150,15 @@ def make_group_ids(rollouts: Rollouts) -> Tensor:
 
 
 def group_moments(rollouts: Rollouts) -> MaskedMoments:
-    """`spread` of the kept rewards of each group: [E, P, K], [E, P, 1], [E, P, 1]."""
+    """`masked_moments` of the kept rewards of each group: [E, P, K], [E, P, 1], [E, P, 1]."""
     return masked_moments(unflatten_groups(rollouts.rewards, rollouts), unflatten_groups(rollouts.keep_mask, rollouts))
 
 
 def compute_reward_std(rollouts: Rollouts) -> Tensor:
-    """[E, B] u, the standard deviation (divisor N) of rewards inside a group; ungrouped: one number, of the batch.
+    """[E, B] u, the standard deviation (divisor N) of rewards within a group; ungrouped: one number for the batch.
 
-    A deviation over different prompts measures how hard they are as well as how far rewards can be trusted.
+    Over different prompts, it measures not only how reliable rewards are, but also how much the prompts differ in
+    difficulty.
     """
     if rollouts.group_size is None:
         std = masked_moments(rollouts.rewards, rollouts.keep_mask).std

@@ -1,4 +1,4 @@
-"""Target policy optimisation: rewards make a target distribution over candidates, and the policy is fitted to it."""
+"""Target policy optimisation: rewards define a target distribution over candidates, and the policy is fitted to it."""
 
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from trainable.sandbox.rules.token_credit import compute_candidate_metrics, get_
 
 
 class TargetFit(NamedTuple):
-    """Of the candidates of each choice [..., n]: the loss [...] that fits p to q, with gradient, and log q."""
+    """Fit of p to q over the n candidates of each choice. loss: [...], with gradient. log_target: [..., n] log q."""
 
     loss: Tensor
     log_target: Tensor
@@ -37,11 +37,11 @@ def fit_target(scores: Tensor, old_log_probs: Tensor, skills: Tensor, ids: Tenso
     """−Σ_i q_i log p_i over the last axis, p = softmax(scores), q = softmax(log softmax(old) + skills / eta).
 
     Args:
-        scores: [..., n] c; the loss has the gradient p − q by it.
-        old: o, of the same shape, a constant.
-        skills: z, of the same shape, a constant.
-        ids: [N] numbers of the choices, of all N entries in order. An entry whose number no other has is no candidate:
-            it adds nothing.
+        scores: [..., n] c; the gradient of the loss with respect to it is p − q.
+        old_log_probs: o, of the same shape, without gradient.
+        skills: z, of the same shape, without gradient.
+        ids: [N] number of the choice of each of the N entries, in order. An entry whose number is unique is not a
+            candidate and contributes nothing.
         eta: above 0.
     """
     distributions = compute_group_distributions(scores.flatten(), old_log_probs.flatten(), skills.flatten(), ids, eta)
@@ -69,26 +69,26 @@ def _compute_group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRul
 
 
 def tpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """mean over groups of −Σ_i q_i log p_i, of the K rollouts of a prompt.
+    """mean over groups of −Σ_i q_i log p_i, over the K rollouts i of a prompt.
 
         p = softmax(c),  c_i = Σ_t l_i,t       q = sg softmax( log softmax(o) + z / tpo_eta ),  o_i = Σ_t μ_i,t
 
-    z = (R − mean) / std in the group (divisor K). The gradient by c_i is p_i − q_i: at most 1, and 0 once p = q; only
-    the share of probability inside the group matters.
+    z = (R − mean) / std in the group (divisor K). The gradient with respect to c_i is p_i − q_i: at most 1 in size, and
+    0 once p = q. Only probabilities relative to the group matter.
 
     Source: Kaddour 2026, arXiv:2604.06159.
     Reduces to: at π = μ, with equal o and large tpo_eta, GroupPG divided by K.
-    Axis: influence. It replaces weights of samples by a target for all of them.
+    Axis: influence. It replaces the weights of samples by one target for all of them.
     """
     return _compute_group_loss(rollouts, log_probs, config, anchored=True)
 
 
 def tpo_no_anchor(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """TPO with q = sg softmax(z / tpo_eta): the target does not start from the policy that sampled.
+    """TPO with q = sg softmax(z / tpo_eta): the target is not anchored at the sampling policy.
 
     Source: this sandbox's ablation of TPO.
-    Reduces to: TPO where the sampling policy gave all rollouts of a group equal probability.
-    Axis: influence. Without the anchor equal rewards pull towards equal probabilities.
+    Reduces to: TPO if the sampling policy gives all rollouts of a group equal probability.
+    Axis: influence. Without the anchor, equal rewards pull probabilities towards equality.
     """
     return _compute_group_loss(rollouts, log_probs, config, anchored=False)
 
@@ -96,16 +96,18 @@ def tpo_no_anchor(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfi
 def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """−mean Σ_a q_a log π(a),  q = sg softmax( log π + z / tpo_eta ), over all actions of a bandit.
 
-    z standardises (divisor n) the scores of the n actions, which are 0 but for R − Σ_a π(a)² of the taken one. So z is
-    ±√(n − 1) there and ∓1/√(n − 1) elsewhere: the sign of the advantage counts, its size does not.
+    z standardises (divisor n) the scores of the n actions: R − Σ_a π(a)² for the taken action, 0 for the others. So z
+    is ±√(n − 1) for the taken action and ∓1/√(n − 1) for the others: only the sign of the advantage matters.
 
-    Source: Kaddour 2026, arXiv:2604.06159, in this sandbox's form with one sample a prompt.
+    Source: Kaddour 2026, arXiv:2604.06159, in this sandbox's form with one sample per prompt.
     Reduces to: zero gradient where R = Σ_a π(a)².
     Axis: influence. A target over all actions from one sample.
     ValueError: T is not 1.
     """
     if rollouts.actions.shape[-1] != 1:
-        raise ValueError("TPOFullAction has a target over the actions of one choice. Set task=mnist.")
+        raise ValueError(
+            "TPOFullAction builds a target over the actions of one choice, but these rollouts are sequences. Set task=mnist."
+        )
     current_log_probs = log_probs.squeeze(2)  # [E, B, A]
     advantage = (rollouts.rewards.unsqueeze(-1) - sum_squared_probs(log_probs)).to(current_log_probs.dtype)  # [E, B, 1]
     scores = torch.zeros_like(current_log_probs.detach()).scatter(-1, rollouts.actions, advantage)
@@ -121,7 +123,7 @@ def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
 
 
 def tpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """mean over prefixes of −Σ_k q_k log p_k, of the K candidates for the next token.
+    """mean over prefixes of −Σ_k q_k log p_k, over the K candidates k for the next token.
 
         p = softmax(c),  c_k = log π(a_k)       q = sg softmax( log softmax(o) + z / tpo_eta ),  o_k = log μ(a_k)
 
@@ -129,7 +131,7 @@ def tpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -
 
     Source: this sandbox: TPO at every prefix.
     Reduces to: zero gradient at π = μ for prefixes whose candidates have equal rewards.
-    Axis: granularity. Each position has rewards, and a target, of its own.
+    Axis: granularity. Each position has its own rewards and its own target.
     ValueError: the batch has no candidates.
     """
     candidates = get_candidates(rollouts)

@@ -1,4 +1,4 @@
-"""Rules that give every token a credit of its own, from a verifier that knows which token is right."""
+"""Rules that assign credit to every token, from a verifier that knows the correct token."""
 
 import torch
 from torch import Tensor
@@ -24,21 +24,21 @@ def get_score_mask(rollouts: Rollouts) -> Tensor:
 
 
 def find_correct_tokens(rollouts: Rollouts) -> Tensor:
-    """[E, B, T] bool: the sampled token is the right one, at a position that counts."""
+    """[E, B, T] bool: the sampled token is correct, at a position that counts."""
     return (rollouts.actions == rollouts.labels) & get_score_mask(rollouts)
 
 
 def dg_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
     """−mean( l · sg(g · A) ),  g = σ(A · s / eta),  A_t = G_t − m_t Σ_a π(a)².
 
-        G_t = Σ_{u>=t} m_u 1[a_u right] / max(1, Σ_{u>=t} m_u)
+        G_t = Σ_{u>=t} m_u 1[a_u correct] / max(1, Σ_{u>=t} m_u)
 
-    m_t is 1 where a position counts. At positions that do not, the baseline is 0 but G_t is not: whatever was sampled
-    there is pushed up by the share of later tokens that are right.
+    m_t is 1 where a position counts. At other positions the baseline is 0 but G_t is not: the sampled token is
+    reinforced by the fraction of later tokens that are correct, whatever it is.
 
     Source: this sandbox.
     Reduces to: on bandits, DG with baseline `expected`; at the last position, SelfDistillDG's first term.
-    Axis: granularity. A token answers for what comes from it on.
+    Axis: granularity. A token is credited with the rewards from its position onwards.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     score_mask = get_score_mask(rollouts).to(action_log_probs.dtype)
@@ -55,19 +55,19 @@ def _reverse_cumsum(x: Tensor) -> Tensor:
 
 
 def get_candidates(rollouts: Rollouts) -> Candidates:
-    """The batch's candidates; ValueError where it has none."""
+    """The batch's candidates; ValueError if it has none."""
     if rollouts.candidates is None:
-        raise ValueError("This update rule compares candidates for each token; this batch has none.")
+        raise ValueError("This update rule compares candidates for each token, but this batch has none.")
     return rollouts.candidates
 
 
 def make_row_ids(x: Tensor) -> Tensor:
-    """[N] numbers, equal for the entries of a row (of the last axis) of `x`, whose N entries are counted in order."""
+    """[N] row numbers of the N entries of `x`, in order; a row is a slice along the last axis."""
     return torch.arange(x.numel()) // x.shape[-1]
 
 
 def compute_candidate_metrics(rollouts: Rollouts) -> dict[str, Tensor]:
-    """[E] mean reward of all candidates, and of those that the behaviour sequences took."""
+    """[E] mean reward of all candidates, and of those that are in the sampled sequences."""
     rewards = get_candidates(rollouts).rewards
     return {
         "candidate_reward": masked_mean(rewards, rollouts.keep_mask),
@@ -76,13 +76,13 @@ def compute_candidate_metrics(rollouts: Rollouts) -> dict[str, Tensor]:
 
 
 def grpo_token(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> RuleLoss:
-    """mean over prefixes of Σ_k [ −min(r G, clip(r, 1 ± clip_low) G) + grpo_beta · kl(x) ], of K candidates each.
+    """mean over prefixes of Σ_k [ −min(r G, clip(r, 1 ± clip_low) G) + grpo_beta · kl(x) ], over K candidates k.
 
         G = (R_k − mean) / (std + 1e-8) over the candidates (divisor K), r = π(a_k) / μ(a_k), kl as in GRPO
 
     Source: this sandbox: GRPO at every prefix.
     Reduces to: at r = 1 to −mean over prefixes of Σ_k log π(a_k) · sg(G_k).
-    Axis: granularity. Each position has rewards of its own, and the push of GRPO.
+    Axis: granularity. Each position has its own rewards, and GRPO's update.
     ValueError: the batch has no candidates.
     """
     candidates = get_candidates(rollouts)

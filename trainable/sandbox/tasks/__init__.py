@@ -1,1 +1,1 @@
-"""bandits, sequences, classification, a language-model bandit."""
+"""tasks: sequences, and bandits over images and text."""

@@ -1,10 +1,10 @@
-"""What the two bandits share: from the policy's probabilities at a batch of observations to rollouts of one action."""
+"""Sample the rollouts of a bandit, which have one action each, from the policy's probabilities."""
 
 import torch
 from torch import Tensor
 
-from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.reward_noise import corrupt_rewards, detect_bandit_feature
+from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.rollouts import Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.decoding import sample_actions, select_log_probs
@@ -12,28 +12,42 @@ from trainable.sandbox.tasks.groups import filter_groups, find_mixed_groups, kee
 
 
 def count_prompts_per_step(config: UpdateRuleConfig) -> int:
-    """Observations of a batch: batch_size, or batch_size / group_size for grouped rules."""
+    """Number of different observations in a batch: batch_size, or batch_size / group_size for grouped rules."""
     return config.batch_size // (config.group_size if config.rule.has_groups else 1)
 
 
 def make_bandit_rollouts(
-    config: UpdateRuleConfig, rngs: MemberRngs, step: int, observations: Tensor, labels: Tensor, log_probs: Tensor,
+    config: UpdateRuleConfig,
+    rngs: MemberRngs,
+    step: int,
+    observations: Tensor,
+    labels: Tensor,
+    log_probs: Tensor,
     action_cost: Tensor | None = None,
-) -> Rollouts:  # fmt: skip
-    """batch_size actions after observations [E, P, ...], by their log_probs [E, P, A]; labels [E, P] are worth 1.
+) -> Rollouts:
+    """Sample batch_size actions and their rewards.
 
-    price: [E, P, A], what an action costs, noise or not; None: nothing. As published, a bandit with prices filters its
-    groups by right actions without noise and knows its expected reward in groups too; one without filters by rewards
-    and knows it in ungrouped batches only.
+    As published, a bandit with action costs filters its groups by correct actions without noise, and knows its expected
+    reward in grouped batches too. A bandit without costs filters by rewards, and knows it in ungrouped batches only.
+
+    Args:
+        config: settings of the run.
+        rngs: random numbers of the members.
+        step: index of the batch, from which random numbers are derived.
+        observations: [E, P, ...].
+        labels: [E, P], the correct actions, whose reward is 1.
+        log_probs: [E, P, A] of the sampling policy.
+        action_cost: [E, P, A], subtracted from the reward after noise; None: no costs.
     """
     is_grouped = config.rule.has_groups
     samples_per_prompt = config.group_size if is_grouped else 1
+    # With noise, the probability of the correct action is no longer the mean reward.
     has_expected_reward = config.reward_noise == 0 and (action_cost is not None or not is_grouped)
     cost = torch.zeros_like(log_probs) if action_cost is None else action_cost
     expected_reward = select_log_probs(log_probs, labels).exp() - (log_probs.exp() * cost).sum(-1)
     observations, labels, log_probs, cost, expected_reward = (
-        part.repeat_interleave(samples_per_prompt, dim=1)
-        for part in (observations, labels, log_probs, cost, expected_reward)
+        tensor.repeat_interleave(samples_per_prompt, dim=1)
+        for tensor in (observations, labels, log_probs, cost, expected_reward)
     )
     actions = sample_actions(log_probs, rngs.uniform("sandbox_samples", step, shape=(config.batch_size,)))
     is_solved = actions == labels
@@ -45,12 +59,18 @@ def make_bandit_rollouts(
         else keep_all_rollouts(rewards)
     )
     return Rollouts(
-        observations=observations, actions=actions[..., None], labels=labels[..., None], rewards=rewards,
+        observations=observations,
+        actions=actions[..., None],
+        labels=labels[..., None],
+        rewards=rewards,
         behavior_log_probs=select_log_probs(log_probs, actions)[..., None],
-        behavior_baseline=log_probs.exp().square().sum(-1, keepdim=True), keep_mask=keep_mask,
-        age=torch.zeros(len(rewards), dtype=torch.int64), group_size=samples_per_prompt if is_grouped else None,
-        expected_reward=expected_reward if has_expected_reward else None, scalars=scalars,
-    )  # fmt: skip
+        behavior_baseline=log_probs.exp().square().sum(-1, keepdim=True),
+        keep_mask=keep_mask,
+        age=torch.zeros(len(rewards), dtype=torch.int64),
+        group_size=samples_per_prompt if is_grouped else None,
+        expected_reward=expected_reward if has_expected_reward else None,
+        scalars=scalars,
+    )
 
 
 def _make_noisy_rewards(

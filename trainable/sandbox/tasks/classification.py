@@ -1,4 +1,4 @@
-"""The classification bandit: an image is the observation, its class the action that is worth 1."""
+"""The classification bandit: the observation is an image, and the action of its class has reward 1."""
 
 import torch
 from torch import Tensor
@@ -21,17 +21,17 @@ class ClassificationTask:
 
     @property
     def num_actions(self) -> int:
-        """The classes."""
+        """The number of classes."""
         return NUM_CLASSES
 
     def make_models(self, rngs: MemberRngs) -> MLPEnsemble:
-        """First weights of every member."""
+        """Initial weights of every member."""
         hidden = self.config.hidden
         return init_mlp_ensemble((self.images.train_images.shape[1], hidden, hidden, NUM_CLASSES), rngs)
 
     @torch.no_grad()
     def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
-        """One batch: batch_size guesses, of as many images, or of batch_size / group_size for grouped rules."""
+        """One batch: batch_size actions, for as many images, or for batch_size / group_size of grouped rules."""
         images, classes = self.images.train_images, self.images.train_labels
         shape = (count_prompts_per_step(self.config),)
         image_indices = rngs.integers("sandbox_prompts", step, high=len(classes), shape=shape)
@@ -48,19 +48,19 @@ class ClassificationTask:
         return _as_mlp_ensemble(models).compute_logits(rollouts.observations)[:, :, None]
 
     def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """Those of `log_probs`: no token comes before the action."""
+        """The same as `compute_log_probs`, because no token precedes the action."""
         return self.compute_log_probs(models, rollouts)
 
     @torch.no_grad()
     def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        """Error of the likeliest class and entropy, over all test images; whether the images are the stand-in."""
+        """Error of the likeliest class and entropy over all test images, and whether the images are synthetic."""
         num_members = len(rngs.seeds)
         inputs = _scale_pixels(self.images.test_images).expand(num_members, -1, -1)
         log_probs = _as_mlp_ensemble(models).compute_logits(inputs).log_softmax(-1)
         return {
             "test_error": (log_probs.argmax(-1) != self.images.test_labels).float().mean(-1),
             "entropy": -(log_probs.exp() * log_probs).sum(-1).mean(-1),
-            "stand_in_data": torch.full((num_members,), float(self.images.source == "stand-in")),
+            "synthetic_data": torch.full((num_members,), float(self.images.source == "synthetic")),
         }
 
 

@@ -1,4 +1,4 @@
-"""The language-model bandit: a stretch of text is the observation, the token that follows it the action worth 1."""
+"""The language-model bandit: the observation is a piece of text, and the token that follows it has reward 1."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ WINDOW_BATCH_SIZE = 16
 class LanguageModelBandit:
     """lm_bandit (see `trainable.sandbox.tasks.task.Task`): T is 1, observations are context_len tokens.
 
-    The reward is whether the token is the text's own, noise included, less kl_weight (log pi(a) - log pi_first(a)).
+    The reward is 1 for the token of the text and 0 for others, with noise applied, minus kl_weight (log pi(a) - log
+    pi_first(a)), where pi_first has the initial weights.
     """
 
     def __init__(self, config: UpdateRuleConfig) -> None:
@@ -29,8 +30,8 @@ class LanguageModelBandit:
         max_context = self.policy.model.shape.max_position_embeddings
         if config.context_len > max_context:
             raise ValueError(
-                f"context_len={config.context_len} is more than the {max_context} tokens that {config.model_name} reads: "
-                f"set context_len={max_context}, or less."
+                f"context_len={config.context_len} is more than the {max_context} tokens that {config.model_name} can "
+                f"read: set context_len={max_context}, or less."
             )
         self.tokens = read_tokens(config.text_file, self.policy.tokenizer, config.context_len)
         windows = self.tokens.test.unfold(0, config.context_len + 1, config.context_len + 1)[:MAX_WINDOWS]
@@ -39,16 +40,16 @@ class LanguageModelBandit:
 
     @property
     def num_actions(self) -> int:
-        """The vocabulary."""
+        """The size of the vocabulary."""
         return self.policy.model.shape.vocab_size
 
     def make_models(self, rngs: MemberRngs) -> LanguageModelEnsemble:
-        """The loaded weights, for every member."""
+        """Every member starts with the loaded weights."""
         return LanguageModelEnsemble(self.policy, len(rngs.seeds))
 
     @torch.no_grad()
     def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
-        """One batch: batch_size tokens, after as many contexts, or batch_size / group_size for grouped rules."""
+        """One batch: batch_size tokens, after as many contexts, or after batch_size / group_size for grouped rules."""
         ensemble = _as_language_model_ensemble(models)
         contexts, labels = self._sample_contexts(rngs, step, count_prompts_per_step(self.config))
         log_probs = ensemble.compute_logits(contexts).log_softmax(-1)
@@ -64,12 +65,12 @@ class LanguageModelBandit:
         return _as_language_model_ensemble(models).compute_logits(rollouts.observations)[:, :, None]
 
     def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """Those of `log_probs`: no token comes before the action."""
+        """The same as `compute_log_probs`, because no correct token precedes the action."""
         return self.compute_log_probs(models, rollouts)
 
     @torch.no_grad()
     def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        """Over up to WINDOWS windows of the evaluated text, side by side: the likeliest token's error, and more."""
+        """Error of the likeliest token, perplexity and entropy over up to MAX_WINDOWS windows of the evaluation text."""
         ensemble, num_members = _as_language_model_ensemble(models), len(rngs.seeds)
         log_prob_chunks = [
             ensemble.compute_logits(rows.expand(num_members, -1, -1)).log_softmax(-1)
@@ -87,7 +88,7 @@ class LanguageModelBandit:
         }
 
     def _split_by_difficulty(self) -> tuple[Tensor, ...]:
-        """Windows [.] by how surprised the first weights are at their next token: the least third first."""
+        """Indices of the easy, medium and hard third of windows, by the initial weights' surprisal of the next token."""
         initial_ensemble = LanguageModelEnsemble(self.policy, 1)
         log_probs = torch.cat(
             [initial_ensemble.compute_initial_log_probs(rows) for rows in self.contexts.split(WINDOW_BATCH_SIZE)]
@@ -95,7 +96,7 @@ class LanguageModelBandit:
         return (-select_log_probs(log_probs, self.targets)).argsort(stable=True).tensor_split(3)
 
     def _sample_contexts(self, rngs: MemberRngs, step: int, num_contexts: int) -> tuple[Tensor, Tensor]:
-        """Contexts [E, rows, context_len] from random places of the text, and the tokens [E, rows] that follow."""
+        """Contexts [E, num_contexts, context_len] at random positions, and the next tokens [E, num_contexts]."""
         length = self.config.context_len
         starts = rngs.integers("sandbox_prompts", step, high=len(self.tokens.train) - length, shape=(num_contexts,))
         windows = self.tokens.train[starts[..., None] + torch.arange(length + 1)]

@@ -1,4 +1,4 @@
-"""From settings to the task that they name."""
+"""Make the task of a configuration."""
 
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.tasks.classification import ClassificationTask
@@ -8,7 +8,7 @@ from trainable.sandbox.tasks.task import Task
 
 
 def make_task(config: UpdateRuleConfig) -> Task:
-    """The task of `config`. Raises ValueError with what to do where its data or model is not there."""
+    """The task of `config`. Raises ValueError, with what to do, if its data or model is missing."""
     if config.task == "mnist":
         return ClassificationTask(config)
     if config.task == "lm_bandit":

@@ -1,7 +1,7 @@
-"""The five sequence tasks: what the right answer to a prompt is, and what an answer is worth.
+"""The five sequence tasks: the correct answer to a prompt, and the reward of an answer.
 
-A prompt is H tokens of 0 ... V - 1, then the separator V; an answer is H tokens. The policy may answer with the
-separator too, which is never right.
+A prompt is H tokens from 0 ... V - 1, followed by the separator V. An answer is H tokens. The policy can also answer
+with the separator, which is never correct.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,9 +15,11 @@ from torch import Tensor
 class SequenceKind:
     """One sequence task.
 
-    labels: prompts [..., H] and V to the right answers [..., H]. parts: of H, the two spans of positions that a chain
-    task pays a third for each, and the last third for all; None: the share of right positions counts.
-    own_tokens: tokens beyond V and the separator.
+    Attributes:
+        make_labels: from prompts [..., H] and V to the correct answers [..., H].
+        make_chain_spans: from H to the two spans of positions of a chain task. Each correct span is worth a third of
+            the reward, and a fully correct answer another third. None: the reward is the fraction of correct positions.
+        num_extra_tokens: tokens in addition to the V content tokens and the separator.
     """
 
     make_labels: Callable[[Tensor, int], Tensor]
@@ -30,12 +32,12 @@ def _make_reversal_labels(prompts: Tensor, vocab_size: int) -> Tensor:
 
 
 def _make_sum_labels(prompts: Tensor, vocab_size: int) -> Tensor:
-    """A copy whose last token is the sum of the others, modulo V."""
+    """A copy of the prompt whose last token is the sum of the others, modulo V."""
     return torch.cat((prompts[..., :-1], prompts[..., :-1].sum(-1, keepdim=True) % vocab_size), dim=-1)
 
 
 def _make_format_labels(prompts: Tensor, vocab_size: int) -> Tensor:
-    """The answer token V + 1, the sum of the first two modulo V, then a copy of the rest."""
+    """The answer token V + 1, the sum of the first two tokens modulo V, then a copy of the rest."""
     answer_token = torch.full_like(prompts[..., :1], vocab_size + 1)
     return torch.cat((answer_token, prompts[..., :2].sum(-1, keepdim=True) % vocab_size, prompts[..., 2:]), dim=-1)
 
@@ -49,14 +51,20 @@ SEQUENCE_KINDS: Mapping[str, SequenceKind] = {
     "chain_arithmetic": SequenceKind(_make_sum_labels, lambda length: (slice(0, -1), slice(-1, None))),
     "format_answer": SequenceKind(_make_format_labels, lambda length: (slice(0, 1), slice(1, 2)), num_extra_tokens=1),
 }
-"""Name -> task; masked_reversal is token_reversal of which only the last positions are scored."""
+"""Sequence tasks by name; masked_reversal is token_reversal with only the last positions scored."""
 
 
 def compute_sequence_rewards(kind: SequenceKind, is_correct: Tensor, score_mask: Tensor, binary: bool) -> Tensor:
-    """Rewards [...] in [0, 1] of answers that are right at positions right [..., H].
+    """Rewards [...] in [0, 1] of answers.
 
-    scored: [H] bool, positions that count. Chain tasks: a third for either part and a third for both. Others: the
-    share of scored positions that are right, or where `binary`, 1 if all of them are.
+    Chain tasks: a third for each correct span, and a third for a fully correct answer. Other tasks: the fraction of
+    scored positions that are correct, or with `binary`, 1 if all of them are and 0 otherwise.
+
+    Args:
+        kind: the task.
+        is_correct: [..., H] bool, positions at which the answer is correct.
+        score_mask: [H] bool, positions that count; chain tasks ignore it.
+        binary: whether the reward is 0 or 1.
     """
     if kind.make_chain_spans is not None:
         first_span, second_span = kind.make_chain_spans(is_correct.shape[-1])

@@ -1,10 +1,10 @@
-"""The sequence tasks: prompts, rollouts in groups or with candidates, teacher-forced passes, greedy evaluation."""
+"""Sequence tasks: prompts, rollouts in groups or with candidates, teacher-forced passes, greedy evaluation."""
 
 import torch
 from torch import Tensor
 
-from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.reward_noise import corrupt_rewards, detect_sequence_feature
+from trainable.sandbox.batch.rngs import MemberRngs
 from trainable.sandbox.batch.rollouts import Candidates, Rollouts
 from trainable.sandbox.config.settings import UpdateRuleConfig
 from trainable.sandbox.models.decoding import Completions, generate_completions, sample_actions, select_log_probs
@@ -14,7 +14,7 @@ from trainable.sandbox.tasks.sequence_rewards import SEQUENCE_KINDS, compute_seq
 from trainable.sandbox.tasks.task import ModelEnsemble
 
 EVAL_PROMPTS = 1000
-EVAL_BATCH_SIZE = 250  # of each member, so that what one token needs stays in the processor's cache
+EVAL_BATCH_SIZE = 250  # per member; small enough that the tensors of one token stay in the processor's cache
 
 
 class SequenceTask:
@@ -30,11 +30,11 @@ class SequenceTask:
 
     @property
     def num_actions(self) -> int:
-        """Content tokens, the separator, and a task's own."""
+        """The number of content tokens, plus the separator and the task's extra tokens."""
         return self.config.vocab_size + 1 + self.kind.num_extra_tokens
 
     def make_models(self, rngs: MemberRngs) -> TransformerEnsemble:
-        """First weights of every member."""
+        """Initial weights of every member."""
         config = self.config
         return init_transformer_ensemble(
             TransformerShape(self.num_actions, config.d_model, config.nhead, config.num_layers, 2 * config.seq_len + 1),
@@ -42,7 +42,7 @@ class SequenceTask:
         )
 
     def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
-        """One batch: batch_size rollouts, of as many prompts, or of batch_size / group_size for grouped rules."""
+        """One batch: batch_size rollouts, for as many prompts, or for batch_size / group_size of grouped rules."""
         config, ensemble = self.config, _as_transformer_ensemble(models)
         samples_per_prompt = config.group_size if config.rule.has_groups else 1
         prompts = self._sample_prompts(rngs, "sandbox_prompts", step, config.batch_size // samples_per_prompt)
@@ -74,7 +74,7 @@ class SequenceTask:
         )
 
     def compute_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] log-probabilities after the actor's own tokens; with gradients."""
+        """[E, B, T, A] log-probabilities after the sampled tokens; with gradients."""
         return self.compute_logits(models, rollouts).log_softmax(-1)
 
     def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
@@ -82,19 +82,20 @@ class SequenceTask:
         return _as_transformer_ensemble(models).compute_logits(rollouts.observations[..., :-1], self.config.seq_len)
 
     def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] log-probabilities after the right tokens; with gradients."""
+        """[E, B, T, A] log-probabilities after the correct tokens; with gradients."""
         prompts = rollouts.observations[..., : self.config.seq_len]
         return self._compute_label_log_probs(_as_transformer_ensemble(models), prompts)
 
     def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        """Greedy answers to EVALUATED_PROMPTS fresh prompts of each member: errors, entropy, separators."""
+        """Errors, entropy and separators of greedy answers to EVAL_PROMPTS new prompts per member."""
         prompts = self._sample_prompts(rngs, "sandbox_evaluation", step, EVAL_PROMPTS)
         chunks = [
-            generate_completions(_as_transformer_ensemble(models), some, self.config.seq_len)
-            for some in self._append_separator(prompts).split(EVAL_BATCH_SIZE, dim=1)
+            generate_completions(_as_transformer_ensemble(models), prompt_chunk, self.config.seq_len)
+            for prompt_chunk in self._append_separator(prompts).split(EVAL_BATCH_SIZE, dim=1)
         ]
-        tokens, log_probs = (torch.cat(part, dim=1) for part in zip(*chunks, strict=True))
+        tokens, log_probs = (torch.cat(outputs, dim=1) for outputs in zip(*chunks, strict=True))
         is_correct = tokens == self._make_labels(prompts)
+        # Where the reward judges whole sequences, so does the error.
         is_sequence_error = self.kind.make_chain_spans is not None or self.config.binary_reward
         scored_correct = is_correct[..., self.score_mask]
         columns = {
@@ -109,7 +110,7 @@ class SequenceTask:
         return columns
 
     def _sample_prompts(self, rngs: MemberRngs, purpose: str, step: int, num_prompts: int) -> Tensor:
-        """Prompts [E, rows, H]; of fewer rows, they are the first ones of more."""
+        """Prompts [E, num_prompts, H]; fewer prompts are the first ones of more, so grouped rules share them."""
         return rngs.integers(purpose, step, high=self.config.vocab_size, shape=(num_prompts, self.config.seq_len))
 
     def _append_separator(self, prompts: Tensor) -> Tensor:
@@ -138,7 +139,7 @@ class SequenceTask:
 
     @torch.no_grad()
     def _compute_expected_reward(self, models: TransformerEnsemble, prompts: Tensor) -> Tensor | None:
-        """[E, B] probability of the right answer, where that is the mean reward of an ungrouped batch."""
+        """[E, B] probability of the correct answer, if that is the mean reward of an ungrouped batch; otherwise None."""
         config = self.config
         is_noise_free = config.task == "token_reversal" and config.binary_reward and config.reward_noise_mode == "none"
         if not is_noise_free or config.rule.has_groups:
@@ -148,10 +149,11 @@ class SequenceTask:
         )
 
     def _sample_candidates(self, completions: Completions, prompts: Tensor, rngs: MemberRngs, step: int) -> Candidates:
-        """group_size next tokens at every prefix of the rollouts, each worth whether it is right and scored.
+        """group_size next tokens at every prefix of the rollouts, with reward 1 if correct at a scored position.
 
-        The distribution at each prefix is known from the rollout itself, so no prefix is read again.
+        The distribution at each prefix is known from the rollout, so no prefix is read again.
         """
+        # Candidate 0 is the sampled token itself.
         uniform_shape = (self.config.batch_size, self.config.seq_len, self.config.group_size - 1)
         uniforms = rngs.uniform("sandbox_samples", step, 1, shape=uniform_shape)
         extra_actions = sample_actions(completions.log_probs[..., None, :], uniforms)
@@ -161,7 +163,7 @@ class SequenceTask:
 
 
 def _compute_fraction(mask: Tensor) -> Tensor:
-    """[E] share of True among [E, ...]."""
+    """[E] fraction of True in mask [E, ...]."""
     return mask.flatten(1).float().mean(-1)
 
 

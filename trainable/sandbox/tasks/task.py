@@ -1,4 +1,4 @@
-"""What the trainer asks of a task and of the models that learn it. Everything has a leading axis of E members."""
+"""Protocols that the trainer requires of a task and of its models. All tensors have a leading axis of E members."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -10,43 +10,43 @@ from trainable.sandbox.batch.rollouts import Rollouts
 
 
 class ModelEnsemble(Protocol):
-    """E models of one shape, side by side: their weights are stacked along the first axis."""
+    """E models of one shape, whose weights are stacked along the first axis."""
 
     def get_parameters(self) -> Mapping[str, Tensor]:
-        """Trained tensors, [E, ...] each, which require gradients; a member's gradient is its slice's."""
+        """Trained tensors by name, [E, ...] each, which require gradients; slice e belongs to member e."""
         ...
 
 
 class Task(Protocol):
-    """One task. `models` is what `make_models` gave.
+    """One task. `models` is always the result of `make_models`.
 
-    `sample` draws from the purposes sandbox_prompts, sandbox_samples and sandbox_noise at index `step`, so that two
-    update rules with one seed see the same prompts; `evaluate` from sandbox_evaluation.
+    `sample` draws random numbers for the purposes sandbox_prompts, sandbox_samples and sandbox_noise at index `step`,
+    so two update rules with the same seed see the same prompts. `evaluate` uses the purpose sandbox_evaluation.
     """
 
     @property
     def num_actions(self) -> int:
-        """A: how many actions there are at a position."""
+        """A, the number of actions at a position."""
         ...
 
     def make_models(self, rngs: MemberRngs) -> ModelEnsemble:
-        """First weights of every member, from its own stream of purpose sandbox_weights."""
+        """Initial weights of every member, from its own stream of purpose sandbox_weights."""
         ...
 
     def sample(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> Rollouts:
-        """Roll out a batch of each member without gradients: grouped, with candidates, or neither, by the method."""
+        """Sample a batch per member, without gradients; the method decides whether it has groups or candidates."""
         ...
 
     def compute_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] log-probabilities at each position after the actor's own tokens; with gradients."""
+        """[E, B, T, A] log-probabilities at each position after the sampled tokens; with gradients."""
         ...
 
     def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] logits of the same positions, before they are normalised."""
+        """[E, B, T, A] logits of the same positions, without normalisation; with gradients."""
         ...
 
     def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] log-probabilities after the right tokens; with gradients. A bandit has no others."""
+        """[E, B, T, A] log-probabilities after the correct tokens, for a bandit those of `compute_log_probs`."""
         ...
 
     def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""Texts for the language-model bandit: passages of a file as tokens, some to train on and the last ones to evaluate.
+"""Texts for the language-model bandit: tokenize the passages of a file, and split them into training and evaluation.
 
-The shipped text holds dialogues in which a solver plays Sokoban, as sokoban-tiny learned from, of other levels:
-`python -m trainable.sandbox.tasks.texts FILE` writes it again.
+The shipped text has dialogues in which a solver plays Sokoban, like those that sokoban-tiny was trained on, but on
+other levels. `python -m trainable.sandbox.tasks.texts FILE` generates it again.
 """
 
 import json
@@ -21,8 +21,8 @@ from trainable.tiny.recipe import MAX_ACTIONS, MAX_ACTIONS_PER_TURN, MAX_TURNS
 
 SHIPPED_TEXT = Path(__file__).parent / "sokoban_dialogues.jsonl"
 SHIPPED_PASSAGES = 480
-_FIRST_LEVEL = 40_000_000  # beyond those that sokoban-tiny was shown
-EVAL_DIVISOR = 4  # the last passage of so many is for evaluation: a quarter of a text
+_FIRST_LEVEL = 40_000_000  # beyond the levels that sokoban-tiny was trained on
+EVAL_DIVISOR = 4  # the last quarter of a text's passages is for evaluation
 
 
 class Tokens(NamedTuple):
@@ -33,32 +33,34 @@ class Tokens(NamedTuple):
 
 
 def read_tokens(text_file: str | None, tokenizer: Tokenizer, context_len: int) -> Tokens:
-    """The tokens of a text, or of the shipped one; passages are tokenized one by one and joined by newlines.
+    """The tokens of a text, or of the shipped text; passages are tokenized one by one and joined by newlines.
 
-    Raises ValueError with what to do where the file is missing, is no text, or is too short for a context.
+    Raises ValueError, with what to do, if the file is missing, is not a text, or is too short for a context.
     """
     texts = read_passages(SHIPPED_TEXT if text_file is None else Path(text_file).expanduser())
     encodings = [tokenizer.encode("\n" * (n > 0) + text, add_special_tokens=False) for n, text in enumerate(texts)]
     num_train = len(texts) - max(1, len(texts) // EVAL_DIVISOR)
     token_splits = [
-        torch.tensor([i for one in some for i in one.ids]) for some in (encodings[:num_train], encodings[num_train:])
+        torch.tensor([token_id for encoding in split for token_id in encoding.ids])
+        for split in (encodings[:num_train], encodings[num_train:])
     ]
+    # Training needs one context with its next token; evaluation needs one for each third by difficulty.
     if len(token_splits[0]) <= context_len or len(token_splits[1]) < 3 * (context_len + 1):
         raise ValueError(
-            f"text_file={text_file} has {len(token_splits[0])} tokens to train on and {len(token_splits[1])} in the last quarter of "
-            f"its passages, to evaluate with; context_len={context_len} needs {context_len + 1} and "
-            f"{3 * (context_len + 1)}. Give a longer text, or lower context_len."
+            f"text_file={text_file} has {len(token_splits[0])} tokens for training and {len(token_splits[1])} for "
+            f"evaluation (the last quarter of its passages); context_len={context_len} needs {context_len + 1} and "
+            f"{3 * (context_len + 1)}. Use a longer text, or lower context_len."
         )
     return Tokens(*token_splits)
 
 
 def read_passages(path: Path) -> list[str]:
-    """The non-blank lines of a text; of a .jsonl file, the strings that its lines are."""
+    """The non-blank lines of a text; for a .jsonl file, the string that each line encodes."""
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"text_file={path} cannot be read: {error}. Give a text in UTF-8, one passage a line."
+            f"text_file={path} cannot be read: {error}. Use a UTF-8 text with one passage per line."
         ) from None
     if path.suffix != ".jsonl":
         return lines
@@ -66,13 +68,13 @@ def read_passages(path: Path) -> list[str]:
         texts = [json.loads(line) for line in lines]
     except json.JSONDecodeError as error:
         raise ValueError(f"text_file={path} is not JSON Lines: {error}. Each line must be a JSON string.") from None
-    if not all(isinstance(one, str) for one in texts):
-        raise ValueError(f"text_file={path} holds lines that are not strings. Each line must be a JSON string.")
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"text_file={path} has lines that are not strings. Each line must be a JSON string.")
     return texts
 
 
 def make_sokoban_passages(count: int) -> list[str]:
-    """The first `count` dialogues of the shipped text: levels that no policy is validated or tested on."""
+    """The first `count` dialogues of the shipped text, on levels that no policy is validated or tested on."""
     prompt_template = make_prompt_template("compact", "grid", MAX_ACTIONS)
     rng = make_rng(0, "sandbox_data", 2)
     demonstrations = make_dialogues(

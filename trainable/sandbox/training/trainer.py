@@ -17,8 +17,8 @@ from trainable.sandbox.rules.kondo import screen_rollouts
 from trainable.sandbox.rules.rule import UpdateRule
 from trainable.sandbox.tasks.task import Task
 from trainable.sandbox.training.optimizer import MemberAdam
-from trainable.sandbox.training.replay import AgeStatistics, ReplayDraw, make_buffer
 from trainable.sandbox.training.prefixes import add_prefix, select_prefix
+from trainable.sandbox.training.replay import AgeStatistics, ReplayDraw, make_buffer
 from trainable.sandbox.training.update import Learner
 
 UNIFORM_GROUPS = "uniform_groups"
