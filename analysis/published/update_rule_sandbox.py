@@ -141,7 +141,9 @@ _BIMODAL = (
 )
 _UNSCORED_LEAK = "at unscored positions the rule reinforces whatever was sampled, including separators"
 _COARSE_EVAL_GRID = "three seeds, evaluated every 50 steps; in a second implementation the order of the rules changed"
-_EQUAL_DG = "the standard deviation of rewards in [0, 1] is at most 0.5, so the filter keeps every batch: this is the same as DG"
+_EQUAL_DG = (
+    "the standard deviation of rewards in [0, 1] is at most 0.5, so the filter keeps every batch, and this equals DG"
+)
 _ROW_LEVEL = "pooled over 45 logged rows: the standard deviation is that of rows, and no test between seeds can use it"
 _AGE_ROWS = f"{_ROW_LEVEL}; the rows are those of the steps 4, 24, ..., 284, in the published runs and in ours"
 _EARLY_STEPS = "over early steps (no document says how many); ours are over all steps"

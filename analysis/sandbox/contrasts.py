@@ -23,7 +23,7 @@ from analysis.sweep.verdicts import SIGNIFICANCE_LEVEL, format_p_value, format_s
 
 CONTRASTED_COLUMNS: Mapping[str, str] = {
     "final_test_error": "the outcome that a rule should improve",
-    "final_entropy": "how much exploration is left at the end; near 0 for every collapsed run, however early it collapsed",
+    "final_entropy": "how much exploration is left at the end; near 0 for every collapsed run, early or late",
     "mean_entropy": "how long entropy lasted; defined for runs whose entropy never gets low and for those at the floor",
     "final_test_error_unscored": "masked_reversal: how much was learned at positions that are not scored",
     "final_chain_reward": "chain tasks: the reward that they give",
@@ -88,7 +88,7 @@ def read_contrasts(study: Study) -> list[tuple[str, list[tuple[str, str]]]]:
             first, second = invalid_pairs[0]
             problem = f"{first} with itself" if first == second else f"{first} with {second} twice"
             raise ValueError(
-                f"The contrast {name!r} of `{study['name']}` pairs {problem}: list each pair of two different arms once."
+                f"The contrast {name!r} of `{study['name']}` pairs {problem}: list each pair of different arms once."
             )
     return declarations
 

@@ -271,8 +271,8 @@ def _make_chance_notes(arm: str, runs: pd.DataFrame, chance_error: float | None)
     if chance_error is None or not mean_error >= chance_error - CHANCE_TOLERANCE:
         return []
     return [
-        f"{arm}: a test error of {mean_error:.3f} is at or above that of random content tokens ({chance_error:.2f}): "
-        "on average, the policy has learned at most to avoid separators."
+        f"{arm}: a test error of {mean_error:.3f} is at or above that of random content tokens ({chance_error:.2f}): on "
+        "average, the policy has learned at most to avoid separators."
     ]
 
 

@@ -39,7 +39,7 @@ class Rule:
     temperature: Literal["gate", "target", "regression"] | None = None
     """gate: delight over `eta`. target: standardised rewards over `tpo_eta`. regression: log-ratios times `eta`."""
     clip: Literal["clip_low", "clip_high"] | None = None
-    """Setting of the upper clip bound; the lower one is always `clip_low`. None: ratios are not clipped on both sides."""
+    """Setting of the upper clip bound; the lower one is `clip_low`. None: ratios are not clipped on both sides."""
 
     # Requirements on the task and its rewards.
     needs_token_labels: bool = False

@@ -90,7 +90,7 @@ def _mean_by_thirds(name: str, values: Tensor, entropy_drop: Tensor, token_mask:
 
 
 def _expand_keep_mask(keep_mask: Tensor, like: Tensor) -> Tensor:
-    """[E, N], whether each entry belongs to a kept rollout. keep_mask: [E, B]. like: [E, B, ...], N entries per member."""
+    """[E, N], whether each entry is of a kept rollout. keep_mask: [E, B]. like: [E, B, ...], N entries per member."""
     return keep_mask.reshape(*keep_mask.shape, *[1] * (like.dim() - 2)).expand_as(like).flatten(1)
 
 

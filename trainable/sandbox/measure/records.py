@@ -25,7 +25,7 @@ EVALUATION_COLUMNS: tuple[Column, ...] = (
         "fraction",
         "separators (which are never correct) among the greedily decoded tokens",
     ),
-    Column("stand_in_data", "1", "mnist: 1 if the images are generated, 0 if they are those of MNIST"),
+    Column("synthetic_data", "1", "mnist: 1 if the images are synthetic, 0 if they are those of MNIST"),
 )
 
 RULE_COLUMNS: tuple[Column, ...] = (

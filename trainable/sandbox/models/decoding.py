@@ -120,7 +120,7 @@ def _prefill(
 def _decode_step(
     models: TransformerEnsemble, folded_weights: FoldedWeights, tokens: Tensor, caches: list[_Cache], position: int
 ) -> Tensor:
-    """Read tokens [E, B, 1] at `position`, append to the caches; returns hidden states [E, B, 1, d] after all blocks."""
+    """Read tokens [E, B, 1] at `position` and fill the caches; returns hidden states [E, B, 1, d] after all blocks."""
     hidden = embed_tokens(folded_weights, tokens, position)
     for block, cache in zip(folded_weights.blocks, caches, strict=True):
         normed_hidden = layer_norm(hidden)

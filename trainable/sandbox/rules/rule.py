@@ -86,10 +86,10 @@ def sum_squared_probs(log_probs: Tensor) -> Tensor:
 
 
 def compute_advantages(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Tensor:
-    """[E, B, T] A = R − b, a constant; R is the rollout's reward at each of its positions.
+    """[E, B, T] A = R − b, without gradient; R is the rollout's reward at each of its positions.
 
     b is the exact mean reward of the sampling policy where the batch has it; otherwise, by `config.baseline`, Σ_a π(a)²
-    of the policy that learns, 0, or 0.5.
+    of the current policy, 0, or 0.5.
     """
     rewards = rollouts.rewards.unsqueeze(-1).expand(rollouts.actions.shape)
     if rollouts.expected_reward is not None:

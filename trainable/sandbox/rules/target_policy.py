@@ -106,7 +106,8 @@ def tpo_full_action(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleCon
     """
     if rollouts.actions.shape[-1] != 1:
         raise ValueError(
-            "TPOFullAction builds a target over the actions of one choice, but these rollouts are sequences. Set task=mnist."
+            "TPOFullAction builds a target over the actions of one choice, but these rollouts are sequences. Set "
+            "task=mnist."
         )
     current_log_probs = log_probs.squeeze(2)  # [E, B, A]
     advantage = (rollouts.rewards.unsqueeze(-1) - sum_squared_probs(log_probs)).to(current_log_probs.dtype)  # [E, B, 1]

@@ -70,7 +70,7 @@ class LanguageModelBandit:
 
     @torch.no_grad()
     def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:
-        """Error of the likeliest token, perplexity and entropy over up to MAX_WINDOWS windows of the evaluation text."""
+        """Error of the likeliest token, perplexity and entropy, over MAX_WINDOWS windows of the evaluation text."""
         ensemble, num_members = _as_language_model_ensemble(models), len(rngs.seeds)
         log_prob_chunks = [
             ensemble.compute_logits(rows.expand(num_members, -1, -1)).log_softmax(-1)
@@ -88,7 +88,7 @@ class LanguageModelBandit:
         }
 
     def _split_by_difficulty(self) -> tuple[Tensor, ...]:
-        """Indices of the easy, medium and hard third of windows, by the initial weights' surprisal of the next token."""
+        """Indices of the easy, medium and hard third of windows, by the initial weights' surprisal of the target."""
         initial_ensemble = LanguageModelEnsemble(self.policy, 1)
         log_probs = torch.cat(
             [initial_ensemble.compute_initial_log_probs(rows) for rows in self.contexts.split(WINDOW_BATCH_SIZE)]

@@ -139,7 +139,7 @@ class SequenceTask:
 
     @torch.no_grad()
     def _compute_expected_reward(self, models: TransformerEnsemble, prompts: Tensor) -> Tensor | None:
-        """[E, B] probability of the correct answer, if that is the mean reward of an ungrouped batch; otherwise None."""
+        """[E, B] probability of the correct answer if that is the mean reward of an ungrouped batch, otherwise None."""
         config = self.config
         is_noise_free = config.task == "token_reversal" and config.binary_reward and config.reward_noise_mode == "none"
         if not is_noise_free or config.rule.has_groups:

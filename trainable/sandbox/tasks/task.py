@@ -46,7 +46,7 @@ class Task(Protocol):
         ...
 
     def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] log-probabilities after the correct tokens, for a bandit those of `compute_log_probs`."""
+        """As `compute_log_probs`, but after the correct tokens; the same for a bandit, which has no earlier tokens."""
         ...
 
     def evaluate(self, models: ModelEnsemble, rngs: MemberRngs, step: int) -> dict[str, Tensor]:

@@ -1,1 +1,1 @@
-"""the trainer of the sandbox: batches, replay, optimizer, states."""
+"""trainer of the sandbox: steps, replay, optimizer, checkpoints."""

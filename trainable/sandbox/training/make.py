@@ -1,4 +1,4 @@
-"""From settings to a trainer: the one place that looks tasks and update rules up by name."""
+"""Make the trainer of a configuration; the only module that looks up tasks and update rules by name."""
 
 from collections.abc import Sequence
 
@@ -9,5 +9,5 @@ from trainable.sandbox.training.trainer import UpdateRuleTrainer
 
 
 def make_trainer(config: UpdateRuleConfig, seeds: Sequence[int]) -> UpdateRuleTrainer:
-    """A trainer of `config` with a member for each of `seeds`."""
+    """A trainer of `config` with one member per seed."""
     return UpdateRuleTrainer(config, seeds, make_task(config), UPDATE_RULES[config.method])

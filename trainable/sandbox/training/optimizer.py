@@ -1,4 +1,4 @@
-"""Adam for several members side by side: one row of weights, gradients and moments each."""
+"""Adam for an ensemble: each member is one row of weights, gradients and moments."""
 
 from collections.abc import Mapping
 
@@ -8,12 +8,14 @@ from torch.optim.adam import adam
 
 
 class MemberAdam:
-    """Adam, with torch's defaults, on the weights of E models that are stacked along the first axis.
+    """Adam, with torch's defaults, for E models whose weights are stacked along the first axis.
 
-    parameters: by name, [E, ...] each. They are kept as one matrix [E, P], P weights a member in the order of
-    `parameters`, so that a norm or a product of gradients is one operation; a step copies it into them. Adam works
-    element by element, so members do not meet. torch's function, since its class imports its compiler first, which
-    takes longer than some whole conditions of the sandbox.
+    parameters: by name, [E, ...] each. Their values are kept as one matrix [E, P], with the P weights of a member in
+    the order of `parameters`, so that a norm or an inner product of gradients is one operation; a step copies the
+    matrix into the parameters. Adam works element by element, so members do not affect each other.
+
+    This uses torch's function, because the class torch.optim.Adam first imports torch's compiler, which takes longer
+    than some whole conditions of the sandbox.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], lr: float) -> None:
@@ -24,18 +26,31 @@ class MemberAdam:
         self.steps = torch.zeros(())
 
     def compute_gradient(self, loss: Tensor) -> Tensor:
-        """[E, P], the gradient of each member's loss. loss: [E]; a weight that it does not depend on has 0."""
+        """[E, P], the gradient of each member's loss [E]; 0 for weights that the loss does not depend on."""
         parameters = list(self.parameters.values())
+        # A member's loss depends on its own weights only, so one backward pass of the sum serves all members.
         gradients = torch.autograd.grad(loss.sum(), parameters, materialize_grads=True, allow_unused=True)
-        return torch.cat([part.flatten(1) for part in gradients], dim=1)
+        return torch.cat([gradient.flatten(1) for gradient in gradients], dim=1)
 
     @torch.no_grad()
     def step(self, gradient: Tensor) -> None:
         """One step along `gradient` [E, P]."""
         adam(
-            [self.weights], [gradient], [self.exp_avg], [self.exp_avg_sq], [], [self.steps], fused=True, amsgrad=False,
-            beta1=0.9, beta2=0.999, lr=self.lr, weight_decay=0.0, eps=1e-8, maximize=False,
-        )  # fmt: skip
+            [self.weights],
+            [gradient],
+            [self.exp_avg],
+            [self.exp_avg_sq],
+            [],  # running maxima, which only amsgrad has
+            [self.steps],
+            fused=True,
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=self.lr,
+            weight_decay=0.0,
+            eps=1e-8,
+            maximize=False,
+        )
         self._copy_to_parameters()
 
     def _copy_to_parameters(self) -> None:
@@ -46,10 +61,10 @@ class MemberAdam:
         """The columns of `matrix` [E, P] that belong to each parameter, in its shape."""
         tensors = list(self.parameters.values())
         chunks = matrix.split([tensor[0].numel() for tensor in tensors], dim=1)
-        return [part.view_as(tensor) for tensor, part in zip(tensors, chunks, strict=True)]
+        return [chunk.view_as(tensor) for tensor, chunk in zip(tensors, chunks, strict=True)]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """weights, exp_avg, exp_avg_sq: [E, P]; steps: [E], a number each."""
+        """weights, exp_avg, exp_avg_sq: [E, P]; steps: [E], one number per member, so that members can be separated."""
         return {
             "weights": self.weights,
             "exp_avg": self.exp_avg,
@@ -59,10 +74,10 @@ class MemberAdam:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Put back what `state` gave. ValueError where the shapes or the members' numbers of steps do not fit."""
+        """Load the result of `state_dict`. ValueError if shapes differ, or members have different numbers of steps."""
         if state["weights"].shape != self.weights.shape or len(state["steps"].unique()) > 1:
-            shapes = [tuple(found["weights"].shape) for found in (state, {"weights": self.weights})]
-            raise ValueError(f"weights of {shapes[0]} after {state['steps'].tolist()} steps do not fit {shapes[1]}.")
+            saved_shape, shape = tuple(state["weights"].shape), tuple(self.weights.shape)
+            raise ValueError(f"weights of {saved_shape} after {state['steps'].tolist()} steps do not fit {shape}.")
         self.weights.copy_(state["weights"])
         self.exp_avg.copy_(state["exp_avg"])
         self.exp_avg_sq.copy_(state["exp_avg_sq"])
@@ -71,8 +86,8 @@ class MemberAdam:
 
 
 def clip_gradient(gradient: Tensor, norm: Tensor, max_norm: float) -> Tensor:
-    """`gradient` [E, P] scaled down, member by member, to a norm of at most `most`; norm: [E], of `gradient`.
+    """Scale each member's row of `gradient` [E, P] down to a norm of at most `max_norm`.
 
-    As torch.nn.utils.clip_grad_norm_ does it, with its 1e-6 beside the norm.
+    norm: [E], the norms of `gradient`. The 1e-6 is that of torch.nn.utils.clip_grad_norm_.
     """
     return gradient * (max_norm / (norm + 1e-6)).clamp(max=1.0).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Tensors of several parts of a state under one prefix each."""
+"""Store several dictionaries of tensors in one, each under its own prefix."""
 
 from collections.abc import Mapping
 
@@ -6,10 +6,10 @@ from torch import Tensor
 
 
 def select_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin with `prefix`/, by the rest of their names."""
+    """The tensors whose names start with `prefix`/, without that prefix."""
     return {name.removeprefix(f"{prefix}/"): value for name, value in tensors.items() if name.startswith(f"{prefix}/")}
 
 
 def add_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The same tensors with `prefix`/ before their names."""
+    """The same tensors, with `prefix`/ in front of their names."""
     return {f"{prefix}/{name}": value for name, value in tensors.items()}

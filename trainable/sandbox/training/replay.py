@@ -1,4 +1,4 @@
-"""Which batch a step trains on: the one just sampled, one that was delayed, or one drawn from a replay buffer."""
+"""Replay buffer: choose the batch to train on, which is the newest one, a delayed one, or one drawn by priority."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,17 +15,17 @@ from trainable.sandbox.rules.rule import compute_behavior_advantages
 
 
 class StoredBatch(NamedTuple):
-    """A batch of the buffer, and its priority [E] before the buffer's own decay with age."""
+    """A batch in the buffer, and its priority [E] before the discount for its age."""
 
     rollouts: Rollouts
     priority: Tensor
 
 
 class ReplayDraw(NamedTuple):
-    """The batch to train on, with its `age` set, and where it comes from.
+    """The result of a draw.
 
-    priority: [E], that of the batch which each member drew. buffer: the buffer with the new batch in it; the one that
-    was asked is as it was.
+    rollouts: the batch to train on, with its `age` set. priority: [E], of the batch that each member drew. buffer: the
+    buffer with the new batch; the buffer that was drawn from is not changed.
     """
 
     rollouts: Rollouts
@@ -35,10 +35,11 @@ class ReplayDraw(NamedTuple):
 
 @dataclass(frozen=True)
 class ReplayBuffer:
-    """The last batches that were sampled, whole, the oldest first; one is added a step, so places tell ages.
+    """The last sampled batches, the oldest first. One is added per step, so the position of a batch gives its age.
 
-    A delay is a buffer of `delay` + 1 batches: exactly one of them is old enough, so ReplayDG of that capacity is DG
-    that is delayed. Batches younger than `delay` are not drawn; where none is old enough, the newest is.
+    Batches younger than `delay` are not drawn; if none is old enough, the newest one is used. A delay without replay is
+    a buffer of `delay` + 1 batches, of which exactly one is old enough. So ReplayDG with that capacity equals DG with
+    that delay.
     """
 
     capacity: int
@@ -48,12 +49,14 @@ class ReplayBuffer:
     batches: tuple[StoredBatch, ...] = ()
 
     def draw(self, new_rollouts: Rollouts, uniforms: Tensor) -> ReplayDraw:
-        """Add `fresh` and draw one batch a member, with a probability in proportion to its priority.
+        """Add `new_rollouts`, and draw one batch per member with probability proportional to its priority.
 
-        uniforms: [E] in [0, 1), one draw a member. If all priorities of a member are 0, each batch is as likely.
+        uniforms: [E] in [0, 1), by which batches are drawn. If all priorities of a member are 0, all batches are
+        equally likely.
         """
         buffer = self.with_batch(new_rollouts)
         newest_index = len(buffer.batches) - 1
+        # Before `delay` steps no batch is old enough, and the newest one (age 0) is used.
         ages = torch.tensor([age for age in range(newest_index, -1, -1) if age >= self.delay] or [0])
         eligible_batches = [buffer.batches[newest_index - int(age)] for age in ages]
         priorities = torch.stack([stored.priority for stored in eligible_batches], dim=1)  # [E, batches]
@@ -64,7 +67,7 @@ class ReplayBuffer:
         return ReplayDraw(rollouts, priorities.gather(1, indices.unsqueeze(1)).squeeze(1), buffer)
 
     def with_batch(self, rollouts: Rollouts) -> "ReplayBuffer":
-        """The buffer with one batch more, and without the oldest where that is one too many."""
+        """The buffer with one more batch, and without the oldest one if it was full."""
         stored_batch = StoredBatch(
             rollouts, _masked_mean(PRIORITY_FUNCTIONS[self.priority_rule](rollouts), rollouts.keep_mask)
         )
@@ -72,12 +75,13 @@ class ReplayBuffer:
 
     @property
     def drawable_batches(self) -> tuple[StoredBatch, ...]:
-        """The batches that a later step may still draw: all that is worth keeping on disk."""
+        """The batches that a later step may still draw, which are all that a checkpoint needs."""
+        # The next step adds a batch before it draws, which pushes the oldest one out of a full buffer.
         return self.batches[max(0, len(self.batches) + 1 - self.capacity) :]
 
 
 def make_buffer(config: UpdateRuleConfig) -> ReplayBuffer:
-    """An empty buffer as `config` wants it: for replay, for a delay, or for the batch of the step alone."""
+    """An empty buffer for the replay or the delay of `config`; without either, it has a capacity of one batch."""
     capacity = config.replay_capacity or config.delay + 1
     return ReplayBuffer(capacity, config.delay, config.replay_priority, config.replay_age_decay)
 
@@ -91,54 +95,56 @@ PRIORITY_FUNCTIONS: dict[str, Callable[[Rollouts], Tensor]] = {
     "fresh_delight": lambda batch: compute_behavior_delight(batch).clamp(min=0),
     "freshness": lambda batch: torch.ones_like(batch.behavior_log_probs),
 }
-"""What is averaged over a batch's tokens, [E, B, T] or [E, B, 1], to give its priority."""
+"""The quantity, [E, B, T] or [E, B, 1], whose mean over a batch's tokens is the batch's priority."""
 AGE_DISCOUNTED = ("fresh_delight", "freshness")
-"""Those that exp(-replay_age_decay age) multiplies when a batch is drawn."""
+"""Priorities that are multiplied by exp(-replay_age_decay age) when a batch is drawn."""
 
 
 def _masked_mean(values: Tensor, keep_mask: Tensor) -> Tensor:
-    """[E], mean over the tokens of rollouts that are kept. values: [E, B, T or 1]. keep: [E, B]."""
+    """[E], mean over the tokens of kept rollouts. values: [E, B, T or 1]. keep_mask: [E, B], not empty."""
     return (values.mean(-1) * keep_mask).sum(-1) / keep_mask.sum(-1)
 
 
 def _sample_inverse_cdf(priorities: Tensor, uniforms: Tensor) -> Tensor:
-    """[E] places, drawn with probabilities in proportion to `priorities` [E, n] by one number of [0, 1) each."""
+    """[E] indices, drawn with probabilities proportional to `priorities` [E, n] by one uniform number each."""
     has_no_priority = priorities.sum(dim=1, keepdim=True) <= 0
     bounds = torch.where(has_no_priority, 1.0, priorities.double()).cumsum(dim=1)
+    # The product can round up to the last bound; the clamp keeps the index in range.
     is_passed = bounds <= uniforms.unsqueeze(1) * bounds[:, -1:]
     return is_passed.sum(dim=1).clamp(max=priorities.shape[1] - 1)
 
 
 def _gather_batch(batches: Sequence[Rollouts], indices: Tensor) -> Rollouts:
-    """The batch in which the share of member e is that of batches[places[e]]."""
+    """The batch in which the slice of member e is that of batches[indices[e]]."""
     if len(batches) == 1:
-        return batches[0]
+        return batches[0]  # without copies
     tensors = [flatten_rollouts(batch) for batch in batches]
     gathered_tensors = {
-        name: torch.stack([tensors[place][name][member] for member, place in enumerate(indices.tolist())])
+        name: torch.stack([tensors[index][name][member] for member, index in enumerate(indices.tolist())])
         for name in tensors[0]
     }
     return unflatten_rollouts(gathered_tensors, batches[0].group_size)
 
 
 class AgeStatistics:
-    """Ages of the batches that were trained on since the last row.
+    """Statistics of the ages of the batches that were trained on since the last row.
 
-    sums: [E, 5] over those batches of 1, age, age^2, freshness weight, freshness weight x age.
+    sums: [E, 5], sums over those batches of 1, age, age^2, freshness weight, and freshness weight x age.
     """
 
     def __init__(self, sums: Tensor) -> None:
         self.sums = sums
 
     def add(self, age: Tensor, weight: Tensor) -> None:
-        """One more batch. age: [E], updates. weight: [E], freshness weight that the loss gives the batch."""
+        """Add a batch. age: [E], in updates. weight: [E], the freshness weight of the batch in the loss."""
         age = age.double()
         self.sums = self.sums + torch.stack([torch.ones_like(age), age, age.square(), weight, weight * age], dim=1)
 
     def compute_and_reset(self) -> dict[str, Tensor]:
-        """age_mean, age_std and effective_age, [E] each, NaN where nothing was trained on; counting starts again."""
+        """age_mean, age_std and effective_age, [E] each, NaN without a batch; the sums are set to 0."""
         count, age_sum, age_square_sum, weight_sum, weighted_age_sum = self.sums.unbind(dim=1)
         self.sums = torch.zeros_like(self.sums)
         mean = age_sum / count
+        # Rounding can make the variance slightly negative.
         std = (age_square_sum / count - mean.square()).clamp(min=0).sqrt()
         return {"age_mean": mean, "age_std": std, "effective_age": weighted_age_sum / weight_sum}

@@ -1,4 +1,4 @@
-"""One training step of the update-rule sandbox, for all seeds of a condition at once."""
+"""Trainer of the update-rule sandbox: trains all seeds of a condition together, step by step."""
 
 import time
 from collections.abc import Sequence
@@ -22,9 +22,11 @@ from trainable.sandbox.training.replay import AgeStatistics, ReplayDraw, make_bu
 from trainable.sandbox.training.update import Learner
 
 UNIFORM_GROUPS = "uniform_groups"
+"""Name of the stop rule for too many consecutive batches without a mixed group."""
 COSINE_EVERY = 5
-"""Evaluations from one measured direction of the gradient to the next."""
+"""Evaluations between measurements of the gradient's direction, which cost further backward passes."""
 
+# The names of the source's sampler, and those of our columns.
 _SAMPLER_COLUMNS = {
     "informative_group_rate": "mixed_group_rate",
     "retained_group_rate": "retained_group_rate",
@@ -33,19 +35,22 @@ _SAMPLER_COLUMNS = {
 
 
 class UpdateRuleTrainer:
-    """Trains one model a seed, all of one configuration, side by side.
+    """Trains one model per seed; all models have the same configuration.
 
-    config: its own seed is not read. seeds: different ones. task: what is learned. objective: the function of the
-    update rule that `config` names.
+    When a member ends, the others continue as if it had never been there, up to rounding in sums whose order depends on
+    the number of members. `seeds` has the members that are still training. `final_states` has the last state of the
+    members that a rule or the last step ended, but not of those that failed.
 
-    A member that has ended leaves: what goes on is what the others would be if it had never been there, up to the
-    rounding of sums whose order depends on how many there are. `seeds` are those that go on; `left` holds the last
-    state of those that a rule or the last step ended, and none of those that failed.
+    Args:
+        config: the configuration; its own seed is ignored.
+        seeds: different numbers, one per member.
+        task: the task to learn.
+        objective: the function of the update rule that `config` names.
     """
 
     def __init__(self, config: UpdateRuleConfig, seeds: Sequence[int], task: Task, objective: UpdateRule) -> None:
         if len(set(seeds)) != len(seeds) or not seeds:
-            raise ValueError(f"seeds {list(seeds)} are not different ones, one a member.")
+            raise ValueError(f"seeds={list(seeds)}: must be one or more different numbers, one per member.")
         self.config, self.task, self.objective = config, task, objective
         self.step_index = 0
         self.final_states: dict[int, TrainerState] = {}
@@ -53,7 +58,7 @@ class UpdateRuleTrainer:
         self._start_time, self._resumed_seconds, self._seconds_at_last_row = time.perf_counter(), 0.0, 0.0
 
     def _reset_members(self, seeds: Sequence[int]) -> None:
-        """Members of `seeds` as they are before the first step."""
+        """Set up the members of `seeds` as before the first step."""
         self.seeds = tuple(seeds)
         self.rngs = MemberRngs(seeds)
         models = self.task.make_models(self.rngs)
@@ -64,10 +69,11 @@ class UpdateRuleTrainer:
         self.consecutive_uniform_batches = torch.zeros(len(seeds), dtype=torch.int64)
 
     def step(self) -> StepResult:
-        """One batch of rollouts, in the documents' order: evaluate, sample, delay or replay, screen, update.
+        """Train on one batch, in the order of the source: evaluate, sample, delay or replay, screen, update.
 
-        Once all batches are trained on, the next call evaluates, and every member leaves. A member with too many
-        uniform batches in a row leaves before it is trained on the last of them; the others take this step anew.
+        After the last batch, the next call evaluates, and every member ends. A member with too many consecutive uniform
+        batches ends before it trains on the last of them; then this call does no update, and the next call repeats the
+        step for the other members.
         """
         step = self.step_index
         if step == self.config.trainer.total_training_steps:
@@ -76,6 +82,7 @@ class UpdateRuleTrainer:
         evaluation = self._evaluate() if is_row else {}
         replay_draw = self._draw_batch()
         uniform_counts = torch.where(_is_uniform(replay_draw.rollouts), self.consecutive_uniform_batches + 1, 0)
+        # The buffer and the counts are stored only below, so that the others can repeat the step.
         if bool((uniform_counts >= self.config.fallback_patience).any()):
             return self._end_members(self._make_stop_columns(uniform_counts))
         self.buffer, self.consecutive_uniform_batches = replay_draw.buffer, uniform_counts
@@ -118,11 +125,11 @@ class UpdateRuleTrainer:
         )
 
     def _compute_freshness(self, age: Tensor) -> Tensor:
-        """[E], the weight that the loss gives a batch for its age; 1 where the rule does not discount it."""
+        """[E], the weight of a batch in the loss because of its age; 1 if the rule does not discount age."""
         return torch.exp(-self.config.replay_age_decay * age.double() * self.config.rule.discounts_age)
 
     def _make_sampler_columns(self, replay_draw: ReplayDraw) -> dict[str, Tensor]:
-        """Columns of the batch that was trained on and of the batches since the last row."""
+        """Columns of the sampler and the replay buffer for the batch that was trained on."""
         scalars = replay_draw.rollouts.scalars
         columns = {column: scalars[name] for name, column in _SAMPLER_COLUMNS.items() if name in scalars}
         if self.config.replay_capacity:
@@ -135,7 +142,7 @@ class UpdateRuleTrainer:
         return columns
 
     def _make_rows(self, metrics: dict[str, Tensor], step: int) -> dict[int, Row]:
-        """A row a member; a number that is not there, such as a mean of nothing, is left out."""
+        """One row per seed; a number that is not finite, such as a mean over nothing, is omitted."""
         age_columns = self.age_statistics.compute_and_reset()
         if self.config.delay or self.config.replay_capacity:
             metrics = metrics | age_columns
@@ -153,35 +160,35 @@ class UpdateRuleTrainer:
         }
 
     def _make_stop_columns(self, uniform_counts: Tensor) -> dict[int, Row]:
-        """By seed, what says why a member ended, of those with too many uniform batches in a row."""
+        """By seed, the columns that explain the stop of each member with too many consecutive uniform batches."""
         patience = self.config.fallback_patience
         return {
             seed: {
-                "stop_rule": UNIFORM_GROUPS, "stop_value": float(count), "stop_threshold": float(patience),
+                "stop_rule": UNIFORM_GROUPS,
+                "stop_value": float(count),
+                "stop_threshold": float(patience),
                 "stop_step": self.step_index,
             }
             for seed, count in zip(self.seeds, uniform_counts.tolist(), strict=True)
             if count >= patience
-        }  # fmt: skip
+        }
 
     def _end_members(self, stop_columns: dict[int, Row]) -> StepResult:
-        """The last row of the members in `why`, with what it says there; they leave, and their states are kept."""
+        """End the members in `stop_columns`: the last row of each, with these columns; their states are saved."""
         age_sums, seconds_at_last_row = self.age_statistics.sums, self._seconds_at_last_row
         rows = self._make_rows(self._evaluate(), self.step_index)
-        self.age_statistics.sums, self._seconds_at_last_row = (
-            age_sums,
-            seconds_at_last_row,
-        )  # of the others, whose row this is not
+        # The members that continue get no row here, so their sums and their clock must not start again.
+        self.age_statistics.sums, self._seconds_at_last_row = age_sums, seconds_at_last_row
         self.final_states |= {seed: self.get_state(seed) for seed in stop_columns}
         self._keep_members([seed for seed in self.seeds if seed not in stop_columns])
-        return StepResult({seed: {**rows[seed], **said} for seed, said in stop_columns.items()})
+        return StepResult({seed: {**rows[seed], **stop_row} for seed, stop_row in stop_columns.items()})
 
     def _drop_failed_members(self, rows: dict[int, Row], is_finite: Tensor) -> StepResult:
-        """What the step gave, once the members leave whose losses or gradients were not finite."""
+        """The result of the step; members whose loss or gradient was not finite are dropped as failures."""
         if bool(is_finite.all()):
             return StepResult(rows)
         is_finite_by_seed = dict(zip(self.seeds, is_finite.tolist(), strict=True))
-        message = f"loss or gradient of step {self.step_index - 1} was not finite"
+        message = f"loss or gradient of step {self.step_index - 1} was not finite"  # step_index already counts it
         self._keep_members([seed for seed in self.seeds if is_finite_by_seed[seed]])
         return StepResult(
             {seed: row for seed, row in rows.items() if is_finite_by_seed[seed]},
@@ -189,23 +196,23 @@ class UpdateRuleTrainer:
         )
 
     def _keep_members(self, seeds: Sequence[int]) -> None:
-        """Go on with `seeds` alone: what is read back from disk later is put together in the same way."""
+        """Continue with `seeds` only, through their states, exactly as a run that is resumed from a checkpoint."""
         if seeds:
             self.load_states([self.get_state(seed) for seed in seeds])
         self.seeds = tuple(seeds)
 
     def evaluate_final(self, seed: int, row: Row) -> tuple[Row, LinesByFile]:
-        """The last row as it is: each has an evaluation."""
+        """The last row, unchanged, because every row is an evaluation."""
         return row, {}
 
     def close(self) -> None:
-        """Nothing: all is memory."""
+        """Do nothing: the trainer uses memory only."""
 
     def _measure_elapsed(self) -> float:
         return self._resumed_seconds + time.perf_counter() - self._start_time
 
     def get_state(self, seed: int) -> TrainerState:
-        """Everything that the member of `seed` needs to go on after its last step."""
+        """Everything that the member of `seed` needs to continue after its last step."""
         if seed in self.final_states:
             return self.final_states[seed]
         member = self.seeds.index(seed)
@@ -214,16 +221,20 @@ class UpdateRuleTrainer:
         for index, stored_batch in enumerate(batches):
             tensors |= add_prefix(flatten_rollouts(stored_batch.rollouts), f"batches/{index}")
         values = {
-            "seed": seed, "step": self.step_index, "uniform_batches": int(self.consecutive_uniform_batches[member]),
-            "batches": len(batches), "group_size": batches[0].rollouts.group_size if batches else None,
-            "seconds": self._measure_elapsed(), "seconds_at_row": self._seconds_at_last_row,
-        }  # fmt: skip
+            "seed": seed,
+            "step": self.step_index,
+            "uniform_batches": int(self.consecutive_uniform_batches[member]),
+            "batches": len(batches),
+            "group_size": batches[0].rollouts.group_size if batches else None,
+            "seconds": self._measure_elapsed(),
+            "seconds_at_row": self._seconds_at_last_row,
+        }
         return TrainerState(slice_member(tensors, member), values)
 
     def load_states(self, states: Sequence[TrainerState]) -> None:
-        """Go on with the members of `states`, whoever they were beside.
+        """Continue with the members of `states`, which may come from different trainers.
 
-        ValueError where they do not fit, and the members are as they were.
+        Raises ValueError if they do not fit together or to the configuration; then the trainer is unchanged.
         """
         previous_attributes = dict(vars(self))
         try:
@@ -235,7 +246,7 @@ class UpdateRuleTrainer:
     def _load_states(self, states: Sequence[TrainerState]) -> None:
         first_values = states[0].values
         if len({state.values["step"] for state in states}) > 1:
-            raise ValueError(f"states are of the steps {[state.values['step'] for state in states]}, not of one.")
+            raise ValueError(f"states must have the same step, not {[state.values['step'] for state in states]}.")
         tensors = stack_members([state.tensors for state in states])
         self._reset_members([state.values["seed"] for state in states])
         self.learner.optimizer.load_state_dict(select_prefix(tensors, "adam"))
@@ -246,12 +257,12 @@ class UpdateRuleTrainer:
             )
         self.consecutive_uniform_batches = torch.tensor([state.values["uniform_batches"] for state in states])
         self.step_index = first_values["step"]
-        self._start_time, self._resumed_seconds, self._seconds_at_last_row = (
-            time.perf_counter(), first_values["seconds"], first_values["seconds_at_row"],
-        )  # fmt: skip
+        self._start_time = time.perf_counter()
+        self._resumed_seconds = first_values["seconds"]
+        self._seconds_at_last_row = first_values["seconds_at_row"]
 
 
 def _is_uniform(rollouts: Rollouts) -> Tensor:
-    """[E], whether no group of the batch had a spread of rewards, so that all are kept for want of a better one."""
+    """[E], whether the rewards differ in no group of the batch, so that all groups are kept; False without groups."""
     zeros = torch.zeros(len(rollouts.rewards))
     return rollouts.scalars.get("used_group_fallback", zeros) > 0

@@ -1,4 +1,4 @@
-"""The inner epochs of a step: losses, gradients, optimizer steps, and what is measured around them."""
+"""The inner epochs of a step: losses, gradients, optimizer steps, and the diagnostics of the update."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ from trainable.sandbox.tasks.task import ModelEnsemble, Task
 from trainable.sandbox.training.optimizer import MemberAdam, clip_gradient
 
 MAX_GRAD_NORM = 1.0
-"""A member's gradient is scaled down to this norm."""
+"""Each member's gradient is clipped to this norm."""
 
 
 class UpdateResult(NamedTuple):
-    """metrics: columns of a row, [E] each; none where none was asked for. is_finite: [E], losses and gradients were."""
+    """metrics: columns of a row, [E] each, if requested. is_finite: [E], whether all losses and gradients were."""
 
     metrics: dict[str, Tensor]
     is_finite: Tensor
@@ -29,7 +29,7 @@ class UpdateResult(NamedTuple):
 
 @dataclass(frozen=True)
 class Learner:
-    """The models of all members, and how they learn from a batch."""
+    """The models of all members, and their update on a batch."""
 
     config: UpdateRuleConfig
     task: Task
@@ -38,9 +38,9 @@ class Learner:
     optimizer: MemberAdam
 
     def update(self, rollouts: Rollouts, is_measured: bool, has_cosine: bool) -> UpdateResult:
-        """Take an optimizer step an inner epoch; a member's gradient is clipped by its own norm.
+        """Take one optimizer step per inner epoch; each member's gradient is clipped by its own norm.
 
-        is_measured: whether metrics are wanted. has_cosine: whether the gradient's direction is among them.
+        is_measured: whether to measure metrics. has_cosine: whether to include the gradient's direction.
         """
         collect_metrics = self._start_measuring(rollouts, has_cosine) if is_measured else None
         is_finite = torch.ones(len(rollouts.rewards), dtype=torch.bool)
@@ -53,7 +53,7 @@ class Learner:
         return UpdateResult(collect_metrics(log_probs, result) if collect_metrics else {}, is_finite)
 
     def _compute_loss(self, rollouts: Rollouts) -> tuple[Tensor, RuleLoss]:
-        """Log-probabilities [E, B, T, A] that the rule learns from, and its loss."""
+        """The log-probabilities [E, B, T, A] that the rule learns from, and its loss."""
         compute_log_probs = (
             self.task.compute_oracle_log_probs if self.config.rule.is_teacher_forced else self.task.compute_log_probs
         )
@@ -61,15 +61,14 @@ class Learner:
         return log_probs, self.objective(rollouts, log_probs, self.config)
 
     def _start_measuring(self, rollouts: Rollouts, has_cosine: bool) -> Callable[[Tensor, RuleLoss], dict[str, Tensor]]:
-        """Measure what has to be measured before the updates; the result, called after them, gives all columns."""
+        """Measure the state before the updates; the returned function, called after them, gives all columns."""
         logits_before = self._compute_logits(rollouts) if self.config.entropy_diagnostics else None
         fit_metrics = self._measure_oracle_fit(rollouts) if self.config.oracle_fit else {}
 
         def collect_metrics(log_probs: Tensor, last_loss: RuleLoss) -> dict[str, Tensor]:
             metrics = {"loss": last_loss.loss.detach(), **last_loss.metrics, **fit_metrics}
-            if (
-                not self.config.rule.is_teacher_forced
-            ):  # there, log-probabilities are of other positions than the actor's
+            # Teacher-forced log-probabilities follow other prefixes than the sampled ones: ratios would be meaningless.
+            if not self.config.rule.is_teacher_forced:
                 metrics |= compute_ratio_statistics(log_probs, rollouts, *self._get_clip_range())
             if logits_before is not None:
                 metrics |= compute_entropy_statistics(logits_before, self._compute_logits(rollouts), rollouts)
@@ -78,7 +77,7 @@ class Learner:
         return collect_metrics
 
     def _get_clip_range(self) -> tuple[float, float]:
-        """How far below and above 1 a ratio lies before it counts as outside, also where the rule clips none."""
+        """Distances below and above 1 from which a ratio counts as clipped, also for rules that do not clip."""
         low, high = self.config.clip_low, self.config.clip_high
         return low, high if self.config.rule.clip == "clip_high" else low
 
@@ -87,7 +86,7 @@ class Learner:
         return self.task.compute_logits(self.models, rollouts)
 
     def _compute_oracle_gradient(self, rollouts: Rollouts) -> Tensor:
-        """[E, P], gradient of the cross-entropy of the right actions after right ones, on the same batch."""
+        """[E, P], gradient of the cross-entropy of the correct actions after correct prefixes, on the same batch."""
         oracle_log_probs = self.task.compute_oracle_log_probs(self.models, rollouts)
         return self.optimizer.compute_gradient(cross_entropy(rollouts, oracle_log_probs, self.config).loss)
 
@@ -98,7 +97,7 @@ class Learner:
         )
 
     def _measure_direction(self, rollouts: Rollouts) -> dict[str, Tensor]:
-        """Cosine of the rule's gradient and the oracle's, and the rule's norm, with the weights as they are now."""
+        """Cosine between the gradients of rule and oracle, and the norm of the former, at the current weights."""
         gradient = self.optimizer.compute_gradient(self._compute_loss(rollouts)[1].loss)
         oracle_gradient = self._compute_oracle_gradient(rollouts)
         return {"cos_method_ce": cosine(gradient, oracle_gradient), "grad_norm": gradient.norm(dim=1)}

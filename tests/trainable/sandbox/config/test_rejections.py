@@ -51,7 +51,7 @@ NUMBERS: list[Case] = [
     *every(CLIPPED, {"clip_low": 1.0}, "set clip_low=0.2"),
 ]
 SHAPES: list[Case] = [
-    ({"d_model": 64, "nhead": 3}, "nhead=3 does not divide d_model=64: set nhead=1, or a divisor"),
+    ({"d_model": 64, "nhead": 3}, "nhead=3 does not divide d_model=64: set nhead=1, or another divisor"),
     ({"delay": 4, "replay_capacity": 4}, "set replay_capacity above delay"),
     ({"delay": 4, "replay_capacity": 1}, "replay_capacity=1 drops every batch before delay=4"),
     ({"task": "chain_arithmetic", "seq_len": 1}, "set seq_len=2 or more"),

@@ -23,7 +23,7 @@ def few_images(count: int = 50) -> Images:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(256, (2, count, 784), generator=generator, dtype=torch.uint8)
     classes = torch.randint(10, (2, count), generator=generator)
-    return Images(pixels[0], classes[0], pixels[1], classes[1], source="stand-in")
+    return Images(pixels[0], classes[0], pixels[1], classes[1], source="synthetic")
 
 
 def started(seeds: tuple[int, ...] = (3, 4), **settings: object) -> tuple[ClassificationTask, MLPEnsemble, MemberRngs]:
@@ -130,10 +130,10 @@ def test_evaluation_is_of_the_likeliest_class_of_all_test_images() -> None:
         entropy = -(probabilities * probabilities.log()).sum(-1).mean()
         assert float(found["test_error"][member]) == pytest.approx(float(error), abs=1e-6)
         assert float(found["entropy"][member]) == pytest.approx(float(entropy), abs=1e-5)
-    assert found["stand_in_data"].tolist() == [1, 1]
+    assert found["synthetic_data"].tolist() == [1, 1]
 
 
-def test_the_stand_in_has_mnists_shape_and_is_always_the_same() -> None:
+def test_synthetic_images_have_mnists_shape_and_are_always_the_same() -> None:
     images, again = make_synthetic_images(), make_synthetic_images()
     assert images.train_images.shape == (60_000, 784)
     assert images.test_images.shape == (10_000, 784)
@@ -181,6 +181,16 @@ def test_files_that_are_not_mnists_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a label is above 9"):
         read_images(str(tmp_path))
     labels.unlink()
-    (tmp_path / f"{labels.name}.gz").write_bytes(b"not a gzip file")
-    with pytest.raises(ValueError, match="cannot be unpacked"):
-        read_images(str(tmp_path))
+    zipped = tmp_path / f"{labels.name}.gz"
+    whole_gzip = gzip.compress(whole)
+    damaged = (
+        b"not a gzip file",
+        whole_gzip[:-20],  # cut off
+        whole_gzip[:10] + bytes([0xFF] * 40) + whole_gzip[50:],  # a deflate block of a type that does not exist
+    )
+    for content in damaged:
+        zipped.write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"t10k-labels-idx1-ubyte\.gz cannot be unpacked \(.+\)\. Download it again\."
+        ):
+            read_images(str(tmp_path))
