@@ -1,8 +1,8 @@
-"""Cross-scoring of thoughts: one read per prompt beside one whole sequence per pair, as one JSON object.
+"""Time cross-scoring of thoughts: each prompt read once, and naively, one sequence per pair. Prints a JSON object.
 
-Both score the same prompts and thoughts of one rollout of 8 levels x 16 episodes: 64 trajectory draws, each against
-every other's prompt, and 64 first turns against the 8 openings. The share is of training without validation, when both
-samples are diagnosed every fifth step.
+Both methods score the same prompts and thoughts of one rollout of 8 levels x 16 episodes: 64 trajectory samples, each
+with the prompts of all, and 64 first turns with the 8 openings. The training fraction is that of training without
+validation, if both samples are diagnosed every fifth step.
 Run: python benchmarks/cross_scoring.py [--repetitions 5] [--steps 5] [--samples 64]
 """
 
@@ -35,7 +35,7 @@ SETTINGS = {
     **PRESETS["laptop"],
     "trainer.val_before_train": False,
     "trainer.test_freq": -1,
-    # Almost 0 keeps every step on the same policy, and so on the same lengths.
+    # A learning rate of almost 0 keeps the policy, and with it the lengths of replies, the same in every step.
     "actor.lr": 1e-12,
     "critic.lr": 1e-12,
 }
@@ -49,19 +49,19 @@ class CallTime(NamedTuple):
 
 
 def time_call(work: Callable[[], object]) -> CallTime:
-    """What `work` takes."""
+    """Wall and CPU seconds of `work`."""
     wall, cpu = time.perf_counter(), time.process_time()
     work()
     return CallTime(time.perf_counter() - wall, time.process_time() - cpu)
 
 
 def compute_median_time(call_times: Sequence[CallTime]) -> CallTime:
-    """Medians of both clocks."""
+    """Median of each clock."""
     return CallTime(*(statistics.median(values) for values in zip(*call_times, strict=True)))
 
 
 def compute_naive_scores(model: Qwen2, pairs: ThoughtPairs) -> Tensor:
-    """Every thought after every prompt as a whole sequence, all thoughts of a prompt in one batch: (N, M)."""
+    """Log-probability sums (N, M) of N thoughts after M prompts, with one sequence per pair, batched by prompt."""
     lengths = torch.tensor([len(thought) for thought in pairs.thoughts])
     thought_index = torch.arange(len(lengths)).repeat_interleave(lengths)
     targets = torch.from_numpy(np.concatenate(pairs.thoughts))
@@ -80,7 +80,7 @@ def compute_naive_scores(model: Qwen2, pairs: ThoughtPairs) -> Tensor:
 
 
 def compute_shared_scores(model: Qwen2, pairs: ThoughtPairs) -> Tensor:
-    """The same numbers, as the trainer makes them."""
+    """The same sums as the trainer computes them, reading each prompt once."""
     return compute_cross_scores(model, pairs.prompts, pairs.thoughts).logprob_sums
 
 
@@ -88,14 +88,19 @@ def roll_out(trainer: PPOTrainer) -> list[Episode]:
     """One rollout of the preset's levels."""
     config = trainer.config
     return roll_out_episodes(
-        trainer.levels[0], config.env.group_size, trainer.engine.sampler, trainer.prompt_template, trainer.codec,
+        trainer.levels[0],
+        config.env.group_size,
+        trainer.engine.sampler,
+        trainer.prompt_template,
+        trainer.codec,
         trainer.limits,
-        SamplingParams(1.0, config.rollout.response_length, trainer.stop_token), make_rng(0, "sampling", 1),
-    )  # fmt: skip
+        SamplingParams(1.0, config.rollout.response_length, trainer.stop_token),
+        make_rng(0, "sampling", 1),
+    )
 
 
 def sample_pairs(trainer: PPOTrainer, episodes: Sequence[Episode], count: int) -> dict[str, ThoughtPairs]:
-    """Both samples of the diagnostics, `count` draws each."""
+    """Both samples of the diagnostics, with `count` pairs each."""
     turns, rng = read_turns(episodes, trainer.codec), np.random.default_rng(0)
     return {
         "trajectory": sample_trajectory_pairs(turns, count, rng),
@@ -106,33 +111,40 @@ def sample_pairs(trainer: PPOTrainer, episodes: Sequence[Episode], count: int) -
 def compare_methods(
     model: Qwen2, pairs: ThoughtPairs, repetitions: int
 ) -> tuple[dict[str, object], dict[str, CallTime]]:
-    """Both ways by turns, after one call of each not counted, which is where they are checked against each other."""
+    """Time both methods alternately. A first call of each is not timed, and compares their results."""
     methods = {"shared": compute_shared_scores, "naive": compute_naive_scores}
-    shared, naive = (way(model, pairs) for way in methods.values())
+    shared_sums, naive_sums = (method(model, pairs) for method in methods.values())
     call_times: dict[str, list[CallTime]] = {name: [] for name in methods}
     for _ in range(repetitions):
-        for name, way in methods.items():
-            call_times[name].append(time_call(lambda way=way: way(model, pairs)))
-    medians = {name: compute_median_time(those) for name, those in call_times.items()}
+        for name, method in methods.items():
+            call_times[name].append(time_call(lambda method=method: method(model, pairs)))
+    medians = {name: compute_median_time(times) for name, times in call_times.items()}
     ratios = [naive.cpu / shared.cpu for naive, shared in zip(call_times["naive"], call_times["shared"], strict=True)]
-    return {
+    relative_errors = (shared_sums - naive_sums) / naive_sums.abs().clamp_min(1)
+    results = {
         "thoughts": len(pairs.thoughts),
         "prompts": len(pairs.prompts),
         "thought_tokens": sum(len(thought) for thought in pairs.thoughts),
         "prompt_tokens": sum(len(prompt) for prompt in pairs.prompts),
-        "wall_seconds": {name: round(those.wall, 4) for name, those in medians.items()},
-        "cpu_seconds": {name: round(those.cpu, 4) for name, those in medians.items()},
-        "cpu_ratio": {"median": round(statistics.median(ratios), 1), "min": round(min(ratios), 1),
-                      "max": round(max(ratios), 1)},
-        # Of a sum near 0, in nats; of others, as a share of the sum.
-        "largest_difference": float(((shared - naive) / naive.abs().clamp_min(1)).abs().max()),
-    }, medians  # fmt: skip
+        "wall_seconds": {name: round(median.wall, 4) for name, median in medians.items()},
+        "cpu_seconds": {name: round(median.cpu, 4) for name, median in medians.items()},
+        "cpu_ratio": {
+            "median": round(statistics.median(ratios), 1),
+            "min": round(min(ratios), 1),
+            "max": round(max(ratios), 1),
+        },
+        # In nats for sums below 1 nat in size, otherwise relative to the sum.
+        "largest_difference": float(relative_errors.abs().max()),
+    }
+    return results, medians
 
 
 def time_overhead(trainer: PPOTrainer, episodes: Sequence[Episode], samples: int, repetitions: int) -> CallTime:
-    """All that a diagnosis takes besides the scoring: reading turns, sampling pairs, metrics."""
-    scored_pairs = {name: (pairs, compute_cross_scores(trainer.model, pairs.prompts, pairs.thoughts))
-              for name, pairs in sample_pairs(trainer, episodes, samples).items()}  # fmt: skip
+    """Time of a diagnosis without the scoring: reading turns, sampling pairs, computing metrics."""
+    scored_pairs = {
+        name: (pairs, compute_cross_scores(trainer.model, pairs.prompts, pairs.thoughts))
+        for name, pairs in sample_pairs(trainer, episodes, samples).items()
+    }
 
     def work() -> None:
         sample_pairs(trainer, episodes, samples)
@@ -145,11 +157,11 @@ def time_overhead(trainer: PPOTrainer, episodes: Sequence[Episode], samples: int
 
 
 def main() -> None:
-    """Medians of both ways on both samples, and their share of training at the published frequency."""
+    """Print the medians of both methods on both samples, and the fraction of training time that they take."""
     parser = make_parser(__doc__)
-    parser.add_argument("--repetitions", type=parse_count, default=5, help="counted repetitions of each way")
-    parser.add_argument("--steps", type=parse_count, default=5, help="counted training steps")
-    parser.add_argument("--samples", type=parse_count, default=64, help="draws of each sample")
+    parser.add_argument("--repetitions", type=parse_count, default=5, help="timed repetitions of each method")
+    parser.add_argument("--steps", type=parse_count, default=5, help="timed training steps")
+    parser.add_argument("--samples", type=parse_count, default=64, help="thoughts in each sample")
     args = parser.parse_args()
     torch.set_num_threads(1)
     trainer = PPOTrainer(apply_overrides(RunConfig(), {**SETTINGS, "trainer.total_training_steps": args.steps + 2}))
@@ -158,7 +170,7 @@ def main() -> None:
     for name, pairs in sample_pairs(trainer, episodes, args.samples).items():
         results[name], median_times[name] = compare_methods(trainer.model, pairs, args.repetitions)
     overhead = time_overhead(trainer, episodes, args.samples, args.repetitions)
-    rows = [trainer.step().row for _ in range(args.steps + 1)][1:]
+    rows = [trainer.step().row for _ in range(args.steps + 1)][1:]  # the first step is not timed
     step_seconds, rollout_seconds = (
         statistics.median(row[key] for row in rows) for key in ("cpu_seconds_step", "seconds_rollout")
     )
@@ -166,7 +178,7 @@ def main() -> None:
     for method in ("shared", "naive"):
         diagnosis_seconds = overhead.cpu + sum(medians[method].cpu for medians in median_times.values())
         training_fractions[method] = round(diagnosis_seconds / (diagnosis_seconds + COMPUTE_FREQ * step_seconds), 4)
-    print(json.dumps({
+    report = {
         "benchmark": "cross_scoring",
         **results,
         "cpu_seconds_overhead": round(overhead.cpu, 4),
@@ -176,7 +188,8 @@ def main() -> None:
         "training_fraction": training_fractions,
         "repetitions": args.repetitions,
         **describe(),
-    }, indent=1))  # fmt: skip
+    }
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

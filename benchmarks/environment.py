@@ -1,4 +1,4 @@
-"""How fast the game is on one core: actions, levels and solver tables per second, as one JSON object.
+"""Time the environment on one core: actions, levels and solver tables per second. Prints a JSON object.
 
 Run, with the project installed: python benchmarks/environment.py [--repetitions 7]
 """
@@ -23,7 +23,7 @@ LEVELS = 2000
 
 
 def measure_rate(work: Callable[[], object], items: int, repetitions: int) -> float:
-    """Items per CPU second: the median of several repetitions after one that is not counted."""
+    """Items per CPU second: the median of several repetitions, after one that is not timed."""
     work()
     rates = []
     for _ in range(repetitions):
@@ -44,7 +44,7 @@ def play_random_actions(levels: Sequence[Level]) -> None:
 
 
 def measure(repetitions: int) -> dict[str, object]:
-    """Run all three measurements and name the machine."""
+    """All three measurements, with a description of the machine."""
     levels = generate_levels(range(123, 123 + BATCH))
     return {
         "benchmark": "environment",
@@ -64,9 +64,9 @@ def measure(repetitions: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Measure as often as the command line says."""
+    """Measure and print."""
     parser = make_parser(__doc__)
-    parser.add_argument("--repetitions", type=parse_count, default=7, help="counted repetitions of each measurement")
+    parser.add_argument("--repetitions", type=parse_count, default=7, help="timed repetitions of each measurement")
     print(json.dumps(measure(parser.parse_args().repetitions), indent=1))
 
 

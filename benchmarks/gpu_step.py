@@ -1,9 +1,9 @@
-"""One PPO step of a Qwen2 with random weights, phase by phase, as one JSON object: a separate critic, a reference.
+"""Time the phases of a PPO step of a Qwen2 with random weights, separate critic and reference. Prints a JSON object.
 
-The batch is made up: levels x 16 episodes of 5 turns, whose replies have 1 to --tokens tokens. Utilisation is the share
-of this run's own measured rate of large matrix products (bfloat16 on a GPU, float32 on a processor) at which a phase
-does the model's operations: a forward pass is counted once, a backward pass twice, what is computed again is not
-counted, and neither are thoughts' common beginnings. The rollout is a stand-in: one short reply of the torch sampler.
+The batch is synthetic: groups of 16 episodes of 5 turns, with replies of 1 to --tokens tokens. MFU is the FLOP/s of
+the model in a phase, relative to the throughput of large matrix products (bfloat16 on a GPU, float32 on a CPU) that
+this run measures. A forward pass counts once and a backward pass twice. Recomputed activations do not count, nor do
+thoughts' shared prefixes. The rollout phase is a placeholder: one short reply per episode from the torch sampler.
 Run: python benchmarks/gpu_step.py --shape 3b --device cuda; python benchmarks/gpu_step.py --shape tiny --device cpu
 """
 
@@ -34,17 +34,17 @@ from tune_study.placement.published_sizes import find_published_sizes
 
 GROUP_SIZE = 16
 TURNS = 5
-NUM_SAMPLES = 64
+NUM_SAMPLES = 64  # thoughts in each sample of the collapse diagnostics
 NUM_OPENINGS = 8  # prompts of the first-turn sample
 ROLLOUT_TOKENS = 16
-NO_GRAD_ROWS = 8
+NO_GRAD_ROWS = 8  # sequences per forward pass without gradients
 ACTOR_CONFIG = ActorConfig(use_kl_loss=True, kl_loss_type="low_var_kl", entropy_coeff=0.001)
 
 
 class TurnLengths(NamedTuple):
-    """Tokens of an opening, of each later observation, and of the longest reply, unless --tokens says otherwise.
+    """Tokens of the opening, of each later observation, and of the longest reply (unless --tokens is given).
 
-    Those of the published prompt are round numbers near what Qwen2.5's tokenizer makes of it.
+    For the published prompt, they are round numbers close to the lengths with Qwen2.5's tokenizer.
     """
 
     opening: int
@@ -56,14 +56,14 @@ TURN_LENGTHS = {"tiny": TurnLengths(30, 20, 24), "0.5b": TurnLengths(400, 100, 4
 
 
 class Phase(NamedTuple):
-    """Something to time, and the floating-point operations that it is counted with."""
+    """A function to time, and the floating-point operations that count for its MFU."""
 
     run: Callable[[], object]
     flops: float
 
 
 class Networks(NamedTuple):
-    """Those of one run on one device."""
+    """The networks of one run, on one device."""
 
     policy: Qwen2
     critic: ValueModel
@@ -71,7 +71,7 @@ class Networks(NamedTuple):
 
 
 def make_shape(name: str) -> Qwen2Shape:
-    """The shipped model's shape, or that of Qwen2.5 in a size."""
+    """The shape of the shipped model, or of Qwen2.5 in the given size."""
     if name == "tiny":
         return Qwen2Shape.read(find_model("sokoban-tiny"))
     sizes = find_published_sizes(f"Qwen/Qwen2.5-{name.upper()}")
@@ -92,7 +92,7 @@ def make_networks(shape: Qwen2Shape, device: torch.device, dtype: torch.dtype, r
 
 
 def make_episodes(count: int, turn_lengths: TurnLengths, vocabulary: int) -> list[Episode]:
-    """Episodes of random tokens, `COPIES` of an opening."""
+    """Episodes of random tokens; each group of `GROUP_SIZE` shares an opening."""
     rng = np.random.default_rng(0)
     openings = rng.integers(0, vocabulary, (-(-count // GROUP_SIZE), turn_lengths.opening))
     episodes = []
@@ -122,13 +122,13 @@ def make_episodes(count: int, turn_lengths: TurnLengths, vocabulary: int) -> lis
     return episodes
 
 
-# ---------------------------------------------------------------------------- what is counted
+# ---------------------------------------------------------------------------- FLOPs
 
 
 def estimate_scoring_flops(
     shape: Qwen2Shape, prompts: Sequence[Sequence[int]], thoughts: Sequence[Sequence[int]]
 ) -> float:
-    """Operations of every thought after every prompt, each prompt read once."""
+    """FLOPs of scoring every thought after every prompt, if each prompt is read once."""
     total, thought_lengths = 0.0, [len(thought) for thought in thoughts]
     for prompt in prompts:
         total += estimate_forward_flops(shape, [len(prompt)], 1, 0)
@@ -136,27 +136,27 @@ def estimate_scoring_flops(
     return total
 
 
-# ---------------------------------------------------------------------------- the step
+# ---------------------------------------------------------------------------- phases
 
 
 def make_backend(name: str, network: torch.nn.Module, lr: float) -> TorchBackend:
-    """AdamW of one network, in torch."""
+    """A torch backend with AdamW for one network."""
     return TorchBackend(f"{name}_optimizer", {name: network}, torch.optim.AdamW(network.parameters(), lr), 1.0)
 
 
 def make_training_phases(networks: Networks, batch: Batch) -> dict[str, Phase]:
-    """Values, reference, and both updates, in the order of a step."""
+    """Phases of values, reference log-probabilities and both updates, in the order of a step."""
     shape, lengths, trained_tokens = networks.policy.shape, batch.count_needed_tokens().tolist(), int(batch.mask.sum())
     policy_flops, value_flops = (
         estimate_forward_flops(shape, lengths, trained_tokens, outputs) for outputs in (shape.vocab_size, 1)
-    )  # fmt: skip
+    )
     random_advantages = (
         torch.randn(batch.mask.shape, generator=torch.Generator().manual_seed(0)).to(batch.mask.device) * batch.mask
     )
     order, rows = order_length_stratified(batch.lengths), NO_GRAD_ROWS
     reference = TokenFunction.for_logprobs(networks.reference, 1.0)
     values = TokenFunction.for_values(networks.critic.model, networks.critic.score)
-    # The policy's log-probs before the update are those of its frozen copy.
+    # The reference is a copy of the policy, so its log-probs are also those of the policy before the update.
     old_logprobs = compute_at_trained_tokens(batch, rows, reference)
     batch, targets = (
         batch._replace(logprobs=old_logprobs),
@@ -176,13 +176,13 @@ def make_training_phases(networks: Networks, batch: Batch) -> dict[str, Phase]:
 
 
 def make_collapse_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
-    """Both samples of the diagnostics: thoughts are whole replies, after all that stood before them."""
+    """Phase of the collapse diagnostics on both samples; a thought is a whole reply, its prompt all tokens before."""
     rng = np.random.default_rng(1)
     prompts, thoughts, first_thoughts = [], [], []
     for _ in range(NUM_SAMPLES):
         episode, turn = episodes[int(rng.integers(len(episodes)))], int(rng.integers(TURNS))
         turn_positions, first_positions = (
-            np.flatnonzero(episode.mask & (episode.turns == number)) for number in (turn, 0)
+            np.flatnonzero(episode.mask & (episode.turns == turn_index)) for turn_index in (turn, 0)
         )
         prompts.append(episode.tokens[: turn_positions[0]].tolist())
         thoughts.append(episode.tokens[turn_positions].tolist())
@@ -202,11 +202,11 @@ def make_collapse_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
 
 
 def make_rollout_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
-    """One short reply of every episode."""
+    """Phase that samples one short reply per episode."""
     opening_length = int(np.flatnonzero(episodes[0].mask)[0])
     prompts = [episode.tokens[:opening_length].tolist() for episode in episodes[::GROUP_SIZE]]
     rows, shape = GROUP_SIZE * len(prompts), policy.shape
-    params = SamplingParams(1.0, ROLLOUT_TOKENS, -1)  # nothing ends a reply early
+    params = SamplingParams(1.0, ROLLOUT_TOKENS, -1)  # no vocabulary has this stop token, so replies have full length
 
     def run() -> None:
         conversation = TorchSampler(policy).start_conversation(prompts, GROUP_SIZE, params, np.random.default_rng(0))
@@ -222,7 +222,7 @@ def make_rollout_phase(policy: Qwen2, episodes: Sequence[Episode]) -> Phase:
 
 
 def measure_phase(phase: Phase, device: torch.device, peak_flops_per_s: float) -> dict[str, float | None]:
-    """Seconds, utilisation and the most memory held of one phase."""
+    """Seconds, TFLOPs, MFU and peak GPU memory of one phase."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = time_call(phase.run, device.type)
@@ -235,26 +235,30 @@ def measure_phase(phase: Phase, device: torch.device, peak_flops_per_s: float) -
 
 
 def parse_options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     shape, device = ("3b", "cuda") if torch.cuda.is_available() else ("tiny", "cpu")
-    parser.add_argument("--shape", choices=list(TURN_LENGTHS), default=shape, help="default: 3b where a GPU is visible")
+    parser.add_argument(
+        "--shape", choices=list(TURN_LENGTHS), default=shape, help="default: 3b if a GPU is visible, otherwise tiny"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, else float32")
-    parser.add_argument("--episodes", type=int, default=8 * GROUP_SIZE, help="a multiple of 16; default 128")
-    parser.add_argument("--tokens", type=int, help="of a reply at most; default 400, of the tiny shape 24")
-    parser.add_argument("--keep-activations", action="store_true", help="no block is recomputed in the backward pass")
-    parser.add_argument("--skip-rollout", action="store_true")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument("--episodes", type=int, default=8 * GROUP_SIZE, help="a multiple of 16; default: 128")
+    parser.add_argument("--tokens", type=int, help="maximum tokens of a reply; default: 400, or 24 for the shape tiny")
+    parser.add_argument(
+        "--keep-activations", action="store_true", help="do not recompute activations in the backward pass"
+    )
+    parser.add_argument("--skip-rollout", action="store_true", help="leave out the rollout phase")
     args = parser.parse_args()
     if args.episodes < GROUP_SIZE or args.episodes % GROUP_SIZE:
-        parser.error(f"--episodes is {args.episodes}; it must be a multiple of {GROUP_SIZE}, such as 128")
+        parser.error(f"--episodes={args.episodes}: must be a multiple of {GROUP_SIZE}, such as 128")
     if args.tokens is not None and args.tokens < 2:
-        parser.error(f"--tokens is {args.tokens}; it must be at least 2, such as 400")
+        parser.error(f"--tokens={args.tokens}: must be at least 2, such as 400")
     return args
 
 
 def main() -> None:
-    """Every phase of the second of two steps."""
+    """Run every phase twice, and print the time of the second run."""
     args = parse_options()
     device = torch.device(args.device)
     if device.type == "cpu":
@@ -263,22 +267,30 @@ def main() -> None:
     turn_lengths = TURN_LENGTHS[args.shape]._replace(reply=args.tokens or TURN_LENGTHS[args.shape].reply)
     networks = make_networks(make_shape(args.shape), device, getattr(torch, dtype), not args.keep_activations)
     episodes = make_episodes(args.episodes, turn_lengths, networks.policy.shape.vocab_size)
-    batch = Batch(*(part.to(device) for part in collate(episodes)))
+    batch = Batch(*(tensor.to(device) for tensor in collate(episodes)))
     phases = {} if args.skip_rollout else {"rollout_stand_in": make_rollout_phase(networks.policy, episodes)}
     phases |= {"collapse": make_collapse_phase(networks.policy, episodes), **make_training_phases(networks, batch)}
-    for phase in phases.values():  # not counted: kernels are chosen and moments made
+    # Not timed: the first run selects kernels and allocates the optimizer's moments.
+    for phase in phases.values():
         phase.run()
     peak_flops_per_s = measure_peak_flops(device.type, torch.bfloat16 if device.type == "cuda" else torch.float32)
     measurements = {name: measure_phase(phase, device, peak_flops_per_s) for name, phase in phases.items()}
-    print(json.dumps({
-        "benchmark": "gpu_step", "shape": args.shape, "dtype": dtype, "episodes": len(episodes),
+    report = {
+        "benchmark": "gpu_step",
+        "shape": args.shape,
+        "dtype": dtype,
+        "episodes": len(episodes),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "conversation_tokens": int(batch.lengths.sum()), "trained_tokens": int(batch.mask.sum()),
+        "conversation_tokens": int(batch.lengths.sum()),
+        "trained_tokens": int(batch.mask.sum()),
         "max_length": int(batch.lengths.max()),
         "parameters": sum(weight.numel() for weight in networks.policy.parameters()),
-        "peak_tflops_per_s": round(peak_flops_per_s / 1e12, 3), "phases": measurements,
-        "seconds_all_phases": round(sum(row["seconds"] or 0.0 for row in measurements.values()), 3), **describe(),
-    }, indent=1))  # fmt: skip
+        "peak_tflops_per_s": round(peak_flops_per_s / 1e12, 3),
+        "phases": measurements,
+        "seconds_all_phases": round(sum(row["seconds"] or 0.0 for row in measurements.values()), 3),
+        **describe(),
+    }
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

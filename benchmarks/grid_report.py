@@ -1,7 +1,7 @@
-"""Seconds that the report of a grid takes, 68 and 164 arms of 50 steps and 512 levels, as one JSON object.
+"""Time the report of a grid with 68 and with 164 arms of 50 steps and 512 levels. Prints a JSON object.
 
-Rows are made up (tests/fakes/grid_folders.py), tables are read from parquet as after a run. CPU and wall seconds of one
-`analysis.report.pages.write_report` each.
+Rows are synthetic (tests/fakes/grid_folders.py), and tables are read from parquet files, as after a run. CPU and wall
+seconds are those of one call of `analysis.report.pages.write_report` per grid.
 Run: python benchmarks/grid_report.py [--arms 164] [--steps 50] [--levels 512]
 """
 
@@ -25,7 +25,7 @@ from tests.fakes.run_folders import write_study
 
 
 def measure_report(kl_types: Mapping[str, Iterable[str]], arms: int, steps: int, levels: int) -> dict[str, float]:
-    """CPU and wall seconds of one report, and the page's size in MB."""
+    """CPU and wall seconds of one report, and the size of its page in MB."""
     with tempfile.TemporaryDirectory() as output:
         runs = make_runs(kl_types, steps=steps)[:arms]
         folder = write_study(Path(output), runs, make_study(levels=levels, steps=steps))
@@ -45,7 +45,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     max_arms = len(list_smoke_arms(ALL_TYPES))
     parser.add_argument(
-        "--arms", type=parse_count, default=max_arms, help="number of arms of each grid, from the first"
+        "--arms", type=parse_count, default=max_arms, help="number of arms of each grid, counted from its first"
     )
     parser.add_argument("--steps", type=parse_count, default=50, help="training steps of each run")
     parser.add_argument("--levels", type=parse_count, default=512, help="validation levels of each run")

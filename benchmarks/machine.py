@@ -1,4 +1,4 @@
-"""The machine and commit that a measurement belongs to."""
+"""Describe the machine and the commit of a measurement."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ PACKAGES = ("numpy", "torch", "transformers", "ray")
 
 
 def read_cpu_model() -> str:
-    """The processor's name, as far as the system tells it."""
+    """The processor's name; an empty or generic one if the system does not report it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -19,7 +19,7 @@ def read_cpu_model() -> str:
 
 
 def read_git_commit() -> str | None:
-    """The commit this file belongs to, or None outside a repository."""
+    """The commit that is checked out, or None outside a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
@@ -28,7 +28,7 @@ def read_git_commit() -> str | None:
 
 
 def find_version(package: str) -> str | None:
-    """The version of an installed package, or None where it is not installed."""
+    """The version of a package, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -36,7 +36,7 @@ def find_version(package: str) -> str | None:
 
 
 def read_load_average() -> float | None:
-    """Processes that ran or waited during the last minute, or None where the system does not tell."""
+    """Load average of the last minute, or None if the system does not report it."""
     try:
         return round(os.getloadavg()[0], 2)
     except OSError:
@@ -44,7 +44,7 @@ def read_load_average() -> float | None:
 
 
 def describe() -> dict[str, object]:
-    """What to print beside every figure; None stands for what this machine lacks or does not tell."""
+    """Entries to print with every measurement; None for values that this machine does not have or report."""
     return {
         "cpu_model": read_cpu_model(),
         "cores": os.cpu_count(),

@@ -1,9 +1,10 @@
-"""Passes without padding beside padded ones, by turns in one process, as one JSON object.
+"""Time packed passes (without padding) and padded ones, alternately in one process. Prints a JSON object.
 
-The padded route is the one that `Qwen2Trunk.hidden_at` had before: rows of a pass as a rectangle, passes of 16
-rows. Both make the log-probs of the trained tokens of a batch and their gradient (update), and the log-probs alone,
-both in the same passes of 8 rows (reference). Batches: one rollout of the laptop preset; the same with every token four
-times; on a GPU made-up conversations of the published lengths, for a Qwen2.5-0.5B with random weights in bfloat16.
+The padded method is that of an earlier `Qwen2Trunk.compute_hidden_states`: the rows of a pass form a rectangle, and an
+update has passes of 16 rows. Both methods compute the log-probs of a batch's trained tokens and their gradient
+(update), and the log-probs alone, then in the same passes of 8 rows (reference). Batches: one rollout of the laptop
+preset; the same with every token repeated four times; on a GPU, synthetic conversations of the published lengths, for a
+Qwen2.5-0.5B with random weights in bfloat16.
 Run: python benchmarks/packing.py; python benchmarks/packing.py --device cuda
 """
 
@@ -35,7 +36,7 @@ from trainable.rollout.batch import Batch, collate, split_mini_batches
 
 MINI_BATCH_SIZE, PADDED_PASS_ROWS, NO_GRAD_ROWS, PADDED_PASS_TOKENS = 32, 16, 8, 16_384
 PassTensors = Iterable[tuple[Tensor, Tensor, Tensor]]
-"""Passes: tokens (b, t), flat positions (n,) to predict from, and the tokens (n,) that they predict."""
+"""Inputs of each pass: tokens (b, t), flat positions (n,) that predict, and the tokens (n,) that they predict."""
 HiddenStateFunction = Callable[[Qwen2Trunk, Tensor, Tensor], Tensor]
 
 
@@ -47,7 +48,7 @@ class Case(NamedTuple):
 
 
 def compute_padded_hidden_states(trunk: Qwen2Trunk, tokens: Tensor, flat_positions: Tensor) -> Tensor:
-    """What `Qwen2Trunk.hidden_at` gives, every token of the rectangle computed; blocks are kept whole."""
+    """As `Qwen2Trunk.compute_hidden_states`, but computed for the whole rectangle, without recomputing blocks."""
     with trunk._autocast(tokens.device):
         x = trunk.embed_tokens(tokens)
         cos, sin = compute_rotary(torch.arange(tokens.shape[1], device=tokens.device), trunk.shape)
@@ -63,7 +64,7 @@ def compute_padded_hidden_states(trunk: Qwen2Trunk, tokens: Tensor, flat_positio
 
 
 def make_row_passes(batch: Batch, groups: Iterable[Tensor]) -> PassTensors:
-    """A pass for each group of rows."""
+    """One pass per group of rows."""
     for rows in groups:
         selected_batch = batch.select_rows(rows)
         yield (
@@ -74,14 +75,14 @@ def make_row_passes(batch: Batch, groups: Iterable[Tensor]) -> PassTensors:
 
 
 def split_padded_rows(batch: Batch) -> Iterator[Tensor]:
-    """Rows of each pass of an update as they were: the mini-batches' consecutive ones."""
+    """Rows of each padded pass of an update: consecutive rows of a mini-batch."""
     size = max(1, min(PADDED_PASS_ROWS, PADDED_PASS_TOKENS // batch.tokens.shape[1]))
     for rows in split_mini_batches(order_length_stratified(batch.lengths), MINI_BATCH_SIZE):
         yield from rows.split(size)
 
 
 def make_packed_passes(batch: Batch) -> PassTensors:
-    """The passes of an update as the trainer cuts them."""
+    """The passes of an update as the trainer splits them."""
     zeros = torch.zeros(batch.mask.shape, device=batch.mask.device)
     targets = Targets(zeros, zeros, zeros, None)
     for rows in split_mini_batches(order_length_stratified(batch.lengths), MINI_BATCH_SIZE):
@@ -96,7 +97,7 @@ def make_packed_passes(batch: Batch) -> PassTensors:
 def run_passes(
     model: Qwen2, compute_hidden: HiddenStateFunction, iterate_passes: Callable[[], PassTensors], with_gradients: bool
 ) -> list[Tensor]:
-    """The gradient of the sum of all log-probs; or those log-probs, pass by pass."""
+    """The gradient of the sum of all log-probs, by parameter; or without gradients, the log-probs of each pass."""
     model.zero_grad(set_to_none=True)
     pass_logprobs = []
     with torch.set_grad_enabled(with_gradients):
@@ -113,20 +114,27 @@ def run_passes(
 
 
 def make_methods(case: Case, with_gradients: bool) -> dict[str, Callable[[], list[Tensor]]]:
-    """Both ways to do one piece of work."""
+    """Both methods, as functions without arguments. with_gradients: update, otherwise reference."""
     model, batch = case
     sorted_rows = torch.argsort(batch.lengths, stable=True).split(NO_GRAD_ROWS)
     methods: Mapping[str, tuple[HiddenStateFunction, Callable[[], PassTensors]]] = {
-        "padded": (compute_padded_hidden_states,
-                   lambda: make_row_passes(batch, split_padded_rows(batch) if with_gradients else sorted_rows)),
-        "packed": (Qwen2Trunk.compute_hidden_states,
-                   lambda: make_packed_passes(batch) if with_gradients else make_row_passes(batch, sorted_rows)),
-    }  # fmt: skip
-    return {name: partial(run_passes, model, route, cut, with_gradients) for name, (route, cut) in methods.items()}
+        "padded": (
+            compute_padded_hidden_states,
+            lambda: make_row_passes(batch, split_padded_rows(batch) if with_gradients else sorted_rows),
+        ),
+        "packed": (
+            Qwen2Trunk.compute_hidden_states,
+            lambda: make_packed_passes(batch) if with_gradients else make_row_passes(batch, sorted_rows),
+        ),
+    }
+    return {
+        name: partial(run_passes, model, compute_hidden, iterate_passes, with_gradients)
+        for name, (compute_hidden, iterate_passes) in methods.items()
+    }
 
 
 def compute_padding_fraction(batch: Batch, groups: Iterable[Tensor]) -> float:
-    """Share of the rectangles of these passes that no pass reads now."""
+    """Fraction of the tokens of the padded rectangles that packed passes do not compute."""
     needed_tokens, padded_tokens = 0, 0
     for rows in groups:
         needed_tokens += int(batch.count_needed_tokens()[rows].sum())
@@ -135,7 +143,7 @@ def compute_padding_fraction(batch: Batch, groups: Iterable[Tensor]) -> float:
 
 
 def measure_seconds(work: Callable[[], object], device_type: str) -> float:
-    """Seconds of `work` on a GPU; on a processor, which may be shared, CPU seconds."""
+    """Wall seconds of `work` on a GPU; CPU seconds on a CPU, which other processes may share."""
     if device_type == "cuda":
         return time_call(work, device_type)
     started = time.process_time()
@@ -144,14 +152,16 @@ def measure_seconds(work: Callable[[], object], device_type: str) -> float:
 
 
 def compare_methods(case: Case, with_gradients: bool, repetitions: int) -> dict[str, object]:
-    """What both ways take, by turns, after one call of each, in which they are checked against each other."""
+    """Time both methods alternately. A first call of each is not timed, and compares their results."""
     device_type = case.batch.tokens.device.type
     methods = make_methods(case, with_gradients)
-    padded_result, packed_result = (torch.cat([part.flatten().double() for part in way()]) for way in methods.values())
+    padded_result, packed_result = (
+        torch.cat([tensor.flatten().double() for tensor in method()]) for method in methods.values()
+    )
     seconds_by_method: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(repetitions):
-        for name, way in methods.items():
-            seconds_by_method[name].append(measure_seconds(way, device_type))
+        for name, method in methods.items():
+            seconds_by_method[name].append(measure_seconds(method, device_type))
     ratios = [
         packed / padded for packed, padded in zip(seconds_by_method["packed"], seconds_by_method["padded"], strict=True)
     ]
@@ -159,15 +169,17 @@ def compare_methods(case: Case, with_gradients: bool, repetitions: int) -> dict[
     row_groups = split_padded_rows(case.batch) if with_gradients else order.split(NO_GRAD_ROWS)
     return {
         "padding_fraction": round(compute_padding_fraction(case.batch, row_groups), 3),
-        "seconds": {name: round(statistics.median(those), 4) for name, those in seconds_by_method.items()},
-        "packed_over_padded": {"median": round(statistics.median(ratios), 3),
-                               "quartiles": [round(cut, 3) for cut in statistics.quantiles(ratios)[::2]]},
+        "seconds": {name: round(statistics.median(seconds), 4) for name, seconds in seconds_by_method.items()},
+        "packed_over_padded": {
+            "median": round(statistics.median(ratios), 3),
+            "quartiles": [round(quartile, 3) for quartile in statistics.quantiles(ratios)[::2]],
+        },
         "relative_difference": float((packed_result - padded_result).norm() / padded_result.norm()),
-    }  # fmt: skip
+    }
 
 
 def make_laptop_case() -> Case:
-    """The batch of a first step of the laptop preset."""
+    """The batch of the first step of the laptop preset."""
     trainer = PPOTrainer(apply_overrides(RunConfig(), {**PRESETS["laptop"], "trainer.total_training_steps": 1}))
     config = trainer.config
     episodes = trainer.roll_out(trainer.levels[0], config.env.group_size, make_rng(0, "sampling", 1))
@@ -175,30 +187,30 @@ def make_laptop_case() -> Case:
 
 
 def repeat_tokens(case: Case) -> Case:
-    """A quarter of the episodes, with every token four times."""
-    batch = Batch(*(part[::4] for part in case.batch))
+    """A quarter of the episodes, with every token repeated four times."""
+    batch = Batch(*(tensor[::4] for tensor in case.batch))
     repeated_fields = {
-        name: part.repeat_interleave(4, dim=1) for name, part in batch._asdict().items() if part.dim() == 2
+        name: tensor.repeat_interleave(4, dim=1) for name, tensor in batch._asdict().items() if tensor.dim() == 2
     }
     return Case(case.model, batch._replace(**repeated_fields, lengths=4 * batch.lengths))
 
 
 def make_published_case(device: torch.device) -> Case:
-    """128 made-up conversations of five turns, for a Qwen2.5-0.5B with random weights."""
+    """128 synthetic conversations of five turns, for a Qwen2.5-0.5B with random weights."""
     model: nn.Module = make_networks(make_shape("0.5b"), device, torch.bfloat16, recompute=False).policy
     assert isinstance(model, Qwen2)
     episodes = make_episodes(128, TURN_LENGTHS["0.5b"], model.shape.vocab_size)
-    return Case(model, Batch(*(part.to(device) for part in collate(episodes))))
+    return Case(model, Batch(*(tensor.to(device) for tensor in collate(episodes))))
 
 
 def main() -> None:
-    """Ratios of both pieces of work on every batch."""
+    """Print the ratios of both methods for update and reference on every batch."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument("--repetitions", type=int, default=21, help="timed repetitions of each method; default: 21")
     args = parser.parse_args()
-    if args.repetitions < 2:
-        parser.error(f"--repetitions is {args.repetitions}; it must be at least 2, such as 21")
+    if args.repetitions < 2:  # quartiles need two
+        parser.error(f"--repetitions={args.repetitions}: must be at least 2, such as 21")
     if args.device == "cuda":
         cases = {"published lengths, 0.5b": make_published_case(torch.device("cuda"))}
     else:
@@ -209,8 +221,14 @@ def main() -> None:
         name: {work: compare_methods(case, work == "update", args.repetitions) for work in ("update", "reference")}
         for name, case in cases.items()
     }
-    print(json.dumps({"benchmark": "packing", "device": args.device, **results,
-                      "repetitions": args.repetitions, **describe()}, indent=1))  # fmt: skip
+    report = {
+        "benchmark": "packing",
+        "device": args.device,
+        **results,
+        "repetitions": args.repetitions,
+        **describe(),
+    }
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""CPU seconds of one PPO step by variant, each phase apart, as one JSON object.
+"""Time a PPO step and its phases, for several variants. Prints a JSON object with CPU seconds.
 
-Variants take turns, step by step, on the same levels, so that a drifting machine moves all of them alike.
+Variants alternate, step by step, on the same levels, so that changes in the machine's load affect all of them equally.
 Run: python benchmarks/ppo_step.py [--steps 8] [--levels 8]
 """
 
@@ -28,7 +28,7 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 
 def make_trainer(overrides: dict[str, object], steps: int, levels: int) -> PPOTrainer:
-    """The laptop preset's KL study at coefficient 0, changed."""
+    """A trainer of the KL study at coefficient 0, with the laptop preset and the overrides of a variant."""
     run_settings = {
         "trainer.val_before_train": False,
         "trainer.test_freq": -1,
@@ -36,15 +36,15 @@ def make_trainer(overrides: dict[str, object], steps: int, levels: int) -> PPOTr
         "env.env_groups": levels,
     }
     settings = {**PRESETS["laptop"], **STUDY.fixed_settings, "actor.kl_loss_coef": 0, **run_settings, **overrides}
-    # A learning rate of almost 0 keeps every variant on the same policy, and so on the same lengths.
+    # A learning rate of almost 0 keeps the policy, and with it the lengths of replies, the same for every variant.
     config = apply_overrides(RunConfig(), {**settings, "actor.lr": 1e-12, "critic.lr": 1e-12})
     return PPOTrainer(config, diagnostics=DIAGNOSTICS)
 
 
 def main() -> None:
-    """Median CPU seconds per step, and per 1,000 trained tokens, after one step not counted."""
+    """Print median CPU seconds per step, and per 1,000 trained tokens, after one step that is not timed."""
     parser = make_parser(__doc__)
-    parser.add_argument("--steps", type=parse_count, default=8, help="counted training steps of each variant")
+    parser.add_argument("--steps", type=parse_count, default=8, help="timed training steps of each variant")
     parser.add_argument("--levels", type=parse_count, default=8, help="training levels per step")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -68,8 +68,15 @@ def main() -> None:
             },
         }
     trained_tokens = statistics.median(row["trained_tokens"] for row in rows["separate critic"])
-    print(json.dumps({"benchmark": "ppo_step", "trained_tokens_per_step": trained_tokens, "steps": args.steps,
-                      "levels": args.levels, "variants": results, **describe()}, indent=1))  # fmt: skip
+    report = {
+        "benchmark": "ppo_step",
+        "trained_tokens_per_step": trained_tokens,
+        "steps": args.steps,
+        "levels": args.levels,
+        "variants": results,
+        **describe(),
+    }
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

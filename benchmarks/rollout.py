@@ -1,7 +1,7 @@
-"""Rollout of one training step: our sampler beside transformers' generate on the same prompts, as one JSON object.
+"""Compare rollouts of our sampler and of transformers' generate on the same prompts. Prints a JSON object.
 
-Both play the same 8 levels x 16 episodes with the same protocol; generate prefills the whole conversation at each turn,
-since it keeps no cache between calls with ragged rows.
+Both play the same 8 levels x 16 episodes with the same protocol. generate prefills the whole conversation at each turn,
+because it keeps no cache between calls with rows of different lengths.
 Run: python benchmarks/rollout.py [--repetitions 7]
 """
 
@@ -26,13 +26,13 @@ from trainable.rollout.sampler import Conversation, SampledReply, Sampler, Sampl
 
 
 class GenerateConversation:
-    """Rows whose whole history is given to transformers' generate at each turn."""
+    """A conversation that passes the whole history of its rows to transformers' generate at each turn."""
 
     def __init__(self, model: torch.nn.Module, prompts: list[list[int]], params: SamplingParams) -> None:
         self.model, self.params, self.histories = model, params, prompts
 
     def sample_replies(self, rows: Sequence[int], new_tokens: Sequence[Sequence[int]]) -> list[SampledReply]:
-        """One generate call over the rows that are left."""
+        """Reply in all `rows` with one call of generate."""
         for row, new_ids in zip(rows, new_tokens, strict=True):
             self.histories[row] = [*self.histories[row], *new_ids]
         longest = max(len(self.histories[row]) for row in rows)
@@ -61,7 +61,7 @@ class GenerateConversation:
 
 
 class GenerateSampler:
-    """transformers' generate behind the Sampler protocol; it returns no log-probs, which favours it."""
+    """transformers' generate as a Sampler; it does not compute log-probs, which makes it faster."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -69,7 +69,7 @@ class GenerateSampler:
     def start_conversation(
         self, prompts: Sequence[Sequence[int]], group_size: int, params: SamplingParams, rng: np.random.Generator
     ) -> Conversation:
-        """Open a conversation."""
+        """Start a conversation with `group_size` rows per prompt."""
         torch.manual_seed(int(rng.integers(2**31)))
         return GenerateConversation(self.model, [list(p) for p in prompts for _ in range(group_size)], params)
 
@@ -91,9 +91,9 @@ def time_rollout(trainer: PPOTrainer, sampler: Sampler, step: int) -> tuple[floa
 
 
 def main() -> None:
-    """Alternate the two samplers over the levels of several steps; medians after one repetition not counted."""
+    """Alternate the two samplers over the levels of several steps, and print medians; the first step is not timed."""
     parser = make_parser(__doc__)
-    parser.add_argument("--repetitions", type=parse_count, default=7, help="counted rollouts of each sampler")
+    parser.add_argument("--repetitions", type=parse_count, default=7, help="timed rollouts of each sampler")
     repetitions = parser.parse_args().repetitions
     torch.set_num_threads(1)
     settings = {**PRESETS["laptop"], "trainer.total_training_steps": repetitions + 1}

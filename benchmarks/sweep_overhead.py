@@ -1,8 +1,9 @@
-"""Share of a sweep's wall time that no trial spends in a training step, as one JSON object.
+"""Measure the fraction of a sweep's wall time that is not spent in training steps. Prints a JSON object.
 
-Runs the laptop KL sweep (minutes) by its command and reads its rows: with n trials at a time, the floor is the sum of
-all steps' seconds over n. What is above it is starting and stopping Ray, trials and their imports, waiting for the
-last wave, tables and report. Run: python benchmarks/sweep_overhead.py [--arms 6] [--steps 60] [--levels 512]
+Runs the laptop KL sweep with its command, which takes minutes, and reads its rows. With n concurrent trials, the lower
+bound is the sum of all steps' seconds divided by n. The rest is starting and stopping Ray and trials, imports, waiting
+for the last trials, tables and report.
+Run: python benchmarks/sweep_overhead.py [--arms 6] [--steps 60] [--levels 512]
 """
 
 import json
@@ -23,19 +24,25 @@ COEFFICIENTS = STUDY.axis.grids[PRESET]
 
 
 def make_command(arms: int, steps: int, levels: int, folder: str) -> list[str]:
-    """The sweep's command line: its first `arms` coefficients, `levels` validation and as many test levels."""
+    """The sweep's command line, with its first `arms` coefficients, and `levels` levels for validation and for test."""
     return [
-        sys.executable, "-m", "tune_study", "run", STUDY.name, "--preset", PRESET, "--output", folder,
-        "--kl-values", ",".join(COEFFICIENTS[:arms]), "--steps", str(steps),
-        "--set", f"env.val_env_groups={levels}", "--set", f"env.test_env_groups={levels}",
-    ]  # fmt: skip
+        *(sys.executable, "-m", "tune_study", "run", STUDY.name),
+        *("--preset", PRESET),
+        *("--output", folder),
+        *("--kl-values", ",".join(COEFFICIENTS[:arms])),
+        *("--steps", str(steps)),
+        *("--set", f"env.val_env_groups={levels}"),
+        *("--set", f"env.test_env_groups={levels}"),
+    ]
 
 
 def main() -> None:
-    """Run the sweep once and compare its wall time with its steps."""
+    """Run the sweep once, and compare its wall time with the time of its steps."""
     parser = make_parser(__doc__)
     max_arms = len(COEFFICIENTS)
-    parser.add_argument("--arms", type=parse_count, default=max_arms, help="number of coefficients, from the first")
+    parser.add_argument(
+        "--arms", type=parse_count, default=max_arms, help="number of coefficients, counted from the first"
+    )
     parser.add_argument("--steps", type=parse_count, default=60, help="training steps of each arm")
     parser.add_argument("--levels", type=parse_count, default=512, help="validation and test levels, at most 512 each")
     args = parser.parse_args()
@@ -47,7 +54,7 @@ def main() -> None:
         frames = analysis.load(folder)
     concurrent_trials = min(os.cpu_count() or 1, len(frames.trials))
     step_seconds = float(frames.steps["seconds_step"].sum()) / concurrent_trials
-    print(json.dumps({
+    report = {
         "benchmark": "sweep_overhead",
         "arms": len(frames.trials),
         "steps": len(frames.steps),
@@ -59,7 +66,8 @@ def main() -> None:
         "levels": args.levels,
         "statuses": frames.trials["status"].value_counts().to_dict(),
         **describe(),
-    }, indent=1))  # fmt: skip
+    }
+    print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

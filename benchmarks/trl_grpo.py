@@ -1,8 +1,9 @@
-"""Seconds per 1,000 trained tokens of one GRPO batch: ours beside TRL's, at the same shapes, as one JSON object.
+"""Compare our GRPO with TRL's: CPU seconds per 1,000 trained tokens, at the same shapes. Prints a JSON object.
 
-One batch: 8 prompts of exactly 100 tokens x 16 completions of exactly 45, generated, then 4 optimizer steps of 32 rows;
-18,560 tokens pass through the model in training. Both use sokoban-tiny in float32 on one thread, no KL. TRL keeps its
-defaults elsewhere but for gradient checkpointing and bf16, which are slower here. Token shapes are asserted.
+One batch is 8 prompts of exactly 100 tokens x 16 completions of exactly 45 tokens. They are generated and then trained
+on in 4 optimizer steps of 32 rows, so 18,560 tokens pass through the model in training. Both use sokoban-tiny in
+float32 on one thread, without KL. Otherwise TRL has its defaults, except for gradient checkpointing and bf16, which are
+slower here. Assertions check the lengths.
 Run, with the extra `bench` installed: python benchmarks/trl_grpo.py [--repetitions 6]
 """
 
@@ -40,18 +41,18 @@ NO_STOP_TOKEN = -1  # a stop token that no vocabulary has: every completion has 
 
 
 def make_prompt_texts(count: int) -> list[str]:
-    """Texts of exactly PROMPT tokens: two cells of a level are one token."""
+    """Texts of exactly PROMPT_LENGTH tokens; two cells of a level are one token."""
     rng = np.random.default_rng(0)
     return ["".join(rng.choice(["##", "#_", "_#", "__"], PROMPT_LENGTH)) for _ in range(count)]
 
 
 def compute_score(row: int) -> float:
-    """A made-up score, the same for both."""
+    """An arbitrary score, the same for both implementations."""
     return float(row * 7919 % 13)
 
 
 def time_our_batches(prompt_ids: Sequence[list[int]], batches: int) -> list[float]:
-    """CPU seconds of each batch with our sampler and update, after one batch not counted."""
+    """CPU seconds of each batch with our sampler and update, after one batch that is not timed."""
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
     sampler = TorchSampler(policy.model)
     optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-6)
@@ -75,7 +76,7 @@ def time_our_batches(prompt_ids: Sequence[list[int]], batches: int) -> list[floa
 
 
 def to_batch(prompts: Sequence[list[int]], replies: Sequence[SampledReply]) -> Batch:
-    """Prompts and replies as a batch of episodes of one turn, with made-up scores."""
+    """Prompts and replies as a batch of episodes of one turn, with arbitrary scores."""
     episodes = []
     for row, reply in enumerate(replies):
         prompt = prompts[row // GROUP_SIZE]
@@ -106,12 +107,12 @@ class StepClock(TrainerCallback):
         self.times = [time.process_time()]
 
     def on_step_end(self, *_: object, **__: object) -> None:
-        """Note the time."""
+        """Record the time."""
         self.times.append(time.process_time())
 
 
 def time_trl_batches(texts: list[str], batches: int, folder: str) -> list[float]:
-    """CPU seconds of each batch with TRL's GRPOTrainer, after one batch not counted; `folder` is for its files."""
+    """CPU seconds of each batch with TRL's GRPOTrainer, after one batch that is not timed. folder: for its files."""
     lengths: set[int] = set()
 
     def score_completions(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
@@ -144,11 +145,14 @@ def time_trl_batches(texts: list[str], batches: int, folder: str) -> list[float]
     model = AutoModelForCausalLM.from_pretrained(find_model("sokoban-tiny"), dtype=torch.float32)
     clock = StepClock()
     trainer = GRPOTrainer(
-        model=model, reward_funcs=score_completions, args=config, train_dataset=Dataset.from_dict({"prompt": texts}),
+        model=model,
+        reward_funcs=score_completions,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": texts}),
         processing_class=AutoTokenizer.from_pretrained(find_model("sokoban-tiny"), padding_side="left"),
         callbacks=[clock],
-    )  # fmt: skip
-    trainer.remove_callback(PrinterCallback)  # which writes to the output, where the JSON object goes
+    )
+    trainer.remove_callback(PrinterCallback)  # it prints to stdout, which is for the JSON object
     clock.times = [time.process_time()]
     trainer.train()
     assert lengths == {COMPLETION_LENGTH}, lengths
@@ -157,9 +161,9 @@ def time_trl_batches(texts: list[str], batches: int, folder: str) -> list[float]
 
 
 def main() -> None:
-    """Run both in turn, and compare medians."""
+    """Time ours, TRL's, and ours again, so that a drift of the machine's load cancels, and compare medians."""
     parser = make_parser(__doc__)
-    parser.add_argument("--repetitions", type=parse_count, default=6, help="counted batches of each run")
+    parser.add_argument("--repetitions", type=parse_count, default=6, help="timed batches of each run")
     batches = parser.parse_args().repetitions
     torch.set_num_threads(1)
     texts = make_prompt_texts(NUM_PROMPTS * (batches + 1))

@@ -1,9 +1,9 @@
-"""Seconds of one condition of the update-rule sandbox: its seeds as one ensemble, and one by one, as one JSON object.
+"""Time conditions of the update-rule sandbox, with seeds as one ensemble and one after another. Prints a JSON object.
 
-The published conditions of token_reversal (96 rollouts, 300 steps, evaluated every 20): DG, and GRPO and TPOToken with
-four inner epochs. One by one is what a trial a seed would do in one process, and with `process_seconds` each
-(start of Python, imports, first models) each what it would do in its own. One thread. Run from the root:
-python benchmarks/update_rules.py [--steps 300] [--seeds 3]
+Conditions are the published ones of token_reversal (96 rollouts, 300 steps, evaluated every 20): DG, and GRPO and
+TPOToken with four inner epochs. Sequential seconds are the cost of one trial per seed in a single process; with a
+process per seed, each adds `process_seconds` (start of Python, imports, first models). Uses one thread.
+Run from the root of the repository: python benchmarks/update_rules.py [--steps 300] [--seeds 3]
 """
 
 import json
@@ -28,7 +28,7 @@ CONDITIONS = {
 
 
 def time_run(config: UpdateRuleConfig, seeds: tuple[int, ...]) -> dict[str, float]:
-    """CPU and wall seconds of the whole run of `seeds`, side by side."""
+    """CPU and wall seconds of the whole run of `seeds` as one ensemble."""
     trainer = make_trainer(config, seeds)
     cpu, wall = time.process_time(), time.perf_counter()
     while trainer.seeds:
@@ -37,7 +37,7 @@ def time_run(config: UpdateRuleConfig, seeds: tuple[int, ...]) -> dict[str, floa
 
 
 def measure_process_seconds() -> float:
-    """Wall seconds from a new process to its first models."""
+    """Wall seconds of a new process that starts, makes its first models, and exits."""
     code = (
         "from trainable.sandbox.config.settings import UpdateRuleConfig; "
         "from trainable.sandbox.training.make import make_trainer; "
@@ -49,7 +49,7 @@ def measure_process_seconds() -> float:
 
 
 def compare_condition(settings: dict[str, object], steps: int, seeds: int) -> dict[str, object]:
-    """One condition both ways; the ratio is of CPU seconds."""
+    """Time one condition as an ensemble and sequentially; the ratio is that of CPU seconds."""
     config = apply_overrides(
         UpdateRuleConfig(), {**REVERSAL_SETTINGS, "trainer.total_training_steps": steps, **settings}
     )

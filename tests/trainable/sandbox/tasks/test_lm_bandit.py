@@ -201,7 +201,7 @@ def test_other_texts_are_refused(tmp_path: Path, name: str | None, content: byte
 
 
 def test_a_context_longer_than_the_model_reads_is_refused() -> None:
-    with pytest.raises(ValueError, match="context_len=513 is more than the 512 tokens that sokoban-tiny reads"):
+    with pytest.raises(ValueError, match="the 512 tokens that sokoban-tiny can read: set context_len=512, or less"):
         started(context_len=513)
 
 
