@@ -1,1 +1,1 @@
-"""the update rules: formula, gradient, what each needs."""
+"""the update rules, and the quantities that their formulas share."""

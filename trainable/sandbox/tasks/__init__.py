@@ -1,1 +1,1 @@
-"""tasks: sequences, and bandits over images and text."""
+"""sequence tasks, and bandits over images and text."""
