@@ -44,9 +44,16 @@ class GenerateConversation:
             mask[row_index, longest - len(history) :] = 1
         with torch.inference_mode():
             generated_tokens = self.model.generate(
-                input_ids=tokens, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                max_new_tokens=self.params.max_new_tokens, eos_token_id=self.params.stop_token, pad_token_id=0,
-            )  # fmt: skip
+                input_ids=tokens,
+                attention_mask=mask,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=self.params.max_new_tokens,
+                eos_token_id=self.params.stop_token,
+                pad_token_id=0,
+            )
         return [
             self._cut_at_stop(row, reply)
             for row, reply in zip(rows, generated_tokens[:, longest:].numpy(), strict=True)

@@ -238,7 +238,8 @@ def _make_seed_notes(frames: StudyFrames) -> list[str]:
         ]
     seed_advice = " For a claim, five are the usual minimum, and ten are better." if seed_count < 5 else ""
     return [
-        f"{seed_count} seeds: intervals are Student's t over seeds; a band in a figure is a standard error.{seed_advice}"
+        f"{seed_count} seeds: intervals are Student's t over seeds; a band in a figure is a standard error."
+        f"{seed_advice}"
     ]
 
 
@@ -271,8 +272,8 @@ def _make_chance_notes(arm: str, runs: pd.DataFrame, chance_error: float | None)
     if chance_error is None or not mean_error >= chance_error - CHANCE_TOLERANCE:
         return []
     return [
-        f"{arm}: a test error of {mean_error:.3f} is at or above that of random content tokens ({chance_error:.2f}): on "
-        "average, the policy has learned at most to avoid separators."
+        f"{arm}: a test error of {mean_error:.3f} is at or above that of random content tokens ({chance_error:.2f}): "
+        "on average, the policy has learned at most to avoid separators."
     ]
 
 

@@ -70,6 +70,7 @@ def screen_rollouts(
     cutoff = find_threshold(scores, keep_mask, config.kondo_keep, config.eta)
     keep_probability = torch.sigmoid((scores - cutoff[:, None]) / config.eta)
     screened_mask = keep_mask & (uniforms < keep_probability)
+    # The rollout with the best score stays if the draws leave none.
     best_index = scores.masked_fill(~keep_mask, -torch.inf).argmax(1, keepdim=True)
     fallback_mask = torch.zeros_like(keep_mask).scatter(1, best_index, True)
     screened_mask = torch.where(screened_mask.any(1, keepdim=True), screened_mask, fallback_mask)

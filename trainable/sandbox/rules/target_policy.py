@@ -59,7 +59,7 @@ def _compute_group_loss(rollouts: Rollouts, log_probs: Tensor, config: UpdateRul
         else torch.zeros_like(sequence_log_probs)
     )
     target_fit = fit_target(sequence_log_probs, old_log_probs, skills, ids, config.tpo_eta)
-    group_mask = keep_mask.any(-1)
+    group_mask = keep_mask.any(-1)  # groups that are trained on
     top_prob = target_fit.log_target.exp().masked_fill(~keep_mask, 0).amax(-1)
     metrics = {
         "tpo_target_entropy": masked_mean(target_fit.entropy, group_mask),

@@ -26,7 +26,7 @@ UNIFORM_GROUPS = "uniform_groups"
 COSINE_EVERY = 5
 """Evaluations between measurements of the gradient's direction, which cost further backward passes."""
 
-# The names of the source's sampler, and those of our columns.
+# Keys of `Rollouts.scalars`, and their columns.
 _SAMPLER_COLUMNS = {
     "informative_group_rate": "mixed_group_rate",
     "retained_group_rate": "retained_group_rate",
@@ -216,6 +216,7 @@ class UpdateRuleTrainer:
         if seed in self.final_states:
             return self.final_states[seed]
         member = self.seeds.index(seed)
+        # Tensors of all members at first; `slice_member` below takes this member's.
         tensors = add_prefix(self.learner.optimizer.state_dict(), "adam") | {"ages": self.age_statistics.sums}
         batches = self.buffer.drawable_batches
         for index, stored_batch in enumerate(batches):
@@ -236,6 +237,7 @@ class UpdateRuleTrainer:
 
         Raises ValueError if they do not fit together or to the configuration; then the trainer is unchanged.
         """
+        # Loading fills only objects that it has made itself, so a shallow copy is enough to restore the trainer.
         previous_attributes = dict(vars(self))
         try:
             self._load_states(states)
