@@ -91,7 +91,7 @@ def test_what_a_machine_lacks_or_does_not_tell_is_null(machine: ModuleType, monk
 def test_a_count_below_one_is_refused(value: str) -> None:
     done = run("environment.py", "--repetitions", value)
     assert done.returncode == 2
-    assert f"argument --repetitions: '{value}' is not a whole number of at least 1" in done.stderr
+    assert f"argument --repetitions: '{value}' is not an integer of at least 1" in done.stderr
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -127,8 +127,8 @@ def test_passes_without_padding_are_measured_beside_padded_ones() -> None:
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (("--episodes", "20"), "--episodes is 20; it must be a multiple of 16"),
-    (("--tokens", "1"), "--tokens is 1; it must be at least 2"),
+    (("--episodes", "20"), "--episodes=20: must be a multiple of 16"),
+    (("--tokens", "1"), "--tokens=1: must be at least 2"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_refused(options: tuple[str, ...], message: str) -> None:
     done = run("gpu_step.py", *TINY, *options)

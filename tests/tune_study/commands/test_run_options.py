@@ -48,7 +48,7 @@ def run(folder: Path, *words: str) -> tuple[int, str, str]:
         ("influence --set method=CE", "`method` is what the arms of study influence differ in: choose its values with"),
         ("influence --set lrr=1", "`python -m tune_study settings sandbox --all` lists all with their meaning"),
         ("influence --set num_steps=5 --steps 5", "`trainer.total_training_steps` is given twice"),
-        ("sandbox --set method=GRPO --set group_size=1", "leaves nothing to compare: set group_size=2 or more"),
+        ("sandbox --set method=GRPO --set group_size=1", "there is nothing to compare: set group_size=2 or more"),
         ("sandbox-evidence --kl-type kl", "--kl-type does not belong to the studies of sandbox-evidence"),
         ("sandbox-evidence --arms DG", "--arms DG is not an arm of study dense-correction"),
         ("kl --smoke", "--smoke does not belong to study kl: type --steps N"),

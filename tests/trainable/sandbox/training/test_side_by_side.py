@@ -198,7 +198,7 @@ def test_runs_that_begin_again_with_one_that_joins_them_say_so(tmp_path: Path, s
         first.step()
     again = start(tmp_path, seeds=(0, 1, 2))
     assert again.training.trainer.step_index == 0
-    assert "some have no state: all begin at step 0" in again.step()["note"]
+    assert "some have no checkpoint: all start at step 0" in again.step()["note"]
     steps = {run: [row["step"] for row in rows] for run, rows in written(tmp_path).items()}
     assert steps == {"s0": [0], "s1": [0], "s2": [0]}
     assert start(tmp_path / "new").training.notes == []
@@ -314,5 +314,5 @@ def test_a_process_serves_one_condition_after_another(tmp_path: Path, straight: 
 def test_runs_are_held_while_they_are_trained(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     start(tmp_path)
     monkeypatch.setattr(run, "LOCK_TIMEOUT_S", 0.0)
-    with pytest.raises(RunLockedError, match="still held"):
+    with pytest.raises(RunLockedError, match="still in use by another process"):
         Trial(config(tmp_path, seeds=(1, 2))).begin()
