@@ -1,1 +1,1 @@
-"""published numbers, and our runs compared with them."""
+"""Published numbers, and our runs compared with them."""

@@ -1,1 +1,1 @@
-"""report of update-rule studies: tables, declared contrasts, figures, page."""
+"""Report of update-rule studies: tables, declared contrasts, figures, page."""

@@ -41,7 +41,7 @@ EXCLUDED_COLUMNS: Mapping[str, str] = {
 COMMON_COLUMNS = ("final_test_error", "final_entropy", "mean_entropy")
 """Contrasted in every study; the other columns of `CONTRASTED_COLUMNS` exist for some tasks and rules only."""
 
-LOWER, HIGHER, NOT_RESOLVED = "lower", "higher", "no difference resolved"
+LOWER, HIGHER, NOT_RESOLVED = "lower", "higher", "no clear difference"
 NO_INTERVAL, NO_COMPARISON = "no interval", "no comparison"
 _DECIMALS = 12
 """Differences are rounded to this many decimals, so that equal runs have a difference and a std of exactly 0."""

@@ -128,7 +128,7 @@ def _format_difference(row: Row | None) -> str:
     if row is None or np.isnan(row["p_holm"]):
         return "–"
     verdict = (
-        "no difference resolved"
+        "no clear difference"
         if row["p_holm"] >= SIGNIFICANCE_LEVEL
         else "lower"
         if row["difference"] < 0
@@ -191,7 +191,7 @@ def format_headline(frames: StudyFrames, differences: pd.DataFrame) -> str:
     for group_label, rows in (
         ("Lower final test error", error_rows[is_resolved & (error_rows["difference"] < 0)]),
         ("Higher", error_rows[is_resolved & (error_rows["difference"] > 0)]),
-        ("No difference resolved", error_rows[~is_resolved & error_rows["p"].notna()]),
+        ("No clear difference", error_rows[~is_resolved & error_rows["p"].notna()]),
         ("Not compared", error_rows[error_rows["p"].isna()]),
     ):
         sentences += [f"{group_label}: {', '.join(rows['arm'])}."] if len(rows) else []

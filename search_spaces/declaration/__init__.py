@@ -1,1 +1,1 @@
-"""data classes that declare a study, a family of studies and a preset."""
+"""Data classes that declare a study, a family of studies and a preset."""

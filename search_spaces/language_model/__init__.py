@@ -1,1 +1,1 @@
-"""studies that fine-tune a language model with PPO or GRPO."""
+"""Studies that fine-tune a language model with PPO or GRPO."""

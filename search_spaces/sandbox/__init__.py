@@ -1,1 +1,1 @@
-"""studies of update rules on toy tasks."""
+"""Studies of update rules on toy tasks."""

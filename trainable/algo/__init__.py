@@ -1,1 +1,1 @@
-"""filters, advantages, losses, estimators: pure tensor functions."""
+"""Filters, advantages, losses, estimators: pure tensor functions."""

@@ -1,1 +1,1 @@
-"""who owns optimizer and weights: one device, or DeepSpeed over ranks."""
+"""Who owns optimizer and weights: one device, or DeepSpeed over ranks."""

@@ -1,1 +1,1 @@
-"""gradients by reward spread, and how much thoughts depend on prompts."""
+"""Gradients by reward spread, and how much thoughts depend on prompts."""

@@ -1,1 +1,1 @@
-"""the PPO trainer: steps, updates, targets, evaluation, ranks."""
+"""The PPO trainer: steps, updates, targets, evaluation, ranks."""

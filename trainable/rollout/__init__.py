@@ -1,1 +1,1 @@
-"""the episode loop, samplers (torch, vLLM), and the engines around them."""
+"""The episode loop, samplers (torch, vLLM), and the engines around them."""

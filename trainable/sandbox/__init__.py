@@ -1,1 +1,1 @@
-"""update rules on toy tasks, with all seeds of an arm trained together."""
+"""Update rules on toy tasks, with all seeds of an arm trained together."""

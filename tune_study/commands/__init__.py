@@ -1,1 +1,1 @@
-"""the command line: what each command does."""
+"""The command line: what each command does."""

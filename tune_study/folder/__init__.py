@@ -1,1 +1,1 @@
-"""the study's folder, local and in a storage, and how to continue it."""
+"""The study's folder, local and in a storage, and how to continue it."""

@@ -1,1 +1,1 @@
-"""this machine: memory, GPUs, terminal, signals, orphaned processes."""
+"""This machine: memory, GPUs, terminal, signals, orphaned processes."""

@@ -1,1 +1,1 @@
-"""how much GPU, memory and disk the runs need, and whether they fit."""
+"""How much GPU, memory and disk the runs need, and whether they fit."""

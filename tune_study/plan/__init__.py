@@ -1,1 +1,1 @@
-"""from a study and options to named runs."""
+"""From a study and options to named runs."""

@@ -223,7 +223,7 @@ def test_equal_arms_have_no_difference_and_rounding_is_none(tmp_path: Path) -> N
     frames = frames_of(tmp_path, runs, ("same", [["A", "B"], ["C", "D"]]))
     table = compute_contrasts(frames)
     row = row_of(table, "same")
-    assert (row["difference"], row["equal"], row["verdict"]) == (0.0, 2, "no difference resolved")
+    assert (row["difference"], row["equal"], row["verdict"]) == (0.0, 2, "no clear difference")
     one = to_records(compute_pair_differences(frames))[0]
     assert (one["lower"], one["higher"], one["equal"]) == (0, 0, 3)
     assert "every pair is equal, over 3 seeds" in format_sentences(table)[0]
@@ -234,7 +234,7 @@ def test_columns_of_some_tasks_are_contrasted_where_all_runs_have_them(tmp_path:
     table = compute_contrasts(frames_of(tmp_path, aged, ("all", [["A", "B"], ["C", "D"]]), ("aged", [["A", "B"]])))
     found = table[table["column"] == "mean_replay_age"]
     assert found["contrast"].to_list() == ["aged"]
-    assert found["verdict"].to_list() == ["no difference resolved"]
+    assert found["verdict"].to_list() == ["no clear difference"]
     one = [replace(run, rows={"entropy": None}) if (run.arm, run.seed) == ("A", 1) else run for run in FOUR]
     row = row_of(compute_contrasts(frames_of(tmp_path / "one", one, ("up", [["A", "B"]]))), "up", "mean_entropy")
     assert row["excluded_runs"] == "A without a value: seed 1"

@@ -220,7 +220,7 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
     assert found.links == ["results/sandbox_influence/report.html", "results/sandbox_some-study/report.html"]
     assert "influence 9 runs: 9 completed" in words
     assert re.search(r"DG 0\.3300 – .*GRPO 0\.5100 higher: \+0\.1800 against the baseline, Holm p", words)
-    assert re.search(r"TPO 0\.3333 no difference resolved: \+0\.0033 against the baseline, Holm p", words)
+    assert re.search(r"TPO 0\.3333 no clear difference: \+0\.0033 against the baseline, Holm p", words)
     assert words.count("Comparison with published numbers") == 1
     assert "3 published cells: 2 not distinguishable" in words
 

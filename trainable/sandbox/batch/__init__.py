@@ -1,1 +1,1 @@
-"""rollouts of several members at once, and reward noise."""
+"""Rollouts of several members at once, and reward noise."""

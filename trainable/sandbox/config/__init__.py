@@ -1,1 +1,1 @@
-"""settings of the sandbox, and combinations that it rejects."""
+"""Settings of the sandbox, and combinations that it rejects."""

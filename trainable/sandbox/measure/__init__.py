@@ -1,1 +1,1 @@
-"""diagnostics, oracle fits, and the columns of a row."""
+"""Diagnostics, oracle fits, and the columns of a row."""

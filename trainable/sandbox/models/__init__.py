@@ -1,1 +1,1 @@
-"""ensembles of small models, and decoding."""
+"""Ensembles of small models, and decoding."""

@@ -1,1 +1,1 @@
-"""the update rules, and the quantities that their formulas share."""
+"""The update rules, and the quantities that their formulas share."""

@@ -1,1 +1,1 @@
-"""sequence tasks, and bandits over images and text."""
+"""Sequence tasks, and bandits over images and text."""

@@ -1,1 +1,1 @@
-"""trainer of the sandbox: steps, replay, optimizer, checkpoints."""
+"""Trainer of the sandbox: steps, replay, optimizer, checkpoints."""
