@@ -128,11 +128,7 @@ def _format_difference(row: Row | None) -> str:
     if row is None or np.isnan(row["p_holm"]):
         return "–"
     verdict = (
-        "no clear difference"
-        if row["p_holm"] >= SIGNIFICANCE_LEVEL
-        else "lower"
-        if row["difference"] < 0
-        else "higher"
+        "no clear difference" if row["p_holm"] >= SIGNIFICANCE_LEVEL else "lower" if row["difference"] < 0 else "higher"
     )
     return (
         f"{verdict}: {format_signed(row['difference'], 4)} against the baseline, Holm {format_p_value(row['p_holm'])}"
