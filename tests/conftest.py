@@ -20,9 +20,18 @@ def pytest_configure() -> None:
 
 
 LONGEST_FILES = (
-    "test_smoke_run.py", "test_run.py", "test_docs.py", "test_sandbox_run.py", "test_end_to_end.py", "test_probe.py",
-    "test_report.py", "test_disk.py", "test_storage.py", "test_malformed.py", "test_benchmarks.py",
-)  # fmt: skip
+    "test_smoke_run.py",
+    "test_run.py",
+    "test_docs.py",
+    "test_sandbox_run.py",
+    "test_end_to_end.py",
+    "test_probe.py",
+    "test_report.py",
+    "test_disk.py",
+    "test_storage.py",
+    "test_malformed.py",
+    "test_benchmarks.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -126,10 +126,13 @@ def test_passes_without_padding_are_measured_beside_padded_ones() -> None:
             assert found[case][work]["relative_difference"] < 1e-5
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    (("--episodes", "20"), "--episodes=20: must be a multiple of 16"),
-    (("--tokens", "1"), "--tokens=1: must be at least 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--episodes", "20"), "--episodes=20: must be a multiple of 16"),
+        (("--tokens", "1"), "--tokens=1: must be at least 2"),
+    ],
+)
 def test_what_cannot_be_measured_is_refused(options: tuple[str, ...], message: str) -> None:
     done = run("gpu_step.py", *TINY, *options)
     assert done.returncode == 2

@@ -97,8 +97,11 @@ def test_the_activation_line_of_the_readme_activates_the_environment(folder: Pat
     line = ACTIVATE.replace(".venv", sys.prefix)
     done = subprocess.run(
         ["bash", "-c", f"{line} && python -c 'import sys; print(sys.prefix)'"],
-        cwd=folder, capture_output=True, text=True, env=environment(is_active=False),
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env=environment(is_active=False),
+    )
     assert done.stdout.strip() == sys.prefix, done.stderr
 
 
@@ -149,9 +152,10 @@ def test_files_that_the_documents_name_exist() -> None:
 
 def test_tests_that_the_documents_name_exist() -> None:
     named = [
-        match for path in sorted((ROOT / "docs").glob("*.md"))
+        match
+        for path in sorted((ROOT / "docs").glob("*.md"))
         for match in re.findall(r"(tests/[\w/]+\.py)::(test_\w+)", path.read_text(encoding="utf-8"))
-    ]  # fmt: skip
+    ]
     assert len(named) >= 8
     for path, name in named:
         assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path} has no {name}"

@@ -15,9 +15,15 @@ from trainable.runs.records import STEP_COLUMNS, TIME_COLUMNS
 
 # A bonus this large ruins the policy within a few steps; validating at each step lets a rule see it soon.
 OPTIONS = [
-    "--preset=laptop", "--entropy-values=0,5", "--steps=9", "--set=trainer.test_freq=1", "--set=actor.lr=3e-3",
-    "--set=env.val_env_groups=32", "--set=env.test_env_groups=8", "--set=env.env_groups=4",
-]  # fmt: skip
+    "--preset=laptop",
+    "--entropy-values=0,5",
+    "--steps=9",
+    "--set=trainer.test_freq=1",
+    "--set=actor.lr=3e-3",
+    "--set=env.val_env_groups=32",
+    "--set=env.test_env_groups=8",
+    "--set=env.env_groups=4",
+]
 COMMAND = [sys.executable, "-m", "tune_study", "run", "entropy", *OPTIONS]
 RUN = "results/entropy_sweep_sokoban-tiny"
 

@@ -17,10 +17,15 @@ from trainable.ppo.trainer import PPOTrainer
 from trainable.trial import Trial
 
 SETTINGS = {
-    "actor__use_kl_loss": True, "actor__kl_loss_coef": 0.01, "rollout__response_length": 8, "env__max_turn": 2,
-    "trainer__total_training_steps": 2, "trainer__test_freq": 1, "trainer__save_freq": 1,
+    "actor__use_kl_loss": True,
+    "actor__kl_loss_coef": 0.01,
+    "rollout__response_length": 8,
+    "env__max_turn": 2,
+    "trainer__total_training_steps": 2,
+    "trainer__test_freq": 1,
+    "trainer__save_freq": 1,
     "collapse_detection__compute_freq": 1,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -80,11 +85,25 @@ def test_a_template_without_a_place_for_the_system(tmp_path: Path) -> None:
 @pytest.mark.slow  # the trainable's own steps are above
 def test_the_command_runs_a_study_on_it(llama: Path, tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "tune_study", "run", "kl", "--preset=laptop", f"--model={llama}", "--kl-values=0.01",
-        "--steps=2", "--set=env.env_groups=2", "--set=env.group_size=4", "--set=env.val_env_groups=4",
-        "--set=env.test_env_groups=2", "--set=rollout.response_length=8", "--set=actor.ppo_mini_batch_size=4",
-        "--set=critic.ppo_mini_batch_size=4", "--set=env.max_turn=2", f"--output={tmp_path}",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "tune_study",
+        "run",
+        "kl",
+        "--preset=laptop",
+        f"--model={llama}",
+        "--kl-values=0.01",
+        "--steps=2",
+        "--set=env.env_groups=2",
+        "--set=env.group_size=4",
+        "--set=env.val_env_groups=4",
+        "--set=env.test_env_groups=2",
+        "--set=rollout.response_length=8",
+        "--set=actor.ppo_mini_batch_size=4",
+        "--set=critic.ppo_mini_batch_size=4",
+        "--set=env.max_turn=2",
+        f"--output={tmp_path}",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     (trial,) = analysis.load(tmp_path).trials.to_dict("records")

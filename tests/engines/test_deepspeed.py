@@ -32,10 +32,12 @@ def trained(folder: Path, size: int, start: Path | None = None, steps: int = STE
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.engines.rank", str(folder), str(rank), *words],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(max(1, size))
-    ]  # fmt: skip
+    ]
     said = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
     ended = [rank.returncode for rank in ranks]
     assert ended == [0] * len(ranks), next(text for code, text in zip(ended, said, strict=True) if code)[-3000:]
@@ -85,9 +87,10 @@ CASES: dict[str, tuple[int, dict[str, object]]] = {
     "stage 3, optimizer offloaded": (2, {**STAGE_3, "trainer__offload_optimizer": True}),
     "stage 3, parameters offloaded": (2, {**STAGE_3, "trainer__offload_parameters": True}),
     "stage 3, both offloaded": (
-        2, {**STAGE_3, "trainer__offload_parameters": True, "trainer__offload_optimizer": True}
+        2,
+        {**STAGE_3, "trainer__offload_parameters": True, "trainer__offload_optimizer": True},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("size", "more"), CASES.values(), ids=CASES)
@@ -160,9 +163,17 @@ def test_a_mini_batch_of_several_passes_is_one_step(tmp_path: Path, stage: dict[
 
 @pytest.mark.parametrize(
     ("wrote", "goes_on", "stages"),
-    [(2, 0, (2, 2)), (0, 2, (2, 2)), (2, 3, (2, 2)), (2, 0, (3, 3)), (0, 3, (3, 3)), (3, 2, (3, 3)), (2, 1, (3, 2)),
-     (3, 2, (1, 3))],
-)  # fmt: skip
+    [
+        (2, 0, (2, 2)),
+        (0, 2, (2, 2)),
+        (2, 3, (2, 2)),
+        (2, 0, (3, 3)),
+        (0, 3, (3, 3)),
+        (3, 2, (3, 3)),
+        (2, 1, (3, 2)),
+        (3, 2, (1, 3)),
+    ],
+)
 def test_a_state_of_some_ranks_goes_on_with_others(
     tmp_path: Path, plain: Path, wrote: int, goes_on: int, stages: tuple[int, int]
 ) -> None:
@@ -173,10 +184,12 @@ def test_a_state_of_some_ranks_goes_on_with_others(
 
 
 ANALYSIS = {
-    "trainer__gradient_analysis_mode": True, "trainer__gradient_analysis_env_groups": 5,
-    "trainer__gradient_analysis_group_size": 4, "rollout__gradient_analysis_num_buckets": 2,
+    "trainer__gradient_analysis_mode": True,
+    "trainer__gradient_analysis_env_groups": 5,
+    "trainer__gradient_analysis_group_size": 4,
+    "rollout__gradient_analysis_num_buckets": 2,
     "trainer__gradient_analysis_log_prefilter": True,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("more", [{}, {"trainer__gradient_analysis_sketch": None}, STAGE_3], ids=["", "whole", "3"])
@@ -196,10 +209,12 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(tmp_path: P
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.engines.one_bad_rank", str(tmp_path), str(rank), str(stage)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     said = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)[-3000:]
 

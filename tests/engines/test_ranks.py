@@ -51,21 +51,30 @@ def run(folder: Path, **overrides: object) -> tuple[list[dict[str, Any]], Any]:
     from trainable.trial import Trial
     from tune_study.placement.resources import make_placement_group
 
-    place = {
-        "run_id": "run", "seed": 0, "run_dir": str(folder / "run"), "checkpoint_dir": str(folder / "kept")
-    }  # fmt: skip
+    place = {"run_id": "run", "seed": 0, "run_dir": str(folder / "run"), "checkpoint_dir": str(folder / "kept")}
     config = {
-        "study": "kl", "run_id": "run", "arm": "0", "settings": {**SETTINGS, **overrides}, "runs": [place],
-        "side_by_side": False, "finished": False, "family": "trainable.families:LANGUAGE_MODEL", "stop_rules": [],
-        "interrupt": None, "storage": None, "storage_patience": 0.0,
-    }  # fmt: skip
+        "study": "kl",
+        "run_id": "run",
+        "arm": "0",
+        "settings": {**SETTINGS, **overrides},
+        "runs": [place],
+        "side_by_side": False,
+        "finished": False,
+        "family": "trainable.families:LANGUAGE_MODEL",
+        "stop_rules": [],
+        "interrupt": None,
+        "storage": None,
+        "storage_patience": 0.0,
+    }
     tuner = tune.Tuner(
-        tune.with_resources(Trial, make_placement_group(2)), param_space=config,
+        tune.with_resources(Trial, make_placement_group(2)),
+        param_space=config,
         run_config=tune.RunConfig(
-            storage_path=str(folder / "tune"), verbose=0,
+            storage_path=str(folder / "tune"),
+            verbose=0,
             checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
         ),
-    )  # fmt: skip
+    )
     result = tuner.fit()[0]
     path = folder / "run" / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -99,9 +108,12 @@ def test_two_ranks_share_out_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path
     assert result.error is None
     assert len(rows) == 2
     alone = make_quiet_trainer(
-        trainer__total_training_steps=2, trainer__n_gpus_per_node=2, actor__use_kl_loss=True, actor__kl_loss_coef=0.1,
+        trainer__total_training_steps=2,
+        trainer__n_gpus_per_node=2,
+        actor__use_kl_loss=True,
+        actor__kl_loss_coef=0.1,
         **{key.replace(".", "__"): value for key, value in settings.items()},
-    )  # fmt: skip
+    )
     for row in rows:
         wanted = alone.step().row
         for name in ("pg_loss", "tpo_target_entropy", "tpo_target_top_prob", "ppo_kl", "kl_loss", "actor_grad_norm"):
@@ -110,9 +122,14 @@ def test_two_ranks_share_out_the_rollouts_of_a_group_under_the_tpo_loss(tmp_path
 
 @pytest.mark.skipif(find_spec("vllm") is None, reason="vllm is not installed: make test-engines")
 def test_vllm_samples_on_every_rank_from_weights_that_are_dealt_out(tmp_path: Path, gpus: None) -> None:
-    rows, result = run(tmp_path, **{
-        "trainer.zero_stage": 3, "rollout.name": "vllm", "rollout.max_model_len": 256,
-    })  # fmt: skip
+    rows, result = run(
+        tmp_path,
+        **{
+            "trainer.zero_stage": 3,
+            "rollout.name": "vllm",
+            "rollout.max_model_len": 256,
+        },
+    )
     assert result.error is None
     assert len(rows) == 2
     for row in rows:

@@ -18,9 +18,14 @@ def test_adapters_reach_vllm_merged(dtype: str) -> None:
     from trainable.rollout.logprob_mismatch import EngineMismatchError
 
     trainer = make_quiet_trainer(
-        rollout__name="vllm", rollout__max_model_len=256, model__lora_rank=8, model__dtype=dtype, actor__lr=3e-3,
-        critic__shared_trunk=True, trainer__total_training_steps=4,
-    )  # fmt: skip
+        rollout__name="vllm",
+        rollout__max_model_len=256,
+        model__lora_rank=8,
+        model__dtype=dtype,
+        actor__lr=3e-3,
+        critic__shared_trunk=True,
+        trainer__total_training_steps=4,
+    )
     gaps = [trainer.step().row["engine_mismatch_mean"] for _ in range(3)]  # of weights that moved twice
     assert max(gaps) < (1e-4 if dtype == "float32" else 0.02)
     for _, layer in find_adapters(trainer.model):

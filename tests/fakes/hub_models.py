@@ -15,9 +15,14 @@ from trainable.tiny.tokenizer import build_tokenizer, write_tokenizer
 
 VOCAB_SIZE = 311
 _SIZES = {
-    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 640,
-}  # fmt: skip
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 640,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | {"sliding_window": None},
@@ -26,13 +31,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gemma": _SIZES | {"head_dim": 8, "tie_word_embeddings": True},
     "gpt_neox": {name: value for name, value in _SIZES.items() if name != "num_key_value_heads"},
     "gpt2": {
-        "vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 640,
-        "attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "tie_word_embeddings": True,
+        "vocab_size": VOCAB_SIZE,
+        "n_embd": 32,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 640,
+        "attn_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "tie_word_embeddings": True,
     },
     "olmo2": _SIZES,
     "starcoder2": _SIZES | {"residual_dropout": 0.1, "embedding_dropout": 0.1},
     "qwen3_moe": _SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
-}  # fmt: skip
+}
 """model_type -> the fields of its config; architectures that the wrapper runs exactly."""
 
 
@@ -119,9 +131,11 @@ def write_small_model(folder: Path, kind: str = "llama", template: str = STRIPPI
     """A model with a token a byte and a chat template; few enough weights for a step in seconds."""
     tokenizer = make_byte_tokenizer()
     fields = ARCHITECTURES[kind] | {
-        "vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": 2048, "num_hidden_layers": 2,
+        "vocab_size": tokenizer.get_vocab_size(),
+        "max_position_embeddings": 2048,
+        "num_hidden_layers": 2,
         "eos_token_id": tokenizer.token_to_id("</s>"),
-    }  # fmt: skip
+    }
     make_model(kind, fields, std=0.1).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     return write_tokenizer_config(folder, template)

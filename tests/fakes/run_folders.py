@@ -156,12 +156,16 @@ def _make_evaluations(run: FakeRun, fake_study: FakeStudy) -> list[dict[str, Any
     last_step = run.steps
     steps = [*range(fake_study.test_freq, last_step, fake_study.test_freq), last_step]
     base_rng = np.random.default_rng(run.seed)
-    evaluations = [_make_evaluation(0, "val", mode, ends, fake_study, base_rng)
-             for mode, ends in (("sampled", run.success), ("greedy", run.greedy))]  # fmt: skip
+    evaluations = [
+        _make_evaluation(0, "val", mode, ends, fake_study, base_rng)
+        for mode, ends in (("sampled", run.success), ("greedy", run.greedy))
+    ]
     evaluations += [_make_evaluation(step, "val", "sampled", run.success, fake_study, generator) for step in steps]
     evaluations += [_make_evaluation(last_step, "val", "greedy", run.greedy, fake_study, generator)]
-    evaluations += [_make_evaluation(last_step, "test", mode, ends, fake_study, generator)
-              for mode, ends in (("sampled", run.success), ("greedy", run.greedy))]  # fmt: skip
+    evaluations += [
+        _make_evaluation(last_step, "test", mode, ends, fake_study, generator)
+        for mode, ends in (("sampled", run.success), ("greedy", run.greedy))
+    ]
     return sorted(evaluations, key=lambda line: line["step"])
 
 
@@ -264,12 +268,26 @@ def write_lines(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 EMPTY_ROW: Mapping[str, Any] = {
-    "bucket": "all", "component": "task", "form": "gae", "coefficient": 1.0, "sample_count": 0, "group_count": 0,
-    "source_env_groups": 24, "source_group_size": 16, "source_batch_size": 384, "adjusted_batch_size": 0,
-    "uses_training_batch": False, "bucket_mode": "quantile", "empty_after_filter": 1, "analysis_only": 0,
-    "source_groups_kept": 0, "source_kept_ratio": 0.0, "source_zero_std_groups": 24, "source_reward_std": 0.0,
+    "bucket": "all",
+    "component": "task",
+    "form": "gae",
+    "coefficient": 1.0,
+    "sample_count": 0,
+    "group_count": 0,
+    "source_env_groups": 24,
+    "source_group_size": 16,
+    "source_batch_size": 384,
+    "adjusted_batch_size": 0,
+    "uses_training_batch": False,
+    "bucket_mode": "quantile",
+    "empty_after_filter": 1,
+    "analysis_only": 0,
+    "source_groups_kept": 0,
+    "source_kept_ratio": 0.0,
+    "source_zero_std_groups": 24,
+    "source_reward_std": 0.0,
     "source_reward_std_kept": 0.0,
-}  # fmt: skip
+}
 """The row of a batch of which the filter kept nothing."""
 
 
@@ -311,15 +329,30 @@ class FakeAnalysis:
     ) -> list[dict[str, Any]]:
         count = 16 * len(stds)
         shared_columns = {
-            "bucket": name, "weight": len(stds) / groups, "fold_count": self.folds, "sample_count": count,
-            "sample_pct": 100 * len(stds) / groups, "token_count": 20 * count, "group_count": len(stds),
-            "reward_std_mean": float(stds.mean()), "reward_std_min": float(stds.min()),
-            "reward_std_max": float(stds.max()), "source_env_groups": 4 * self.buckets, "source_group_size": 16,
-            "source_batch_size": 16 * groups, "adjusted_batch_size": 16 * groups + 32, "uses_training_batch": False,
-            "bucket_mode": self.mode, "empty_after_filter": 0, "analysis_only": int(self.source == "probe"),
-            "source_groups_kept": groups - 4, "source_kept_ratio": 1 - 4 / groups, "source_zero_std_groups": 2,
-            "source_reward_std": 2.5, "source_reward_std_kept": 3.0,
-        }  # fmt: skip
+            "bucket": name,
+            "weight": len(stds) / groups,
+            "fold_count": self.folds,
+            "sample_count": count,
+            "sample_pct": 100 * len(stds) / groups,
+            "token_count": 20 * count,
+            "group_count": len(stds),
+            "reward_std_mean": float(stds.mean()),
+            "reward_std_min": float(stds.min()),
+            "reward_std_max": float(stds.max()),
+            "source_env_groups": 4 * self.buckets,
+            "source_group_size": 16,
+            "source_batch_size": 16 * groups,
+            "adjusted_batch_size": 16 * groups + 32,
+            "uses_training_batch": False,
+            "bucket_mode": self.mode,
+            "empty_after_filter": 0,
+            "analysis_only": int(self.source == "probe"),
+            "source_groups_kept": groups - 4,
+            "source_kept_ratio": 1 - 4 / groups,
+            "source_zero_std_groups": 2,
+            "source_reward_std": 2.5,
+            "source_reward_std_kept": 3.0,
+        }
         noise = {component: float(rng.uniform(0.01, 0.02)) for component in self.components}
         signal = {part: float(stds.mean()) ** 2 / 50 if part == "task" else 0.03 for part in self.components}
         means = {part: math.sqrt(noise[part] + signal[part]) for part in self.components}
@@ -346,11 +379,19 @@ class FakeAnalysis:
         half_width = 1.5 if self.folds >= 3 else None
         cosines = {"task": 1.0, "entropy": 0.1, "kl": -0.2}
         return {
-            "component": component, "norm": norm, "norm_per_sample": norm / count, "norm_per_token": norm / tokens,
-            "loss": -0.01 * len(component), "mean_norm": math.sqrt(signal + noise), "signal": signal, "noise": noise,
-            "snr": snr, "snr_low": half_width and snr - half_width, "snr_high": half_width and snr + half_width,
+            "component": component,
+            "norm": norm,
+            "norm_per_sample": norm / count,
+            "norm_per_token": norm / tokens,
+            "loss": -0.01 * len(component),
+            "mean_norm": math.sqrt(signal + noise),
+            "signal": signal,
+            "noise": noise,
+            "snr": snr,
+            "snr_low": half_width and snr - half_width,
+            "snr_high": half_width and snr + half_width,
             **{f"cosine_{name}": value if name in self.components else None for name, value in cosines.items()},
-        }  # fmt: skip
+        }
 
 
 def write_analyses(folder: Path, run: FakeRun, analyses: Sequence[FakeAnalysis]) -> None:

@@ -39,10 +39,18 @@ def make_small_config(**overrides: object) -> RunConfig:
 def make_qwen2_shape(**sizes: object) -> Qwen2Shape:
     """A shape of a few thousand parameters."""
     default_sizes = {
-        "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 128, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True, "eos_token_id": 2,
-    }  # fmt: skip
+        "vocab_size": 23,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 128,
+        "rope_theta": 10_000.0,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    }
     return Qwen2Shape(**{**default_sizes, **sizes})
 
 
@@ -63,13 +71,21 @@ def make_hub_twin(model: Qwen2) -> torch.nn.Module:
 
     sizes = model.shape
     config = Qwen2Config(
-        vocab_size=sizes.vocab_size, hidden_size=sizes.hidden_size, intermediate_size=sizes.intermediate_size,
-        num_hidden_layers=sizes.num_hidden_layers, num_attention_heads=sizes.num_attention_heads,
-        num_key_value_heads=sizes.num_key_value_heads, max_position_embeddings=sizes.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta}, rms_norm_eps=sizes.rms_norm_eps,
-        tie_word_embeddings=sizes.tie_word_embeddings, eos_token_id=sizes.eos_token_id, bos_token_id=None,
-        pad_token_id=None, attention_dropout=0.0,
-    )  # fmt: skip
+        vocab_size=sizes.vocab_size,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_hidden_layers=sizes.num_hidden_layers,
+        num_attention_heads=sizes.num_attention_heads,
+        num_key_value_heads=sizes.num_key_value_heads,
+        max_position_embeddings=sizes.max_position_embeddings,
+        rope_parameters={"rope_type": "default", "rope_theta": sizes.rope_theta},
+        rms_norm_eps=sizes.rms_norm_eps,
+        tie_word_embeddings=sizes.tie_word_embeddings,
+        eos_token_id=sizes.eos_token_id,
+        bos_token_id=None,
+        pad_token_id=None,
+        attention_dropout=0.0,
+    )
     twin = Qwen2ForCausalLM(config).eval()
     twin.load_state_dict(model.state_dict())
     return twin
@@ -148,10 +164,12 @@ def make_random_episodes(count: int, group_size: int, seed: int = 0, vocab: int 
                 (int(rng.integers(1, 6)), int(rng.integers(1, 7)), float(rng.normal()))
                 for _ in range(int(rng.integers(1, 4)))
             ],
-            number // group_size, rng, vocab,
+            number // group_size,
+            rng,
+            vocab,
         )
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def clone_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -25,8 +25,17 @@ from trainable.runs.run import LinesByFile, Row, TrainerState
 from trainable.runs.training import StepResult
 
 COLLAPSES, CRASHES_ONCE, RAISES, FAILS_IN_SETUP, IS_WRONG, DIVERGES, DIES, IS_TOO_LARGE, HAS_A_CHILD, HANGS = (
-    "0.3", "0.4", "0.5", "0.6", "0.7", "0.8", "0.9", "0.91", "0.92", "0.93",
-)  # fmt: skip
+    "0.3",
+    "0.4",
+    "0.5",
+    "0.6",
+    "0.7",
+    "0.8",
+    "0.9",
+    "0.91",
+    "0.92",
+    "0.93",
+)
 """Arms (values of the KL axis) at which the fake misbehaves, until the run's folder has a file `mended`."""
 
 

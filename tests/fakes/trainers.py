@@ -15,8 +15,11 @@ from trainable.runs.records import TIME_COLUMNS
 
 Row = dict[str, Any]
 QUIET_SETTINGS = {
-    "trainer__val_before_train": False, "trainer__test_freq": 0, "env__val_env_groups": 1, "env__test_env_groups": 0,
-}  # fmt: skip
+    "trainer__val_before_train": False,
+    "trainer__test_freq": 0,
+    "env__val_env_groups": 1,
+    "env__test_env_groups": 0,
+}
 
 
 def make_quiet_trainer(**overrides: object) -> PPOTrainer:

@@ -26,9 +26,11 @@ def make_trial_config(
         **{key.replace("__", "."): value for key, value in settings.items()},
     }
     run = {
-        "run_id": IDENTITY["run_id"], "seed": seed, "run_dir": str(folder / "runs" / "r"),
+        "run_id": IDENTITY["run_id"],
+        "seed": seed,
+        "run_dir": str(folder / "runs" / "r"),
         "checkpoint_dir": str(folder / "saved"),
-    }  # fmt: skip
+    }
     return {
         **IDENTITY,
         "seed": seed,

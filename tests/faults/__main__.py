@@ -106,9 +106,11 @@ def remember(trials: int, root: Path) -> dict[str, Any]:
     readings = memory.readings(new_folder(root, "memory"), trials, max(1, trials // 15))
     resident, rows = memory.slope(readings)
     return {
-        "trials": trials, "megabytes": [round(reading.resident, 1) for reading in readings],
-        "kilobytes_a_trial": round(resident, 1), "kilobytes_of_rows_a_trial": round(rows, 2),
-    }  # fmt: skip
+        "trials": trials,
+        "megabytes": [round(reading.resident, 1) for reading in readings],
+        "kilobytes_a_trial": round(resident, 1),
+        "kilobytes_of_rows_a_trial": round(rows, 2),
+    }
 
 
 def main() -> int:
@@ -122,8 +124,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         root = Path(name)
         for title, kill, count in (
-            ("driver", kill_drivers, options.driver_kills), ("trial", kill_processes, options.trial_kills),
-        ):  # fmt: skip
+            ("driver", kill_drivers, options.driver_kills),
+            ("trial", kill_processes, options.trial_kills),
+        ):
             tally, found = kill(new_folder(root, title), count, dice)
             harm += tally.harm() + len(found)
             report[f"{title} kills"] = {**asdict(tally), "kills": dict(tally.kills), "differences": found}
@@ -145,21 +148,27 @@ def print_table(report: dict[str, Any]) -> None:
     for title in ("driver kills", "trial kills"):
         tally = report[title]
         kills = ", ".join(f"{count} {kind.split(', ')[1]}" for kind, count in sorted(tally["kills"].items()))
-        rows.append((
-            title, f"{sum(tally['kills'].values())} ({kills}) over {tally['studies']} studies",
-            f"{tally['rows']} rows: {tally['rows_lost']} lost, {tally['rows_duplicated']} duplicated, "
-            f"{tally['rows_different']} different; {tally['states_misread']} states misread, "
-            f"{tally['weights_different']} final weights different; {tally['processes_left']} processes left; "
-            f"no kill cost more steps than lie between two states",
-        ))  # fmt: skip
+        rows.append(
+            (
+                title,
+                f"{sum(tally['kills'].values())} ({kills}) over {tally['studies']} studies",
+                f"{tally['rows']} rows: {tally['rows_lost']} lost, {tally['rows_duplicated']} duplicated, "
+                f"{tally['rows_different']} different; {tally['states_misread']} states misread, "
+                f"{tally['weights_different']} final weights different; {tally['processes_left']} processes left; "
+                f"no kill cost more steps than lie between two states",
+            )
+        )
     checkpoints = report["checkpoints"]
     rows.append(("damaged checkpoints", str(checkpoints["damaged"]), f"{len(checkpoints['not_refused'])} not refused"))
     rows += [(name, str(found["examples"]), "0 tracebacks") for name, found in report["inputs"].items()]
     memories = report["memory"]
-    rows.append((
-        "driver memory", f"{memories['trials']} trials",
-        f"{memories['kilobytes_a_trial']} kB a trial beside {memories['kilobytes_of_rows_a_trial']} kB of rows",
-    ))  # fmt: skip
+    rows.append(
+        (
+            "driver memory",
+            f"{memories['trials']} trials",
+            f"{memories['kilobytes_a_trial']} kB a trial beside {memories['kilobytes_of_rows_a_trial']} kB of rows",
+        )
+    )
     for row in rows:
         print("| " + " | ".join(row) + " |")
 

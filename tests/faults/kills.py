@@ -29,10 +29,15 @@ from tune_study.tune.watchdog import DAEMON_NAMES
 
 RUN = "results/kl_sweep_sokoban-tiny"
 SMALL = [
-    "--preset=laptop", "--kl-values=0,0.1", "--set=env.val_env_groups=16", "--set=env.test_env_groups=16",
-    "--set=env.env_groups=2", "--set=env.group_size=4", "--set=actor.ppo_mini_batch_size=8",
+    "--preset=laptop",
+    "--kl-values=0,0.1",
+    "--set=env.val_env_groups=16",
+    "--set=env.test_env_groups=16",
+    "--set=env.env_groups=2",
+    "--set=env.group_size=4",
+    "--set=actor.ppo_mini_batch_size=8",
     "--set=critic.ppo_mini_batch_size=8",
-]  # fmt: skip
+]
 STEPS = 24
 MARK = "TUNE_STUDY_FAULTS"
 PATIENCE_S = 120.0
@@ -77,9 +82,13 @@ class Tally:
     def harm(self) -> int:
         """Everything that must be nought."""
         return (
-            self.rows_lost + self.rows_duplicated + self.rows_different + self.states_misread
-            + self.weights_different + self.processes_left
-        )  # fmt: skip
+            self.rows_lost
+            + self.rows_duplicated
+            + self.rows_different
+            + self.states_misread
+            + self.weights_different
+            + self.processes_left
+        )
 
 
 def hear_signals() -> None:
@@ -101,17 +110,31 @@ class Tormented:
 
     def start(self) -> "subprocess.Popen[str]":
         """`run` the first time, `resume` wherever the folder holds the study."""
-        words = ["resume", str(self.folder)] if (self.folder / "study.json").exists() else [
-            "run", "kl", *SMALL, f"--steps={self.steps}", f"--output={self.output}", *self.more,
-        ]  # fmt: skip
+        words = (
+            ["resume", str(self.folder)]
+            if (self.folder / "study.json").exists()
+            else [
+                "run",
+                "kl",
+                *SMALL,
+                f"--steps={self.steps}",
+                f"--output={self.output}",
+                *self.more,
+            ]
+        )
         self.log = (self.log_folder / "command.log").open("a")
         self.log.write(f"--- {words[0]}\n")
         self.log.flush()
         command = [sys.executable, "-m", "tune_study", *words]
         driver = subprocess.Popen(
-            command, stdout=self.log, stderr=subprocess.STDOUT, text=True, env=self.environment,
-            start_new_session=True, preexec_fn=hear_signals,
-        )  # fmt: skip
+            command,
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self.environment,
+            start_new_session=True,
+            preexec_fn=hear_signals,
+        )
         self.drivers.append(driver.pid)
         return driver
 

@@ -290,25 +290,36 @@ def bad_combinations(family: Family) -> list[Line]:
     if family is not PPO:
         return [st.sampled_from([joined([("--set", pair) for pair in text.split()]) for text in UPDATE_RULES_APART])]
     together = [
-        "bi_level_gae=1 adv_estimator=grpo", "use_kl_in_reward=yes kl_penalty=full", "shared_trunk=1 critic_warmup=2",
-        "rollout_filter_strategy=top_k_abs rollout_filter_value=0.5", "model_path=sokoban-tiny prompt_style=full",
-        "rollout_filter_strategy=min_p rollout_filter_value=1.5", "trainer.device=cuda n_gpus_per_node=0",
-        "trainer.device=cpu n_gpus_per_node=0.5", "n_gpus_per_node=4 ray_num_cpus=3",
-    ]  # fmt: skip
+        "bi_level_gae=1 adv_estimator=grpo",
+        "use_kl_in_reward=yes kl_penalty=full",
+        "shared_trunk=1 critic_warmup=2",
+        "rollout_filter_strategy=top_k_abs rollout_filter_value=0.5",
+        "model_path=sokoban-tiny prompt_style=full",
+        "rollout_filter_strategy=min_p rollout_filter_value=1.5",
+        "trainer.device=cuda n_gpus_per_node=0",
+        "trainer.device=cpu n_gpus_per_node=0.5",
+        "n_gpus_per_node=4 ray_num_cpus=3",
+    ]
     lines = [joined([("--set", pair) for pair in text.split()]) for text in together]
     lines += [("--preset", "paper", "--gpus", "0,1,2", "--gpus-per-exp", "2")]
     sizes = st.tuples(st.sampled_from(["actor", "critic"]), st.integers(1, 999), st.integers(2, 999))
-    uneven = sizes.filter(lambda found: found[1] % found[2] != 0).map(lambda found: (
-        "--set", f"{found[0]}.ppo_mini_batch_size={found[1]}",
-        "--set", f"{found[0]}.ppo_micro_batch_size_per_gpu={found[2]}",
-    ))  # fmt: skip
+    uneven = sizes.filter(lambda found: found[1] % found[2] != 0).map(
+        lambda found: (
+            "--set",
+            f"{found[0]}.ppo_mini_batch_size={found[1]}",
+            "--set",
+            f"{found[0]}.ppo_micro_batch_size_per_gpu={found[2]}",
+        )
+    )
     return [st.sampled_from(lines), uneven]
 
 
 UPDATE_RULES_APART = (
-    "nhead=3", "delay=9 replay_capacity=3",
-    "reward_noise=0.1 reward_noise_mode=none", "reward_noise=0 reward_noise_mode=label_flip",
-)  # fmt: skip
+    "nhead=3",
+    "delay=9 replay_capacity=3",
+    "reward_noise=0.1 reward_noise_mode=none",
+    "reward_noise=0 reward_noise_mode=label_flip",
+)
 """Settings of the update-rule sandbox that no study there can be run with."""
 
 
@@ -338,11 +349,22 @@ def check_command_lines(examples: int, derandomize: bool = True) -> Tally:
 # Lines of right and wrong pieces in any order, and settings from Python: whatever comes, an answer and no traceback.
 
 GOOD = {
-    "--preset": "laptop paper", "--model": "sokoban-tiny", "--steps": "1 60", "--seeds": "1 3", "--save-freq": "-1 5",
-    "--kl-values": "0 0,0.1", "--entropy-values": "0.1", "--rollout_filter_value": "0.9,nofilter 1", "--gpus": "0 0,1",
-    "--gpus-per-exp": "0 0.5 1", "--ray-num-cpus": "1 16", "--gpu-memory-utilization": "0.5", "--max-concurrent": "2",
-    "--rollout_filter_include_zero": "True no", "--set": "actor.lr=1 gamma=0.9 env.env_groups=[8] actor.betas=[0,1]",
-}  # fmt: skip
+    "--preset": "laptop paper",
+    "--model": "sokoban-tiny",
+    "--steps": "1 60",
+    "--seeds": "1 3",
+    "--save-freq": "-1 5",
+    "--kl-values": "0 0,0.1",
+    "--entropy-values": "0.1",
+    "--rollout_filter_value": "0.9,nofilter 1",
+    "--gpus": "0 0,1",
+    "--gpus-per-exp": "0 0.5 1",
+    "--ray-num-cpus": "1 16",
+    "--gpu-memory-utilization": "0.5",
+    "--max-concurrent": "2",
+    "--rollout_filter_include_zero": "True no",
+    "--set": "actor.lr=1 gamma=0.9 env.env_groups=[8] actor.betas=[0,1]",
+}
 """Options of `run`, and values that each takes in some study."""
 
 

@@ -50,8 +50,9 @@ def test_once_finishes_and_saves_the_steps_under_way(tmp_path: Path, straight: T
     interrupt_and_check(study, terminal_ctrl_c)
     trials = analysis.load(tmp_path).trials.set_index("arm")
     assert tuple(trials.loc["0.1", ["status", "reason"]]) == (
-        "never_ran", "the study was interrupted before it started",
-    )  # fmt: skip
+        "never_ran",
+        "the study was interrupted before it started",
+    )
     interrupt_and_check(study, batch_system)
     finish(study)
     # The settings differ in what changes no row.
@@ -89,9 +90,15 @@ def test_a_closed_terminal_is_a_request_to_stop(tmp_path: Path, straight: Tormen
     study = Tormented(tmp_path, STEPS, [SELDOM, "--max-concurrent=1"])
     ours, theirs = pty.openpty()
     driver = subprocess.Popen(
-        command_of(study), stdin=theirs, stdout=theirs, stderr=theirs, env=study.environment, start_new_session=True,
-        preexec_fn=take_terminal, text=True,
-    )  # fmt: skip
+        command_of(study),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=study.environment,
+        start_new_session=True,
+        preexec_fn=take_terminal,
+        text=True,
+    )
     os.close(theirs)
     reader = threading.Thread(target=read_all, args=(ours,), daemon=True)
     reader.start()
@@ -125,9 +132,13 @@ def read_all(terminal: int) -> None:
 def test_a_pipe_whose_reader_is_gone_changes_nothing(tmp_path: Path, straight: Tormented) -> None:
     study = Tormented(tmp_path, STEPS)
     driver = subprocess.Popen(
-        command_of(study), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=study.environment, text=True,
+        command_of(study),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=study.environment,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     assert driver.stdout is not None
     driver.stdout.readline()
     driver.stdout.close()  # as `| head -1` does

@@ -194,11 +194,26 @@ def test_a_status_that_is_none_stops_nobody(good: Good, status: object) -> None:
 
 
 ODD_LINES = [
-    "7", "[]", "null", '"step"', "{}", '{"step": "2"}', '{"step": 2.5}', '{"step": 2.0}', '{"step": true}',
-    '{"step": NaN}', '{"step": null}', '{"step": -1}', '{"step": 1e999}', '{"step": [2]}', NESTED,
-    '{"step": ' + "9" * 30 + "}", '{"step": ' + "9" * 5000 + "}", '{"step": 3, "split": [], "mode": {}}',
+    "7",
+    "[]",
+    "null",
+    '"step"',
+    "{}",
+    '{"step": "2"}',
+    '{"step": 2.5}',
+    '{"step": 2.0}',
+    '{"step": true}',
+    '{"step": NaN}',
+    '{"step": null}',
+    '{"step": -1}',
+    '{"step": 1e999}',
+    '{"step": [2]}',
+    NESTED,
+    '{"step": ' + "9" * 30 + "}",
+    '{"step": ' + "9" * 5000 + "}",
+    '{"step": 3, "split": [], "mode": {}}',
     '{"step": -3, "split": "val", "mode": "sampled"}',
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("line", ODD_LINES, ids=name_of)

@@ -34,9 +34,14 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
 
 def trainer_on(device: str, **settings: object) -> PPOTrainer:
     return make_quiet_trainer(
-        trainer__device=device, trainer__n_gpus_per_node=int(device == "cuda"), env__group_size=8,
-        actor__use_kl_loss=True, actor__kl_loss_coef=0.1, actor__entropy_coeff=0.01, **settings,
-    )  # fmt: skip
+        trainer__device=device,
+        trainer__n_gpus_per_node=int(device == "cuda"),
+        env__group_size=8,
+        actor__use_kl_loss=True,
+        actor__kl_loss_coef=0.1,
+        actor__entropy_coeff=0.01,
+        **settings,
+    )
 
 
 def moved(trainer: PPOTrainer, episodes: list[Episode]) -> tuple[dict[str, Any], Tensor]:
@@ -66,11 +71,15 @@ def on_cpu() -> tuple[list[Episode], dict[str, Any], Tensor]:
     return episodes, *moved(trainer, episodes)
 
 
-@pytest.mark.parametrize(("settings", "limit", "far"), [
-    ({}, 1e-3, 0.02),
-    ({"model__enable_gradient_checkpointing": True}, 1e-3, 0.02),
-    ({"model__dtype": "bfloat16", "model__enable_gradient_checkpointing": True}, 0.05, 0.6),
-], ids=["float32", "recomputed", "bfloat16"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "limit", "far"),
+    [
+        ({}, 1e-3, 0.02),
+        ({"model__enable_gradient_checkpointing": True}, 1e-3, 0.02),
+        ({"model__dtype": "bfloat16", "model__enable_gradient_checkpointing": True}, 0.05, 0.6),
+    ],
+    ids=["float32", "recomputed", "bfloat16"],
+)
 def test_an_update_has_the_processors_numbers(
     settings: dict[str, object], limit: float, far: float, on_cpu: tuple[list[Episode], dict[str, Any], Tensor]
 ) -> None:
@@ -142,9 +151,9 @@ def test_recomputed_blocks_hold_less_memory_and_give_the_same_gradients() -> Non
         peaks[recompute] = peak(
             lambda model=model: model.model.compute_hidden_states(tokens, where).float().sum().backward()
         )
-        gradients[recompute] = torch.cat([
-            weight.grad.flatten() for weight in model.parameters() if weight.grad is not None
-        ])  # fmt: skip
+        gradients[recompute] = torch.cat(
+            [weight.grad.flatten() for weight in model.parameters() if weight.grad is not None]
+        )
     assert peaks[True] < peaks[False] / 3
     assert error(gradients[True], gradients[False]) < 0.01
 

@@ -47,8 +47,14 @@ def kl_term(logprob: Tensor, reference: Tensor, kind: str) -> Tensor:
     d = logprob - reference
     k3 = torch.clamp(torch.exp(-d) + d - 1, -10, 10)
     value = {
-        "kl": d, "k1": d, "abs": d.abs(), "mse": d * d / 2, "k2": d * d / 2, "low_var_kl": k3, "k3": k3,
-    }[kind.removesuffix("+")]  # fmt: skip
+        "kl": d,
+        "k1": d,
+        "abs": d.abs(),
+        "mse": d * d / 2,
+        "k2": d * d / 2,
+        "low_var_kl": k3,
+        "k3": k3,
+    }[kind.removesuffix("+")]
     return value.detach() + d * d / 2 - (d * d / 2).detach() if kind.endswith("+") else value
 
 
@@ -80,9 +86,14 @@ def _collect_step(model: torch.nn.Module, losses: dict[str, float]) -> Step:
 
 
 def compute_actor_step(
-    twin: torch.nn.Module, reference: torch.nn.Module | None, batch: Batch, targets: Targets, rows: Tensor,
-    settings: ActorConfig, temperature: float,
-) -> Step:  # fmt: skip
+    twin: torch.nn.Module,
+    reference: torch.nn.Module | None,
+    batch: Batch,
+    targets: Targets,
+    rows: Tensor,
+    settings: ActorConfig,
+    temperature: float,
+) -> Step:
     """The policy's mini-batch: policy loss - entropy_coeff * entropy + kl_loss_coef * KL, by micro-batches."""
     _zero_gradients(twin)
     micro_batches = list(_split_micro_batches(rows, settings.ppo_micro_batch_size_per_gpu))
@@ -121,9 +132,15 @@ def compute_actor_step(
 
 
 def compute_critic_step(
-    twin: torch.nn.Module, head: torch.nn.Linear, batch: Batch, targets: Targets, rows: Tensor, settings: CriticConfig,
-    mode: str = "token-mean", micro_size: int | None = None,
-) -> Step:  # fmt: skip
+    twin: torch.nn.Module,
+    head: torch.nn.Linear,
+    batch: Batch,
+    targets: Targets,
+    rows: Tensor,
+    settings: CriticConfig,
+    mode: str = "token-mean",
+    micro_size: int | None = None,
+) -> Step:
     """The critic's mini-batch; gradients are named as of a module with `model` and `score`."""
     critic = torch.nn.ModuleDict({"model": twin.model, "score": head})  # type: ignore[dict-item]
     _zero_gradients(critic)

@@ -304,8 +304,9 @@ def test_the_entropy_question_crosses_normalisation_and_clip_and_adds_tpo() -> N
     clips = ((0.05, 0.05, "0.05"), (0.2, 0.2, "0.2"), (0.2, 0.28, "0.28"))
     assert found == {
         (normalised, low, high): f"{'std' if normalised else 'nostd'}-clip{name}"
-        for normalised in (True, False) for low, high, name in clips
-    }  # fmt: skip
+        for normalised in (True, False)
+        for low, high, name in clips
+    }
     assert {(c.algorithm.adv_estimator, c.actor.policy_loss) for c in arms.values()} == {("grpo", "ppo_clip")}
     assert (tpo.algorithm.adv_estimator, tpo.actor.policy_loss, tpo.actor.tpo_eta) == ("group_skill", "tpo", 1.0)
     for config in (tpo, *arms.values()):

@@ -21,9 +21,12 @@ GROUP_SIZE, N_ACTIONS = 3, 3
 REWARD_VALUES, BINARY_REWARD_VALUES = (0.0, 1 / 3, 0.7, 1.0), (0.0, 1.0)
 OPTIONALLY_GROUPED = ("UncertaintyDG", "FilteredDG", "RewardVarianceDG")
 REQUIRED_SETTINGS = {
-    "ReplayDG": {"replay_capacity": 5}, "FreshDG": {"delay": 4}, "MaxRL": {"binary_reward": True},
-    "LogGrowth": {"task": "mnist"}, "TPOFullAction": {"task": "mnist"},
-}  # fmt: skip
+    "ReplayDG": {"replay_capacity": 5},
+    "FreshDG": {"delay": 4},
+    "MaxRL": {"binary_reward": True},
+    "LogGrowth": {"task": "mnist"},
+    "TPOFullAction": {"task": "mnist"},
+}
 """Settings without which a rule is refused."""
 
 

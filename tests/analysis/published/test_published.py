@@ -67,10 +67,13 @@ GRPO -0.0070 +/- 0.0234 -0.0090 +/- 0.0263 0.0593 +/- 0.0957
 TPO 0.0026 +/- 0.0208 -0.0011 +/- 0.0215 0.0049 +/- 0.0187
 """
 TRIPLES = (
-    ((40, 60, 60), "53.3333 11.5470"), ((100, 120, 120), "113.3333 11.5470"), ((100, 100, 120), "106.6667 11.5470"),
-    ((700, 700, 800), "733.3333 57.7350"), ((350, 450, 600), "466.6667 125.8306"),
+    ((40, 60, 60), "53.3333 11.5470"),
+    ((100, 120, 120), "113.3333 11.5470"),
+    ((100, 100, 120), "106.6667 11.5470"),
+    ((700, 700, 800), "733.3333 57.7350"),
+    ((350, 450, 600), "466.6667 125.8306"),
     ((450, 500, 650), "533.3333 104.0833"),
-)  # fmt: skip
+)
 
 
 def printed() -> dict[tuple[str, str, str], tuple[float, float] | None]:
@@ -151,8 +154,10 @@ def test_our_studies_are_the_published_ones(name: str) -> None:
 def test_what_is_expected_is_said_with_a_reason() -> None:
     assert all(cell.rationale for cell in CELLS if cell.expected_verdict != NOT_DISTINGUISHABLE)
     assert {(cell.studies[0], cell.arm) for cell in CELLS if cell.expected_verdict == DIFFERS} == {
-        ("replay", "ReplayDG-32"), ("replay", "FreshDG-32-decay0.5"), ("partial-credit", "TEMPO"),
-    }  # fmt: skip
+        ("replay", "ReplayDG-32"),
+        ("replay", "FreshDG-32-decay0.5"),
+        ("partial-credit", "TEMPO"),
+    }
     open_rows = {cell.arm for cell in CELLS if cell.expected_verdict == NO_EXPECTATION and cell.kind == PER_SEED}
     assert open_rows == {"ASPO", "R2VPO", "CE", "SelfDistillDG", "SCOPELite", "GRPOToken", "FreshDG-32", "TEMPO"}
     assert {cell.expected_verdict for cell in CELLS if cell.kind == POOLED} == {NO_EXPECTATION}

@@ -86,10 +86,18 @@ EMPTY = {name: make_empty_frame(name) for name in ("steps", "levels", "gradients
 def made_frames(cells: dict[tuple[str, int], tuple[str, float]], declared: list[dict[str, Any]]) -> StudyFrames:
     """Frames in memory. cells: status and test error by arm and seed."""
     rows = [
-        {"run_id": f"{arm}-{seed}", "study": "s", "arm": arm, "seed": seed, "status": status, ERROR: value,
-         "steps_done": 40, "steps_total": 300}
+        {
+            "run_id": f"{arm}-{seed}",
+            "study": "s",
+            "arm": arm,
+            "seed": seed,
+            "status": status,
+            ERROR: value,
+            "steps_done": 40,
+            "steps_total": 300,
+        }
         for (arm, seed), (status, value) in cells.items()
-    ]  # fmt: skip
+    ]
     trials = cast_frame(pd.DataFrame(rows, columns=list(rows[0])), FAMILIES["update_rules"].schemas["trials"])
     whole = {"name": "s", "family": "update_rules", "contrasts": declared}
     return StudyFrames(trials, study=whole, **EMPTY)

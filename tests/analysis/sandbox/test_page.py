@@ -80,9 +80,15 @@ def test_numbers_are_named_and_stand_beside_the_published_ones(folder: Path, pag
 def test_files_beside_the_page(folder: Path) -> None:
     names = {path.name for path in (folder / "figures").iterdir()}
     assert names == {
-        "curves.png", "runs_test_error.png", "runs_entropy.png", "arm_statistics.csv", "differences.csv",
-        "reproduction.csv", "mean_test_error.csv", "mean_entropy.csv",
-    }  # fmt: skip
+        "curves.png",
+        "runs_test_error.png",
+        "runs_entropy.png",
+        "arm_statistics.csv",
+        "differences.csv",
+        "reproduction.csv",
+        "mean_test_error.csv",
+        "mean_entropy.csv",
+    }
     cells = pd.read_csv(folder / "figures" / "reproduction.csv", keep_default_na=False, na_values=["NaN"])
     assert cells["arm"].to_list() == ["DG", "GRPO", "TPO"]
     assert len(format_sentences(sandbox_report.compare_to_published(load(folder)))) == 3
@@ -227,8 +233,12 @@ def test_the_index_has_every_study_and_the_published_numbers_once(tmp_path: Path
 
 def test_rows_of_several_studies_say_which_they_are_of(tmp_path: Path) -> None:
     write_sandbox(tmp_path, make_seed_runs("DG", DG))
-    noise = {"task": "token_reversal", "batch_size": 96, "reward_noise": 0.2,
-             "reward_noise_mode": "false_positive_rare_token"}  # fmt: skip
+    noise = {
+        "task": "token_reversal",
+        "batch_size": 96,
+        "reward_noise": 0.2,
+        "reward_noise_mode": "false_positive_rare_token",
+    }
     write_sandbox(
         tmp_path, [*make_seed_runs("DG", DG), *make_seed_runs("ASPO", DG)], FakeStudy("reward-noise", settings=noise)
     )
@@ -240,10 +250,12 @@ def test_rows_of_several_studies_say_which_they_are_of(tmp_path: Path) -> None:
     assert "influence DG final_test_error" not in alone
 
 
-DECLARED = {"contrasts": [
-    {"name": "DG against <TPO>", "pairs": [["DG", "TPO"], ["SameAsDG", "TPO"], ["GRPO", "TPO"]]},
-    {"name": "never run", "pairs": [["DG", "ASPO"]]},
-]}  # fmt: skip
+DECLARED = {
+    "contrasts": [
+        {"name": "DG against <TPO>", "pairs": [["DG", "TPO"], ["SameAsDG", "TPO"], ["GRPO", "TPO"]]},
+        {"name": "never run", "pairs": [["DG", "ASPO"]]},
+    ]
+}
 
 
 def test_declared_contrasts_have_a_section_a_figure_and_files(tmp_path: Path) -> None:

@@ -152,8 +152,10 @@ def rolled(folder: Path, step: int, keep: int = 2) -> list[str]:
 
 def test_the_newest_rolling_states_are_kept(tmp_path: Path) -> None:
     assert [rolled(tmp_path, step) for step in (5, 10, 15)] == [
-        ["step_5"], ["step_10", "step_5"], ["step_10", "step_15"],
-    ]  # fmt: skip
+        ["step_5"],
+        ["step_10", "step_5"],
+        ["step_10", "step_15"],
+    ]
     assert rolled(tmp_path, 20, keep=1) == ["step_20"]
     assert same(tmp_path / "step_20", 20)
 
@@ -169,8 +171,11 @@ def test_checkpoints_are_numbered_by_their_names_the_latest_first(tmp_path: Path
     for name in ("step_9", "step_10", ".step_11.writing", ".step_8.old", "step_x", "other", "global_step_12"):
         (tmp_path / name).mkdir()
     assert [(step, path.name) for step, path in iter_checkpoints(tmp_path)] == [
-        (12, "global_step_12"), (10, "step_10"), (9, "step_9"), (8, "step_8"),
-    ]  # fmt: skip
+        (12, "global_step_12"),
+        (10, "step_10"),
+        (9, "step_9"),
+        (8, "step_8"),
+    ]
 
 
 def test_two_deaths_in_a_row_lose_nothing_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

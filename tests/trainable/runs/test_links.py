@@ -43,11 +43,14 @@ def test_only_states_are_cleared_away(tmp_path: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == [".git", "documents", "notes.txt", "step_1", "step_x"]
 
 
-@pytest.mark.parametrize("write", [
-    lambda path: append_json_line(path, {"step": 1}),
-    lambda path: open_no_link(path, "w"),
-    lambda path: open_no_link(path, "ab"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: append_json_line(path, {"step": 1}),
+        lambda path: open_no_link(path, "w"),
+        lambda path: open_no_link(path, "ab"),
+    ],
+)
 def test_a_file_is_not_opened_through_a_link(tmp_path: Path, home: Path, write: Callable[[Path], object]) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(home / "letter.txt")
     with pytest.raises(LinkError, match=r"metrics\.jsonl is a symbolic link"):

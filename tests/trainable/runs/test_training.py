@@ -166,9 +166,13 @@ def lacking(values: Row) -> Row:
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [(other_settings, "written with other settings"), (no_settings, "RunConfig"), (wrong_step, "it contains step 1"),
-     (lacking, "kl_coef")],
-)  # fmt: skip
+    [
+        (other_settings, "written with other settings"),
+        (no_settings, "RunConfig"),
+        (wrong_step, "it contains step 1"),
+        (lacking, "kl_coef"),
+    ],
+)
 def test_a_whole_state_that_is_not_this_runs_is_not_used(
     tmp_path: Path, straight: UninterruptedRun, change: Callable[[Row], Row], why: str
 ) -> None:

@@ -77,9 +77,10 @@ class TabularTask:
         is_uniform = torch.tensor([step >= self.uniform_from.get(seed, 10**9) for seed in seeds])
         rate = 1.0 - is_uniform.float()
         scalars = {
-            "informative_group_rate": rate, "retained_group_rate": torch.ones_like(rate),
+            "informative_group_rate": rate,
+            "retained_group_rate": torch.ones_like(rate),
             "used_group_fallback": is_uniform.float(),
-        }  # fmt: skip
+        }
         return replace(batch, group_size=each, scalars=scalars)
 
     def compute_log_probs(self, models: Table, rollouts: Rollouts) -> Tensor:

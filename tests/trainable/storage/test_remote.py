@@ -34,8 +34,9 @@ def test_a_storage_that_fails_is_waited_for_and_then_named(tmp_path: Path) -> No
 
     assert call_storage(once, 60.0, said.append) == "done"
     assert said == [
-        "waiting up to 60 s for the storage to respond: AWS Error NETWORK_CONNECTION", "the storage responds again"
-    ]  # fmt: skip
+        "waiting up to 60 s for the storage to respond: AWS Error NETWORK_CONNECTION",
+        "the storage responds again",
+    ]
     gone = StoragePath(open_storage(str(tmp_path)).filesystem, str(tmp_path / "file" / "below"))
     (tmp_path / "file").write_text("")
     with pytest.raises(
@@ -46,10 +47,15 @@ def test_a_storage_that_fails_is_waited_for_and_then_named(tmp_path: Path) -> No
     assert (failure.kind, failure.is_retried) == ("storage", False)
 
 
-@pytest.mark.parametrize("error", [
-    PermissionError(13, "forbidden"), FileNotFoundError(2, "nothing"), OSError("AWS Error ACCESS_DENIED in PutObject"),
-    OSError("AWS Error NO_SUCH_BUCKET during PutObject"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "error",
+    [
+        PermissionError(13, "forbidden"),
+        FileNotFoundError(2, "nothing"),
+        OSError("AWS Error ACCESS_DENIED in PutObject"),
+        OSError("AWS Error NO_SUCH_BUCKET during PutObject"),
+    ],
+)
 def test_what_will_not_pass_is_not_waited_for(error: OSError) -> None:
     calls: list[int] = []
 
@@ -65,10 +71,17 @@ def test_what_will_not_pass_is_not_waited_for(error: OSError) -> None:
 # URIs.
 
 
-@pytest.mark.parametrize("uri", [
-    "s3://key:word@bucket/x", "s3://key:wo/rd@bucket/x", "s3://bucket/x?access_key=a", "abfs://bucket/x?sas_token=a",
-    "S3://key:word@bucket", "gs://bucket/x?SECRET=",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://key:word@bucket/x",
+        "s3://key:wo/rd@bucket/x",
+        "s3://bucket/x?access_key=a",
+        "abfs://bucket/x?sas_token=a",
+        "S3://key:word@bucket",
+        "gs://bucket/x?SECRET=",
+    ],
+)
 def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
     with pytest.raises(StorageError, match="contains a user name with a password, a key or a token") as raised:
         open_storage(uri)
@@ -76,9 +89,16 @@ def test_a_uri_with_credentials_is_refused_and_not_repeated(uri: str) -> None:
     assert "bucket" not in str(raised.value)
 
 
-@pytest.mark.parametrize("uri", [
-    "s3://bucket/a:b", "hdfs://host:8020/x", "gs://anonymous@bucket/x", "/mnt/a:b", "s3://b?endpoint_override=host:9000",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://bucket/a:b",
+        "hdfs://host:8020/x",
+        "gs://anonymous@bucket/x",
+        "/mnt/a:b",
+        "s3://b?endpoint_override=host:9000",
+    ],
+)
 def test_other_colons_are_no_credentials(uri: str) -> None:
     check_uri(uri)
 

@@ -62,9 +62,13 @@ def faked_cluster(environment: dict[str, str], hidden: Path) -> Iterator[str]:
 def _python(before: list[str], code: str, environment: dict[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
     """A program that runs until its input ends, which it does with the body."""
     with subprocess.Popen(
-        [*before, sys.executable, "-c", code, *words], env=environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
+        [*before, sys.executable, "-c", code, *words],
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    ) as process:
         yield process
 
 

@@ -31,9 +31,7 @@ STEPS = 4
 
 
 def plan_of(output: Path, family: str, gpus: float, values: tuple[str, ...], storage: str) -> StudyPlan:
-    settings = {
-        "trainer.total_training_steps": STEPS, "trainer.n_gpus_per_node": gpus, "trainer.device": "auto"
-    }  # fmt: skip
+    settings = {"trainer.total_training_steps": STEPS, "trainer.n_gpus_per_node": gpus, "trainer.device": "auto"}
     study = make_study(family)
     return replace(make_plan(study, "laptop", "a test", settings, values, 1, output), storage=storage)
 

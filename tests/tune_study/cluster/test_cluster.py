@@ -39,10 +39,17 @@ from tune_study.tune.trials import make_trial_config
 
 ROOT = Path(__file__).parents[3]
 SMALL = {
-    "env.env_groups": "2", "env.group_size": "2", "env.val_env_groups": "4", "env.test_env_groups": "0",
-    "actor.ppo_mini_batch_size": "4", "critic.ppo_mini_batch_size": "4", "trainer.total_training_steps": "2",
-    "trainer.save_freq": "2", "trainer.n_gpus_per_node": "1", "trainer.device": "auto",
-}  # fmt: skip
+    "env.env_groups": "2",
+    "env.group_size": "2",
+    "env.val_env_groups": "4",
+    "env.test_env_groups": "0",
+    "actor.ppo_mini_batch_size": "4",
+    "critic.ppo_mini_batch_size": "4",
+    "trainer.total_training_steps": "2",
+    "trainer.save_freq": "2",
+    "trainer.n_gpus_per_node": "1",
+    "trainer.device": "auto",
+}
 TYPED = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
 
 
@@ -59,9 +66,13 @@ class Faked(NamedTuple):
 def faked(tmp_path_factory: pytest.TempPathFactory, s3: str) -> Iterator[Faked]:
     hidden = tmp_path_factory.mktemp("hidden")
     environment = {
-        **os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT), "TUNE_STUDY_SCRATCH": str(hidden / "scratch"),
-    }  # fmt: skip
+        **os.environ,
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "TUNE_STUDY_SCRATCH": str(hidden / "scratch"),
+    }
     with faked_cluster(environment, hidden) as address:
         yield Faked(address, environment, hidden, f"s3://shelf/cluster?{s3}")
 
@@ -145,9 +156,7 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
 def found(faked: Faked, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What tests/tune_study/cluster/on_cluster.py saw."""
     command = [sys.executable, "-m", "tests.tune_study.cluster.on_cluster", faked.address, str(faked.hidden / "small")]
-    done = subprocess.run(
-        [*command, faked.storage], cwd=ROOT, env=faked.environment, capture_output=True, text=True
-    )  # fmt: skip
+    done = subprocess.run([*command, faked.storage], cwd=ROOT, env=faked.environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
@@ -227,9 +236,17 @@ def test_a_shared_folder_needs_no_storage(faked: Faked, local: StudyPlan, tmp_pa
 TWO = (Node("a", "one", 8.0, 4.0, "H100"), Node("b", "two", 2.0, 4.0, "H100"), Node("c", "head", 0.0, 0.0, ""))
 
 
-@pytest.mark.parametrize(("gpus", "wanted"), [
-    (1, (4, 2, 0)), (2, (2, 1, 0)), (4, (1, 0, 0)), (0.5, (8, 2, 0)), (0, (8, 2, 0)), (8, (0, 0, 0)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gpus", "wanted"),
+    [
+        (1, (4, 2, 0)),
+        (2, (2, 1, 0)),
+        (4, (1, 0, 0)),
+        (0.5, (8, 2, 0)),
+        (0, (8, 2, 0)),
+        (8, (0, 0, 0)),
+    ],
+)
 def test_a_node_holds_what_its_cpus_and_gpus_allow(gpus: float, wanted: tuple[int, ...]) -> None:
     assert tuple(count_fitting_runs(node, gpus) for node in TWO) == wanted
 
@@ -250,12 +267,20 @@ def test_storage_is_offered_to_studies_that_can_have_one(tmp_path: Path) -> None
     assert "or --storage with a bucket" in node_checks._explain_unseen_marker(plan_in(tmp_path), TWO[0], "gone")
 
 
-@pytest.mark.parametrize(("asked", "limit", "overrides", "message"), [
-    ("0,1", None, {}, "--gpus 0,1 names GPUs of this machine"),
-    (None, 0, {}, "--max-concurrent 0 leaves nothing to run"),
-    (None, None, {"trainer__n_gpus_per_node": "8"}, "no node of the cluster at a:1 has that many (one has 8 CPU and"),
-    (None, None, {"trainer__device": "cpu"}, "trainer.device is cpu"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "limit", "overrides", "message"),
+    [
+        ("0,1", None, {}, "--gpus 0,1 names GPUs of this machine"),
+        (None, 0, {}, "--max-concurrent 0 leaves nothing to run"),
+        (
+            None,
+            None,
+            {"trainer__n_gpus_per_node": "8"},
+            "no node of the cluster at a:1 has that many (one has 8 CPU and",
+        ),
+        (None, None, {"trainer__device": "cpu"}, "trainer.device is cpu"),
+    ],
+)
 def test_what_a_cluster_cannot_run_is_refused(
     asked: str | None, limit: int | None, overrides: dict[str, object], message: str, tmp_path: Path
 ) -> None:

@@ -40,8 +40,12 @@ def test_a_folder_chooses_no_code(held: StudyPlan, here: Path, name: str) -> Non
         claims = dict.fromkeys(("trainable", "trainer", "family", "module", "class"), name)
         path.write_text(json.dumps({**json.loads(path.read_text()), **claims}))
     before = set(sys.modules)
-    for command in (f"resume {held.folder} --dry-run", f"probe {held.folder}", f"status {held.folder}",
-                    "run kl --preset laptop --steps 3 --kl-values 0,0.1 --output out --dry-run"):  # fmt: skip
+    for command in (
+        f"resume {held.folder} --dry-run",
+        f"probe {held.folder}",
+        f"status {held.folder}",
+        "run kl --preset laptop --steps 3 --kl-values 0,0.1 --output out --dry-run",
+    ):
         type_in(command)
     plan = plan_from_folder(held.folder)
     assert make_trial_config(plan, plan.runs[:1], is_finished=False)["family"] == "trainable.families:LANGUAGE_MODEL"

@@ -118,9 +118,11 @@ def test_steps_are_listed_and_nothing_is_drawn(mixed: Path) -> None:
     answer = type_in(mixed, "--list-steps")
     assert answer.code == 0
     assert [line.split()[:3] for line in answer.out.splitlines()[1:]] == [
-        ["arm0-seed0", "train", "1"], ["arm0-seed0", "probe", "1"], ["arm01-seed0", "train", "1"],
+        ["arm0-seed0", "train", "1"],
+        ["arm0-seed0", "probe", "1"],
+        ["arm01-seed0", "train", "1"],
         ["arm01-seed0", "train", "11"],
-    ]  # fmt: skip
+    ]
     assert "after the filter" in answer.out
     assert "task, entropy" in answer.out
     assert not (mixed / "figures").exists()

@@ -29,12 +29,20 @@ from tune_study.plan.study_plan import PlanError, StudyPlan, make_plan
 from tune_study.tune.trials import make_trial_config
 
 SMALL = {
-    "env.env_groups": "2", "env.group_size": "4", "env.val_env_groups": "8", "env.test_env_groups": "0",
-    "actor.ppo_mini_batch_size": "4", "critic.ppo_mini_batch_size": "4", "trainer.total_training_steps": "3",
-    "trainer.save_freq": "2", "trainer.test_freq": "0", "trainer.val_before_train": "False",
-    "trainer.gradient_analysis_env_groups": "6", "trainer.gradient_analysis_group_size": "4",
+    "env.env_groups": "2",
+    "env.group_size": "4",
+    "env.val_env_groups": "8",
+    "env.test_env_groups": "0",
+    "actor.ppo_mini_batch_size": "4",
+    "critic.ppo_mini_batch_size": "4",
+    "trainer.total_training_steps": "3",
+    "trainer.save_freq": "2",
+    "trainer.test_freq": "0",
+    "trainer.val_before_train": "False",
+    "trainer.gradient_analysis_env_groups": "6",
+    "trainer.gradient_analysis_group_size": "4",
     "trainer.gradient_analysis_every": "2",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +84,9 @@ def test_a_probe_adds_rows_and_leaves_every_other_byte(study: StudyPlan) -> None
         "logs/gradient_analysis_probe_sokoban_sokoban-tiny/"
         "sokoban-PPO-filter-topp09-sokoban-tiny-probe-ckpt3-withval-kl_and_entropy.log"
     )
-    tables = {f"results/{study.run}/{name}.parquet" for name in
-              ("trials", "steps", "levels", "gradients", "gradient_groups")}  # fmt: skip
+    tables = {
+        f"results/{study.run}/{name}.parquet" for name in ("trials", "steps", "levels", "gradients", "gradient_groups")
+    }
     assert set(after) - set(before) <= {f"results/{study.run}/runs/{run_id}/probes.jsonl", log, *tables}
     assert {name: after[name] for name in before if name not in tables} == {
         name: value for name, value in before.items() if name not in tables
@@ -106,13 +115,30 @@ def test_the_same_probe_gives_the_same_numbers(study: StudyPlan) -> None:
 def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyPlan) -> None:
     path = study.get_run_dir(study.runs[0].run_id) / "probes.jsonl"
     words = [
-        str(study.folder), "--trial", "PPO", "--checkpoint-step", "2", "--ppo-micro-batch-size-per-gpu", "2",
-        "--log-prob-micro-batch-size-per-gpu", "2", "--gpu-memory-utilization", "0.4", "--ray-num-cpus", "2",
-    ]  # fmt: skip
+        str(study.folder),
+        "--trial",
+        "PPO",
+        "--checkpoint-step",
+        "2",
+        "--ppo-micro-batch-size-per-gpu",
+        "2",
+        "--log-prob-micro-batch-size-per-gpu",
+        "2",
+        "--gpu-memory-utilization",
+        "0.4",
+        "--ray-num-cpus",
+        "2",
+    ]
     assert command(*words).returncode == 0
     assert next(line["prefilter"] for line in read_json_lines(path) if line["step"] == 2)
-    more = ["--set", "trainer.gradient_analysis_log_prefilter=False", "--set", "actor.entropy_coeff=0",
-            "--set", "trainer.gradient_analysis_env_groups=4"]  # fmt: skip
+    more = [
+        "--set",
+        "trainer.gradient_analysis_log_prefilter=False",
+        "--set",
+        "actor.entropy_coeff=0",
+        "--set",
+        "trainer.gradient_analysis_env_groups=4",
+    ]
     done = command(*words, *more)
     assert done.returncode == 0, done.stderr
     lines = [line for line in read_json_lines(path) if line["step"] == 2]
@@ -143,8 +169,16 @@ def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
 
 
 def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -> None:
-    words = ("--set", "rollout.temperature=0.7", "--set", "env.max_turn=3", "--set", "actor.use_kl_loss=False",
-             "--set", "rollout.name=torch")  # fmt: skip
+    words = (
+        "--set",
+        "rollout.temperature=0.7",
+        "--set",
+        "env.max_turn=3",
+        "--set",
+        "actor.use_kl_loss=False",
+        "--set",
+        "rollout.name=torch",
+    )
     done = command(str(study.folder), "--trial", "GRPO", *words)
     assert done.returncode == 0, done.stderr
     said = "rollout.temperature=0.7, env.max_turn=3"
@@ -230,13 +264,17 @@ def test_a_damaged_checkpoint_is_said(study: StudyPlan, tmp_path: Path) -> None:
 def test_bad_words_of_the_command_are_one_paragraph_and_write_nothing(study: StudyPlan) -> None:
     before = hashes(study.output)
     bad = (
-        ["--trial", "nobody"], ["--algo", "PPO", "--checkpoint-step", "17"], ["--checkpoint-root", "/nowhere"],
-        ["--trial", "PPO", "--set", "actor.lr=1"], ["--algo", "PPO", "--trial", "GRPO"],
+        ["--trial", "nobody"],
+        ["--algo", "PPO", "--checkpoint-step", "17"],
+        ["--checkpoint-root", "/nowhere"],
+        ["--trial", "PPO", "--set", "actor.lr=1"],
+        ["--algo", "PPO", "--trial", "GRPO"],
         ["--trial", "PPO", "--set", "trainer.device=cuda", "--set", "trainer.n_gpus_per_node=1"],
-        ["--trial", "PPO", "--gpus", "all"], ["--trial", "PPO", "--set", "trainer.gradient_analysis_env_groups=null"],
+        ["--trial", "PPO", "--gpus", "all"],
+        ["--trial", "PPO", "--set", "trainer.gradient_analysis_env_groups=null"],
         ["--trial", "PPO", "--set", "trainer.gradient_analysis_group_size=None"],
         ["--trial", "PPO", "--set", "rollout.name=vllm"],
-    )  # fmt: skip
+    )
     for words in bad:
         done = CliRunner().invoke(app, ["probe", str(study.folder), *words])
         assert (done.exit_code, done.stdout) == (2, "")

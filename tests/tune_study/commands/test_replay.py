@@ -283,10 +283,12 @@ def test_runs_that_did_not_end_well_take_part_with_the_rows_they_have(tmp_path: 
 
 def test_runs_without_rows_are_named(tmp_path: Path) -> None:
     runs = [
-        FakeRun("0"), FakeRun("2"), FakeRun("0.1", status="", steps=0),
+        FakeRun("0"),
+        FakeRun("2"),
+        FakeRun("0.1", status="", steps=0),
         FakeRun("0.01", status="never_ran", steps=0, reason="has not started"),
         FakeRun("1", status="failed", steps=0, reason="out of memory"),
-    ]  # fmt: skip
+    ]
     folder = write_study(tmp_path, runs)
     (folder / "runs" / "arm2-seed0" / "run.json").write_text("{}")
     replay = replay_folder(folder, [])
@@ -339,10 +341,13 @@ def test_nothing_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "early_stop.empty_stop_steps", "empty_stop_steps", "rollout_filter_empty_stop_steps",
-        "actor_rollout_ref.rollout.rollout_filter_empty_stop_steps", " early_stop.empty_stop_steps ",
+        "early_stop.empty_stop_steps",
+        "empty_stop_steps",
+        "rollout_filter_empty_stop_steps",
+        "actor_rollout_ref.rollout.rollout_filter_empty_stop_steps",
+        " early_stop.empty_stop_steps ",
     ],
-)  # fmt: skip
+)
 def test_every_spelling_of_a_threshold(tmp_path: Path, key: str) -> None:
     rows = [{"step": n, "reward_std": 1.0, "groups_kept": 0} for n in range(1, 5)]
     (run,) = replay_folder(study_of(tmp_path, {"0": rows}), [f"{key}=3"]).runs
@@ -414,15 +419,21 @@ def test_one_line_for_each_run_and_rule_then_one_for_each_rule(tmp_path: Path) -
     runs = {"0": collapse({6: 0.4, 8: 0.4}), "0.01": collapse({6: 0.1, 8: 0.1})}
     lines = printed(replay_folder(study_of(tmp_path, runs), SMALL_SET))
     assert table_line(lines, "run") == [
-        "run", "arm", "seed", "rule", "fires at step", "value", "threshold", "outcome", "steps saved"
-    ]  # fmt: skip
+        "run",
+        "arm",
+        "seed",
+        "rule",
+        "fires at step",
+        "value",
+        "threshold",
+        "outcome",
+        "steps saved",
+    ]
     first, second = "arm0-seed0", "arm001-seed0"
     assert table_line(lines, first, "0", "0", VARIANCE)[4:] == ["4", "0.5", "1", "false alarm", "8"]
     assert table_line(lines, second, "0.01", "0", VARIANCE)[4:] == ["4", "0.5", "1", "right", "8"]
     assert table_line(lines, first, "0", "0", LOW)[4:] == ["not in 12 steps", "-", "-", "-", "-"]
-    assert table_line(lines, VARIANCE) == [
-        VARIANCE, "2", "2", "1 of 2 known", "0.09 to 0.91", "0", "16", "66.7 %", "0"
-    ]  # fmt: skip
+    assert table_line(lines, VARIANCE) == [VARIANCE, "2", "2", "1 of 2 known", "0.09 to 0.91", "0", "16", "66.7 %", "0"]
     assert table_line(lines, EMPTY) == [EMPTY, "2", "0", "0 of 0 known", "-", "0", "0", "0.0 %", "0"]
     order = [lines.index(line) for line in lines if line.startswith((first, second, VARIANCE, EMPTY, LOW))]
     assert order == [2, 3, 4, 5, 6, 7, 10, 11, 12]

@@ -238,8 +238,11 @@ def test_times_add_up() -> None:
     spent = [{"seconds_collapse_first_turn": 1.5}, {"seconds_collapse_multi_turn": 2.0}, {}]
     rows = [{**row, **more} for row, more in zip(ROWS, spent, strict=False)]
     assert format_run_times(rows, ("train", "collapse", "collapse_first", "collapse_multi")) == [
-        "train_time=20.00s", "collapse_time=3.50s", "collapse_first_time=1.50s", "collapse_multi_time=2.00s",
-    ]  # fmt: skip
+        "train_time=20.00s",
+        "collapse_time=3.50s",
+        "collapse_first_time=1.50s",
+        "collapse_multi_time=2.00s",
+    ]
 
 
 def test_wall_time_is_from_first_start_to_end() -> None:

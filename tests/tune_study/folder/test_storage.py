@@ -334,9 +334,7 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uri = (tmp_path / "shared").as_uri()
-    plan = plan_in(
-        tmp_path / "a", uri, (COLLAPSES, CRASHES_ONCE, "0.2"), **{"trainer.total_training_steps": 22}
-    )  # fmt: skip
+    plan = plan_in(tmp_path / "a", uri, (COLLAPSES, CRASHES_ONCE, "0.2"), **{"trainer.total_training_steps": 22})
     run = open_storage(plan.study_uri or "").joinpath(f"runs/{plan.runs[0].run_id}")
     put_bytes(run.joinpath("interrupt.pid"), str(os.getpid()).encode())  # at step 4 the run sends us what Ctrl-C sends
     code, text = run_study(plan)
@@ -389,15 +387,17 @@ SMALL = "run kl --preset laptop --steps 1 --kl-values 0"
 REFUSED: list[tuple[Callable[[str], str], str]] = [
     (lambda query: f"{SMALL} --storage s3://no-such-shelf/x?{query}", "cannot be used: "),
     (lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query}", "contains a user name with a password"),
-    (lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query} --dry-run",
-     "contains a user name with a password"),
+    (
+        lambda query: f"{SMALL} --storage s3://key:word@shelf/x?{query} --dry-run",
+        "contains a user name with a password",
+    ),
     (lambda query: f"{SMALL} --storage nope://shelf/x", "cannot be used as a storage"),
     (lambda query: f"{SMALL} --storage s3://shelf/x?scheme=http&endpoint_override=127.0.0.1:1", "cannot be "),
     (lambda query: f"resume s3://shelf/nothing?{query}", "contains no study: type <storage>/<run>"),
     (lambda query: f"status s3://shelf/nothing?{query}", "contains no study: type <storage>/<run>"),
     (lambda query: f"report s3://shelf/nothing/x?{query}", "contains no study"),
     (lambda query: f"status s3://shelf?{query}", "names no study"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSED, ids=range(len(REFUSED)))

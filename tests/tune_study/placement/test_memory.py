@@ -255,8 +255,9 @@ def test_what_is_dealt_out_is_all_of_it_once(parameters: int, count: int, stage:
     assert alone.moments <= count * dealt.moments < alone.moments + 8 * count
     assert alone.weights <= count * dealt.master < alone.weights + 4 * count
     assert dealt.weights == alone.weights
-    offloaded = compute_network_bytes(parameters, paper(
-        trainer__n_gpus_per_node=count, trainer__zero_stage=stage, trainer__offload_optimizer=True))  # fmt: skip
+    offloaded = compute_network_bytes(
+        parameters, paper(trainer__n_gpus_per_node=count, trainer__zero_stage=stage, trainer__offload_optimizer=True)
+    )
     moved = dealt.master + dealt.moments + (dealt.gradients if stage == 2 else 0)
     assert (offloaded.host, offloaded.master, offloaded.moments) == (moved, 0, 0)
 
@@ -334,10 +335,13 @@ def test_less_is_never_more() -> None:
     base = paper(actor__use_kl_loss=True, model__enable_gradient_checkpointing=False)
     most = max(sum_by_phase(list_allocations(shape_at("Qwen/Qwen2.5-3B"), base, 80 * GIB)))
     for change in (
-        {"model.enable_gradient_checkpointing": True}, {"critic.shared_trunk": True}, {"actor.use_kl_loss": False},
-        {"algorithm.adv_estimator": "grpo"}, {"trainer.n_gpus_per_node": 4},
+        {"model.enable_gradient_checkpointing": True},
+        {"critic.shared_trunk": True},
+        {"actor.use_kl_loss": False},
+        {"algorithm.adv_estimator": "grpo"},
+        {"trainer.n_gpus_per_node": 4},
         {"model.lora_rank": 64},
-    ):  # fmt: skip
+    ):
         less = max(sum_by_phase(list_allocations(shape_at("Qwen/Qwen2.5-3B"), apply_overrides(base, change), 80 * GIB)))
         assert less < most, change
 

@@ -72,10 +72,14 @@ def test_a_small_model_fits_half_a_card() -> None:
 
 
 WAYS: list[Mapping[str, object]] = [
-    HALF, {}, {"trainer.n_gpus_per_node": 4}, {"rollout.name": "torch"}, HALF | {"model.path": "Qwen/Qwen2.5-1.5B"},
+    HALF,
+    {},
+    {"trainer.n_gpus_per_node": 4},
+    {"rollout.name": "torch"},
+    HALF | {"model.path": "Qwen/Qwen2.5-1.5B"},
     SMALL | {"rollout.gpu_memory_utilization": 0.01},
     HALF | SMALL | {"model.enable_gradient_checkpointing": False},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("overrides", WAYS, ids=range(len(WAYS)))
@@ -112,7 +116,7 @@ def test_the_run_that_takes_most_is_shown() -> None:
     everyone = plan_of({}).runs
     assert found.peak == max(
         max(sum_by_phase(memory.list_allocations(found.shape, spec.config, found.budget))) for spec in everyone
-    )  # fmt: skip
+    )
 
 
 @given(st.floats(0.05, 1), st.floats(8, 200), st.floats(0.05, 1))
@@ -202,10 +206,11 @@ def test_more_than_the_host_has_is_refused() -> None:
 
 def test_memory_that_others_hold_is_refused_and_they_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_nvidia_smi(
-        tmp_path, monkeypatch,
+        tmp_path,
+        monkeypatch,
         "0, GPU-0000, 81000, 81559\n1, GPU-1111, 1024, 81559\n2, GPU-2222, [N/A], [N/A]\n",
         "GPU-1111, 4242, 70000\nGPU-1111, 4243, [N/A]\n",
-    )  # fmt: skip
+    )
     check_free_memory(60 * GIB, (FOUR[0], FOUR[2], FOUR[3]), set())
     check_free_memory(1 * GIB, FOUR, set())
     refusal = (

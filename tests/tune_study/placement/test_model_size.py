@@ -90,8 +90,15 @@ def test_the_hubs_models_have_their_published_parameters(
 
 
 # Parameters, and those without embeddings, in 1e9, as the models' cards on the hub say (rounded or cut).
-CARDS = {"0.5": (0.49, 0.36), "1.5": (1.54, 1.31), "3": (3.09, 2.77), "7": (7.61, 6.53), "14": (14.7, 13.1),
-         "32": (32.5, 31.0), "72": (72.7, 70.0)}  # fmt: skip
+CARDS = {
+    "0.5": (0.49, 0.36),
+    "1.5": (1.54, 1.31),
+    "3": (3.09, 2.77),
+    "7": (7.61, 6.53),
+    "14": (14.7, 13.1),
+    "32": (32.5, 31.0),
+    "72": (72.7, 70.0),
+}
 
 
 @pytest.mark.parametrize("size", CARDS)

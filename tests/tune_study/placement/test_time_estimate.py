@@ -18,9 +18,14 @@ from tune_study.placement.time_estimate import (
 )
 
 SMALL = ModelShape(
-    vocab_size=10, hidden_size=4, intermediate_size=6, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, tie_word_embeddings=True,
-)  # fmt: skip
+    vocab_size=10,
+    hidden_size=4,
+    intermediate_size=6,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    tie_word_embeddings=True,
+)
 H = GpuRates(989e12, 3.35e12)
 
 

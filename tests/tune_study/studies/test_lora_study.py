@@ -22,9 +22,16 @@ from tune_study.plan.study_plan import PlanError
 pytestmark = pytest.mark.slow  # tests/trainable/models/test_lora.py has the same of the trainer alone
 
 OPTIONS = (
-    "model.lora_rank=8", "actor.lr=1e-3", "env.env_groups=2", "env.group_size=4", "env.val_env_groups=8",
-    "env.test_env_groups=4", "actor.ppo_mini_batch_size=4", "critic.ppo_mini_batch_size=4", "trainer.save_freq=1",
-)  # fmt: skip
+    "model.lora_rank=8",
+    "actor.lr=1e-3",
+    "env.env_groups=2",
+    "env.group_size=4",
+    "env.val_env_groups=8",
+    "env.test_env_groups=4",
+    "actor.ppo_mini_batch_size=4",
+    "critic.ppo_mini_batch_size=4",
+    "trainer.save_freq=1",
+)
 RUN = Path("results/kl_sweep_sokoban-tiny")
 
 

@@ -28,9 +28,14 @@ from tune_study.tune.run import execute_study
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 SMALL = {
-    "task": "token_reversal", "seq_len": 4, "d_model": 8, "batch_size": 16, "trainer.total_training_steps": 12,
-    "trainer.test_freq": 5, "trainer.resume_every": 5,
-}  # fmt: skip
+    "task": "token_reversal",
+    "seq_len": 4,
+    "d_model": 8,
+    "batch_size": 16,
+    "trainer.total_training_steps": 12,
+    "trainer.test_freq": 5,
+    "trainer.resume_every": 5,
+}
 ARMS = {
     "DG": {"method": "DG"},
     # No sequence of 10 tokens is right by chance, so that no group is mixed.
@@ -72,10 +77,13 @@ def test_every_seed_is_a_run_with_its_own_end(folder: Path) -> None:
     code, _, statuses = run(plan)
     assert code == 1
     assert {run_id: status.status for run_id, status in statuses.items()} == {
-        "influence-DG": "completed", "influence-DG-seed1": "completed",
-        "influence-uniform": "early_stopped", "influence-uniform-seed1": "early_stopped",
-        "influence-wrong": "failed", "influence-wrong-seed1": "failed",
-    }  # fmt: skip
+        "influence-DG": "completed",
+        "influence-DG-seed1": "completed",
+        "influence-uniform": "early_stopped",
+        "influence-uniform-seed1": "early_stopped",
+        "influence-wrong": "failed",
+        "influence-wrong-seed1": "failed",
+    }
     assert "no-such-folder" in statuses["influence-wrong-seed1"].reason
     stopped = statuses["influence-uniform"]
     assert (stopped.stop_rule, stopped.stop_threshold, stopped.stop_step) == ("uniform_groups", 3, 2)
@@ -92,9 +100,10 @@ def test_every_seed_is_a_run_with_its_own_end(folder: Path) -> None:
 def test_tables_have_a_row_a_run_and_the_settings_of_its_arm(folder: Path) -> None:
     trials = pd.read_parquet(folder / "results/influence/trials.parquet").set_index("run_id")
     assert len(trials) == 6
-    assert trials.loc["influence-DG", "final_test_error"] == read_rows(
-        folder / "results/influence/runs/influence-DG" / METRICS_FILE
-    )[-1]["test_error"]  # fmt: skip
+    assert (
+        trials.loc["influence-DG", "final_test_error"]
+        == read_rows(folder / "results/influence/runs/influence-DG" / METRICS_FILE)[-1]["test_error"]
+    )
     assert trials.loc["influence-uniform-seed1", "config/method"] == "GRPO"
     assert trials.loc["influence-DG", "steps_done"] == 12
 

@@ -22,9 +22,15 @@ POINTS = tuple(
     )
 )
 SMALL = (
-    "--set", "env.env_groups=4", "--set", "env.group_size=4", "--set", "env.val_env_groups=8",
-    "--set", "env.test_env_groups=8",
-)  # fmt: skip
+    "--set",
+    "env.env_groups=4",
+    "--set",
+    "env.group_size=4",
+    "--set",
+    "env.val_env_groups=8",
+    "--set",
+    "env.test_env_groups=8",
+)
 
 
 def smoke(output: Path, *words: str) -> str:

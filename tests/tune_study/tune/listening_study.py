@@ -51,8 +51,12 @@ def join(*arguments: str) -> "subprocess.Popen[str]":
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "-c", STRANGER, *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, cwd="/",
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environ,
+        cwd="/",
+    )
 
 
 def look(base: Path, home: str) -> dict[str, Any]:

@@ -38,8 +38,16 @@ def test_the_table_has_the_promised_columns() -> None:
     progress, _, _ = watched(plan_of())
     assert [column.header for column in progress.make_table().columns] == list(progress.columns)
     assert progress.columns == (
-        "arm", "seed", "step", "success", "reward std", "groups kept", "tokens/s", "time left", "status"
-    )  # fmt: skip
+        "arm",
+        "seed",
+        "step",
+        "success",
+        "reward std",
+        "groups kept",
+        "tokens/s",
+        "time left",
+        "status",
+    )
 
 
 def test_the_table_follows_the_runs() -> None:

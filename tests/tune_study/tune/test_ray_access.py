@@ -30,8 +30,11 @@ def seen() -> Iterator[dict[str, Any]]:
         home.chmod(0o777)
         done = subprocess.run(
             [sys.executable, "-m", "tests.tune_study.tune.listening_study", str(base), str(home)],
-            capture_output=True, text=True, cwd=ROOT, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         yield {**json.loads(done.stdout.splitlines()[-1]), "home": [path.name for path in home.iterdir()]}
 

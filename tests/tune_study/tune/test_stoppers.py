@@ -88,11 +88,14 @@ def test_a_rule_that_does_not_exist_is_refused() -> None:
 
 
 @given(
-    st.lists(st.dictionaries(
-        st.sampled_from(["training_iteration", "reward_std", "groups_kept", "val_success", "done"]),
-        st.one_of(st.none(), st.text(max_size=3), st.floats(), st.integers(), st.just([]), st.booleans()),
-    ), max_size=12)
-)  # fmt: skip
+    st.lists(
+        st.dictionaries(
+            st.sampled_from(["training_iteration", "reward_std", "groups_kept", "val_success", "done"]),
+            st.one_of(st.none(), st.text(max_size=3), st.floats(), st.integers(), st.just([]), st.booleans()),
+        ),
+        max_size=12,
+    )
+)
 def test_odd_results_never_raise(odd: list[dict[str, Any]]) -> None:
     for rule in RULES:
         stopper = RuleStopper(rule)
@@ -126,9 +129,10 @@ class Foreign(tune.Trainable):
         count = self.iteration + 1
         collapsed = self.kind == "collapses" and count > 10
         return {
-            "reward_std": 0.01 if collapsed else 2.0, "accuracy": 0.0 if self.kind == "fails" else 0.5,
+            "reward_std": 0.01 if collapsed else 2.0,
+            "accuracy": 0.0 if self.kind == "fails" else 0.5,
             "done": count == 25,
-        }  # fmt: skip
+        }
 
 
 @pytest.mark.usefixtures("ray_session")
@@ -139,9 +143,10 @@ def test_a_tuner_of_ones_own_stops_a_foreign_trainable(tmp_path: Path) -> None:
         RuleStopper("low_validation_success", settings, {"val_success": "accuracy"}),
     )
     tuner = tune.Tuner(
-        Foreign, param_space={"kind": tune.grid_search(["learns", "collapses", "fails"])},
+        Foreign,
+        param_space={"kind": tune.grid_search(["learns", "collapses", "fails"])},
         run_config=tune.RunConfig(storage_path=str(tmp_path), stop=stop, verbose=0),
-    )  # fmt: skip
+    )
     steps = {result.config["kind"]: result.metrics["training_iteration"] for result in tuner.fit()}
     assert steps == {"learns": 25, "collapses": 20, "fails": 5}
     spread = [{"step": step, "reward_std": 2.0 if step <= 10 else 0.01, "groups_kept": 1} for step in range(1, 26)]

@@ -16,9 +16,12 @@ from trainable.sandbox.training.trainer import UpdateRuleTrainer
 SEEDS = (0, 1, 2)
 TINY = {"d_model": 16, "num_layers": 2, "seq_len": 4, "batch_size": 12, "hidden": 8}
 NEEDS: dict[str, dict[str, Any]] = {
-    "LogGrowth": {"task": "mnist"}, "TPOFullAction": {"task": "mnist"}, "MaxRL": {"binary_reward": True, "seq_len": 2},
-    "ReplayDG": {"replay_capacity": 3}, "FreshDG": {"replay_capacity": 3},
-}  # fmt: skip
+    "LogGrowth": {"task": "mnist"},
+    "TPOFullAction": {"task": "mnist"},
+    "MaxRL": {"binary_reward": True, "seq_len": 2},
+    "ReplayDG": {"replay_capacity": 3},
+    "FreshDG": {"replay_capacity": 3},
+}
 
 
 def config(method: str, steps: int = 6, **settings: Any) -> UpdateRuleConfig:

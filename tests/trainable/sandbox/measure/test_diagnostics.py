@@ -81,8 +81,9 @@ def literal(before: Tensor, after: Tensor, batch: Rollouts, member: int) -> dict
         "entropy_drop_neg_adv": mean([drop for drop, row in zip(drops, rows, strict=True) if row[2] < 0]),
     }
     measures: dict[str, Callable[[tuple[float, ...]], float]] = {
-        "surprisal": lambda row: row[3], "delight": lambda row: row[2] * row[3],
-    }  # fmt: skip
+        "surprisal": lambda row: row[3],
+        "delight": lambda row: row[2] * row[3],
+    }
     for name, measure in measures.items():
         values = [measure(row) for row in rows]
         low, high = np.quantile(values, [1 / 3, 2 / 3])

@@ -29,9 +29,14 @@ from trainable.sandbox.rules.catalog import UPDATE_RULES
 from trainable.sandbox.rules.rule import RuleLoss
 
 AXES = (
-    "influence", "granularity", "support", "reward uncertainty", "geometry", "privileged acquisition",
+    "influence",
+    "granularity",
+    "support",
+    "reward uncertainty",
+    "geometry",
+    "privileged acquisition",
     "search coverage",
-)  # fmt: skip
+)
 STEP = 1e-5
 
 

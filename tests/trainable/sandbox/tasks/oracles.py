@@ -27,9 +27,15 @@ def reward(
 
 
 def noisy(
-    mode: str, reward: float, prompt: Sequence[int], answer: Sequence[int], vocab_size: int, draw: float, share: float,
+    mode: str,
+    reward: float,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    vocab_size: int,
+    draw: float,
+    share: float,
     other: float,
-) -> float:  # fmt: skip
+) -> float:
     if mode == "none" or draw >= share:
         return reward
     if mode == "label_flip":

@@ -146,9 +146,11 @@ def test_synthetic_images_have_mnists_shape_and_are_always_the_same() -> None:
 def write_idx(folder: Path, zipped: bool) -> None:
     rng = np.random.default_rng(0)
     for name, shape in {
-        "train-images-idx3-ubyte": (60_000, 28, 28), "train-labels-idx1-ubyte": (60_000,),
-        "t10k-images-idx3-ubyte": (10_000, 28, 28), "t10k-labels-idx1-ubyte": (10_000,),
-    }.items():  # fmt: skip
+        "train-images-idx3-ubyte": (60_000, 28, 28),
+        "train-labels-idx1-ubyte": (60_000,),
+        "t10k-images-idx3-ubyte": (10_000, 28, 28),
+        "t10k-labels-idx1-ubyte": (10_000,),
+    }.items():
         values = np.zeros(shape, dtype=np.uint8) if "images" in name else rng.integers(10, size=shape, dtype=np.uint8)
         values.flat[:3] = 5, 6, 7
         content = bytes([0, 0, 8, len(shape)]) + np.array(shape, dtype=">i4").tobytes() + values.tobytes()

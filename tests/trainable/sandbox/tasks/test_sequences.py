@@ -171,10 +171,14 @@ def test_elsewhere_the_expected_reward_is_unknown(settings: dict[str, object]) -
 @pytest.mark.parametrize(
     ("task", "binary"),
     [
-        ("token_reversal", False), ("token_reversal", True), ("masked_reversal", False), ("chain_reversal", False),
-        ("chain_arithmetic", False), ("format_answer", False),
+        ("token_reversal", False),
+        ("token_reversal", True),
+        ("masked_reversal", False),
+        ("chain_reversal", False),
+        ("chain_arithmetic", False),
+        ("format_answer", False),
     ],
-)  # fmt: skip
+)
 def test_evaluation_is_that_of_a_literal_greedy_decoder(task: str, binary: bool) -> None:
     game, models, streams = started(task=task, binary_reward=binary, vocab_size=3)
     found = game.evaluate(models, streams, 5)

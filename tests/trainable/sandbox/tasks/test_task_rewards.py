@@ -20,8 +20,9 @@ def answers(draw: st.DrawFn) -> tuple[str, int, int, list[list[int]], list[list[
     task = draw(st.sampled_from(SEQUENCE_TASKS))
     vocab, length = draw(st.integers(1, 5)), draw(st.integers(2, 6))
     rows = draw(st.integers(1, 4))
-    prompts = draw(st.lists(st.lists(st.integers(0, vocab - 1), min_size=length, max_size=length), min_size=rows,
-                            max_size=rows))  # fmt: skip
+    prompts = draw(
+        st.lists(st.lists(st.integers(0, vocab - 1), min_size=length, max_size=length), min_size=rows, max_size=rows)
+    )
     given_answers = []
     for prompt in prompts:
         target = oracles.right_answer(task, prompt, vocab)

@@ -73,10 +73,17 @@ def literal(rule: str, batch: Rollouts, member: int) -> float:
                 baseline = float(batch.expected_reward[member, rollout])
             advantage = reward - baseline
             delight = max(0.0, advantage * -log_prob)
-            values.append({
-                "uniform": 1.0, "reward": abs(reward), "advantage": abs(advantage), "surprisal": -log_prob,
-                "delight": delight, "fresh_delight": delight, "freshness": 1.0,
-            }[rule])  # fmt: skip
+            values.append(
+                {
+                    "uniform": 1.0,
+                    "reward": abs(reward),
+                    "advantage": abs(advantage),
+                    "surprisal": -log_prob,
+                    "delight": delight,
+                    "fresh_delight": delight,
+                    "freshness": 1.0,
+                }[rule]
+            )
     return sum(values) / len(values)
 
 

@@ -18,9 +18,15 @@ from trainable.trial import Trial
 
 Report = dict[str, Any]
 SMALL = {
-    "task": "token_reversal", "seq_len": 2, "d_model": 8, "num_layers": 1, "batch_size": 8,
-    "trainer.total_training_steps": 7, "trainer.test_freq": 3, "trainer.resume_every": 2,
-}  # fmt: skip
+    "task": "token_reversal",
+    "seq_len": 2,
+    "d_model": 8,
+    "num_layers": 1,
+    "batch_size": 8,
+    "trainer.total_training_steps": 7,
+    "trainer.test_freq": 3,
+    "trainer.resume_every": 2,
+}
 GROUPED = {"method": "GRPO", "group_size": 4, "binary_reward": True, "seq_len": 8, "fallback_patience": 2}
 """Eight tokens that all have to be right: no group has a spread of rewards, so every member stops at step 1."""
 Start = Callable[..., Trial]
@@ -31,16 +37,27 @@ def config(folder: Path, seeds: tuple[int, ...] = (0, 1), **settings: Any) -> di
     changed = {**SMALL, **{name.replace("__", "."): value for name, value in settings.items()}}
     runs = [
         {
-            "run_id": f"a-s{seed}", "seed": seed, "run_dir": str(folder / f"s{seed}"),
+            "run_id": f"a-s{seed}",
+            "seed": seed,
+            "run_dir": str(folder / f"s{seed}"),
             "checkpoint_dir": str(folder / f"kept{seed}"),
         }
         for seed in seeds
-    ]  # fmt: skip
+    ]
     return {
-        "run_id": "a", "study": "influence", "arm": "DG", "settings": changed, "runs": runs, "side_by_side": True,
-        "finished": finished, "family": "trainable.families:UPDATE_RULES", "stop_rules": ["uniform_groups"],
-        "interrupt": interrupt, "storage": None, "storage_patience": 0.0,
-    }  # fmt: skip
+        "run_id": "a",
+        "study": "influence",
+        "arm": "DG",
+        "settings": changed,
+        "runs": runs,
+        "side_by_side": True,
+        "finished": finished,
+        "family": "trainable.families:UPDATE_RULES",
+        "stop_rules": ["uniform_groups"],
+        "interrupt": interrupt,
+        "storage": None,
+        "storage_patience": 0.0,
+    }
 
 
 @pytest.fixture
