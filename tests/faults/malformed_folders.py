@@ -141,7 +141,7 @@ def damage_in(folder: Path, good: Path, damage: Damage) -> None:
 def check_reading(good: Path, plan: StudyPlan, damage: Damage) -> str:
     """What only reads writes nothing. Rows and statuses never stop it; study.json and run.json may.
 
-    `resume` goes on with the very runs that were started, or with none.
+    `resume` continues the very runs that were started, or with none.
     """
     with TemporaryDirectory() as name:
         folder = Path(name)

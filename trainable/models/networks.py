@@ -59,7 +59,7 @@ def _make_lora_networks(config: RunConfig, policy: Policy, device: torch.device)
 def _split_critic(
     config: RunConfig, critic: "ValueModel | HubValueModel | None"
 ) -> tuple["ValueModel | HubValueModel | None", nn.Module | None]:
-    """(critic, None), or with critic.shared_trunk (None, the critic's head), which goes on the policy's trunk."""
+    """(critic, None), or with critic.shared_trunk (None, its head), which shares the trunk of the policy."""
     return (None, critic.score) if critic is not None and config.critic.shared_trunk else (critic, None)
 
 

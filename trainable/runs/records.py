@@ -3,7 +3,7 @@
 A row of `steps` is one training step of one run (step 1 is the first). A row of `trials` is one run.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from trainable.runs.collapse_quantities import EXTRA_QUANTITIES, QUANTITIES, Quantity
@@ -450,6 +450,23 @@ TRIAL_LAST_VALUES: tuple[str, ...] = (
     "total_trained_tokens",
     "seconds_total",
 )
+
+FORMER_NAMES: Mapping[str, str] = {
+    "empty_steps_in_a_row": "consecutive_empty_steps",
+    "engine_effective_share": "engine_ess_fraction",
+    "engine_gap_max": "engine_mismatch_max",
+    "engine_gap_mean": "engine_mismatch_mean",
+    "matrix_rate": "peak_flops_per_s",
+    "padding_share": "padding_fraction",
+    "seconds_push": "seconds_sync_weights",
+    "stand_in_data": "synthetic_data",
+    "utilisation_reference": "mfu_reference",
+    "utilisation_rollout": "mfu_rollout",
+    "utilisation_update_actor": "mfu_update_actor",
+    "utilisation_update_critic": "mfu_update_critic",
+    "utilisation_values": "mfu_values",
+}
+"""Step columns in the rows that version 0.1 wrote, with the names that tables give them."""
 
 TIME_COLUMNS: frozenset[str] = frozenset(
     {

@@ -10,10 +10,18 @@ import pandas as pd
 import pytest
 
 import analysis
-from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames
+from analysis.data.families import RUN_FILE_SCHEMA
+from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames, diff_frames
 from analysis.data.load import load, read_study
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
-from trainable.runs.records import ROW_COLUMNS, STEP_COLUMNS, STOP_COLUMNS, TRIAL_COLUMNS, TRIAL_LAST_VALUES
+from trainable.runs.records import (
+    FORMER_NAMES,
+    ROW_COLUMNS,
+    STEP_COLUMNS,
+    STOP_COLUMNS,
+    TRIAL_COLUMNS,
+    TRIAL_LAST_VALUES,
+)
 
 SHORT = FakeStudy(total_steps=3, test_freq=2, levels=10)
 STOPPED = FakeRun(
@@ -70,6 +78,27 @@ def test_the_numbers_of_a_run_are_those_of_its_rows(tmp_path: Path) -> None:
     assert trial["total_env_steps"] == 54_000
     assert (trial["axis_value"], trial["axis_setting"]) == (0.1, "actor.kl_loss_coef")
     assert trial["started_at"] == pd.Timestamp("2026-01-02T03:04:06Z")
+
+
+def test_former_names_of_columns_are_read(tmp_path: Path) -> None:
+    run = FakeRun("0.1", steps=3)
+    folder = write_study(tmp_path, [run])
+    path = lines_of(folder, run, "metrics.jsonl")
+    new_rows = [json.loads(line) | {"mfu_rollout": 0.25, "padding_fraction": 0.5} for line in path.open()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in new_rows))
+    expected = read_study(folder).steps
+    assert expected["mfu_rollout"].to_list() == [0.25] * 3
+    former_names = {new: old for old, new in FORMER_NAMES.items()}
+    old_rows = [{former_names.get(name, name): value for name, value in row.items()} for row in new_rows]
+    assert "utilisation_rollout" in old_rows[0]
+    path.write_text("".join(json.dumps(row) + "\n" for row in old_rows))
+    assert diff_frames(read_study(folder).steps, expected) == []
+
+
+def test_former_names_are_names_of_columns() -> None:
+    names = {column.name for family in RUN_FILE_SCHEMA.values() for column in family.step_columns}
+    assert set(FORMER_NAMES.values()) <= names
+    assert not set(FORMER_NAMES) & names
 
 
 def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ BOUND = 40_000
 
 @pytest.mark.parametrize("chunking", [True, False])
 def test_no_tensor_of_an_update_is_larger_than_the_bound(chunking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """2,000 vocabulary entries, some 80 trained tokens a pass: 160,000 logits; the embedding has 32,000 numbers."""
+    """2,000 vocabulary entries, some 80 trained tokens per pass: 160,000 logits; the embedding has 32,000 numbers."""
     model = make_random_model(make_qwen2_shape(vocab_size=2000), std=0.1)
     batch, _ = batch_for(model, 16)
     critic = make_critic(Policy(model, None, Path()), np.random.default_rng(0), CPU)  # type: ignore[arg-type]

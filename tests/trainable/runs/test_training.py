@@ -1,4 +1,4 @@
-"""A run that was cut goes on: from its newest whole state, to the rows of one that was not."""
+"""An interrupted run continues from its newest complete checkpoint, to the rows of an uninterrupted one."""
 
 import os
 import shutil

@@ -106,7 +106,7 @@ def right(prompts: Tensor) -> Tensor:
 
 
 def next_rows(trainer: UpdateRuleTrainer) -> StepResult:
-    """Train up to the next rows, or the next failure; nothing where no member goes on."""
+    """Train up to the next rows, or the next failure; nothing if no member continues."""
     while trainer.seeds:
         progress = trainer.step()
         if progress.rows or progress.failures:
