@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 import analysis
-from analysis.data.families import RUN_FILE_SCHEMA
+from analysis.data.families import FAMILIES
 from analysis.data.frames import FRAME_NAMES, SCHEMAS, StudyFrames, diff_frames
 from analysis.data.load import load, read_study
 from tests.fakes.run_folders import FakeRun, FakeStudy, write_study
@@ -84,7 +84,9 @@ def test_former_names_of_columns_are_read(tmp_path: Path) -> None:
     run = FakeRun("0.1", steps=3)
     folder = write_study(tmp_path, [run])
     path = lines_of(folder, run, "metrics.jsonl")
-    new_rows = [json.loads(line) | {"mfu_rollout": 0.25, "padding_fraction": 0.5} for line in path.open()]
+    new_rows = [
+        json.loads(line) | {"mfu_rollout": 0.25, "padding_fraction": 0.5} for line in path.read_text().splitlines()
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in new_rows))
     expected = read_study(folder).steps
     assert expected["mfu_rollout"].to_list() == [0.25] * 3
@@ -96,7 +98,7 @@ def test_former_names_of_columns_are_read(tmp_path: Path) -> None:
 
 
 def test_former_names_are_names_of_columns() -> None:
-    names = {column.name for family in RUN_FILE_SCHEMA.values() for column in family.step_columns}
+    names = {column.name for family in FAMILIES.values() for column in family.step_columns}
     assert set(FORMER_NAMES.values()) <= names
     assert not set(FORMER_NAMES) & names
 
