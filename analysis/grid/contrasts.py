@@ -15,7 +15,7 @@ def list_switches(grid: Grid) -> list[str]:
 
 
 def compare_switch(grid: Grid, table: pd.DataFrame, setting: str) -> pd.DataFrame:
-    """Compare a switch on and off, in pairs of scored runs with otherwise equal settings and the same seed.
+    """Compare runs with a switch on to runs with it off, in pairs of scored runs with the same seed and equal settings.
 
     One row per measure and combination of text factors (such as the loss): group (those values; "" without such a
     factor), measure, pairs, off, on (means over pairs), difference (on minus off), low, high (t interval over pairs,

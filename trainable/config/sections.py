@@ -389,9 +389,7 @@ class CollapseDetectionConfig(Section):
     )
     compute_freq: Common[int] = Field(5, ge=1, description="diagnose step 1 and every N-th step")
     num_samples: int = Field(64, ge=2, description="maximum number of thoughts scored per diagnosis")
-    all_quantities: bool = Field(
-        False, description="also write the 28 quantities per sample that serve comparison with published logs"
-    )
+    all_quantities: bool = Field(False, description="also write the 28 quantities per sample that published logs have")
 
 
 class EarlyStopConfig(Section):

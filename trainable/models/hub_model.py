@@ -268,7 +268,9 @@ def check_exact(causal_lm: Any, model: HubModel, folder: Path) -> None:
         logits, expected_hidden = _run_planted_forward(causal_lm, tokens)
         if not torch.equal(logits, _make_planted_logits(logits)):
             raise make_refusal_error(
-                folder, model_name, "its logits are not its head's output (they are capped or scaled after it)"
+                folder,
+                model_name,
+                "its logits differ from the output of its head: they are capped or scaled afterwards",
             )
         for name, actual, expected in _run_routes(model, tokens, expected_hidden):
             if not _is_close(actual, expected):

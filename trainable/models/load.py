@@ -191,7 +191,7 @@ def freeze(model: M) -> M:
     """Freeze `model` in place and return it.
 
     Its linear layers are cast to the type that passes compute in. Results stay the same to the last bit, since every
-    pass would cast them. Embedding and norms, which passes read in float32, stay in float32.
+    pass would cast them. The embedding and the norms stay in float32, because forward passes read them in float32.
     """
     model.requires_grad_(False)
     for layer in model.modules():

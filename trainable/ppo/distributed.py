@@ -102,11 +102,13 @@ class DistributedTrainer:
                 "join",
                 lambda: PPOTrainer(
                     settings,
+                    # While this process waits for the others, a rank that died must not go unnoticed. A lambda, because
+                    # `_run_on_all_ranks` replaces `pending_refs`.
                     connect(0, world_size, self.rendezvous_file, lambda: _raise_first_error(self.pending_refs)),
                     diagnostics,
                 ),
             )
-        except Exception:
+        except BaseException:  # Ctrl-C too: ranks that are left would hold their GPUs
             self._kill_ranks()
             raise
 

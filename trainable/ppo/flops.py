@@ -55,12 +55,15 @@ def estimate_training_flops(shape: Shape, config: RunConfig, batch: Batch) -> di
         estimate_forward_flops(shape, lengths, trained_tokens, outputs) for outputs in (1, shape.vocab_size)
     )
     # With adapters the backward pass does half: it needs no gradients of weights (see BACKWARD_FACTOR).
+    # 1 is the forward pass.
     update_factor = 1 + (BACKWARD_FACTOR / 2 if config.model.lora_rank else BACKWARD_FACTOR)
     extra_forwards = config.actor.loss.needs_pass_before_step  # a bool: one forward pass of tpo, without gradients
     phase_flops = {"update_actor": (update_factor + extra_forwards) * config.actor.ppo_epochs * policy_flops}
     if config.algorithm.estimator.needs_critic:
         phase_flops["values"] = value_flops
-        if not config.critic.shared_trunk:
+        if (
+            not config.critic.shared_trunk
+        ):  # on a shared trunk the value head adds next to nothing to the policy's update
             phase_flops["update_critic"] = update_factor * config.critic.ppo_epochs * value_flops
     if config.actor.use_kl_loss or config.algorithm.use_kl_in_reward:
         phase_flops["reference"] = policy_flops

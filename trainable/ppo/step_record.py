@@ -115,6 +115,7 @@ class FinalEvaluation:
 
     def add_to_row(self, row: Mapping[str, Number]) -> dict[str, Number]:
         """The last row of the run, with the results added and the seconds included in the time columns."""
+        # The evaluation counts as validation, and so in the times of the step and of the run.
         added_seconds = {
             "seconds_validation": self.seconds,
             "seconds_step": self.seconds,
@@ -124,6 +125,7 @@ class FinalEvaluation:
         measured_columns = {
             item.name: getattr(self, item.name) for item in fields(self) if item.name not in _COST_FIELDS
         }
+        # `seconds_validation` is None if the last step had no validation.
         return {
             **row,
             **measured_columns,

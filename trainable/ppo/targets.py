@@ -47,10 +47,11 @@ def make_targets(
     """
     # As published: GAE over turns needs the reward of each turn, everything else the score at the last sampled token.
     rewards = batch.rewards if settings.bi_level_gae else place_episode_scores(batch)
-    if settings.use_kl_in_reward:
+    if settings.use_kl_in_reward:  # for which the trainer always makes the reference pass
         assert ref_logprobs is not None
         rewards = apply_kl_penalty(rewards, batch.logprobs, ref_logprobs, batch.mask, settings.kl_penalty, kl_coef)
     advantages, returns = _compute_advantages(batch, rewards, values, settings)
+    # Without task advantage the critic still learns from the returns; only KL and entropy move the policy.
     advantages = torch.zeros_like(advantages) if settings.zero_task_advantage else advantages * filter_scale
     return Targets(advantages, returns, torch.zeros_like(returns) if values is None else values, ref_logprobs)
 

@@ -478,7 +478,7 @@ class PPOTrainer:
             total_budget = Budget(**{item.name: int(values["totals"][item.name]) for item in fields(Budget)})
             averages = {
                 label: {name: float(std) for name, std in stds.items()}
-                for label, stds in values.get("collapse_averages", {}).items()
+                for label, stds in values["collapse_averages"].items()
             }
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"its values do not fit ({type(error).__name__}: {error})") from error
@@ -488,4 +488,5 @@ class PPOTrainer:
         self.consecutive_empty_steps, self.consecutive_nonfinite_steps = empty_steps, nonfinite_steps
         self.seconds_total, self.total_budget, self.collapse_averages = seconds, total_budget, averages
         self.kl_controller = replace(self.kl_controller, coef=coef)
+        # The sampler may have its own copy of the weights.
         self.engine.sync_weights(step)

@@ -41,11 +41,12 @@ def write_checkpoint(folder: Path, tensors: Mapping[str, Tensor], values: Mappin
     staging_folder.mkdir()
     try:
         _write_files(staging_folder, tensors, values)
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C too
         shutil.rmtree(staging_folder, ignore_errors=True)
-        if isinstance(error, SafetensorError):
+        if isinstance(error, SafetensorError):  # as an OSError, a full disk is recognised and waited for
             raise _as_os_error(error) from error
         raise
+    # Outside the `try`: once the old folder is moved away, the staging folder is the only complete checkpoint.
     _replace_folder(staging_folder, folder)
 
 

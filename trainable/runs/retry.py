@@ -53,12 +53,15 @@ def call_with_retry(
         except OSError as error:
             if not policy.is_retryable(error):
                 raise
-            if time.monotonic() >= deadline or should_stop():
+            if should_stop():
+                raise
+            if time.monotonic() >= deadline:
                 error.add_note(policy.timeout_message.format(patience=patience))
                 raise
             if not is_waiting:  # one message for the whole wait, not one per attempt
                 notify(f"waiting up to {patience:g} s {policy.waiting_for}: {error}")
                 is_waiting = True
+            # The clock has moved on since the deadline was checked, so the rest may be negative.
             time.sleep(min(_RETRY_INTERVAL_S, max(0.0, deadline - time.monotonic())))
             continue
         if is_waiting:

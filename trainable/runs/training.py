@@ -173,14 +173,15 @@ class TrainingLoop:
                 break
             except CheckpointError:
                 continue  # `load_checkpoint` has put the reason into the notes
-            except ValueError as error:
+            except ValueError as error:  # from `load_states`: the states do not fit, and nothing was changed
                 self.notes.append(f"the checkpoints after step {step} are not used: {error}")
         if self.notes:
-            # A run is a function of its settings and seed, so from any earlier step it writes the same rows again.
+            # Going back costs only time: a run is a function of its settings and seed, and repeats its rows.
             self.notes.append(f"training continues after step {trainer.step_index}")
+        # Without notes every checkpoint was usable; at step 0 the runs then have no step in common.
         elif not trainer.step_index and any(run.list_checkpoint_steps() for run in runs):
             self.notes.append(
-                "the runs of the arm are trained together, and some have no checkpoint: all start at step 0"
+                "the runs of the arm are trained together and have no checkpoint at a common step: all start at step 0"
             )
         for run in runs:
             run.drop_rows_after(trainer.step_index)

@@ -40,7 +40,7 @@ IncludeZero = Annotated[
         "--rollout_filter_include_zero",
         "--rollout-filter-include-zero",
         metavar="BOOL",
-        help="Studies kl and entropy: keep groups whose rewards are all equal (default: True).",
+        help="In the studies kl and entropy: keep groups whose rewards are all equal (default: True).",
     ),
 ]
 KLType = Annotated[

@@ -257,17 +257,18 @@ def check_combined_budget(budgets: Sequence[DiskBudget]) -> None:
 
 
 def check_budget(budget: DiskBudget) -> None:
-    """Raise PlanError if the study needs more space than is free. An unknown size is no reason."""
+    """Raise PlanError if the study needs more space than is free. Nothing is checked if a size is unknown."""
     if budget.total_bytes is None:
         return
     needed_bytes = budget.total_bytes - budget.written_bytes
     if needed_bytes <= budget.free_bytes:
         return
-    remedies = ["--output with a folder on a larger disk"]
+    remedies = []
     if budget.saved_checkpoints:
-        remedies.insert(0, "--save-freq with a larger number (-1 saves none)")
-    if budget.concurrent_runs > 1:
-        remedies.insert(-1, "--max-concurrent 1")
+        remedies.append("--save-freq with a larger number (-1 saves none)")
+    if budget.concurrent_runs > 1:  # every concurrent run needs room for the checkpoints that it is writing
+        remedies.append("--max-concurrent 1")
+    remedies.append("--output with a folder on a larger disk")
     raise PlanError(
         f"The study needs up to {decimal(needed_bytes)} more disk space, and {budget.folder} has "
         f"{decimal(budget.free_bytes)} free, {decimal(needed_bytes - budget.free_bytes)} too little: type "

@@ -310,10 +310,12 @@ def _list_sharding_allocations(shape: ModelShape, config: RunConfig) -> list[All
     gathered_bytes = {name: compute_gathered_bytes(shape, parameters, config) for name, parameters in sizes.items()}
     live_bytes = {name: FLOAT32 * min(ZERO_MAX_LIVE_PARAMETERS, parameters) for name, parameters in sizes.items()}
     uses_torch_sampler = config.rollout.name == "torch"
+    # Passes of the run's own networks hold one gathered network at a time; DeepSpeed's own passes hold at most
+    # ZERO_MAX_LIVE_PARAMETERS weights. Optimizer steps work on shards.
     gathered_sizes = {
-        ROLLOUT: gathered_bytes["policy"] if uses_torch_sampler else 0,
+        ROLLOUT: gathered_bytes["policy"] if uses_torch_sampler else 0,  # vLLM samples with weights of its own
         VALUES: max(gathered_bytes.values()),
-        CRITIC_BACKWARD: live_bytes.get("critic", 0),
+        CRITIC_BACKWARD: live_bytes.get("critic", 0),  # no critic on a shared trunk or without gae
         POLICY_BACKWARD: live_bytes["policy"],
     }
     return [

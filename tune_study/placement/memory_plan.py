@@ -426,6 +426,7 @@ def check_free_memory(needed_bytes: int, gpus: Sequence[Gpu], ending_pids: Abstr
         available_mib = free_by_uuid.get(gpu.uuid)
         if available_mib is None:
             continue  # nvidia-smi does not report this GPU, so nothing can be checked.
+        # nvidia-smi may not know how much a process uses (containers, MIG); then nothing is added for it.
         available_mib += sum(holder.used_mib or 0 for holder in holders if holder.pid in ending_pids)
         if available_mib * 2**20 >= needed_bytes:
             continue

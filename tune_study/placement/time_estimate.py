@@ -85,19 +85,19 @@ def estimate_sampling_seconds(shape: ModelShape, config: RunConfig, rows: int, r
     """Seconds to play `rows` conversations on one rank: one pass over all tokens, and a read of weights and cache for
     each new token. The torch sampler casts its float32 weights every time; with LoRA they are not in float32."""
     dtype_bytes = memory.get_dtype_bytes(config)
+    # vLLM decodes at most VLLM_MAX_SEQS conversations at once, and reads its weights again for each such wave. The
+    # torch sampler decodes all rows together.
     waves = math.ceil(rows / memory.VLLM_MAX_SEQS) if config.rollout.name == "vllm" else 1
     tokens = memory.compute_max_tokens(config)
     # A conversation's cache is half full on average.
     cache_bytes = rows * tokens / 2 * memory.compute_token_kv_bytes(shape, dtype_bytes)
+    # vLLM, and a base that is frozen under LoRA, store weights in `model.dtype`; otherwise the sampler reads float32.
     weight_dtype_bytes = dtype_bytes if config.rollout.name == "vllm" or config.model.lora_rank else memory.FLOAT32
     read_bytes = waves * weight_dtype_bytes * count_policy_parameters(shape) + cache_bytes
-    decode_seconds = (
-        config.env.max_turn
-        * config.rollout.response_length
-        * read_bytes
-        / (ASSUMED_BANDWIDTH_FRACTION * rates.memory_bandwidth)
-    )
-    return decode_seconds + estimate_forward_flops(shape, rows, tokens, True) / (ASSUMED_MFU * rates.peak_flops_per_s)
+    new_tokens = config.env.max_turn * config.rollout.response_length
+    decode_seconds = new_tokens * read_bytes / (ASSUMED_BANDWIDTH_FRACTION * rates.memory_bandwidth)
+    prefill_flops = estimate_forward_flops(shape, rows, tokens, True)
+    return decode_seconds + prefill_flops / (ASSUMED_MFU * rates.peak_flops_per_s)
 
 
 def estimate_step_seconds(shape: ModelShape, config: RunConfig, rates: GpuRates) -> float:
@@ -132,11 +132,15 @@ def format_time_line(
     memory_plan: MemoryPlan, plan: StudyPlan, resource_plan: ResourcePlan, gpu_names: tuple[str, ...]
 ) -> str | None:
     """The estimate as a line of the plan; None if the rates of a GPU are unknown. gpu_names: of the GPUs in use."""
-    known_rates = [find_rates(name) for name in gpu_names]
-    if not known_rates or None in known_rates:
+    known_rates = [gpu_rates for name in gpu_names if (gpu_rates := find_rates(name)) is not None]
+    if not known_rates or len(known_rates) < len(gpu_names):
         return None
-    # The slowest GPU determines the maximum.
-    rates = min(gpu_rates for gpu_rates in known_rates if gpu_rates is not None)
+    # The maximum holds on every GPU: the slowest arithmetic and the slowest memory, perhaps those of two GPUs.
+    rates = GpuRates(
+        min(gpu_rates.peak_flops_per_s for gpu_rates in known_rates),
+        min(gpu_rates.memory_bandwidth for gpu_rates in known_rates),
+    )
+    # The run that needs most memory stands for all runs.
     config = memory_plan.spec.ppo_config
     seconds_per_run = estimate_run_seconds(memory_plan.shape, config, rates)
     seconds_per_study = seconds_per_run * math.ceil(len(plan.runs) / max(resource_plan.max_concurrent, 1))

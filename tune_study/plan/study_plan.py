@@ -175,8 +175,8 @@ def expand_groups(study: Study, entries: Sequence[str]) -> tuple[str, ...]:
         if entry not in value_groups and entry not in grid:
             raise PlanError(
                 f"{study.axis.option} {format_value(entry)} is not a group: type one or more of "
-                f"{','.join(value_groups)}, or names of single arms (the column `arm` of --dry-run with the same "
-                f"--kl-type)."
+                f"{','.join(value_groups)}, or names of arms; --dry-run with this --kl-type lists them in its column "
+                "`arm`."
             )
     duplicates = [entry for number, entry in enumerate(entries) if entry in entries[:number]]
     if duplicates:

@@ -3,7 +3,7 @@
 import logging
 import math
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -86,20 +86,21 @@ def parse_nodes(entries: Sequence[dict[str, Any]]) -> tuple[Node, ...]:
     return tuple(
         Node(
             entry["NodeID"],
+            # Several nodes may run on one host; the start of the id tells them apart.
             f"{entry.get('NodeName') or entry['NodeManagerAddress']} ({entry['NodeID'][:6]})",
+            # Ray leaves out resources that a node does not have.
             entry["Resources"].get("CPU", 0.0),
             entry["Resources"].get("GPU", 0.0),
-            next(
-                (
-                    name.removeprefix(_ACCELERATOR_PREFIX)
-                    for name in entry["Resources"]
-                    if name.startswith(_ACCELERATOR_PREFIX)
-                ),
-                "",
-            ),
+            _find_gpu_type(entry["Resources"]),
         )
         for entry in alive_entries
     )
+
+
+def _find_gpu_type(resources: Mapping[str, float]) -> str:
+    """The type of a node's GPUs, which Ray lists as a resource `accelerator_type:<type>`; empty without one."""
+    types = [name.removeprefix(_ACCELERATOR_PREFIX) for name in resources if name.startswith(_ACCELERATOR_PREFIX)]
+    return types[0] if types else ""
 
 
 def count_fitting_runs(node: Node, n_gpus: float) -> int:

@@ -162,7 +162,7 @@ def _write_study_files(session: StudySession) -> None:
 def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
     """Train the remaining runs until all have a status; return an error text and the statuses not yet written."""
     prepare_environment(session.resource_plan.gpus, joins_cluster=bool(session.resource_plan.cluster_address))
-    from tune_study.tune.callbacks import Recorder
+    from tune_study.tune.callbacks import Recorder  # imports Ray, which reads the environment prepared above
 
     recorder, problem = Recorder(session.plan, session.resource_plan, session.progress), ""
     try:
@@ -175,9 +175,12 @@ def _train_runs(session: StudySession) -> tuple[str, dict[str, RunStatus]]:
         is_over = not any(view.is_open for view in session.progress.views.values())
         summary = "Ray Tune could not complete its own record of the study" if is_over else "The study ended early"
         problem = f"{summary}: {_format_error(error)}."
+    # The runs' files must be here before their rows and statuses are read.
     if session.storage is not None:
         session.storage.pull()
+    # Tune can end without an error while runs are open, for example if Ray is lost.
     reason = "the study was interrupted" if session.interrupt.is_requested else problem or "the study ended early"
+    # First, because a run whose final status is not written counts as unfinished.
     recorder.retry_unwritten()
     try:
         outputs.close_unfinished(session.plan, reason)

@@ -16,8 +16,12 @@ from trainable.models.qwen2 import PassSettings
 CPU = torch.device("cpu")
 SMALL = ARCHITECTURES["llama"]
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "capped logits": ("gemma2", SMALL | {"head_dim": 8}, r"is a Gemma2ForCausalLM, and its logits are not its head"),
-    "scaled logits": ("granite", SMALL | {"logits_scaling": 4.0}, r"logits are not its head's output"),
+    "capped logits": (
+        "gemma2",
+        SMALL | {"head_dim": 8},
+        r"is a Gemma2ForCausalLM, and its logits differ from the output of its head",
+    ),
+    "scaled logits": ("granite", SMALL | {"logits_scaling": 4.0}, r"logits differ from the output of its head"),
     "a head's bias": ("phi", SMALL, r"is a PhiForCausalLM, and its head has a bias"),
     "positions from the mask": (
         "bloom",

@@ -69,7 +69,7 @@ REFUSED = [
     ("run kl --kl-values 0,-1", "--kl-values -1: actor.kl_loss_coef=-1: must be greater than or equal to 0"),
     ("run kl --kl-values 0,0.1,0.10", "--kl-values has the value 0.10 twice (0.1 and 0.10): give each value once."),
     ("run kl --seeds 0", "--seeds 0 leaves nothing to run"),
-    ("run smoke --groups 6", "--groups 6 is not a group: type one or more of 1,2,3,4,5, or names of single arms"),
+    ("run smoke --groups 6", "--groups 6 is not a group: type one or more of 1,2,3,4,5, or names of arms"),
     ("run kl --groups 1", "--groups does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
     ("run kl --arms tpo", "--arms does not belong to study kl, whose axis is actor.kl_loss_coef: type --kl-values."),
     (

@@ -74,7 +74,7 @@ class UpdateRuleConfig(BaseRunConfig):
     guard_strength: Fraction = Field(0.5, description="DGEntropyGuard: largest reduction of a sample's weight")
     uncertainty_scale: NonNegative = Field(1.0, description="UncertaintyDG and RewardVarianceDG: kappa")
     uncertainty_threshold: NonNegative = Field(
-        0.5, description="FilteredDG: largest standard deviation of rewards to train on"
+        0.5, description="FilteredDG: leave out samples whose reward standard deviation is larger than this"
     )
     distill_alpha: NonNegative = Field(0.5, description="SelfDistillDG and SCOPELite: weight of the loss on labels")
     replay_capacity: Common[int] = Field(0, ge=0, description="batches in the replay buffer; 0: no replay")

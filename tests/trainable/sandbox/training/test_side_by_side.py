@@ -215,7 +215,7 @@ def test_runs_that_begin_again_with_one_that_joins_them_say_so(tmp_path: Path, s
         first.step()
     again = start(tmp_path, seeds=(0, 1, 2))
     assert again.training.trainer.step_index == 0
-    assert "some have no checkpoint: all start at step 0" in again.step()["note"]
+    assert "have no checkpoint at a common step: all start at step 0" in again.step()["note"]
     steps = {run: [row["step"] for row in rows] for run, rows in written(tmp_path).items()}
     assert steps == {"s0": [0], "s1": [0], "s2": [0]}
     assert start(tmp_path / "new").training.notes == []
