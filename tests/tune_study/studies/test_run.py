@@ -236,7 +236,7 @@ def test_the_summary_has_the_published_form(outcome: Outcome) -> None:
     assert block[2].endswith("s | gpu=0xGPU | status=success | seed=0 | early_stop=none")
     assert block[3].endswith("status=success | seed=0 | early_stop=reward_variance_collapse@20")
     assert block[5].endswith("status=fail | seed=0 | early_stop=none")
-    assert block[6].startswith("  error: RuntimeError: the fake was told to raise (3 times")
+    assert block[6].startswith("  error: RuntimeError: the fake was told to raise (3 consecutive failures")
     assert block[-1].startswith("Total: ")
 
 
