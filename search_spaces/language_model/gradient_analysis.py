@@ -1,4 +1,4 @@
-"""Which groups' gradients carry signal: do task gradients grow with the reward spread, and regularisers' do not?"""
+"""Which groups' gradients carry signal: do task gradients grow with the reward spread, and regularizers' do not?"""
 
 from search_spaces.declaration.study import Axis, NameTemplates, Study
 from search_spaces.language_model.common import SWEEP_SETTINGS

@@ -1,8 +1,8 @@
-"""What preserves GRPO's entropy on Sokoban: no std normalisation, a tighter clip, or a bounded target?
+"""What preserves GRPO's entropy on Sokoban: no std normalization, a tighter clip, or a bounded target?
 
-The arms of GRPO cross its normalisation (std; nostd does not divide, as in Dr. GRPO) with the clip: tight (0.05),
+The arms of GRPO cross its normalization (std; nostd does not divide, as in Dr. GRPO) with the clip: tight (0.05),
 standard (0.2), and wide (0.2 below, 0.28 above, as in DAPO). They differ in nothing else: all use the same loss
-aggregation. TPO has neither a clip nor a choice of normalisation, and each of its mini-batches consists of two whole
+aggregation. TPO has neither a clip nor a choice of normalization, and each of its mini-batches consists of two whole
 groups, which is not required of GRPO's. Four epochs over a batch of four mini-batches move the ratios away from 1; in
 a single update no clip could act. The dual clip at 3 stays on in all arms of GRPO.
 """
@@ -16,21 +16,21 @@ CLIPS: dict[str, tuple[float, float]] = {"0.05": (0.05, 0.05), "0.2": (0.2, 0.2)
 """Name of a clip -> clip_ratio_low, clip_ratio_high."""
 
 
-def _make_grpo_settings(is_normalised: bool, clip: str) -> Settings:
+def _make_grpo_settings(is_normalized: bool, clip: str) -> Settings:
     low, high = CLIPS[clip]
     return {
         "actor.policy_loss": "ppo_clip",
         "actor.clip_ratio_low": low,
         "actor.clip_ratio_high": high,
         "algorithm.adv_estimator": "grpo",
-        "algorithm.norm_adv_by_std_in_grpo": is_normalised,
+        "algorithm.norm_adv_by_std_in_grpo": is_normalized,
     }
 
 
 ARMS: dict[str, Settings] = {
     **{
-        f"{name}-clip{clip}": _make_grpo_settings(is_normalised, clip)
-        for name, is_normalised in (("std", True), ("nostd", False))
+        f"{name}-clip{clip}": _make_grpo_settings(is_normalized, clip)
+        for name, is_normalized in (("std", True), ("nostd", False))
         for clip in CLIPS
     },
     "tpo": {"actor.policy_loss": "tpo", "algorithm.adv_estimator": "group_skill"},
@@ -41,7 +41,7 @@ STUDY = Study(
     family=PPO,
     question=__doc__.splitlines()[0],
     axis=Axis(
-        setting="std normalisation x clip, and TPO",
+        setting="std normalization x clip, and TPO",
         option="--arms",
         grids={"paper": tuple(ARMS), "laptop": tuple(ARMS)},
         named_settings=ARMS,

@@ -34,7 +34,7 @@ class GridGroup(NamedTuple):
         filters: name -> fraction of groups that the filter keeps.
         kl_coefs: coefficients of the KL loss; "0" turns it off.
         entropy_coefs: coefficients of the entropy bonus.
-        zero_task_advantage: whether task advantages are set to 0, so that only the regularisers train.
+        zero_task_advantage: whether task advantages are set to 0, so that only the regularizers train.
         prefix: text before the filter's name in the names of its runs.
     """
 

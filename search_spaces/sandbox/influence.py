@@ -1,4 +1,4 @@
-"""Does a target distribution over a group's candidates learn more from the same rollouts than normalised advantages?"""
+"""Does a target distribution over a group's candidates learn more from the same rollouts than normalized advantages?"""
 
 from search_spaces.sandbox.family import GROUP_SETTINGS, make_sandbox_study
 

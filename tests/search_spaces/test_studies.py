@@ -293,7 +293,7 @@ def test_the_gradient_analysis_has_the_published_settings() -> None:
     assert study.axis.grids["paper"] == ("PPO",)
 
 
-def test_the_entropy_question_crosses_normalisation_and_clip_and_adds_tpo() -> None:
+def test_the_entropy_question_crosses_normalization_and_clip_and_adds_tpo() -> None:
     study = STUDIES["grpo-entropy-sokoban"]
     arms = {value: arm(study, "laptop", value) for value in study.axis.grids["laptop"]}
     tpo = arms.pop("tpo")
@@ -303,8 +303,8 @@ def test_the_entropy_question_crosses_normalisation_and_clip_and_adds_tpo() -> N
     }
     clips = ((0.05, 0.05, "0.05"), (0.2, 0.2, "0.2"), (0.2, 0.28, "0.28"))
     assert found == {
-        (normalised, low, high): f"{'std' if normalised else 'nostd'}-clip{name}"
-        for normalised in (True, False)
+        (normalized, low, high): f"{'std' if normalized else 'nostd'}-clip{name}"
+        for normalized in (True, False)
         for low, high, name in clips
     }
     assert {(c.algorithm.adv_estimator, c.actor.policy_loss) for c in arms.values()} == {("grpo", "ppo_clip")}

@@ -3,7 +3,7 @@
 Shapes: N thoughts (rows), M prompts (columns). L is (N, M), the log-prob of thought i after prompt j summed over its
 |z_i| tokens, in nats, and ℓ = L / |z|. `own_columns` has the column of the prompt that each thought really followed.
 Metrics are returned as a dict under their published names. The published code takes the mixture over prompts of the
-length-normalised scores ℓ; the paper divides after the mixture of L. Names that end in `_paper` are the paper's. Both
+length-normalized scores ℓ; the paper divides after the mixture of L. Names that end in `_paper` are the paper's. Both
 are estimates on the batch's own prompts, all of them taken as equally likely.
 """
 
@@ -19,7 +19,7 @@ STD_EPS = 1e-3
 EMA_DECAY = 0.9
 TOP_K = (2, 4, 8)
 
-# For each normalisation: suffix of its std and z-score columns -> column of its mutual information.
+# For each normalization: suffix of its std and z-score columns -> column of its mutual information.
 _INFORMATION_NAMES = {"": "mi_estimate", "_seq": "mi_seq_estimate", "_paper": "mi_estimate_paper"}
 
 
@@ -51,7 +51,7 @@ def compute_mixture_scores(scores: Tensor, own_columns: Tensor) -> MixtureScores
         matched_i = s_i,own(i)        marginal_i = log (1/M) Σ_j exp s_ij = logsumexp_j s_ij − log M
 
     Args:
-        scores: (N, M) log-probs s, summed (L) or length-normalised (ℓ).
+        scores: (N, M) log-probs s, summed (L) or length-normalized (ℓ).
         own_columns: (N,) int64, column of each row's own prompt.
 
     Returns:

@@ -30,7 +30,7 @@ class PassSettings(NamedTuple):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square normalisation with a learned gain."""
+    """Root-mean-square normalization with a learned gain."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()

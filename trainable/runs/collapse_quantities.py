@@ -100,7 +100,7 @@ EXTRA_QUANTITIES: tuple[Quantity, ...] = (
     Quantity("retrieval_above_chance@4", "fraction", "retrieval_accuracy_at_4 - retrieval_chance_level_at_4"),
     Quantity("retrieval_above_chance@8", "fraction", "retrieval_accuracy_at_8 - retrieval_chance_level_at_8"),
 )
-"""Only with `collapse_detection.all_quantities`: other normalisations, spreads, z-scores, and retrieval at 2, 4 and 8.
+"""Only with `collapse_detection.all_quantities`: other normalizations, spreads, z-scores, and retrieval at 2, 4 and 8.
 
 No report or stop rule of this project uses them; they allow comparison with logs of the published system.
 """

@@ -367,7 +367,7 @@ def _write_log(path: Path, renderables: Sequence[Any]) -> None:
 
 
 def _make_table(line: Mapping[str, Any]) -> Table:
-    """One analysed batch, one row per bucket: the task's gradient, and the norms of the regularisers' gradients."""
+    """One analysed batch, one row per bucket: the task's gradient, and the norms of the regularizers' gradients."""
     batch_label = "before the filter" if line["prefilter"] else "of what the filter kept"
     table = Table(title=f"gradients {batch_label}", box=None, title_justify="left", padding=(0, 1, 0, 0))
     for header in ("bucket", "reward std", "task norm", "of mean", "signal/noise", "95 %", "entropy", "kl"):
@@ -376,11 +376,11 @@ def _make_table(line: Mapping[str, Any]) -> Table:
     for bucket in dict.fromkeys(row["bucket"] for row in line["rows"]):
         task = rows[bucket, "task"]
         interval = f"{_format_number(task['snr_low'])} to {_format_number(task['snr_high'])}"
-        regulariser_norms = [
+        regularizer_norms = [
             _format_number(rows.get((bucket, name), {}).get("mean_norm")) for name in ("entropy", "kl")
         ]
         task_cells = [_format_number(task[column]) for column in ("reward_std_mean", "norm", "mean_norm", "snr")]
-        table.add_row(bucket, *task_cells, interval, *regulariser_norms)
+        table.add_row(bucket, *task_cells, interval, *regularizer_norms)
     return table
 
 

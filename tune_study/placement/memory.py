@@ -172,7 +172,7 @@ def compute_block_bytes(shape: ModelShape, config: RunConfig) -> int:
     """Bytes that one block saves per token for its backward pass.
 
     float32: 4 (9 h + 2 kv + 4 f), including attention's output twice (grouped by length, and concatenated). bfloat16:
-    24 h + 4 kv + 8 f, because norms and the residual stream stay in float32. Both add the softmax normaliser of each
+    24 h + 4 kv + 8 f, because norms and the residual stream stay in float32. Both add the softmax normalizer of each
     head and the two factors of the norms. Counted over the tensors that autograd saves. With LoRA every adapter adds
     the input of B, as many numbers as its rank, and frozen norms save 8 h less; this is exact for adapters on all
     layers, and an upper bound otherwise.

@@ -132,7 +132,7 @@ def test_without_a_difference_in_skill_the_target_is_the_old_policy() -> None:
 
 
 def test_the_target_of_sums_far_apart_is_on_one_rollout_whatever_the_skills() -> None:
-    """300 tokens at slightly different log-probs: the rule has no length normalisation."""
+    """300 tokens at slightly different log-probs: the rule has no length normalization."""
     level = torch.tensor([-300.0, -360.0])
     found = target_policy_loss(level, level, torch.tensor([-1.0, 1.0]), torch.zeros(2, dtype=torch.long), 1.0)
     assert float(found.top_prob) == pytest.approx(1)

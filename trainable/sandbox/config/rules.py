@@ -37,7 +37,7 @@ class Rule:
 
     # Settings that it reads.
     temperature: Literal["gate", "target", "regression"] | None = None
-    """gate: delight over `eta`. target: standardised rewards over `tpo_eta`. regression: log-ratios times `eta`."""
+    """gate: delight over `eta`. target: standardized rewards over `tpo_eta`. regression: log-ratios times `eta`."""
     clip: Literal["clip_low", "clip_high"] | None = None
     """Setting of the upper clip bound; the lower one is `clip_low`. None: ratios are not clipped on both sides."""
 

@@ -58,7 +58,7 @@ RULE_COLUMNS: tuple[Column, ...] = (
     Column("reverse_kl_mean", "nats", "GRPO, DrGRPO, GRPOToken: mean of 1/ratio + log ratio - 1"),
     Column("tpo_target_entropy", "nats", "TPO, TPOFullAction, TPOToken: mean entropy of the target"),
     Column("tpo_target_top_prob", "1", "TPO: mean largest probability of the target"),
-    Column("tpo_skill_abs_mean", "1", "GroupPG: mean absolute value of the standardised rewards"),
+    Column("tpo_skill_abs_mean", "1", "GroupPG: mean absolute value of the standardized rewards"),
     Column("tpo_sample_adv_mean", "reward", "TPOFullAction: mean advantage of the taken action"),
     Column("candidate_reward", "reward", "TPOToken, GRPOToken: mean reward of all candidates"),
     Column("behavior_token_reward", "reward", "mean reward of the candidates that were taken"),

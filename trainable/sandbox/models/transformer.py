@@ -1,9 +1,9 @@
 """Ensemble of E causal transformers of one shape; every weight has a leading axis of members.
 
 The model of the sequence tasks: token embedding times sqrt(d_model) plus a learned position embedding, pre-norm blocks
-with a ReLU feed-forward layer of width 4 d_model, a final normalisation, and a head without bias. It is equal to a
+with a ReLU feed-forward layer of width 4 d_model, a final normalization, and a head without bias. It is equal to a
 `torch.nn.TransformerEncoder` with the same weights but needs fewer passes over memory: the scale and shift of a
-normalisation are folded into the matrix that follows it, and the last block skips positions whose output is not read.
+normalization are folded into the matrix that follows it, and the last block skips positions whose output is not read.
 """
 
 import math
@@ -37,7 +37,7 @@ class Linear(NamedTuple):
 
 
 class Block(NamedTuple):
-    """The maps of one block; the preceding normalisation and the scale 1 / sqrt(d / heads) are folded into them."""
+    """The maps of one block; the preceding normalization and the scale 1 / sqrt(d / heads) are folded into them."""
 
     query: Linear
     key_value: Linear
@@ -127,7 +127,7 @@ def _fold_norm(norm_scale: Tensor, norm_shift: Tensor, weight: Tensor, bias: Ten
 
 
 def layer_norm(hidden: Tensor) -> Tensor:
-    """Layer normalisation over the last axis, without scale and shift, which are folded into the next matrix."""
+    """Layer normalization over the last axis, without scale and shift, which are folded into the next matrix."""
     return F.layer_norm(hidden, hidden.shape[-1:])
 
 
@@ -152,7 +152,7 @@ def embed_tokens(folded_weights: FoldedWeights, tokens: Tensor, start_position: 
 
 
 def compute_keys_values(block: Block, normed_hidden: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
-    """Keys and values, [E, B, heads, L, d / heads] each, of normalised hidden states [E, B, L, d]."""
+    """Keys and values, [E, B, heads, L, d / heads] each, of normalized hidden states [E, B, L, d]."""
     keys_values = linear(normed_hidden, block.key_value).unflatten(-1, (2, num_heads, -1))
     keys, values = keys_values.permute(3, 0, 1, 4, 2, 5)
     return keys, values
@@ -161,7 +161,7 @@ def compute_keys_values(block: Block, normed_hidden: Tensor, num_heads: int) -> 
 def apply_block(block: Block, hidden: Tensor, normed_hidden: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Hidden states [E, B, q, d] after the block.
 
-    hidden, normed_hidden: [E, B, q, d], the input and the normalised input, at the last q positions of the keys.
+    hidden, normed_hidden: [E, B, q, d], the input and the normalized input, at the last q positions of the keys.
     """
     queries = linear(normed_hidden, block.query).unflatten(-1, (keys.shape[2], -1)).transpose(2, 3)
     hidden = _add_linear(hidden, _attention(queries, keys, values).flatten(1, 2), block.out)

@@ -95,7 +95,7 @@ def grpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Rul
 
     Source: Shao et al. 2024, arXiv:2402.03300, eq. 3, scoped to this sandbox: its KL is to the sampling policy.
     Reduces to: at r = 1 (the first inner epoch) to −mean( l · sg(G) ), where clip and KL have no effect.
-    Axis: influence. The weight of a rollout is its standardised reward within its group.
+    Axis: influence. The weight of a rollout is its standardized reward within its group.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     advantages = _broadcast_group_advantages(rollouts, config.std_normalization, action_log_probs)
@@ -130,7 +130,7 @@ def dapo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Rul
     Source: Yu et al. 2025, arXiv:2503.14476: its two clip bounds and token mean. The sampler drops groups of equal
     rewards but does not draw new ones.
     Reduces to: GRPO at grpo_beta 0 and clip_high = clip_low; at r = 1 to −mean( l · sg(G) ).
-    Axis: geometry. The wider clip range leaves more room upwards for unlikely actions; the normalisation is GRPO's.
+    Axis: geometry. The wider clip range leaves more room upwards for unlikely actions; the normalization is GRPO's.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     advantages = _broadcast_group_advantages(rollouts, config.std_normalization, action_log_probs)
@@ -147,7 +147,7 @@ def group_pg(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) ->
 
     Source: this sandbox: TPO's skills as plain weights, without its target.
     Reduces to: REINFORCE with the advantage z, times K T / tpo_eta, if all groups are kept.
-    Axis: influence. The weight is the standardised reward, and no target bounds the update.
+    Axis: influence. The weight is the standardized reward, and no target bounds the update.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     skills = (

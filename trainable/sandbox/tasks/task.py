@@ -42,7 +42,7 @@ class Task(Protocol):
         ...
 
     def compute_logits(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:
-        """[E, B, T, A] logits of the same positions, without normalisation; with gradients."""
+        """[E, B, T, A] logits of the same positions, without normalization; with gradients."""
         ...
 
     def compute_oracle_log_probs(self, models: ModelEnsemble, rollouts: Rollouts) -> Tensor:

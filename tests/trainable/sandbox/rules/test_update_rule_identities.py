@@ -50,7 +50,7 @@ def old_sums(case: Case) -> Tensor:
     return case.rollouts.behavior_log_probs.sum(-1).unflatten(1, (-1, 3))
 
 
-def standardised(case: Case) -> Tensor:
+def standardized(case: Case) -> Tensor:
     """[E, P, K] rewards in units of their group's deviation (divisor K); 0 where all are equal."""
     rewards = case.rollouts.rewards.unflatten(1, (-1, 3))
     centred = rewards - rewards.mean(-1, keepdim=True)
@@ -131,7 +131,7 @@ def test_on_policy_grpo_is_group_baseline_policy_gradient(case: Case) -> None:
     for method in ("GRPO", "DAPO"):
         plain = gradient(case, method, std_normalization=False)
         torch.testing.assert_close(of_taken(case, plain), -share * centred)
-        scaled = standardised(case).flatten(1).unsqueeze(-1).expand(-1, -1, length)
+        scaled = standardized(case).flatten(1).unsqueeze(-1).expand(-1, -1, length)
         divided = gradient(case, method, std_normalization=True)
         torch.testing.assert_close(of_taken(case, divided), -share * scaled, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(of_taken(case, gradient(case, "DrGRPO")), -centred / rollouts)
@@ -149,7 +149,7 @@ def test_relations_of_clipped_rules_off_policy(case: Case) -> None:
 def test_beyond_the_clip_a_sample_pushes_no_further() -> None:
     case = all_kept(make_random_case(0, "GRPO", 1, 4, 2))
     likelier = changed(case, behavior_log_probs=case.to_on_policy().rollouts.behavior_log_probs - 0.25)  # r = 1.284
-    scores = standardised(case).flatten(1).unsqueeze(-1).expand(-1, -1, 2)
+    scores = standardized(case).flatten(1).unsqueeze(-1).expand(-1, -1, 2)
     assert (scores > 0).any()
     grpo = of_taken(case, gradient(likelier, grpo_beta=0, clip_low=0.2))
     assert torch.equal(grpo[scores > 0], torch.zeros_like(grpo[scores > 0]))
@@ -164,7 +164,7 @@ def test_gradient_of_tpo_is_p_minus_q(case: Case) -> None:
     case = all_kept(case)
     taken = case.log_probs.gather(-1, case.rollouts.actions.unsqueeze(-1)).squeeze(-1)
     p = torch.softmax(taken.sum(-1).unflatten(1, (-1, 3)), -1)
-    z = standardised(case) / case.config.tpo_eta
+    z = standardized(case) / case.config.tpo_eta
     for method, anchor in (("TPO", old_sums(case)), ("TPONoAnchor", torch.zeros_like(p))):
         q = torch.softmax(anchor + z, -1)
         expected = ((p - q) / p.shape[1]).flatten(1).unsqueeze(-1).expand_as(taken)
@@ -193,10 +193,10 @@ def test_tpo_is_the_loss_that_fine_tunes_language_models(case: Case) -> None:
 
 @given(case=cases(("GroupPG",)))
 @examples
-def test_group_pg_is_reinforce_with_standardised_rewards_and_the_slope_of_tpo(case: Case) -> None:
+def test_group_pg_is_reinforce_with_standardized_rewards_and_the_slope_of_tpo(case: Case) -> None:
     case = all_kept(case)
     _, rollouts, length = case.rollouts.actions.shape
-    weights = standardised(case).flatten(1).unsqueeze(-1).expand(-1, -1, length)
+    weights = standardized(case).flatten(1).unsqueeze(-1).expand(-1, -1, length)
     found = gradient(case, tpo_eta=1)
     torch.testing.assert_close(of_taken(case, found), -weights * 3 / rollouts)
     even = case._replace(log_probs=torch.zeros_like(case.log_probs)).to_on_policy()
@@ -301,7 +301,7 @@ def test_tempo_is_group_baseline_where_nothing_is_decided() -> None:
     actions = torch.tensor([[[0, 0, 0], [0, 1, 1], [0, 2, 2]]])
     rewards = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
     case = changed(case, actions=actions, rewards=rewards).to_on_policy()
-    z = standardised(case).reshape(1, 3, 1)
+    z = standardized(case).reshape(1, 3, 1)
     found = of_taken(case, gradient(case))
     torch.testing.assert_close(found, -torch.cat([z, 2 * z, z], -1) / 9)
     loss = UPDATE_RULES["TEMPO"](case.rollouts, case.log_probs, case.config)
