@@ -92,7 +92,7 @@ class RolloutConfig(Section):
     temperature: Common[Positive] = Field(
         1.0, description="sampling temperature in training; every log-prob is of the tempered distribution"
     )
-    val_temperature: NonNegative = Field(0.5, description="temperature of sampled validation and test; 0: greedy")
+    val_temperature: NonNegative = Field(0.5, description="sampling temperature for validation and test; 0: greedy")
     response_length: Common[int] = Field(400, ge=1, description="maximum new tokens per turn")
     log_prob_micro_batch_size_per_gpu: int = Field(
         8, ge=1, description="max sequences per no-grad forward pass (counted at the longest length)"
@@ -172,7 +172,9 @@ class OptimConfig(Section):
     grad_clip: Positive = Field(1.0, description="clip the global gradient norm at this value")
     ppo_epochs: int = Field(1, ge=1, description="epochs over each step's batch")
     ppo_mini_batch_size: Common[int] = Field(32, ge=1, description="sequences per optimizer step")
-    ppo_micro_batch_size_per_gpu: int = Field(4, ge=1, description="micro-batch size: sequences per loss average")
+    ppo_micro_batch_size_per_gpu: int = Field(
+        4, ge=1, description="micro-batch size: number of sequences that a loss is averaged over"
+    )
 
     @model_validator(mode="after")
     def _check_micro_batch_size(self) -> "OptimConfig":
@@ -372,7 +374,7 @@ class TrainerConfig(BaseTrainerConfig):
     def _check_parameter_offload(self) -> Self:
         if self.offload_parameters and self.zero_stage != 3:
             raise ValueError(
-                f"offload_parameters=True: needs zero_stage=3, which shards the weights over the ranks, not zero_stage="
+                f"offload_parameters=True: needs zero_stage=3, which shards the weights over the ranks; zero_stage is "
                 f"{self.zero_stage}"
             )
         return self

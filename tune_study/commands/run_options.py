@@ -102,8 +102,8 @@ def plan_from_options(
     plan = make_plan(study, options.preset, options.preset_reason, overrides, values, n_seeds, output)
     if storage is not None and study.family.has_batched_seeds:
         raise PlanError(
-            f"--storage needs a study whose trials train one run each, and a trial of {study.name} trains all seeds of "
-            f"an arm: leave --storage out, and copy {plan.folder} when the study has ended."
+            f"--storage needs a study in which each trial trains one run, but a trial of {study.name} trains all seeds "
+            f"of an arm: leave out --storage, and copy {plan.folder} after the study has ended."
         )
     plan = replace(plan, storage=None if storage is None else locate.parse_storage_uri(storage))
     return locate.merge_with_existing(plan, extend, is_real=real)

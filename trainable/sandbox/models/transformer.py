@@ -59,7 +59,7 @@ class FoldedWeights(NamedTuple):
 
 
 class TransformerEnsemble:
-    """E causal transformers (see the module). Weights have the names and shapes of torch's layers, after the axis E."""
+    """E causal transformers (see the module). Names and shapes of weights are torch's, with a leading axis E."""
 
     def __init__(self, shape: TransformerShape, weights: Mapping[str, Tensor]) -> None:
         self.shape = shape
