@@ -121,9 +121,9 @@ class Replay(NamedTuple):
 def replay_folder(folder: Path, assignments: Sequence[str]) -> Replay:
     """Apply every rule separately to every run of the study in results/<run>, whichever rules the study used.
 
-    assignments: the `key=value` of each --set. They replace thresholds of the section early_stop; all other thresholds stay those of each
-    run. Runs of every status are replayed with the rows they have; those without rows are skipped, with the
-    reason. Nothing is written. See `find_alarms` for the outcomes.
+    assignments: the `key=value` of each --set. They replace thresholds of the section early_stop; all other
+    thresholds stay those of each run. Runs of every status are replayed with the rows they have; those without rows
+    are skipped, with the reason. Nothing is written. See `find_alarms` for the outcomes.
 
     Raises PlanError if the folder contains no study, or for a key that is not a field of early_stop or is given twice;
     ConfigError for an invalid value.
