@@ -110,14 +110,15 @@ def describe_trend(trend: Trend, page_p_value: float, setting: str = "") -> str:
     """The trend of success over the ordered axis in words. setting: the dotted setting of the axis."""
     if np.isnan(trend.rho):
         return "A trend needs at least three scored runs, at two or more values of the axis, with different success."
-    verb = "fall" if trend.rho < 0 else "rise" if trend.rho > 0 else "stay equal"
+    axis = setting or "the axis"
+    verb = "fall" if trend.rho < 0 else "rise"
     # The direction is a result only if chance alone would rarely produce it.
-    chance_text = "" if trend.p < SIGNIFICANCE_LEVEL else "; not distinguishable from no trend"
+    is_resolved = trend.p < SIGNIFICANCE_LEVEL
+    claim = f"Success tends to {verb} as {axis} grows" if is_resolved else f"Success has no clear trend over {axis}"
     page_text = "" if np.isnan(page_p_value) else f" Page's test over the paired seeds: {format_p_value(page_p_value)}."
     return (
-        f"Success tends to {verb} as {setting or 'the axis'} grows (rank correlation {format_signed(trend.rho, 2)}, "
-        f"{format_p_value(trend.p)} over {trend.n} runs{chance_text}).{page_text} Arms named by words are left out; a "
-        "stopped run counts with its last value."
+        f"{claim} (rank correlation {format_signed(trend.rho, 2)}, {format_p_value(trend.p)} over {trend.n} runs)."
+        f"{page_text} Arms named by words are left out; a stopped run counts with its last value."
     )
 
 

@@ -436,6 +436,6 @@ def test_a_trend_is_told_with_its_direction_and_whether_chance_explains_it() -> 
         "Success tends to fall as actor.kl_loss_coef grows (rank correlation −0.83, p 0.012 over 6 runs)."
     )
     assert findings.describe_trend(unclear, 0.4).startswith(
-        "Success tends to rise as the axis grows (rank correlation +0.50, p 0.31 over 6 runs; not distinguishable "
-        "from no trend). Page's test over the paired seeds: p 0.4."
+        "Success has no clear trend over the axis (rank correlation +0.50, p 0.31 over 6 runs). Page's test over the "
+        "paired seeds: p 0.4."
     )
