@@ -323,7 +323,8 @@ def _describe_values(study: Study) -> str:
     named_values = ", ".join(study.axis.named_settings)
     if not any(_parse_number(value) is not None for grid in study.axis.grids.values() for value in grid):
         return f"A value is one of {named_values}."
-    return f"A value is a number or one of {named_values}." if named_values else "A value is a number."
+    kinds = f"a number or one of {named_values}" if named_values else "a number"
+    return f"A value is {kinds}. Try {study.axis.option} {','.join(study.axis.grids['laptop'][:2])}."
 
 
 def check_values(study: Study, values: Sequence[str]) -> None:

@@ -158,7 +158,7 @@ def test_changed_settings_rebuild_the_configuration(name: str, preset: str) -> N
         ("", "empty entry"),
         ("1.5,15", "label `15`"),
         ("0,0_1", "without `_`"),
-        ("0,much", r"--kl-values much: .* valid number.* A value is a number\."),
+        ("0,much", r"--kl-values much: .* valid number.* A value is a number\. Try --kl-values 0,0\.01\."),
         ("0,-0.1", r"--kl-values -0\.1: .*greater than or equal to 0"),
         ("0,nan", "finite number"),
     ],
