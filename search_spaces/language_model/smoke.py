@@ -108,11 +108,11 @@ _FIXED_SETTINGS: Settings = MappingProxyType(
 )
 
 
-def _make_study(name: str, kl_types: Mapping[str, tuple[str, ...]], loss_tag: str) -> Study:
+def _make_study(name: str, question: str, kl_types: Mapping[str, tuple[str, ...]], loss_tag: str) -> Study:
     """A study over groups of the grid.
 
     Args:
-        name: of the study.
+        name, question: of the study.
         kl_types: KL loss -> its groups.
         loss_tag: the part of its file names that stands for the KL losses.
     """
@@ -131,7 +131,7 @@ def _make_study(name: str, kl_types: Mapping[str, tuple[str, ...]], loss_tag: st
     return Study(
         name=name,
         family=PPO,
-        question=__doc__,
+        question=question,
         axis=Axis(
             setting="KL and entropy coefficients, filter",
             option="--groups",
@@ -162,10 +162,15 @@ def _make_study(name: str, kl_types: Mapping[str, tuple[str, ...]], loss_tag: st
     )
 
 
-_VARIANTS = {kl_type: _make_study("smoke", {kl_type: GROUPS}, "{kl_type}") for kl_type in KL_TYPES}
+_VARIANTS = {kl_type: _make_study("smoke", __doc__, {kl_type: GROUPS}, "{kl_type}") for kl_type in KL_TYPES}
 
 SMOKE_STUDY = replace(_VARIANTS[KL_TYPES[0]], variants=_VARIANTS, variant_setting="actor.kl_loss_type")
 """The five groups under one KL loss: 68 runs."""
 
-SMOKE_ALL_STUDY = _make_study("smoke-all", GROUPS_BY_KL_TYPE, "all")
+SMOKE_ALL_STUDY = _make_study(
+    "smoke-all",
+    "Does the KL loss (low_var_kl, kl or mse) change which combinations of coefficients and filter train stably?",
+    GROUPS_BY_KL_TYPE,
+    "all",
+)
 """The groups that depend on the KL loss under each of them, the others once: 164 runs."""

@@ -30,7 +30,7 @@ def test_a_killed_driver_loses_nothing(tmp_path: Path, straight: Tormented, must
     for kind in DRIVER_KILLS:
         kill_driver(study, kind, dice, tally)
     shown = status_of(study.folder)
-    assert "kl (laptop): not running" in shown
+    assert "kl (laptop): unfinished" in shown
     assert " interrupted " in shown
     finish(study)
     assert compare(study, straight, tally) == []

@@ -76,8 +76,8 @@ def list_studies() -> None:
 @app.command("settings", epilog="\b\nExample: python -m tune_study settings --all | grep kl_")
 @report_errors
 def settings(study: opt.SettingsStudy = "kl", list_all: opt.AllSettings = False) -> None:
-    """List the most common settings for --set: default, meaning, allowed values."""
-    describe.print_settings(Console(), find_study(study).family, with_all=list_all)
+    """List the most common settings of STUDY for --set: value under each preset, meaning, allowed values."""
+    describe.print_settings(Console(), find_study(study), with_all=list_all)
 
 
 @app.command("run", epilog=f"\b\n{RUN_EXAMPLE}")
@@ -184,7 +184,7 @@ def resume(
 def status(run: opt.RunLocation) -> None:
     """Show the progress of each run in RUN, and why ended runs ended."""
     with locate.open_for_reading(run) as (folder, is_running):
-        describe.print_status(Console(), folder, study_file.read_study(folder), is_running)
+        describe.print_status(Console(), folder, run, study_file.read_study(folder), is_running)
 
 
 @app.command("report", epilog="\b\nExample: python -m tune_study report results/kl_sweep_sokoban-tiny")

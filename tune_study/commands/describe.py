@@ -1,5 +1,7 @@
 """Print studies, plans, settings and statuses: as tables on a terminal, as plain lines elsewhere."""
 
+import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
@@ -8,10 +10,8 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from search_spaces import FAMILIES
-from search_spaces.declaration.family import Family
 from search_spaces.declaration.study import Study
 from search_spaces.language_model.family import PPO
-from trainable.config.run_config import RunConfig
 from trainable.config.setting_types import is_common
 from trainable.runs.run_files import METRICS_FILE, read_rows
 from tune_study.folder import outputs
@@ -19,7 +19,10 @@ from tune_study.host.console import print_line, print_table
 from tune_study.placement import memory_plan, time_estimate
 from tune_study.placement.memory_plan import MemoryPlan
 from tune_study.plan.resource_plan import ResourcePlan
-from tune_study.plan.study_plan import StudyPlan, format_values
+from tune_study.plan.study_plan import StudyPlan, format_values, make_base_config
+
+MAX_VALUES_LENGTH = 120
+"""Characters of an axis's values in the list of studies; a list of arms may have a thousand."""
 
 
 def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[str, Sequence[str]]) -> None:
@@ -29,13 +32,22 @@ def print_studies(console: Console, studies: Sequence[Study], suites: Mapping[st
         print_line(console, f"  axis    {study.axis.setting}, option {study.axis.option}")
         grids = study.axis.grids
         if len(set(grids.values())) == 1:
-            print_line(console, f"  values  {format_values(study, next(iter(grids.values())))}")
+            print_line(console, f"  values  {_shorten_values(study, next(iter(grids.values())))}")
         else:
             for preset, grid in grids.items():
-                print_line(console, f"  {preset:<7} {format_values(study, grid)}")
+                print_line(console, f"  {preset:<7} {_shorten_values(study, grid)}")
         print_line(console, "")
     for name, members in suites.items():
         print_line(console, f"{name}: a suite, which runs the studies {', '.join(members)} one after another")
+
+
+def _shorten_values(study: Study, values: tuple[str, ...]) -> str:
+    """The values of an axis on one line; of a long list the first ones, and how to see all."""
+    text = format_values(study, values)
+    if len(text) <= MAX_VALUES_LENGTH:
+        return text
+    beginning = text[:MAX_VALUES_LENGTH].rpartition(",")[0]
+    return f"{beginning},... ({len(values)} values; all: python -m tune_study run {study.name} --dry-run)"
 
 
 def print_plan(
@@ -127,18 +139,21 @@ def _format_seeds(plan: StudyPlan) -> str:
     return ",".join(str(seed) for seed in plan.seeds)
 
 
-def print_status(console: Console, folder: Path, study: dict[str, Any], is_running: bool) -> None:
-    """Print every run of results/<run> with its status.
+def print_status(console: Console, folder: Path, location: str, study: dict[str, Any], is_running: bool) -> None:
+    """Print whether a study is running, finished or unfinished, and every run with its status.
 
-    is_running: whether a process runs the study. Without one, a run with the status `running` was interrupted.
+    location: the path of the folder as it was typed, or the URI that its files were fetched from. is_running: whether a
+    process runs the study. Without one, a run with the status `running` was interrupted.
     """
     rows, metric = [], FAMILIES.get(study.get("family", PPO.name), PPO).primary_metric
+    counts: Counter[str] = Counter()
     for entry in study["runs"]:
         run_dir = folder / "runs" / entry["run_id"]
         status = outputs.read_status(run_dir) or outputs.RunStatus(entry["run_id"], "never_ran")
         shown_status, reason = status.display_text, status.reason
         if shown_status == "running" and not is_running:
             shown_status, reason = "interrupted", "the process that ran the study is gone"
+        counts[shown_status] += 1
         step_rows = read_rows(run_dir / METRICS_FILE, first_step=0)
         step = step_rows[-1]["step"] if step_rows else 0
         total_steps = study["settings"]["trainer"]["total_training_steps"]
@@ -149,45 +164,66 @@ def print_status(console: Console, folder: Path, study: dict[str, Any], is_runni
         )
         cells = [entry["run_id"], entry["arm"], str(entry["seed"]), shown_status, f"{step}/{total_steps}"]
         rows.append([*cells, "-" if metric_value is None else f"{metric_value:.3f}", reason])
-    print_line(console, f"{study['name']} ({study['preset']}): {'running' if is_running else 'not running'}")
+    is_finished = counts.keys() <= set(outputs.ENDED_STATUSES)
+    state = "running" if is_running else "finished" if is_finished else "unfinished"
+    runs_text = ", ".join(f"{count} {status}" for status, count in counts.items())
+    print_line(console, f"{study['name']} ({study['preset']}): {state}; runs: {runs_text}")
     print_table(console, ("run", "arm", "seed", "status", "step", metric, "reason"), rows)
+    if state == "unfinished":
+        print_line(console, f"Continue with: python -m tune_study resume {shlex.quote(location)}")
 
 
 class SettingRow(NamedTuple):
     """A row of the list of settings. name: dotted. is_common: whether the short list includes it."""
 
     name: str
-    default: str
+    defaults: tuple[str, ...]
     meaning: str
     allowed: str
     is_common: bool
 
 
-def print_settings(console: Console, family: Family = PPO, *, with_all: bool = False) -> None:
-    """Print the settings of a family: default, meaning and allowed values.
+def print_settings(console: Console, study: Study, *, with_all: bool = False) -> None:
+    """Print the settings of a study: their values under each preset, meaning and allowed values.
 
     with_all: print every setting. Otherwise print the most common ones, then the number of the others and the command
     that lists them.
     """
-    table = make_settings_rows(family.config_class)
+    table = make_settings_rows(study)
     rows = [row for row in table if with_all or row.is_common]
-    print_table(console, ("setting", "default", "meaning", "allowed"), [list(row[:-1]) for row in rows])
+    cells = [[row.name, *row.defaults, row.meaning, row.allowed] for row in rows]
+    print_table(console, ("setting", *study.family.presets, "meaning", "allowed"), cells)
     if len(rows) < len(table):
         n_others = len(table) - len(rows)
-        command = f"python -m tune_study {family.config_class.list_command} --all"
-        print_line(console, f"{n_others} more settings are rarely changed: {command}")
+        print_line(
+            console,
+            f"{n_others} more settings are rarely changed: python -m tune_study settings {study.name} --all",
+        )
 
 
-def make_settings_rows(section: type[BaseModel] = RunConfig, prefix: str = "") -> list[SettingRow]:
-    """Rows for every setting in order of declaration, except the seed, which --seeds sets."""
+def make_settings_rows(study: Study) -> list[SettingRow]:
+    """Rows for every setting of a study in order of declaration, except the seed, which --seeds sets.
+
+    `defaults` has one entry per preset. A setting in which the arms differ shows the option that chooses its values.
+    """
+    configs = [make_base_config(study, preset) for preset in study.family.presets]
+    return _make_section_rows(study, study.family.config_class, configs, "")
+
+
+def _make_section_rows(
+    study: Study, section: type[BaseModel], configs: Sequence[BaseModel], prefix: str
+) -> list[SettingRow]:
+    """Rows of one section of the configuration. configs: that section under each preset."""
     rows: list[SettingRow] = []
     for name, field in section.model_fields.items():
-        annotation = field.annotation
+        annotation, values = field.annotation, [getattr(config, name) for config in configs]
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            rows += make_settings_rows(annotation, f"{prefix}{name}.")
+            rows += _make_section_rows(study, annotation, values, f"{prefix}{name}.")
         elif name != "seed":
-            cells = _format_value(field.default), field.description or "", _format_allowed(annotation, field.metadata)
-            rows.append(SettingRow(prefix + name, *cells, is_common(field)))
+            is_swept = prefix + name in study.axis.swept_fields
+            defaults = tuple(study.axis.option if is_swept else _format_value(value) for value in values)
+            cells = field.description or "", _format_allowed(annotation, field.metadata)
+            rows.append(SettingRow(prefix + name, defaults, *cells, is_common(field)))
     return rows
 
 

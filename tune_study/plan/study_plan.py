@@ -273,10 +273,7 @@ def make_plan(
         raise PlanError(f"--seeds {format_value(count)} leaves nothing to run: type --seeds 1 or more.")
     if count > MAX_SEEDS:
         raise PlanError(f"--seeds {format_value(count)} is above the maximum: type --seeds {MAX_SEEDS} or less.")
-    base_config = apply_overrides(
-        _make_default_config(study), {**presets[preset], **study.fixed_settings, **study.presets.get(preset, {})}
-    )
-    base_config = apply_overrides(base_config, overrides)
+    base_config = apply_overrides(make_base_config(study, preset), overrides)
     chosen_values = tuple(values) if values is not None else study.axis.grids[preset]
     return build_plan(study, preset, preset_reason, base_config, chosen_values, tuple(range(count)), output)
 
@@ -302,9 +299,11 @@ def build_plan(
     return plan
 
 
-def _make_default_config(study: Study) -> BaseRunConfig:
-    """The default settings of the study's family."""
-    return study.family.config_class.model_validate({})
+def make_base_config(study: Study, preset: str) -> BaseRunConfig:
+    """The settings that the arms of a study share under a preset, before those of the command line and of the axis."""
+    family = study.family
+    preset_settings = {**family.presets[preset], **study.fixed_settings, **study.presets.get(preset, {})}
+    return apply_overrides(family.config_class.model_validate({}), preset_settings)
 
 
 def make_arm_config(study: Study, base_config: BaseRunConfig, value: str) -> BaseRunConfig:

@@ -404,13 +404,16 @@ def test_list_shows_every_study() -> None:
     for study in STUDIES.values():
         assert study.question.strip() in out
         assert study.axis.option in out
-        assert (",".join(study.axis.grids["laptop"]) if not study.axis.value_groups else "group 1 (16 arms)") in out
+        grid = "group 1 (16 arms)" if study.axis.value_groups else ",".join(study.axis.grids["laptop"])
+        assert (grid if len(grid) <= 120 else grid[:90]) in out
+    delays = next(line for line in out.splitlines() if "REINFORCE-delay100" in line)
+    assert delays.endswith(",PG-delay0,... (36 values; all: python -m tune_study run sandbox-delays --dry-run)")
 
 
 def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> None:
     for study, kind, wanted in (
         (
-            "",
+            "kl",
             RunConfig,
             {"model.path", "filter.rollout_filter_value", "actor.kl_loss_coef", "early_stop.variance_ratio"},
         ),
@@ -432,7 +435,10 @@ def test_settings_lists_what_is_changed_most_and_says_how_to_see_the_rest() -> N
 def test_all_settings_are_listed_with_default_and_bounds() -> None:
     lines = {line.split()[0]: line for line in type_in("settings --all").out.splitlines()}
     assert lines.keys() - {"setting"} == set(list_field_names()) - {"seed"}
-    assert re.search(r" 0\.001 +coefficient of the KL loss.* number >= 0$", lines["actor.kl_loss_coef"])
+    assert re.search(r" 1e-06 +0\.0003 +learning rate .* number > 0$", lines["actor.lr"])
+    assert re.search(
+        r" --kl-values +--kl-values +coefficient of the KL loss.* number >= 0$", lines["actor.kl_loss_coef"]
+    )
     assert re.search(r" none +.* none \| linear \| sqrt$", lines["actor.filter_loss_scaling"])
     assert re.search(r" 512 +.* whole number >= 0, <= 512$", lines["env.test_env_groups"])
 
@@ -450,12 +456,18 @@ def test_status_says_how_far_each_run_is(here: Path) -> None:
     (plan.get_run_dir(first) / "metrics.jsonl").write_text('{"step": 1, "val_success": 0.25}\n{"step": 2}\n{"st')
     write_status(plan.get_run_dir(first), RunStatus(first, "running"))
     gone = type_in(f"status {plan.folder}")
-    assert gone.out.startswith("kl (laptop): not running\n")
+    assert gone.out.startswith("kl (laptop): unfinished; runs: 1 interrupted, 1 never_ran\n")
+    assert gone.out.endswith(f"\nContinue with: python -m tune_study resume {plan.folder}\n")
     row = r"sokoban_kl_sweep_nofilter_0-sokoban-tiny +0 +0 +{} +2/3 +0\.250 *{}\n"
     assert re.search(row.format("interrupted", "the process that ran the study is gone"), gone.out)
     assert re.search(r"nofilter_01-sokoban-tiny +0\.1 +0 +never_ran +0/3 +- +has not started\n", gone.out)
     with lock_folder(plan.folder):
-        assert re.search(row.format("running", ""), type_in(f"status {plan.folder}").out)
+        running = type_in(f"status {plan.folder}").out
+    assert running.startswith("kl (laptop): running; runs: 1 running, 1 never_ran\n")
+    assert re.search(row.format("running", ""), running)
+    for spec in plan.runs:
+        write_status(plan.get_run_dir(spec.run_id), RunStatus(spec.run_id, "completed"))
+    assert type_in(f"status {plan.folder}").out.startswith("kl (laptop): finished; runs: 2 completed\n")
 
 
 def test_the_command_line_starts_without_torch_and_ray() -> None:

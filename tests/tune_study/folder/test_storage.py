@@ -371,7 +371,7 @@ def test_status_and_report_read_a_study_from_its_uri(uri: str, tmp_path: Path, m
     monkeypatch.chdir(tmp_path / "b")
     shown = type_in(f"status {shlex.quote(plan.study_uri or '')}")
     assert shown.exit_code == 0, shown.stderr
-    assert "kl (laptop): not running" in shown.stdout
+    assert "kl (laptop): unfinished" in shown.stdout
     assert "2/3" in shown.stdout
     assert "the process that ran the study is gone" in shown.stdout
     assert list((tmp_path / "b").iterdir()) == []
