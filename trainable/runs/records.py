@@ -29,7 +29,7 @@ def _make_collapse_columns(quantities: Iterable[Quantity]) -> tuple[Column, ...]
         Column(
             f"collapse_{sample}_{name.replace('@', '_at_')}",
             unit,
-            meaning,
+            meaning if sample == "first_turn" else f"as collapse_first_turn_{name.replace('@', '_at_')}",
             "" if name.endswith(("_paper", "_shuffled")) else f"collapse_{sample}_sample/{name}",
         )
         for sample in ("first_turn", "trajectory")
