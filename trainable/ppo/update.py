@@ -185,7 +185,7 @@ def _run_optimizer_steps(
     micro_batch_size, padded_length = settings.ppo_micro_batch_size_per_gpu, batch.tokens.shape[1]
     for _ in range(settings.ppo_epochs):
         for rows in split_mini_batches(order, settings.ppo_mini_batch_size):
-            # A list, since the backend must know which pass is the last: DeepSpeed reduces gradients over ranks there.
+            # A list, since the backend must know which pass is the last (see `Backend.backward`).
             pass_inputs = list(
                 make_passes(
                     batch, get_targets(rows), rows, mode, micro_batch_size, padded_length, backend.world, needs_padding
