@@ -12,8 +12,8 @@ from torch import Tensor
 
 from trainable.algo.reductions import masked_whiten
 
-STD_FLOOR = 1e-6  # verl 0.6.1 adds this to the std of a group
-SKILL_STD_FLOOR = 1e-6  # up to this std, the scores of a group count as equal
+STD_FLOOR = 1e-6  # verl 0.6.1 adds this to the std of a group, so that equal scores are not divided by 0
+SKILL_STD_FLOOR = 1e-6  # up to this std, the scores of a group count as equal (published sandbox)
 
 
 class AdvantagesReturns(NamedTuple):
@@ -133,13 +133,14 @@ def bi_level_gae(
     is_trained = mask.gather(1, order)
     compact_values = values.gather(1, order).masked_fill(~is_trained, 0)
     compact_ids = turn_ids.gather(1, order)
-    # True where the next token is trained too and belongs to the same turn.
+    # True where the next token is trained, too, and belongs to the same turn.
     same_turn = F.pad(compact_ids[:, 1:] == compact_ids[:, :-1], (0, 1)) & _shift_left(is_trained)
     turn_ends = is_trained & ~same_turn
 
     # With the ends of turns as the mask, `gae` treats each turn as one token.
     turn_rewards = _sum_to_next_end(conserve_rewards(rewards, mask).gather(1, order), turn_ends)
     turn_returns = gae(turn_rewards, compact_values, turn_ends, high_level_gamma, lam).returns
+    # The return of a turn is the only reward within it, and `same_turn` stops the recursion at its end.
     advantages = _compute_gae(turn_returns, compact_values, same_turn, gamma, lam)
     return _scatter_back(advantages, compact_values, order)
 
@@ -177,6 +178,7 @@ def _compute_discounted_sums(x: Tensor, discount: Tensor) -> Tensor:
 
 def _sum_to_next_end(rewards: Tensor, is_end: Tensor) -> Tensor:
     """Move each reward (B, T) to the next position where `is_end` is True, which may be its own, and sum there."""
+    # After the last end nothing is trained and all rewards are 0, so their target may be any position.
     last_index = is_end.shape[1] - 1
     positions = torch.arange(last_index + 1, device=is_end.device).expand_as(is_end)
     next_end = torch.where(is_end, positions, last_index).flip(1).cummin(dim=1).values.flip(1)
@@ -201,8 +203,8 @@ def _compute_group_stats(scores: Tensor, group_ids: Tensor, correction: int = 1)
     """Compare scores (B,) with those of their group; the std's divisor is G − `correction`."""
     _, group_index = torch.unique(group_ids, return_inverse=True)
     size = torch.bincount(group_index)  # (P,)
-    # In float32 the mean of equal scores can differ from them by a rounding error, which a division by the tiny std
-    # would magnify.
+    # In float32, the mean of equal scores can differ from them by a rounding error. The std is then as tiny, and the
+    # division by it would turn the error into an advantage.
     scores64 = scores.double()
     group_sums = scores64.new_zeros(len(size))
     centred = scores64 - (group_sums.index_add(0, group_index, scores64) / size)[group_index]

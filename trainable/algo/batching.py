@@ -44,10 +44,11 @@ def order_by_group(lengths: Tensor, group_ids: Tensor) -> Tensor:
 
     Source: definition.  Degenerate: groups of one give `order_length_stratified`, if their ids ascend.
     """
+    # Groups may have been filtered out, so ids have gaps: number the groups that are left.
     _, group_index = torch.unique(group_ids, return_inverse=True)
     group_tokens = lengths.new_zeros(int(group_index.max()) + 1).index_add(0, group_index, lengths)
     rank = torch.argsort(order_length_stratified(group_tokens))
-    return torch.argsort(rank[group_index], stable=True)
+    return torch.argsort(rank[group_index], stable=True)  # stable: keeps the order of the indices within a group
 
 
 def split_by_tokens(lengths: Tensor, max_tokens: int, needs_padding: bool = False) -> list[Tensor]:

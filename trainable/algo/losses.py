@@ -13,7 +13,9 @@ from torch import Tensor
 
 # Both in nats, from the published code (verl 0.6.1).
 LOG_RATIO_LIMIT = 20.0
+"""Log-ratios are clamped to ± this before exp, so that a ratio cannot overflow."""
 K3_LIMIT = 10.0
+"""The value of k3 is clamped to ± this, since it is exponential in the log-ratio."""
 
 
 class PolicyLoss(NamedTuple):
@@ -245,4 +247,5 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _upcast(x: Tensor) -> Tensor:
+    """`x` in float32, or in its own type if that is more precise: sums over a vocabulary need the digits."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -7,7 +7,7 @@ A loss aggregation is linear in the loss. It is therefore a weight for each toke
 import torch
 from torch import Tensor
 
-VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance
+VARIANCE_FLOOR = 1e-8  # verl 0.6.1 adds this to the variance, so that equal values are not divided by 0
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 
@@ -46,7 +46,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     Source: published code (verl 0.6.1 `masked_whiten`).
     Degenerate: one trained token gives its centred value 0 and none gives zeros, where the published code raises.
     """
-    # In float32 the mean of many similar numbers has an error that the division by a small std would magnify.
+    # In float32, the mean of many similar numbers has a rounding error, which a division by a small std would magnify.
     x64 = x.double()
     centred = torch.where(mask, x64 - masked_mean(x64, mask), 0)
     variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
@@ -102,7 +102,7 @@ def compute_loss_weights(
 
 
 def _compute_micro_batch_weights(float_mask: Tensor, mode: str, padded_length: int | None) -> Tensor:
-    """Weights (B, T) of one micro-batch, whose mask `float_mask` is 0.0 and 1.0."""
+    """Weights (B, T) of one micro-batch; `float_mask` is its mask as 0.0 and 1.0. Clamps avoid divisions by 0."""
     if mode == "token-mean":
         return float_mask / float_mask.sum().clamp(min=1)
     if mode == "seq-mean-token-sum-norm":

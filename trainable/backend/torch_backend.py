@@ -35,7 +35,7 @@ class Backend(Protocol):
     def backward(self, compute_loss: Callable[[], Tensor], is_last: bool) -> None:
         """Add the gradient of the loss that `compute_loss` returns.
 
-        is_last: whether this is the last call before a `step`. DeepSpeed has to know, to accumulate gradients until then.
+        is_last: whether this is the last call before a `step`. DeepSpeed accumulates gradients until then.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: shards optimizer states over ranks in stage 1, also gradients in stage 2, and weights in stage 3."""
+"""DeepSpeed's ZeRO: shards optimizer states over ranks in stage 1, gradients too in stage 2, weights too in stage 3."""
 
 import logging
 import os
