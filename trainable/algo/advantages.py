@@ -54,7 +54,7 @@ def conserve_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> AdvantagesReturns:
-    """Generalised advantage estimation over the trained tokens of each sequence.
+    """Generalized advantage estimation over the trained tokens of each sequence.
 
         δ_t = r_t + γ V_{t+1} − V_t,    A_t = Σ_{l>=0} (γλ)^l δ_{t+l},    return_t = A_t + V_t
 
@@ -194,7 +194,7 @@ def _scatter_back(advantages: Tensor, values: Tensor, order: Tensor) -> Advantag
 class _GroupStats(NamedTuple):
     """For each sequence (B,), float64: its score minus its group's mean, the group's std, and the group's size."""
 
-    centred: Tensor
+    centered: Tensor
     std: Tensor
     size: Tensor
 
@@ -207,9 +207,9 @@ def _compute_group_stats(scores: Tensor, group_ids: Tensor, correction: int = 1)
     # division by it would turn the error into an advantage.
     scores64 = scores.double()
     group_sums = scores64.new_zeros(len(size))
-    centred = scores64 - (group_sums.index_add(0, group_index, scores64) / size)[group_index]
-    variance = group_sums.index_add(0, group_index, centred.square()) / (size - correction).clamp(min=1)
-    return _GroupStats(centred, variance.sqrt()[group_index], size[group_index])
+    centered = scores64 - (group_sums.index_add(0, group_index, scores64) / size)[group_index]
+    variance = group_sums.index_add(0, group_index, centered.square()) / (size - correction).clamp(min=1)
+    return _GroupStats(centered, variance.sqrt()[group_index], size[group_index])
 
 
 def _broadcast_to_tokens(advantages: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -259,8 +259,8 @@ def grpo(
     """
     stats = _compute_group_stats(scores, group_ids, correction)
     if not norm_by_std:
-        return _broadcast_to_tokens(stats.centred, mask, scores.dtype)
-    advantages = torch.where(stats.std <= min_std, 0, stats.centred / (stats.std + std_floor))
+        return _broadcast_to_tokens(stats.centered, mask, scores.dtype)
+    advantages = torch.where(stats.std <= min_std, 0, stats.centered / (stats.std + std_floor))
     return _broadcast_to_tokens(advantages, mask, scores.dtype)
 
 
@@ -268,7 +268,7 @@ def grpo(
 def group_skill(
     scores: Tensor, group_ids: Tensor, mask: Tensor, *, factor_dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Standardised score of a rollout in its group, on each of its trained tokens (B, T).
+    """Standardized score of a rollout in its group, on each of its trained tokens (B, T).
 
         z_i = (R_i − mean_g R) / std_g R        where std_g R ≤ 1e-6: z_i = R_i − mean_g R
 
@@ -286,13 +286,13 @@ def group_skill(
         >>> group_skill(scores, group_ids, mask).double().round(decimals=4).tolist()  # mean 2, std 1
         [[1.0], [-1.0]]
 
-    Source: target policy optimisation (jeankaddour/tpo), as the published sandbox of update rules has it.
+    Source: target policy optimization (jeankaddour/tpo), as the published sandbox of update rules has it.
     Degenerate: a group of one, or of equal scores, has skill 0.
     """
     stats = _compute_group_stats(scores, group_ids)
     # From the divisor G − 1 to the divisor G.
     std = stats.std * ((stats.size - 1).to(factor_dtype) / stats.size).sqrt()
-    return _broadcast_to_tokens(stats.centred / torch.where(std > SKILL_STD_FLOOR, std, 1.0), mask, scores.dtype)
+    return _broadcast_to_tokens(stats.centered / torch.where(std > SKILL_STD_FLOOR, std, 1.0), mask, scores.dtype)
 
 
 @torch.no_grad()
@@ -315,7 +315,7 @@ def rloo(scores: Tensor, group_ids: Tensor, mask: Tensor) -> Tensor:
     Degenerate: a group of one has no other rollout and advantage 0.
     """
     stats = _compute_group_stats(scores, group_ids)
-    return _broadcast_to_tokens(stats.centred * stats.size / (stats.size - 1).clamp(min=1), mask, scores.dtype)
+    return _broadcast_to_tokens(stats.centered * stats.size / (stats.size - 1).clamp(min=1), mask, scores.dtype)
 
 
 @torch.no_grad()
@@ -356,7 +356,7 @@ def reinforce_plus_plus_baseline(scores: Tensor, group_ids: Tensor, mask: Tensor
         mask: (B, T) bool.
 
     Example:
-        Centred on the group's mean, the scores are −1 and 1, with mean 0 and std √2.
+        Centered on the group's mean, the scores are −1 and 1, with mean 0 and std √2.
 
         >>> scores, group_ids, mask = torch.tensor([1.0, 3.0]), torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.bool)
         >>> reinforce_plus_plus_baseline(scores, group_ids, mask).double().round(decimals=4).tolist()
@@ -365,5 +365,5 @@ def reinforce_plus_plus_baseline(scores: Tensor, group_ids: Tensor, mask: Tensor
     Source: Hu 2025, arXiv:2501.03262 (the variant with a group baseline).
     Degenerate: a group of one enters the whitening with 0; if every group has equal scores, all advantages are 0.
     """
-    centred = _compute_group_stats(scores, group_ids).centred
-    return masked_whiten(_broadcast_to_tokens(centred, mask, scores.dtype), mask)
+    centered = _compute_group_stats(scores, group_ids).centered
+    return masked_whiten(_broadcast_to_tokens(centered, mask, scores.dtype), mask)

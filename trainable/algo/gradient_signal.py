@@ -112,7 +112,7 @@ def estimate_gradient_signal(
     With equal folds, signal is the mean of <g_A, g_B> and noise that of |g_A − g_B|²/4 over all splits into halves.
     Both are unbiased for independent folds with one mean and variance proportional to 1 / n_k. The ratio is not:
     1 + snr is too large by a factor of about ν / (ν − 2), where ν is K − 1 times the number of directions with noise.
-    The interval is approximate, and centred on the ratio without a correction for this bias.
+    The interval is approximate, and centered on the ratio without a correction for this bias.
 
     Args:
         gram: (K, K) products of the fold gradients.
@@ -264,8 +264,8 @@ def estimate_signal_fractions(
     _, jackknife_fractions = _estimate_products(products, _make_jackknife_weights(weights))
     half_width = _t_quantile(confidence_level, len(weights) - 1) * _jackknife_variance(jackknife_fractions).sqrt()
     # No signal without one of the folds: then the fractions of all folds are not reported either.
-    centre = torch.where(half_width.isnan(), NAN, fractions[0])
-    return SignalFractions(estimates[0], centre, low=centre - half_width, high=centre + half_width)
+    center = torch.where(half_width.isnan(), NAN, fractions[0])
+    return SignalFractions(estimates[0], center, low=center - half_width, high=center + half_width)
 
 
 class PublishedNorm(NamedTuple):

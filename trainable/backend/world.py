@@ -80,7 +80,7 @@ class SingleProcess:
 
 @dataclass(frozen=True)
 class DistributedWorld:
-    """The ranks of torch's default process group, which must have been initialised."""
+    """The ranks of torch's default process group, which must have been initialized."""
 
     rank: int
     size: int

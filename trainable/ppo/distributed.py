@@ -160,7 +160,7 @@ class DistributedTrainer:
     def close(self) -> None:
         """Close the engines of all ranks, end the other ranks, and leave the process group."""
         if self.rank_actors:
-            close_refs = [other.run_method.remote("close") for other in self.rank_actors]
+            close_refs = [actor.run_method.remote("close") for actor in self.rank_actors]
             # `wait` instead of `get`: a rank that has failed or does not answer must not keep this one from closing.
             ray.wait(close_refs, num_returns=len(close_refs), timeout=_ERROR_TIMEOUT_S)
         self.trainer.close()
@@ -168,8 +168,8 @@ class DistributedTrainer:
 
     def _kill_ranks(self) -> None:
         """End the processes of the other ranks, and leave the process group."""
-        for other in self.rank_actors:
-            ray.kill(other)
+        for actor in self.rank_actors:
+            ray.kill(actor)
         disconnect(self.rendezvous_file)
 
     def _run_on_all_ranks(self, method_name: str, call: Callable[[], T]) -> T:
@@ -177,7 +177,7 @@ class DistributedTrainer:
 
         Returns the result of `call`. The others start before it, since collectives need all ranks.
         """
-        self.pending_refs = [other.run_method.remote(method_name) for other in self.rank_actors]
+        self.pending_refs = [actor.run_method.remote(method_name) for actor in self.rank_actors]
         is_done = threading.Event()
         threading.Thread(target=_watch_ranks, args=(self.pending_refs, is_done), daemon=True).start()
         try:

@@ -57,7 +57,7 @@ class Evaluation(NamedTuple):
 def make_evaluation(
     episodes: Sequence[Episode], step: int, split: str, mode: str, clusters: Sequence[int]
 ) -> Evaluation:
-    """Summarise `episodes` as an evaluation; clusters: number of the symmetry class of each group's level."""
+    """Summarize `episodes` as an evaluation; clusters: number of the symmetry class of each group's level."""
     num_turns = sum(len(episode.texts) for episode in episodes)
     return Evaluation(
         step=step,
@@ -124,7 +124,7 @@ def summarise_batch(batch: Batch, targets: Targets, episodes: Sequence[Episode],
 
 
 def summarise_validation(evaluations: Sequence[Evaluation], is_unseen: Sequence[bool]) -> Validation | None:
-    """Summarise a validation: `evaluations` is empty (the result is None), or sampled, or sampled and greedy.
+    """Summarize a validation: `evaluations` is empty (the result is None), or sampled, or sampled and greedy.
 
     is_unseen: for each episode, whether its level differs from every training level.
     """

@@ -149,19 +149,19 @@ class PPOTrainer:
     # ------------------------------------------------------------------ the step
 
     def step(self) -> StepOutput:
-        """Train one step, in the published order.
+        """Train one step, in the published order. Comments in the code refer to the numbers of this list.
 
         0. Before the first step, validate the base policy.
         1. Roll out P x G episodes, and compute the collapse diagnostics with the policy that sampled them.
-        2. Filter the groups by their reward spread. If none is left, skip the training.
+        2. Filter the groups by their scores. If the filter keeps no group, there is no batch to train on.
         3. to 6. Make a batch, its values, its reference log-probs, and its advantages and returns.
         7. Update the critic. If a gradient analysis is due, make it now: it measures the gradients of the policy that
            sampled the episodes.
         8. Update the policy, and sync its weights to the sampling engine.
         9. If a validation is due, validate.
 
-        A step without a batch makes neither updates nor a validation, but has a record. Raises NonFiniteError if the
-        run cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs are wrong.
+        A step without a batch has a record, but neither updates nor a validation. Raises NonFiniteError if the run
+        cannot continue (see `check_finite`), and EngineMismatchError if the engine's log-probs are wrong.
         """
         clock, timer, config = Clock(), PhaseTimer(self.device), self.config
         # A restored trainer is past step 0, so the base policy is validated once per run.
@@ -194,7 +194,7 @@ class PPOTrainer:
             budget=budget,
             total_budget=self.total_budget,
             timing=self._measure_timing(clock, timer, episodes, prepared),
-            engine_mismatch=mismatch and EngineMismatch(*mismatch),
+            engine_mismatch=None if mismatch is None else EngineMismatch(*mismatch),
             batch=batch_summary,
             update=update,
             base_validation=summarise_validation(base_evaluations, self.is_val_unseen),
@@ -204,6 +204,7 @@ class PPOTrainer:
         return StepOutput(record, [*base_evaluations, *evaluations], gradients)
 
     def _collect_episodes(self) -> list[Episode]:
+        """Roll out the training levels of the current step."""
         levels = self.levels[self.step_index - 1]
         return self.roll_out(
             levels, self.config.env.group_size, make_rng(self.config.seed, "sampling", self.step_index)
@@ -258,6 +259,7 @@ class PPOTrainer:
         return SamplingParams(temperature, self.config.rollout.response_length, self.stop_token)
 
     def _prepare_selected(self, selection: Selection, timer: PhaseTimer) -> PreparedBatch:
+        """Make the batch of the current step from the selected groups."""
         rng = make_rng(self.config.seed, "duplicates", self.step_index)
         return self.prepare_batch(selection.episodes, selection.groups_kept, self.config.env.env_groups, rng, timer)
 
@@ -287,7 +289,7 @@ class PPOTrainer:
         filter_scale = compute_filter_loss_scale(config.actor.filter_loss_scaling, groups_kept, num_groups)
         targets = make_targets(
             batch, values, ref_logprobs, config.algorithm, self.kl_controller.coef, filter_scale
-        )  # 6 advantages
+        )  # 6
         return PreparedBatch(batch, targets, make_update_order(batch, config.actor.loss.needs_whole_groups))
 
     def _update_critic(self, prepared: PreparedBatch, timer: PhaseTimer) -> Meter:
@@ -305,7 +307,7 @@ class PPOTrainer:
             )
 
     def _analyse_gradients(self, episodes: list[Episode], timer: PhaseTimer) -> list[Row]:
-        # Ranks analyse different mini-batches, so they make different numbers of passes: all weights are needed.
+        # Ranks analyze different mini-batches, so they make different numbers of passes: all weights are needed.
         with self.backends["actor"].gather_weights(), timer.measure("gradient_analysis"):
             return self.diagnostics.gradients(self, episodes)
 
@@ -321,7 +323,7 @@ class PPOTrainer:
         plan: StepPlan,
         timer: PhaseTimer,
     ) -> Update:
-        """Check the new weights, sync them to the engine, and summarise the optimizer steps.
+        """Check the new weights, sync them to the engine, and summarize the optimizer steps.
 
         Raises NonFiniteError if a weight or the KL in the reward is not finite, or if too many consecutive steps were
         skipped; raises EngineMismatchError if the engine's log-probs differ after the sync.
