@@ -143,6 +143,7 @@ def compute_group_scores(
     Source: published code (RAGEN `rollout_filter`).
     Degenerate: the standard deviation of a group of one is 0 (published: NaN).
     """
+    # For each metric, the values that it reads and their statistic over the rollouts of a group.
     statistics: dict[str, tuple[Tensor | None, Callable[[Tensor], Tensor]]] = {
         "reward_variance": (rewards, _std),
         "reward_std": (rewards, _std),

@@ -69,6 +69,7 @@ def ppo_clip_loss(
     unclipped_loss = -advantages * ratio
     clipped_loss = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
     pessimistic_loss = torch.maximum(unclipped_loss, clipped_loss)
+    # With a negative advantage, this maximum grows with the ratio without a bound: the dual clip sets one.
     dual_clip_bound = -clip_c * advantages
     is_negative = advantages < 0
     loss = torch.where(is_negative, torch.minimum(pessimistic_loss, dual_clip_bound), pessimistic_loss)

@@ -62,7 +62,7 @@ def _make_rendezvous_path() -> Path:
 
 
 class RankActor:
-    """The actor of a rank other than 0: it calls the same methods as rank 0, whose results are the ones returned.
+    """The actor of a rank other than 0: it calls the same methods of its trainer as rank 0, and returns no results.
 
     settings: the fields of a `RunConfig`, as JSON values. rendezvous_file: see `connect`.
     """
@@ -80,7 +80,8 @@ class RankActor:
         Returns nothing, because rank 0 has the result, too.
         """
         if method_name == "load_state":
-            # Outside of the `try`: all ranks refuse a state that does not fit, stay connected, and try the next one.
+            # Outside of the `try`, which would close the connection: all ranks refuse a state that does not fit, stay
+            # connected, and try the next one.
             # The arguments come from rank 0 through the process group; a rank other than 0 contributes empty values.
             self.trainer.load_state(self.world.broadcast(None), self.world.all_gather_object({})[0])
             return
@@ -173,10 +174,11 @@ class DistributedTrainer:
         disconnect(self.rendezvous_file)
 
     def _run_on_all_ranks(self, method_name: str, call: Callable[[], T]) -> T:
-        """Run `method_name` on all other ranks and `call` here at the same time; raise the error that came first.
+        """Run `method_name` on all other ranks and `call` here at the same time; return the result of `call`.
 
-        Returns the result of `call`. The others start before it, since collectives need all ranks.
+        If one of them fails, raises the error that caused the failure (see `_find_first_error`).
         """
+        # The calls on the other ranks are started first, because `call` waits for them in its collectives.
         self.pending_refs = [actor.run_method.remote(method_name) for actor in self.rank_actors]
         is_done = threading.Event()
         threading.Thread(target=_watch_ranks, args=(self.pending_refs, is_done), daemon=True).start()

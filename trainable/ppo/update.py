@@ -95,6 +95,7 @@ def make_passes(
     # Before the mini-batch is sharded: a micro-batch may have rows on several ranks, which add up to its loss.
     weights = compute_loss_weights(batch.mask[rows], mode, micro_batch_size, padded_length)
     lengths, max_tokens = batch.lengths[rows].cpu(), TOKENS_PER_PASS[batch.tokens.device.type]
+    # The passes of all ranks, not only of this one: every rank has to know the largest number of passes.
     rank_passes = [
         [rank_rows[cut] for cut in split_by_tokens(lengths[rank_rows], max_tokens, needs_padding)]
         for rank_rows in shard_rows(lengths, world.size)
@@ -153,7 +154,7 @@ def update_critic(
     return _run_optimizer_steps(
         backend,
         batch,
-        lambda rows: targets,
+        lambda rows: targets,  # one set for all steps: the critic's targets do not depend on its current weights
         order,
         settings,
         loss_agg_mode,
@@ -238,6 +239,7 @@ class ActorUpdate:
             return self._compute_loss(inputs, meter)
 
         def get_targets(rows: Tensor) -> Targets:
+            # Only tpo has targets that depend on the current weights, which change with every optimizer step.
             return (
                 self.make_tpo_targets(batch, targets, rows, meter) if settings.loss.needs_pass_before_step else targets
             )

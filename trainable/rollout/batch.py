@@ -55,6 +55,7 @@ def collate(episodes: Sequence[Episode]) -> Batch:
     longest = max(len(episode.tokens) for episode in episodes)
 
     def pad(arrays: Sequence[np.ndarray]) -> Tensor:
+        # On the right with 0, which is False in the mask, so nothing is trained on padding.
         padded = np.zeros((len(arrays), longest), dtype=arrays[0].dtype)
         for row, array in enumerate(arrays):
             padded[row, : len(array)] = array

@@ -211,6 +211,7 @@ def _find_stop_reason(state: _EpisodeState, limits: EpisodeLimits) -> StopReason
 def _make_episode(state: _EpisodeState, limits: EpisodeLimits) -> Episode:
     """Make the record of a finished episode; tokens that were not sampled have mask False, log-prob and entropy 0."""
     lengths = [len(ids) for ids in state.tokens]
+    # A prompt has no reply; zeros stand in for its log-probs and entropies.
     zero_arrays = [np.zeros(size, dtype=np.float32) for size in lengths]
     pairs = list(zip(state.replies, zero_arrays, strict=True))
     return Episode(

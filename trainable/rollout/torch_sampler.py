@@ -80,6 +80,7 @@ class TorchConversation:
                 self._reorder([place for place, row in enumerate(self.rows) if row in tokens_by_row])
                 # Finished rows got padding while others were sampled; without it, attention has less to compute.
                 self.cache.pack()
+                # By now every row has a pending token; the check for None is for the type checker.
                 chunks = [
                     [*([] if pending is None else [pending]), *tokens_by_row[row]]
                     for row, pending in zip(self.rows, self.pending_tokens, strict=True)
@@ -205,7 +206,7 @@ def sample_tokens(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple
     if temperature == 0:
         tokens = logprobs.argmax(-1)
     else:
-        # In float32, sums near 1 would round away tokens with a probability below 6e-8.
+        # In float64: a sum over a large vocabulary accumulates rounding errors.
         cdf = probs.double().cumsum(-1)
         # Scaled by the last entry, which may differ from 1 by rounding: a draw must not fall beyond the distribution.
         # With right=True a draw never lands on a token of probability 0, whose entry equals the one before it.

@@ -201,6 +201,7 @@ class VllmConversation:
         for row, row_tokens in zip(rows, new_tokens, strict=True):
             self.histories[row] += row_tokens
             self._check_length(row)
+        # One call for all rows, so that vLLM computes them together.
         outputs = self.llm.generate(
             [{"prompt_token_ids": self.histories[row]} for row in rows],
             [self._make_row_params(row) for row in rows],
