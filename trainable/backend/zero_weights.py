@@ -162,6 +162,7 @@ class ShardedWeights:
                 self._free_weights()
 
     def _gather(self) -> None:
+        """Give every weight of the run's networks the values of its trained copy, from the shards of all ranks."""
         for name, network in self.networks.items():
             for weight, trained_weight in zip(
                 network.parameters(), self.trained_networks[name].parameters(), strict=True
@@ -169,6 +170,7 @@ class ShardedWeights:
                 weight.data = self._all_gather(trained_weight, _get_shard(trained_weight), self.read_dtypes[id(weight)])
 
     def _free_weights(self) -> None:
+        """Replace every weight of the run's networks by an empty tensor, which frees its memory."""
         for network in self.networks.values():
             for weight in network.parameters():
                 weight.data = weight.data.new_empty(0)
@@ -236,6 +238,7 @@ def _get_shard(weight: Any) -> nn.Parameter:
 
 
 def _list_named_weights(networks: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """All trained weights, named `<network>.<weight>` as in the reports about weights that are not finite."""
     return [
         (f"{name}.{key}", weight)
         for name, network in networks.items()
