@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 LEVEL_SEED_OFFSET = 500_000
 """Distance from the first seed of training levels to the first seed of analysis levels.
 
-Training takes one seed per group, so it reaches the analysis levels only after 500,000 groups. This is half of the seeds
-of a run (`level_sets.SEEDS_PER_RUN`).
+Training takes one seed per group, so it reaches the analysis levels only after 500,000 groups. This is half of the
+seeds of a run (`level_sets.SEEDS_PER_RUN`).
 """
 
 FILTER_COLUMNS = ("groups_kept", "kept_ratio", "zero_std_groups", "reward_std", "reward_std_kept")

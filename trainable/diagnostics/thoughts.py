@@ -150,8 +150,8 @@ def sample_trajectory_pairs(
 def _make_pairs(
     prompts: Sequence[Tokens], thoughts: Sequence[Tokens], own_columns: npt.NDArray[np.int64]
 ) -> ThoughtPairs:
-    # Prompts can be equal, because levels repeat and turns are drawn with replacement. Retrieving an equal prompt counts
-    # as correct.
+    # Prompts can be equal, because levels repeat and turns are drawn with replacement. Retrieving an equal prompt
+    # counts as correct.
     class_of: dict[bytes, int] = {}
     classes = [class_of.setdefault(prompt.tobytes(), len(class_of)) for prompt in prompts]
     return ThoughtPairs(tuple(prompts), tuple(thoughts), own_columns, np.array(classes, dtype=np.int64))
