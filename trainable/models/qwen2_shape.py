@@ -57,8 +57,8 @@ class Qwen2Shape:
         rope_type = rope.get("rope_type") or (config.get("rope_scaling") or {}).get("rope_type") or "default"
         if rope_type != "default":
             raise ValueError(
-                f"The model in {folder} scales its rotary positions ({rope_type}), which our implementation of Qwen2 does "
-                "not support. Choose another model with --model."
+                f"The model in {folder} scales its rotary positions ({rope_type}), which our implementation of Qwen2 "
+                "does not support. Choose another model with --model."
             )
         eos = config["eos_token_id"]
         return Qwen2Shape(
