@@ -341,7 +341,7 @@ def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> Fi
 
     Args:
         table: from `make_signal_lines` or `make_share_lines`.
-        colors: line -> colour.
+        colors: line -> color.
         label: y label.
     """
     filter_states = sorted(set(table["prefilter"]), reverse=True)

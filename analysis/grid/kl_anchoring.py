@@ -216,7 +216,7 @@ def _describe_difference(row: dict[str, Any], is_anchoring: bool) -> str:
     interval_text = format_interval(row["low"], row["high"], 2) or NO_INTERVAL_TEXT
     estimate_text = f"{format_signed(row['difference'], 2)} {interval_text} over {row['sets']} matching sets"
     if row["low"] > 0 and is_anchoring:
-        statement = f"At the same coefficients, {row['form']} pulls the policy towards the reference and k1 does not"
+        statement = f"At the same coefficients, {row['form']} pulls the policy toward the reference and k1 does not"
     elif row["low"] > 0:
         statement = (
             f"The rank correlation is lower under {row['form']} than under k1, which alone does not show anchoring"

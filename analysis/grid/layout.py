@@ -52,7 +52,7 @@ class Grid:
     factor_values: dict[str, tuple[Any, ...]]
 
     def format_factor(self, setting: str, value: Any) -> str:
-        """A label such as `filter 0.8`. A switch is labelled by its name if it is on, and not at all if it is off."""
+        """A label such as `filter 0.8`. A switch is labeled by its name if it is on, and not at all if it is off."""
         if isinstance(value, bool | np.bool_):
             return shorten_setting(setting) if value else ""
         return f"{shorten_setting(setting)} {format_value(value)}"

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class Measure(NamedTuple):
-    """A measure: name of its column, label with unit, caption of its heat map, and whether its colour scale is log."""
+    """A measure: name of its column, label with unit, caption of its heat map, and whether its color scale is log."""
 
     name: str
     label: str

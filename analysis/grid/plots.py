@@ -1,8 +1,8 @@
 """Figures of a grid: heat maps of its cells and curves of its runs, with one subplot per panel of the grid.
 
-All panels of a figure share one colour scale (cividis, which is readable without colour vision and in grey) and the
+All panels of a figure share one color scale (cividis, which is readable without color vision and in gray) and the
 same axes, with values evenly spaced in order and 0 first. Each cell shows its number. A vermilion frame and a cross
-mark runs stopped by a rule. Grey cells give the reason why there is no number. A point without a run stays blank.
+mark runs stopped by a rule. Gray cells give the reason why there is no number. A point without a run stays blank.
 """
 
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ def arrange_panels(grid: Grid, member_table: pd.DataFrame) -> PanelLayout:
 def draw_heat_maps(grid: Grid, table: pd.DataFrame, measure: str, label: str, *, log: bool = False) -> Figure:
     """Heat maps of `measure` over the plane of the grid, one per panel.
 
-    table: from `layout.make_cell_table`. label: of the colour bar, with a unit.
+    table: from `layout.make_cell_table`. label: of the color bar, with a unit.
     """
     panel_layout = arrange_panels(grid, table)
     xs, ys = (sorted(table[axis].unique()) for axis in ("x", "y"))
@@ -81,7 +81,7 @@ def draw_heat_maps(grid: Grid, table: pd.DataFrame, measure: str, label: str, *,
 
 
 def _make_norm(values: "pd.Series[float]", log: bool) -> Normalize:
-    """One colour scale for all panels. If all values are equal, the range is widened to be non-empty."""
+    """One color scale for all panels. If all values are equal, the range is widened to be non-empty."""
     shown_values = values[values > 0] if log else values.dropna()
     low, high = (float(shown_values.min()), float(shown_values.max())) if len(shown_values) else (0.0, 1.0)
     if log:
@@ -170,7 +170,7 @@ def _add_map_legend(figure: Figure, table: pd.DataFrame) -> None:
 
 
 def draw_curves(grid: Grid, table: pd.DataFrame, label: str) -> Figure:
-    """Every run of the grid as a thin line, coloured by its x value. table: from `layout.make_panel_curves`."""
+    """Every run of the grid as a thin line, colored by its x value. table: from `layout.make_panel_curves`."""
     panel_layout, xs = arrange_panels(grid, table), sorted(table["x"].unique())
     colors = dict(zip(xs, make_arm_colors([format_value(value) for value in xs]).values(), strict=True))
     with mpl.rc_context(dict(STYLE)):

@@ -21,7 +21,7 @@ class ReportFigure(Generic[View_contra]):
         section: section of the page. A section shows all of its figures, in the order of the page's list.
         caption: the text below the figure, or a function of the view that returns it.
         make_table: returns the data to draw, one DataFrame or several; None if there is nothing to show.
-        draw: draws that data. The view provides colours and layouts only, no further numbers.
+        draw: draws that data. The view provides colors and layouts only, no further numbers.
     """
 
     name: str

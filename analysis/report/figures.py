@@ -35,7 +35,7 @@ class AxisView:
 
     @cached_property
     def arm_colors(self) -> dict[str, str]:
-        """Arm -> colour, in the order of the axis; words such as nofilter have separate colours."""
+        """Arm -> color, in the order of the axis; words such as nofilter have separate colors."""
         return plots.make_arm_colors(
             self.dose_response["arm"].to_list(), self.dose_response.loc[self.dose_response["is_word"], "arm"].to_list()
         )
@@ -47,7 +47,7 @@ class AxisView:
 
     @property
     def line_colors(self) -> dict[str, str]:
-        """Line -> colour."""
+        """Line -> color."""
         return self.arm_colors
 
 
@@ -70,7 +70,7 @@ class GridView:
 
     @cached_property
     def arm_colors(self) -> dict[str, str]:
-        """Arm -> colour."""
+        """Arm -> color."""
         return _make_arm_colors(self.frames)
 
     @cached_property
@@ -80,7 +80,7 @@ class GridView:
 
     @cached_property
     def line_colors(self) -> dict[str, str]:
-        """Panel -> colour."""
+        """Panel -> color."""
         return _make_arm_colors(self.line_frames)
 
 
@@ -187,7 +187,7 @@ def _make_arm_figure(curve: Curve) -> ReportFigure[AxisView]:
         return plots.draw_curves(table, means, view.arm_colors, curve.label)
 
     marks_caption = (
-        " One panel per arm; runs of other arms are grey. Step 0 is the policy before training. Thin lines are single "
+        " One panel per arm; runs of other arms are gray. Step 0 is the policy before training. Thin lines are single "
         "runs, and a thick line is their mean, in which a stopped run keeps its last value. A cross marks the end of a "
         "run stopped by a rule, a ring any other incomplete run."
     )
@@ -209,7 +209,7 @@ def _make_panel_figure(curve: Curve) -> ReportFigure[GridView]:
 
     def make_caption(view: GridView) -> str:
         marks_caption = (
-            f" One thin line per run, coloured by {layout.shorten_setting(view.grid.x)}. Step 0 is the policy before "
+            f" One thin line per run, colored by {layout.shorten_setting(view.grid.x)}. Step 0 is the policy before "
             "training. A cross marks the end of a run stopped by a rule, a ring any other incomplete run."
         )
         return curve.caption + marks_caption * curve.explains_marks
@@ -261,7 +261,7 @@ def _draw_gradients(make_label: Callable[[StudyFrames], str], table: pd.DataFram
 
 
 def _make_gradient_colors(table: pd.DataFrame, arm_colors: Mapping[str, str], has_several_arms: bool) -> dict[str, str]:
-    """Line -> colour. With several arms, the colour of the arm, lighter for its probes; with one arm, one per line."""
+    """Line -> color. With several arms, the color of the arm, lighter for its probes; with one arm, one per line."""
     lines = list(dict.fromkeys(zip(table["line"], table["arm"], strict=True)))
     if not has_several_arms:
         return plots.make_arm_colors([line for line, _ in lines])
@@ -305,8 +305,8 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "gradient_signal",
         "gradients",
         "Signal-to-noise ratio of the task gradient in each bucket, with its 95 % interval over folds of prompts (none "
-        "with fewer than 3 folds). At 0, the whole gradient of the bucket may be noise. With one arm, each colour is a "
-        "step. With several arms, each colour is an arm, at the last analysis of its runs. Each run has its own curve; "
+        "with fewer than 3 folds). At 0, the whole gradient of the bucket may be noise. With one arm, each color is a "
+        "step. With several arms, each color is an arm, at the last analysis of its runs. Each run has its own curve; "
         "probes are dashed.",
         lambda view: _none_if_empty(gradients.make_signal_lines(view.frames.gradients)),
         partial(_draw_gradients, lambda frames: "signal / noise of the task gradient (1)"),
@@ -316,7 +316,7 @@ GRADIENTS: Sequence[ReportFigure[View]] = (
         "gradients",
         "Signed share of KL and entropy together in the step of the bucket, with its 95 % interval if it has one. The "
         "share of the expected step excludes noise: if it is near 1 with a narrow interval, the bucket moves the "
-        "policy almost only towards the regularizers. Buckets whose gradient is not distinguishable from noise are "
+        "policy almost only toward the regularizers. Buckets whose gradient is not distinguishable from noise are "
         "left out. In the share of the sampled step, noise of the task counts as task, so this share is near 0 "
         "whatever the bucket teaches.",
         lambda view: _none_if_empty(gradients.make_share_lines(view.frames.gradients)),

@@ -24,7 +24,7 @@ class UpdateRuleView:
 
     @cached_property
     def colors(self) -> dict[str, str]:
-        """Arm -> colour."""
+        """Arm -> color."""
         return plots.make_rule_colors(list_arms(self.frames))
 
     @cached_property
@@ -57,7 +57,7 @@ def _make_runs_figure(panel: Panel) -> ReportFigure[UpdateRuleView]:
     return ReportFigure(
         f"runs_{panel.column}",
         "every-run",
-        f"{panel.column}: thin lines are single runs, the thick line is their mean; other arms are grey. A cross marks "
+        f"{panel.column}: thin lines are single runs, the thick line is their mean; other arms are gray. A cross marks "
         "a run that a rule stopped, a ring a run that did not complete for another reason.",
         lambda view: view.curves[panel],
         draw,

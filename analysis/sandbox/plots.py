@@ -14,11 +14,11 @@ from analysis.sandbox.tables import Panel
 from analysis.sweep.plots import STOPPED_COLOR, STYLE, TEXT_COLOR, make_arm_colors
 
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#222222", "#8c6d31", "#7b61c4")
-"""Rules have no order, so these are distinct hues, safe for colour-blind readers; red is reserved for stopped runs."""
+"""Rules have no order, so these are distinct hues, safe for color-blind readers; red is reserved for stopped runs."""
 
 
 def make_rule_colors(arms: Sequence[str]) -> dict[str, str]:
-    """A colour for each arm: from `COLORS` if there are enough, otherwise from `make_arm_colors`."""
+    """A color for each arm: from `COLORS` if there are enough, otherwise from `make_arm_colors`."""
     return dict(zip(arms, COLORS, strict=False)) if len(arms) <= len(COLORS) else make_arm_colors(arms)
 
 

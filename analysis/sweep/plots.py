@@ -1,6 +1,6 @@
 """Figures of one-axis studies. Each function draws a table of `tables` or `series` and computes no further numbers.
 
-Colours come from an ordered map that is readable without colour vision and in grey. A run stopped by a rule ends in a
+Colors come from an ordered map that is readable without color vision and in gray. A run stopped by a rule ends in a
 vermilion cross in every figure.
 """
 
@@ -46,7 +46,7 @@ STYLE: Mapping[str, Any] = {
 
 
 def make_arm_colors(arms: Sequence[str], words: Sequence[str] = ()) -> dict[str, str]:
-    """Arm -> colour: along the map in the given order, and greys and browns for `words` such as nofilter."""
+    """Arm -> color: along the map in the given order, and grays and browns for `words` such as nofilter."""
     ordered_arms = [arm for arm in arms if arm not in words]
     shades = mpl.colormaps["viridis"](np.linspace(0.0, 0.82, max(len(ordered_arms), 1)))
     colors = {arm: mpl.colors.to_hex(shade) for arm, shade in zip(ordered_arms, shades, strict=False)}
@@ -157,9 +157,9 @@ def _add_dose_legend(axes: Any, table: pd.DataFrame) -> None:
 
 
 def draw_curves(table: pd.DataFrame, means: pd.DataFrame, colors: Mapping[str, str], label: str) -> Figure:
-    """The curves of all runs: one panel per arm, with runs of other arms in grey, and the mean of several runs on top.
+    """The curves of all runs: one panel per arm, with runs of other arms in gray, and the mean of several runs on top.
 
-    table: from `series.make_curves`. means: from `series.compute_mean_curves`. colors: arm -> colour, in the order of
+    table: from `series.make_curves`. means: from `series.compute_mean_curves`. colors: arm -> color, in the order of
     the panels.
     """
     arms = [arm for arm in colors if (table["arm"] == arm).any()]
@@ -232,7 +232,7 @@ def _draw_end_mark(panel: Any, run: pd.DataFrame) -> None:
 def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
     """One panel per measure with one line per arm, so that a hundred arms fit. The dashed line is the level of chance.
 
-    table: from `series.make_arm_lines`. colors: arm -> colour.
+    table: from `series.make_arm_lines`. colors: arm -> color.
     """
     measures = list(dict.fromkeys(table["measure"]))
     with mpl.rc_context(dict(STYLE)):

@@ -100,7 +100,7 @@ def format_runs(num_seeds: int) -> str:
 
 
 def classify_outcome(row: Mapping[str, Any]) -> str:
-    """The outcome of an arm as one of a fixed list of words, for sorting and colours.
+    """The outcome of an arm as one of a fixed list of words, for sorting and colors.
 
     `better` and `worse` are claims about the setting and need an interval over seeds (`compare.MIN_SEEDS`). With fewer
     seeds, `ended higher` and `ended lower` only describe the runs of this study.

@@ -24,7 +24,7 @@ PRESETS: dict[str, Settings] = {
             "trainer.resume_every": 1,
             # The published validation temperature makes the tiny model nearly greedy.
             "rollout.val_temperature": 1.0,
-            # The published `kl` (k1), used as a loss, does not pull the policy towards the reference.
+            # The published `kl` (k1), used as a loss, does not pull the policy toward the reference.
             "actor.kl_loss_type": "low_var_kl",
             # The tiny model's gradients are small enough to keep without a sketch.
             "trainer.gradient_analysis_sketch": None,

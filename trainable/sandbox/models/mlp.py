@@ -1,6 +1,6 @@
 """Ensemble of E multilayer perceptrons of one shape; every weight has a leading axis of members.
 
-The model of mnist: two hidden layers with ReLU, initialised like torch.nn.Linear, with weights and biases uniform
+The model of mnist: two hidden layers with ReLU, initialized like torch.nn.Linear, with weights and biases uniform
 within 1 / sqrt(inputs).
 """
 

@@ -90,7 +90,7 @@ def r2vpo(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfig) -> Ru
 
     Source: Luo et al. 2026, arXiv:2601.03320, scoped to this sandbox: λ is fixed, not a dual variable.
     Reduces to: REINFORCE at r = 1, for every λ; PG without a cap at λ = 0.
-    Axis: reward uncertainty and geometry. The variance of the ratio is penalised instead of clipped.
+    Axis: reward uncertainty and geometry. The variance of the ratio is penalized instead of clipped.
     """
     action_log_probs = gather_log_probs(rollouts.actions, log_probs)
     ratio = log_ratios(action_log_probs.detach(), rollouts).exp()

@@ -1,4 +1,4 @@
-"""Target policy optimisation: rewards define a target distribution over candidates, and the policy is fitted to it."""
+"""Target policy optimization: rewards define a target distribution over candidates, and the policy is fitted to it."""
 
 from typing import NamedTuple
 
@@ -88,7 +88,7 @@ def tpo_no_anchor(rollouts: Rollouts, log_probs: Tensor, config: UpdateRuleConfi
 
     Source: this sandbox's ablation of TPO.
     Reduces to: TPO if the sampling policy gives all rollouts of a group equal probability.
-    Axis: influence. Without the anchor, equal rewards pull probabilities towards equality.
+    Axis: influence. Without the anchor, equal rewards pull probabilities toward equality.
     """
     return _compute_group_loss(rollouts, log_probs, config, anchored=False)
 
