@@ -144,8 +144,8 @@ CURVES: tuple[Curve, ...] = (
         "stops",
         "reward_std",
         "reward std in the group (reward)",
-        "Standard deviation of the rewards in a group, averaged over groups. Near zero, all rollouts of a group get the "
-        "same reward, so rewards carry no signal.",
+        "Standard deviation of the rewards in a group, averaged over groups. Near zero, all rollouts of a group get "
+        "the same reward, so rewards carry no signal.",
     ),
     Curve(
         "entropy",

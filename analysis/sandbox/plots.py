@@ -51,6 +51,7 @@ def draw_mean_curves(
             for arm, color in colors.items()
             if any((runs["arm"] == arm).any() for _, runs, _ in panel_curves)
         }
+        # An arm without a row has no curve, so the legend leaves it out.
         handles: list[Any] = [
             Line2D([], [], color=color, linewidth=2, label=arm) for arm, color in shown_colors.items()
         ]
@@ -127,5 +128,5 @@ def draw_contrasts(table: pd.DataFrame, pair_table: pd.DataFrame) -> Figure:
             axes.set_xlabel(f"{column},\nfirst minus second")
             axes.xaxis.set_major_locator(MaxNLocator(nbins=4))
         axes_row[0].set_yticks(list(heights.values()), [fill(name, 34) for name in names])
-        axes_row[0].set_ylim(-len(names) + 0.4, 0.6)
+        axes_row[0].set_ylim(-len(names) + 0.4, 0.6)  # from 0.6 rows below the last contrast to 0.6 above the first
     return figure

@@ -242,7 +242,7 @@ def test_the_index_links_every_study_and_holds_equal_runs_against_each_other(tmp
     assert found.links == ["results/entropy_sweep/report.html", "results/kl_sweep_sokoban-tiny/report.html"]
     assert all((tmp_path / link).parent.is_dir() for link in found.links)
     words = " ".join(found.text.split())
-    assert "entropy/arm0-seed0 and kl/arm0-seed0: equal" in words
+    assert "entropy/arm0-seed0 and kl/arm0-seed0 have equal rows" in words
     assert "2 studies" in words
 
 
