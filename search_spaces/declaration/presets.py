@@ -1,4 +1,4 @@
-"""The presets `paper` (the published scale, RunConfig's defaults) and `laptop` (what it changes to run on a CPU)."""
+"""The presets: `paper` is the published scale, RunConfig's defaults; `laptop` changes them to run on one CPU core."""
 
 from types import MappingProxyType
 
@@ -18,7 +18,7 @@ PRESETS: dict[str, Settings] = {
             "rollout.response_length": 24,
             "actor.lr": 3e-4,
             "critic.lr": 1e-3,
-            # Length of training and intervals.
+            # Length of training and intervals. A rolling checkpoint takes milliseconds here, so every step writes one.
             "trainer.total_training_steps": 60,
             "trainer.test_freq": 5,
             "trainer.resume_every": 1,
