@@ -1,8 +1,8 @@
 """Compare rollouts of our sampler, transformers' generate and vLLM. Prints a JSON object.
 
-All play the same 8 levels x 16 episodes of sokoban-tiny with the same protocol, alternately, in one process and on one
-thread. Ours and vLLM compute log-probs; generate does not. vLLM has a prefix cache, ours has its own cache, and
-generate has none.
+The three samplers play the same 8 levels x 16 episodes of sokoban-tiny with the same protocol, alternately, in one
+process and on one thread. Ours and vLLM compute log-probs; generate does not. vLLM has a prefix cache, our sampler
+keeps the keys and values of a conversation, and generate keeps nothing between turns.
 Run: make bench-engines, or python benchmarks/rollout_engines.py [--repetitions 7] in an environment with vLLM
 """
 
