@@ -1,8 +1,8 @@
 """Time cross-scoring of thoughts: each prompt read once, and naively, one sequence per pair. Prints a JSON object.
 
 Both methods score the same prompts and thoughts of one rollout of 8 levels x 16 episodes. The first sample has 64
-thoughts of any turn and their 64 prompts. The second has 64 thoughts of first turns and the 8 openings. Every thought is
-scored after every prompt. The training fraction is the part of the time of training without validation that the
+thoughts of any turn and their 64 prompts. The second has 64 thoughts of first turns and the 8 openings. Every thought
+is scored after every prompt. The training fraction is the part of the time of training without validation that the
 diagnostics take, if both samples are scored every fifth step.
 Run: python benchmarks/cross_scoring.py [--repetitions 5] [--steps 5] [--samples 64]
 """

@@ -100,7 +100,10 @@ def make_packed_passes(batch: Batch) -> PassTensors:
 def run_passes(
     model: Qwen2, compute_hidden: HiddenStateFunction, iterate_passes: Callable[[], PassTensors], with_gradients: bool
 ) -> list[Tensor]:
-    """The gradient of the sum of all log-probs, by parameter; or without gradients, the log-probs of each pass."""
+    """The gradient of the sum of all log-probs, by parameter; or without gradients, the log-probs of each pass.
+
+    Both methods return the same quantities, so that `compare_methods` can compare them.
+    """
     model.zero_grad(set_to_none=True)
     pass_logprobs = []
     with torch.set_grad_enabled(with_gradients):
@@ -176,6 +179,7 @@ def compare_methods(case: Case, with_gradients: bool, repetitions: int) -> dict[
         "seconds": {name: round(statistics.median(seconds), 4) for name, seconds in seconds_by_method.items()},
         "packed_over_padded": {
             "median": round(statistics.median(ratios), 3),
+            # statistics.quantiles gives three quartiles; the second is the median.
             "quartiles": [round(quartile, 3) for quartile in statistics.quantiles(ratios)[::2]],
         },
         "relative_difference": float((packed_result - padded_result).norm() / padded_result.norm()),

@@ -39,7 +39,10 @@ def measure_rollout_rates(policy: Policy, sampler: Sampler, step: int) -> dict[s
         sampler,
         make_prompt_template("compact", "grid", 10),
         make_codec(policy.tokenizer),
-        EpisodeLimits(5, 2, 10, -0.1, MAX_MODEL_LEN),
+        # The published limits and penalty, which the presets use too.
+        EpisodeLimits(
+            max_turn=5, max_actions_per_turn=2, max_actions=10, format_penalty=-0.1, context_length=MAX_MODEL_LEN
+        ),
         SamplingParams(1.0, MAX_NEW_TOKENS, policy.stop_token),
         make_rng(0, "sampling", step),
     )
@@ -63,6 +66,7 @@ def main() -> None:
         "vllm": vllm,
     }
     rates: dict[str, list[dict[str, float]]] = {name: [] for name in samplers}
+    # In turn within each step, so that a change of the machine's load affects all samplers.
     for step in range(1, repetitions + 2):
         for name, sampler in samplers.items():
             rates[name].append(measure_rollout_rates(policy, sampler, step))

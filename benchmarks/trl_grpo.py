@@ -56,7 +56,7 @@ def time_our_batches(prompt_ids: Sequence[list[int]], batches: int) -> list[floa
     """CPU seconds of each batch with our sampler and update, after one batch that is not timed."""
     policy = load_policy("sokoban-tiny", torch.device("cpu"))
     sampler = TorchSampler(policy.model)
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-6)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=1e-6)  # the rate of the TRL run below
     settings = ActorConfig(ppo_mini_batch_size=MINI_BATCH_SIZE, ppo_micro_batch_size_per_gpu=MINI_BATCH_SIZE)
     backend = TorchBackend("actor_optimizer", {"actor": policy.model}, optimizer, settings.grad_clip)
     update = ActorUpdate(policy.model, backend, settings, 1.0)

@@ -240,6 +240,7 @@ def diff_frames(a: pd.DataFrame, b: pd.DataFrame, ignored_columns: Iterable[str]
     """
     skipped_columns = NONDETERMINISTIC_COLUMNS | set(ignored_columns)
     columns_a, columns_b = ([name for name in frame.columns if name not in skipped_columns] for frame in (a, b))
+    # Frames with other columns or another number of rows cannot be compared value by value.
     if columns_a != columns_b:
         return [f"columns differ: {sorted(set(columns_a) ^ set(columns_b)) or 'in order'}"]
     if len(a) != len(b):

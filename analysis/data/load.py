@@ -76,6 +76,7 @@ def find_study_folders(path: Path) -> list[Path]:
     """
     if (path / "study.json").is_file():
         return [path]
+    # An output folder also has logs and checkpoints, which may be many files and contain no study.
     root = path / "results" if (path / "results").is_dir() else path
     folders = sorted(study_file.parent for study_file in root.rglob("study.json"))
     if not folders:
@@ -226,7 +227,7 @@ def _make_step_rows(study: Study, run: _RunFiles, family: TableFamily) -> list[R
     """The rows of a run. Only the row of the step at which a rule stopped the run has the values of `STOP_COLUMNS`."""
     names = _make_run_columns(study, run)
     stop_columns = {column.name: run.status.get(column.name) for column in STOP_COLUMNS}
-    stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None
+    stop_step = stop_columns["stop_step"] if stop_columns["stop_rule"] else None  # None is the step of no row
     return [
         {
             **names,

@@ -359,6 +359,7 @@ def draw_lines(table: pd.DataFrame, colors: Mapping[str, str], label: str) -> Fi
         for axes, prefilter in zip(panels, filter_states, strict=True):
             axes.axhline(0, color="#888888", linewidth=0.8)
             curves = table[table["prefilter"] == prefilter].groupby(["line", "run_id", "step", "source"], sort=False)
+            # A line of the legend is several curves: one per run, and one per step if an arm was probed at several.
             for (line, _, _, source), rows in curves:
                 style = "o--" if source == "probe" else "o-"
                 axes.plot(rows["reward_std"], rows["value"], style, color=colors[line], linewidth=1.3, markersize=4)

@@ -66,6 +66,7 @@ def draw_heat_maps(grid: Grid, table: pd.DataFrame, measure: str, label: str, *,
     xs, ys = (sorted(table[axis].unique()) for axis in ("x", "y"))
     norm = _make_norm(table[measure], log)
     with mpl.rc_context({**STYLE, "axes.grid": False}):
+        # inches: legend and axis labels; per row of panels its title, and 0.34 for each row of cells
         height = 1.0 + panel_layout.rows * (0.5 + 0.34 * len(ys))
         figure = Figure(figsize=(FIGURE_WIDTH, height), layout="constrained")
         axes = figure.subplots(panel_layout.rows, panel_layout.columns, sharex=True, sharey=True, squeeze=False)

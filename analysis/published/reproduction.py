@@ -67,6 +67,7 @@ def _make_row(frames: StudyFrames, cell: Cell, study: str) -> Row:
     trials = frames.trials[(frames.trials["study"] == study) & (frames.trials["arm"] == cell.arm)]
     runs = trials[trials["status"].isin(SCORED_STATUSES)]
     steps = frames.steps[(frames.steps["study"] == study) & frames.steps["run_id"].isin(runs["run_id"])]
+    # A pooled cell is over logged rows, any other cell is over runs.
     values = _select_values(steps if cell.kind == POOLED else runs, cell.column)
     sample = SampleStats(float(values.mean()) if len(values) else math.nan, sample_std(values), len(values))
     reason = _explain_untestable(cell, runs, values)
@@ -204,6 +205,7 @@ def summarize_verdicts(table: pd.DataFrame) -> str:
         if verdict in counts
     ]
     unexpected_count = int((table["as_expected"] == False).sum())  # noqa: E712 (`~` fails on None)
+    # Pooled cells count rows in n, and cells without a published mean count seeds that reach a step.
     max_seeds = table.loc[table["kind"] == PER_SEED, "n"].max()
     seed_warning = (
         ""

@@ -313,6 +313,7 @@ def _format_seed_lists(seeds_by_name: Mapping[str, set[str]]) -> str:
 def format_sentence(row: Row) -> str:
     """The verdict on a contrast in words. row: a row of `compute_contrasts`."""
     text = f"{row['contrast']}, {row['column']}: {row['verdict']}: {_format_size(row)}"
+    # Without a counted seed there are no signs to count, only excluded runs to name.
     if row["seeds"]:
         equal_text = f", equal in {row['equal']}" if row["equal"] else ""
         used_text = "" if row["pairs_used"] == row["pairs"] else f"{row['pairs_used']} of "

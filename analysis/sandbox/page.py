@@ -214,6 +214,8 @@ def make_notes(frames: StudyFrames) -> list[str]:
     """Warnings for a reader of the numbers: few seeds, stops, collapse, errors at chance, equal arms."""
     lines = [*_make_seed_notes(frames), *_make_ending_notes(frames)]
     for arm in list_arms(frames):
+        # Only scored runs: the last row of a failed run is no final number, and its notes would be about an early
+        # state.
         runs = select_runs(frames, arm, scored_only=True)
         lines += [*_make_collapse_notes(arm, runs), *_make_chance_notes(arm, runs, compute_chance_error(frames))]
         kept_fractions = frames.steps.loc[frames.steps["run_id"].isin(runs["run_id"]), "kept_frac"].dropna()

@@ -197,6 +197,7 @@ def find_equal_arms(frames: StudyFrames) -> list[tuple[str, str]]:
         runs = select_runs(frames, arm, scored_only=True).set_index("seed")[measured_columns].sort_index()
         if len(runs) > 1 and len(measured_columns):
             final_values[arm] = runs
+    # DataFrame.equals compares the index as well, so the seeds must be the same; two missing values are equal.
     return [(a, b) for a, b in combinations(final_values, 2) if final_values[a].equals(final_values[b])]
 
 

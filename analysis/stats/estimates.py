@@ -187,7 +187,7 @@ def detectable_difference(
     (t(1 - alpha/2m) + t(power)) se, with alpha = 1 - confidence_level and m comparisons: the strictest step of Holm's
     procedure. It depends on the observed noise and not on the observed effect. NaN without a standard error.
     """
-    if not (se > 0 and df > 0):
+    if not (se > 0 and df > 0):  # also False for NaN
         return NAN
     tail = (1 - confidence_level) / 2 / max(comparisons, 1)
     return float(stats.t.ppf(1 - tail, df) + stats.t.ppf(power, df)) * se

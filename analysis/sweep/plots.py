@@ -257,6 +257,7 @@ def draw_arm_lines(table: pd.DataFrame, colors: Mapping[str, str]) -> Figure:
                 axes.plot(
                     arm_rows["step"], arm_rows["value"], color=colors[arm], linewidth=1.4, marker=".", markersize=3
                 )
+            # Chance is a mean over all runs, so every arm has the same value at a step.
             chance = rows.dropna(subset="chance").drop_duplicates("step").sort_values("step")
             if len(chance):
                 axes.plot(chance["step"], chance["chance"], color="#777777", linestyle="--", linewidth=1.1, marker=".")

@@ -193,6 +193,7 @@ def check_consistency(frames: StudyFrames) -> pd.DataFrame:
     One row per pair of such runs: a and b (named study/run_id), seed, agree, difference (text, empty if they agree).
     frames may contain several studies: the run with KL 0 of one sweep is the run with entropy 0 of another.
     """
+    # Without a config_hash, or for unfinished runs, it is not known that the rows must be equal.
     is_comparable = frames.trials["status"].isin(SCORED_STATUSES) & (frames.trials["config_hash"] != "")
     trials = frames.trials.loc[is_comparable, ["config_hash", "seed", "study", "run_id"]]
     rows = []

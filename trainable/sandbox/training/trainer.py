@@ -267,6 +267,7 @@ class UpdateRuleTrainer:
         self.learner.optimizer.load_state_dict(select_prefix(tensors, "adam"))
         self.age_statistics.sums = tensors["ages"]
         for index in range(first_values["batches"]):
+            # `with_batch` computes the priority again, which a state does not contain.
             self.buffer = self.buffer.with_batch(
                 unflatten_rollouts(select_prefix(tensors, f"batches/{index}"), first_values["group_size"])
             )
