@@ -205,12 +205,11 @@ def summarize_verdicts(table: pd.DataFrame) -> str:
         if verdict in counts
     ]
     unexpected_count = int((table["as_expected"] == False).sum())  # noqa: E712 (`~` fails on None)
-    # Pooled cells count rows in n, and cells without a published mean count seeds that reach a step.
+    # Pooled cells count rows in n, and cells without a published mean count seeds that reach a step. Without any other
+    # cell, the maximum is NaN, which is not below the plan.
     max_seeds = table.loc[table["kind"] == PER_SEED, "n"].max()
     seed_warning = (
-        ""
-        if max_seeds >= PLANNED_SEEDS
-        else f" Our arms have at most {max_seeds:.0f} of {PLANNED_SEEDS} planned seeds."
+        f" Our arms have at most {max_seeds:.0f} of {PLANNED_SEEDS} planned seeds." if max_seeds < PLANNED_SEEDS else ""
     )
     return (
         f"{len(table)} published cells: {', '.join(verdict_counts)}; {unexpected_count} not as expected.{seed_warning}"
