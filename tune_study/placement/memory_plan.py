@@ -146,8 +146,8 @@ def plan_memory(
     for arm_spec in {spec.arm: spec for spec in plan.runs}.values():
         shape = read_model_shape(arm_spec.ppo_config.model.path, environ)
         if shape is not None:
-            # A remedy may use all GPUs of this machine. Their number is unknown if the GPU is assumed, and on a cluster,
-            # whose resource plan has no ids of GPUs.
+            # A remedy may use all GPUs of this machine. Their number is unknown if the GPU is assumed, and on a
+            # cluster, whose resource plan has no ids of GPUs.
             max_gpus = (capacity.is_known and len(resource_plan.gpus)) or _MAX_GPUS
             # Only a cluster has runs_per_node; without one, all runs are on this machine.
             runs_per_node = min(
