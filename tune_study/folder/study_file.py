@@ -82,7 +82,7 @@ class _Contrast(_Section):
 
 
 class _StudyFile(_Section):
-    """The keys of study.json that `status`, `report` and `resume` rely on. Keys with a default came with a later version."""
+    """The keys of study.json that `status`, `report` and `resume` rely on. A key with a default may be missing."""
 
     name: Text
     preset: Text
