@@ -271,7 +271,7 @@ def check_ray_start(ray_folder: Path, environ: Mapping[str, str], timeout_s: flo
 
     ray_folder: the folder in which Ray keeps the files of its sessions.
     """
-    # In a process of its own: this one would otherwise hang with Ray if Ray's daemons die while they start.
+    # In a separate process, which can be killed: calls to Ray never return if Ray's daemons die while they start.
     process_result = run_python(_RAY_SCRIPT, environ, timeout_s)
     if not process_result.problem:
         return CheckResult("start Ray", "ok", f"started and ran a task in {float(process_result.output_line):.1f} s")

@@ -137,7 +137,7 @@ def query_nodes(nodes: Sequence[Node], query: NodeQuery) -> dict[Node, NodeRepor
     # All tasks are started before the first answer is awaited. They reserve no CPU, so that a busy node can answer.
     references = {}
     for node in nodes:
-        # soft=False: Ray must not place the task on another node, whose answer would be taken for this one's.
+        # soft=False: Ray must not place the task on another node, whose answer would be taken for that of `node`.
         strategy = NodeAffinitySchedulingStrategy(node_id=node.id, soft=False)
         options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": strategy}
         references[node] = ray.remote(inspect_node).options(**options).remote(query)

@@ -89,7 +89,7 @@ def explain_paper_misfit(
 ) -> str:
     """Why `plans` do not fit the GPUs of this machine, and a command that would fit; empty if they fit.
 
-    command: the command that was typed. The command that would fit is this one with further options.
+    command: the command that was typed, to which the suggested options are added.
     """
     # The first study that does not fit is reason enough.
     for plan in plans:

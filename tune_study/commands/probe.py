@@ -120,7 +120,7 @@ def find_target(
         raise PlanError(f"--algo cannot be used here ({reason}): type --trial and the name of a run.")
     name = algo if trial is None else trial
     if path is not None:
-        # The checkpoint may be anywhere; without --trial it says itself which run wrote it.
+        # The folder may be anywhere. Without --trial, the settings in the checkpoint tell which run wrote it.
         checkpoint_step, checkpoint_dir = _parse_checkpoint_path(path)
         return ProbeTarget(
             plan,
@@ -129,7 +129,7 @@ def find_target(
             checkpoint_dir,
         )
     spec = _find_run(plan, name)
-    # Of a rolling and a saved checkpoint of one step, the saved one is taken: a run that continues removes the other.
+    # If a step has a rolling and a saved checkpoint, the saved one is taken: rolling checkpoints do not stay.
     local_checkpoints = {
         **dict(iter_checkpoints(plan.get_run_dir(spec.run_id) / STATE_FOLDER)),
         **dict(iter_checkpoints(plan.output / spec.checkpoint_dir)),

@@ -123,8 +123,8 @@ class Lease:
         """
         self._check_not_held(read_holder(self._study_path), name)
         self.refresh()
-        # Another driver may have passed the same check at the same time. Of the two, the one that wrote last keeps the
-        # lease, and the other one finds that out here.
+        # Another driver may have passed the same check at the same time. The driver that wrote last keeps the lease,
+        # and the driver that wrote first is refused here.
         time.sleep(_SETTLING_S)
         self._check_not_held(read_holder(self._study_path), name)
 

@@ -49,7 +49,7 @@ folder has newer statuses.
 _POLL_S = 1.0
 """Seconds between checks for a request to stop, which runs on other nodes see only through storage."""
 _PROBE_NAME = "tune_study-was-here"
-"""Name of the file that tries the storage. If it cannot be removed, its name says where it comes from."""
+"""Name of the file with which `check_storage` tries the storage. A user may see it there if it cannot be removed."""
 
 
 def open_uri(uri: str) -> StoragePath:

@@ -288,7 +288,7 @@ def _find_changed_arms(plan: StudyPlan) -> list[str]:
     for spec in plan.runs:
         path = plan.get_run_dir(spec.run_id) / "run.json"
         run_entry = read_json(path)
-        if run_entry is not None:  # without a run.json the run has not been started, so nothing has changed for it
+        if run_entry is not None:  # a run without a readable run.json has no earlier settings to compare with
             try:
                 old_config = type(spec.config).model_validate(run_entry.get("config"))
             except ValidationError as error:

@@ -43,7 +43,7 @@ _STEP_BYTES = 21_000
 _ANALYSIS_BYTES = 100_000
 """Bytes per gradient analysis of 128 groups, before and after the filter: its lines and its share of the tables."""
 _LEVEL_BYTES, _EVALUATION_BYTES = 18, 150
-"""A line of levels.jsonl is one evaluation: bytes per level in it (validation 11.4, test 17), and of the rest of it."""
+"""Bytes in levels.jsonl per level of an evaluation (measured: validation 11.4, test 17), and per evaluation."""
 _RUN_BYTES = 250_000
 """Bytes per run that do not depend on its steps: Tune's experiment state 70 kB, figures 150 kB, and settings."""
 _STUDY_BYTES = 550_000

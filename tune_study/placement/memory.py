@@ -412,7 +412,7 @@ def _list_pass_allocations(shape: ModelShape, config: RunConfig) -> list[Allocat
 
 
 def _list_vllm_allocations(shape: ModelShape, config: RunConfig, budget: int) -> list[Allocation]:
-    """Memory of vLLM. It takes gpu_memory_utilization of the budget and uses for the KV cache what the rest leaves."""
+    """Memory of vLLM: gpu_memory_utilization of the budget, of which weights and work space leave the KV cache."""
     rollout = config.rollout
     weight_bytes = get_dtype_bytes(config) * count_policy_parameters(shape)
     vllm_bytes = int(rollout.gpu_memory_utilization * budget)

@@ -242,7 +242,7 @@ def collect_overrides(
                 f"--set '{format_value(assignment)}' has no value: type --set key=value, like --set actor.lr=1e-5."
             )
         name = resolve_key(key.strip(), study.family.config_class)
-        if name == "seed":  # every run has its own, which would replace this one
+        if name == "seed":  # it would have no effect, since every run has its own seed
             raise PlanError("`seed` is not a setting of a study: type --seeds N to run the seeds 0 to N-1.")
         if name in overrides:
             raise PlanError(
@@ -453,7 +453,7 @@ def make_template_values(study: Study, run: str, value: str, config: BaseRunConf
 
 
 def _parse_number(text: str) -> float | None:
-    """The number that `text` spells; None if it spells none. A text with `_` spells none, although float() reads it."""
+    """The number in `text`; None if it is not a number. float() accepts `_` between digits, which is refused here."""
     if "_" in text:
         return None
     try:

@@ -192,8 +192,8 @@ class Recorder(tune.Callback):  # type: ignore[misc]  # Ray is untyped
     def _find_furthest_step(self, trial: Any) -> int:
         """The step that all running runs of a trial have reached; -1 before the first row, or if none is running.
 
-        The runs of a trial continue from a common step, so the one that is furthest behind counts. Another may have
-        later rows from an earlier start, in which it ran without this one; they are not progress of this trial.
+        The runs of a trial continue from a common step, so the run that is furthest behind counts. A run with later
+        rows has them from an earlier start, in which it was trained without the others. Such rows are no progress.
         """
         running_ids = (status.run_id for status in self._read_statuses(trial) if status.status == "running")
         return min((int(self._read_last_row(run_id).get("step", -1)) for run_id in running_ids), default=-1)
