@@ -104,6 +104,7 @@ def run_checks(
             f"There is no preset `{format_value(chosen_preset)}`: type --preset {' or --preset '.join(PRESETS)}."
         )
     ray_folder = machine_checks.find_ray_folder(environ)
+    # Functions, so that each is called only in its turn and an error ends only the check that raises it.
     checks: tuple[tuple[str, Callable[[], Iterable[CheckResult]]], ...] = (
         ("requirements", lambda: check_requirements("tune_study")),
         ("processor", lambda: machine_checks.check_resources(chosen_preset, gpus)),
@@ -237,6 +238,7 @@ def check_torch_gpus(version: str, cuda: str, device_count: int, warning: str, g
     name = "torch and GPU"
     if not gpus:
         return CheckResult(name, "ok", f"torch {version}; there is no GPU")
+    # The order is that of the causes: a build without CUDA never finds a GPU, whatever the driver.
     if not cuda:
         advice = "Install a build with CUDA (https://pytorch.org/get-started/locally), or type --preset laptop."
         return CheckResult(name, "problem", f"a GPU is visible, but torch {version} is built without CUDA", advice)
@@ -322,9 +324,9 @@ def run_python(code: str, environ: Mapping[str, str], timeout_s: float) -> Proce
             kill_process_tree(process)
         seconds = time.monotonic() - start_time
         output_line, error_line = _read_last_line(out), format_value(_read_last_line(err), 300)
-    if exit_code is None:
+    if exit_code is None:  # it was killed above
         problem = f"it did not end within {timeout_s:g} s"
-    elif exit_code < 0:
+    elif exit_code < 0:  # Popen's way to report the signal that ended a process, such as a segmentation fault
         problem = f"it was ended by {signal.Signals(-exit_code).name}"
     else:
         problem = (error_line or f"it ended with exit code {exit_code}") if exit_code else ""

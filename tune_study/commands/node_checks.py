@@ -86,6 +86,8 @@ def compute_code_hash() -> str:
 
 def inspect_node(query: NodeQuery) -> NodeReport:
     """Answer `query` for the machine of this process. It is run on a node, as a Ray task."""
+    # An error of the model or the engines is part of the report, not raised: the driver compares versions first, which
+    # may explain it.
     try:
         if query.settings is not None:
             config = RunConfig.model_validate(query.settings)
@@ -279,6 +281,7 @@ def check_capacity(
         host_bytes: CPU memory per run.
     """
     for node, report in reports.items():
+        # Ray may place as many runs on a node as fit there, but no more than run at once.
         n_runs = min(count_fitting_runs(node, n_gpus), runs_per_node)
         if scratch_bytes is not None and report.free_disk_bytes < n_runs * scratch_bytes:
             raise PlanError(

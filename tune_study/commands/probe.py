@@ -261,6 +261,7 @@ def make_probe_settings(config: RunConfig, settings: ProbeSettings) -> dict[str,
         "trainer.gradient_analysis_group_size": trainer.gradient_analysis_group_size or 16,
         "actor.entropy_coeff": config.actor.entropy_coeff or 0.001,
     }
+    # A run with a KL loss keeps its own estimator and coefficient, with which its policy was trained.
     if not config.actor.use_kl_loss:
         default_settings |= {"actor.use_kl_loss": True, "actor.kl_loss_type": "low_var_kl", "actor.kl_loss_coef": 0.001}
     for name in ("trainer.gradient_analysis_env_groups", "trainer.gradient_analysis_group_size"):
@@ -396,7 +397,7 @@ def _make_table(line: Mapping[str, Any]) -> Table:
     for header in ("bucket", "reward std", "task norm", "of mean", "signal/noise", "95 %", "entropy", "kl"):
         table.add_column(header, justify="left" if header == "bucket" else "right", no_wrap=True)
     rows = {(row["bucket"], row["component"]): row for row in line["rows"]}
-    for bucket in dict.fromkeys(row["bucket"] for row in line["rows"]):
+    for bucket in dict.fromkeys(row["bucket"] for row in line["rows"]):  # in the order of the analysis
         task = rows[bucket, "task"]
         interval = f"{_format_number(task['snr_low'])} to {_format_number(task['snr_high'])}"
         regularizer_norms = [

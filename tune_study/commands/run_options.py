@@ -188,6 +188,7 @@ def _parse_strategy(study: Study, text: str | None) -> str | None:
     option = "--rollout_filter_strategy"
     if text is None:
         return None
+    # Other studies that filter groups fix the strategy, which only --set changes.
     if not study.strategy_aliases:
         setting = "filter.rollout_filter_strategy"
         advice = (

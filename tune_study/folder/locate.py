@@ -104,6 +104,7 @@ def plan_resume(text: str, overrides: Mapping[str, object] = NO_OVERRIDES, *, is
     from tune_study.folder import storage
 
     storage.check_storage(plan.storage)
+    # If the study was run elsewhere since, its newest study.json may have more arms or seeds than the local one.
     with _fetch_newer(plan, plan.storage) as folder:
         with _name_uri_in_errors(
             folder or plan.folder, join_uri(plan.storage, plan.run) if folder else str(plan.folder)

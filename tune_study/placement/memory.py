@@ -283,7 +283,7 @@ def list_allocations(shape: ModelShape, config: RunConfig, budget: int) -> tuple
     else:
         sampler_allocations = _list_sampler_allocations(shape, config)
     context_name, context_bytes = "CUDA context", CUDA_CONTEXT_BYTES
-    if count_ranks(config) > 1:
+    if count_ranks(config) > 1:  # ranks communicate by NCCL
         context_name, context_bytes = "CUDA context, NCCL", CUDA_CONTEXT_BYTES + NCCL_BYTES
     allocations = [
         *_list_trained_allocations(shape, config),

@@ -65,6 +65,7 @@ def make_bundles(n_gpus: float) -> tuple[dict[str, float], ...]:
         )
     if n_gpus < 1:
         return ({"CPU": 1.0, "GPU": n_gpus},)
+    # Ray reserves a fraction on a single GPU, so 1.5 GPUs cannot be one bundle.
     if n_gpus != int(n_gpus):
         raise PlanError(
             f"--gpus-per-exp {n_gpus:g} cannot be placed: above 1, a run takes whole GPUs. "
@@ -160,7 +161,7 @@ def preflight(
 
 def _find_ignored_settings(trainer: TrainerConfig) -> tuple[str, ...]:
     """A note about DeepSpeed settings that were changed but have no effect, because torch makes the updates."""
-    if trainer.n_gpus_per_node > 1 or trainer.strategy == "deepspeed":
+    if trainer.n_gpus_per_node > 1 or trainer.strategy == "deepspeed":  # DeepSpeed makes the updates
         return ()
     default_trainer = TrainerConfig()
     changed_settings = [
@@ -202,6 +203,7 @@ def check_engines(config: RunConfig) -> None:
     """Raise PlanError if a run needs an engine that is not installed, or several GPUs with the torch engine."""
     trainer = config.trainer
     n_gpus = trainer.n_gpus_per_node
+    # The default strategy, auto, uses DeepSpeed for several GPUs. torch was chosen by the user.
     if n_gpus > 1 and trainer.strategy == "torch":
         raise PlanError(
             f"--gpus-per-exp {n_gpus:g} needs DeepSpeed and trainer.strategy is torch, which updates on one device: "
