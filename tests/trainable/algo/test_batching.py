@@ -67,9 +67,8 @@ def test_passes_hold_every_sequence_once_and_no_more_tokens_than_asked(lengths: 
     sizes = [sum(lengths[i] for i in rows) for rows in micro_batches]
     assert all(size <= max_tokens or len(rows) == 1 for size, rows in zip(sizes, micro_batches, strict=True))
     starts = [lengths[rows[0]] for rows in micro_batches[1:]]
-    assert all(
-        size + start > max_tokens for size, start in zip(sizes, starts, strict=False)
-    )  # no micro-batch was closed too early
+    # No micro-batch was closed too early.
+    assert all(size + start > max_tokens for size, start in zip(sizes, starts, strict=False))
 
 
 @examples

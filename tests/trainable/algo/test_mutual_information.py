@@ -153,9 +153,8 @@ def test_the_order_of_thoughts_and_of_prompts_does_not_matter(thoughts: ScoredTh
     original_metrics, shuffled_metrics = (
         compute_information_metrics(*scored[:3]) for scored in (thoughts, shuffled_thoughts)
     )
-    assert shuffled_metrics == pytest.approx(
-        original_metrics, rel=1e-9, abs=1e-9
-    )  # with abs alone, pytest does not apply rel
+    # With abs alone, pytest would not apply rel.
+    assert shuffled_metrics == pytest.approx(original_metrics, rel=1e-9, abs=1e-9)
     if all(
         len(set(row)) == len(set(thoughts.classes.tolist())) for row in thoughts.sums.tolist()
     ):  # ties rank by column
