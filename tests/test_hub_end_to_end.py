@@ -128,5 +128,5 @@ def test_a_model_that_is_not_run_starts_nothing(llama: Path, tmp_path: Path) -> 
     ]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
-    assert "is a LlamaForCausalLM, and its weights are quantised" in " ".join((done.stdout + done.stderr).split())
+    assert "is a LlamaForCausalLM, and its weights are quantized" in " ".join((done.stdout + done.stderr).split())
     assert not output.exists()

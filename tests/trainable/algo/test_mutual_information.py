@@ -155,9 +155,8 @@ def test_the_order_of_thoughts_and_of_prompts_does_not_matter(thoughts: ScoredTh
     )
     # With abs alone, pytest would not apply rel.
     assert shuffled_metrics == pytest.approx(original_metrics, rel=1e-9, abs=1e-9)
-    if all(
-        len(set(row)) == len(set(thoughts.classes.tolist())) for row in thoughts.sums.tolist()
-    ):  # ties rank by column
+    # Ties rank by column, so that the accuracy is compared only without ties.
+    if all(len(set(row)) == len(set(thoughts.classes.tolist())) for row in thoughts.sums.tolist()):
         accuracies = [
             compute_retrieval_metrics(scored.sums, scored.own_columns, scored.classes)["retrieval_accuracy"]
             for scored in (thoughts, shuffled_thoughts)

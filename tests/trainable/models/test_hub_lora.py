@@ -54,9 +54,8 @@ def test_peft_reads_the_adapters_of_another_architecture(model_type: str, tmp_pa
                 weight.copy_(torch.randn(weight.shape, generator=generator))
         tokens = make_tokens(2, 7)
         logits = policy.lm_head(policy.model.compute_hidden_states(tokens, torch.arange(14)))
-        base_logits = model.lm_head(
-            model.model.compute_hidden_states(tokens, torch.arange(14))
-        )  # before peft puts adapters into it
+        # These are computed before peft inserts its adapters into the model.
+        base_logits = model.lm_head(model.model.compute_hidden_states(tokens, torch.arange(14)))
         write_adapters(policy, settings, tmp_path)
         twin = PeftModel.from_pretrained(causal, str(tmp_path))
         expected_logits = twin(input_ids=tokens).logits.flatten(0, 1)

@@ -339,7 +339,7 @@ def test_a_state_over_another_base_is_refused_and_changes_nothing(tmp_path: Path
     weights_file.write_bytes(content)
     other_trainer = make_tuned_trainer(model__path=str(folder), model__prompt_style="compact")
     old_weights = copy_weights(other_trainer)
-    with pytest.raises(ValueError, match=r"adapters of the base .* give the same model"):
+    with pytest.raises(ValueError, match=r"adapters of the base .* type the same model"):
         other_trainer.load_state(*state)
     assert all(torch.equal(old_weights[name], value) for name, value in copy_weights(other_trainer).items())
 

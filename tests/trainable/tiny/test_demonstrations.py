@@ -140,9 +140,8 @@ def test_a_detour_is_one_wasted_legal_move_in_a_level_that_stays_solvable() -> N
             player = int(np.flatnonzero(turn.cells >= Tile.PLAYER)[0])
             distance_before = int(table[player, int(np.flatnonzero(turn.cells == Tile.BOX)[0])])
             outcome = step(turn.cells[None], np.array(turn.plan[:1]))
-            if (
-                len(turn.plan) == distance_before
-            ):  # no detour exists in this level: every first move either helps or makes it unsolvable
+            if len(turn.plan) == distance_before:
+                # This level has no detour: every first move either helps or makes the level unsolvable.
                 distances = [compute_distance_after(turn.cells, [action]) for action in DIRECTIONS]
                 moved = [step(turn.cells[None], np.array([action])).moved[0] for action in DIRECTIONS]
                 wasted_distances = [
