@@ -37,7 +37,7 @@ def make_vectors(*shape: int, seed: int = 0, drift: float = 1.0) -> Tensor:
     return drift + torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def mean_gradients(x: Tensor, counts: Tensor) -> Tensor:
+def compute_mean_gradients(x: Tensor, counts: Tensor) -> Tensor:
     """Mean gradients (C, D) of fold gradients (K, C, D)."""
     return torch.einsum("k,kcn->cn", counts.double() / counts.double().sum(), x)
 
@@ -128,7 +128,7 @@ def test_the_order_of_the_folds_does_not_matter(folds: tuple[Tensor, list[float]
     assert is_close(shuffled_signal.noise, signal.noise, scale)
     if signal.noise > 1e-3 * scale:
         assert shuffled_signal.snr == pytest.approx(signal.snr, rel=1e-6, abs=1e-6)
-    means = mean_gradients(x, counts)
+    means = compute_mean_gradients(x, counts)
     assume(means.square().sum(dim=1).min() > 1e-3 * scale)
     torch.testing.assert_close(
         compute_component_cosines(gram, counts), compute_component_cosines(shuffled_gram, counts[order])
@@ -238,7 +238,7 @@ def test_component_gradients_of_the_folds_add_up_to_the_gradient_of_the_whole_lo
     ]
     x = torch.stack([torch.stack(components) for components in fold_gradients])
     gram = compute_fold_gram([x])
-    means = mean_gradients(x, counts)
+    means = compute_mean_gradients(x, counts)
     torch.testing.assert_close(means.sum(dim=0), total_gradient)
     assert estimate_gradient_signal(gram.sum(dim=(1, 3)), counts).norm == pytest.approx(total_gradient.norm().item())
     torch.testing.assert_close(

@@ -48,20 +48,20 @@ def pad_left(chunks: list[list[int]], start_positions: list[int]) -> tuple[Tenso
 
 
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
-def pair(request: pytest.FixtureRequest) -> tuple[Any, HubModel]:
+def model_pair(request: pytest.FixtureRequest) -> tuple[Any, HubModel]:
     return make_wrapped_model(request.param)
 
 
-def test_logits_are_those_of_the_models_own_forward(pair: tuple[Any, HubModel]) -> None:
-    causal, model = pair
+def test_logits_are_those_of_the_models_own_forward(model_pair: tuple[Any, HubModel]) -> None:
+    causal, model = model_pair
     tokens, positions = make_tokens(3, 17), torch.tensor([50, 0, 5, 5, 33])
     with torch.no_grad():
         expected = causal(input_ids=tokens).logits.flatten(0, 1)[positions]
         assert_close(model.lm_head(model.model.compute_hidden_states(tokens, positions)), expected)
 
 
-def test_padding_on_the_right_changes_nothing(pair: tuple[Any, HubModel]) -> None:
-    _, model = pair
+def test_padding_on_the_right_changes_nothing(model_pair: tuple[Any, HubModel]) -> None:
+    _, model = model_pair
     tokens = make_tokens(2, 12)
     padded = tokens.clone()
     padded[0, 7:] = 3
@@ -72,8 +72,8 @@ def test_padding_on_the_right_changes_nothing(pair: tuple[Any, HubModel]) -> Non
         )
 
 
-def test_gradients_are_those_of_the_models_own_forward(pair: tuple[Any, HubModel]) -> None:
-    causal, model = deepcopy(pair)
+def test_gradients_are_those_of_the_models_own_forward(model_pair: tuple[Any, HubModel]) -> None:
+    causal, model = deepcopy(model_pair)
     twin = make_model(causal.config.model_type)  # the same numbers, other tensors
     tokens, positions = make_tokens(2, 9), torch.tensor([2, 7, 12, 15])
     slopes = torch.randn(4, VOCAB_SIZE, generator=torch.Generator().manual_seed(1))
@@ -90,11 +90,11 @@ def test_gradients_are_those_of_the_models_own_forward(pair: tuple[Any, HubModel
             assert_close(weight.grad, expected_weights[name].grad)
 
 
-def test_recomputing_blocks_changes_no_gradient(pair: tuple[Any, HubModel]) -> None:
+def test_recomputing_blocks_changes_no_gradient(model_pair: tuple[Any, HubModel]) -> None:
     tokens, positions = make_tokens(2, 9), torch.tensor([2, 7, 12, 15])
     runs = []
     for recompute in (False, True):
-        model = deepcopy(pair[1])
+        model = deepcopy(model_pair[1])
         model.model.pass_settings = PassSettings(recompute=recompute)
         calls: list[int] = []
         block = model.model.blocks[0]
@@ -111,8 +111,8 @@ def test_recomputing_blocks_changes_no_gradient(pair: tuple[Any, HubModel]) -> N
             assert_close(recomputed_parameter.grad, parameter.grad, 1e-5)
 
 
-def test_a_cache_gives_what_whole_sequences_give(pair: tuple[Any, HubModel]) -> None:
-    _, model = pair
+def test_a_cache_gives_what_whole_sequences_give(model_pair: tuple[Any, HubModel]) -> None:
+    _, model = model_pair
     rows: list[list[int]] = [[], [], []]
 
     def extend(chunks: list[list[int]]) -> None:
@@ -139,8 +139,8 @@ def test_a_cache_gives_what_whole_sequences_give(pair: tuple[Any, HubModel]) -> 
         extend([[7], [8], [9]])
 
 
-def test_a_tree_after_a_cache_gives_what_its_paths_give(pair: tuple[Any, HubModel]) -> None:
-    _, model = pair
+def test_a_tree_after_a_cache_gives_what_its_paths_give(model_pair: tuple[Any, HubModel]) -> None:
+    _, model = model_pair
     prompts, thoughts = [[5, 6, 7, 8], [9, 10], [5]], [[20, 21, 22], [20, 21, 30], [40], [40, 41]]
     sums = compute_cross_scores(model, prompts, thoughts).logprob_sums
     for row, thought in enumerate(thoughts):
@@ -154,8 +154,8 @@ def test_a_tree_after_a_cache_gives_what_its_paths_give(pair: tuple[Any, HubMode
             assert float(sums[row, column]) == pytest.approx(float(thought_logprobs.sum()), rel=1e-4)
 
 
-def test_greedy_replies_are_those_of_generate(pair: tuple[Any, HubModel]) -> None:
-    causal, model = pair
+def test_greedy_replies_are_those_of_generate(model_pair: tuple[Any, HubModel]) -> None:
+    causal, model = model_pair
     prompts = [[5, 6, 7, 8, 9], [11, 12]]
     conversation = TorchSampler(model).start_conversation(
         prompts, 1, SamplingParams(0.0, 12, 2), np.random.default_rng(0)
@@ -178,8 +178,8 @@ def test_greedy_replies_are_those_of_generate(pair: tuple[Any, HubModel]) -> Non
             assert generated[0, len(context) :].tolist() == expected
 
 
-def test_passes_in_bfloat16_are_near_those_in_float32(pair: tuple[Any, HubModel]) -> None:
-    model = deepcopy(pair[1])
+def test_passes_in_bfloat16_are_near_those_in_float32(model_pair: tuple[Any, HubModel]) -> None:
+    model = deepcopy(model_pair[1])
     tokens, positions = make_tokens(2, 9), torch.arange(18)
     with torch.no_grad():
         exact = model.model.compute_hidden_states(tokens, positions)

@@ -53,7 +53,7 @@ def make_settings(rank: int = 3, alpha: float = 16, targets: object = "all-linea
     return ModelConfig.model_validate({"lora_rank": rank, "lora_alpha": alpha, "lora_target_modules": targets})
 
 
-def make_base(dtype: str = "float32", **sizes: object) -> Qwen2:
+def make_base_model(dtype: str = "float32", **sizes: object) -> Qwen2:
     model = make_random_model(make_qwen2_shape(**sizes), seed=4, std=0.2)
     model.model.pass_settings = PassSettings(DTYPES[dtype])
     return freeze(model)
@@ -68,8 +68,8 @@ def set_adapters(model: Qwen2, seed: int = 0) -> Qwen2:
     return model
 
 
-def make_adapted(settings: ModelConfig, dtype: str = "float32", **sizes: object) -> Qwen2:
-    return set_adapters(make_adapted_policy(make_base(dtype, **sizes), settings, np.random.default_rng(1)))
+def make_adapted_model(settings: ModelConfig, dtype: str = "float32", **sizes: object) -> Qwen2:
+    return set_adapters(make_adapted_policy(make_base_model(dtype, **sizes), settings, np.random.default_rng(1)))
 
 
 def merge_into_copy(model: Qwen2) -> Qwen2:
@@ -104,7 +104,7 @@ def make_tuned_trainer(**overrides: object) -> PPOTrainer:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_fresh_policy_is_the_base_to_the_last_bit(dtype: str, tied: bool) -> None:
-    model = make_base(dtype, tie_word_embeddings=tied)
+    model = make_base_model(dtype, tie_word_embeddings=tied)
     fresh = make_adapted_policy(model, make_settings(), np.random.default_rng(0))
     with torch.no_grad():
         assert torch.equal(compute_logits(fresh), compute_logits(model))
@@ -112,7 +112,7 @@ def test_a_fresh_policy_is_the_base_to_the_last_bit(dtype: str, tied: bool) -> N
 
 
 def test_an_adapter_adds_its_product_times_alpha_over_rank() -> None:
-    model = make_adapted(make_settings(rank=3, alpha=5))
+    model = make_adapted_model(make_settings(rank=3, alpha=5))
     merged = dict(iter_merged_weights(model))
     for name, layer in find_adapters(model):
         a, b = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
@@ -128,7 +128,7 @@ def test_an_adapter_adds_its_product_times_alpha_over_rank() -> None:
     targets=st.lists(st.sampled_from(LINEAR_LAYERS), min_size=1),
 )
 def test_merged_weights_compute_what_adapters_do(rank: int, alpha: float, tied: bool, targets: list[str]) -> None:
-    model = make_adapted(make_settings(rank, alpha, targets), tie_word_embeddings=tied)
+    model = make_adapted_model(make_settings(rank, alpha, targets), tie_word_embeddings=tied)
     assert dict(iter_merged_weights(model)).keys() == Qwen2(model.shape).state_dict().keys()
     assert {name.rsplit(".", 1)[-1] for name, _ in find_adapters(model)} == set(targets)
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_merged_weights_compute_what_adapters_do(rank: int, alpha: float, tied: 
 def test_peft_over_transformers_reads_the_adapters_and_computes_the_same(targets: object, tmp_path: Path) -> None:
     from peft import PeftModel
 
-    model = make_base()
+    model = make_base_model()
     policy = set_adapters(make_adapted_policy(model, make_settings(3, 5, targets), np.random.default_rng(1)))
     write_adapters(policy, make_settings(3, 5, targets), tmp_path / "adapter")
     twin = PeftModel.from_pretrained(make_hub_twin(model), str(tmp_path / "adapter"))
@@ -159,7 +159,7 @@ def test_without_adapters_weights_are_returned_unchanged() -> None:
 
 def test_gradients_are_the_full_gradients_by_the_chain_rule() -> None:
     """With W' = W + s B A: dL/dB = s G A^T and dL/dA = s B^T G, where G = dL/dW' is that of the merged network."""
-    model, scale = make_adapted(make_settings(rank=3, alpha=5)), 5 / 3
+    model, scale = make_adapted_model(make_settings(rank=3, alpha=5)), 5 / 3
     output_gradients = torch.randn(len(ALL_POSITIONS), 23, generator=torch.Generator().manual_seed(2))
     (compute_logits(model) * output_gradients).sum().backward()
     merged_model = merge_into_copy(model)
@@ -178,7 +178,7 @@ def test_gradients_are_the_full_gradients_by_the_chain_rule() -> None:
 def test_recomputed_blocks_give_the_same_gradients() -> None:
     gradients = []
     for recompute in (False, True):
-        model = make_adapted(make_settings())
+        model = make_adapted_model(make_settings())
         model.model.pass_settings = PassSettings(recompute=recompute)
         compute_logits(model).square().sum().backward()
         gradients.append([weight.grad for weight in model.parameters() if weight.requires_grad])
@@ -188,7 +188,7 @@ def test_recomputed_blocks_give_the_same_gradients() -> None:
 
 
 def test_adapters_are_float32_beside_weights_in_the_type_of_the_passes() -> None:
-    model = make_adapted(make_settings(), "bfloat16")
+    model = make_adapted_model(make_settings(), "bfloat16")
     for _, layer in find_adapters(model):
         assert layer.base_layer.weight.dtype == torch.bfloat16
         assert layer.lora_A[ADAPTER_NAME].weight.dtype == layer.lora_B[ADAPTER_NAME].weight.dtype == torch.float32
@@ -197,7 +197,9 @@ def test_adapters_are_float32_beside_weights_in_the_type_of_the_passes() -> None
 
 def test_adapters_are_drawn_from_the_generator_alone() -> None:
     def draw_first_adapter(seed: int) -> Tensor:
-        _, layer = find_adapters(make_adapted_policy(make_base(), make_settings(), np.random.default_rng(seed)))[0]
+        _, layer = find_adapters(make_adapted_policy(make_base_model(), make_settings(), np.random.default_rng(seed)))[
+            0
+        ]
         weight: Tensor = layer.lora_A[ADAPTER_NAME].weight
         return weight
 
@@ -287,7 +289,7 @@ def test_a_head_on_the_shared_trunk_learns_beside_the_policys_adapters() -> None
 
 
 def test_sharing_copies_no_tensor_and_keeps_modules_apart() -> None:
-    model = make_base()
+    model = make_base_model()
     shared = share_parameters(model)
     assert list_storages(shared) == list_storages(model)
     assert not {id(module) for module in model.modules()} & {id(module) for module in shared.modules()}

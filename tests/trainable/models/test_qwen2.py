@@ -40,7 +40,7 @@ def model(request: pytest.FixtureRequest) -> Qwen2:
 
 
 @pytest.fixture(scope="module")
-def grouped() -> Qwen2:
+def grouped_model() -> Qwen2:
     return make_layout(*LAYOUTS[1])
 
 
@@ -76,15 +76,15 @@ def test_a_subset_of_positions_has_the_numbers_of_the_full_forward(model: Qwen2)
         assert model.model.compute_hidden_states(tokens, positions[:0]).shape == (0, 32)
 
 
-def test_padding_on_the_right_changes_nothing(grouped: Qwen2) -> None:
+def test_padding_on_the_right_changes_nothing(grouped_model: Qwen2) -> None:
     tokens = make_tokens(2, 12)
     padded = tokens.clone()
     padded[0, 7:] = 3
     positions = torch.arange(7)
     with torch.no_grad():
         assert_close(
-            grouped.model.compute_hidden_states(padded, positions),
-            grouped.model.compute_hidden_states(tokens[:1, :7], positions),
+            grouped_model.model.compute_hidden_states(padded, positions),
+            grouped_model.model.compute_hidden_states(tokens[:1, :7], positions),
         )
 
 
@@ -106,12 +106,12 @@ def test_a_tied_head_is_the_embedding(model: Qwen2) -> None:
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == model.shape.tie_word_embeddings
 
 
-def test_values_are_a_linear_function_of_the_hidden_state(grouped: Qwen2) -> None:
-    critic = ValueModel(grouped.shape)
-    critic.model.load_state_dict(grouped.model.state_dict())
+def test_values_are_a_linear_function_of_the_hidden_state(grouped_model: Qwen2) -> None:
+    critic = ValueModel(grouped_model.shape)
+    critic.model.load_state_dict(grouped_model.model.state_dict())
     tokens, positions = make_tokens(2, 6), torch.tensor([3, 8])
     with torch.no_grad():
-        hidden = make_hub_twin(grouped).model(input_ids=tokens).last_hidden_state.flatten(0, 1)[positions]
+        hidden = make_hub_twin(grouped_model).model(input_ids=tokens).last_hidden_state.flatten(0, 1)[positions]
         expected = (hidden * critic.score.weight[0]).sum(1) + critic.score.bias[0]
         assert_close(critic.compute_values(tokens, positions), expected)
 
@@ -196,9 +196,9 @@ def test_any_chunking_and_selection_equals_the_full_forward(seed: int) -> None:
                 rows.cache.pack()
 
 
-def test_packing_leaves_as_many_slots_as_the_longest_row_has_tokens(grouped: Qwen2) -> None:
+def test_packing_leaves_as_many_slots_as_the_longest_row_has_tokens(grouped_model: Qwen2) -> None:
     with torch.inference_mode():
-        rows = Rows(grouped, 3, 10)
+        rows = Rows(grouped_model, 3, 10)
         rows.extend([[1, 2, 3, 4], [5], [9, 9]])
         rows.extend([[6], [7]])
         assert rows.cache.used_slots == 5
@@ -210,26 +210,26 @@ def test_packing_leaves_as_many_slots_as_the_longest_row_has_tokens(grouped: Qwe
         rows.extend([[8], [8]])
 
 
-def test_the_cache_grows_by_itself(grouped: Qwen2) -> None:
+def test_the_cache_grows_by_itself(grouped_model: Qwen2) -> None:
     with torch.inference_mode():
-        rows = Rows(grouped, 1, 2)
+        rows = Rows(grouped_model, 1, 2)
         for token in range(12):
             rows.extend([[token]])
         assert rows.cache.bias.shape[1] >= 12
 
 
-def test_all_tensors_are_on_the_device_of_the_tokens(grouped: Qwen2) -> None:
+def test_all_tensors_are_on_the_device_of_the_tokens(grouped_model: Qwen2) -> None:
     """`meta` stands in for a GPU: a tensor that is created without a device lands there and cannot mix with others."""
     tokens = make_tokens(2, 5)
     valid = torch.ones(2, 5, dtype=torch.bool)
     positions = torch.arange(5).expand(2, 5)
-    cache = grouped.model.make_cache(2, 3)
+    cache = grouped_model.model.make_cache(2, 3)
 
     last_positions = torch.tensor([4, 9])
     rows = torch.tensor([1, 0, 1])
     with torch.inference_mode(), torch.device("meta"):
-        full = grouped.model.compute_hidden_states(tokens, last_positions)
-        assert_close(grouped.model.extend(tokens, positions, valid, cache), full)
+        full = grouped_model.model.compute_hidden_states(tokens, last_positions)
+        assert_close(grouped_model.model.extend(tokens, positions, valid, cache), full)
         cache.select_rows(rows)
         cache.pack()
     assert cache.keys[0].device.type == "cpu"

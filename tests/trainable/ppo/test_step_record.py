@@ -24,13 +24,13 @@ COLUMNS = {column.name for column in STEP_COLUMNS}
 RECORD_TYPES = (RolloutSummary, EngineMismatch, FilterDecision, BatchSummary, Update, Budget, Validation)
 
 
-def make_filled(record_type: type, value: float = 1.0) -> object:
+def make_filled_record(record_type: type, value: float = 1.0) -> object:
     return record_type(**{field_definition.name: value for field_definition in fields(record_type)})
 
 
 def make_record() -> StepRecord:
     collection, engine, decision, batch, update, budget, validation = (
-        make_filled(record_type) for record_type in RECORD_TYPES
+        make_filled_record(record_type) for record_type in RECORD_TYPES
     )
     duration = StepTiming({"rollout": 2.0}, {"rollout": 0.5}, 1e9, 3.0, 4.0, 5.0)
     return StepRecord(
