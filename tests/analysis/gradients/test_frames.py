@@ -172,10 +172,10 @@ def test_types_do_not_depend_on_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_frames_without_analyses_can_be_made_by_hand(tmp_path: Path) -> None:
-    read_frames = read_study(write_analyzed_study(tmp_path))
-    built_frames = StudyFrames(read_frames.trials, read_frames.steps, read_frames.levels, read_frames.study)
-    assert diff_all_frames(built_frames, read_frames) == []
-    assert built_frames.gradients.dtypes.equals(read_frames.gradients.dtypes)
+    loaded_frames = read_study(write_analyzed_study(tmp_path))
+    built_frames = StudyFrames(loaded_frames.trials, loaded_frames.steps, loaded_frames.levels, loaded_frames.study)
+    assert diff_all_frames(built_frames, loaded_frames) == []
+    assert built_frames.gradients.dtypes.equals(loaded_frames.gradients.dtypes)
 
 
 def test_parquet_holds_the_same_rows(tmp_path: Path) -> None:
