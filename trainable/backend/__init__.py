@@ -1,1 +1,1 @@
-"""Backends, which own the optimizer of some networks: torch on one device, or DeepSpeed over several ranks."""
+"""Backends, which own the optimizer: torch on one device, or DeepSpeed over several ranks."""

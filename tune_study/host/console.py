@@ -4,17 +4,21 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 
 def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table. A terminal gets a table that fits its width.
+    """Print a table. A terminal gets a table that fits its width: cells are wrapped, and none is cut.
 
     Elsewhere each row is one line with columns two spaces apart, in which nothing is cut, so that it can be searched.
     """
     if console.is_terminal:
-        table = Table(*columns, box=box.SIMPLE_HEAD)
+        # Names are in the first column, and a cut name cannot be copied: only the other columns may be wrapped.
+        first_column, *other_columns = columns
+        table = Table(Column(first_column, no_wrap=True), box=box.SIMPLE_HEAD)
+        for name in other_columns:
+            table.add_column(name, overflow="fold")
         for row in rows:
             table.add_row(*(Text(_escape_unencodable(console, cell)) for cell in row))
         console.print(table)
