@@ -1,4 +1,4 @@
-"""Small trainers: making one, stepping it, comparing two."""
+"""Helpers to make small trainers, to step them and to compare two of them."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ QUIET_SETTINGS = {
 
 
 def make_quiet_trainer(**overrides: object) -> PPOTrainer:
-    """A small trainer that evaluates nothing."""
+    """Make a small trainer that evaluates nothing."""
     return PPOTrainer(make_small_config(**{**QUIET_SETTINGS, **overrides}), diagnostics=DIAGNOSTICS)
 
 
@@ -56,7 +56,7 @@ def is_finite(row: Row) -> bool:
 
 
 def replay_step(trainer: PPOTrainer, step: int) -> list[Episode]:
-    """The step's episodes, played again with the weights that the trainer has now."""
+    """Play the episodes of a step again, with the current weights of the trainer."""
     env = trainer.config.env
     return roll_out_episodes(
         trainer.levels[step - 1],
