@@ -45,7 +45,7 @@ def send_sigterm(driver: "subprocess.Popen[str]") -> None:
     driver.terminate()
 
 
-def test_one_interrupt_finishes_and_saves_the_current_steps(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
+def test_one_interrupt_finishes_and_saves_the_steps(tmp_path: Path, uninterrupted_study: InterruptedStudy) -> None:
     study = InterruptedStudy(tmp_path, STEPS, [RARE_CHECKPOINTS, "--max-concurrent=1"])
     interrupt_and_check(study, press_ctrl_c)
     trials = analysis.load(tmp_path).trials.set_index("arm")

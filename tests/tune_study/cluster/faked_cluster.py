@@ -38,31 +38,33 @@ node.kill_all_processes(check_alive=False)
 _ELSEWHERE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && exec "$@"']
 
 
-def can_be_elsewhere(folder: Path) -> bool:
+def can_hide_folder(folder: Path) -> bool:
     """Whether this user may give a process a view of the file system of its own."""
     try:
-        done = subprocess.run([*_ELSEWHERE, str(folder), "true"], capture_output=True)
+        process = subprocess.run([*_ELSEWHERE, str(folder), "true"], capture_output=True)
     except FileNotFoundError:
         return False
-    return done.returncode == 0
+    return process.returncode == 0
 
 
 @contextmanager
-def faked_cluster(environment: dict[str, str], hidden: Path) -> Iterator[str]:
+def start_faked_cluster(environment: dict[str, str], hidden: Path) -> Iterator[str]:
     """Its address. environment: of all its processes. hidden: a folder of which the second node has another one."""
-    elsewhere = [*_ELSEWHERE, str(hidden)] if can_be_elsewhere(hidden) else []
-    with _python([], _HEAD, environment) as head:
-        address = _line(head)
-        with _python(elsewhere, _NODE, environment, address) as node:
-            assert _line(node) == "ready"
+    hiding_command = [*_ELSEWHERE, str(hidden)] if can_hide_folder(hidden) else []
+    with _start_program([], _HEAD, environment) as head:
+        address = _read_line(head)
+        with _start_program(hiding_command, _NODE, environment, address) as node:
+            assert _read_line(node) == "ready"
             yield address
 
 
 @contextmanager
-def _python(before: list[str], code: str, environment: dict[str, str], *words: str) -> Iterator[subprocess.Popen[str]]:
+def _start_program(
+    prefix: list[str], code: str, environment: dict[str, str], *words: str
+) -> Iterator[subprocess.Popen[str]]:
     """A program that runs until its input ends, which it does with the body."""
     with subprocess.Popen(
-        [*before, sys.executable, "-c", code, *words],
+        [*prefix, sys.executable, "-c", code, *words],
         env=environment,
         text=True,
         stdin=subprocess.PIPE,
@@ -72,6 +74,6 @@ def _python(before: list[str], code: str, environment: dict[str, str], *words: s
         yield process
 
 
-def _line(process: subprocess.Popen[str]) -> str:
+def _read_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
