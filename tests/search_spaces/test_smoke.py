@@ -1,4 +1,4 @@
-"""The published grid, listed a second time as the scripts' loops would, against the one that is generated from data."""
+"""The published grid, listed as the loops of the published scripts do, against the grid that the study declares."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ COEFFICIENT_VALUES = {"0": 0.0, "0001": 0.001, "0003": 0.003, "001": 0.01, "003"
 
 
 def list_names(group: int, kl_type: str, tag: str = "ftmt") -> list[str]:
-    """The names of one group, written out."""
+    """List the names of one group as the published scripts do."""
     suffix = f"{kl_type}-{tag}"
     if group == 1:
         return [

@@ -19,7 +19,7 @@ from trainable.runs.stop_rules import RULES
 ALL_STUDIES = pytest.mark.parametrize("study", STUDIES.values(), ids=STUDIES)
 SWEEPS = pytest.mark.parametrize("study", [STUDIES[name] for name in ("kl", "entropy", "top-p")], ids=lambda s: s.name)
 
-# What the published documents say that all three sweeps share, under the names that settings have here.
+# The settings that all three sweeps share in the published documents, under the names of this project.
 SHARED_SETTINGS = {
     "algorithm.adv_estimator": "gae",
     "actor.filter_loss_scaling": "none",
@@ -51,7 +51,7 @@ SHARED_SETTINGS = {
 KL_FIELDS = ("actor.use_kl_loss", "actor.kl_loss_coef")
 FILTER_FIELDS = ("filter.rollout_filter_value", "filter.rollout_filter_include_zero")
 
-# Study -> value -> what the documents say of use_kl_loss, kl_loss_coef, entropy_coeff, filter value, include_zero.
+# Study -> value -> published use_kl_loss, kl_loss_coef, entropy_coeff, filter value and include_zero.
 ARMS: dict[str, dict[str, tuple[bool, float, float, float, bool]]] = {
     "kl": {
         "0": (False, 0.0, 0.0, 1.0, True),
@@ -186,7 +186,7 @@ def find_differing_fields(study: Study, first: str, second: str) -> set[str]:
     }
 
 
-# Study and beginning of a contrast -> the settings that its pairs differ in.
+# Study and first words of a contrast -> the settings in which its pairs differ.
 DIFFERING_FIELDS = {
     ("entropy-mechanism", "GRPO without"): {"std_normalization"},
     ("entropy-mechanism", "the same where"): {"std_normalization"},
@@ -232,7 +232,7 @@ def test_matched_arms_keep_their_optimizer_steps_in_a_study_of_another_length() 
 
 @pytest.mark.parametrize("capacity", [8, 16, 32])
 @pytest.mark.parametrize("age", [1.5, 3.5])
-def test_the_decay_gives_the_wanted_mean_age(capacity: int, age: float) -> None:
+def test_the_decay_gives_the_requested_mean_age(capacity: int, age: float) -> None:
     decay = solve_decay(age, capacity)
     ages = np.arange(capacity)
     assert np.average(ages, weights=np.exp(-decay * ages)) == pytest.approx(age, rel=1e-3)
@@ -269,7 +269,7 @@ def test_declaring_a_study_loads_neither_torch_nor_ray() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-# What the documents say of the gradient analysis, under the names that settings have here.
+# The published settings of the gradient analysis, under the names of this project.
 ANALYSIS_SETTINGS: dict[str, object] = {
     **SHARED_SETTINGS,
     "trainer.total_training_steps": 101,
@@ -330,4 +330,6 @@ def test_the_entropy_question_crosses_normalization_and_clip_and_adds_tpo() -> N
         assert not config.actor.use_kl_loss
         assert config.actor.entropy_coeff == 0
         batch = config.env.env_groups * config.env.group_size
-        assert batch * config.actor.ppo_epochs // config.actor.ppo_mini_batch_size == 16  # or the clip could not act
+        assert (
+            batch * config.actor.ppo_epochs // config.actor.ppo_mini_batch_size == 16
+        )  # with fewer updates the clip would have no effect

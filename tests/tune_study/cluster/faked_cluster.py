@@ -1,6 +1,6 @@
-"""A faked cluster of two nodes on this machine, in processes of their own: each has two CPUs and two declared GPUs.
+"""A fake cluster of two nodes in separate processes on this machine, each with two CPUs and two declared GPUs.
 
-The second node has a view of the file system of its own, in which one folder is another one, as on another machine.
+The second node has its own view of the file system, in which one folder is a different one, as on another machine.
 """
 
 import subprocess
@@ -19,7 +19,7 @@ sys.stdin.read()
 cluster.shutdown()
 """
 
-# Ray's own faked node, which `Cluster.add_node` would start in its own view of the file system.
+# The fake node of Ray itself. `Cluster.add_node` would start it with the file system of this process.
 _NODE = """
 import sys
 from ray._private.node import Node
@@ -39,7 +39,7 @@ _ELSEWHERE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs "$0" && ex
 
 
 def can_hide_folder(folder: Path) -> bool:
-    """Whether this user may give a process a view of the file system of its own."""
+    """Return whether this user may start a process with its own view of the file system."""
     try:
         process = subprocess.run([*_ELSEWHERE, str(folder), "true"], capture_output=True)
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def can_hide_folder(folder: Path) -> bool:
 
 @contextmanager
 def start_faked_cluster(environment: dict[str, str], hidden: Path) -> Iterator[str]:
-    """Its address. environment: of all its processes. hidden: a folder of which the second node has another one."""
+    """Start a cluster and yield its address. environment: that of its processes. hidden: the folder that differs."""
     hiding_command = [*_ELSEWHERE, str(hidden)] if can_hide_folder(hidden) else []
     with _start_program([], _HEAD, environment) as head:
         address = _read_line(head)
@@ -62,7 +62,7 @@ def start_faked_cluster(environment: dict[str, str], hidden: Path) -> Iterator[s
 def _start_program(
     prefix: list[str], code: str, environment: dict[str, str], *words: str
 ) -> Iterator[subprocess.Popen[str]]:
-    """A program that runs until its input ends, which it does with the body."""
+    """Start a program that runs until its standard input is closed, at the end of the block."""
     with subprocess.Popen(
         [*prefix, sys.executable, "-c", code, *words],
         env=environment,

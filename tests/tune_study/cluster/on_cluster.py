@@ -1,6 +1,6 @@
-"""Studies of small Trainables on a joined cluster, for tests that look at where runs are and what becomes of them.
+"""Studies of small Trainables on a joined cluster, for tests of where runs are placed and how they end.
 
-A program of its own: python -m tests.tune_study.cluster.on_cluster ADDRESS OUTPUT STORAGE, which prints JSON.
+Run as python -m tests.tune_study.cluster.on_cluster ADDRESS OUTPUT STORAGE, which prints JSON.
 """
 
 import json
@@ -37,7 +37,7 @@ def make_study_plan(output: Path, family: str, gpus: float, values: tuple[str, .
 
 
 def run_placed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> list[dict[str, Any]]:
-    """Where each run of the plan was, by its own account: all of them at once."""
+    """Run all runs of the plan at once and return where each of them was, as the runs report it."""
     resource_plan = cluster.allocate_cluster(plan, address, nodes, None, None)
     progress = Progress(plan, len(plan.runs), Console(quiet=True))
     plan.folder.mkdir(parents=True)
@@ -53,7 +53,7 @@ def run_placed(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -
 
 
 def run_crashing(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...]) -> dict[str, Any]:
-    """Runs of which one loses its process in a step: statuses, rows here, and rows as they should be."""
+    """Run a study in which one run loses its process; return the statuses, the rows and the expected rows."""
     code = execute_study(plan, cluster.allocate_cluster(plan, address, nodes, None, None), "off", Console(quiet=True))
     file_sizes = {name: file_info.size for name, file_info in list_files(open_storage(plan.study_uri or "")).items()}
     return {
@@ -70,7 +70,7 @@ def run_crashing(plan: StudyPlan, address: str, nodes: tuple[cluster.Node, ...])
 
 
 def main(address: str, output: str, storage: str) -> None:
-    """Two runs of two GPUs, four of one, and a study that meets a crash."""
+    """Run a study of two runs with two GPUs each, one of four runs with one GPU each, and one with a crash."""
     folder, results = Path(output), {}
     with cluster.join_cluster(address) as nodes:
         assert nodes is not None

@@ -1,4 +1,4 @@
-"""Studies on a faked cluster of two nodes with two declared GPUs each; rows and states are in a real S3 server."""
+"""Studies on a fake cluster of two nodes with two declared GPUs each; rows and checkpoints are in a local S3 server."""
 
 import json
 import os
@@ -54,7 +54,7 @@ SMALL_OPTIONS = [word for name, value in SMALL_SETTINGS.items() for word in ("--
 
 
 class FakeCluster(NamedTuple):
-    """A faked cluster: its address, the environment of its processes, a folder that its second node has not."""
+    """A fake cluster: its address, the environment of its processes, and a folder that its second node does not see."""
 
     address: str
     environment: dict[str, str]
@@ -90,7 +90,7 @@ def make_plan_in(folder: Path, **overrides: object) -> StudyPlan:
 
 @pytest.fixture(scope="module")
 def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
-    """The study's runs on this machine, without Ray."""
+    """The same study, run on this machine without Ray."""
     plan = make_plan_in(tmp_path_factory.mktemp("local"))
     for spec in plan.runs:
         trial = Trial(make_trial_config(plan, [spec], is_finished=False))
@@ -101,7 +101,7 @@ def local_plan(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
 
 
 def check_same_results(plan: StudyPlan, local_plan: StudyPlan, storage: str, folder: Path) -> None:
-    """Rows, evaluations and final weights of the study in storage are those of the local one."""
+    """Check that rows, evaluations and final weights of the study in storage are those of the local study."""
     assert len(plan.runs) == 2
     for spec in plan.runs:
         storage_folder = open_storage(storage).joinpath(f"{plan.run}/runs/{spec.run_id}")
@@ -160,7 +160,7 @@ def test_a_study_on_the_cluster_has_the_rows_and_weights_of_a_local_one(
 
 @pytest.fixture(scope="module")
 def cluster_results(fake_cluster: FakeCluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What tests/tune_study/cluster/on_cluster.py saw."""
+    """The results of tests/tune_study/cluster/on_cluster.py."""
     command = [
         sys.executable,
         "-m",
@@ -253,7 +253,7 @@ def test_a_shared_folder_needs_no_storage(fake_cluster: FakeCluster, local_plan:
         assert [drop_times(row) for row in rows] == [drop_times(row) for row in local_rows]
 
 
-# What a cluster holds.
+# The capacity of a cluster.
 
 NODES = (Node("a", "one", 8.0, 4.0, "H100"), Node("b", "two", 2.0, 4.0, "H100"), Node("c", "head", 0.0, 0.0, ""))
 
@@ -340,7 +340,7 @@ def test_where_nothing_answers_the_study_does_not_wait() -> None:
         assert nodes is None
 
 
-# What its nodes must have.
+# The requirements on its nodes.
 
 SAME = {"python": "3.11.9", "ray": "2.60.0", "torch": "2.13.0", "code": "abc"}
 
@@ -358,13 +358,13 @@ def test_nodes_with_other_packages_are_refused_by_name() -> None:
 
 def test_a_node_needs_room_for_the_runs_that_it_could_hold(tmp_path: Path) -> None:
     reports = {NODES[0]: NodeReport({}, "", "", 400, 1000, ()), NODES[1]: NodeReport({}, "", "", 100, 1000, ())}
-    check_capacity(reports, 4, 8, 100, 0)  # one run on the first, none on the second
+    check_capacity(reports, 4, 8, 100, 0)  # one run fits on the first node and none on the second
     with pytest.raises(PlanError, match="The node one has 400 bytes free for the checkpoints of up to 4 runs"):
         check_capacity(reports, 1, 8, 101, 0)
     check_capacity(reports, 1, 1, 100, 0)
 
 
-def test_nodes_with_too_little_level_are_refused() -> None:
+def test_nodes_with_too_little_space_are_refused() -> None:
     reports = {
         NODES[0]: NodeReport({}, "", "", 100, 50, (81_559, 81_559)),
         NODES[1]: NodeReport({}, "", "", 90, 60, (46_068,)),
@@ -421,7 +421,7 @@ def test_the_cluster_file_of_the_documents_is_one_that_ray_takes() -> None:
 
     text = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
     config = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
-    config["cluster_synced_files"] = []  # which Ray fills in before it looks
+    config["cluster_synced_files"] = []  # Ray adds this field before it validates the configuration
     validate_config(config)
     with pytest.raises(ValidationError, match="head_node_typ"):
         validate_config({**config, "head_node_typ": "head"})

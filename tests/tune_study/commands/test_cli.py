@@ -47,7 +47,7 @@ def type_in(line: str) -> Answer:
 
 
 def write_started_study(output: Path, **settings: object) -> StudyPlan:
-    """A study that was started in `output`, and nothing more."""
+    """Write a study to `output` that was started and has no rows."""
     steps: dict[str, object] = {"trainer.total_training_steps": 3}
     overrides = {name.replace("__", "."): value for name, value in settings.items()}
     plan = make_plan(STUDIES["kl"], "laptop", "a test", steps | overrides, ("0", "0.1"), 1, output)
@@ -193,7 +193,7 @@ def test_options_of_the_command_line_parser_keep_their_own_errors(work_dir: Path
 
 
 PUBLISHED_COMMANDS = [
-    # The examples of the published documents, and what their output part lists for them.
+    # The examples of the published documents, and the paths that the documents list for them.
     (
         "run top-p --rollout_filter_value 0.9,nofilter --gpus-per-exp 4 --gpus 0,1,2,3,4,5,6,7",
         ["logs/top_p_sweep_Qwen2.5-3B/09/", "logs/top_p_sweep_Qwen2.5-3B/nofilter/"],
@@ -270,7 +270,10 @@ def test_the_documents_show_the_plan_as_it_is_printed(work_dir: Path) -> None:
 
 
 def fake_h100_machine(work_dir: Path, monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    """GPU 0 of 81559 MiB, `free` of them free and the rest held by process 4242, and a fetched Qwen2.5-0.5B."""
+    """Fake a machine with one GPU of 81559 MiB, of which `free` are free, and a downloaded Qwen2.5-0.5B.
+
+    Process 4242 uses the rest of the memory.
+    """
     uuid = "GPU-5a4b"
     answers = (
         f"*memory.free*) echo '0, {uuid}, {free}, 81559';; *compute-apps*) echo '{uuid}, 4242, {81559 - free}';; "

@@ -27,14 +27,14 @@ SECRETS = {"HF_TOKEN": "hf_s3cret", "WANDB_API_KEY": "0123s3cret"}
 
 @pytest.fixture
 def short_folder() -> Iterator[Path]:
-    """A folder whose path is short enough for Ray."""
+    """A folder with a path that is short enough for Ray."""
     folder = Path(tempfile.mkdtemp(prefix="d", dir="/tmp"))
     yield folder
     shutil.rmtree(folder)
 
 
 def shadow_modules(folder: Path, **modules: str) -> dict[str, str]:
-    """The environment of a Python that finds these modules before those that are installed."""
+    """Make an environment in which Python imports these modules instead of the installed ones."""
     for name, text in modules.items():
         (folder / f"{name}.py").write_text(text)
     return {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -48,7 +48,7 @@ def get_severities(findings: list[CheckResult]) -> dict[str, str]:
 
 
 def write_distribution(folder: Path, name: str, version: str, *lines: str) -> None:
-    """An installed distribution, as pip leaves it."""
+    """Write an installed distribution as pip does."""
     info_folder = folder / f"{name}-{version}.dist-info"
     info_folder.mkdir()
     (info_folder / "METADATA").write_text(
@@ -121,7 +121,7 @@ def test_without_metadata_the_requirements_are_not_known() -> None:
     assert "pip install -e ." in result.advice
 
 
-# Imports and processes of their own
+# Imports in separate processes
 
 
 def test_an_import_that_crashes_is_a_problem(tmp_path: Path) -> None:
@@ -196,7 +196,9 @@ def test_a_process_is_ended_with_its_children() -> None:
         doctor.kill_process_tree(parent)
         assert parent.returncode == -9
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    doctor.kill_process_tree(parent)  # One that has ended is left alone: its id may be another's.
+    doctor.kill_process_tree(
+        parent
+    )  # A process that has ended is not killed, because its id may belong to another one.
 
 
 # Model and Ray

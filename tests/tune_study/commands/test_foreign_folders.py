@@ -1,4 +1,4 @@
-"""A run folder from somebody else: no command runs code that it names, or writes where its links lead."""
+"""A study folder from somebody else: no command runs code that it names, or writes through its links."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ def started_study(work_dir: Path) -> StudyPlan:
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """Somebody's own folder, with a file and a folder in it."""
+    """A user's home folder, with a file and a folder in it."""
     home = tmp_path / "home"
     (home / "photos").mkdir(parents=True)
     (home / "letter.txt").write_text("dear")

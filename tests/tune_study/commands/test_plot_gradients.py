@@ -1,4 +1,4 @@
-"""The command plot-gradients: what it lists, what it writes where, and what it refuses in one paragraph."""
+"""The command plot-gradients: what it lists, which files it writes, and what it refuses in one paragraph."""
 
 import json
 import shlex
@@ -32,7 +32,7 @@ def type_in(folder: Path, line: str = "") -> Answer:
 
 
 def write_analyzed_study(output: Path, *analyses: Sequence[FakeAnalysis]) -> Path:
-    """A study with a run for each list of analyses."""
+    """Write a study with one run for each list of analyses."""
     runs = RUNS[: len(analyses)]
     folder = write_study(output, runs, STUDY)
     for run, run_analyses in zip(runs, analyses, strict=True):
@@ -42,7 +42,7 @@ def write_analyzed_study(output: Path, *analyses: Sequence[FakeAnalysis]) -> Pat
 
 @pytest.fixture
 def single_run_study(tmp_path: Path) -> Path:
-    """One run, analysed at steps 1 and 11, before the filter as well."""
+    """A study of one run that is analyzed at steps 1 and 11, before and after the filter."""
     return write_analyzed_study(
         tmp_path, [FakeAnalysis(step, prefilter=is_prefilter) for step in (1, 11) for is_prefilter in (True, False)]
     )
@@ -50,7 +50,7 @@ def single_run_study(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mixed_study(tmp_path: Path) -> Path:
-    """Two runs, and a probe of the first."""
+    """A study of two runs, and a probe of the first."""
     return write_analyzed_study(
         tmp_path, [FakeAnalysis(1), FakeAnalysis(1, "probe")], [FakeAnalysis(1), FakeAnalysis(11)]
     )

@@ -1,4 +1,4 @@
-"""A restored run: questioned from Python and probed by the real command, on the checkpoint of a real small study."""
+"""A restored run, used from Python and probed by the real command, on the checkpoint of a small real study."""
 
 import hashlib
 import json
@@ -47,7 +47,7 @@ SMALL_SETTINGS = {
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> StudyPlan:
-    """A gradient-analysis study of two arms, trained by the real Trainable without Ray; kept checkpoints 2 and 3."""
+    """A gradient-analysis study of two arms, trained by the real Trainable without Ray, with checkpoints 2 and 3."""
     folder = tmp_path_factory.mktemp("probed")
     plan = make_plan(STUDIES["gradient-analysis"], "laptop", "a test", SMALL_SETTINGS, ("PPO", "GRPO"), 1, folder)
     outputs.write_study(plan)
@@ -108,7 +108,7 @@ def test_the_same_probe_gives_the_same_numbers(study: StudyPlan) -> None:
     for _ in range(2):
         assert run_probe(str(study.folder), "--algo", "GRPO", "--checkpoint-step", "2").returncode == 0
         probes.append(list(read_json_lines(path)))
-    assert probes[0] == probes[1]  # the second replaced the first, and said the same
+    assert probes[0] == probes[1]  # the second probe replaces the first, with the same numbers
     assert {line["step"] for line in probes[1]} == {2}
 
 
@@ -146,7 +146,7 @@ def test_a_probe_with_other_settings_replaces_the_one_before_whole(study: StudyP
     assert {row["component"] for line in lines for row in line["rows"]} <= {"task", "kl", "total"}
 
 
-KEEPS_NOTHING = ("--set", "filter.rollout_filter_value=0.001")  # less than the linear rule's slack
+KEEPS_NOTHING = ("--set", "filter.rollout_filter_value=0.001")  # less than the tolerance of the linear rule
 
 
 def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
@@ -165,7 +165,7 @@ def test_a_probe_whose_filter_keeps_nothing_says_so(study: StudyPlan) -> None:
     assert process.returncode == 2
     assert "kept none of the 6 groups of 4 episodes" in process.stderr
     assert "leave out --set trainer.gradient_analysis_log_prefilter=False" in process.stderr
-    assert hash_files(study.output) == hashes_before  # the probe from before is still there
+    assert hash_files(study.output) == hashes_before  # the earlier probe is still there
 
 
 def test_what_is_set_otherwise_is_in_the_log_and_in_the_rows(study: StudyPlan) -> None:

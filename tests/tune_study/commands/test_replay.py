@@ -30,7 +30,7 @@ Row = dict[str, Any]
 def make_collapsing_rows(
     successes: dict[int, float | None], base_success: float | None = 0.3, alarm_step: int = 4
 ) -> list[Row]:
-    """Twelve rows whose reward spread collapses, so that of SMALL's rules only that one fires, at step `alarm`."""
+    """Make twelve rows whose reward std collapses, so that only the variance rule fires, at step `alarm_step`."""
     rows: list[Row] = [
         {
             "step": step,
@@ -49,7 +49,7 @@ def find_alarm(rows: list[Row], rule: str = VARIANCE, thresholds: EarlyStopConfi
 
 
 def write_replay_study(output: Path, runs: dict[str, list[Row]], study: FakeStudy | None = None, **status: Any) -> Path:
-    """results/<run> with one run an arm, whose rows are those given."""
+    """Write results/<run> with one run per arm, which has the given rows."""
     folder = write_study(output, [FakeRun(arm, **status) for arm in runs], study)
     for arm, rows in runs.items():
         write_lines(folder / "runs" / FakeRun(arm).run_id / METRICS_FILE, rows)
@@ -63,13 +63,13 @@ def print_lines(replay: Replay) -> list[str]:
 
 
 def find_table_line(lines: list[str], *words: str) -> list[str]:
-    """The cells of the one line that starts with `words`."""
+    """Return the cells of the only line that starts with `words`."""
     cells = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines]
     (matching_line,) = [line for line in cells if line[: len(words)] == list(words)]
     return matching_line
 
 
-# What each rule would have done: against the live decision on growing prefixes, and a literal reading of the outcome.
+# The decision of each rule against the live decision on growing prefixes, and the outcome against its definition.
 
 SUCCESSES = st.sampled_from([None, math.nan, "0.5", 0.0, 0.005, 0.01, 1 / 3, 0.35, 1.0])
 ROWS = st.fixed_dictionaries(
@@ -95,7 +95,7 @@ def is_measured(value: object) -> bool:
 
 
 def compute_literal_outcome(rows: list[Row], alarm_step: int, threshold: float) -> str:
-    """The definition, read word for word, in exact arithmetic of the numbers that the floats stand for."""
+    """Compute the outcome literally from its definition, in exact arithmetic of the numbers that the floats mean."""
 
     def round_to_fraction(success: float) -> Fraction:
         return Fraction(success).limit_denominator(1000)
@@ -119,7 +119,7 @@ def compute_literal_outcome(rows: list[Row], alarm_step: int, threshold: float) 
     )
 
 
-# The mean of its last validations is the threshold; as floats it is a hair below.
+# The mean of the last validations is the threshold; computed with floats it is slightly below.
 AT_THE_THRESHOLD: list[Row] = [
     {"reward_std": None, "groups_kept": None, "base_val_success": 0.0},
     {"reward_std": None, "groups_kept": 0},
@@ -167,23 +167,23 @@ def test_a_folder_gives_what_its_rows_give(
     assert (run.steps, run.replayed_thresholds) == (len(rows), thresholds)
 
 
-# Outcomes, by hand.
+# Outcomes computed by hand.
 
 
 @pytest.mark.parametrize(
     ("successes", "outcome"),
     [
-        ({5: 0.0, 6: 0.3, 8: 0.4, 10: 0.5}, "false alarm"),  # the last three, not all four
-        ({6: 0.3, 8: 0.3, 10: 0.3}, "false alarm"),  # as good as before training is recovered
+        ({5: 0.0, 6: 0.3, 8: 0.4, 10: 0.5}, "false alarm"),  # the last three validations count, not all four
+        ({6: 0.3, 8: 0.3, 10: 0.3}, "false alarm"),  # as good as before training counts as recovered
         ({6: 0.2, 8: 0.3, 10: 0.4}, "false alarm"),
         ({6: 0.9, 8: 0.1, 10: 0.1, 12: 0.1}, "right"),  # a good start that does not last
         ({6: 0.3, 8: 0.3, 10: 0.29}, "right"),
         ({6: 0.0, 8: 0.0}, "right"),
-        ({6: 1.0, 8: 1.0, 10: 1.0}, "false alarm"),  # no spread because it solves every level
-        ({6: 0.31}, "false alarm"),  # one validation, and the run goes on after it
+        ({6: 1.0, 8: 1.0, 10: 1.0}, "false alarm"),  # no variance, because it solves every level
+        ({6: 0.31}, "false alarm"),  # one validation, after which the run continues
         ({6: 0.29}, "right"),
-        ({12: 0.9}, "unknown"),  # it ends at the first validation after the alarm
-        ({2: 0.9, 4: 0.9}, "unknown"),  # none after the alarm: the one at its step is not
+        ({12: 0.9}, "unknown"),  # the run ends at the first validation after the alarm
+        ({2: 0.9, 4: 0.9}, "unknown"),  # no validation after the alarm; one at its own step does not count
         ({6: math.nan, 8: None, 10: 0.1}, "right"),
         ({6: math.nan, 12: 0.1}, "unknown"),
     ],
@@ -206,10 +206,10 @@ def test_a_run_that_began_at_nothing_and_ends_at_nothing_was_dead(last_success: 
 @pytest.mark.parametrize(
     ("successes", "outcome"),
     [
-        ({1: 0.2, 3: 0.1, 6: 0.2, 8: 0.2}, "false alarm"),  # the best up to the alarm, not the latest
+        ({1: 0.2, 3: 0.1, 6: 0.2, 8: 0.2}, "false alarm"),  # the best validation up to the alarm, not the latest
         ({1: 0.2, 3: 0.1, 6: 0.15, 8: 0.15}, "right"),
-        ({4: 0.4, 6: 0.3, 8: 0.3}, "right"),  # the one at the alarm's own step belongs to it
-        ({5: 0.4, 6: 0.3, 8: 0.3}, "unknown"),  # none up to the alarm: nothing to compare with
+        ({4: 0.4, 6: 0.3, 8: 0.3}, "right"),  # the validation at the step of the alarm is included
+        ({5: 0.4, 6: 0.3, 8: 0.3}, "unknown"),  # no validation up to the alarm, so there is nothing to compare with
     ],
 )
 def test_without_a_validation_before_training_the_best_up_to_the_alarm_counts(
@@ -243,7 +243,7 @@ def test_low_success_and_recovery() -> None:
     assert find_alarm(rows, LOW_SUCCESS).outcome == "right"
 
 
-# A folder: its runs, what is typed, what is printed.
+# A folder: its runs, the arguments, and the output.
 
 
 def test_a_study_under_its_own_thresholds(tmp_path: Path) -> None:
@@ -259,7 +259,9 @@ def test_a_study_under_its_own_thresholds(tmp_path: Path) -> None:
     summary = replay.rules[0]
     assert (summary.rule, summary.runs, summary.fires, summary.unknown_outcomes) == (VARIANCE, 3, 3, 1)
     assert (summary.false_alarms, summary.known_outcomes) == (1, 2)
-    assert (summary.ci_low, summary.ci_high) == pytest.approx((0.09453, 0.90547), abs=1e-5)  # Wilson's, by hand
+    assert (summary.ci_low, summary.ci_high) == pytest.approx(
+        (0.09453, 0.90547), abs=1e-5
+    )  # the Wilson interval, computed by hand
     assert (summary.steps_saved, summary.steps, summary.live_stops) == (0 + 8 + 8, 36, 0)
     assert [(rule.rule, rule.fires, rule.steps_saved) for rule in replay.rules[1:]] == [
         (EMPTY_STEPS, 0, 0),

@@ -1,4 +1,4 @@
-"""What the options of `run` mean for studies of other families, and for suites."""
+"""The options of `run` for studies of other families and for suites."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ from tune_study.plan.study_plan import find_study
 
 
 def dry_run(folder: Path, *words: str) -> tuple[int, str, str]:
-    """Exit code, what is shown and what is said of `run ... --dry-run` into `folder`, where nothing is left."""
+    """Run `run ... --dry-run`; return its exit code, stdout and stderr. Nothing may be written to `folder`."""
     environment = {"CUDA_VISIBLE_DEVICES": "", "HOME": str(folder)}
     result = CliRunner(env=environment).invoke(app, ["run", *words, "--output", str(folder), "--dry-run"])
     assert not list(folder.iterdir())
@@ -78,7 +78,7 @@ def test_a_smoke_form_changes_what_it_says_and_can_be_changed(tmp_path: Path) ->
 
 
 def make_rate_study(setting: str, option: str) -> Study:
-    """A sweep over a setting that no shipped study sweeps."""
+    """Make a sweep over a setting that no shipped study sweeps."""
     grid = {"paper": ("1e-6", "3e-6"), "laptop": ("1e-4", "3e-4")}
     return Study("rate", PPO, "Which rate?", Axis(setting, grid, option=option), SWEEP_SETTINGS, "1e-4")
 

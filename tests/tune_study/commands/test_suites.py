@@ -1,4 +1,4 @@
-"""Suites: what is checked before the first study, how they end, and what is said then. Studies do not train here."""
+"""Suites: the checks before the first study, and how a suite ends. The studies do not train here."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def two_plans(tmp_path: Path) -> list[StudyPlan]:
 def run_suite(
     plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch, run_one: StudyFunction
 ) -> tuple[int, list[str], str]:
-    """The exit code of a suite, the studies that began, and what was said; study: what each of them does."""
+    """Run a suite in which `run_one` replaces each study; return the exit code, the started studies and the output."""
     started_names: list[str] = []
 
     def fake_execute(plan: StudyPlan, *arguments: object) -> int:
@@ -59,7 +59,7 @@ def test_the_code_is_that_of_the_worst_and_there_is_an_index(
 def test_an_interrupt_as_the_last_runs_of_a_study_end_is_one_for_its_suite(
     two_plans: list[StudyPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is left of the first study, whose own exit code is then 0."""
+    """The first study has no runs left, so its own exit code is 0."""
 
     def interrupt_at_end(_: StudyPlan, suite: SuiteContext) -> int:
         suite.interrupt.request()

@@ -128,8 +128,8 @@ def test_a_study_file_keeps_every_start_and_what_changed_between_two(tmp_path: P
     assert any(change.startswith("commit: abc -> ") for change in changes)
     reloaded_study = json.loads(path.read_text())
     assert len(reloaded_study["starts"]) == 2
-    assert reloaded_study["versions"]["torch"] == "2.0.0"  # those of the first start
-    assert write_study(plan) == []  # as at the last start
+    assert reloaded_study["versions"]["torch"] == "2.0.0"  # the versions of the first start
+    assert write_study(plan) == []  # nothing has changed since the last start
 
 
 def test_a_study_that_is_declared_otherwise_now_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ ROWS = [
 
 
 def test_a_row_of_step_0_is_a_start(tmp_path: Path) -> None:
-    """Weights are measured, then trained, then the row is written."""
+    """The row of step 0 is written after the first evaluation and before training."""
     plan = make_plan_in(tmp_path)
     write_study(plan)
     run_dir = plan.get_run_dir(plan.runs[0].run_id)

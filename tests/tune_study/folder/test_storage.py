@@ -1,4 +1,4 @@
-"""A study's folder in storage: what its drivers copy there and back, and that there is one driver at a time."""
+"""The folder of a study in storage: what drivers copy there and back, and that only one driver runs at a time."""
 
 import json
 import os
@@ -40,7 +40,7 @@ FAKE = make_study("FAKE")
 
 @pytest.fixture(autouse=True)
 def _shipped_study(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The study of these tests is one of the house's own: no folder brings a Trainable with it."""
+    """Register the study of these tests as a shipped one, because a folder cannot name a Trainable."""
     monkeypatch.setitem(search_spaces.STUDIES, "kl", FAKE)
 
 
@@ -52,7 +52,7 @@ def _short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["s3", "path"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path, s3: str) -> str:
-    """A storage of its own of each kind."""
+    """The URI of a new storage, in S3 and in a folder."""
     name = request.node.name.replace("[", "-").replace("]", "")
     return f"s3://shelf/{name}?{s3}" if request.param == "s3" else (tmp_path / "shared").as_uri()
 
@@ -69,7 +69,7 @@ def open_stored_study(plan: StudyPlan, messages: list[str] | None = None) -> Sto
 
 
 def write_run_on_node(plan: StudyPlan, node: Path, steps: int) -> None:
-    """What the first run of the plan writes on a node, and copies to storage."""
+    """Write on a node what the first run of the plan writes, and copy it to storage."""
     run_id = plan.runs[0].run_id
     mirror = Mirror(
         open_storage(plan.study_uri or "").joinpath(f"runs/{run_id}"), node, node / "kept", 0.0, lambda: False
@@ -81,7 +81,7 @@ def write_run_on_node(plan: StudyPlan, node: Path, steps: int) -> None:
 
 
 def start_study(plan: StudyPlan, status: str = "running") -> None:
-    """A driver that wrote the study's files, copied them, and is gone."""
+    """Write the files of a study and copy them to storage, as a driver does that then ends."""
     with open_stored_study(plan).keep_synced():
         outputs.write_study(plan)
         write_status(plan.get_run_dir(plan.runs[0].run_id), RunStatus(plan.runs[0].run_id, status, "a test"))
@@ -98,7 +98,7 @@ def test_a_second_driver_is_refused_and_told_who_the_first_is(uri: str) -> None:
     with pytest.raises(PlanError, match=rf"is being run by .* \(pid {os.getpid()}\), last heard of \d+ s ago"):
         second.acquire("the study")
     assert first.find_new_holder() is None
-    second.release()  # not its own
+    second.release()  # it does not release the lease of the first
     assert read_holder(storage_folder) is not None
     first.release()
     assert read_holder(storage_folder) is None
@@ -138,7 +138,9 @@ def test_of_two_that_start_at_once_the_one_whose_lock_stays_wins(
 ) -> None:
     storage_folder = open_storage(str(tmp_path))
     other_lease = Lease(storage_folder)
-    monkeypatch.setattr(lease.time, "sleep", lambda seconds: other_lease.refresh())  # it looked before we wrote
+    monkeypatch.setattr(
+        lease.time, "sleep", lambda seconds: other_lease.refresh()
+    )  # the other one had looked before we wrote
     with pytest.raises(PlanError, match="is being run by"):
         Lease(storage_folder).acquire("the study")
     other_lease.acquire("the study")
@@ -156,7 +158,7 @@ def test_a_driver_whose_study_was_taken_over_stops(tmp_path: Path) -> None:
         assert study._interrupt.is_requested
     assert len(messages) == 1
     assert "has taken over this study: stopping." in messages[0]
-    assert read_holder(open_storage(plan.study_uri or "")) is not None  # the other's stays
+    assert read_holder(open_storage(plan.study_uri or "")) is not None  # the lease of the other driver stays
 
 
 # Copies.
@@ -183,14 +185,14 @@ def test_a_study_goes_on_on_a_machine_that_has_never_seen_it(
     monkeypatch.chdir(tmp_path / "b")
     resumed_plan = locate.plan_resume(plan.study_uri or "", is_real=True)
     assert resumed_plan == replace(plan, output=tmp_path / "b")
-    assert list((tmp_path / "b").iterdir()) == []  # nothing before the study is held
+    assert list((tmp_path / "b").iterdir()) == []  # nothing is written before the lease is acquired
     resumed_plan.folder.mkdir(parents=True)
     with open_stored_study(resumed_plan).keep_synced():
         pass
     status = read_status(resumed_plan.get_run_dir(plan.runs[0].run_id))
     assert status == RunStatus(plan.runs[0].run_id, "completed", "a test")
     assert len(read_rows(resumed_plan.get_run_dir(plan.runs[0].run_id) / METRICS_FILE)) == 3
-    # It was run in b last: what a has of it is the older copy.
+    # The study was last run in b, so the copy in a is older.
     assert storage.is_newest_folder(plan.study_uri or "", resumed_plan.folder)
     assert not storage.is_newest_folder(plan.study_uri or "", plan.folder)
     write_status(resumed_plan.get_run_dir(plan.runs[1].run_id), RunStatus(plan.runs[1].run_id, "failed", "in b"))
@@ -258,7 +260,7 @@ def test_another_storage_is_refused(uri: str, tmp_path: Path, monkeypatch: pytes
         locate.merge_with_existing(replace(plan, storage="file:///somewhere"), extend=False, is_real=True)
     assert (
         locate.merge_with_existing(replace(plan, storage=None), extend=False, is_real=True) == plan
-    )  # as it was started
+    )  # the storage of the first start is kept
     local_plan = make_plan_in(tmp_path / "plain", None)
     outputs.write_study(local_plan)
     with pytest.raises(PlanError, match="was started without --storage"):
@@ -273,7 +275,7 @@ def test_what_a_storage_does_not_take_is_said(tmp_path: Path) -> None:
     start_study(plan)
     shutil.rmtree(tmp_path / "s")
     (tmp_path / "s").write_text("no folder any more")
-    open_stored_study(plan).pull()  # rows that cannot be had now are had later
+    open_stored_study(plan).pull()  # rows that cannot be copied now are copied later
     problem = open_stored_study(plan).push()
     assert problem.startswith(f"Statuses, tables and report could not be copied to {plan.study_uri}: ")
     assert problem.endswith(f"copy them with `python -m tune_study report {plan.folder}`.")
@@ -331,7 +333,7 @@ def test_a_node_keeps_three_states_of_a_run_and_one_to_keep(tmp_path: Path) -> N
         assert disk.compute_scratch_bytes(budget._replace(checkpoint_bytes=None)) is None
 
 
-# Through Ray, with its runs on this machine and their storage a folder.
+# Through Ray, with the runs on this machine and a folder as storage.
 
 
 def run_study(plan: StudyPlan) -> tuple[int, str]:
@@ -346,7 +348,7 @@ def test_an_interrupted_study_goes_on_elsewhere_to_the_rows_of_an_uninterrupted_
     uri = (tmp_path / "shared").as_uri()
     plan = make_plan_in(tmp_path / "a", uri, (COLLAPSES, CRASHES_ONCE, "0.2"), **{"trainer.total_training_steps": 22})
     run = open_storage(plan.study_uri or "").joinpath(f"runs/{plan.runs[0].run_id}")
-    put_bytes(run.joinpath("interrupt.pid"), str(os.getpid()).encode())  # at step 4 the run sends us what Ctrl-C sends
+    put_bytes(run.joinpath("interrupt.pid"), str(os.getpid()).encode())  # at step 4 the run sends us SIGINT
     code, text = run_study(plan)
     assert code == 130
     assert f"From another machine: python -m tune_study resume {shlex.quote(plan.study_uri or '')}" in text

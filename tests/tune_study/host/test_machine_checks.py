@@ -21,7 +21,7 @@ GB = 10**9
 
 @contextmanager
 def limit_resource(resource_kind: int, soft_limit: int) -> Iterator[None]:
-    """A lower soft limit of this process, for as long as the block lasts."""
+    """Lower a soft limit of this process inside the block."""
     old_limits = resource.getrlimit(resource_kind)
     resource.setrlimit(resource_kind, (soft_limit, old_limits[1]))
     try:
@@ -72,7 +72,7 @@ def test_the_tightest_control_group_counts(tmp_path: Path) -> None:
 def test_control_groups_of_version_1_and_in_a_container(tmp_path: Path) -> None:
     limits = {"memory_limit_in_bytes": 1000, "memory_usage_in_bytes": 900, "memory_stat": "total_inactive_file 50"}
     write_control_group(tmp_path / "memory", **limits)
-    # A container names its group as the host does, and sees it at the root.
+    # A container sees the host's name of its group, and finds the group at the root.
     assert machine_checks.read_cgroup_free(tmp_path, "5:cpuset:/x\n4:cpu,memory:/docker/12ab\n0::/\n") == 150
     assert machine_checks.read_cgroup_free(tmp_path, "5:cpuset:/x\n") is None
 
@@ -289,7 +289,7 @@ def test_processes_that_are_printed_are_read_again(listing: list[GpuProcess]) ->
 
 
 def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int = 0) -> None:
-    """A machine whose nvidia-smi prints the listings above."""
+    """Install a fake nvidia-smi that prints the listings above."""
     script = folder / "nvidia-smi"
     answers = f"*memory.free*) printf '%s' '{MEMORY}';; *compute-apps*) printf '%s' '{PROCESSES}';;"
     script.write_text(f"#!/bin/sh\ncase $1 in {answers} esac\nexit {code}\n")

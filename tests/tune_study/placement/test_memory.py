@@ -61,7 +61,7 @@ def list_gpu_bytes(
 
 
 def count_storage_bytes(tensors: list[torch.Tensor]) -> int:
-    """Bytes of the storages, each once."""
+    """Count the bytes of the storages of tensors, each storage once."""
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
@@ -111,7 +111,7 @@ def test_what_a_trainer_with_adapters_holds_for_good_is_what_is_planned(name: st
     all_weights = [weight for network in networks for weight in network.parameters()]
     frozen_weights = [weight for weight in all_weights if not weight.requires_grad]
     if trainer.reference is not None:
-        frozen_weights += trainer.reference.parameters()  # which has nothing of its own
+        frozen_weights += trainer.reference.parameters()  # which has no adapters
     assert planned_bytes["base weights, frozen"] == count_storage_bytes(frozen_weights)
     policy_weights = [
         weight for weights in trained_weights[: len(networks) - (trainer.critic is not None)] for weight in weights
@@ -152,9 +152,10 @@ def draw_small_sizes(draw: st.DrawFn) -> dict[str, int]:
 
 
 def make_positions(dtype: str) -> tuple[torch.Tensor, int]:
-    """Positions of two rows of 37 tokens, and how many tokens are read for them.
+    """Make positions of two rows of 37 tokens, and return how many tokens are read for them.
 
-    Of unequal rows attention is made by length in float32; a GPU makes it in one call in bfloat16, as for equal ones.
+    In float32, attention over rows of different lengths is computed by length. In bfloat16 a GPU computes it in one
+    call, as for equal lengths.
     """
     return (torch.tensor([30, 73]), 68) if dtype == "float32" else (torch.arange(74), 74)
 
@@ -176,7 +177,7 @@ def test_a_block_keeps_what_autograd_saves(dtype: str, sizes: dict[str, int]) ->
             model.model.compute_hidden_states(torch.zeros((2, 37), dtype=torch.long), positions)
         saved_bytes.append(
             count_storage_bytes([tensor for tensor in saved_tensors if tensor.shape not in weight_shapes])
-        )  # nor weights as they are cast
+        )  # without weights that are cast
     shape = ModelShape.model_validate(vars(model.shape))
     assert saved_bytes[1] - saved_bytes[0] == n_tokens_read * memory.compute_block_bytes(
         shape, make_paper_config(model__dtype=dtype)
@@ -230,7 +231,7 @@ def test_a_published_conversation_has_3600_tokens() -> None:
     assert memory.compute_max_tokens(make_paper_config(env__max_turn=2)) == 1440
 
 
-# By hand. A network of 1000 parameters: whole 4000 bytes; over 4 ranks a part is 1000.
+# Computed by hand. A network of 1000 parameters has 4000 bytes; a shard over 4 ranks has 1000.
 BY_HAND: list[tuple[Mapping[str, object], NetworkBytes]] = [
     ({}, NetworkBytes(4000, 0, 8000, 4000, 4000, 0)),
     ({"trainer.strategy": "deepspeed", "trainer.zero_stage": 1}, NetworkBytes(4000, 4000, 8000, 4000, 8000, 0)),
@@ -272,7 +273,7 @@ def test_a_network_by_hand(changes: Mapping[str, object], expected: NetworkBytes
 
 
 @given(st.integers(1, 10**9), st.integers(2, 16), st.sampled_from([1, 2]))
-def test_what_is_dealt_out_is_all_of_it_once(parameters: int, count: int, stage: int) -> None:
+def test_shards_add_up_to_the_whole_network(parameters: int, count: int, stage: int) -> None:
     config = make_paper_config(trainer__n_gpus_per_node=count, trainer__zero_stage=stage)
     unsharded = compute_network_bytes(parameters, make_paper_config())
     sharded = compute_network_bytes(parameters, config)
@@ -288,7 +289,7 @@ def test_what_is_dealt_out_is_all_of_it_once(parameters: int, count: int, stage:
 
 
 def test_the_3b_of_the_paper_by_hand() -> None:
-    # 3,085,938,688 parameters; the embedding, which is the head too, has 151,936 x 2048.
+    # 3,085,938,688 parameters. The embedding, which is also the head, has 151,936 x 2048.
     gpu_bytes = list_gpu_bytes(make_paper_config(actor__use_kl_loss=True))
     policy, embedding = 3_085_938_688, 151_936 * 2048
     assert gpu_bytes["policy weights, float32"] == (4 * policy,) * 7
@@ -299,8 +300,8 @@ def test_the_3b_of_the_paper_by_hand() -> None:
     assert gpu_bytes["critic gradients"] == (0, 0, 4 * (policy + 2049), 4 * (policy + 2049), 0, 0, 0)
     copy_bytes = 2 * (policy + 2049 - embedding)
     assert gpu_bytes["copies in bfloat16"] == (0, 2 * policy, copy_bytes, 0, 2 * policy, 0, 0)
-    # A token of the 16,384 of a pass: 36 block inputs, one block, what is around the blocks, and gradients
-    # of one block.
+    # Bytes of one of the 16,384 tokens of a pass: 36 block inputs, one block, the layers around the blocks, and the
+    # gradients of one block.
     token_bytes = 36 * 4 * 2048 + (24 * 2048 + 4 * 256 + 8 * 11_008 + 4 * 18) + 12 * 2048 + (3 * 2 * 11_008 + 8 * 2048)
     assert gpu_bytes["activations"][2:] == (16_384 * token_bytes, 0, 16_384 * token_bytes, 0, 0)
     assert gpu_bytes["logits"] == (0, 3 * 2**29, 0, 0, 7 * 2**29 + 6 * embedding, 0, 0)
@@ -324,7 +325,7 @@ def test_stage_3_of_the_3b_by_hand() -> None:
 def test_the_3b_with_adapters_by_hand() -> None:
     gpu_bytes = list_gpu_bytes(make_paper_config(actor__use_kl_loss=True, model__lora_rank=64))
     policy, embedding, hidden, wide, kv = 3_085_938_688, 151_936 * 2048, 2048, 11_008, 256
-    # A and B of queries and output, of keys and values, and of the three layers of the feed-forward block.
+    # A and B of the query and output layers, of the key and value layers, and of the three feed-forward layers.
     adapters = 36 * 64 * (2 * (hidden + hidden) + 2 * (hidden + kv) + 3 * (hidden + wide))
     assert gpu_bytes["base weights, frozen"] == (2 * policy + 2 * (embedding + 73 * 2048),) * 7
     assert gpu_bytes["policy adapters, float32"] == (4 * adapters,) * 7
@@ -345,7 +346,7 @@ def test_the_3b_with_adapters_by_hand() -> None:
     )
 
 
-def test_vllm_gets_its_part_of_the_runs_share_and_no_more() -> None:
+def test_vllm_gets_its_fraction_of_the_runs_memory_and_no_more() -> None:
     config = make_paper_config(rollout__gpu_memory_utilization=0.25, rollout__free_cache_engine=False)
     gpu_bytes = list_gpu_bytes(config, 40 * GIB)
     engine_sizes = [sizes for name, sizes in gpu_bytes.items() if name.startswith("vLLM")]
@@ -356,7 +357,7 @@ def test_vllm_gets_its_part_of_the_runs_share_and_no_more() -> None:
 
 
 def test_a_tokens_keys_and_values_by_hand() -> None:
-    # 3B: 36 blocks, 2 key heads of 128 channels, keys and values, two bytes each.
+    # The 3B model has 36 blocks and 2 key heads of 128 channels; keys and values take two bytes each.
     assert memory.compute_token_kv_bytes(read_shape("Qwen/Qwen2.5-3B"), 2) == 36 * 2 * 2 * 128 * 2
 
 
@@ -377,7 +378,7 @@ def test_less_is_never_more() -> None:
         assert peak < largest_peak, change
 
 
-def test_moments_are_sums_of_parts_that_hold_something() -> None:
+def test_phases_are_sums_of_allocations_that_are_not_empty() -> None:
     allocations = list_allocations(
         read_shape("Qwen/Qwen2.5-7B"), make_paper_config(trainer__n_gpus_per_node=4), 80 * GIB
     )

@@ -61,7 +61,7 @@ def test_a_3b_actor_and_critic_with_adapters_fit_half_a_card() -> None:
     assert gpu_plan.fits
     assert format_verdict(gpu_plan, STUDIES["kl"]).startswith("Fits: 30.0 of 40.0 GiB at its peak (rollout)")
     small_card_plan = plan_gpu_memory(HALF_GPU | {"model.lora_rank": 128}, GpuCapacity(20 * GIB, "for a test", True))
-    assert "model.lora_rank" not in format_verdict(small_card_plan, STUDIES["kl"])  # it has adapters
+    assert "model.lora_rank" not in format_verdict(small_card_plan, STUDIES["kl"])  # this run has adapters already
 
 
 def test_a_small_model_fits_half_a_card() -> None:
@@ -149,7 +149,7 @@ def test_the_table_adds_up_and_leaves_out_what_is_not_there() -> None:
             assert abs(max(total - 40.0, 0.0) - excesses[column]) < 0.11
 
 
-def test_the_sampler_is_told_its_part_of_a_fraction() -> None:
+def test_the_plan_states_the_memory_of_the_sampler() -> None:
     lines = format_memory_plan(plan_gpu_memory(HALF_GPU | SMALL_MODEL), STUDIES["kl"])
     assert "each run gets 0.5 of it, 40.0 GiB" in lines[0]
     assert lines[1].startswith("vLLM: gpu_memory_utilization 0.5 of the run's memory, 20.0 GiB: ")

@@ -25,7 +25,7 @@ from tune_study.placement.model_size import (
 )
 
 SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-# Sizes, vocabulary and tying of the hub's Qwen2.5 models, and the parameters that their cards count.
+# Sizes, vocabulary and tied embeddings of the Qwen2.5 models on the hub, and the parameter counts of their cards.
 PUBLISHED = [
     ((896, 4864, 24, 14, 2), 151_936, True, 494_032_768),
     ((1536, 8960, 28, 12, 2), 151_936, True, 1_543_714_304),
@@ -38,7 +38,7 @@ PUBLISHED = [
 
 
 def write_config(folder: Path, **changes: object) -> Path:
-    """A config.json as the hub has it, in `folder`; a change to None leaves the field out."""
+    """Write a config.json in the hub's format to `folder`; a change to None leaves the field out."""
     config = {"architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", **asdict(make_torch_shape()), **changes}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(
@@ -89,7 +89,7 @@ def test_the_hubs_models_have_their_published_parameters(
     assert count_policy_parameters(shape) == parameters
 
 
-# Parameters, and those without embeddings, in 1e9, as the models' cards on the hub say (rounded or cut).
+# Parameters with and without embeddings, in 1e9, from the model cards on the hub (rounded or truncated).
 CARDS = {
     "0.5": (0.49, 0.36),
     "1.5": (1.54, 1.31),

@@ -127,7 +127,7 @@ def test_several_gpus_a_run_are_given_to_it() -> None:
 
 
 def install_engines(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    """A machine on which exactly these of the engines are installed."""
+    """Pretend that exactly these engines are installed."""
     monkeypatch.setattr(resources, "find_spec", lambda name: name if name in packages else None)
 
 

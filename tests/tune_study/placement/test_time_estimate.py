@@ -30,14 +30,14 @@ H100_RATES = GpuRates(989e12, 3.35e12)
 
 
 def count_flops(tokens: int, with_head: bool) -> int:
-    """Multiplications and additions of one sequence, product by product; biases and gains as in the formula."""
+    """Count the multiplications and additions of one sequence term by term; biases and gains as in the formula."""
     total = 0
     for _ in range(SMALL.num_hidden_layers):
         projections = 4 * 4 + 4 * 2 + 4 * 2 + 4 * 4 + 3 * 4 * 6 + (4 + 2 + 2) + (4 + 4)
         total += 2 * tokens * projections
         for query in range(tokens):
-            total += 2 * 2 * (query + 1) * 4  # scores and mixture, 4 channels in all
-    total += 2 * tokens * 4  # the final norm's gain
+            total += 2 * 2 * (query + 1) * 4  # attention scores and weighted values, 4 channels in total
+    total += 2 * tokens * 4  # the gain of the final norm
     return total + (2 * tokens * 4 * 10 if with_head else 0)
 
 
@@ -83,7 +83,7 @@ def test_a_run_is_its_steps_validations_and_tests() -> None:
     update_seconds = estimate_update_flops(SMALL, RunConfig()) / (0.4 * H100_RATES.peak_flops_per_s)
     step_seconds = update_seconds + time_estimate.estimate_sampling_seconds(SMALL, RunConfig(), 128, H100_RATES)
     assert estimate_step_seconds(SMALL, RunConfig(), H100_RATES) == pytest.approx(step_seconds)
-    # Sampled and greedy before training, every tenth of 400 steps, greedy at the end; the test levels both ways.
+    # Sampled and greedy before training, sampled every 10 of 400 steps, greedy at the end, and both on the test levels.
     assert estimate_run_seconds(SMALL, RunConfig(), H100_RATES) == pytest.approx(
         400 * step_seconds + (2 + 40 + 1 + 2) * evaluation_seconds
     )

@@ -19,7 +19,7 @@ from tune_study.plan.study_plan import (
     parse_values,
 )
 
-# What the published scripts name for Qwen2.5-3B: (experiment name, log, checkpoint folder) of every default value.
+# (experiment name, log, checkpoint folder) of every default value in the published scripts for Qwen2.5-3B.
 LABELS = ("0", "0001", "0003", "001", "003", "01")
 KL_RUNS = [
     (

@@ -1,4 +1,4 @@
-"""Planning for a model of another architecture than Qwen2's, from its config.json alone."""
+"""Planning for a model of another architecture than Qwen2, from its config.json alone."""
 
 from pathlib import Path
 

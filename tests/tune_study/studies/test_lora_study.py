@@ -1,4 +1,4 @@
-"""A study with adapters by the real command: two steps, its checkpoints restored, questioned and probed."""
+"""A study with adapters by the real command: two steps, whose checkpoints are restored, scored and probed."""
 
 import hashlib
 import json
@@ -19,7 +19,7 @@ from trainable.runs.run_files import read_json_lines
 from tune_study.commands import probe
 from tune_study.plan.study_plan import PlanError
 
-pytestmark = pytest.mark.slow  # tests/trainable/models/test_lora.py has the same of the trainer alone
+pytestmark = pytest.mark.slow  # tests/trainable/models/test_lora.py tests the trainer without a study
 
 OPTIONS = (
     "model.lora_rank=8",

@@ -1,4 +1,4 @@
-"""Studies through a real Ray Tune, with a small real trainer that keeps the contract of a run."""
+"""Studies through real Ray Tune, with a small trainer that fulfills the interface of a run."""
 
 import gc
 import json
@@ -64,7 +64,7 @@ def allocate_resources(plan: StudyPlan) -> ResourcePlan:
 
 
 class Outcome(NamedTuple):
-    """What a study left: its exit code, what it printed, and the status of every arm's first seed."""
+    """The result of a study: its exit code, its output, and the status of the first seed of every arm."""
 
     plan: StudyPlan
     code: int
@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
 def run_study(plan: StudyPlan, wandb: str = "off") -> Outcome:
     console = Console(record=True, width=200, force_terminal=False)
     code = execute_study(plan, allocate_resources(plan), wandb, console)
-    gc.collect()  # what Ray left open is named in conftest and belongs to this test, not to whichever is next
+    gc.collect()  # warnings about files that Ray left open belong to this test and not to the next one
     statuses = {run.arm: read_status(plan.get_run_dir(run.run_id)) for run in plan.runs if run.seed == 0}
     return Outcome(
         plan, code, console.export_text(), {arm: status for arm, status in statuses.items() if status is not None}
@@ -91,14 +91,14 @@ def read_run_rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_written_steps(plan: StudyPlan, arm: str) -> list[int]:
-    """The steps of an arm's rows as they were written, repeated ones included."""
+    """Read the steps of the rows of an arm as they were written, including repeated steps."""
     text = (plan.get_run_dir(find_run_id(plan, arm)) / METRICS_FILE).read_text()
     return [json.loads(line)["step"] for line in text.splitlines()]
 
 
 @pytest.fixture(scope="module")
 def outcome(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """A study with a run of every fate: completed, stopped by a rule, crashed and recovered, failed in many ways."""
+    """A study whose runs complete, are stopped by a rule, crash and recover, or fail in different ways."""
     plan = make_plan_in(tmp_path_factory.mktemp("study"), ARMS)
     return run_study(plan, wandb="offline")
 
@@ -158,7 +158,9 @@ def test_ray_records_a_failed_run_as_an_error_whenever_it_looks(
 ) -> None:
     from ray.tune import ExperimentAnalysis
 
-    monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0")  # at every turn, also between the failure and the giving up
+    monkeypatch.setenv(
+        "TUNE_GLOBAL_CHECKPOINT_S", "0"
+    )  # at every iteration, also between the failure and the decision not to retry
     study_outcome = run_study(make_plan_in(tmp_path, (IS_WRONG,)))
     assert [trial.status for trial in ExperimentAnalysis(str(study_outcome.plan.folder)).trials] == ["ERROR"]
 
@@ -290,12 +292,12 @@ def test_a_trial_that_hangs_at_its_end_does_not_hold_the_study(tmp_path: Path) -
     assert (study_outcome.code, study_outcome.arms[HANGS].status) == (0, "completed")
 
 
-# Going on.
+# Continuing a study.
 
 
 @pytest.fixture(scope="module")
 def extended(outcome: Outcome, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """That study moved elsewhere, what failed there mended, and another value added."""
+    """The study of `outcome` in another folder, with its failures fixed and one more value."""
     folder = tmp_path_factory.mktemp("moved") / "study"
     shutil.copytree(outcome.plan.output, folder, symlinks=True)
     plan = merge_with_folder(make_plan_in(folder, ("0", "0.1")), extend=True)
@@ -352,7 +354,7 @@ def map_statuses(outcome: Outcome) -> dict[str, RunStatus]:
 
 @pytest.fixture(scope="module")
 def interrupted(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """A study that was interrupted by Ctrl-C while its first run, which is to collapse, was at step 4."""
+    """A study that was interrupted by Ctrl-C when its first run, which collapses later, was at step 4."""
     plan = make_plan_in(tmp_path_factory.mktemp("cut"), (COLLAPSES, "0", "0.2"), trainer__total_training_steps=100)
     folder = plan.get_run_dir(find_run_id(plan, COLLAPSES))
     folder.mkdir(parents=True)
@@ -410,7 +412,7 @@ def make_gpu_plan(folder: Path, gpus_per_run: float, values: Sequence[str]) -> S
 
 
 def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
-    """Where and when each run was, by its own account."""
+    """Run a study and return where each run was, as the runs report it."""
     resource_plan = ResourcePlan((), 4, ("0", "1"), (), len(plan.runs), "0xGPU")
     progress = Progress(plan, 4, Console(quiet=True))
     for run in plan.runs:

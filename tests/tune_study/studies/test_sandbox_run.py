@@ -1,4 +1,4 @@
-"""Studies of the update-rule sandbox with real Ray and the real trainer: a trial trains all seeds of an arm."""
+"""Studies of the update-rule sandbox with real Ray and the real trainer; a trial trains all seeds of an arm."""
 
 import json
 import os
@@ -38,7 +38,7 @@ SMALL_SETTINGS = {
 }
 ARMS = {
     "DG": {"method": "DG"},
-    # No sequence of 10 tokens is right by chance, so that no group is mixed.
+    # No sequence of 10 tokens is correct by chance, so all rewards of a group are equal.
     "uniform": {"method": "GRPO", "binary_reward": True, "seq_len": 10, "group_size": 2, "fallback_patience": 3},
     "wrong": {"task": "mnist", "mnist_folder": "no-such-folder"},
 }
@@ -69,7 +69,7 @@ def read_rows_without_times(folder: Path) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def folder(ray_session: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mock.patch.dict(STUDIES, influence=STUDY):  # where a study is found that goes on
+    with mock.patch.dict(STUDIES, influence=STUDY):  # a study that continues is looked up there
         yield tmp_path_factory.mktemp("sandbox")
 
 
@@ -144,7 +144,7 @@ def test_more_seeds_are_trials_of_their_own(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_run_that_had_ended_when_the_study_was_killed_keeps_its_end(ray_session: None, tmp_path: Path) -> None:
-    """Its last row was on disk and nobody had been told; the other seed of its arm had no row."""
+    """Its last row was on disk but had not been reported; the other seed of its arm had no row."""
     plan = make_plan_in(tmp_path, 2, ("uniform",))
     _, _, statuses_before = run_study(plan)
     for status in statuses_before.values():

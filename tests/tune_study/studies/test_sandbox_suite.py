@@ -1,4 +1,4 @@
-"""Every study of update rules in its smoke form, as one suite, with its index. Minutes."""
+"""The smoke form of every study of update rules, as one suite with an index. Takes minutes."""
 
 import json
 import subprocess

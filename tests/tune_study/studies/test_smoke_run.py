@@ -1,4 +1,4 @@
-"""The smoke grid by its command, with the real trainer: group 3 whole, and two points of every other group."""
+"""The smoke grid by its command, with the real trainer: all of group 3, and two points of every other group."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ SMALL_OPTIONS = (
 
 
 def run_smoke(output: Path, *words: str) -> str:
-    """What the command says of small batches; it ends well."""
+    """Run the command with small batches and return its output; the command must succeed."""
     command = [sys.executable, "-m", "tune_study", "run", "smoke", "--preset", "laptop", "--output", str(output)]
     process = subprocess.run([*command, *SMALL_OPTIONS, *words], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout + process.stderr

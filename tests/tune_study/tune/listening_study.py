@@ -1,6 +1,6 @@
-"""Ray as a study starts it, looked at from inside: what listens where, who may join, who may read its files.
+"""Ray as a study starts it, seen from inside: where it listens, who can join it and who can read its files.
 
-For a process of its own, since Ray reads its environment once. Prints one JSON object.
+Runs as a separate process, because Ray reads its environment only once. Prints one JSON object.
 """
 
 import json
@@ -36,7 +36,7 @@ print("ran as", ray.get(ray.remote(lambda: os.getuid()).remote(), timeout=30))
 
 
 def list_listening_addresses() -> list[str]:
-    """The addresses on which this process and what it started listen."""
+    """Return the addresses on which this process and its children listen."""
     this_process = psutil.Process()
     addresses = []
     for process in (this_process, *this_process.children(recursive=True)):
@@ -47,7 +47,7 @@ def list_listening_addresses() -> list[str]:
 
 
 def start_stranger(*arguments: str) -> "subprocess.Popen[str]":
-    """A process that was not started by Ray and tries to join it; arguments: of STRANGER."""
+    """Start a process that is not one of Ray's and tries to join it. arguments: those of STRANGER."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return subprocess.Popen(
         [sys.executable, "-c", STRANGER, *arguments],
@@ -60,7 +60,7 @@ def start_stranger(*arguments: str) -> "subprocess.Popen[str]":
 
 
 def observe_ray(base: Path, home: str) -> dict[str, Any]:
-    """Start Ray with its files in `base`, and look. home: a folder that no `.ray` may appear in."""
+    """Start Ray with its files in `base` and observe it. home: a folder in which no `.ray` may appear."""
     import ray
 
     from tune_study.tune.local_ray import start_local_ray
@@ -95,13 +95,13 @@ def observe_ray(base: Path, home: str) -> dict[str, Any]:
 
 
 def is_worker(process: psutil.Process) -> bool:
-    """Whether Ray runs tasks and actors in the process."""
+    """Return whether Ray runs tasks and actors in the process."""
     words = process.cmdline()
     return any(word.endswith("default_worker.py") for word in words[1:3]) or words[:1] == ["ray::IDLE"]
 
 
 def start_again() -> int:
-    """A second start in the same process: the answer of a task."""
+    """Start Ray a second time in the same process and return the result of a task."""
     import ray
 
     from tune_study.tune.local_ray import start_local_ray

@@ -27,7 +27,7 @@ def make_local_ray(*folders: Path) -> LocalRay:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happens to Ray, which is not started: when it starts and ends. Its one process is this one."""
+    """The log of when Ray starts and ends. Ray is replaced by a fake, whose only process is this one."""
     event_log: list[str] = []
 
     @contextmanager
@@ -71,7 +71,7 @@ def test_a_study_with_other_resources_has_a_ray_of_its_own(
 def test_ray_ends_with_a_study_that_fails_and_is_started_for_the_next(
     events: list[str], error: type[BaseException]
 ) -> None:
-    """Its trials would write on while their statuses are being settled."""
+    """Otherwise its trials would continue to write while their statuses are set."""
     with make_local_ray(FIRST, SECOND) as ray:
         with pytest.raises(error), ray.acquire(FIRST, make_resource_plan(2)):
             raise error

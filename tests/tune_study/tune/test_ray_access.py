@@ -1,4 +1,4 @@
-"""Ray that a study starts: reached from this machine alone, with a token, in a folder of its user's own."""
+"""The Ray that a study starts is reachable from this machine only, with a token, and its files are private."""
 
 import fcntl
 import json
@@ -22,7 +22,7 @@ LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 @pytest.fixture(scope="module")
 def observations() -> Iterator[dict[str, Any]]:
-    """What `listening_study` saw of a Ray with its files in a folder with a short name, and `.ray` of its home."""
+    """The observations of `listening_study` with a short folder for Ray's files, and the content of the home folder."""
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as short_folder:
         base, home = Path(short_folder, "b"), Path(short_folder, "h")
         home.mkdir()
@@ -75,12 +75,12 @@ def test_rays_files_are_private_and_go_with_it(observations: dict[str, Any]) -> 
     assert observations["mode"] == "700"
     assert observations["after"] == []
     assert max(observations["sockets"]) <= machine_checks._MAX_SOCKET_PATH_BYTES
-    # Ray's names are as long as the check of its folder takes them to be.
+    # Ray's names are as long as the check of its folder assumes.
     assumed_name = machine_checks._LONGEST_SOCKET_NAME.split("/")[3].rpartition("_")[0]
     assert len(observations["session"].rpartition("_")[0]) == len(assumed_name)
 
 
-# The folder
+# The session folder
 
 
 def test_a_session_folder_is_for_its_owner_and_is_removed(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_only_abandoned_folders_of_this_user_are_removed(tmp_path: Path) -> None
     for name in ("ts-1", "ts-2", "ts-3", "home", "tsar"):
         (tmp_path / name).mkdir()
         (tmp_path / name / ".lock").touch()
-    (tmp_path / "ts-3" / ".lock").unlink()  # not made by a driver
+    (tmp_path / "ts-3" / ".lock").unlink()  # a folder without a lock was not made by a driver
     (tmp_path / "ts-4").symlink_to(home)
     (tmp_path / "ts-5").touch()
     with (tmp_path / "ts-2" / ".lock").open("w") as lock_file:

@@ -1,4 +1,4 @@
-"""What the driver records of a trial that carries several runs, when its process dies or is cut short in between."""
+"""What the driver records of a trial with several runs when its process dies or is interrupted."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ STOPPED = {"step": 2, "stop_rule": "uniform_groups", "stop_value": 3.0, "stop_th
 
 
 class RecordedTrial:
-    """A trial of two runs that is under way, and what is on disk of it."""
+    """A running trial of two runs, and its files on disk."""
 
     def __init__(self, folder: Path) -> None:
         self.plan: StudyPlan = make_plan(STUDIES["influence"], "laptop", "a test", {}, ("GRPO",), 2, folder)
@@ -49,9 +49,9 @@ class RecordedTrial:
         self.recorder.on_trial_start(0, [], self.trial)
 
     def get_status(self, seed: int) -> RunStatus:
-        get_status = read_status(self.plan.get_run_dir(self.plan.runs[seed].run_id))
-        assert get_status is not None
-        return get_status
+        run_status = read_status(self.plan.get_run_dir(self.plan.runs[seed].run_id))
+        assert run_status is not None
+        return run_status
 
     def read_log(self, seed: int) -> str:
         return (self.plan.output / self.plan.runs[seed].log_path).read_text()
@@ -66,12 +66,12 @@ def test_a_run_that_ends_before_the_others_ends_once(recorded_trial: RecordedTri
     recorded_trial.write_row(0, STOPPED)
     recorded_trial.report_rows({0: STOPPED})
     status, log = recorded_trial.get_status(0), recorded_trial.read_log(0)
-    assert (status.get_status, status.stop_step) == ("early_stopped", 2)
+    assert (status.status, status.stop_step) == ("early_stopped", 2)
     recorded_trial.restart_after_death()
-    recorded_trial.report_rows({0: STOPPED})  # all had ended when the process died: it tells of all again
+    recorded_trial.report_rows({0: STOPPED})  # a trial whose runs had ended reports all of them again
     assert (recorded_trial.get_status(0), recorded_trial.read_log(0)) == (status, log)
     assert log.count("early_stopped") == 1
-    assert recorded_trial.get_status(1).get_status == "running"
+    assert recorded_trial.get_status(1).status == "running"
 
 
 def test_a_rule_that_nobody_was_told_of_is_read_from_the_row(recorded_trial: RecordedTrial) -> None:
@@ -80,7 +80,7 @@ def test_a_rule_that_nobody_was_told_of_is_read_from_the_row(recorded_trial: Rec
     recorded_trial.write_row(1, {"step": 300})
     recorded_trial.report_rows({1: {"step": 300}})
     recorded_trial.recorder.on_trial_complete(0, [], recorded_trial.trial)
-    assert [recorded_trial.get_status(seed).get_status for seed in (0, 1)] == ["early_stopped", "completed"]
+    assert [recorded_trial.get_status(seed).status for seed in (0, 1)] == ["early_stopped", "completed"]
     assert recorded_trial.get_status(0).reason == "uniform_groups at step 2: 3 reached the threshold 3"
 
 
@@ -88,12 +88,12 @@ def test_a_run_with_a_row_of_step_0_has_run(recorded_trial: RecordedTrial) -> No
     recorded_trial.write_row(0, {"step": 0})
     recorded_trial.report_rows({0: {"step": 0}})
     recorded_trial.recorder.on_trial_complete(0, [], recorded_trial.trial)
-    assert [recorded_trial.get_status(seed).get_status for seed in (0, 1)] == ["interrupted", "never_ran"]
+    assert [recorded_trial.get_status(seed).status for seed in (0, 1)] == ["interrupted", "never_ran"]
     assert recorded_trial.get_status(0).reason == "interrupted after step 0 of 300"
 
 
 def test_failures_count_from_where_the_runs_that_go_on_are(recorded_trial: RecordedTrial) -> None:
-    recorded_trial.write_row(0, {"step": 280})  # of an earlier start, without the other run
+    recorded_trial.write_row(0, {"step": 280})  # from an earlier start without the other run
     for step in range(MAX_ATTEMPTS + 1):
         recorded_trial.restart_after_death()
         for seed in (0, 1):

@@ -1,4 +1,4 @@
-"""The stop rules as Stoppers: they obey what a run has decided, and decide for a Trainable of somebody else."""
+"""The stop rules as Stoppers: they follow the decision of a run, and decide themselves for a foreign Trainable."""
 
 import pickle
 from pathlib import Path
@@ -18,19 +18,19 @@ from tune_study.tune.stoppers import InterruptStopper, RuleStopper
 
 
 def make_own_result(step: int, rule: str = "", **columns: Any) -> dict[str, Any]:
-    """A result of a run of this project, which says itself whether a rule has stopped it."""
+    """Make a result of a run of this project, which states whether a rule has stopped it."""
     return {**make_empty_row(), "run_id": "a", "step": step, "training_iteration": step, "stop_rule": rule, **columns}
 
 
 def make_foreign_result(step: int, std: float, **columns: Any) -> dict[str, Any]:
-    """A result of somebody else's Trainable."""
+    """Make a result of a foreign Trainable."""
     return {"training_iteration": step, "reward_std": std, **columns}
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("decided_rule", ["", *RULES])
 def test_what_a_run_has_decided_is_obeyed(rule: str, decided_rule: str) -> None:
-    """Whatever its numbers: the row that is on disk and what Ray Tune does can never disagree."""
+    """The numbers do not matter, so that Ray Tune never disagrees with the row on disk."""
     assert RuleStopper(rule)("trial", make_own_result(20, decided_rule, reward_std=0.0, groups_kept=0)) == (
         decided_rule == rule
     )
@@ -61,7 +61,7 @@ def test_a_repeated_step_counts_once() -> None:
 def test_a_filter_that_keeps_nothing_is_heeded() -> None:
     stopper = RuleStopper("empty_filtered_steps", EarlyStopConfig(empty_stop_steps=2))
     assert not stopper("trial", make_foreign_result(1, 2.0, groups_kept=0))
-    assert not stopper("trial", make_foreign_result(2, 2.0))  # no such entry: nothing is filtered
+    assert not stopper("trial", make_foreign_result(2, 2.0))  # without this entry nothing is filtered
     assert not stopper("trial", make_foreign_result(3, 2.0, groups_kept=0))
     assert stopper("trial", make_foreign_result(4, 2.0, groups_kept=0))
 
@@ -110,19 +110,19 @@ def test_an_interrupt_ends_a_run_at_its_next_row_with_a_state(tmp_path: Path) ->
     stopper = InterruptStopper(interrupt)
     assert not stopper("trial", make_own_result(1, saved=False))
     interrupt.request()
-    assert not stopper("trial", make_own_result(2, saved=False))  # it was on its way
+    assert not stopper("trial", make_own_result(2, saved=False))  # this result was sent before the request
     assert stopper("trial", make_own_result(3, saved=True))
-    assert stopper("trial", make_own_result(4))  # a Trainable that says nothing of states
+    assert stopper("trial", make_own_result(4))  # a Trainable that does not report checkpoints
     (tmp_path / ".interrupt").unlink()
-    assert stopper("trial", make_own_result(5, saved=False))  # the run cannot see the request: it would go on for ever
+    assert stopper("trial", make_own_result(5, saved=False))  # a run that cannot see the request would never end
     assert not stopper.stop_all()
 
 
-# In a Tuner of somebody else, with a Trainable that knows nothing of this project.
+# In a user's own Tuner, with a Trainable that is independent of this project.
 
 
 class ForeignTrainable(tune.Trainable):
-    """Its reward's spread dies after ten steps in one trial and its accuracy is low from the beginning in another."""
+    """Its reward std collapses after ten steps in one trial and its accuracy is always low in another."""
 
     def setup(self, config: dict[str, Any]) -> None:
         self.behavior = config["kind"]

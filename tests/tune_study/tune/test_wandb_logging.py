@@ -14,7 +14,7 @@ from tune_study.tune.wandb_logging import WandbCallback, select_loggable
 
 
 class Trial(NamedTuple):
-    """What the callback reads of a trial."""
+    """The part of a trial that the callback reads."""
 
     config: dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Uploads of offline runs by the real W&B command, to a service of this test's own on the loopback device."""
+"""Uploads of offline runs by the real W&B command to a fake service on the loopback address."""
 
 import http.server
 import json
@@ -19,7 +19,7 @@ from tune_study.tune.wandb_sync import WandbUploader, is_reachable
 
 
 class FakeService(http.server.ThreadingHTTPServer):
-    """What `wandb sync` needs of a service: runs are made, files are taken. said: every request's path and body."""
+    """A service that creates runs and accepts files, as `wandb sync` needs. requests: path and body of each request."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -34,7 +34,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     server: FakeService
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing."""
+        """Do not print a line for each request."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode(errors="replace")
@@ -66,7 +66,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(autouse=True)
 def _no_address_is_kept() -> Iterator[None]:
-    """W&B reads its address once a process."""
+    """Reset W&B, which reads its address only once per process."""
     wandb.teardown()
     yield
     wandb.teardown()
@@ -86,7 +86,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeService]:
 
 
 def log_run(output: Path, patience: float = 60.0) -> tuple[WandbCallback, bool]:
-    """A study of one run that logged one step, ended."""
+    """Log one step of a study of one run and close the callback."""
     plan = make_plan(STUDIES["kl"], "laptop", "a test", {}, ("0",), 1, output)
     callback = WandbCallback(plan, "sync")
     log_one_step(callback, plan, finished=False)
@@ -104,15 +104,13 @@ def test_a_run_is_uploaded_when_it_ends(service: FakeService, tmp_path: Path) ->
 def test_nothing_waits_for_a_service_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as free_socket:
         free_socket.bind(("127.0.0.1", 0))
-        address = (
-            f"http://127.0.0.1:{free_socket.getsockname()[1]}"  # bound and not listened at: every connection is refused
-        )
+        address = f"http://127.0.0.1:{free_socket.getsockname()[1]}"  # no listener: every connection is refused
         monkeypatch.setenv("WANDB_BASE_URL", address)
         callback, is_uploaded = log_run(tmp_path)
     (folder,) = tmp_path.glob("wandb/offline-run-*")
     assert not is_uploaded
     assert callback.problem == f"{address} cannot be reached. Upload with: wandb sync {folder}"
-    assert list(folder.glob("*.wandb"))  # kept
+    assert list(folder.glob("*.wandb"))  # the run is kept for a later upload
 
 
 def test_what_failed_is_tried_again_at_the_end(service: FakeService, tmp_path: Path) -> None:
@@ -123,13 +121,13 @@ def test_what_failed_is_tried_again_at_the_end(service: FakeService, tmp_path: P
     uploader = WandbUploader()
     uploader.add(folder, "http://127.0.0.1:1")
     uploader.add(folder, service.address)
-    assert not uploader.close(60.0)  # the first address is not there at the end either
+    assert not uploader.close(60.0)  # nothing answers at the first address at the end either
     assert uploader.pending_folders == [folder]
 
 
 def test_an_upload_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    with socket.create_server(("127.0.0.1", 0)) as silent_socket:  # takes connections, answers nothing
+    with socket.create_server(("127.0.0.1", 0)) as silent_socket:  # accepts connections and never answers
         address = f"http://127.0.0.1:{silent_socket.getsockname()[1]}"
         monkeypatch.setenv("WANDB_BASE_URL", address)
         callback, is_uploaded = log_run(tmp_path, patience=3.0)

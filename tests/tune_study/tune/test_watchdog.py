@@ -72,14 +72,14 @@ def test_its_patience_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert messages[-1] == "The disk is still full."
     guard._next_check = 0.0
     guard.on_step_begin(2, [])
-    assert len(messages) == 2  # it does not begin to wait again
+    assert len(messages) == 2  # the guard does not start to wait again
     monkeypatch.setattr(watchdog, "MIN_FREE_BYTES", 0)
     guard._next_check = 0.0
     guard.on_step_begin(3, [])
     monkeypatch.setattr(watchdog, "MIN_FREE_BYTES", 10**18)
     guard._next_check = 0.0
     guard.on_step_begin(4, [])
-    assert len(messages) == 4  # there was room in between
+    assert len(messages) == 4  # there was free space in between
 
 
 def test_an_interruption_ends_its_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
