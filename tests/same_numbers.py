@@ -85,7 +85,9 @@ def compare(old: Path, new: Path) -> list[str]:
         if not new_path.exists():
             differences.append(f"{label}: no {new_path.name} in the new version")
             continue
-        differences += [f"{label}: {each}" for each in compare_tables(name, *map(pd.read_parquet, (path, new_path)))]
+        differences += [
+            f"{label}: {difference}" for difference in compare_tables(name, *map(pd.read_parquet, (path, new_path)))
+        ]
     return differences
 
 

@@ -337,12 +337,12 @@ def test_a_comparison_is_reported() -> None:
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
-    places: dict[str, list[str]] = {}
+    modules_by_class: dict[str, list[str]] = {}
     for module, path in MODULES.items():
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(module)
-    assert {name: modules for name, modules in places.items() if len(modules) > 1} == {}
+                modules_by_class.setdefault(node.name, []).append(module)
+    assert {name: modules for name, modules in modules_by_class.items() if len(modules) > 1} == {}
 
 
 @pytest.mark.parametrize(

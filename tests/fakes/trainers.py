@@ -39,9 +39,11 @@ def copy_weights(trainer: PPOTrainer) -> dict[str, torch.Tensor]:
     return clone_tensors(trainer.get_state()[0])
 
 
-def has_same_weights(one: PPOTrainer, other: PPOTrainer) -> bool:
-    a, b = copy_weights(one), copy_weights(other)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+def has_same_weights(trainer: PPOTrainer, other_trainer: PPOTrainer) -> bool:
+    weights, other_weights = copy_weights(trainer), copy_weights(other_trainer)
+    return weights.keys() == other_weights.keys() and all(
+        torch.equal(weights[name], other_weights[name]) for name in weights
+    )
 
 
 def has_changed(trainer: PPOTrainer, old_weights: dict[str, torch.Tensor], prefix: str) -> bool:

@@ -20,9 +20,9 @@ STEPS = 5
 
 
 class Reading(NamedTuple):
-    """The resident megabytes of this process after `ended` runs have ended, and the megabytes of their rows."""
+    """The resident megabytes of this process after `n_ended` runs have ended, and the megabytes of their rows."""
 
-    ended: int
+    n_ended: int
     resident: float
     rows: float
 
@@ -67,10 +67,10 @@ def take_readings(folder: Path, trials: int, interval: int) -> list[Reading]:
 def fit_slopes(readings: Sequence[Reading]) -> tuple[float, float]:
     """Fit the kilobytes of memory and of rows per trial: least squares over the second half of the readings."""
     second_half = readings[len(readings) // 2 :]
-    mean_ended = sum(reading.ended for reading in second_half) / len(second_half)
-    weight = sum((reading.ended - mean_ended) ** 2 for reading in second_half)
-    resident = sum((reading.ended - mean_ended) * reading.resident for reading in second_half) / weight
-    rows = sum((reading.ended - mean_ended) * reading.rows for reading in second_half) / weight
+    mean_ended = sum(reading.n_ended for reading in second_half) / len(second_half)
+    weight = sum((reading.n_ended - mean_ended) ** 2 for reading in second_half)
+    resident = sum((reading.n_ended - mean_ended) * reading.resident for reading in second_half) / weight
+    rows = sum((reading.n_ended - mean_ended) * reading.rows for reading in second_half) / weight
     return 1e3 * resident, 1e3 * rows
 
 

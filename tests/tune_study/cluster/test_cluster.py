@@ -179,15 +179,15 @@ def cluster_results(fake_cluster: FakeCluster, tmp_path_factory: pytest.TempPath
 @pytest.mark.slow
 def test_a_run_of_two_gpus_is_on_one_node_and_two_such_runs_are_on_both(cluster_results: dict[str, Any]) -> None:
     pairs = cluster_results["pairs"]
-    assert [(place["bundles"], place["strategy"]) for place in pairs] == [(2, "STRICT_PACK")] * 2
-    assert [place["node"] == place["others_node"] for place in pairs] == [True, True]
-    assert [sorted((place["visible"], place["other"])) for place in pairs] == [["0", "1"], ["0", "1"]]
-    assert len({place["node"] for place in pairs}) == 2
+    assert [(placement["bundles"], placement["strategy"]) for placement in pairs] == [(2, "STRICT_PACK")] * 2
+    assert [placement["node"] == placement["others_node"] for placement in pairs] == [True, True]
+    assert [sorted((placement["visible"], placement["other"])) for placement in pairs] == [["0", "1"], ["0", "1"]]
+    assert len({placement["node"] for placement in pairs}) == 2
 
 
 @pytest.mark.slow
 def test_four_runs_of_one_gpu_have_one_each(cluster_results: dict[str, Any]) -> None:
-    placement_counts = Counter((place["node"], place["visible"]) for place in cluster_results["single"])
+    placement_counts = Counter((placement["node"], placement["visible"]) for placement in cluster_results["single"])
     assert sorted(placement_counts.values()) == [1, 1, 1, 1]
 
 

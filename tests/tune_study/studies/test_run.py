@@ -428,15 +428,15 @@ def run_placed(plan: StudyPlan, n_parallel: int) -> list[dict[str, Any]]:
 
 
 def test_two_halves_share_each_gpu(tmp_path: Path) -> None:
-    places = run_placed(make_gpu_plan(tmp_path, 0.5, ("0", "0.1", "0.2", "0.3")), n_parallel=4)
-    assert Counter(place["visible"] for place in places) == {"0": 2, "1": 2}
+    placements = run_placed(make_gpu_plan(tmp_path, 0.5, ("0", "0.1", "0.2", "0.3")), n_parallel=4)
+    assert Counter(placement["visible"] for placement in placements) == {"0": 2, "1": 2}
 
 
 def test_a_run_on_two_whole_gpus_is_one_group_on_one_node(tmp_path: Path) -> None:
-    places = run_placed(make_gpu_plan(tmp_path, 2, ("0", "0.1")), n_parallel=1)
-    assert [place["bundles"] for place in places] == [2, 2]
-    assert [place["strategy"] for place in places] == ["STRICT_PACK", "STRICT_PACK"]
-    assert [sorted((place["visible"], place["other"])) for place in places] == [["0", "1"], ["0", "1"]]
+    placements = run_placed(make_gpu_plan(tmp_path, 2, ("0", "0.1")), n_parallel=1)
+    assert [placement["bundles"] for placement in placements] == [2, 2]
+    assert [placement["strategy"] for placement in placements] == ["STRICT_PACK", "STRICT_PACK"]
+    assert [sorted((placement["visible"], placement["other"])) for placement in placements] == [["0", "1"], ["0", "1"]]
 
 
 # Refusals.
