@@ -136,8 +136,8 @@ ONE_STEP_THRESHOLDS = EarlyStopConfig(
 
 
 @settings(max_examples=300, deadline=None)
-@example(drawn=AT_THE_THRESHOLD, numbers=ONE_STEP_THRESHOLDS)
-@given(drawn=st.lists(ROWS, max_size=25), numbers=THRESHOLDS)
+@example(drawn_rows=AT_THE_THRESHOLD, thresholds=ONE_STEP_THRESHOLDS)
+@given(drawn_rows=st.lists(ROWS, max_size=25), thresholds=THRESHOLDS)
 def test_each_rule_fires_where_the_live_run_would_have_stopped(
     drawn_rows: list[Row], thresholds: EarlyStopConfig
 ) -> None:
@@ -156,7 +156,7 @@ def test_each_rule_fires_where_the_live_run_would_have_stopped(
 
 
 @settings(max_examples=25, deadline=None)
-@given(drawn=st.lists(ROWS, min_size=1, max_size=20), numbers=THRESHOLDS)
+@given(drawn_rows=st.lists(ROWS, min_size=1, max_size=20), thresholds=THRESHOLDS)
 def test_a_folder_gives_what_its_rows_give(
     drawn_rows: list[Row], thresholds: EarlyStopConfig, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
